@@ -67,10 +67,10 @@ class Session:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the library prints goes to standard error
+    os.dup2(2, 1)  # the library's own output goes to standard error
     for line in sys.stdin:
         described = json.loads(line)
-        del described["command"]  # there is one
+        del described["command"]  # there is only one command
         answers.write(json.dumps(Session(**described).replay()) + "\n")
         answers.flush()
 

@@ -1,7 +1,7 @@
-"""What every benchmark here shares: a small table, one JSON line of named figures at the end, and a check.
+"""Common parts of all benchmarks: a small table, a JSON line of named figures at the end, and a check.
 
-A script measures ratios against a peer in the same run, takes turns with it, and keeps medians of CPU time, because
-a shared machine changes speed from one minute to the next. `--check` compares the figures with the project's
+A script measures ratios against a peer in the same run, alternates with it, and keeps medians of CPU time, because a
+shared machine changes speed from one minute to the next. `--check` compares the figures with the project's
 targets and exits with 1 if one is missed, or if the run measured none. A target that a run does not measure (no peer,
 no trace, `--quick`) is named with the reason, in the text and in the JSON line.
 """
@@ -27,7 +27,7 @@ AZURE_TRACE = REPOSITORY.parent / "shared" / "traces" / "azure_llm_2023_conversa
 
 @dataclass
 class Targets:
-    """The project's targets that a run has met, missed or not measured."""
+    """The project's targets: those that a run has met, missed and not measured."""
 
     missed: list[str] = field(default_factory=list)
     met: list[str] = field(default_factory=list)
@@ -42,11 +42,11 @@ class Targets:
         self._note(value <= target, f"{name} is {value:.3g}; target: at most {target:g}")
 
     def holds(self, text: str, met: bool) -> None:
-        """A target that is not one number: `text` says what was measured and what was wanted."""
+        """A target that is not one number: `text` states the measurement and the target."""
         self._note(met, text)
 
     def skip(self, name: str, why: str) -> None:
-        """A target of the script that this run does not measure, and what is missing for it."""
+        """A target of the script that this run does not measure, and the reason."""
         self.not_measured.append(f"{name} ({why})")
 
     def _note(self, met: bool, text: str) -> None:
@@ -54,7 +54,7 @@ class Targets:
 
 
 def argument_parser(description: str) -> argparse.ArgumentParser:
-    """A parser with the options that every benchmark has; the description's first line is what `--help` shows."""
+    """A parser with the options of every benchmark; `--help` shows the first line of the description."""
     parser = argparse.ArgumentParser(description=description.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="under a minute; fewer rounds, and it may skip the peer")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a target is missed, or none was measured")
@@ -62,7 +62,7 @@ def argument_parser(description: str) -> argparse.ArgumentParser:
 
 
 def at_least_one(text: str) -> int:
-    """The value of an option that counts something."""
+    """The value of an option that is a count."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is less than 1")
@@ -79,12 +79,12 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[objec
 
 
 def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
-    """The median of the ratios of each pair: both of a pair were measured within a moment."""
+    """The median of the ratios of each pair; both values of a pair were measured shortly after each other."""
     return median(a / b for a, b in zip(numerators, denominators, strict=True))
 
 
 def note(text: str) -> None:
-    """A line about the run: what is skipped, what is under way."""
+    """Print a line about the run, such as its progress or a skipped part."""
     print(text, flush=True)
 
 

@@ -1,7 +1,7 @@
-"""A contest: engines in processes of their own serve the same requests in interleaved rounds, and are timed.
+"""Contests: engines in processes of their own serve the same requests in interleaved rounds, and are timed.
 
-Every contender is warmed up once, keeps its process for all rounds, and stands still while another has its turn. The
-contenders begin the rounds in rotation. A peer that fails is named and left out from there.
+Every contender is warmed up once and keeps its process for all rounds. It is stopped while another one runs. The
+contender that begins a round rotates. A peer that fails is named and left out from then on.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAX_LEN_MULTIPLE = 256
 
 @dataclass(frozen=True)
 class Requests:
-    """Requests that are all there at once: prompts in tokens, and the number of tokens that each output has."""
+    """Requests that all arrive at once: prompts in tokens, and the number of tokens of each output."""
 
     prompts: list[list[int]]
     outputs: list[int]
@@ -53,17 +53,17 @@ class Requests:
 
 @dataclass(frozen=True)
 class Contender:
-    """How to start one engine."""
+    """How to start an engine."""
 
     script: str
     options: dict[str, Any] = field(default_factory=dict)
     dtype: str = "float32"
     needs: str | None = None
-    """Whose environment of `ENVIRONMENTS` it runs in; None is the driver's own."""
+    """Its environment in `ENVIRONMENTS`; None: the driver's own."""
     reads_gguf: bool = False
-    """Whether it is given the GGUF file of a model that has one, and no directory."""
+    """Whether it gets the GGUF file of a model that has one, instead of a directory."""
     runs_last: bool = False
-    """Once, when all rounds are over: it takes so long that engines which stand still meanwhile give themselves up."""
+    """Whether it runs once, after all rounds: it takes so long that other engines would time out while stopped."""
     is_ours: bool = False
 
     def python(self) -> Path:
@@ -83,11 +83,11 @@ LLAMA_CPP = Contender("_engine_worker_llama_cpp.py", needs="llama.cpp", reads_gg
 
 
 class Workload(ABC):
-    """A model, and the loads that engines are measured under. A load is a number of requests at once."""
+    """A model, and the loads under which engines are measured. A load is a number of requests at once."""
 
     loads: Sequence[int]
     max_tokens: int
-    """Of a request: its prompt and its output."""
+    """Maximum tokens of a request: its prompt and its output."""
 
     @abstractmethod
     def model_of(self, contender: Contender) -> Path:
@@ -95,21 +95,21 @@ class Workload(ABC):
 
     @abstractmethod
     def requests(self, load: int, round_number: int) -> Requests:
-        """Requests of that number. Each round has prompts of its own, so no prefix cache holds them."""
+        """This number of requests. Each round has its own prompts, so no prefix cache holds them."""
 
     @abstractmethod
     def warm_up(self) -> Requests:
-        """A few requests with short outputs, which no round has."""
+        """A few requests with short outputs, none of which occurs in a round."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What one contender took for the requests of one load in one round."""
+    """The cost of the requests of one load for one contender in one round."""
 
     seconds: float
     cpu_seconds: float | None
     first_token: float | None
-    """Seconds from the start to a request's first token, the median of the requests; None: the engine does not say."""
+    """Median seconds from the start to a request's first token; None: the engine does not report them."""
     peak_mebibytes: float | None
     """Resident memory of its processes, the sum of their peaks during the turn."""
 
@@ -139,7 +139,7 @@ class Contestant:
 
     @property
     def in_play(self) -> bool:
-        """Whether it is there for another round."""
+        """Whether it runs in the next round."""
         return self._worker.is_alive
 
     def take_turn(self, load: int, round_number: int) -> None:
@@ -179,7 +179,7 @@ class Contestant:
         return median(shared) if shared else None
 
     def agreement(self, reference: Contestant) -> float | None:
-        """Share of the requests whose first tokens are those of another contender, over the loads of both."""
+        """Share of the requests with the same first tokens as another contender, over the loads of both."""
         pairs = [
             pair
             for load in self.tokens.keys() & reference.tokens.keys()
@@ -192,7 +192,7 @@ class Contestant:
 
 
 def compete(contenders: Mapping[str, Contender], workload: Workload, threads: int, rounds: int) -> list[Contestant]:
-    """Start all contenders, and let them take turns; those that finished a turn, in the same order.
+    """Start all contenders, and run them alternately. Returns those that finished a turn, in the same order.
 
     Raises:
         WorkerFailed: one of Pointsman's own failed, so there is nothing to compare.
@@ -204,7 +204,7 @@ def compete(contenders: Mapping[str, Contender], workload: Workload, threads: in
                 contestants.append(Contestant(name, contender, workload, threads))
                 note(f"  {name}: {contestants[-1].about}")
         for round_number in range(rounds):
-            first = round_number % len(contestants)  # no contender always gets the rested processor
+            first = round_number % len(contestants)  # no contender is always the first after a pause
             for load in workload.loads:
                 for one in contestants[first:] + contestants[:first]:
                     if not one.contender.runs_last:
@@ -212,7 +212,7 @@ def compete(contenders: Mapping[str, Contender], workload: Workload, threads: in
         for one in contestants:
             if one.contender.runs_last:
                 for load in workload.loads:
-                    _take_turn(one, load, 0)  # whose tokens are compared
+                    _take_turn(one, load, 0)  # its tokens are compared
     finally:
         for one in contestants:
             one.close()
@@ -229,7 +229,7 @@ def _take_turn(one: Contestant, load: int, round_number: int) -> None:
 
 @contextmanager
 def peers_may_fail(name: str, contender: Contender) -> Iterator[None]:
-    """Where a peer fails, say so and go on."""
+    """Report a failed peer, and continue."""
     try:
         yield
     except WorkerFailed as error:
@@ -239,7 +239,7 @@ def peers_may_fail(name: str, contender: Contender) -> Iterator[None]:
 
 
 def check_agreement(contestants: Sequence[Contestant], targets: Targets) -> None:
-    """In float32 all engines should agree on what the model says."""
+    """Check that all engines agree on the model's output, which they should in float32."""
     reference, *others = contestants
     for other in others:
         if (share := other.agreement(reference)) is not None:
@@ -248,7 +248,7 @@ def check_agreement(contestants: Sequence[Contestant], targets: Targets) -> None
 
 
 def chosen(names: str | None, contenders: Iterable[str]) -> list[str]:
-    """The contenders of that list of names, in their own order; all if it is None.
+    """The contenders in this list of names, in their own order; None: all.
 
     Raises:
         SystemExit: a name is not among them.
@@ -261,7 +261,7 @@ def chosen(names: str | None, contenders: Iterable[str]) -> list[str]:
 
 
 def without_missing(contenders: Mapping[str, Contender]) -> dict[str, Contender]:
-    """The contenders whose environment is there; each one that is not is named."""
+    """The contenders whose environment exists; the others are named."""
     missing = {one.needs for one in contenders.values() if one.needs and not ENVIRONMENTS[one.needs].is_complete()}
     for peer in sorted(missing):
         maker = f"benchmarks/{ENVIRONMENTS[peer].__name__}.py"
@@ -270,11 +270,11 @@ def without_missing(contenders: Mapping[str, Contender]) -> dict[str, Contender]
 
 
 def environment_of(contender: Contender, threads: int) -> dict[str, str | None]:
-    """The variables that a contender's process starts with: as many threads for each, nothing fetched."""
+    """The environment variables of a contender's process: equal numbers of threads, no downloads."""
     variables: dict[str, str | None] = {
         "OMP_NUM_THREADS": str(threads),
         "NUMBA_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": None,  # make sets it for shared machines; here each engine has its turn to itself
+        "OMP_WAIT_POLICY": None,  # make sets it for shared machines; here each engine runs alone
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
@@ -291,7 +291,7 @@ def rounded(value: float | None, digits: int = 3) -> float | None:
 
 
 def settings_of(workload: Workload, contender: Contender, threads: int) -> Settings:
-    """What all contenders are told."""
+    """The settings of all contenders."""
     return Settings(
         model=str(workload.model_of(contender)),
         dtype=contender.dtype,

@@ -1,9 +1,9 @@
-"""Engines on real weights, from one request to many at once: the part of `engine_throughput.py` with `--model`.
+"""Loads on real weights, from one request to many at once: the part of `engine_throughput.py` with `--model`.
 
-There are three comparisons, each a contest of its own. In float32 and in bfloat16 Pointsman meets engines that compute
-in the same dtype. The third one has the variants of Pointsman beside llama.cpp, on the same GGUF file. llama.cpp keeps
-the file's types, and quantises activations to 8 bits. It also runs the weights in types that are faster for it. They
-are converted from the file's own, so they are less exact.
+There are three comparisons, each a contest of its own. In float32 and in bfloat16 Pointsman is compared with engines
+that compute in the same dtype. The third comparison has the variants of Pointsman beside llama.cpp, on the same GGUF
+file. llama.cpp keeps the file's types, and quantises activations to 8 bits. It also runs with types that are faster for
+it. Those weights are converted from the file's own, so they are less exact.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ OURS = {
     "pointsman-int4": replace(POINTSMAN, dtype="bfloat16", options={"quantization": "int4"}),
 }
 QUANTIZED = "pointsman-int4"
-"""The one that has targets beside llama.cpp on the file itself."""
+"""The contender with targets beside llama.cpp on the file itself."""
 PEERS = {
     # All outputs are equally long, so a static batch of all requests wastes nothing.
     "transformers-static": replace(TRANSFORMERS_STATIC, options=TRANSFORMERS_STATIC.options | {"batch_size": SLOTS}),
@@ -78,7 +78,7 @@ TABLES = {
 }
 
 
-def least_ratio(ours: str, peer: str, load: int) -> float | None:
+def min_ratio(ours: str, peer: str, load: int) -> float | None:
     """The target for the peer's seconds / ours; None: there is none."""
     if peer in PEERS:
         return 1.0
@@ -112,10 +112,10 @@ def measure(arguments: argparse.Namespace) -> int:
 
 
 def chosen_comparisons(arguments: argparse.Namespace, workload: RealModel) -> dict[str, dict[str, Contender]]:
-    """The comparisons that are asked for, with the contenders that can run: at least one of ours, and a peer.
+    """The chosen comparisons, with the contenders that can run: at least one of ours, and a peer.
 
     Raises:
-        SystemExit: there is none.
+        SystemExit: there is no such comparison.
     """
     names = chosen(arguments.contenders, {name: None for contenders in COMPARISONS.values() for name in contenders})
     dtype = arguments.dtype or ("quantized" if arguments.quick else "all")
@@ -164,7 +164,7 @@ def report(
 
 
 def figures_of(one: Contestant, reference: Contestant, workload: RealModel) -> dict[str, Any]:
-    """What is written down of one contender."""
+    """The figures of one contender."""
     return {
         "first_answer_seconds": rounded(one.first_answer_seconds),
         "agreement": None if one is reference else rounded(one.agreement(reference)),
@@ -206,11 +206,11 @@ def check_ratios(
     quick: bool,
     targets: Targets,
 ) -> None:
-    """Hold the ratios against the targets; one that failed is named."""
+    """Check the ratios against the targets; failed contenders are named."""
     for ours in (name for name, one in contenders.items() if one.is_ours):
         for peer in (name for name, one in contenders.items() if not one.is_ours):
             for load in loads:
-                least = least_ratio(ours, peer, load)
+                least = min_ratio(ours, peer, load)
                 if least is None:
                     continue
                 text = f"{comparison}: {pair(peer, ours)}, seconds, {load} at once"

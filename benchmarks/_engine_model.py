@@ -1,10 +1,10 @@
-"""What the engine benchmarks run: a model of random weights, and requests of random lengths.
+"""Model and requests of the engine benchmarks: random weights, and requests of random lengths.
 
-Random weights cost as much to run as trained ones, and every engine here reads them from the same safetensors file,
-so all that differs between contenders is the engine. The scales follow what training starts from: linear layers keep
-the size of what passes through them, those that write to the residual stream are smaller by the root of their
-number, and embeddings are so small that after one layer the context decides the next token. With embeddings of size
-1 the tied output layer would answer every token with itself, and a comparison of tokens would see nothing.
+Random weights cost as much to run as trained ones, and every engine reads them from the same safetensors file, so
+contenders differ only in the engine. The scales follow those at the start of training: linear layers keep the size of
+their input, layers that write to the residual stream are smaller by the root of their number, and embeddings are so
+small that after one layer the context decides the next token. With embeddings of size 1 the tied output layer would
+predict each token itself, and a comparison of tokens would show nothing.
 
 Weights are drawn with numpy, so that a driver need not import PyTorch. A directory is written once, and kept in
 `benchmarks/.cache`.
@@ -26,9 +26,9 @@ import numpy.typing as npt
 
 CACHE = Path(__file__).resolve().parent / ".cache"
 RECIPE = 1
-"""Raised when weights are drawn differently, so that a directory of the old recipe is not taken for a new one."""
+"""Incremented when weights are drawn differently, so that an older directory is not reused."""
 EMBEDDING_SCALE = 0.02
-NORM_SPREAD = 0.1  # norms are not all ones, so that an engine that forgets one gives itself away
+NORM_SPREAD = 0.1  # norms are not all ones, so that an engine without one differs
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def model_directory(shape: Shape, cache: Path = CACHE) -> Path:
         _write(shape, made)
         try:
             os.replace(made, directory)
-        except OSError:  # another process was faster; what it wrote is the same
+        except OSError:  # another process was faster, and wrote the same
             if not directory.is_dir():
                 raise
     return directory
@@ -151,6 +151,6 @@ def make_jobs(count: int, prompt: tuple[int, int], output: tuple[int, int], seed
 
 
 def make_prompts(jobs: Sequence[Job], vocab_size: int, seed: int) -> list[list[int]]:
-    """Random tokens for each job. Rounds take different seeds, or prefix caches would answer the second round."""
+    """Random tokens for each job. Rounds take different seeds, so that prefix caches do not hold the second round."""
     rng = np.random.default_rng([seed, vocab_size])
     return [rng.integers(0, vocab_size, size=job.prompt).tolist() for job in jobs]

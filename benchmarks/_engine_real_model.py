@@ -1,4 +1,4 @@
-"""Real weights and real prompts for `engine_throughput.py`: what `--model` takes, in the form that each engine reads.
+"""Real weights and real prompts for `engine_throughput.py --model`, in the form that each engine reads.
 
 Prompts are paragraphs of Python's documentation (`pydoc_data.topics`, which Python brings), each with a question
 before it, in the model's chat format where it has one. A pair of question and paragraph occurs once, so a prefix cache
@@ -44,7 +44,7 @@ class RealModel(Workload):
     """A model, and requests with outputs of one length.
 
     Args:
-        model: what `pointsman serve --model` takes.
+        model: the value of `pointsman serve --model`.
         loads: numbers of requests at once.
         output: tokens of each output.
 
@@ -91,7 +91,7 @@ class RealModel(Workload):
         return Requests(self._drawn[first : first + count], [output] * count)
 
     def _all_prompts(self) -> Iterator[list[int]]:
-        """The prompts of the right lengths, in an order that is always the same."""
+        """The prompts of the right lengths, in a fixed order."""
         texts = [f"{question}\n\n{text}" for question, text in product(QUESTIONS, paragraphs())]
         for at in np.random.default_rng(0).permutation(len(texts)):
             prompt = in_tokens(self._tokenizer, texts[at])
@@ -107,7 +107,7 @@ def paragraphs() -> list[str]:
 
 
 def in_tokens(tokenizer: Any, text: str) -> list[int]:
-    """A prompt as a server makes it of one message; without a chat format, the text itself."""
+    """A prompt as a server makes it from one message; without a chat format, the text itself."""
     if not tokenizer.chat_template:
         return encode(tokenizer, text)
     chat = render_chat(tokenizer, [{"role": "user", "content": text}], {"add_generation_prompt": True})

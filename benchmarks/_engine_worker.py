@@ -1,8 +1,8 @@
-"""One contender of `engine_throughput.py`: a process with one engine that serves what its standard input says.
+"""Worker of `engine_throughput.py`: a process with one engine that executes commands from its standard input.
 
-The driver starts each contender in the environment of its engine and lets them take turns. A worker reads JSON
-commands from its standard input and answers each with one JSON line; whatever a library prints by itself goes to
-standard error. A contender only says how its engine is made and called (`Session`); what is timed is written here.
+The driver starts each contender in the environment of its engine and runs them alternately. A worker reads JSON
+commands from its standard input and replies to each with one JSON line; other output of libraries goes to standard
+error. A contender only defines how its engine is made and called (`Session`); the timing is here.
 
     {"command": "open", "settings": {...}}                      -> {"about": {...}}
     {"command": "run", "prompts": [[...]], "outputs": [...]}
@@ -38,16 +38,16 @@ class Settings:
     max_num_batched_tokens: int
     kv_cache_bytes: int
     options: dict[str, Any]
-    """What only this contender understands."""
+    """Options that only this contender reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one request got."""
+    """The result of one request."""
 
     tokens: list[int]
     first_token: float | None = None
-    """Seconds from its arrival to its first token; None: the engine does not say."""
+    """Seconds from its arrival to its first token; None: the engine does not report it."""
 
 
 class Session(ABC):
@@ -62,11 +62,11 @@ class Session(ABC):
 
     @abstractmethod
     def generate(self, prompts: Sequence[list[int]], outputs: Sequence[int]) -> list[Answer]:
-        """Serve all prompts greedily, request i for exactly `outputs[i]` tokens; their answers, in the same order."""
+        """Serve all prompts greedily, request i for exactly `outputs[i]` tokens; their outputs, in the same order."""
 
 
 def serve(session_type: type[Session]) -> None:
-    """Answer commands until standard input ends."""
+    """Execute commands until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     session: Session | None = None

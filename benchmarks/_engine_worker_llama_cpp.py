@@ -1,8 +1,8 @@
 """llama.cpp's side of `engine_throughput.py`, to be run in the environment that `llama_cpp_env.py` makes.
 
-llama.cpp computes batches of tokens of several sequences; which tokens are in a batch is up to its caller. Here that
+llama.cpp computes batches of tokens of several sequences, and its caller chooses the tokens of a batch. Here the caller
 is the loop of its server, without HTTP and without a sampler: each batch has one token of every running request and,
-up to the batch size, the prompts of those that wait. The next tokens are the largest logits, found by NumPy.
+up to the batch size, the prompts of waiting ones. The next tokens are the largest logits, found by NumPy.
 
 Settings that are not named keep llama.cpp's defaults: flash attention where it can, a cache of 16-bit floats, batches
 computed in parts of 512 tokens. Every sequence has a cache of its own, as in `llama-batched-bench`.
@@ -38,7 +38,7 @@ class Request:
     first_token: float | None = None
 
     def next_tokens(self, room: int) -> list[int]:
-        """What it computes in the next batch: the rest of its prompt, or its last token."""
+        """Its tokens in the next batch: the rest of its prompt, or its last token."""
         rest = self.prompt[self.num_computed :] or self.tokens[-1:]
         return rest[:room]
 
@@ -89,7 +89,7 @@ class LlamaCppSession(Session):
         return [Answer(request.tokens, request.first_token) for request in requests]
 
     def _step(self, requests: Sequence[Request], start: float) -> None:
-        """Compute one batch, and give each request that has no more to compute its next token."""
+        """Compute one batch, and give each request whose prompt is computed its next token."""
         batch, count = self.batch, 0
         ready: list[Request] = []
         for request in requests:

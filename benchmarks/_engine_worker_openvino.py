@@ -1,8 +1,8 @@
 """OpenVINO GenAI's side of `engine_throughput.py`, to be run in the environment that `openvino_env.py` makes.
 
-OpenVINO reads no safetensors, so the model is converted once, in 32-bit floats and without compression, and kept
-beside the original; the plugin for the processor rounds the weights to the precision that it is asked for. What runs
-is its continuous batching. Conversion and compilation belong to "open", which is not timed.
+OpenVINO reads no safetensors, so the model is converted once, in 32-bit floats and without compression, and kept beside
+the original; the plugin for the processor rounds the weights to the requested precision. The benchmark runs its
+continuous batching. Conversion and compilation belong to "open", which is not timed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ANY_TOKEN = 0
 
 
 class OpenVinoSession(Session):
-    """A compiled model with its own scheduler and block pool; everything that is not named here is at its default."""
+    """A compiled model with its own scheduler and block pool; all other settings keep their defaults."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -40,8 +40,8 @@ class OpenVinoSession(Session):
         self.properties = {
             "INFERENCE_PRECISION_HINT": precision,
             "INFERENCE_NUM_THREADS": settings.threads,
-            # The converter writes down f16, also for a model that computes in f32. Everyone else's cache has the
-            # model's own numbers; for bf16 that is what becomes of f16 anyway.
+            # The converter records f16, also for a model that computes in f32. Every other cache has the model's own
+            # numbers; for bf16, f16 becomes bf16 anyway.
             "KV_CACHE_PRECISION": precision,
         }
         self.pipeline = ContinuousBatchingPipeline(converted(Path(settings.model)), scheduler, "CPU", self.properties)
@@ -69,7 +69,7 @@ def greedy(length: int) -> GenerationConfig:
     config.do_sample = False
     config.max_new_tokens = length
     config.ignore_eos = True
-    config.set_eos_token_id(ANY_TOKEN)  # it insists on one, though it is ignored
+    config.set_eos_token_id(ANY_TOKEN)  # it requires one, which is ignored
     return config
 
 
@@ -86,7 +86,7 @@ def converted(model: Path) -> Path:
         subprocess.run([*converter, "--model", str(model), *options, str(made)], check=True)
         try:
             os.replace(made, directory)
-        except OSError:  # another process was faster; what it wrote is the same
+        except OSError:  # another process was faster, and wrote the same
             if not directory.is_dir():
                 raise
     return directory

@@ -13,7 +13,7 @@ from pointsman.engine import LLM, SamplingParams
 
 
 class PointsmanSession(Session):
-    """`LLM`, as a user of offline inference has it; knobs that are not named keep their defaults."""
+    """`LLM`, as for a user of offline inference; other knobs keep their defaults."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)

@@ -1,7 +1,7 @@
 """transformers' side of `engine_throughput.py`: `generate` on static batches, or its own continuous batching.
 
-`options["mode"]` is "static" or "continuous". A static batch is padded on the left to its longest prompt and runs
-until its longest output is there, as `generate` works; tokens beyond what a request asked for are thrown away.
+`options["mode"]` is "static" or "continuous". A static batch is padded on the left to its longest prompt and runs until
+its longest output is complete, as `generate` works; tokens beyond the end of a request are discarded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TransformersSession(Session):
         self.model: Any = AutoModelForCausalLM.from_pretrained(
             settings.model, dtype=getattr(torch, settings.dtype), attn_implementation="sdpa", local_files_only=True
         ).eval()
-        # A request ends at its length: without an end of text in the settings that come with the model.
+        # A request ends at its length: the model's generation settings must not have an end-of-text token.
         self.model.generation_config = GenerationConfig()
 
     def about(self) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class TransformersSession(Session):
         ]
 
     def _continuous(self, prompts: Sequence[list[int]], outputs: Sequence[int]) -> list[Answer]:
-        """Its manager rather than `generate_batch`, which has one length for all requests."""
+        """Use its manager rather than `generate_batch`, which has one length for all requests."""
         settings = self.settings
         config = ContinuousBatchingConfig(
             page_size=PAGE_SIZE,

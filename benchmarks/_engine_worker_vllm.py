@@ -1,8 +1,8 @@
 """vLLM's side of `engine_throughput.py`, to be run in the environment that `vllm_env.py` makes.
 
-Eager or compiled, as `options["eager"]` says. Prefix caching, chunked prefill, asynchronous scheduling and the engine
-in a process of its own are on by default, and stay so. Its statistics are on, which say when a request's first token
-came.
+Eager or compiled, by `options["eager"]`. Prefix caching, chunked prefill, asynchronous scheduling and the engine in a
+process of its own are on by default, and stay on. Its statistics are on, because they have the time of a request's
+first token.
 """
 
 from __future__ import annotations

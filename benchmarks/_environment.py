@@ -1,4 +1,4 @@
-"""Environments that peers are measured in: a folder beside the project with a Python and packages of its own."""
+"""Environments of peers: folders beside the project, each with a Python and packages of its own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 Pip = Callable[..., None]
-"""Installs what it is given, with further options of pip among it."""
+"""Installs the given packages, with further options of pip."""
 
 
 def python_in(environment: Path) -> Path:
@@ -20,14 +20,14 @@ def python_in(environment: Path) -> Path:
 def make_environment(
     environment: Path, what: str, is_complete: Callable[[], bool], fill: Callable[[Pip], None], pip_options: list[str]
 ) -> int:
-    """Create an environment and fill it, unless it is complete; say what was done.
+    """Create an environment and fill it, unless it is complete; print the result.
 
     Args:
         environment: the folder.
-        what: whose environment it is, with the version, for messages.
-        is_complete: whether all is there.
+        what: the peer, with its version, for messages.
+        is_complete: whether everything is installed.
         fill: installs everything.
-        pip_options: for every call of pip.
+        pip_options: options for every call of pip.
 
     Returns:
         The exit code: 1 where something could not be installed or does not work.

@@ -1,10 +1,10 @@
-"""Clients that send without end, and clients that connect and send nothing.
+"""Connection faults: clients that send without end, and clients that connect and send nothing.
 
-- **unbounded input**: 100 MB of trailers, of headers, of chunk extensions, sent fast and slowly. What they cost the API
-  process in memory, and a steady stream beside them in time;
-- **idle connections**: 2,000 of them at a server that may open 1,024 files, then as many with a request that never
-  ends. Meanwhile a health check, an operator and new clients are answered or refused, from the same address and from
-  another one.
+- **unbounded input**: 100 MB of trailers, of headers, of chunk extensions, sent fast and slowly. Measured are the
+  memory of the API process, and the gaps of a steady stream beside them;
+- **idle connections**: 2,000 connections to a server that may open 1,024 files, then the same number with a request
+  that never ends. Meanwhile a health check, an operator and new clients, from the same address and from another one,
+  are answered or refused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from _server_process import resident_bytes
 TOTAL_BYTES = 100_000_000
 PIECE_BYTES = 16 * 1024
 SECONDS_BETWEEN_PIECES = 0.002
-"""Of a client that sends slowly."""
+"""Seconds between pieces of a client that sends slowly."""
 MAX_GROWTH_MIB = 16
 MAX_GAP = 1.0
 
@@ -44,7 +44,7 @@ WITH_FEW_FILES = (
     f"resource.setrlimit(resource.RLIMIT_NOFILE, ({NUM_FILES}, {NUM_FILES})); "
     "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])",
 )
-"""Runs Python again, soft and hard limit of open files lowered."""
+"""Runs Python again with a lower soft and hard limit of open files."""
 
 HEAD = f"POST /v1/completions HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\n".encode()
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -54,7 +54,7 @@ ENDLESS = {
     "headers": (HEAD, LINE),
     "chunk extensions": (CHUNKED, b"1;" + b"x" * 1017 + b"\r\n \r\n"),
 }
-"""What a request begins with, and what follows again and again."""
+"""The beginning of each request, and the bytes that follow repeatedly."""
 
 
 def unbounded_input(targets: Targets, *, is_quick: bool) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def unbounded_input(targets: Targets, *, is_quick: bool) -> dict[str, Any]:
 
     Args:
         targets: of the benchmark.
-        is_quick: whether they are sent fast alone.
+        is_quick: whether the requests are only sent fast.
 
     Returns:
         Figures by kind of request.
@@ -94,7 +94,7 @@ async def _beside_endless(server: WatchedServer, name: str, seconds: float) -> d
 
 
 async def _send_endless(server: WatchedServer, name: str, seconds: float) -> tuple[int, float, int]:
-    """Send until the server hangs up, or all is sent: bytes, seconds, and by how much the API process grew."""
+    """Send until the server hangs up, or all is sent: bytes, seconds, and the growth of the API process."""
     begin, line = ENDLESS[name]
     piece, loop, pid = line * (PIECE_BYTES // len(line)), asyncio.get_running_loop(), server.server.pid
     before = peak = resident_bytes(pid)
@@ -121,10 +121,10 @@ def idle_connections(targets: Targets, *, is_quick: bool) -> dict[str, Any]:
 
     Args:
         targets: of the benchmark.
-        is_quick: whether they are fewer.
+        is_quick: whether there are fewer connections.
 
     Returns:
-        Figures by kind of connection: what others were answered, and after how many seconds.
+        Figures by kind of connection: the statuses of other clients, and after how many seconds.
     """
     count = NUM_IDLE_QUICK if is_quick else NUM_IDLE
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -158,7 +158,7 @@ async def _crowd(server: WatchedServer, count: int, sent: bytes) -> dict[str, An
 
 
 async def _ask_in_crowd(address: Address, count: int, sent: bytes) -> dict[str, Any]:
-    """What health checks, operators and new clients get while connections are there on which nothing more comes."""
+    """The statuses of health checks, operators and new clients beside connections that send nothing more."""
     loop = asyncio.get_running_loop()
     with ExitStack() as stack:
         for _ in range(count):
@@ -190,7 +190,7 @@ async def _ask_in_crowd(address: Address, count: int, sent: bytes) -> dict[str, 
 
 
 async def _ask(address: Address, request: bytes, source: str) -> tuple[int, float]:
-    """The status of an answer, and seconds; 0: there was none."""
+    """The status of a response, and its seconds; 0: there was no response."""
     started, parts = monotonic(), []
     try:
         async with asyncio.timeout(10):

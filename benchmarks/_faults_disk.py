@@ -1,4 +1,4 @@
-"""A disk that is full beside the serving: what becomes of requests, of a steady stream and of the recording.
+"""Disk faults: the effect of a full disk on requests, a steady stream and the recording.
 
 The disk is a file system in memory of one MiB (`mount -t tmpfs`), which takes root.
 """
@@ -30,11 +30,11 @@ MAX_GAP = 0.5
 
 
 def disk_full(targets: Targets, *, is_quick: bool) -> dict[str, Any]:
-    """A recording on a disk that becomes full under load: one that stops there, and one that waits for room.
+    """A recording on a disk that fills up under load: one that stops, and one that waits for free space.
 
     Args:
         targets: of the benchmark.
-        is_quick: whether the one that waits is left out.
+        is_quick: whether the waiting recording is left out.
     """
     figures: dict[str, Any] = {}
     for when_full in ("stop", "wait"):
@@ -51,7 +51,7 @@ def disk_full(targets: Targets, *, is_quick: bool) -> dict[str, Any]:
 
 @contextmanager
 def small_disk() -> Iterator[Path | None]:
-    """A folder that is soon full; None: there can be none."""
+    """A folder that fills up soon; None: it cannot be made."""
     with tempfile.TemporaryDirectory() as name:
         command = ["mount", "-t", "tmpfs", "-o", f"size={SMALL}", "pointsman", name]
         if subprocess.run(command, check=False, capture_output=True).returncode:
@@ -108,7 +108,7 @@ def _replayed(recording: Path) -> Any:
 
 
 async def _load(server: WatchedServer, folder: Path, when_full: str) -> dict[str, Any]:
-    """Requests until the disk is full, and as many more; then room, where the recording waits for it."""
+    """Send requests until the disk is full, and the same number again; then free space, if the recording waits."""
 
     async def fill() -> list[Exchange]:
         done: list[Exchange] = []
@@ -139,7 +139,7 @@ async def _load(server: WatchedServer, folder: Path, when_full: str) -> dict[str
 
 
 async def _is_full(server: WatchedServer) -> bool:
-    """Whether the recording has stopped, or waits for more than a moment."""
+    """Whether the recording has stopped, or has waited for more than a moment."""
     metrics = await read_metrics(server.address)
     if metrics["pointsman:recording_stopped"]:
         return True

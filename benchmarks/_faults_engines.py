@@ -1,7 +1,7 @@
 """Engines that hang: one of two, or the only one, is stopped (SIGSTOP) while clients stream.
 
-A stopped process keeps its connection and answers nothing, as one does whose device call never returns. Beside it,
-small requests keep coming: those that are sent to the engine that hangs wait until it counts as dead.
+A stopped process keeps its connection and sends nothing, like a process whose device call never returns. Beside it,
+small requests keep coming; those that are sent to the hung engine wait until it counts as dead.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from _server_process import ServerProcess, start_server
 
 MODEL = "demo"
 SIZES = ("--model", MODEL, "--max-num-seqs", "16", "--max-model-len", "2048", "--num-blocks", "1024", "--no-warm-up")
-"""Without warming up: an engine that is started again takes the two cores of the others for less time."""
+"""Without warming up: a restarted engine then takes the two cores from the others for less time."""
 SECONDS_TO_START = 300.0
 DEFAULT_LIMIT, SHORT_LIMIT = 30, 3
 NUM_HANGS, NUM_QUICK_HANGS = 20, 2
-"""With the short limit."""
+"""Number of hangs with the short limit."""
 SECONDS_TO_NOTICE = 5.0
-"""Beyond the limit; from then on no request may go to an engine that hangs."""
+"""Maximum seconds beyond the limit; after that no request may be sent to a hung engine."""
 SECONDS_TO_RETURN, SECONDS_TO_END, SECONDS_FOR_ERROR = 150.0, 60.0, 60.0
 MAX_GAP = 1.5
-"""In the streams of the other engine, while a new one loads its model on a machine with two cores."""
+"""Maximum gap of the other engine's streams while a new one loads its model on a machine with two cores."""
 NUM_STREAMS, STREAM_TOKENS, SMALL_TOKENS = 6, 1500, 4
 SECONDS_BETWEEN_SMALL = 0.25
 SECONDS_HELD = 2.0
@@ -43,7 +43,7 @@ _PROCESS = re.compile(r"engine ([0-9]+) (?:is process|runs (?:again, )?as proces
 
 
 def completion(number: int, tokens: int) -> bytes:
-    """A stream of an exact number of tokens; another prompt for each number."""
+    """A stream of an exact number of tokens; the prompt depends on the number."""
     body = {"model": MODEL, "prompt": [1 + (number * 131 + i * 7) % 2000 for i in range(24)], "max_tokens": tokens}
     body |= {"ignore_eos": True, "temperature": 0.0, "stream": True}
     return post("/v1/completions", body, {"X-Request-Id": f"hang-{number}-"})
@@ -59,7 +59,7 @@ def is_complete(exchange: Exchange) -> bool:
 
 
 def error_of(exchange: Exchange) -> str:
-    """What the client was told, by a status or within the stream; "": no error."""
+    """The error that the client got, by a status or within the stream; "": no error."""
     try:
         answer = exchange.answer()
         error = answer.json()["error"] if answer.status != 200 else answer.stream().error
@@ -69,13 +69,13 @@ def error_of(exchange: Exchange) -> str:
 
 
 def process_of(server: ServerProcess, engine: int) -> int:
-    """The process id of an engine that runs, as the log says it."""
+    """The process id of a running engine, from the log."""
     return {int(number): int(pid) for number, pid in _PROCESS.findall(server.log())}[engine]
 
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """One hang of one of two engines; seconds from the moment when it was stopped."""
+    """One hang of one of two engines; seconds since it was stopped."""
 
     with_output: int
     """Streams of the engine that had a token when it was stopped,"""
@@ -84,15 +84,15 @@ class Hang:
     lost_with_output: int
     lost_without_output: int
     last_sent: float
-    """The last request that was sent to it."""
+    """Seconds until the last request was sent to it."""
     noticed: float
-    """It counts as dead, so none can be sent to it any more."""
+    """Seconds until it counts as dead; no request is sent to it afterwards."""
     limit: float
-    """The limit then: ten times the longest silence in a step, where the machine was slow, is more than the option."""
+    """The limit in seconds: the option, or on a slow machine ten times the longest silence in a step, if longer."""
     back: float
-    """It runs again."""
+    """Seconds until it runs again."""
     gap: float
-    """The longest in the streams of the other engine."""
+    """The longest gap in the streams of the other engine."""
 
 
 async def _hang(server: ServerProcess, engine: int, numbers: Iterator[int]) -> Hang:
@@ -158,11 +158,11 @@ def _longest_gap(exchange: Exchange, since: float) -> float:
 
 
 def hung_engine(targets: Targets, *, is_quick: bool) -> dict[str, Any]:
-    """One of two engines hangs, with a short limit again and again, and once with the default limit.
+    """One of two engines hangs, repeatedly with a short limit, and once with the default limit.
 
     Args:
         targets: of the benchmark.
-        is_quick: fewer times, and not with the default limit.
+        is_quick: fewer hangs, and none with the default limit.
     """
     plan = [(SHORT_LIMIT, NUM_QUICK_HANGS if is_quick else NUM_HANGS)]
     if is_quick:
@@ -237,7 +237,7 @@ def hung_single_engine(targets: Targets, *, is_quick: bool) -> dict[str, Any]:
 
 
 async def _hang_alone(address: Address, pid: int) -> dict[str, Any]:
-    """Stop the engine: streams that run, and requests that come meanwhile."""
+    """Stop the engine; returns the running streams, and the requests that came meanwhile."""
     exchanges = [await start(address, completion(number, STREAM_TOKENS)) for number in range(NUM_STREAMS)]
     for exchange in exchanges:
         await exchange.begin()

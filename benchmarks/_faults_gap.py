@@ -1,4 +1,4 @@
-"""How long running streams pause beside a prompt of 8,000 tokens, and what the target for that gap costs the prompt."""
+"""Gap of running streams beside a prompt of 8,000 tokens, and the effect of a target for that gap on the prompt."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from _server_probe import run_async
 
 PROMPT_TOKENS = 8000
 NUM_STREAMS, STREAM_TOKENS = 4, 16_000
-"""Streams that run, the watched one among them, and the tokens of each, which are left when a prompt is answered."""
+"""Number of running streams, the watched one included, and the tokens of each that remain after the prompt."""
 LINE, LINE_TOKENS = "def f(x): return x\n", 8
 ROUNDS, QUICK_ROUNDS = 3, 1
 SIDES = {"by default": (), "without a target": ("--token-limit", "none")}
 MAX_GAP = 0.2
-"""Seconds that a client sees, in the median round: the target of a step, and the way to the client."""
+"""Maximum seconds for a client, in the median round: the target of a step, and the transport to the client."""
 
 
 def long_prompt_gap(targets: Targets, *, is_quick: bool) -> dict[str, Any]:
@@ -30,8 +30,8 @@ def long_prompt_gap(targets: Targets, *, is_quick: bool) -> dict[str, Any]:
     the server, and without a token limit.
 
     Returns:
-        Figures by side and form, in seconds: of the gap the median and the largest round, of the first token the
-        median.
+        Figures by side and form, in seconds: median and maximum of the gap over the rounds, median of the first
+        token.
     """
     figures = {}
     num_rounds = QUICK_ROUNDS if is_quick else ROUNDS
@@ -66,10 +66,10 @@ async def _rounds(server: WatchedServer, form: str, num_rounds: int) -> dict[str
 
 
 def _gap_of(exchange: Exchange, disturbance: Disturbance) -> float:
-    """The gap beside a prompt that was computed.
+    """The gap beside a computed prompt.
 
     Raises:
-        BrokenAnswer: it was not.
+        BrokenAnswer: the prompt was not computed.
     """
     answer = exchange.answer()
     if answer.status != 200 or answer.json()["usage"]["prompt_tokens"] < PROMPT_TOKENS:
@@ -78,7 +78,7 @@ def _gap_of(exchange: Exchange, disturbance: Disturbance) -> float:
 
 
 def _request(form: str, number: int) -> bytes:
-    """A prompt of 8,000 tokens, whose answer is its first token."""
+    """A prompt of 8,000 tokens with an output of one token."""
     prompt: list[int] | str = [1 + (7 * index + number) % 2000 for index in range(PROMPT_TOKENS)]
     if form == "text":
         prompt = LINE * (PROMPT_TOKENS // LINE_TOKENS)

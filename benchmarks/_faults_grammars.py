@@ -1,6 +1,6 @@
-"""What slow grammars of one tenant, and a grammar process that hangs, cost the others.
+"""Grammar faults: the cost of one tenant's slow grammars, and of a hung grammar process, for the other tenants.
 
-Each scenario has a server with two tenants and a steady stream beside (`_server_beside.py`).
+Each scenario has a server with two tenants and a steady stream (`_server_beside.py`).
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from _server_probe import read_metrics, run_async
 
 NUM_SLOW, NUM_QUICK = 20, 6
 SECONDS_TO_BEGIN, SECONDS_OF_OWN = 0.5, 10.0
-"""Until the answer of a simple schema begins, beside slow grammars of another tenant, and of the same."""
+"""Maximum seconds until the output of a simple schema begins, beside slow grammars of another tenant, and its own."""
 MAX_GAP = 0.5
-"""Seconds between two tokens of the steady stream."""
+"""Maximum seconds between two tokens of the steady stream."""
 SECONDS_BETWEEN = 1.0
 SECONDS_AFTER_HANG, SECONDS_FOR_GOOD = 15.0, 75.0
-"""Until the next schemas are answered when the grammar process hangs, and when the next one hangs as well."""
+"""Maximum seconds to the next schemas' outputs if the grammar process hangs, and if the next one hangs as well."""
 
 
 def slow_grammar(number: int) -> dict[str, Any]:
-    """One that takes minutes to compile: the time grows with the cube of its length."""
+    """A grammar that takes minutes to compile: the time grows with the cube of its length."""
     return {"grammar": f'root ::= "{number}" ' + "[^ ]*" * 12_500}
 
 
 def simple_schema(name: str) -> dict[str, Any]:
-    """One that no other request has: what is compiled is kept."""
+    """A schema of no other request, because compiled schemas are kept."""
     properties = {name: {"type": "string", "maxLength": 12}, "line": {"type": "integer"}}
     return {"json": {"type": "object", "properties": properties, "required": [name, "line"]}}
 
 
 def completion(tenant: str, structured_outputs: dict[str, Any]) -> bytes:
-    """A streamed request for a text of that form."""
+    """A streamed request for a text in this form."""
     body = {"prompt": [1, 2, 3, 4], "max_tokens": 8, "stream": True, "structured_outputs": structured_outputs}
     return post("/v1/completions", {**body, "user": tenant})
 
@@ -65,7 +65,7 @@ def slow_grammars(targets: Targets, *, is_quick: bool) -> dict[str, Any]:
 
 
 async def _slow(server: WatchedServer, num_quick: int) -> dict[str, Any]:
-    """Seconds until the answers of simple schemas begin: the longest of each tenant."""
+    """Seconds until the outputs of simple schemas begin: the longest of each tenant."""
     address = server.address
     undisturbed = [await _begin(server, "bob", f"before_{number}") for number in range(2)]
     slow = [await start(address, completion("alice", slow_grammar(number))) for number in range(NUM_SLOW)]
@@ -87,10 +87,10 @@ async def _slow(server: WatchedServer, num_quick: int) -> dict[str, Any]:
 
 
 async def _begin(server: WatchedServer, tenant: str, name: str) -> float:
-    """Seconds until the answer of a new, simple schema begins.
+    """Seconds until the output of a new, simple schema begins.
 
     Raises:
-        RuntimeError: it does not.
+        RuntimeError: it does not begin.
     """
     exchange = await start(server.address, completion(tenant, simple_schema(name)))
     await exchange.end()
@@ -148,7 +148,7 @@ async def _hang(server: WatchedServer, count: int, is_quick: bool) -> dict[str, 
 
 
 async def _ask_all(server: WatchedServer, name: str, count: int) -> tuple[float, str, list[Exchange]]:
-    """New schemas at once: seconds to the last answer, all statuses, the answers."""
+    """Send new schemas at once: seconds to the last output, all statuses, the outputs."""
     began = monotonic()
     requests = [completion("bob", simple_schema(f"{name}_{number}")) for number in range(count)]
     answers = await asyncio.gather(*(send(server.address, request) for request in requests))
@@ -157,7 +157,7 @@ async def _ask_all(server: WatchedServer, name: str, count: int) -> tuple[float,
 
 
 async def _keep_stopping(server: WatchedServer) -> None:
-    """Stop each grammar process as soon as it is there."""
+    """Stop each grammar process as soon as it exists."""
     while True:
         for pid in _grammar_pids(server):
             os.kill(pid, signal.SIGSTOP)

@@ -1,10 +1,10 @@
-"""How long one tenant waits for another: behind its long texts, behind its requests, behind its prompts of numbers.
+"""Tenant faults: how long one tenant waits for another's long texts, requests and prompts of numbers.
 
-- **tokenizing**: a tenant sends long texts that are slow to tokenize, to be completed and at /tokenize; another one's
-  short texts, and those of the same tenant, are answered meanwhile;
+- **tokenizing**: a tenant sends long texts that are slow to tokenize, to be completed and at /tokenize; short texts of
+  another tenant and of the same are answered meanwhile;
 - **fair-door**: a tenant sends thousands of requests at once; under `--order fair`, another one's first tokens come as
-  they do while the first keeps the batch full and no more;
-- **long-prompts**: prompts of a million numbers are refused, and one of 8,000 is taken, while a stream goes on.
+  early as when the first tenant only fills the batch;
+- **long-prompts**: prompts of a million numbers are refused, and one of 8,000 is accepted, while a stream continues.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MAX_GAP = 0.2
 
 
 async def ask(address: Address, request: bytes) -> Exchange:
-    """Send, and wait for the end of the answer."""
+    """Send, and wait for the end of the response."""
     exchange = await start(address, request)
     if not await exchange.end(SECONDS_TO_ANSWER):
         exchange.hang_up()
@@ -56,7 +56,7 @@ async def ask(address: Address, request: bytes) -> Exchange:
 
 
 def statuses(exchanges: list[Exchange]) -> str:
-    """Their numbers."""
+    """The number of each status, as text."""
     found = Counter(map(status_of, exchanges))
     return ", ".join(f"{number} x {status}" for status, number in sorted(found.items()))
 
@@ -197,7 +197,7 @@ def _figures(others: list[Exchange], first: list[Exchange]) -> dict[str, Any]:
 
 
 def long_prompts(targets: Targets, *, is_quick: bool) -> dict[str, Any]:
-    """Prompts of a million numbers, which are refused, and long ones that are taken."""
+    """Prompts of a million numbers, which are refused, and long ones that are accepted."""
     num_rounds = 1 if is_quick else 5
     numbers = json.dumps({"prompt": [7] * NUM_NUMBERS, "max_tokens": 1}, separators=(",", ":")).encode()
     ids = {"prompt": [1 + (7 * i) % 2000 for i in range(NUM_TAKEN)], "max_tokens": 1}
@@ -216,7 +216,7 @@ def long_prompts(targets: Targets, *, is_quick: bool) -> dict[str, Any]:
                 f"long prompts, {name}: status {found['status']}; target: {status}", found["status"] == status
             )
             targets.at_most(f"long prompts, {name}: seconds that the event loop is held", found["held"], MAX_GAP)
-            if status != 200:  # for one that is taken, a step of the engine is as long as its tokens make it
+            if status != 200:  # an accepted prompt makes a step of the engine longer
                 targets.at_most(f"long prompts, {name}: longest gap of a stream", found["gap"], MAX_GAP)
     return figures
 

@@ -1,6 +1,6 @@
-"""Engines that a client steps in real time: the bundled one in this process, and vLLM's in a process of its own.
+"""Live engines, stepped by a client in real time: the bundled one in this process, and vLLM's in a process of its own.
 
-Both take the same call, so that a scene or a workload is sent to either.
+Both have the same method, so a scene or a workload can be sent to either.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _SECONDS_TO_OPEN, _SECONDS_TO_SERVE = 300, 600
 
 
 class Prompted(Protocol):
-    """Whatever has the length of a prompt."""
+    """Anything with a prompt length."""
 
     @property
     def num_prompt_tokens(self) -> int: ...
 
 
 def prompts_of(sent: Sequence[Prompted], vocab_size: int, seed: int) -> list[list[int]]:
-    """Random tokens; other seeds share no prefix."""
+    """Random tokens; different seeds share no prefix."""
     rng = np.random.default_rng(seed)
     return [rng.integers(10, vocab_size, size=each.num_prompt_tokens).tolist() for each in sent]
 
@@ -58,7 +58,7 @@ class BundledEngine:
         num_output_tokens: Sequence[int],
         tenants: Sequence[str] = (),
     ) -> TokenTimes:
-        """All requests at their times; when each of their tokens was there."""
+        """Send all requests at their times; returns the times of each request's tokens."""
         engine, first = self.engine, self._num_sent
         self._num_sent += len(arrivals)
 
@@ -73,21 +73,21 @@ class BundledEngine:
 
         tokens = send(arrivals, add, step, engine.has_unfinished_requests)
         while not engine.scheduler.is_idle:
-            engine.step()  # the last ends are reported by an empty step
+            engine.step()  # an empty step reports the last ends
         return tokens
 
     def close(self) -> None:
-        """Nothing is to be ended."""
+        """Do nothing: there is no process to end."""
 
 
 class Vllm:
-    """vLLM, stepped by its client as the bundled engine is.
+    """vLLM, stepped by its client like the bundled engine.
 
     Args:
         model: a directory.
         settings: of vLLM's `EngineArgs`.
         threads: of the model runner.
-        opening: what else the worker is told, see `_vllm_calibration_worker.py`.
+        opening: further fields of the worker's "open" command, see `_vllm_calibration_worker.py`.
 
     Raises:
         WorkerFailed: it did not start.

@@ -1,4 +1,4 @@
-"""Requests at their times to an engine that is stepped in the same process; used in several environments."""
+"""Open loop: sends requests at their times to an engine stepped in the same process; used in several environments."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from time import monotonic, sleep
 
 TokenTimes = list[list[float]]
-"""Of each request: seconds from the start of the run at which its client had each token."""
+"""For each request: seconds from the start of the run at which its client had each token."""
 
 
 def send(
@@ -15,11 +15,11 @@ def send(
     step: Callable[[], Iterable[tuple[int, int]]],
     has_unfinished: Callable[[], bool],
 ) -> TokenTimes:
-    """Let requests arrive while the engine steps, until all are answered.
+    """Let requests arrive while the engine steps, until all are finished.
 
     Args:
         arrivals: seconds from the start, in order.
-        add: give the engine the request of this number; it should have come so many seconds ago.
+        add: give the engine the request of this number; the second argument is its delay in seconds.
         step: one step of the engine; (number of the request, new tokens) of each output.
         has_unfinished: whether the engine has requests.
     """

@@ -1,6 +1,6 @@
-"""What the benchmarks read of the bundled engine, in one place, and a stopwatch for its parts.
+"""Internals of the bundled engine that benchmarks read, in one place, and a stopwatch for its parts.
 
-Everything that depends on how the engine names its insides is here, so that a change of names is an edit of this file.
+Everything that depends on the engine's internal names is here, so that a renaming changes only this file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pointsman.engine.kernels import runtime
 
 @dataclass(frozen=True)
 class Part:
-    """A function that a stopwatch can be put around: `owner` is "module" or "module:Class"."""
+    """A function that a stopwatch can wrap: `owner` is "module" or "module:Class"."""
 
     label: str
     owner: str
@@ -36,11 +36,11 @@ PARTS = (
     Part("update", "pointsman.core.scheduler:Scheduler", "update"),
     Part("report: outputs", "pointsman.engine.outputs.processor:OutputProcessor", "process"),
 )
-"""Where a step's time goes, as calls that nest as their labels do."""
+"""The parts of a step's time, as calls that nest as their labels do."""
 
 KERNELS = (Part("compiled kernels", "pointsman.engine.kernels.runtime:Kernel", "__call__"),)
-"""Compiled functions that do the model's arithmetic outside PyTorch, which its profiler therefore cannot see. None that
-it sees as well (a registered operator), and none that calls PyTorch: either would be counted twice."""
+"""Compiled functions that do the model's arithmetic outside PyTorch, which its profiler therefore cannot see. Functions
+that it sees as well (registered operators), or that call PyTorch, must not be here: they would be counted twice."""
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Stopwatch:
 
     @contextmanager
     def around(self, parts: Sequence[Part]) -> Iterator[None]:
-        """Time every call of the parts while this lasts (some 0.3 us a call); parts that do not exist are left out."""
+        """Time every call of the parts inside the context (about 0.3 us a call); missing parts are left out."""
         replaced: list[tuple[Any, str, Any]] = []
         try:
             for part in parts:
@@ -81,12 +81,12 @@ class Stopwatch:
 
 
 def open_engine(model: Any, **knobs: Any) -> Engine:
-    """An engine over a model directory, or over a loaded model; knobs that are not named keep their defaults."""
+    """An engine over a model directory, or over a loaded model; other knobs keep their defaults."""
     return Engine(model, **knobs)
 
 
 def watch_passes(engine: Engine) -> list[tuple[float, float]]:
-    """Grows by (start, end) of every pass through the model, sampling included, wherever it runs."""
+    """A list that grows by (start, end) of every pass through the model, sampling included."""
     passes: list[tuple[float, float]] = []
     run = engine.runner.run
 
@@ -102,7 +102,7 @@ def watch_passes(engine: Engine) -> list[tuple[float, float]]:
 
 @cache
 def watch_begins() -> list[float]:
-    """Grows by the seconds that it takes to have other threads begin a kernel, whichever engine does. There is one."""
+    """A list that grows by the seconds for starting a kernel on other threads, in any engine. There is one list."""
     begins: list[float] = []
     begin_and_end = runtime.openmp_begin_and_end()
     if begin_and_end is None:
@@ -119,7 +119,7 @@ def watch_begins() -> list[float]:
 
 
 def exactly(num_tokens: int) -> SamplingParams:
-    """Greedy, ended by the length alone."""
+    """Greedy, ended only by the length."""
     return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
 
 
@@ -144,7 +144,7 @@ def vocabulary_size(engine: Engine) -> int:
 
 
 def _owner(part: Part) -> Any | None:
-    """The module or class of a part; None if this engine has none of that name."""
+    """The module or class of a part; None if this engine has no such part."""
     module_name, _, class_name = part.owner.partition(":")
     try:
         module = import_module(module_name)

@@ -1,8 +1,8 @@
 """Agents between calls of their tools, beside a flood of prompts that are sent once.
 
-An agent's next prompt is the last one, its output and what a tool found, and comes 20 to 60 seconds later. Until then
-the flood has used every block of the pool: what an agent had cached is evicted, unless it is retained. Agents say with
-`retention` that they come back; in `agents-and-greed` the flood says the same of each of its prompts, for an hour.
+An agent's next prompt is the last one, its output and the result of a tool, and comes 20 to 60 seconds later. Meanwhile
+the flood uses every block of the pool, so the agent's cached blocks are evicted unless they are retained. Agents
+announce with `retention` that they come back. In `agents-and-greed` each prompt of the flood does so too, for an hour.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ AGENTS, FLOOD = "agents", "flood"
 SEED = 11
 SECONDS = 300
 NUM_AGENTS = 20
-"""Of which each begins another task when it is done with one."""
+"""Number of agents; each begins another task when its task is done."""
 NUM_TURNS = 8
 FIRST_PROMPT, TOOL_RESULT, OUTPUT = 3_000, 400, 60
 THINK = (20.0, 60.0)
 WORK = 1.0
-"""Seconds from a prompt to the end of its output, as far as agents know."""
+"""Expected seconds from a prompt to the end of its output."""
 AGENTS_RETENTION, GREEDY_RETENTION = 75.0, 3_600.0
 FLOOD_PROMPT, FLOOD_OUTPUT = (2_000, 6_000), 100
 
 
 @lru_cache(maxsize=8)
 def arrivals(speed: float, flood_retention: float | None = None) -> list[Arrival]:
-    """`speed` prompts of the flood a second, at random; agents do the same at any speed."""
+    """`speed` prompts of the flood a second, at random; agents do not depend on the speed."""
     rng = np.random.default_rng(SEED)
     found: list[Arrival] = []
     for agent in range(NUM_AGENTS):

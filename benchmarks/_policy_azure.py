@@ -1,7 +1,7 @@
-"""The Azure scenarios: chats of a production service on a device whose pool is short.
+"""The Azure scenarios: chats of a production service on a device with a small pool.
 
 The first 6,000 requests of the Azure hour, Llama 3.1 8B on an RTX 4090, 2,588 blocks of 16 tokens. Prompts share
-nothing, so the prefix cache finds what a preempted request had, and nothing else.
+nothing, so the prefix cache only finds blocks of preempted requests.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from pointsman.traces import read_trace
 
 NUM_REQUESTS = 6_000
 TTFT_TARGET = 5.0
-"""Of each request, in seconds, for policies that read it."""
+"""TTFT target of each request, in seconds, for policies that read it."""
 SPEEDS: dict[Load, float] = {"below": 0.44, "at": 0.52, "above": 0.56}
-"""0.52 is the speed that the scenario is given with. The queue grows above 0.54, with the prefix cache above 0.57."""
+"""0.52 is the speed that is published with the scenario. The queue grows above 0.54, with the prefix cache above 0.57.
+"""
 CONFIG = SchedulerConfig(
     num_blocks=2_588,
     max_model_len=16_384,
@@ -35,13 +36,13 @@ STEP_TIME = RooflineStepTime(shape=model_shape("Llama-3.1-8B"), device=device("r
 
 @cache
 def requests() -> list[Arrival]:
-    """At the speed of the trace."""
+    """The requests at the speed of the trace."""
     trace = read_trace(AZURE_TRACE, limit=NUM_REQUESTS)
     return with_target(list(OpenLoop(trace).first_arrivals()), TTFT_TARGET)
 
 
 def arrivals(speed: float) -> list[Arrival]:
-    """At another one."""
+    """The requests at another speed."""
     return scaled(requests(), speed)
 
 

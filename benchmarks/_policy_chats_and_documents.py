@@ -1,4 +1,4 @@
-"""Chats beside a long document every ten seconds: a prompt of 30,000 tokens stalls what decodes beside it."""
+"""Chats beside a long document every ten seconds: a prompt of 30,000 tokens stalls the decodes beside it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Short and long outputs together in a pool that is short: what an admission needs later is not known."""
+"""Short and long outputs together in a small pool: the later needs of an admission are not known."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PROMPT, OUTPUT = "lognormal:300,0.6", "mix:0.7*lognormal:150,0.6+0.3*lognormal:3
 
 @cache
 def requests() -> list[Arrival]:
-    """One a second."""
+    """One request a second."""
     lengths = Lengths(parse_distribution(PROMPT), parse_distribution(OUTPUT))
     return list(OpenLoop(Generated(PoissonArrivals(1.0), lengths, NUM_REQUESTS, SEED)).first_arrivals())
 

@@ -1,8 +1,8 @@
 """The Mooncake scenarios: long prompts with shared prefixes, Llama 3.1 8B on 8 H200.
 
-All blocks of the trace that differ, 43,924 of 512 tokens, would take 1.38 million blocks of 16: that is the pool which
-would never evict a prefix. `mooncake` has a quarter of it. `mooncake-short` has a quarter of what running requests hold
-at most above saturation in a pool that is never short, so that they compete for blocks.
+All distinct blocks of the trace, 43,924 of 512 tokens, would take 1.38 million blocks of 16: a pool of this size would
+never evict a prefix. `mooncake` has a quarter of it. `mooncake-short` has a quarter of the blocks that running requests
+hold at most above saturation in an unlimited pool, so that they compete for blocks.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ SHAPE = model_shape("Llama-3.1-8B")
 
 @cache
 def requests() -> list[Arrival]:
-    """At the speed of the trace, without the ten that are longer than the model."""
+    """The requests at the speed of the trace, without the ten that are longer than the model."""
     trace = read_trace(MOONCAKE_TRACE)
     fitting = [each for each in trace if each.num_prompt_tokens + each.num_output_tokens <= SHAPE.max_model_len]
     return list(OpenLoop(fitting).first_arrivals())
 
 
 def arrivals(speed: float) -> list[Arrival]:
-    """At another one."""
+    """The requests at another speed."""
     return scaled(requests(), speed)
 
 

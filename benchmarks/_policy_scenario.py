@@ -1,11 +1,11 @@
-"""A fixed scenario: requests, a scheduler, a device and three loads, so that a figure of a policy has a workload.
+"""Scenarios of policies: fixed requests, scheduler, device and three loads, so that figures have a known workload.
 
     measure(scenario, "above", {"watermark": 0.02})     one simulation, and its figures
     saturation(scenario)                                the speed above which the queue grows
     highest_speed(scenario, {}, {"itl_p99": 0.05})      the highest speed within limits
 
-A load is a speed: how many times as fast as in the source requests arrive. The speeds of a scenario are fixed numbers,
-chosen from its saturation under the settings of the scenario; one of them may be a speed that is given with it.
+A load is a speed: the factor by which requests arrive faster than in the source. The speeds of a scenario are fixed
+numbers, chosen from its saturation under the settings of the scenario; one of them may be published with it.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from pointsman.sim.workload import Arrival
 Load = Literal["below", "at", "above"]
 LOADS: tuple[Load, ...] = ("below", "at", "above")
 TTFT_TARGET, GAP_TARGET = 2.0, 0.1
-"""Of goodput, in seconds: the first token, and every gap between two tokens of a request."""
+"""Targets of goodput, in seconds: the first token, and every gap between two tokens of a request."""
 FARTHEST = 16
-"""A speed within limits is looked for at most so many times below and above the loads."""
+"""A speed within limits is searched from this divisor of the lowest load up to this multiple of the highest."""
 NOT_GROWING = {"wait_growth": 0.01}
-"""A queue grows if requests wait longer by this share of the time that passes: the server falls behind by 1 %."""
+"""A queue grows if waits grow by this share of the elapsed time: the server falls behind by 1 %."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """What is simulated."""
+    """The requests, settings and device of a simulation."""
 
     name: str
     about: str
     """Requests, pool and device, in a sentence."""
     arrivals: Callable[[float], Sequence[Arrival]]
-    """All requests at a speed, in order of time; the same ones at every speed."""
+    """Makes all requests at a speed, in order of time; the same ones at every speed."""
     config: SchedulerConfig
     step_time: StepTime
     speeds: Mapping[Load, float]
     host_memory: HostMemory | None = None
-    """What settings that swap have; all others do without."""
+    """Host memory for settings that swap; other settings run without it."""
 
     def workload(self, speed: float, num_requests: int | None = None) -> Stretch:
         """The first requests at a speed."""
@@ -60,7 +60,7 @@ class Scenario:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What a simulation found. Times are in seconds of the virtual clock, shares of 1."""
+    """The figures of a simulation. Times are in seconds of the virtual clock, shares of 1."""
 
     requests: int
     ttft_mean: float
@@ -68,32 +68,32 @@ class Figures:
     ttft_p99: float
     ttft_max: float
     itl_p50: float
-    """Of all gaps between two tokens, requests pooled."""
+    """99th percentile of all gaps between two tokens, requests pooled."""
     itl_p99: float
     goodput: float
     """Share of the requests whose TTFT is at most `TTFT_TARGET` and whose every gap is at most `GAP_TARGET`."""
     within_target: float | None
-    """Share of the requests with a `ttft_target` whose TTFT is at most that; None: none has one."""
+    """Share of the requests with a `ttft_target` that meet it; None: no request has one."""
     recomputed_share: float
-    """Recomputed tokens, of all that steps computed."""
+    """Recomputed tokens, as a share of all computed tokens."""
     recomputed_tokens: int
     preemptions: int
     prefix_hit_share: float | None
-    """Share of the prompt tokens of fresh requests that the prefix cache had; None: nothing was looked up."""
+    """Share of the prompt tokens of fresh requests found in the prefix cache; None: no lookup was made."""
     agents_hit_share: float | None
-    """The same of the tenant "agents"; None: there is none."""
+    """The same share for the tenant "agents"; None: there is no such tenant."""
     requests_per_second: float
     output_tokens_per_second: float
     ttft_mean_of: Mapping[str, float]
     """Mean TTFT of each tenant."""
     light_ttft_mean: float | None
-    """Of all tenants but "heavy"; None: there is no heavy one."""
+    """Mean TTFT of all tenants except "heavy"; None: there is no such tenant."""
     wait_growth: float
     """Seconds by which the queue time of requests grows with each second of arrivals (least squares)."""
     cpu_seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON, to four digits."""
+        """Values for JSON, to four digits."""
         return {name: _rounded(value) for name, value in asdict(self).items()}
 
 
@@ -118,7 +118,7 @@ def measure(
 
 
 def configured(scenario: Scenario, overrides: Mapping[str, Any]) -> SchedulerConfig:
-    """The settings of a scenario with others on top.
+    """The settings of a scenario with `overrides`.
 
     Raises:
         ConfigError: a setting is out of range, or contradicts another one.
@@ -190,9 +190,9 @@ def highest_speed(
 
     Args:
         overrides: as those of `measure`.
-        limits: what figures may be at most, by their names.
+        limits: maximum values of figures, by their names.
         num_requests: only the first ones.
-        tolerance: how far apart, relative, a speed within the limits and one beyond them may be at the end.
+        tolerance: maximum relative distance, at the end, between a speed within the limits and one beyond them.
 
     Returns:
         The speed; 0 if none is within the limits, and at most `FARTHEST` times that of the load above saturation.
@@ -232,7 +232,7 @@ def _mean(values: np.ndarray[Any, Any], requests: Sequence[SimRequest], tenants:
 
 
 def _hit_share(timings: Timings, chosen: list[bool]) -> float | None:
-    """Cached tokens of some requests, of all their prompt tokens."""
+    """Cached tokens of some requests, as a share of their prompt tokens."""
     if not any(chosen):
         return None
     cached, prompts = timings.num_cached_tokens[: len(chosen)], timings.num_prompt_tokens[: len(chosen)]

@@ -18,7 +18,7 @@ SEED = 7
 
 @cache
 def of_tenants() -> list[Arrival]:
-    """Each request of a tenant that is drawn for it."""
+    """The requests, each with a drawn tenant."""
     rng = np.random.default_rng(SEED)
     shares = [HEAVY_SHARE, *[(1 - HEAVY_SHARE) / len(LIGHT)] * len(LIGHT)]
     tenants = rng.choice([HEAVY, *LIGHT], size=len(requests()), p=shares).tolist()

@@ -1,7 +1,7 @@
-"""What preset `auto` is chosen on: other requests than those that the policies are judged on.
+"""Training workloads of preset `auto`: other requests than those on which the policies are judged.
 
-Another part of the Azure hour, and generated workloads with other lengths, seeds and devices than the scenarios of
-`benchmarks/policies.py`. Each is short of something else: blocks, step time, seats, or the patience of what decodes.
+They are another part of the Azure hour, and generated workloads with other lengths, seeds and devices than the
+scenarios of `benchmarks/policies.py`. Each one is limited by something else: blocks, step time, sequence slots, or ITL.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from pointsman.traces import read_trace
 
 NUM_REQUESTS = 1_500
 FIRST_OF_AZURE = 9_000
-"""The scenarios have the first 6,000."""
+"""Index of the first request; the scenarios have the first 6,000."""
 MODEL = "Llama-3.1-8B"
 BELOW, ABOVE = 0.9, 1.05
-"""Of the speed above which the queue grows under the default policies."""
+"""Loads as multiples of the speed above which the queue grows under the default policies."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class _Generated:
     seed: int
 
     def arrivals(self, speed: float) -> list[Arrival]:
-        """At a speed."""
+        """The requests at a speed."""
         return scaled(_drawn(self), speed)
 
 

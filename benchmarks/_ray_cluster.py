@@ -1,4 +1,4 @@
-"""A Ray cluster on this machine, for tests and benchmarks: each node is processes of its own, as on two machines."""
+"""A Ray cluster on this machine, for tests and benchmarks. Each node has processes of its own, as on two machines."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from pointsman.server.service.engine_client import ENGINE_PROCESS
 
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "POINTSMAN_CLUSTER"
-"""A variable of all processes of a cluster, by which they are found."""
+"""An environment variable of all processes of a cluster, which identifies them."""
 SECONDS_TO_START = 600.0
 BUILD_APP = "pointsman.integrations.ray:build_app"
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Of every process of a cluster."""
+    """The environment variables of every process of a cluster."""
     return {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -40,12 +40,12 @@ def environment(**more: str) -> dict[str, str]:
 
 @dataclass
 class Cluster:
-    """A cluster that runs.
+    """A running cluster.
 
     Attributes:
         python: the interpreter of an environment with Ray.
-        address: of its head.
-        nodes: what runs each node, the head first.
+        address: address of its head.
+        nodes: process of each node, the head first.
         environment: of all its processes.
     """
 
@@ -56,7 +56,7 @@ class Cluster:
     nodes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def asked(self, expression: str) -> int:
-        """What the cluster says; 0 while it does not answer."""
+        """The value of an expression on the cluster; 0 while it does not respond."""
         ask = f"import ray; ray.init({self.address!r}, logging_level='ERROR'); print({expression})"
         command = [self.python, "-c", ask]
         try:
@@ -66,7 +66,7 @@ class Cluster:
         return int(found.stdout.split()[-1]) if found.returncode == 0 else 0
 
     def processes(self, part: str) -> list[int]:
-        """Those of the cluster whose command line has this part, in ascending order of their numbers."""
+        """Processes of the cluster whose command line has this part, in ascending order of their numbers."""
         mark = f"{MARK}={self.environment[MARK]}".encode()
         found = []
         for entry in Path("/proc").iterdir():
@@ -92,12 +92,12 @@ def cluster(python: Path, folder: Path, num_nodes: int, *, num_cpus: int = 1, **
         python: the interpreter of an environment with Ray.
         folder: for its logs.
         num_nodes: at least 1.
-        num_cpus: that each node claims to have.
+        num_cpus: CPUs that each node reports.
         variables: environment variables of all its processes.
 
     Raises:
-        RuntimeError: a node does not start, with what it says.
-        TimeoutError: it takes longer than `SECONDS_TO_START`, with what the head says.
+        RuntimeError: a node does not start; with its output.
+        TimeoutError: it takes longer than `SECONDS_TO_START`; with the head's output.
     """
     address = f"127.0.0.1:{free_port()}"
     variables = environment(**variables, **{MARK: uuid.uuid4().hex})
@@ -136,7 +136,7 @@ def _node(running: Cluster, num_cpus: int, *options: str, log: str) -> subproces
 def _end_all(running: Cluster) -> None:
     for node in reversed(running.nodes):
         _end(node)
-    for pid in running.processes(""):  # what a node that was killed has left
+    for pid in running.processes(""):  # processes that a killed node has left
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -161,12 +161,12 @@ def _end(node: subprocess.Popen[bytes]) -> None:
 def application(
     running: Cluster, *arguments: str, target: str = BUILD_APP
 ) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
-    """`serve run` with the application, which takes requests; the port of Serve's proxy, and the process.
+    """Run the application with `serve run` until it is ready; returns the port of Serve's proxy, and the process.
 
     Args:
         running: the cluster.
         arguments: of `build_app`.
-        target: what is run, which may be a configuration file of Serve.
+        target: the application, or a configuration file of Serve.
     """
     port = free_port()
     start_serve(running, port)
@@ -178,7 +178,7 @@ def application(
         wait_ready(process, port, log)
         yield port, process
     finally:
-        process.send_signal(signal.SIGINT)  # ends what it runs, too
+        process.send_signal(signal.SIGINT)  # also ends its application
         try:
             process.wait(90)
         except subprocess.TimeoutExpired:
@@ -187,10 +187,10 @@ def application(
 
 
 def start_serve(running: Cluster, port: int) -> None:
-    """Serve without an application, with a proxy on the head alone: all nodes are on one machine.
+    """Start Serve without an application, with a proxy only on the head: all nodes are on one machine.
 
     Raises:
-        RuntimeError: it does not start, with what it says.
+        RuntimeError: it does not start; with its output.
     """
     options = ["--http-host", "127.0.0.1", "--http-port", str(port), "--proxy-location", "HeadOnly"]
     command = [running.python.with_name("serve"), "start", "--address", running.address, *options]
@@ -201,10 +201,10 @@ def start_serve(running: Cluster, port: int) -> None:
 
 
 def wait_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    """Return when requests are taken.
+    """Return when requests are accepted.
 
     Raises:
-        TimeoutError: they are not, with the log.
+        TimeoutError: they are not accepted; with the log.
     """
     deadline = time.monotonic() + SECONDS_TO_START
     while not is_ready(port):
@@ -214,7 +214,7 @@ def wait_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
 
 
 def is_ready(port: int) -> bool:
-    """Whether the application takes requests."""
+    """Whether the application accepts requests."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5) as answer:
             return bool(answer.status == 200)

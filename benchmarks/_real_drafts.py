@@ -1,4 +1,4 @@
-"""When prompt lookup pays: code edits, summaries and chats, with drafts beside without."""
+"""Gain of prompt lookup on real work: code edits, summaries and chats, with and without drafts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pointsman.engine.text.tokenizer import encode, render_chat
 ROUNDS, ROUNDS_QUICK = 2, 1
 OUTPUT_TOKENS, OUTPUT_TOKENS_QUICK = 120, 24
 ENGINE = {"num_blocks": 64, "max_model_len": 2_048, "max_num_batched_tokens": 2_048}
-"""A step computes the longest prompt at once, so no prompt is in what is measured."""
+"""A step computes the longest prompt at once, so prompts are not part of the measured steps."""
 MIN_RATIO = {"code edit, begun": 1.3}
 """Tokens per second with drafts / without, by kind of work."""
 MIN_RATIO_OF_OTHERS, MIN_RATIO_OF_OTHERS_QUICK = 0.95, 0.8
@@ -54,7 +54,7 @@ def _prompt(tokenizer: Any, conversation: Sequence[Message]) -> list[int]:
 def _measure(
     model: LoadedModel, workload: Workload, prompts: Sequence[list[int]], num_tokens: int
 ) -> dict[str, float | int | bool]:
-    """Each prompt on both sides, which take turns."""
+    """Run each prompt on both sides alternately."""
     sides = plain, drafting = open_sides(model, 1, **ENGINE)
     num_equal = 0
     for prompt in prompts:

@@ -1,9 +1,9 @@
-"""Chats at the same time on a server whose KV cache is too small for them: what it says of the requests that wait.
+"""Explanations of waiting requests: chats at the same time on a server whose KV cache is too small for them.
 
-While the users chat, `GET /v1/requests` is asked again and again. Each explanation is compared with the other requests
-of the same listing. The recording of the server is then replayed, which compares every decision, and its film says how
-long each request waited and ran. Both together must be the time that its user saw, but for what lies between the user
-and the scheduler.
+While the users chat, `GET /v1/requests` is called repeatedly. Each explanation is compared with the other requests of
+the same listing. The recording of the server is then replayed, which compares every decision, and its film has the time
+that each request waited and ran. Both times together must be the time that its user saw, except for the transport
+between the user and the scheduler.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ USERS, USERS_QUICK = 6, 3
 TURNS, TURNS_QUICK = 3, 1
 ANSWER_TOKENS, ANSWER_TOKENS_QUICK = 80, 24
 BLOCKS, BLOCKS_QUICK = 26, 4
-"""Less than what those who run at once need at the end."""
+"""KV blocks: fewer than the concurrent requests need at the end."""
 MAX_NUM_SEQS, MAX_NUM_SEQS_QUICK = 4, 2
 BLOCK_SIZE = 32
 SECONDS_BETWEEN_LOOKS = 0.25
 SECONDS_TO_START, SECONDS_TO_ANSWER = 240.0, 300.0
 MIN_ACCOUNTED = 0.9
-"""Of the time that a user waits for an answer, what the film knows, in the median."""
+"""Minimum share of a user's waiting time that the film accounts for, in the median."""
 
 
 @dataclass
 class Talk:
-    """What the users saw, and what was said meanwhile."""
+    """What the users saw, and the listings of the server meanwhile."""
 
     seconds: dict[str, float] = field(default_factory=dict)
-    """Of each request, by the id that its user knows."""
+    """Seconds of each request, by the id that its user knows."""
     listings: list[list[dict[str, Any]]] = field(default_factory=list)
 
 
@@ -146,7 +146,7 @@ def _judge(talk: Talk, film: Film, targets: Targets) -> tuple[dict[str, Any], st
 
 
 def _is_consistent(one: dict[str, Any], listing: list[dict[str, Any]]) -> bool:
-    """Whether what it names exists: what it stands behind is before it, what holds something runs."""
+    """Whether an explanation agrees with the listing: requests ahead of it are before it, and holders run."""
     others = {other["id"]: other for other in listing if other["id"] != one["id"]}
     named = [others.get(holder["id"]) for holder in one["holders"]]
     if one["reason"] == "behind":
@@ -159,7 +159,7 @@ def _is_before(other: dict[str, Any], one: dict[str, Any]) -> bool:
 
 
 def _print_example(talk: Talk, film: Path, engine_id: str) -> None:
-    """What the server said of a request while it waited, and what its film says afterwards."""
+    """Print the server's explanations of a request while it waited, and the film's afterwards."""
     said = [one["explanation"] for listing in talk.listings for one in listing if one["engine_id"] == engine_id]
     note("\nwhile it waited:")
     for sentence in dict.fromkeys(said):

@@ -1,4 +1,4 @@
-"""Does a profile of a real model's server predict it? `calibration.py`'s runs, through HTTP, with pieces of real text.
+"""Prediction of a real model's server by its profile: runs of `calibration.py` through HTTP, with pieces of real text.
 
 Two things differ from the runs of the bundled engine there. An API process, which the simulator does not have, lies
 between the client and the scheduler. And prompts are pieces of Python's documentation, completed by the model.
@@ -37,10 +37,10 @@ class ServerHost:
     """A server with a real model, as a `Host` of `calibration.py`.
 
     Args:
-        server: records.
-        recording: its file.
-        model: its name.
-        text: tokens of which prompts are pieces.
+        server: a server that records.
+        recording: the file of its recording.
+        model: name of its model.
+        text: tokens from which prompts are cut.
     """
 
     def __init__(self, server: ServerProcess, recording: Path, model: str, text: Sequence[int]) -> None:
@@ -91,10 +91,10 @@ class ServerHost:
 
 
 def token_times(exchange: Exchange) -> list[float]:
-    """When each token of a stream with `return_token_ids` was there, in seconds of `monotonic`.
+    """The time of each token of a stream with `return_token_ids`, in seconds of `monotonic`.
 
     Raises:
-        BrokenAnswer: an event is none of a completion.
+        BrokenAnswer: an event is not one of a completion.
     """
     found: list[float] = []
     rest = b""
@@ -113,7 +113,7 @@ def token_times(exchange: Exchange) -> list[float]:
 
 
 def parts_of(recording: Path, num_requests: Sequence[int]) -> list[Path]:
-    """A recording in parts of so many requests each, one file a part; the server was idle between two parts."""
+    """A recording in parts with these numbers of requests, one file a part; the server was idle between two parts."""
     header, *lines = recording.read_text(encoding="utf-8").splitlines(keepends=True)
     ends = np.cumsum(num_requests).tolist()
     parts: list[list[str]] = [[] for _ in num_requests]
@@ -133,7 +133,7 @@ def parts_of(recording: Path, num_requests: Sequence[int]) -> list[Path]:
 def measure_prediction(
     model: str, tokenizer: Any, rounds: int | None, num_requests: int | None, targets: Targets
 ) -> dict[str, Any]:
-    """The figures, as `calibration.py` has them."""
+    """The figures, as in `calibration.py`."""
     text = encode(tokenizer, documentation(TEXT_CHARACTERS), add_special_tokens=False)
     with tempfile.TemporaryDirectory() as folder:
         recording = Path(folder) / "server.jsonl"

@@ -1,12 +1,12 @@
-"""A chat of ten turns: what of each prompt is in the prefix cache, and what that does to the time to its first token.
+"""Prefix hits of a chat of ten turns: the cached share of each prompt, and its effect on the time to the first token.
 
 Each turn sends the whole conversation again, as clients of a chat API do: the template renders it, the tokenizer
-encodes it. The prompt of a turn continues the tokens of the turn before only where the text of an answer is encoded as
-the tokens that were generated. What is not found although it was computed has two causes, which are counted apart: the
-text was encoded otherwise, or it ends within a block.
+encodes it. A turn's prompt continues the tokens of the turn before only if the text of an output is encoded as the
+tokens that were generated. Computed tokens that are not found have two causes, which are counted separately: the text
+was encoded differently, or it ends within a block.
 
-A greedy model mostly writes the tokens that the tokenizer would choose. A sampled one need not, so sampled answers are
-encoded again as well.
+A greedy model mostly writes the tokens that the tokenizer would choose. A sampling model may not, so sampled outputs
+are encoded again as well.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ ANSWER_TOKENS, ANSWER_TOKENS_QUICK = 120, 16
 TURNS_QUICK = 4
 SAMPLED_TOKENS, SAMPLED_TOKENS_QUICK = 100, 8
 ENGINE = {"num_blocks": 64, "max_model_len": 2_048, "max_num_batched_tokens": 2_048, "num_threads": 1}
-"""A step computes the whole prompt, so steps are not what is compared."""
+"""A step computes the whole prompt, so the number of steps is not compared."""
 MIN_TTFT_RATIO, MIN_TTFT_RATIO_QUICK = 5.0, 1.5
-"""Of the last turn: without the cache / with it."""
+"""Minimum ratio of the last turn's TTFT: without the cache / with it."""
 
 
 class Chat:
@@ -81,7 +81,7 @@ def measure_prefixes(model: LoadedModel, quick: bool, targets: Targets) -> dict[
                 "is_equal": output.outputs[0].token_ids == other.outputs[0].token_ids,
             }
         )
-        # The last token of an answer is never computed: it is an end of sequence, or the next step would have.
+        # The last token of an output is never computed: it is an end of sequence, or the next step would compute it.
         before = prompt + list(output.outputs[0].token_ids)[:-1]
     print_table(
         f"a chat of {len(turns)} turns, blocks of {cached.block_size} tokens",
@@ -117,7 +117,7 @@ def measure_prefixes(model: LoadedModel, quick: bool, targets: Targets) -> dict[
 
 
 def _encoded_again(llm: LLM, num_tokens: int) -> dict[str, int]:
-    """What becomes of the tokens of sampled answers when their text is encoded."""
+    """How the tokens of sampled outputs change when their text is encoded."""
     conversations = [[{"role": "user", "content": question}] for question in CHAT]
     params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=num_tokens) for seed in range(len(CHAT))]
     found = {"answers": 0, "encoded_otherwise": 0, "tokens": 0, "lost": 0}
@@ -134,7 +134,7 @@ def _encoded_again(llm: LLM, num_tokens: int) -> dict[str, int]:
 
 
 def _num_equal(before: Sequence[int], after: Sequence[int]) -> int:
-    """Tokens of their common prefix."""
+    """The number of tokens in their common prefix."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False)))
 
 

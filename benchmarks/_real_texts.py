@@ -1,7 +1,7 @@
-"""What the benchmark of a real model asks: files of code, documentation, and a conversation.
+"""Texts for the benchmark of a real model: files of code, documentation, and a conversation.
 
-Code and documentation are those of the Python that runs, so nothing is downloaded. Another version of Python has
-slightly other texts.
+Code and documentation come from the running Python, so nothing is downloaded. Another version of Python has slightly
+different texts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Edit:
 
     module: ModuleType
     old: str
-    """Its first occurrence is to be changed."""
+    """The text to change; only its first occurrence is changed."""
     new: str
 
     @property
@@ -40,13 +40,13 @@ class Edit:
 
     @property
     def request(self) -> Message:
-        """Asks for the whole file."""
+        """A message that asks for the whole file."""
         text = f"{FENCE}{self.code}```\n\nChange the first `{self.old}` to `{self.new}`. Write the whole file."
         return {"role": "user", "content": text}
 
     @property
     def begun(self) -> Message:
-        """An answer that has the file up to the change, with it."""
+        """The beginning of an output: the file up to the change, with it."""
         before, found, _ = self.code.partition(self.old)
         if not found:
             raise ValueError(f"{self.module.__file__} has no {self.old!r} in its first {CODE_LINES} lines")
@@ -58,7 +58,7 @@ EDITS = (
     Edit(shlex, "posix=False", "posix=True"),
     Edit(fnmatch, "def fnmatch(name, pat)", "def fnmatch(name, pattern)"),
 )
-"""Files without compiled parts of the same text; each change is near the top, so that much is left to be copied."""
+"""Files without compiled parts of the same text. Each change is near the top, so that most of the file is copied."""
 
 SUMMARISED = ("try", "assert", "with")
 """Topics of `help()`."""
@@ -85,13 +85,13 @@ CHAT = (
 
 
 def summary(topic: str) -> Message:
-    """Asks for a summary of a part of Python's documentation."""
+    """A message that asks for a summary of a part of Python's documentation."""
     return {"role": "user", "content": f"Summarise this text:\n\n{topics[topic][:TEXT_CHARACTERS]}"}
 
 
 def work(quick: bool) -> dict[str, Sequence[Sequence[Message]]]:
-    """Conversations by kind of work; the last message of some is an answer that was begun. Of the quick form's there is
-    one each of two kinds."""
+    """Conversations by kind of work; the last message of some is the beginning of an output. The quick form has one
+    conversation of each of two kinds."""
     found: dict[str, Sequence[Sequence[Message]]] = {
         "code edit, begun": [[edit.request, edit.begun] for edit in EDITS],
         "code edit, asked": [[edit.request] for edit in EDITS],

@@ -1,4 +1,4 @@
-"""A real `vllm-router` process in front of servers, for benchmarks and tests: started, watched and ended."""
+"""Runs a real `vllm-router` process in front of servers, for benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class RouterProcess:
         return self._process.pid
 
     def log(self) -> str:
-        """What it has printed."""
+        """Its output so far."""
         return self._output.read_text(errors="replace")
 
     def wait_ready(self, timeout: float) -> None:
-        """Until it passes requests on.
+        """Wait until it forwards requests.
 
         Raises:
             RouterFailed: it ended, or took too long.
@@ -93,10 +93,10 @@ def find_router(environment: Path = ENVIRONMENT) -> Path:
 
 
 def start_router(urls: Sequence[str], *options: str, port: int | None = None, timeout: float = 120) -> RouterProcess:
-    """Start a router on 127.0.0.1, and wait until it passes requests on.
+    """Start a router on 127.0.0.1, and wait until it forwards requests.
 
     Args:
-        urls: of the servers; at least one of them answers.
+        urls: URLs of the servers; at least one of them responds.
         options: of `vllm-router`, beside the servers and the ports.
         port: to listen on; None: a free one.
         timeout: seconds to come up.
@@ -107,7 +107,7 @@ def start_router(urls: Sequence[str], *options: str, port: int | None = None, ti
     """
     router, port = find_router(), port or free_port()
     command = [str(router), "--worker-urls", *urls, "--port", str(port), "--prometheus-port", str(free_port())]
-    # Without it, the router looks for servers that are not there yet only after 30 s.
+    # Without it, the router looks for missing servers again only after 30 s.
     command += ["--worker-startup-check-interval", "1", *options]
     descriptor, name = tempfile.mkstemp(prefix="router-", suffix=".log")
     with os.fdopen(descriptor, "wb") as output:

@@ -1,8 +1,8 @@
-"""What `scale.py` does to engines: it kills one of several (SIGKILL) at random moments while streams run.
+"""Kills of `scale.py`: kills one of several engines (SIGKILL) at random moments while streams run.
 
-In float32 each stream must be the one that it is without that. In bfloat16 the KV that another engine computes again
-may differ in its last bits, so a greedy stream may go on with a token that is as likely; there, all tokens of a stream
-are scored by an engine that nothing happened to, and each must be the most likely one there, but for rounding.
+In float32 each stream must equal the undisturbed one. In bfloat16 the KV that another engine recomputes may differ in
+its last bits, so a greedy stream may continue with an equally likely token. There, an undisturbed engine scores all
+tokens of a stream, and each must be the most likely one, except for rounding.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from _server_client import BrokenAnswer, Exchange, Stream, post, send, start
 from _server_probe import open_requests, read_metrics, wait_until_idle
 
 KILLED_TOGETHER = 10
-"""Streams that run when an engine is killed."""
+"""Number of streams that run when an engine is killed."""
 PROMPT_TOKENS = 40
 SECONDS_TO_RETURN = 120.0
 SECONDS_TO_LIVE = 61.0
-"""For which an engine lives before it is killed again: `FORGIVEN_AFTER` in `server/service/fleet.py`, and some more."""
+"""Seconds for which an engine lives before it is killed again: slightly more than `FORGIVEN_AFTER` in
+`server/service/fleet.py`."""
 
 
 def request_of(number: int, num_tokens: int, *, greedy: bool = False) -> bytes:
@@ -40,7 +41,7 @@ def request_of(number: int, num_tokens: int, *, greedy: bool = False) -> bytes:
 
 
 def whole(exchange: Exchange) -> Stream | None:
-    """What a stream said, if it is a whole one."""
+    """The content of a stream, if it is complete."""
     try:
         stream = exchange.answer().stream()
     except BrokenAnswer:
@@ -50,13 +51,13 @@ def whole(exchange: Exchange) -> Stream | None:
 
 
 def text_of(exchange: Exchange) -> str | None:
-    """The text of a stream, if it is a whole one."""
+    """The text of a stream, if it is complete."""
     stream = whole(exchange)
     return None if stream is None else stream.text
 
 
 def compared(exchanges: Sequence[Exchange], expected: Sequence[str | None]) -> tuple[int, int]:
-    """How many streams failed, and how many are whole and not as expected."""
+    """The number of failed streams, and of complete streams that differ from the expected ones."""
     texts = [text_of(exchange) for exchange in exchanges]
     differing = sum(text is not None and text != wanted for text, wanted in zip(texts, expected, strict=True))
     return texts.count(None), differing
@@ -66,29 +67,29 @@ class Killing:
     """Kills under load, on one server.
 
     Args:
-        side: with several engines.
+        side: a server with several engines.
         requests: the streams that run each time.
-        seed: of the moments.
+        seed: of the random moments.
     """
 
     def __init__(self, side: Side, requests: Sequence[bytes], seed: int) -> None:
         self._side = side
         self._requests = requests
         self._random = random.Random(seed)
-        self._num_pieces = 0  # of all streams, if nothing happens
+        self._num_pieces = 0  # of all undisturbed streams
         self._first_pids = side.server.engine_pids
         self._born = dict.fromkeys(self._first_pids, monotonic())
         self.num_open = 0
         """Streams that were open when an engine was killed."""
         self.back: list[float] = []
-        """Seconds until all engines lived again, of each kill."""
+        """Seconds until all engines lived again, for each kill."""
         self.gaps: list[float] = []
-        """The longest gap in the streams of the engines that lived on, of each kill at which both had some."""
+        """The longest gap in the streams of the surviving engines, for each kill at which both had streams."""
         self.gaps_of_resumed: list[float] = []
-        """The longest gap in the streams of the one that was killed."""
+        """The longest gap in the streams of the killed engine."""
 
     async def undisturbed(self) -> list[Exchange]:
-        """The streams, run while nothing happens."""
+        """Run the streams undisturbed."""
         exchanges = await self._together()
         for exchange in exchanges:
             await exchange.end()
@@ -96,19 +97,19 @@ class Killing:
         return exchanges
 
     async def killed(self) -> tuple[list[Exchange], list[int]]:
-        """The streams, one of whose engines is killed at a random moment, and how many pieces of each had come then;
-        returns when all engines live again. An engine that was killed before has lived for a minute, as deaths that
-        follow each other faster delay its next start.
+        """Run the streams, and kill one of their engines at a random moment. Returns the streams, and the number of
+        pieces that each had by then, when all engines live again. An engine that was killed before has lived for a
+        minute, because faster deaths delay its next start.
 
         Raises:
-            TimeoutError: they do not.
+            TimeoutError: an engine does not live again.
         """
         pids = self._side.server.engine_pids
         victim = self._random.choice(pids)
         if victim not in self._first_pids:
             await asyncio.sleep(max(0.0, self._born[victim] + SECONDS_TO_LIVE - monotonic()))
         exchanges = await self._together()
-        # A share of what comes, and not of the time that it took: a shared machine changes speed.
+        # A share of the pieces and not of the time, because a shared machine changes speed.
         wanted = self._random.uniform(0.05, 0.8) * self._num_pieces
         while sum(len(exchange.pieces) for exchange in exchanges) < wanted:
             await asyncio.sleep(0.002)
@@ -136,7 +137,7 @@ class Killing:
         return exchanges, had
 
     async def counts(self, num_kills: int, num_failed: int) -> dict[str, Any]:
-        """What is reported of all kills, and whether the blocks came back after the last."""
+        """The figures of all kills, and whether the blocks were freed after the last."""
         return {
             "kills": num_kills,
             "requests": num_kills * len(self._requests),
@@ -150,13 +151,13 @@ class Killing:
 
 
 def longest_gap(exchange: Exchange, since: float) -> float:
-    """Seconds between two pieces of a stream, of which the later came after `since`."""
+    """The longest gap between two pieces of a stream, the later of which came after `since`."""
     times = exchange.times
     return max((later - max(before, since) for before, later in pairwise(times) if later > since), default=0.0)
 
 
 async def kills(side: Side, count: int, num_tokens: int) -> dict[str, Any]:
-    """Kill one of the engines `count` times under load, in float32: every answer must be the undisturbed one."""
+    """Kill one of the engines `count` times under load, in float32: every output must equal the undisturbed one."""
     killing = Killing(side, [request_of(number, num_tokens) for number in range(KILLED_TOGETHER)], seed=2)
     expected = [text_of(exchange) for exchange in await killing.undisturbed()]
     failed = differing = 0
@@ -190,8 +191,8 @@ def tokens_of(pieces: Sequence[bytes]) -> list[int]:
 
 
 async def shortfall(side: Side, number: int, tokens: Sequence[int]) -> float:
-    """By how much the log probability of a greedy stream's token is below that of the most likely one, at worst, where
-    the engine computes prompt and tokens at once.
+    """The maximum difference of log probability between a greedy stream's token and the most likely one, if the engine
+    computes prompt and tokens at once.
     """
     prompt = prefix(number)[:PROMPT_TOKENS]
     fields = {"prompt": [*prompt, *tokens], "max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
@@ -205,7 +206,7 @@ async def shortfall(side: Side, number: int, tokens: Sequence[int]) -> float:
 
 
 async def rounded_kills(side: Side, count: int, num_tokens: int) -> dict[str, Any]:
-    """The same in bfloat16, with greedy streams: each is equal up to the death, and goes on as validly as the
+    """The same in bfloat16, with greedy streams: each is equal up to the death, and continues as validly as the
     undisturbed one."""
     killing = Killing(side, [request_of(number, num_tokens, greedy=True) for number in range(KILLED_TOGETHER)], seed=3)
     undisturbed = [tokens_of(exchange.pieces) for exchange in await killing.undisturbed()]

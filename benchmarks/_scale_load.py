@@ -1,4 +1,4 @@
-"""The load that `scale.py` sends to every arrangement of engines: prompts that begin with one of 24 shared prefixes.
+"""Load of `scale.py`, the same for every arrangement of engines: prompts begin with one of 24 shared prefixes.
 
 A sixth of each prompt is its own, so no cache can have a hit rate above `IDEAL_HIT_RATE`.
 """
@@ -17,12 +17,12 @@ NUM_PREFIXES, PREFIX_TOKENS, OWN_TOKENS = 24, 320, 64
 CLIENTS, TOKENS = 4, 16
 BLOCK_SIZE = 16
 POOL = 400
-"""Blocks of one engine: 20 prefixes of 24."""
+"""Blocks of one engine: they hold 20 of the 24 prefixes."""
 IDEAL_HIT_RATE = PREFIX_TOKENS / (PREFIX_TOKENS + OWN_TOKENS)
 
 
 def server_options(num_blocks: int) -> tuple[str, ...]:
-    """Of `pointsman serve`, in all arrangements; with so many blocks for all its engines together."""
+    """Options of `pointsman serve`, in all arrangements, with this number of blocks for all its engines together."""
     sizes = ("--num-blocks", str(num_blocks), "--block-size", str(BLOCK_SIZE), "--max-model-len", "1024")
     return ("--model", MODEL, *sizes, "--log-stats-interval", "0", "--no-warm-up")
 
@@ -40,12 +40,12 @@ def request_of(number: int, own: int) -> bytes:
 
 
 def first_requests() -> list[bytes]:
-    """One behind each prefix: afterwards, all are cached that fit."""
+    """One request behind each prefix; afterwards all prefixes that fit are cached."""
     return [request_of(number, -1 - number) for number in range(NUM_PREFIXES)]
 
 
 async def load(address: Address, requests: Sequence[bytes]) -> None:
-    """Send all, each of the clients one after the other; nothing is noted."""
+    """Send all requests, one after the other for each client; nothing is recorded."""
     left = list(reversed(requests))
 
     async def client() -> None:

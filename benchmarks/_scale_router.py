@@ -1,7 +1,7 @@
-"""Two servers behind `vllm-router`, each with one engine: what the router adds, and what a server that ends costs.
+"""Two servers behind `vllm-router`, each with one engine: the cost of the router, and of a server that ends.
 
-The load is that of `scale.py`. A server is ended (SIGTERM) under load, and no request may fail, whether it was open
-there or is sent while the router does not know yet.
+The load is that of `scale.py`. A server is ended (SIGTERM) under load. No request may fail, neither one that is open
+on it nor one that is sent before the router notices.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from _server_probe import read_metrics, run_async
 from _server_process import ServerProcess, free_port, start_server
 
 DRAIN_CLIENTS, DRAIN_PROMPT, DRAIN_TOKENS = 8, 200, 60
-"""Clients while a server ends, and the tokens of their requests: with such prompts, some fail without the delay."""
+"""Clients while a server ends, and the tokens of their requests. With such prompts, some fail without the delay."""
 NUM_BEFORE, NUM_AFTER = 20, 20
-"""Requests before it is ended, and at least so many once it is gone."""
+"""Number of requests before it is ended, and minimum number after it has ended."""
 POLICIES = ("round_robin", "kv_aware", "cache_aware")
-"""Of the router; with the last one, a server is ended."""
+"""Policies of the router; a server is ended under the last one."""
 DRAIN = ("--drain-delay", "5", "--drain-timeout", "100")
 """Further options of the servers. The delay is that of docs/scaling.md."""
 MIN_HIT_RATE = 0.77
@@ -49,7 +49,7 @@ HIT_RATE, FAILED = "hit rate of two servers behind a router", "requests that fai
 
 
 class Routed:
-    """Two servers, and where they publish KV events.
+    """Two servers, and the addresses of their KV events.
 
     Args:
         stack: ends them.
@@ -85,14 +85,14 @@ class Routed:
             assert answer.answer().status == 200, answer.answer()
 
     async def hits(self) -> tuple[float, float]:
-        """Tokens that were found in the prefix caches, and that were looked up."""
+        """Tokens found in the prefix caches, and tokens looked up."""
         read = [await read_metrics(address) for address in self.addresses]
         names = ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total")
         return sum(one[names[0]] for one in read), sum(one[names[1]] for one in read)
 
 
 async def prefixes(routed: Routed, router: RouterProcess, num_requests: int) -> dict[str, float]:
-    """A round of the load through a router, and lone requests through it and past it."""
+    """A round of the load through a router, and single requests with and without it."""
     through = (HOST, router.port)
     generator = random.Random(1)
     await routed.forget()
@@ -121,13 +121,13 @@ async def prefixes(routed: Routed, router: RouterProcess, num_requests: int) -> 
 async def drain(
     address: Address, ending: ServerProcess, num_clients: int = DRAIN_CLIENTS, num_prefixes: int = NUM_PREFIXES
 ) -> dict[str, Any]:
-    """End one of the servers under load, which goes on until it is gone; what became of the requests.
+    """End one of the servers under load, which continues until it has ended; returns the results of the requests.
 
     Args:
         address: of the router.
-        ending: the server that is ended.
-        num_clients: one sends a request when its last is over, so with one the server is idle at its end.
-        num_prefixes: of the requests' prompts, in turns.
+        ending: the server to end.
+        num_clients: each sends a request when its last one has ended, so a single client leaves it idle at its end.
+        num_prefixes: number of prefixes, used cyclically by the requests.
     """
     fields = {"model": MODEL, "ignore_eos": True, "temperature": 0, "stream": True, "max_tokens": DRAIN_TOKENS}
     failures: list[str] = []
@@ -161,7 +161,7 @@ async def drain(
 
 
 def router_figures(num_requests: int, policies: Sequence[str] = POLICIES) -> dict[str, Any] | None:
-    """Everything measured with a router, by its policy, and of a server that ends; None: it is not installed."""
+    """All figures with a router, by its policy, and of a server that ends; None: the router is not installed."""
     try:
         find_router()
     except RouterMissing as missing:
@@ -183,7 +183,7 @@ def router_figures(num_requests: int, policies: Sequence[str] = POLICIES) -> dic
 
 
 def check_router(targets: Targets, figures: dict[str, Any] | None, skipped: str | None = None) -> None:
-    """The targets of these figures; without them, why there are none."""
+    """Check the targets of these figures; without figures, give the reason."""
     if figures is None:
         why = skipped or "vllm-router is not installed: python benchmarks/router_env.py"
         targets.skip(HIT_RATE, why)

@@ -1,4 +1,4 @@
-"""The servers that `scale.py` compares, and what it reads of them."""
+"""Sides of `scale.py`: the compared servers, and what is measured of them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ SECONDS_TO_START = 300.0
 
 @dataclass
 class Side:
-    """One server and what was measured of it."""
+    """A server and its measurements."""
 
     name: str
     server: ServerProcess
     seconds_to_start: float
     rates: list[float] = field(default_factory=list)
-    """Requests a second, of each round."""
+    """Requests a second, for each round."""
     api_cpu: float = 0.0
     engine_cpu: float = 0.0
     requests: int = 0
@@ -34,7 +34,7 @@ class Side:
 
     @property
     def hit_rate(self) -> float:
-        """Of the tokens of prompts, those that were found in the prefix cache."""
+        """Share of the prompt tokens that were found in the prefix cache."""
         return self.hits / self.queries
 
     @property
@@ -55,7 +55,7 @@ def serve(name: str, num_blocks: int, *options: str, crowded: bool = False) -> S
         name: of the side.
         num_blocks: of all its engines together.
         options: of `pointsman serve`.
-        crowded: whether several engines may share a core, which `pointsman serve` refuses; times say nothing then.
+        crowded: whether several engines may share a core, which `pointsman serve` refuses; times mean nothing then.
     """
     began = monotonic()
     program = (__file__,) if crowded else ("-m", "pointsman", "serve")
@@ -64,7 +64,7 @@ def serve(name: str, num_blocks: int, *options: str, crowded: bool = False) -> S
 
 
 def serve_crowded(arguments: list[str]) -> None:
-    """`pointsman serve` in this process, as on a machine with more cores: engines share those that it has."""
+    """Run `pointsman serve` in this process as if the machine had more cores: engines share the existing ones."""
     from pointsman.cli import main
     from pointsman.engine.machine import own_cores
     from pointsman.server import shares

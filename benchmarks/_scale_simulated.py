@@ -17,7 +17,7 @@ from pointsman.sim.workload import ClosedLoop
 from pointsman.traces import TraceRequest
 
 STEP_TIME = LinearStepTime(per_step=2e-3, per_token=5e-5)
-"""About what the demo model takes on a core. The hit rate hardly depends on it."""
+"""About the demo model's step time on a core. The hit rate hardly depends on it."""
 MAX_DIFFERENCE = 0.03
 
 
@@ -40,10 +40,10 @@ def simulated_hit_rate(
     step_time: StepTime = STEP_TIME,
     seed: int = 1,
 ) -> float:
-    """Of prompt tokens, in a closed loop of `CLIENTS` users, after one request behind each prefix.
+    """Hit rate of prompt tokens, in a closed loop of `CLIENTS` users, after one request behind each prefix.
 
     Args:
-        num_replicas: as many as there are engines.
+        num_replicas: the number of engines.
         pool: KV blocks of each.
         num_requests: after the first ones.
         routing: a rule of `pointsman simulate`.
@@ -56,13 +56,13 @@ def simulated_hit_rate(
     workload = ClosedLoop(CLIENTS, requests_behind(prefixes))
     outcome = simulate(workload, config, step_time, num_replicas=num_replicas, routing=ROUTINGS[routing]())
     looked_up = sum(stats.prefix_queries for stats in outcome.stats)
-    first = NUM_PREFIXES * (PREFIX_TOKENS + OWN_TOKENS)  # nothing is found for those
+    first = NUM_PREFIXES * (PREFIX_TOKENS + OWN_TOKENS)  # the first requests find nothing
     return sum(stats.prefix_hits for stats in outcome.stats) / (looked_up - first)
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A fleet whose hit rate on the load was measured."""
+    """A fleet with a measured hit rate on the load."""
 
     hit_rate: float
     num_requests: int
@@ -70,11 +70,11 @@ class Measured:
     pool: int
     """Blocks of each engine."""
     routing: str = "prefix-affinity"
-    """The simulator's rule that is, or does the same as, the one that was measured."""
+    """The simulator's rule that is equal or equivalent to the measured one."""
 
 
 def simulated_figures(targets: Targets, measured: Mapping[str, Measured]) -> dict[str, dict[str, float]]:
-    """Simulate each fleet, and compare: both hit rates are to be within `MAX_DIFFERENCE`."""
+    """Simulate each fleet, and compare: both hit rates must be within `MAX_DIFFERENCE`."""
     figures = {}
     for name, fleet in measured.items():
         simulated = simulated_hit_rate(fleet.num_engines, fleet.pool, fleet.num_requests, fleet.routing)

@@ -1,8 +1,9 @@
-"""What a step costs under each policy, as a ratio to `fcfs` with `latest` and neither reserve nor limit.
+"""Cost of a step under each policy, as a ratio to `fcfs` with `latest` and neither reserve nor limit.
 
-Three situations: steady decode with nothing waiting; steady decode with 10,000 requests waiting, all of which lack
-blocks; and a pool that is short, with as many waiting, where steps admit, preempt and finish requests. A policy and the
-plain scheduler take turns in one process. Policies are found in the registry, with their default parameters.
+There are three situations: steady decode with no waiting request; steady decode with 10,000 waiting requests, all of
+which lack blocks; and a small pool with the same number waiting, where steps admit, preempt and finish requests. A
+policy and the plain scheduler alternate in one process. Policies are found in the registry, with their default
+parameters.
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ RUNNING = (16, 256, 4096)
 WAITING = 10_000
 WAITING_RUNNING = 256
 SHORT_POOL = 256 * 8
-"""Blocks that about 256 of the requests fill whose lengths follow."""
+"""Number of blocks that about 256 requests of the following lengths fill."""
 PROMPTS, OUTPUTS = (48, 80), (64, 192)
 STEPS = {16: 127, 256: 127, 4096: 31}
 PASSES = {16: 3, 256: 2}
-"""Rounds of a situation are as many times more: those of few requests are over in milliseconds."""
+"""Factor of the rounds of a situation: rounds with few requests are over in milliseconds."""
 WAITING_STEPS = 32
 SHORT_STEPS = 48
 BLOCK_SIZE = 16
 TOKEN_BUDGET = 8_192
 HEADROOM = 288
-"""Tokens of a request before the first timed step, at most."""
+"""Maximum tokens of a request before the first timed step."""
 MAX = 1.3
 MAX_FOR_A_LISTENER = 1.5
-"""For a policy that is told of every step, and for one that searches the queue."""
+"""Maximum ratio for a policy that observes every step, and for one that searches the queue."""
 EACH_STEP = ("on_step", "on_update", "on_advanced", "on_step_time")
 FIELDS = {"reserve": "reserves", "limit": "token_limits"}
-"""Fields of the configuration that are not called as the kind is."""
+"""Fields of the configuration whose name differs from the kind."""
 DEFAULTS = {each.name: each.default for each in fields(SchedulerConfig)}
 
 
@@ -55,7 +56,7 @@ class Found(NamedTuple):
 
 
 class Situation(NamedTuple):
-    """Where a step is timed: the settings, how a session is opened, and how it is asked."""
+    """A situation in which a step is timed: the settings, how to open a session, and the command that times it."""
 
     name: str
     rounds: int
@@ -65,7 +66,7 @@ class Situation(NamedTuple):
 
 
 def situations(rounds: int, num_policies: int) -> list[Situation]:
-    """All of them. The plain scheduler runs in every round of every policy, so its requests need room for as many."""
+    """All situations. The plain scheduler runs in every round of every policy, so its requests need blocks for all."""
     found: list[Situation] = []
     for running in RUNNING:
         more, steps = rounds * PASSES.get(running, 1), STEPS[running]
@@ -74,7 +75,7 @@ def situations(rounds: int, num_policies: int) -> list[Situation]:
         found.append(Situation(f"{running} running", more, settings, opened, ("decode", {"steps": steps})))
     num_tokens = HEADROOM + (1 + rounds) * WAITING_STEPS * num_policies
     settings = _settings(WAITING_RUNNING, num_tokens)
-    length = settings["num_blocks"] * BLOCK_SIZE  # those that wait are as long, and their whole output is reserved
+    length = settings["num_blocks"] * BLOCK_SIZE  # waiting requests are as long; their whole output is reserved
     settings |= {"max_num_seqs": 2 * WAITING_RUNNING, "max_model_len": length, "max_tokens": num_tokens - HEADROOM // 2}
     settings["knobs"] = {"decode_reserve": length}
     opened = ("open", {"running": WAITING_RUNNING, "waiting": WAITING})
@@ -86,7 +87,7 @@ def situations(rounds: int, num_policies: int) -> list[Situation]:
 
 
 def _settings(running: int, num_tokens: int) -> dict[str, Any]:
-    """For requests that come to so many tokens."""
+    """Settings for requests with this number of tokens in all."""
     return {
         "num_blocks": 1 + running * -(-num_tokens // BLOCK_SIZE),
         "max_model_len": num_tokens,
@@ -97,7 +98,7 @@ def _settings(running: int, num_tokens: int) -> dict[str, Any]:
 
 
 def policies(names: Sequence[str] = ()) -> list[Found]:
-    """Every policy that there is, or those of these names."""
+    """Every registered policy, or those with these names."""
     found = [Found(kind, name, policy) for kind in KINDS for name, policy in known(kind).items()]
     return [each for each in found if not names or each.name in names]
 
@@ -108,8 +109,8 @@ def chosen(found: Found) -> dict[str, Any]:
     return {field: [found.name] if isinstance(DEFAULTS[field], tuple) else found.name}
 
 
-def most_allowed(policy: type[Policy]) -> float:
-    """The target for a policy: times a step without it."""
+def max_allowed(policy: type[Policy]) -> float:
+    """The target for a policy: maximum ratio to a step without it."""
     listens = any(getattr(policy, event) is not getattr(Policy, event) for event in EACH_STEP)
     return MAX_FOR_A_LISTENER if listens or hasattr(policy, "lets_pass") else MAX
 
@@ -117,7 +118,7 @@ def most_allowed(policy: type[Policy]) -> float:
 def measure(
     worker: WorkerProcess, situation: Situation, found: Sequence[Found]
 ) -> tuple[list[float], dict[Found, list[float]]]:
-    """CPU us of a plain step, in every round; and for each policy and round, its step in times a plain one."""
+    """CPU us of a plain step, in every round; and for each policy and round, the ratio of its step to a plain one."""
 
     def open_session(name: str, knobs: dict[str, Any]) -> None:
         what, how = situation.open
@@ -143,7 +144,7 @@ def measure(
 
 
 def report_policies(worker: WorkerProcess, names: Sequence[str], rounds: int, targets: Targets) -> dict[str, Any]:
-    """Policies of these names, or all, in every situation: table, figures, targets."""
+    """Measure these policies, or all, in every situation: table, figures, targets."""
     found = policies(names)
     for left_out in set(policies()) - set(found):
         targets.skip(f"a step under {left_out}", "not among --policies")
@@ -156,7 +157,7 @@ def report_policies(worker: WorkerProcess, names: Sequence[str], rounds: int, ta
             ratios[each][situation.name] = round(median(values), 3)
     rows: list[list[object]] = []
     for each, row in ratios.items():
-        most = most_allowed(each.policy)
+        most = max_allowed(each.policy)
         for where, ratio in row.items():
             targets.at_most(f"a step under {each} / a plain one, {where},", ratio, most)
         rows.append([each.kind, each.name, *row.values(), most])

@@ -1,6 +1,6 @@
-"""The side of `_scheduler_policies.py`: the policies that the settings name, under a clock that goes on.
+"""Worker of `_scheduler_policies.py`: runs the policies that the settings name, under an advancing clock.
 
-Requests have what policies read of them: one of eight tenants, one of four priorities, a prompt of its own.
+Requests have the fields that policies read: one of eight tenants, one of four priorities, a prompt of its own.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pointsman.core import Request, SchedulerOutput, StepResult
 
 SECONDS_OF_A_STEP = 0.01
 SECONDS_OF_A_TOKEN = 5e-6
-"""A step by the clock that policies are told of: under the target of `target-itl` with 4,096 requests."""
+"""Seconds of a step on the clock that policies read: under the target of `target-itl` with 4,096 requests."""
 
 
 class PolicySession(PointsmanSession):
-    """Steps begin when the one before has ended, and last longer with more tokens."""
+    """Steps begin when the step before has ended, and last longer with more tokens."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -47,7 +47,7 @@ class PolicySession(PointsmanSession):
         )
 
     def _add_waiting(self) -> None:
-        """One that wants the longest output, so that a reserve for outputs keeps all of them waiting."""
+        """Add a request with the longest output, so that a reserve for outputs keeps all of them waiting."""
         request_id = f"w{self.num_added}"
         self.num_added += 1
         self.waiting_ids.append(request_id)

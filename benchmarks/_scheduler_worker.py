@@ -1,11 +1,11 @@
-"""One side of a benchmark of schedulers: a process with schedulers of one kind that times what its standard input says.
+"""Worker of the benchmarks of schedulers: a process with schedulers of one kind that executes timing commands.
 
-The driver starts one worker per side, each in the environment of its scheduler, and lets them take turns. A worker
-reads JSON commands from its standard input and answers each with one JSON line. Whatever a library prints by itself
-goes to standard error.
+The driver starts one worker per side, each in the environment of its scheduler, and alternates between them. A worker
+reads JSON commands from its standard input and replies to each with one JSON line. Other output of libraries goes to
+standard error.
 
-A side only says how its scheduler is called (`Session`); what is timed is written once, here, for all of them:
-process CPU time around calls of the scheduler, with the stand-in for the model's results built outside.
+A side only defines how its scheduler is called (`Session`). The timing is the same for all and is here: process CPU
+time around calls of the scheduler, with the stand-in for the model's results built outside.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ WARM_UP_STEPS = 2 * BLOCK_SIZE
 class Settings:
     """Settings that both schedulers share."""
 
-    num_blocks: int  # with one reserved: vLLM keeps block 0 to itself
+    num_blocks: int  # with one reserved: vLLM reserves block 0
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    max_steps_in_flight: int = 1  # more: each step is scheduled before the one ahead of it is updated
-    num_draft_tokens: int = 0  # drafts that every request has verified in every step
-    num_loras: int = 0  # adapters, of which every request has one
-    num_stop_tokens: int = 0  # of `STOP_TOKENS`, that each request has
+    max_steps_in_flight: int = 1  # more: each step is scheduled before the step before it is updated
+    num_draft_tokens: int = 0  # drafts of every request in every step
+    num_loras: int = 0  # number of adapters; every request has one
+    num_stop_tokens: int = 0  # number of `STOP_TOKENS` of each request
     max_tokens: int = 0  # of each request that runs; 0: up to the model's length
     layout: str = ""  # of the KV, for vLLM: see `LAYOUTS` in `_vllm_worker.py`; "": one group of full attention
     knobs: dict[str, Any] = field(default_factory=dict)  # more fields of `SchedulerConfig`, for Pointsman alone
 
 
 Backlog = Generator[None, None, dict[str, Any]]
-"""A backlog that is being served."""
+"""The generator that serves a backlog."""
 
 
 class Session(ABC):
-    """A scheduler and the requests that it was given.
+    """A scheduler and its requests.
 
     A side sets the four calls in its constructor to what a host would call, so that nothing else is timed.
     """
@@ -63,16 +63,16 @@ class Session(ABC):
     add: Callable[[Any], object]
     """Hand a request to the scheduler."""
     schedule: Callable[[], Any]
-    """Decide a step; answers with the output."""
+    """Decide a step; returns the output."""
     update: Callable[[Any, Any], object]
     """Hand an output and its result to the scheduler."""
     abort: Callable[[str], object]
-    """End the request of that id at the user's wish."""
+    """Abort the request with this id."""
     propose: Callable[[Any, Any, Any], object]
-    """Drafts for the rows of an output that was updated; only a side that is measured with drafts has it."""
+    """Drafts for the rows of an updated output; only for sides that are measured with drafts."""
 
     backlog: Backlog
-    """The one that is being served."""
+    """The backlog in progress."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -80,18 +80,18 @@ class Session(ABC):
 
     @abstractmethod
     def make_request(self, request_id: str, prompt: npt.NDArray[np.int32], max_tokens: int) -> Any:
-        """What a host makes of a user's request before the scheduler sees it; only `max_tokens` ends it."""
+        """The host's request object for a user's request; only `max_tokens` ends it."""
 
     @abstractmethod
     def result(self, output: Any) -> Any:
-        """What a model would have answered to `output`: one random token, not EOS, for each row that samples."""
+        """A model's result for `output`: one random token, not EOS, for each row that samples."""
 
     @abstractmethod
     def decode_result(self, like: Any) -> Any:
         """A fresh result for a step in which the requests of the output `like` decode again."""
 
     def verified_result(self, running: int) -> Any:
-        """A result for a step in which every request has drafts verified."""
+        """A result for a step in which drafts of every request are verified."""
         raise NotImplementedError("this side is not measured with drafts")
 
     @abstractmethod
@@ -106,10 +106,10 @@ class Session(ABC):
     def num_preemptions(self, request: Any) -> int:
         """How often a request lost its blocks."""
 
-    # ------------------------------------------------------------------ what is timed
+    # ------------------------------------------------------------------ timed calls
 
     def open_decode(self, running: int, waiting: int | None) -> dict[str, Any]:
-        """Bring `running` requests to steady decode, with `waiting` more behind a head that cannot be admitted.
+        """Bring `running` requests to steady decode, with `waiting` more behind a head that blocks the queue.
 
         Prompts are of 17 to 32 tokens, so that in every step one request in 16 needs a block. The head needs the
         whole pool, so it waits while any request runs; `waiting=None`: no head and no request behind it.
@@ -131,7 +131,7 @@ class Session(ABC):
             self.update(output, self.result(output))
         self.last_output = output
         gc.collect()
-        gc.freeze()  # as an engine does once it is up: old objects are not walked again and again
+        gc.freeze()  # as an engine does once it is up: old objects are not traversed repeatedly
         return {"counts": self.counts()}
 
     def open_shortage(self, waiting: int, prompts: tuple[int, int], outputs: tuple[int, int]) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class Session(ABC):
 
     def time_shortage(self, steps: int) -> dict[str, Any]:
         """CPU microseconds per step of `schedule` and `update` while requests come from the queue, are preempted and
-        finish; with the mean of the preemptions of a step, and the requests that run."""
+        finish; with the mean number of preemptions a step, and of running requests."""
         before = sum(self.num_preemptions(request) for request in self.requests)
         seconds = 0.0
         for _ in range(steps):
@@ -188,11 +188,11 @@ class Session(ABC):
     def time_speculation(self, steps: int) -> dict[str, Any]:
         """CPU microseconds per step of `schedule`, `update` and `propose`, where every request has drafts verified.
 
-        Of each row and step 0 to all drafts are accepted, each as often.
+        Each row accepts from 0 to all of its drafts in each step, with equal frequency.
         """
         before, drafts = self.counts(), self.settings.num_draft_tokens
         self.propose(self.last_output, *self.drafts(before[0]))
-        # A host has just written its results and drafts, so they are in the processor's cache: a few take turns.
+        # A host has just written its results and drafts, so they are in the processor's cache: a few are reused.
         results = [self.verified_result(before[0]) for _ in range(8)]
         proposals = [self.drafts(before[0]) for _ in range(8)]
         schedule, update, propose = self.schedule, self.update, self.propose
@@ -230,8 +230,8 @@ class Session(ABC):
         return {"us": seconds / count * 1e6}
 
     def serve_backlog(self, lengths: list[tuple[int, int]]) -> Backlog:
-        """Serve a backlog that is there from the start. Yields after each step, so that sides can take turns; returns
-        the CPU seconds of all calls of the scheduler."""
+        """Serve a backlog that exists from the start. Yields after each step, so that sides can alternate; returns the
+        CPU seconds of all calls of the scheduler."""
         gc.collect()
         gc.freeze()  # as in `open_decode`
         prompts = [self.tokens(length) for length, _ in lengths]
@@ -275,7 +275,7 @@ class Session(ABC):
         return self.rng.integers(FIRST_TOKEN, VOCABULARY, size=count).astype(np.int32)
 
     def _fill_queue(self) -> None:
-        """As many wait as at the start: sides that are timed more often do not run dry."""
+        """Restore the initial number of waiting requests: sides that are timed more often need more of them."""
         (least, most), (shortest, longest) = self.ranges
         for _ in range(self.waiting - self.counts()[1]):
             prompt = self.tokens(int(self.rng.integers(least, most + 1)))
@@ -299,9 +299,9 @@ class Session(ABC):
 
 
 def serve(session_type: type[Session]) -> None:
-    """Answer commands until standard input ends, on the processor that the other side uses too.
+    """Execute commands until standard input ends, on the same processor as the other side.
 
-    The sides take turns, so they do not get in each other's way, and a slow moment of that processor hits both.
+    The sides alternate, so they do not disturb each other, and a slow moment of that processor affects both.
     """
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
@@ -314,7 +314,7 @@ def serve(session_type: type[Session]) -> None:
 
 
 def _advance(backlog: Backlog, steps: int) -> dict[str, Any]:
-    """Serve a backlog for some steps. What it cost, once it is served; nothing before."""
+    """Serve a backlog for some steps. Returns its cost when it is finished; nothing before."""
     try:
         for _ in range(steps):
             next(backlog)

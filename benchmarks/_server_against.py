@@ -1,14 +1,14 @@
-"""Two checkouts of this repository under the same client: what the servers of both cost for the same requests.
+"""Comparison of two checkouts of this repository under the same client: the cost of both servers for equal requests.
 
 Both servers run in this interpreter, each with the `pointsman` of its checkout. The model is so small that the server's
-own work is most of the cost. The servers take turns, in an order that alternates from round to round, and each stands
-still while the other runs. A round gives a ratio: the processor time of this checkout's processes, API and engine, by
-that of the other's. Rounds are short, so that both of a round find the machine alike.
+own work is most of the cost. The servers alternate, in an order that changes from round to round, and each is stopped
+while the other runs. A round gives a ratio: the processor time of this checkout's processes, API and engine, divided by
+that of the other's. Rounds are short, so that both servers find the machine in the same state.
 
-A process may be some percent slower than its twin for as long as it lives. So the servers are started several times,
-in both orders, and strings have the same hashes in both. A start gives the median of its rounds, and the mean of the
+A process may be some percent slower than its twin for as long as it lives. So the servers are started several times, in
+both orders, and strings have the same hashes in both. A start gives the median of its rounds, and the mean of the
 starts counts. The target is judged by the 95 % interval of that mean. If the limit is within the interval, the run was
-too noisy or too short to tell, and says so.
+too noisy or too short to decide, and reports that.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ WARM_UPS = 10
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What both servers took for the same requests: processor seconds of each of `PROCESSES`."""
+    """The cost of the same requests for both servers: processor seconds of each of `PROCESSES`."""
 
     ours: tuple[float, ...]
     theirs: tuple[float, ...]
     num_complete: int
-    """Of the server that answered fewer requests completely."""
+    """Number of complete requests, on the server with fewer of them."""
 
     @property
     def ratio(self) -> float:
@@ -53,10 +53,10 @@ class Round:
 def measure_against(
     checkout: Path, knobs: Knobs, jobs: Sequence[Job], num_streams: int, rounds: int, starts: int
 ) -> list[list[Round]]:
-    """Start the servers of this checkout and the other one `starts` times, and let them take turns for `rounds`.
+    """Start the servers of both checkouts `starts` times, and run them alternately for `rounds`.
 
     Raises:
-        RuntimeError: `checkout` is no checkout, or a server did not start.
+        RuntimeError: `checkout` is not a checkout, or a server did not start.
     """
     found = []
     for start in range(starts):
@@ -91,7 +91,7 @@ def _rounds(
 
 
 def _serve(side: PointsmanSide, jobs: Sequence[Job], num_streams: int, seed: int) -> tuple[tuple[float, ...], int]:
-    """Processor seconds for the requests of one seed, and how many are complete; then the server stands still."""
+    """Processor seconds for the requests of one seed, and the number of complete ones; then the server is stopped."""
     prompts, outputs = make_prompts(jobs, VOCABULARY, seed), [job.output for job in jobs]
     side.resume()
     before = [processor_seconds(pid) for pid in side.pids()]
@@ -102,7 +102,7 @@ def _serve(side: PointsmanSide, jobs: Sequence[Job], num_streams: int, seed: int
 
 
 def _margin(values: Sequence[float]) -> float:
-    """How far the mean of `values` may be off, with 95 %; infinity for one value."""
+    """The 95 % margin of the mean of `values`; infinity for one value."""
     from scipy import stats  # the other forms of the script run without it
 
     if len(values) < 2:

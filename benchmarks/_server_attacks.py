@@ -1,8 +1,7 @@
-"""Requests that are made to hold the server up: bodies of up to 4 MB that are wrong late or expensively, and sound ones
-whose answer is much work.
+"""Attacks: requests made to block the server. Bodies of up to 4 MB that are wrong late or expensively, and valid ones
+that need much work.
 
-What is wrong with a body is not counted as an error of the server: any status is right, as long as other clients do
-not wait for it.
+Any status is right for a wrong body, as long as other clients do not wait for it.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 from _server_client import post
 
 MAX_BYTES = 4 * 1024 * 1024
-"""Of a body, the server's default."""
+"""Maximum size of a body, the server's default."""
 MANY = 1_000_000
 LONG_PROMPT = 10_000
 """Tokens."""
@@ -34,15 +33,15 @@ class Attack:
     name: str
     path: str
     make_body: Callable[[], bytes]
-    """It takes time and memory, so it is made when it is needed."""
+    """Makes the body, on demand because that takes time and memory."""
     is_quick: bool = False
-    """Whether the short form of the benchmark has it."""
+    """Whether the short form of the benchmark includes it."""
 
     def request(self) -> bytes:
         """The request's bytes.
 
         Raises:
-            ValueError: the body is larger than what the server reads.
+            ValueError: the body is larger than the server's limit.
         """
         body = self.make_body()
         if len(body) > MAX_BYTES:
@@ -51,7 +50,7 @@ class Attack:
 
 
 def plain(num_prompt_tokens: int, num_output_tokens: int, n: int = 1) -> bytes:
-    """A request with nothing special about it.
+    """A plain request.
 
     Args:
         num_prompt_tokens: of its prompt.
@@ -73,13 +72,13 @@ def _json(base: dict[str, Any], **fields: Any) -> bytes:
 
 
 def _raw(base: dict[str, Any], name: str, value: str) -> bytes:
-    """A body whose field `name` is JSON that Python does not write that way."""
+    """A body whose field `name` is JSON that Python would not write."""
     head = _json(base, **{name: 0}).decode()
     return f"{head[:-2]}{value}}}".encode()
 
 
 def _words(num_characters: int = MAX_BYTES - 1000, seed: int = 0) -> str:
-    """Words, joined with spaces; so many different ones that a tokenizer's cache of words helps little."""
+    """Words, joined with spaces; there are so many different ones that a tokenizer's cache of words helps little."""
     rng = random.Random(seed)
     vocabulary = ["".join(rng.choices("etaoinshrdlucmfwyp", k=rng.randint(3, 9))) for _ in range(NUM_WORDS)]
     return " ".join(rng.choices(vocabulary, k=num_characters // 4))[:num_characters]
@@ -92,7 +91,7 @@ def _schema() -> dict[str, Any]:
 
 
 def _nested(levels: int) -> str:
-    """Lists in lists, as many of the same depth as fit."""
+    """Nested lists, as many of the same depth as fit."""
     one = "[" * levels + "]" * levels
     return f"[{','.join([one] * ((MAX_BYTES - 1000) // (len(one) + 1)))}]"
 
@@ -142,7 +141,7 @@ ATTACKS = (
     Attack("a string of escapes", COMPLETIONS, lambda: _raw({}, "prompt", '"' + r"\u00e9" * 660_000 + '"')),
     Attack("a list 2,000,000 deep", COMPLETIONS, lambda: _raw({}, "prompt", "[" * 2 * MANY + "]" * 2 * MANY)),
     Attack("lists 150 deep", COMPLETIONS, lambda: _raw(_COMPLETION, "extra", _nested(150))),
-    # sound, and much work
+    # valid, and much work
     Attack(
         "15 samples of 500, logprobs 20",
         COMPLETIONS,
@@ -171,7 +170,7 @@ ATTACKS = (
     Attack("/detokenize of 4 MB", "/detokenize", lambda: _json({"tokens": [1234] * 800_000})),
     Attack("/detokenize of 131,072", "/detokenize", lambda: _json({"tokens": _token_ids(131_072)})),
     Attack("embeddings of 1,000 inputs", "/v1/embeddings", lambda: _json({"input": [[1, 2, 3, 4]] * 1000})),
-    # at the limits of what is read of a body, and around them
+    # at the parser's limits on a body, and around them
     Attack(
         "99,000 template arguments",
         CHAT,

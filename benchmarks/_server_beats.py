@@ -1,15 +1,15 @@
-"""When something happened in another process: turns of the API's event loop, tokens of a stream.
+"""Times of events in another process: iterations of the API's event loop, tokens of a stream.
 
-The process writes the times into a file that both map, so that neither waits for the other, and the longest gap of any
-span can be asked for afterwards.
+The process writes the times into a file that both map, so that neither waits for the other. The longest gap of any
+interval can be computed afterwards.
 
-    python _server_beats.py serve FILE ...       `pointsman serve ...`, its event loop writes a time every 5 ms
+    python _server_beats.py serve FILE ...       runs `pointsman serve ...`, whose event loop writes a time every 5 ms
     python _server_beats.py read FILE PORT       sends the request on stdin, writes a time when tokens come
 
-A beat of the event loop that is late is a time during which the loop was held: by a callback, by another thread that
-kept Python's lock, or because the machine ran something else, which the processor time of the process tells apart. The
-product is not changed: the launcher only wraps the function that makes the loop. Readers of streams start often, so
-this module imports the standard library alone.
+A late beat shows that the event loop was held: by a callback, by another thread that kept Python's lock, or because the
+machine ran other work, which the processor time of the process reveals. The product is not changed: the launcher only
+wraps the function that makes the loop. Readers of streams start often, so this module imports only the standard
+library.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 SECONDS_BETWEEN_BEATS = 0.005
 CAPACITY = 1 << 17
-"""Times that are kept: of an event loop, those of the last 11 minutes."""
+"""Number of kept times: for an event loop, the last 11 minutes."""
 
 
 class Gap(NamedTuple):
@@ -32,11 +32,11 @@ class Gap(NamedTuple):
 
     seconds: float
     cpu_seconds: float
-    """Processor time of the process meanwhile, all threads."""
+    """Processor time of the process in between, all threads."""
 
 
 class Beats:
-    """The newest times of one process, in a file: their number so far, then the time and the processor time of each.
+    """The latest times of one process, in a file: their number so far, then the time and the processor time of each.
 
     Args:
         path: the file; made, with no times, if it is not there.
@@ -51,23 +51,23 @@ class Beats:
 
     @property
     def count(self) -> int:
-        """Of all beats so far."""
+        """The number of all beats so far."""
         return int(self._cells[0])
 
     def add(self) -> None:
-        """Note the current time; the count follows it, so a reader sees no cell that is not written."""
+        """Write the current time; the count is written after it, so a reader sees no unwritten cell."""
         count = self.count
         cell = 1 + 2 * (count % CAPACITY)
         self._cells[cell], self._cells[cell + 1] = monotonic(), process_time()
         self._cells[0] = count + 1
 
     def longest_gap(self, begin: float, end: float) -> Gap:
-        """The longest time between two beats that follow each other, or from the last one to now, of those that overlap
-        a span.
+        """The longest time between two consecutive beats, or from the last one to now, among those that overlap an
+        interval.
 
         Args:
-            begin: of the span, `time.monotonic()`.
-            end: of it, not in the future.
+            begin: of the interval, `time.monotonic()`.
+            end: of the interval, not in the future.
         """
         now, num_kept = monotonic(), min(self.count, CAPACITY)
         cells = self._cells[1 : 1 + 2 * num_kept].tolist()
@@ -82,7 +82,7 @@ class Beats:
 
 
 def keep_beating(loop: Any, beats: Beats) -> None:
-    """Note a time every 5 ms that the loop is free."""
+    """Write a time every 5 ms in which the loop is free."""
 
     def beat() -> None:
         beats.add()
@@ -92,7 +92,7 @@ def keep_beating(loop: Any, beats: Beats) -> None:
 
 
 def serve(path: Path, arguments: list[str]) -> None:
-    """`pointsman serve` in this process. The first loop that is made is the API's."""
+    """Run `pointsman serve` in this process. The first loop that is made is the API's."""
     import uvloop
 
     from pointsman.cli import main
@@ -110,7 +110,7 @@ def serve(path: Path, arguments: list[str]) -> None:
 
 
 def read(path: Path, port: int, request: bytes) -> None:
-    """Send a request, and note when tokens of its stream come, until it ends."""
+    """Send a request, and write a time when tokens of its stream come, until it ends."""
     beats = Beats(path)
     with socket.create_connection(("127.0.0.1", port)) as sock:
         sock.sendall(request)

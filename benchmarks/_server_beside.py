@@ -1,7 +1,7 @@
-"""How long a steady stream and the API's event loop wait beside attacks, crowds of clients and large bodies.
+"""Disturbance of a steady stream and the API's event loop by attacks, crowds of clients and large bodies.
 
-The stream is read by a process of its own, so that this one's work is not taken for the server's. Times of the event
-loop are written within the API process; see `_server_beats.py`.
+A process of its own reads the stream, so that the work of this process does not count as the server's. The API process
+writes the times of its event loop; see `_server_beats.py`.
 """
 
 from __future__ import annotations
@@ -30,38 +30,39 @@ from _server_process import ServerProcess, resident_bytes, start_server
 MODEL = "demo"
 LAUNCHER = Path(__file__).with_name("_server_beats.py")
 STREAM_TOKENS = 16_000
-"""Of the steady stream, which is left when the measurement is over."""
+"""Tokens of the steady stream; some must remain when the measurement is over."""
 SETTLED_TOKENS, SECONDS_TO_SETTLE = 20, 0.3
 MIN_SPAN = 1.0
-"""Seconds: a shorter look at a stream sees fewer of the gaps that it has anyway."""
+"""Minimum seconds of an observation: a shorter one sees fewer of the stream's usual gaps."""
 SECONDS_TO_ANSWER, SECONDS_TO_CALM = 60.0, 30.0
 MAX_HELD, MAX_GAP_OVER, MAX_GAP_IN_CROWD = 0.15, 0.2, 1.0
-"""Seconds: of the event loop; of the stream's gap, over that beside a plain request; of the gap in a crowd."""
+"""Maximum seconds: of the event loop; of the stream's gap, beyond that beside a plain request; of the gap in a
+crowd."""
 
 STOPPED_TOKENS = 2000
 LONG_NAME = "x" * (8 * MIB // STOPPED_TOKENS)
-"""The model's second name: it is part of every event, and 8 MiB are more than the kernel keeps for a reader."""
+"""The model's second name. It is part of every event, and 8 MiB exceed the kernel's buffer for a reader."""
 SECONDS_IN_CROWD = 3.0
 
 UNFINISHED_BYTES = 3_990_000
-"""Sent, of the body of `UNFINISHED_LENGTH`."""
+"""Bytes sent of the body of `UNFINISHED_LENGTH`."""
 UNFINISHED_LENGTH = 4_000_000
 MAX_BODIES = 128 * MIB
-"""What unfinished bodies may take of the API process, however many there are: twice the 16 largest bodies."""
+"""Maximum memory of unfinished bodies in the API process, whatever their number: twice the 16 largest bodies."""
 MAX_LEFT = 64 * MIB
 SECONDS_TO_FREE = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Disturbance:
-    """What one event did to the others. Seconds."""
+    """The effect of one event on others, in seconds."""
 
     held: float
-    """The longest time that the event loop was late."""
+    """The longest delay of the event loop."""
     held_cpu: float
-    """Processor time of the API process meanwhile: much less where the machine had other work."""
+    """Processor time of the API process meanwhile: much less if the machine had other work."""
     gap: float
-    """The longest between two tokens of the stream."""
+    """The longest gap between two tokens of the stream."""
 
 
 class WatchedServer:
@@ -80,9 +81,10 @@ class WatchedServer:
     async def beside(
         self, event: Callable[[], Awaitable[Any]], *, waits_until_idle: bool = True
     ) -> tuple[Any, Disturbance]:
-        """What `event` returns, and what happened to a stream and the loop from its beginning to just after its end.
+        """Run `event`; returns its result, and the gaps of a stream and the loop from its beginning to just after its
+        end.
 
-        `waits_until_idle`: return when the server has no request; not where others run on.
+        `waits_until_idle`: return when the server has no request; not if other requests continue.
 
         Raises:
             RuntimeError: the stream did not begin or ended too early, or the loop never wrote.
@@ -103,7 +105,7 @@ class WatchedServer:
 
     @asynccontextmanager
     async def _reading(self) -> AsyncIterator[Beats]:
-        """Times of a stream's tokens, once it is steady."""
+        """The times of a stream's tokens, once it is steady."""
         self._num_streams += 1
         path = self._folder / f"stream-{self._num_streams}"
         beats = Beats(path)
@@ -132,7 +134,7 @@ def watched_server(*options: str, before: tuple[str, ...] = ()) -> Iterator[Watc
 
     Args:
         options: of `pointsman serve`.
-        before: what Python runs first; it runs Python again with the arguments that follow.
+        before: arguments of Python before the server's; the program must run Python again with those that follow.
     """
     sizes = ("--model", MODEL, "--num-blocks", "2304", "--no-enable-prefix-caching")
     with tempfile.TemporaryDirectory() as folder:
@@ -156,7 +158,7 @@ async def _warm_up(address: Address) -> None:
 
 
 def attacks(num_rounds: int, targets: Targets, *, is_quick: bool) -> dict[str, Any]:
-    """Each attack beside a stream, and a plain request of as many tokens in turn with it.
+    """Run each attack beside a stream, alternating with a plain request of the same number of tokens.
 
     Args:
         num_rounds: of each.
@@ -210,7 +212,7 @@ async def _send(address: Address, request: bytes) -> Exchange:
 
 
 def status_of(exchange: Exchange) -> int:
-    """The answer's status; 0 without a whole answer."""
+    """The status of the response; 0 without a complete response."""
     try:
         return exchange.answer().status
     except BrokenAnswer:
@@ -218,7 +220,7 @@ def status_of(exchange: Exchange) -> int:
 
 
 def plain_counterpart(exchange: Exchange) -> bytes:
-    """A plain request for as many prompt tokens and samples as an answer says; the smallest where nothing was run."""
+    """A plain request with the prompt tokens and samples of a response; the smallest request if nothing was run."""
     try:
         answer = exchange.answer()
         body = answer.json() if answer.status == 200 else {}
@@ -235,7 +237,7 @@ def plain_counterpart(exchange: Exchange) -> bytes:
 
 
 def crowds(num_rounds: int, num_clients: int, num_stopped: int, targets: Targets) -> dict[str, Any]:
-    """Many clients at once, none of which sends anything wrong.
+    """Many clients at once, all with valid requests.
 
     Args:
         num_rounds: of each.
@@ -272,7 +274,7 @@ async def _crowd(
 
 
 async def _ask_at_once(address: Address, count: int) -> str:
-    """Small requests, all sent before the first has its answer; the numbers of statuses."""
+    """Send small requests, all before the first has its response; returns the number of each status."""
     request = plain(24, 8)
     exchanges = [await start(address, request) for _ in range(count)]
     for exchange in exchanges:
@@ -293,7 +295,7 @@ async def _connect(address: Address, count: int) -> str:
 
 
 async def _stop_reading(address: Address, count: int) -> str:
-    """Long streams that nobody reads."""
+    """Open long streams and do not read them."""
     request = stream_request(LONG_NAME, range(1, 25), STOPPED_TOKENS)
     exchanges = []
     for _ in range(count):
@@ -358,8 +360,9 @@ async def _large_bodies(server: WatchedServer, num_unfinished: int) -> dict[str,
 
 
 async def _send_unfinished(address: Address, pid: int, count: int) -> tuple[int, int]:
-    """Send most of a body on many connections, wait, hang up: (the most memory of the API meanwhile, connections that
-    were open at the end)."""
+    """Send most of a body on many connections, wait, hang up: (maximum memory of the API meanwhile, connections that
+    were
+    open at the end)."""
     body = b'{"prompt":"' + b"a" * (UNFINISHED_BYTES - 11)
     whole = post("/v1/completions", body)
     request = whole.replace(b"Content-Length: %d" % len(body), b"Content-Length: %d" % UNFINISHED_LENGTH, 1)
@@ -378,13 +381,13 @@ async def _send_unfinished(address: Address, pid: int, count: int) -> tuple[int,
 
 
 def too_large() -> bytes:
-    """The beginning of a request whose length is announced, on a connection that could be used again."""
+    """The beginning of a request with its length in the headers, on a reusable connection."""
     head = post("/v1/completions", b"").replace(b"Connection: close\r\n", b"")
     return head.replace(b"Content-Length: 0", b"Content-Length: %d" % (MAX_BYTES + 1)) + b"x" * 65536
 
 
 def too_large_in_chunks() -> bytes:
-    """The same without a length, so that only counting shows it."""
+    """The same without a length, so that the server must count."""
     head = post("/v1/completions", b"").replace(b"Connection: close\r\n", b"")
     chunk = b"%x\r\n" % 65536 + b" " * 65536 + b"\r\n"
     return head.replace(b"Content-Length: 0", b"Transfer-Encoding: chunked") + chunk * (MAX_BYTES // 65536 + 4)

@@ -1,12 +1,12 @@
-"""A client that costs little: while a request runs, it only keeps what arrives, and when.
+"""A client with little overhead: while a request runs, it only records the received bytes, and when they came.
 
-Client and server share a machine here, so every microsecond of the client's is one that the server does not get. Each
-request has a connection of its own and asks for it to be closed after the answer; status, headers, chunks, events and
-JSON are taken apart when the run is over.
+Client and server share a machine here, so the client's processor time is taken from the server. Each request has its
+own connection and asks for it to be closed after the response. Status, headers, chunks, events and JSON are parsed
+after the run.
 
     exchange = await send(address, post("/v1/completions", {...}))
     answer = exchange.answer()                  # status, headers, body
-    stream = answer.stream()                    # text, tokens, how it ended
+    stream = answer.stream()                    # text, tokens, finish reason
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _DATA = b"data:"
 
 
 class BrokenAnswer(ValueError):
-    """What came back is not a whole HTTP answer, or not a stream of events."""
+    """The received bytes are not a complete HTTP response, or not a stream of events."""
 
 
 # ----------------------------------------------------------------------------------------------------- on the wire
@@ -35,11 +35,11 @@ class BrokenAnswer(ValueError):
 
 def get(path: str) -> bytes:
     """A GET request's bytes."""
-    return _request("GET", path, b"", {"User-Agent": "pointsman-benchmarks"})  # lists of requests ask for one
+    return _request("GET", path, b"", {"User-Agent": "pointsman-benchmarks"})  # lists of requests require one
 
 
 def post(path: str, body: Mapping[str, Any] | bytes, headers: Mapping[str, str] | None = None) -> bytes:
-    """A POST request's bytes; a mapping goes as JSON, bytes as they are."""
+    """A POST request's bytes; a mapping is sent as JSON, bytes as they are."""
     content = body if isinstance(body, bytes) else json.dumps(body, separators=(",", ":")).encode()
     return _request("POST", path, content, {"Content-Type": "application/json", **(headers or {})})
 
@@ -53,7 +53,7 @@ def _request(method: str, path: str, body: bytes, headers: Mapping[str, str]) ->
 
 
 class Exchange(asyncio.Protocol):
-    """One request and everything that came back. Times are `time.monotonic()`.
+    """One request and all received bytes. Times are `time.monotonic()`.
 
     Args:
         request: the bytes to send.
@@ -80,13 +80,13 @@ class Exchange(asyncio.Protocol):
     # Called by the event loop.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are not a subclass
         self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
         now = monotonic()
         if self.first_event_at is None:
-            self._tail += data  # the mark may be cut between pieces; an answer in one piece may have megabytes
+            self._tail += data  # the mark may be cut between pieces; a response in one piece may have megabytes
             if _DATA in self._tail:
                 self.first_event_at = now
             self._tail = self._tail[1 - len(_DATA) :]
@@ -104,13 +104,13 @@ class Exchange(asyncio.Protocol):
     # Called by the sender.
 
     def hang_up(self) -> None:
-        """End the connection at once, whatever is still to come."""
+        """End the connection at once, whatever has not arrived."""
         if self._transport is not None and self.ended_at is None:
             self.hung_up = True
             self._transport.abort()
 
     def stop_reading(self) -> None:
-        """Leave what arrives in the kernel's buffers from now on."""
+        """Leave arriving bytes in the kernel's buffers from now on."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.pause_reading()
 
@@ -133,7 +133,7 @@ class Exchange(asyncio.Protocol):
 
     @property
     def seconds(self) -> float:
-        """From sending to the end; the exchange is over."""
+        """Seconds from sending to the end; only after the end."""
         assert self.ended_at is not None
         return self.ended_at - self.sent_at
 
@@ -142,10 +142,10 @@ class Exchange(asyncio.Protocol):
         return None if self.first_event_at is None else self.first_event_at - self.sent_at
 
     def answer(self) -> Answer:
-        """What came back.
+        """The parsed response.
 
         Raises:
-            BrokenAnswer: nothing did, or it ends too early.
+            BrokenAnswer: there is none, or it ends too early.
         """
         return parse_answer(b"".join(self.pieces))
 
@@ -153,13 +153,13 @@ class Exchange(asyncio.Protocol):
 async def start(
     address: Address, request: bytes, *, hang_up_after: int | None = None, receive_buffer: int | None = None
 ) -> Exchange:
-    """Connect and send; what comes back arrives in the background.
+    """Connect and send; the response is received in the background.
 
     Args:
         address: where the server listens.
         request: bytes, from `get` or `post`.
         hang_up_after: see `Exchange`.
-        receive_buffer: bytes that the kernel may hold for this connection; None: as many as it likes.
+        receive_buffer: bytes that the kernel may hold for this connection; None: the kernel's default.
 
     Raises:
         OSError: no process listens.
@@ -178,11 +178,11 @@ async def start(
 
 
 async def send(address: Address, request: bytes, timeout: float = SECONDS_TO_ANSWER) -> Exchange:
-    """Send a request and read its answer to the end.
+    """Send a request and read its response to the end.
 
     Raises:
         OSError: no process listens.
-        TimeoutError: the answer did not end in time; the connection is ended.
+        TimeoutError: the response did not end in time; the connection is closed.
     """
     exchange = await start(address, request)
     if not await exchange.end(timeout):
@@ -196,18 +196,18 @@ async def send(address: Address, request: bytes, timeout: float = SECONDS_TO_ANS
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An HTTP answer."""
+    """A parsed HTTP response."""
 
     status: int
     headers: dict[str, str]
-    """Names in lower case."""
+    """Headers, with names in lower case."""
     body: bytes
 
     def json(self) -> Any:
         """The body as JSON.
 
         Raises:
-            BrokenAnswer: it is none.
+            BrokenAnswer: it is not JSON.
         """
         try:
             return json.loads(self.body, parse_constant=_refuse_constant)
@@ -218,29 +218,29 @@ class Answer:
         """The body as a stream of completion chunks.
 
         Raises:
-            BrokenAnswer: it is none.
+            BrokenAnswer: it is not such a stream.
         """
         return parse_stream(self.body)
 
 
 @dataclass(slots=True)
 class Stream:
-    """A streamed completion, put together again."""
+    """A streamed completion, reassembled."""
 
     num_chunks: int = 0
     texts: dict[int, str] = field(default_factory=dict)
-    """By choice."""
+    """Text of each choice."""
     finish_reasons: dict[int, list[str]] = field(default_factory=dict)
-    """By choice: every one that came; a sound stream has one each."""
+    """All finish reasons of each choice; a valid stream has one each."""
     num_logprobs: int = 0
-    """Tokens for which log probabilities came."""
+    """Number of tokens with log probabilities."""
     usage: dict[str, Any] | None = None
     error: dict[str, Any] | None = None
     """The error that ended it."""
     is_done: bool = False
-    """Whether [DONE] came."""
+    """Whether [DONE] was received."""
     num_late: int = 0
-    """Events after [DONE]; a sound stream has none."""
+    """Number of events after [DONE]; a valid stream has none."""
     ids: set[str] = field(default_factory=set)
 
     @property
@@ -249,12 +249,12 @@ class Stream:
 
     @property
     def finish_reason(self) -> str | None:
-        """Of the first choice, if it has exactly one."""
+        """The finish reason of the first choice, if it has exactly one."""
         reasons = self.finish_reasons.get(0, [])
         return reasons[0] if len(reasons) == 1 else None
 
     def add(self, event: dict[str, Any]) -> None:
-        """Take in a chunk's JSON."""
+        """Add the JSON of a chunk."""
         if "error" in event:
             self.error = event["error"]
             return
@@ -273,10 +273,10 @@ class Stream:
 
 
 def parse_answer(raw: bytes) -> Answer:
-    """Take the bytes of an answer apart.
+    """Parse the bytes of a response.
 
     Raises:
-        BrokenAnswer: they are not a whole one.
+        BrokenAnswer: they are not a complete response.
     """
     head, separator, rest = raw.partition(b"\r\n\r\n")
     if not separator:
@@ -295,10 +295,10 @@ def parse_answer(raw: bytes) -> Answer:
 
 
 def parse_stream(body: bytes) -> Stream:
-    """Put the chunks of a streamed completion together.
+    """Reassemble the chunks of a streamed completion.
 
     Raises:
-        BrokenAnswer: the body is no stream of JSON events.
+        BrokenAnswer: the body is not a stream of JSON events.
     """
     stream = Stream()
     *events, rest = body.split(b"\n\n")
@@ -330,7 +330,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def _join_chunks(rest: bytes) -> bytes:
-    """The body that chunked transfer coding carries."""
+    """The body in chunked transfer coding."""
     parts, position = [], 0
     while True:
         end = rest.find(b"\r\n", position)

@@ -1,5 +1,6 @@
-"""Streams of exact lengths through a server, timed by a client that costs little: what the benchmarks without vLLM's
-client, and those that need to know the client's own cost, drive servers with."""
+"""Driver of servers: sends streams of exact lengths with a low-overhead client, for benchmarks without vLLM's client
+and
+those that need the client's own cost."""
 
 from __future__ import annotations
 
@@ -19,20 +20,20 @@ SECONDS_TO_END = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Driven:
-    """What came of a run. Times are seconds."""
+    """The results of a run. Times are seconds."""
 
     seconds: float
-    """From the first request to the end of the last answer."""
+    """Seconds from the first request to the end of the last response."""
     num_requests: int
     num_complete: int
-    """Answers with all their tokens, one finish reason and [DONE]."""
+    """Number of responses with all their tokens, one finish reason and [DONE]."""
     num_output_tokens: int
-    """Of the complete ones."""
+    """TTFT of the complete responses."""
     first_token: list[float]
     gaps: list[float]
-    """Between the pieces of an answer; of tokens that came together, once."""
+    """Gaps between the pieces of a response; tokens that came together count once."""
     per_token: list[float]
-    """Of each answer: from its first token to its last, per token after the first."""
+    """For each response: seconds from its first token to its last, per token after the first."""
     client_seconds: float
     """The client's own processor time during the run."""
 
@@ -41,7 +42,7 @@ class Driven:
         return self.num_output_tokens / self.seconds
 
     def figures(self) -> dict[str, Any]:
-        """With the names that vLLM's client gives them; latencies in milliseconds."""
+        """The figures with the names of vLLM's client; latencies in milliseconds."""
         found: dict[str, Any] = {
             "completed": self.num_complete,
             "output_throughput": self.output_tokens_per_second,
@@ -83,12 +84,12 @@ async def drive(
 
     Args:
         address: where the server listens.
-        model: what it calls its model.
+        model: the server's name of its model.
         prompts: in tokens.
-        outputs: tokens to ask for, one number per prompt.
-        rate: requests a second, at the moments of a Poisson process; infinity: all at once.
-        num_streams: most that are open at once; None: any number.
-        seed: of the moments.
+        outputs: tokens to request, one number per prompt.
+        rate: requests a second, at the times of a Poisson process; infinity: all at once.
+        num_streams: maximum number of open streams; None: no limit.
+        seed: of the arrival times.
     """
     requests = [stream_request(model, *pair) for pair in zip(prompts, outputs, strict=True)]
     gate = asyncio.Semaphore(num_streams or len(requests))

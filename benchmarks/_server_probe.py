@@ -1,4 +1,4 @@
-"""What the server says about itself, on its pages: metrics, open requests."""
+"""Reads a server's metrics and open requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BY_LABEL = {"finished_reason", "stage"}
 
 
 def run_async(main: Coroutine[Any, Any, Any]) -> Any:
-    """`asyncio.run` on uvloop where it is installed: the client's share of the processor should be small."""
+    """`asyncio.run` on uvloop if it is installed, because the client's share of the processor should be small."""
     try:
         import uvloop
     except ModuleNotFoundError:
@@ -24,7 +24,7 @@ def run_async(main: Coroutine[Any, Any, Any]) -> Any:
 
 
 def is_running(pid: int) -> bool:
-    """Whether there is such a process, and not only what is left for its parent to read."""
+    """Whether the process runs; a zombie does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -47,13 +47,13 @@ async def read_metrics(address: Address) -> dict[str, float]:
 
 
 async def open_requests(address: Address) -> list[dict[str, Any]]:
-    """What /v1/requests lists."""
+    """The requests that /v1/requests lists."""
     listing = (await send(address, get("/v1/requests"))).answer().json()
     return list(listing["data"])
 
 
 async def wait_until_idle(address: Address, seconds: float = 10.0) -> dict[str, float] | None:
-    """Metrics as soon as no request is open and no block in use; None if that did not come in time."""
+    """The metrics as soon as no request is open and no block in use; None if that did not happen in time."""
     limit = time.monotonic() + seconds
     while True:
         metrics = await read_metrics(address)

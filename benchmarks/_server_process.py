@@ -1,4 +1,4 @@
-"""A real `pointsman serve` process, for benchmarks and tests: started, watched and ended."""
+"""Runs a real `pointsman serve` process, for benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ServerProcess:
         self._has_url.set()
 
     def wait_ready(self, timeout: float) -> None:
-        """Until it has said where it serves.
+        """Wait until it reports its address.
 
         Raises:
             ServerFailed: it ended, or took too long.
@@ -59,12 +59,12 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the API process."""
+        """Process id of the API process."""
         return self._process.pid
 
     @property
     def engine_pid(self) -> int:
-        """Of the engine process, the newest where there are several.
+        """Process id of the engine process, the newest if there are several.
 
         Raises:
             ProcessLookupError: it has ended.
@@ -75,7 +75,7 @@ class ServerProcess:
 
     @property
     def engine_pids(self) -> list[int]:
-        """Of the engine processes that live, in the order of their start."""
+        """Process ids of the living engine processes, in the order of their start."""
         found = []
         for child in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split():
             with suppress(OSError):  # it has ended meanwhile
@@ -84,7 +84,7 @@ class ServerProcess:
         return found
 
     def log(self) -> str:
-        """What it has printed."""
+        """Its output so far."""
         return "".join(self._lines)
 
     def signal(self, number: int) -> None:
@@ -92,10 +92,10 @@ class ServerProcess:
         self._process.send_signal(number)
 
     def wait(self, timeout: float) -> int:
-        """Its exit code, once it has ended.
+        """Wait for its end, and return its exit code.
 
         Raises:
-            subprocess.TimeoutExpired: it has not.
+            subprocess.TimeoutExpired: it has not ended.
         """
         return self._process.wait(timeout)
 
@@ -136,10 +136,10 @@ def start_server(
         arguments: options of `pointsman serve`.
         environment: variables beside or in place of this process's; None removes one.
         timeout: seconds to come up.
-        program: what Python runs; another one than `pointsman serve` must do the same in the same process.
+        program: arguments of Python; another program than `pointsman serve` must serve in the same process.
 
     Raises:
-        ServerFailed: it did not.
+        ServerFailed: the server did not start.
     """
     merged: dict[str, Any] = {**os.environ, **(environment or {})}
     process = subprocess.Popen(
@@ -171,7 +171,7 @@ def processor_seconds(pid: int) -> float:
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody listens on now."""
+    """A TCP port of 127.0.0.1 that is not in use now."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port: int = sock.getsockname()[1]

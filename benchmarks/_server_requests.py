@@ -1,7 +1,7 @@
-"""The requests of `server_load.py`: most are sound, some hang up, some are malformed, some come with too little time.
+"""Requests of `server_load.py`: most are valid, some hang up, some are malformed, some have too little time.
 
-Everything is drawn from a seed: lengths, kinds, which client hangs up when. A sound request asks for an exact number of
-tokens (`ignore_eos`), so that a single one lost or doubled shows.
+Everything is drawn from a seed: lengths, kinds, which client hangs up when. A valid request asks for an exact number of
+tokens (`ignore_eos`), so that a single lost or duplicated token shows.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ VOCABULARY = 2048  # of the demo model; 0 is its end of text
 NUM_PREFIXES, PREFIX_TOKENS = 4, 64
 WORDS = ("the", "statement", "returns", "an", "iterator", "over", "its", "argument", "which", "may", "be", "a", "list")
 LATE_SECONDS = (0.001, 0.05)
-"""Deadlines that no answer of `LATE_OUTPUT_TOKENS` can meet: a step takes some milliseconds."""
+"""Deadlines that no output of `LATE_OUTPUT_TOKENS` can meet: a step takes some milliseconds."""
 LATE_OUTPUT_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A request, and what must come back."""
+    """A request, and its expected response."""
 
     kind: Kind
     path: str
     body: dict[str, Any] | bytes
     num_prompt_tokens: int
-    """Of a chat, about."""
+    """Approximate for a chat."""
     num_output_tokens: int
     statuses: tuple[int, ...] = (200,)
     what: str = ""
-    """What is wrong with it."""
+    """The defect of a malformed request."""
     hang_up_after: int | None = None
-    """Pieces of the answer."""
+    """Number of pieces after which the client hangs up."""
     hang_up_seconds: float | None = None
 
     @property
@@ -60,7 +60,7 @@ class Planned:
         return isinstance(self.body, dict) and self.body.get("logprobs") is not None
 
     def unstreamed(self) -> bytes:
-        """The same request, answered in one piece."""
+        """The same request, with a response in one piece."""
         assert isinstance(self.body, dict)
         return post(self.path, {name: value for name, value in self.body.items() if not name.startswith("stream")})
 
@@ -85,7 +85,7 @@ def plan(count: int, model: str, seed: int) -> list[Planned]:
 
 
 def _answerable(kind: Kind, model: str, number: int, prefixes: list[list[int]], rng: np.random.Generator) -> Planned:
-    """A well-formed request: half of them greedy, most streamed, some chats, some that begin as others do."""
+    """A well-formed request: half of them greedy, most streamed, some chats, some with a shared beginning."""
     num_output = int(rng.integers(*OUTPUT_TOKENS, endpoint=True))
     num_prompt = int(rng.integers(*PROMPT_TOKENS, endpoint=True))
     body: dict[str, Any] = {"model": model, "ignore_eos": True, "temperature": 0.0}
@@ -120,7 +120,7 @@ def _answerable(kind: Kind, model: str, number: int, prefixes: list[list[int]], 
 
 
 def malformed(model: str) -> list[tuple[str, str, dict[str, Any] | bytes, tuple[int, ...]]]:
-    """(what is wrong, path, body, statuses that say so)."""
+    """(defect, path, body, accepted statuses)."""
     completions, chat = "/v1/completions", "/v1/chat/completions"
 
     def with_(**fields: Any) -> dict[str, Any]:

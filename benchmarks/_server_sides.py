@@ -1,8 +1,8 @@
-"""Servers that take turns: Pointsman's and vLLM's, on the same model directory, with the same settings.
+"""Alternating servers: Pointsman's and vLLM's, on the same model directory, with the same settings.
 
-Only one has the machine at a time: a server is stopped (SIGSTOP) with all its processes while it is not its turn, as
-the engines of `_worker_process.py` are. Both are started as a user starts them, with the knobs that say how much may
-run at once; everything else keeps its default.
+Only one server has the machine at a time. The other one is stopped (SIGSTOP) with all its processes, as the engines of
+`_worker_process.py` are. Both are started as a user starts them, with the knobs that limit concurrency; all others keep
+their defaults.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class Knobs:
 
 
 class Side(ABC):
-    """A running server. It is its turn from the start until `pause`."""
+    """A running server. It runs from the start until `pause`."""
 
     name: str
     port: int
 
     @abstractmethod
     def pids(self) -> list[int]:
-        """Of all its processes."""
+        """Process ids of all its processes."""
 
     @abstractmethod
     def stop(self) -> None:
@@ -70,11 +70,11 @@ class Side(ABC):
         return HOST, self.port
 
     def pause(self) -> None:
-        """Stand still until `resume`."""
+        """Stop all its processes until `resume`."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Have the machine."""
+        """Continue all its processes."""
         self._signal(signal.SIGCONT)
 
     def cpu_seconds(self) -> float:
@@ -96,7 +96,7 @@ class PointsmanSide(Side):
 
     Args:
         knobs: its settings.
-        checkout: serve with the package in this folder; None: with the one that this process imports.
+        checkout: serve with the package in this folder; None: with the package that this process imports.
 
     Raises:
         RuntimeError: it did not start, or Python imports the package from elsewhere.
@@ -136,10 +136,10 @@ class VllmSide(Side):
         knobs: its settings.
         eager: without compiling the model, which takes a minute.
         options: further options of its command line.
-        folders: what it imports first, such as another version of vLLM.
+        folders: import paths with precedence, such as another version of vLLM.
 
     Raises:
-        RuntimeError: it did not start; the message ends with what it printed last.
+        RuntimeError: it did not start; the message ends with its last output.
     """
 
     def __init__(self, knobs: Knobs, *, eager: bool, options: Sequence[str] = (), folders: Sequence[Path] = ()) -> None:
@@ -205,7 +205,7 @@ class VllmSide(Side):
 def served_directory(shape: Shape) -> Path:
     """A model of random weights with the demo model's tokenizer, written first if it is not there.
 
-    The vocabulary of the shape is that of the tokenizer, so that every token that is sampled has a text.
+    The shape's vocabulary is that of the tokenizer, so that every sampled token has a text.
     """
     weights = model_directory(shape)
     directory = CACHE / f"{weights.name}-text"
@@ -224,10 +224,10 @@ def served_directory(shape: Shape) -> Path:
 def _importing_from(checkout: Path) -> dict[str, str]:
     """Variables with which this interpreter imports the package from a checkout, in the server's processes too.
 
-    Hashes of strings are the same in every process: otherwise their order in tables, and so the cost, is not.
+    Hashes of strings are fixed, because their order in tables, and with it the cost, would differ between processes.
 
     Raises:
-        RuntimeError: it does not.
+        RuntimeError: the interpreter imports the package from elsewhere.
     """
     variables = {"PYTHONPATH": str(checkout.resolve()), "PYTHONSAFEPATH": "1", "PYTHONHASHSEED": "0"}
     command = [sys.executable, "-c", "import pointsman; print(pointsman.__file__)"]
@@ -239,9 +239,9 @@ def _importing_from(checkout: Path) -> dict[str, str]:
 
 
 def write_vllm_metadata(folder: Path, version: str = vllm_env.VLLM_VERSION) -> Path:
-    """Make a folder for PYTHONPATH with which vLLM's command line starts where only its CPU package is installed.
+    """Make a folder for PYTHONPATH with which vLLM's command line starts if only its CPU package is installed.
 
-    vLLM asks for the version of the distribution "vllm", and "+cpu" is how it tells what to run on."""
+    vLLM reads the version of the distribution "vllm", and recognises a CPU build by "+cpu"."""
     info = folder / f"vllm-{version}+cpu.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")

@@ -1,11 +1,11 @@
 """vLLM's side of `calibration.py` and `policies_live.py`, in the environment that `vllm_env.py` makes.
 
-vLLM's engine core, its scheduler under `Observer` and the model runner are in this process, which is their client too:
-as with the bundled engine, no other process takes the processor from them, and nothing lies between a client and the
+vLLM's engine core, its scheduler under `Observer` and the model runner are in this process, which is also their client.
+As with the bundled engine, no other process takes the processor from them, and nothing lies between a client and the
 scheduler. No text is made.
 
     {"command": "open", "model": "...", "record": "...", "settings": {"max_num_seqs": 16, ...}}  -> {"version": "..."}
-        or in the place of "record": "scheduler": "...", "additional": {what --additional-config has for it}
+        or instead of "record": "scheduler": "...", "additional": {content of --additional-config}
     {"command": "run", "arrivals": [0.0, ...], "prompts": [[...], ...], "num_output_tokens": [...]}
         and, if they matter, "tenants": ["...", ...]
         -> {"tokens": [[seconds from the start, one for each token], ...]}
@@ -55,7 +55,7 @@ def serve(
     num_output_tokens: Sequence[int],
     tenants: Sequence[str],
 ) -> TokenTimes:
-    """All requests at their times; when each of their tokens was there."""
+    """Send all requests at their times; returns the times of each request's tokens."""
 
     def add(number: int, late: float) -> None:
         params = SamplingParams(
@@ -77,7 +77,7 @@ def serve(
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints
+    os.dup2(2, 1)  # output of libraries
     engine: LLMEngine | None = None
     for line in sys.stdin:
         command = json.loads(line)

@@ -1,4 +1,4 @@
-"""Our side of `vllm_scheduler.py`: our scheduler where vLLM's own would be, in vLLM's environment."""
+"""Our side of `vllm_scheduler.py`: our scheduler in place of vLLM's own, in vLLM's environment."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""One side of `vllm_engine.py`: a vLLM with one scheduler, which serves what its standard input says.
+"""Worker of `vllm_engine.py`: a vLLM with one scheduler that executes commands from its standard input.
 
-The engine core is in a process of its own, as it is behind vLLM's server. This process is the front end, which is not
-counted; it makes no text.
+The engine core is in a process of its own, as behind vLLM's server. This process is the front end, which is not
+counted;
+it makes no text.
 
     {"command": "open", "scheduler": "...", "model": "...", "running": 64, "max_model_len": 1024}  -> {"version": "..."}
     {"command": "run", "name": "...", "prompts": [[...]], "max_tokens": 256, "timed": false}  -> {"core": ..., ...}
@@ -30,8 +31,8 @@ from vllm.sampling_params import RequestOutputKind
 def open_engine(command: dict[str, Any]) -> LLMEngine:
     """vLLM's defaults, with statistics, without compilation, and with the model runner in the engine core's process.
 
-    That is where it is on a GPU. vLLM's CPU platform moves it to a process of its own, and each of the two spins while
-    it waits for the other, so that CPU time would say nothing of either.
+    On a GPU it is there, too. vLLM's CPU platform moves it to a process of its own, and each of the two spins while it
+    waits for the other, so their CPU time would mean nothing.
     """
     config = EngineArgs(
         model=command["model"],
@@ -52,7 +53,7 @@ def serve_all(engine: LLMEngine, name: str, prompts: list[list[int]], max_tokens
     """All prompts at once, greedily; `timed`: with a clock on the scheduler.
 
     Returns:
-        From the moment when the engine core has all requests to the last output: CPU seconds of its process and of the
+        From the time when the engine core has all requests to the last output: CPU seconds of its process and of the
         scheduler in it, steps and output tokens. From the first output to the last: seconds by the clock. And a digest
         of all tokens.
     """
@@ -86,7 +87,7 @@ def serve_all(engine: LLMEngine, name: str, prompts: list[list[int]], max_tokens
 
 
 def stand_idle(engine: LLMEngine, seconds: float) -> dict[str, Any]:
-    """CPU seconds of the engine core's process while it has nothing to do."""
+    """CPU seconds of the engine core's process while it is idle."""
     before = _clock(engine)
     sleep(seconds)
     return {"core": _clock(engine)["core"] - before["core"]}
@@ -98,7 +99,7 @@ def _clock(engine: LLMEngine, timed: bool = False) -> dict[str, float]:
 
 
 def answer(engine: LLMEngine, command: dict[str, Any]) -> dict[str, Any]:
-    """What a command of an engine that is open gives."""
+    """The result of a command for an open engine."""
     if command["command"] == "idle":
         return stand_idle(engine, command["seconds"])
     return serve_all(engine, command["name"], command["prompts"], command["max_tokens"], command["timed"])
@@ -106,7 +107,7 @@ def answer(engine: LLMEngine, command: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints
+    os.dup2(2, 1)  # output of libraries
     engine: LLMEngine | None = None
     for line in sys.stdin:
         command = json.loads(line)

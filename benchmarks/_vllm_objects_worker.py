@@ -1,8 +1,8 @@
-"""The bound in `vllm_scheduler.py`: what vLLM's own objects cost, made by a scheduler that decides nothing.
+"""The bound in `vllm_scheduler.py`: the cost of vLLM's own objects, made by a scheduler that decides nothing.
 
 vLLM's scheduler first serves the backlog, outside the measured time. Then the same requests come again, and each step
-is read from a list: what vLLM's runner and front ends must get is made, and nothing else. So no scheduler in vLLM's
-place costs less.
+is read from a list. Only the objects that vLLM's runner and front ends need are made. So no scheduler in vLLM's place
+can cost less.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ Lengths = Sequence[tuple[int, int]]
 
 @dataclass(slots=True)
 class Step:
-    """A step of vLLM's scheduler, and what came of it."""
+    """A step of vLLM's scheduler, and its results."""
 
     output: SchedulerOutput
     answered: list[int]
     """The rows with an output for the client."""
     finished: list[tuple[int, Any]]
-    """Of these, by index: those that finish, and why."""
+    """Indices of those that finish, and why."""
     first: list[int]
     """Those that report how their prompt was computed."""
     counts: tuple[int, int]
-    """(running, waiting) after it."""
+    """(running, waiting) after the step."""
 
 
 class Objects:
@@ -44,7 +44,7 @@ class Objects:
 
     Args:
         steps: in order.
-        num_requests: that are added before the first.
+        num_requests: number of requests added before the first step.
     """
 
     def __init__(self, steps: Sequence[Step], num_requests: int) -> None:
@@ -126,10 +126,10 @@ class Objects:
 
 
 class ObjectsSession(VllmSession):
-    """Serves backlogs alone."""
+    """A session that only serves backlogs."""
 
     decided: ClassVar[dict[tuple[str, tuple[tuple[int, int], ...]], list[Step]]] = {}
-    """By settings and lengths."""
+    """Steps by settings and lengths."""
 
     def serve_backlog(self, lengths: Lengths) -> Backlog:
         lengths = [(prompt, most) for prompt, most in lengths]
@@ -143,7 +143,7 @@ class ObjectsSession(VllmSession):
         return super().serve_backlog(lengths)
 
     def _decide(self, lengths: Lengths) -> list[Step]:
-        """What vLLM's scheduler does."""
+        """The decisions of vLLM's scheduler."""
         steps: list[Step] = []
         update: Callable[..., Any] = self.update
 

@@ -1,4 +1,4 @@
-"""Both sides of `vllm_observer.py`: vLLM's own scheduler, and the same with our Observer over it, in lockstep."""
+"""Both sides of `vllm_observer.py`: vLLM's own scheduler without and with our Observer, in lockstep."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ObservedSession(VllmSession):
 
 
 class Pair:
-    """The two, which get the same calls one after the other."""
+    """Both schedulers, which get the same calls one after the other."""
 
     def __init__(self, settings: Settings) -> None:
         self.own, self.observed = VllmSession(settings), ObservedSession(settings)
@@ -75,7 +75,7 @@ class Pair:
         return _figures(own_us, (ratio - 1) * own_us, writer_us)
 
     def serve_backlog(self, lengths: list[tuple[int, int]]) -> Backlog:
-        """Serve a backlog that is there from the start, and yield after each step; returns CPU microseconds per step of
+        """Serve a backlog that exists from the start, and yield after each step; returns CPU microseconds per step of
         all calls."""
         gc.collect()
         gc.freeze()
@@ -106,7 +106,7 @@ class Pair:
         return _figures(own, observed - own, 1e6 * self.observed.writer_seconds() / steps)
 
     def _wait(self) -> None:
-        """Until the thread has written what it was given."""
+        """Wait until the thread has written everything."""
         before = -1.0
         while (now := self.observed.writer_seconds()) > before:
             before = now

@@ -1,6 +1,6 @@
 """A stand-in for vLLM's first model runner: it samples as scheduled, and checks everything.
 
-It knows of a request what `SchedulerOutput`s say, as a worker does, and checks that what they say fits together.
+It reads `SchedulerOutput`s as a worker does, and checks that they are consistent.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class StandInRunner:
     """Takes `SchedulerOutput`s in order."""
 
     block_size: int = 0
-    """0: whether the blocks suffice is not checked."""
+    """0: the number of blocks is not checked."""
     num_preemptions: Counter[str] = field(default_factory=Counter)
     known: dict[str, _Known] = field(default_factory=dict)
     _drafts: bool = False
@@ -47,7 +47,7 @@ class StandInRunner:
         return runner_output(request_ids, sampled)
 
     def _take_in(self, output: SchedulerOutput) -> dict[str, tuple[int, bool]]:
-        """Of each scheduled request, where its step ends without its drafts, and whether it samples there."""
+        """For each scheduled request, the end of its step without drafts, and whether it samples there."""
         for name in output.finished_req_ids:
             self.known.pop(name, None)
         self.num_preemptions.update(output.preempted_req_ids or ())
@@ -92,6 +92,6 @@ class StandInRunner:
 
 
 def runner_output(request_ids: list[str], sampled: list[list[int]]) -> ModelRunnerOutput:
-    """What a model runner returns for these requests."""
+    """A model runner's result for these requests."""
     places = {name: place for place, name in enumerate(request_ids)}
     return ModelRunnerOutput(req_ids=request_ids, req_id_to_index=places, sampled_token_ids=sampled)

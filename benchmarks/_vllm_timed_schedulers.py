@@ -1,7 +1,7 @@
-"""Both schedulers of `vllm_engine.py`, vLLM's own and ours, counted, and timed where that is asked for.
+"""Counted schedulers of `vllm_engine.py`, vLLM's own and ours, which are also timed on request.
 
-vLLM is told of them with `--scheduler-cls`, and of `CoreClock` with `--worker-extension-cls`: its workers take methods
-from there, and where there is one worker, it is in the process of the engine core.
+vLLM loads them with `--scheduler-cls`, and `CoreClock` with `--worker-extension-cls`: its workers take methods from
+there. A single worker is in the process of the engine core.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from pointsman.integrations.vllm import Scheduler as DropIn
 
 
 class Count:
-    """Of the one scheduler in this process, since it was made."""
+    """Counters of the only scheduler in this process, since it was made."""
 
     timed = False
-    """Whether its calls are timed: reading the clock of a thread is a system call, of which a step would make four."""
+    """Whether its calls are timed: reading the clock of a thread is a system call, and a step would make four."""
     seconds = 0.0
     """CPU time of the thread in `schedule` and `update_from_output`, while they were timed."""
     steps = 0
     tokens = 0
-    """For clients; in greedy decode there is one in each output."""
+    """Output tokens for clients; in greedy decode each output has one."""
 
 
 class CoreClock:
-    """What a worker can be asked."""
+    """Methods that can be called on a worker."""
 
     def core_clock(self, timed: bool) -> dict[str, float]:
-        """CPU seconds of the process, all its threads, and of the scheduler in it; steps and output tokens. From here
-        on the scheduler is timed, or not."""
+        """CPU seconds of the process, all its threads, and of the scheduler in it; steps and output tokens. `timed`
+        switches the timing of the scheduler on or off."""
         Count.timed = timed
         return {
             "core": time.process_time(),
@@ -43,7 +43,7 @@ class CoreClock:
 
 
 class Timed:
-    """Over a scheduler."""
+    """Mixin over a scheduler."""
 
     def schedule(self, *args: Any) -> Any:
         Count.steps += 1
@@ -65,7 +65,7 @@ def _timed(call: Callable[..., Any], *args: Any) -> Any:
 
 
 class TimedOwn(Timed, OwnScheduler):
-    """vLLM's own."""
+    """vLLM's own scheduler."""
 
 
 class TimedDropIn(Timed, DropIn):

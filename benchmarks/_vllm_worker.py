@@ -50,7 +50,7 @@ LAYOUTS = {
     "": 1,
     "window": 2,  # full attention and a window, as gpt-oss
     "windows": 6,  # full attention and five of windows, as Gemma 3
-    # Full attention and three of Mamba states, as Granite 4 without prefix caching: there vLLM raises the blocks of
+    # Full attention and three of Mamba states, as Granite 4 without prefix caching: there vLLM raises the block size of
     # attention to the size of a state.
     "states": 4,
     "images": 1,  # full attention, and prompts with images
@@ -79,7 +79,7 @@ MODEL = {
 
 @cache
 def model_directory() -> Path:
-    """A directory with the configuration of a tiny Llama, kept as long as this process runs."""
+    """A directory with the configuration of a tiny Llama, kept while this process runs."""
     directory = tempfile.TemporaryDirectory(prefix="pointsman-benchmark-")
     model_directory.keep = directory  # type: ignore[attr-defined]
     path = Path(directory.name)
@@ -108,7 +108,7 @@ def build_config(settings: Settings) -> VllmConfig:
         parallel_config=ParallelConfig(),
         device_config=DeviceConfig("cpu"),
     )
-    # vLLM turns it off where there is no GPU, whatever is asked for.
+    # vLLM turns it off without a GPU, whatever the setting.
     config.scheduler_config.async_scheduling = settings.max_steps_in_flight > 1
     return config
 
@@ -133,8 +133,9 @@ def build_kv_cache_config(
 
 
 class StandInBudget:
-    """What a step may compute and what the cache holds, in place of what vLLM asks the processor of a model with
-    images."""
+    """The budget of a step and the capacity of the cache, in place of the values that vLLM asks the processor of a
+    model
+    with images for."""
 
     sizes = (0, 0)
 
@@ -144,8 +145,8 @@ class StandInBudget:
 
 
 def stand_in_for_encoder(config: VllmConfig, sizes: tuple[int, int], *, is_encoder_decoder: bool = False) -> None:
-    """Give a configuration an encoder with a budget and a cache of so many embeddings; 0: none. `is_encoder_decoder`:
-    layers keep KV of what it computes."""
+    """Give a configuration an encoder with a budget and a cache of this number of embeddings; 0: none.
+    `is_encoder_decoder`: layers keep KV of its outputs."""
     encoder_budget.MultiModalBudget = own_scheduler.MultiModalBudget = StandInBudget
     StandInBudget.sizes = sizes
     ModelConfig.supports_multimodal_inputs = property(lambda config: getattr(config, "has_images", False))
@@ -164,7 +165,7 @@ class VllmSession(Session):
     """vLLM's scheduler with its statistics on."""
 
     scheduler_class: type | None = None
-    """None: vLLM's own."""
+    """The scheduler class; None: vLLM's own."""
     additional_config: dict[str, object] | None = None
 
     def __init__(self, settings: Settings) -> None:
@@ -212,7 +213,7 @@ class VllmSession(Session):
         )
 
     def images(self, num_tokens: int) -> list[Any]:
-        """One of 12 embeddings in a short prompt, otherwise one of 256 in every 400 tokens; some images come often."""
+        """One image of 12 embeddings in a short prompt, otherwise one of 256 in every 400 tokens; some images recur."""
         places = range(16, num_tokens - 256, 400) if num_tokens > 272 else range(2, 3)
         size = 256 if num_tokens > 272 else 12
         return [feature_of(f"image {self.rng.integers(500)} of {size}", place, "1" * size) for place in places]

@@ -1,9 +1,8 @@
-"""A contender's process, seen from the driver: asked one thing at a time, and standing still in between.
+"""Process of a contender, seen from the driver: it gets one command at a time, and is stopped in between.
 
-Engines are bad neighbours: idle OpenMP threads spin, and an engine process polls its queue. So each worker gets a
-process group of its own, which is stopped (SIGSTOP) whenever it is not its turn, engine processes and all, and goes
-on (SIGCONT) when it is asked something. Should the driver die, the kernel hangs up (SIGHUP) on a group that it leaves
-stopped, which ends it.
+Idle engines disturb others: OpenMP threads spin, and an engine process polls its queue. So each worker gets a process
+group of its own, engine processes included. The group is stopped (SIGSTOP) while it is idle, and continues (SIGCONT)
+when it gets a command. If the driver dies, the kernel sends SIGHUP to the stopped group, which ends it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ SECONDS_TO_STOP = 2
 
 
 class WorkerFailed(RuntimeError):
-    """The worker died or overran its time; the message ends with what it printed last."""
+    """The worker died or overran its time; the message ends with its last output."""
 
 
 class WorkerProcess:
@@ -35,7 +34,7 @@ class WorkerProcess:
     Args:
         name: for messages.
         command: the program and its arguments.
-        environment: variables beside or in place of the driver's own; None removes one.
+        environment: variables in addition to or in place of the driver's own; None removes one.
     """
 
     def __init__(self, name: str, command: Sequence[str | Path], environment: Mapping[str, str | None]) -> None:
@@ -55,21 +54,21 @@ class WorkerProcess:
         self._stop()
 
     def ask(self, command: str, timeout: float | None = None, **arguments: Any) -> dict[str, Any]:
-        """Have the worker do something, and wait for its answer; it stands still again when this returns.
+        """Run a command on the worker, and wait for its reply; it is stopped again when this returns.
 
         Args:
-            command: what to do; `arguments` go with it.
+            command: the name of the command; `arguments` are its fields.
             timeout: seconds after which the worker is given up, and ended.
 
         Raises:
-            WorkerFailed: no answer came.
+            WorkerFailed: no reply came.
         """
         assert self._process.stdin and self._process.stdout
         self._signal(signal.SIGCONT)
         try:
             self._process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
             self._process.stdin.flush()
-            # An answer is one line, and nothing follows it, so no part of the next can lie in the buffer unseen.
+            # A reply is one line, and nothing follows it, so no part of the next can lie in the buffer unseen.
             if not select.select([self._process.stdout], [], [], timeout)[0]:
                 self._end()
                 raise WorkerFailed(f"{self.name} did not answer {command!r} within {timeout:.0f} s")
@@ -88,20 +87,20 @@ class WorkerProcess:
         return self._process.poll() is None
 
     def cpu_seconds(self) -> float | None:
-        """CPU time of the group's living processes so far; None where there is no /proc to read it from."""
+        """CPU time of the group's living processes so far; None without /proc."""
         if not Path("/proc/self/stat").exists():
             return None
         ticks = sum(int(fields[11]) + int(fields[12]) for _, fields in self._stats("[0-9]*/stat"))
         return ticks / os.sysconf("SC_CLK_TCK")
 
     def forget_peak(self) -> None:
-        """Have `peak_bytes` count from now on, where there is a /proc to say so."""
+        """Reset `peak_bytes`, if there is a /proc."""
         for process in self._processes():
             with suppress(OSError):
                 Path(f"/proc/{process}/clear_refs").write_text("5")
 
     def peak_bytes(self) -> int | None:
-        """Peak of the resident memory of each process of the group, summed up; None where there is no /proc.
+        """Sum of the peak resident memory of the group's processes; None without /proc.
 
         Pages that several processes share, and files mapped into memory, count for each.
         """
@@ -113,7 +112,7 @@ class WorkerProcess:
         return kibibytes << 10 or None
 
     def close(self) -> None:
-        """Let the process end by itself; whatever of its group is left after a while is killed."""
+        """Let the process end by itself; processes of its group that remain after a while are killed."""
         if self._process.stdin and not self._process.stdin.closed:
             self._signal(signal.SIGCONT)
             try:
@@ -128,13 +127,13 @@ class WorkerProcess:
         self._process.wait()
 
     def _stop(self) -> None:
-        """Stop the group, and wait until its threads stand: on a busy machine they run on for milliseconds."""
+        """Stop the group, and wait until its threads stand: on a busy machine they continue for milliseconds."""
         self._signal(signal.SIGSTOP)
         latest = time.monotonic() + SECONDS_TO_STOP
         # T is stopped; Z (a zombie) and X (dead) do not run either.
         while any(fields[0] not in "TZX" for _, fields in self._stats("[0-9]*/task/[0-9]*/stat")):
             if time.monotonic() > latest:
-                return  # one waits in the kernel, and will stop where it leaves it
+                return  # a thread waits in the kernel, and will stop when it returns
             time.sleep(0.001)
 
     def _processes(self) -> list[str]:
@@ -143,7 +142,7 @@ class WorkerProcess:
     def _stats(self, pattern: str) -> Iterator[tuple[str, list[str]]]:
         """The id of each of the group's processes or threads, and its fields of /proc from the state on."""
         group = str(self._process.pid)
-        for stat in glob.iglob(f"/proc/{pattern}"):  # that of `Path` fails if a process ends while it looks
+        for stat in glob.iglob(f"/proc/{pattern}"):  # `Path.glob` fails if a process ends meanwhile
             try:
                 identity, _, rest = Path(stat).read_text().partition(" ")
             except OSError:  # it has just ended
@@ -155,10 +154,10 @@ class WorkerProcess:
     def _signal(self, number: signal.Signals) -> None:
         try:
             os.killpg(self._process.pid, number)
-        except ProcessLookupError:  # it is over
+        except ProcessLookupError:  # it has ended
             return
 
 
 def _heed_hang_up() -> None:
-    """Under `nohup` a driver ignores it, and so would whatever it starts."""
+    """Restore SIGHUP: a driver under `nohup` ignores it, and its child processes would, too."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -1,16 +1,15 @@
-"""What it brings to schedule the next step while the model executes one: two steps in flight beside one.
+"""Gain of scheduling the next step while the model executes one: two steps in flight beside one.
 
-32 requests decode, on two engines that share a model and take turns of a few steps. The text of every token is made,
-as a server makes it. Measured are tokens per second, and for how long in a step nothing is computed: the pause from the
-end of one pass to the start of the next and, within a pass, the time that it takes to have other threads begin. With
-one step in flight the pause is all that a step does beside arithmetic: taking in tokens, making text, scheduling,
-preparing inputs. With two this happens within a pass, while other threads compute
-(`pointsman/engine/step_loop.py`).
+32 requests decode, on two engines that share a model and alternate every few steps. The text of every token is made, as
+a server makes it. Measured are tokens per second, and the time of a step in which nothing is computed: the pause from
+the end of one pass to the start of the next and, within a pass, the time for starting other threads. With one step in
+flight the pause is everything that a step does beside arithmetic: taking in tokens, making text, scheduling, preparing
+inputs. With two, this work happens within a pass, while other threads compute (`pointsman/engine/step_loop.py`).
 
-That is worth something only if the passes do not grow by as much, because two threads at once are slower than one. So
-the length of a pass is shown too, and how much of the pause a step really saves.
+This is a gain only if the passes do not grow by the same time, because two threads at once are slower than one. So the
+length of a pass is shown too, and the share of the pause that a step really saves.
 
-PyTorch computes with one thread, so that there is a core for another where there are two.
+PyTorch computes with one thread, so that a second core, if any, is free for the other thread.
 
     python benchmarks/async_scheduling.py --check
 """
@@ -37,7 +36,7 @@ ROWS = 32
 PROMPT_TOKENS = 32
 WARM_UP_STEPS = 8
 STEPS = 6
-"""Of a turn: short, because both of a pair of turns should have found the machine in the same state."""
+"""Steps of a turn: few, so that both turns of a pair find the machine in the same state."""
 TURNS = 18
 ROUNDS, ROUNDS_LARGE, ROUNDS_QUICK = 5, 2, 1
 MIN_THROUGHPUT = 0.97
@@ -46,21 +45,21 @@ MAX_PAUSE = 0.5
 
 @dataclass
 class Side:
-    """One engine, and what each of its turns gave."""
+    """One engine, and the measurements of its turns."""
 
     engine: Engine
     passes: list[tuple[float, float]]
     begins: list[float]
-    """Seconds that it took to have others begin, each time; also those of other sides."""
+    """Seconds for starting other threads, each time; also those of other sides."""
     tokens_per_second: list[float] = field(default_factory=list)
     pause: list[float] = field(default_factory=list)
     """Seconds of a step in which nothing is computed: the median time between two passes of each turn, and the mean
-    time in which others begin."""
+    time for starting other threads."""
     length: list[float] = field(default_factory=list)
     """Seconds of a pass, the median of each turn."""
 
     def begin(self, number: int, prompts: list[list[int]]) -> None:
-        """All requests from the start; the first steps are not measured."""
+        """Start all requests; the first steps are not measured."""
         for index, prompt in enumerate(prompts):
             params = exactly(WARM_UP_STEPS + TURNS * (STEPS + 1) + 4)
             self.engine.add_request(f"{number}-{index}", prompt, params, eager_text=True)
@@ -68,7 +67,7 @@ class Side:
             self.engine.step()
 
     def take_turn(self) -> None:
-        """A few steps. The first one is not measured: the other side has just had the processor."""
+        """Run a few steps. The first one is not measured: the other side has just had the processor."""
         engine = self.engine
         engine.step()
         self.passes.clear()
@@ -83,7 +82,7 @@ class Side:
         self.length.append(median(end - start for start, end in self.passes))
 
     def end(self) -> None:
-        """No request is left."""
+        """Run until no request remains."""
         for request in self.engine.outputs.requests:
             self.engine.abort(request.request_id)
         while self.engine.has_unfinished_requests():
@@ -92,7 +91,7 @@ class Side:
 
 
 def measure(model: str | Path, num_rounds: int) -> dict[int, Side]:
-    """By steps in flight."""
+    """Measure both sides, by steps in flight."""
     loaded = load_model(model, "float32")
     torch.set_num_threads(1)
     sides: dict[int, Side] = {}

@@ -1,9 +1,9 @@
-"""Which combination of policies is preset `auto`, and what does it gain?
+"""Preset `auto`: chooses its combination of policies, and measures its gain.
 
-It is chosen on workloads of its own (`_policy_training.py`), by a coordinate search over the policies that are
-registered, each with the parameters that it declares to be worth a try: the space of `pointsman tune`. One setting at a
-time takes the value with the highest goodput, the mean over all workloads and loads, until none gains `MIN_GAIN`. It is
-judged on the scenarios of `benchmarks/policies.py`, beside vLLM's defaults and every fixed budget and watermark.
+It is chosen on workloads of its own (`_policy_training.py`), by a coordinate search over the registered policies, each
+with the parameters that it declares to try: the space of `pointsman tune`. One setting at a time takes the value with
+the highest goodput, the mean over all workloads and loads, until no setting gains `MIN_GAIN`. It is judged on the
+scenarios of `benchmarks/policies.py`, beside vLLM's defaults and every fixed budget and watermark.
 
     python benchmarks/auto.py --check
     python benchmarks/auto.py --choose
@@ -30,25 +30,25 @@ from pointsman.sim.tunables import tunables
 from pointsman.sim.workers import available_cores
 
 POLICIES = ("token_limits", "reserves", "order", "victim")
-"""The settings that are chosen, those with the largest effect first."""
+"""The chosen settings, those with the largest effect first."""
 TRAINING_LOADS: tuple[Load, ...] = ("below", "above")
 MIN_GAIN = 0.005
-"""Goodput that a setting must add to be set."""
+"""Minimum gain of goodput for a setting."""
 WORTHWHILE = 0.01
-"""Gain of the best fixed settings over vLLM's defaults from which on `auto` must be better than these too."""
+"""If the best fixed settings gain this much over vLLM's defaults, `auto` must beat the defaults too."""
 NO_WORSE = 0.001
 VLLM: Settings = SYSTEMS["vllm"]
 FIXED: tuple[Settings, ...] = ({}, *BUDGETS, *WATERMARKS[1:])
 ALL: dict[str, Scenario] = {**SCENARIOS, **{each.name: each for each in TRAINING}}
 JUDGED = ("azure", "tenants", "mooncake", "long-outputs", "chats-and-documents")
 NUM_JUDGED = 3_000
-"""Requests of each, the first ones."""
+"""Number of requests of each workload, from the start."""
 QUICK: tuple[tuple[str, Load], ...] = (("azure", "above"), ("chats-and-documents", "above"))
 
 
 @dataclass(frozen=True)
 class Job:
-    """A simulation."""
+    """One simulation."""
 
     scenario: str
     load: Load
@@ -57,7 +57,7 @@ class Job:
 
 
 class Simulations:
-    """Goodputs, each simulated once."""
+    """The goodputs of simulations, each run once."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
@@ -76,7 +76,7 @@ def goodput(job: Job) -> float:
 
 
 def items(settings: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Settings that can be a key."""
+    """Settings as a hashable key."""
     return tuple(sorted(settings.items()))
 
 
@@ -84,7 +84,7 @@ def items(settings: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
 
 
 def choose(simulations: Simulations) -> tuple[dict[str, Any], list[list[object]]]:
-    """The settings of `auto`, and what each round of the search found."""
+    """The settings of `auto`, and the result of each round of the search."""
     space = {each.name: each.values for each in tunables(frozenset()) if each.name in POLICIES}
     space["order"] = tuple(order for order in space["order"] if order != "fcfs-front")
     chosen: dict[str, Any] = {}
@@ -154,7 +154,7 @@ def judge(simulations: Simulations, quick: bool, targets: Targets) -> list[dict[
 
 
 def _beside(scenario: Scenario, settings: Settings) -> Settings:
-    """Settings with no more seats than their budget has tokens: they would be refused."""
+    """Settings with at most as many sequence slots as their budget has tokens; others would be refused."""
     seats = scenario.config.max_num_seqs
     budget = settings.get("max_num_batched_tokens", scenario.config.max_num_batched_tokens)
     return settings if seats <= budget else {**settings, "max_num_seqs": budget}
@@ -165,7 +165,7 @@ def _beside(scenario: Scenario, settings: Settings) -> Settings:
 
 @contextmanager
 def simulating(num_workers: int) -> Iterator[Simulations]:
-    """Processes that simulate."""
+    """Simulations in worker processes."""
     with ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn")) as executor:
         try:
             yield Simulations(executor)

@@ -1,17 +1,18 @@
-"""Does a profile of an engine on this CPU predict another workload? The bundled engine, and vLLM.
+"""Prediction of one workload by the profile of another, for engines on this CPU: the bundled engine, and vLLM.
 
 A run sends requests in real time, at random moments, to an engine that records its steps. Calibration runs have chats;
-validation runs have longer prompts, shorter answers and another rate. They take turns, five of each. Each calibration
+validation runs have longer prompts, shorter outputs and another rate. They alternate, five of each. Each calibration
 run becomes a profile, as `pointsman calibrate` makes it, and the simulator predicts the validation run that follows it:
-the same arrivals and lengths, under the settings that the recording states.
+the same arrivals and lengths, under the settings in the recording.
 
-Throughput and p50 of TTFT and ITL must be within 10 % of what was measured, p99 within 25 %, or within 1.5 times the
+Throughput and p50 of TTFT and ITL must be within 10 % of the measurement, p99 within 25 %, or within 1.5 times the
 spread of the five validation runs, whichever is more: a machine whose own runs differ cannot be predicted better. The
-error is the median over the pairs. Rates are shares of what the engine serves at most, measured first, so that a fast
-machine and a slow one are equally busy; near their limit a queue magnifies every error, and nothing could be judged.
+error is the median over the pairs. Rates are shares of the engine's maximum, measured first, so that a fast machine and
+a slow one are equally busy. Near their limit a queue would magnify every error.
 
-Both engines are stepped by their client, in one process: nothing lies between it and the scheduler, as the simulator
-knows nothing of a way between them. vLLM's is another process (`_vllm_calibration_worker.py`), and `Observer` records.
+Both engines are stepped by their client, in one process: nothing lies between it and the scheduler, as in the
+simulator.
+vLLM's is another process (`_vllm_calibration_worker.py`), and `Observer` records.
 
     python benchmarks/calibration.py --check
 """
@@ -44,10 +45,10 @@ from pointsman.traces import TraceRequest, read_observed
 
 ROUNDS, ROUNDS_QUICK = 5, 2
 NUM_REQUESTS, NUM_REQUESTS_QUICK = 240, 20
-"""Of a run. The p99 of 240 TTFTs lies between the third and the fourth from the top."""
+"""Requests of a run. The p99 of 240 TTFTs lies between the third and the fourth from the top."""
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, MAX_MODEL_LEN = 16, 256, 512
 NUM_PROBED = 24
-"""Requests at once that show what the engine serves at most."""
+"""Requests at once for the measurement of the engine's maximum rate."""
 LIMITS = {"tokens_per_second": 0.10, "ttft_p50": 0.10, "itl_p50": 0.10, "ttft_p99": 0.25, "itl_p99": 0.25}
 SPREADS = 1.5
 
@@ -58,10 +59,10 @@ class Kind:
 
     name: str
     prompt: float
-    """Median; lengths are lognormal."""
+    """Median prompt tokens; lengths are lognormal."""
     output: float
     busy: float
-    """Share of the highest rate."""
+    """Share of the maximum rate."""
 
     def lengths(self, count: int, rng: np.random.Generator) -> list[tuple[int, int]]:
         """(prompt, output) tokens of each request."""
@@ -75,7 +76,7 @@ VALIDATION = Kind("long prompts", prompt=110, output=24, busy=0.5)
 
 
 def requests(kind: Kind, rate: float, count: int, seed: int) -> list[TraceRequest]:
-    """Requests at random moments; the first one at once."""
+    """Requests at random times; the first one arrives at once."""
     rng = np.random.default_rng(seed)
     arrivals = np.cumsum(rng.exponential(1 / rate, count))
     lengths = kind.lengths(count, rng)
@@ -88,11 +89,11 @@ class Host(Protocol):
     title: str
 
     def serve(self, sent: Sequence[TraceRequest], seed: int) -> TokenTimes:
-        """Send the requests at their times, with prompts of random tokens, until all are answered."""
+        """Send the requests at their times, with prompts of random tokens, until all are finished."""
         ...
 
     def close(self) -> list[StepLog]:
-        """End it. Returns what was recorded, of each call of `serve`."""
+        """End it. Returns the recorded steps of each call of `serve`."""
         ...
 
 
@@ -119,7 +120,7 @@ class EngineHost:
         self._recordings: list[Path] = []
 
     def serve(self, sent: Sequence[TraceRequest], seed: int) -> TokenTimes:
-        # Validation runs are recorded too, as recording takes time.
+        # Validation runs are recorded too, because recording takes time.
         path = self._folder / f"engine-{len(self._recordings)}.jsonl"
         self._recordings.append(path)
         scheduler = self._live.engine.scheduler
@@ -175,7 +176,7 @@ def _serve(live: BundledEngine | Vllm, sent: Sequence[TraceRequest], vocab_size:
 
 
 def steps_of_runs(recording: Path, num_requests: Sequence[int]) -> list[StepLog]:
-    """The steps of an observed recording, by the run of so many requests that they belong to.
+    """The steps of an observed recording, by run; `num_requests` are the numbers of requests of the runs.
 
     The engine is idle between two runs.
     """
@@ -193,7 +194,7 @@ def steps_of_runs(recording: Path, num_requests: Sequence[int]) -> list[StepLog]
 
 
 def highest_rate(host: Host, kind: Kind) -> float:
-    """Requests a second that it serves if all are there at once."""
+    """Requests a second that it serves if all arrive at once."""
     sent = [TraceRequest(0.0, *each) for each in kind.lengths(NUM_PROBED, np.random.default_rng(0))]
     return NUM_PROBED / max(map(max, host.serve(sent, seed=1)))
 
@@ -231,17 +232,17 @@ def predicted(step_time: StepTime, sent: Sequence[TraceRequest], config: Schedul
 
 
 def spread(values: Sequence[float]) -> float:
-    """The farthest that one of them is from their median, relative to it."""
+    """The maximum distance of a value from the median of all, relative to it."""
     middle = median(values)
     return max(abs(value / middle - 1) for value in values)
 
 
 def measure(host: Host, rounds: int, count: int) -> list[tuple[dict[str, float], dict[str, float]]]:
-    """(predicted, measured) of each pair of runs, which take turns."""
+    """(predicted, measured) of each pair of runs, which alternate."""
     host.serve([TraceRequest(0.0, 64, 8)] * 4, seed=0)  # compiles, allocates
     rates = {kind.name: kind.busy * highest_rate(host, kind) for kind in (CALIBRATION, VALIDATION)}
     note(f"{host.title}, requests per second: " + ", ".join(f"{name} {rate:.3g}" for name, rate in rates.items()))
-    # Always the same requests, so that what differs between the runs is the machine.
+    # Always the same requests, so that runs differ only by the machine.
     validation = requests(VALIDATION, rates[VALIDATION.name], count, seed=2)
     found = []
     for number in range(rounds):

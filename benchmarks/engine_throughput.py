@@ -1,26 +1,26 @@
 """Tokens per second of the bundled engine, beside transformers, vLLM, OpenVINO GenAI and llama.cpp.
 
-Without `--model`, the workload is 64 requests that are all there from the start, prompts of 32 to 512 random tokens,
-outputs of 16 to 256, greedy, ended by their length alone; a Qwen3 of 121 million random parameters; two threads.
-Rounds are interleaved, each with other prompts of the same lengths, so that no prefix cache knows them. A ratio is the
-peer's seconds divided by Pointsman's in the same round; reported is the median.
+Without `--model`, the workload is 64 requests that all arrive at the start, prompts of 32 to 512 random tokens, outputs
+of 16 to 256, greedy, ended by their length alone; a Qwen3 of 121 million random parameters; two threads. Rounds are
+interleaved, each with other prompts of the same lengths, so that no prefix cache holds them. A ratio is the peer's
+seconds divided by Pointsman's in the same round; the median is reported.
 
 With `--model`, the weights and the prompts are real: 1, 4, 8, 16 and 64 requests at once, prompts of 30 to 200 tokens
-in the model's chat format, outputs of 128 tokens. `_engine_loads.py` says who is compared with whom. Reported for each
-contender and load are output tokens per second, the median TTFT, and the peak of resident memory, in which shared
-pages count for each process. The seconds to the first answer are those from the start of the process to the first
-token; they depend on what compilers and the system have cached.
+in the model's chat format, outputs of 128 tokens. `_engine_loads.py` defines the comparisons. Reported for each
+contender and load are output tokens per second, the median TTFT, and the peak of resident memory, in which shared pages
+count for each process. The seconds to the first output are those from the start of the process to the first token; they
+depend on caches of compilers and the system.
 
-What each may use: 1 GiB of KV cache, 64 sequences at once and 1,024 tokens a step (room for the longest prompt beside
-the decodes), for all that have such knobs; everything else at its default, which for vLLM means prefix caching,
-asynchronous scheduling and its engine in processes of its own, and for OpenVINO no prefix caching. OpenVINO's cache
-has the model's dtype, as the others' have. llama.cpp has a cache of 16-bit floats. transformers gets static batches in
-order of arrival, padded on the left, each running until its longest output is complete: of 16 requests, or of up to 64
-with `--model`. Its own continuous batching is slow on a CPU, so it runs once, after the others, in a box of time.
+Limits: 1 GiB of KV cache, 64 sequences at once and 1,024 tokens a step (enough for the longest prompt beside the
+decodes), for all engines with such knobs. All other settings keep their defaults: for vLLM prefix caching, asynchronous
+scheduling and its engine in processes of its own, for OpenVINO no prefix caching. OpenVINO's cache has the model's
+dtype, as the other caches. llama.cpp has a cache of 16-bit floats. transformers gets static batches in order of
+arrival, padded on the left, each running until its longest output is complete: of 16 requests, or of up to 64 with
+`--model`. Its own continuous batching is slow on a CPU, so it runs once, after the others, with a time limit.
 
-In float32 all contenders should agree on what the model says; the share of requests whose first 8 tokens are those of
-the first contender is reported and checked. (Near ties fall either way with the order of additions.) Quantised
-contenders differ, and there the share is for information.
+In float32 all contenders should agree on the model's output. The share of requests with the same first 8 tokens as the
+first contender is reported and checked. (Near ties depend on the order of additions.) Quantised contenders differ;
+their share is for information.
 
 vLLM, OpenVINO and llama.cpp need the environments that `vllm_env.py`, `openvino_env.py` and `llama_cpp_env.py` make;
 without them they are skipped. With `--quick` only transformers runs, and with `--model` only llama.cpp. OpenVINO has no
@@ -175,7 +175,7 @@ def main() -> int:
 
 
 def measure_random(arguments: argparse.Namespace) -> int:
-    """All that is measured without --model; the exit code."""
+    """Measure everything without --model; returns the exit code."""
     quick = arguments.quick
     (count,) = arguments.requests or [16 if quick else 64]
     if quick:

@@ -1,16 +1,17 @@
-"""What KV outside the pool saves: host memory under pressure, swapped requests, and a store between two engines.
+"""Savings of KV outside the pool: host memory under pressure, swapped requests, and a store between two engines.
 
-**Host memory.** Users take turns on several system prompts, in a pool that holds fewer than half of them and in which
-requests preempt each other; one engine has host memory for what the pool gives up, one has not. They share a model and
-take turns. Counted are the tokens that were computed (prompts, and again after preemptions), which do not depend on
+**Host memory.** Users of several system prompts alternate, in a pool that holds fewer than half of the prompts and in
+which requests preempt each other. One engine has host memory for evicted blocks, the other has not. They share a model
+and alternate. Measured are the computed tokens (prompts, and recomputation after preemptions), which do not depend on
 the machine, and the time.
 
-**Swap.** Short prompts with long outputs outgrow a pool again and again. One engine recomputes what preempted requests
-lost, one swaps it to host memory, one decides for each. Counted are recomputed tokens, and the time.
+**Swap.** Short prompts with long outputs outgrow a pool repeatedly. One engine recomputes the KV of preempted requests,
+one swaps it to host memory, one decides for each request. Measured are recomputed tokens, and the time.
 
-**A store.** One engine computes a prompt for one token and writes its KV to a directory; another one, which has never
-seen it, gets the request. Measured is the wall time from `add_request` to the first token on that second engine, beside
-one without the store, prompt by prompt.
+**A store.** One engine computes a prompt for one token and writes its KV to a directory; another engine, which has
+never
+seen the prompt, gets the request. Measured is the wall time from `add_request` to the first token on that second
+engine, beside an engine without the store, prompt by prompt.
 
 The outputs of both sides must be equal, token for token.
 
@@ -60,20 +61,20 @@ Tokens = list[int]
 
 @dataclass
 class Side:
-    """An engine, and what each of its turns cost."""
+    """An engine, and the cost of each of its turns."""
 
     engine: Engine
     num_tokens: int = ANSWER_TOKENS
-    """Of each output."""
+    """Tokens of each output."""
     seconds: list[float] = field(default_factory=list)
     computed: list[int] = field(default_factory=list)
-    """Prompt tokens, and tokens computed again."""
+    """Number of prompt tokens and recomputed tokens."""
     recomputed: list[int] = field(default_factory=list)
     preemptions: list[int] = field(default_factory=list)
     answers: dict[str, Tokens] = field(default_factory=dict)
 
     def take_turn(self, turn: int, prompts: list[Tokens]) -> None:
-        """All prompts at once, to the end."""
+        """Serve all prompts at once, to the end."""
         engine = self.engine
         before, was, start = self._computed(), engine.scheduler.stats(), perf_counter()
         for index, prompt in enumerate(prompts):
@@ -94,7 +95,7 @@ class Side:
 
 
 def measure_offload(loaded: LoadedModel, num_rounds: int) -> dict[str, Side]:
-    """With and without host memory; the first turn, in which everything is new, is not kept."""
+    """Measure with and without host memory; the first turn, in which no prompt is cached, is discarded."""
     knobs: dict[str, Any] = {
         "num_blocks": NUM_BLOCKS,
         "block_size": BLOCK_SIZE,
@@ -125,7 +126,7 @@ def measure_offload(loaded: LoadedModel, num_rounds: int) -> dict[str, Side]:
 
 
 def measure_swap(loaded: LoadedModel, num_rounds: int, num_tokens: int, num_blocks: int) -> dict[str, Side]:
-    """By `preemption_mode`; the first turn is not kept."""
+    """Measure by `preemption_mode`; the first turn is discarded."""
     knobs: dict[str, Any] = {
         "num_blocks": num_blocks,
         "block_size": SWAP_BLOCK_SIZE,
@@ -165,7 +166,7 @@ def measure_store(loaded: LoadedModel, num_prompts: int, directory: Path) -> dic
     for number in range(num_prompts + 1):
         prompt = list(rng.integers(10, vocabulary, size=PROMPT_TOKENS).tolist())
         _first_token(prefill, f"r{number}", prompt, 1)
-        prefill.close()  # when everything is written; the next prompt starts it again
+        prefill.close()  # waits until everything is written; the next prompt starts it again
         answers = []
         for label in seconds if number % 2 else reversed(seconds):
             elapsed, answer = _first_token(sides[label], f"r{number}", prompt, 8)
@@ -182,7 +183,7 @@ def measure_store(loaded: LoadedModel, num_prompts: int, directory: Path) -> dic
 
 
 def _first_token(engine: Engine, name: str, prompt: Tokens, num_tokens: int) -> tuple[float, Tokens]:
-    """Seconds until the first token was there, and the whole answer."""
+    """Seconds until the first token, and the whole output."""
     elapsed, answer = 0.0, Tokens()
     start = perf_counter()
     engine.add_request(name, prompt, exactly(num_tokens))

@@ -2,7 +2,7 @@
 
 The package is llama-cpp-python, which has llama.cpp and bindings to its C interface. It is compiled here, from the
 sources on PyPI, with llama.cpp's own defaults: for this machine's processor (`-march=native`), with OpenMP, with its
-blocked matrix products (llamafile) and with the repacking of weights. Left out is only what reads images.
+blocked matrix products (llamafile) and with the repacking of weights. Only the image reader is left out.
 
     python benchmarks/llama_cpp_env.py [options for pip, such as --index-url]
 
@@ -22,7 +22,7 @@ from _environment import Pip, make_environment, python_in
 ENVIRONMENT = Path(__file__).resolve().parent.parent / ".venv-llama-cpp"
 BINDINGS_VERSION = "0.3.36"
 LLAMA_CPP_COMMIT = "0c1e57098"
-"""Which llama.cpp these bindings bring; their change log names it."""
+"""The llama.cpp commit in these bindings; their change log names it."""
 
 PROBE = """
 import sys

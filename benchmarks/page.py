@@ -1,11 +1,13 @@
-"""How fast a film is shown in a browser, and what that takes.
+"""Speed and memory of a film in a browser.
 
 A run of 2,000 requests in 50,000 steps is filmed, put into a page (`pointsman play`) and opened in Chromium. Measured
-are the time until the first step is drawn, the time from asking for a step until it is drawn (steps at random), and
-the memory of the page's process beyond what an empty one takes. Then an hour of the Azure conversation trace: the size
+are the time until the first step is drawn, the time from the selection of a step until it is drawn (steps at random),
+and the memory of the page's process beyond that of an empty page. Then an hour of the Azure conversation trace: the
+size
 of its film, and the time to show any step in the page and in Python.
 
-Chromium is /usr/bin/chromium, or what the variable CHROMIUM names; Playwright drives it. Without them the check fails.
+Chromium is /usr/bin/chromium, or the program in the variable CHROMIUM; Playwright drives it. Without them the check
+fails.
 
     python benchmarks/page.py --check
 """
@@ -60,7 +62,7 @@ def filmed(trace: list[TraceRequest], config: SchedulerConfig, *, is_stepping: b
 
 
 def made_run(num_requests: int) -> bytes:
-    """Step by step, as a recording has it, in a pool that is short now and then."""
+    """A film step by step, as from a recording, in a pool that is short now and then."""
     rng = np.random.default_rng(1)
     arrivals = np.cumsum(rng.exponential(1 / RATE, num_requests)).tolist()
     prompts = np.maximum(1, rng.lognormal(np.log(300), 0.8, num_requests)).astype(int).tolist()
@@ -99,7 +101,7 @@ def renderers_mib(browser: Any) -> float:
 
 
 def shown(browser: Any, data: bytes) -> dict[str, float]:
-    """Seconds until a film's page shows its first step, and from asking for others until they are drawn; and MiB."""
+    """Seconds until a film's page shows its first step, and from selecting others until they are drawn; and MiB."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "page.html"
         path.write_text(page_of(data, "run"), encoding="utf-8")

@@ -1,8 +1,8 @@
-"""What does each policy of the scheduler gain, on fixed scenarios, against today's default?
+"""Gain of each policy of the scheduler, on fixed scenarios, against the current default.
 
 A row of the table is a `Comparison`: a question, a scenario at a load, settings to beat, a policy, a figure and its
-target. The scenarios stand in `_policy_*.py`, and every simulation is the real scheduler under the virtual clock, so
-its figures do not depend on the machine. Simulations are done once each, on all cores.
+target. The scenarios are in `_policy_*.py`. Every simulation is the real scheduler under the virtual clock, so its
+figures do not depend on the machine. Each simulation is run once, on all cores.
 
     python benchmarks/policies.py --check
     python benchmarks/policies.py --scenario azure --load above --set watermark=0.02 --set victim=latest
@@ -50,11 +50,11 @@ SCENARIOS: dict[str, Scenario] = {
     )
 }
 Settings = Mapping[str, Any]
-"""Values of `SchedulerConfig` beside those of the scenario."""
+"""Values of `SchedulerConfig` in addition to those of the scenario."""
 CAPACITY = "capacity"
-"""The figure that is no field of `Figures`: the highest speed at which figures are within limits."""
+"""The figure that is not a field of `Figures`: the highest speed at which figures are within limits."""
 QUICK_TOLERANCE = 0.1
-"""Of a capacity."""
+"""Relative tolerance of a capacity."""
 HIGHER_IS_BETTER = {
     "goodput",
     "within_target",
@@ -72,14 +72,14 @@ SHOWN = ("ttft_mean", "ttft_p99", "itl_p99", "goodput", "recomputed_share", "pre
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What a figure of a policy must be, compared with the best of what it has to beat."""
+    """The target of a policy's figure, compared with the best of the settings to beat."""
 
     limit: float
     relative: bool = True
     """Whether the limit is a multiple of the figure to beat, or a value of the figure."""
 
     def bound(self, beaten: float, is_higher_better: bool, quick: bool) -> float:
-        """The least or greatest value that meets it; with `quick`, half of the gain, or twice the tolerance."""
+        """The minimum or maximum value that meets it; with `quick`, half of the gain, or twice the tolerance."""
         bound = self.limit * beaten if self.relative else self.limit
         if not quick:
             return bound
@@ -91,36 +91,36 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One row: a policy beside what it has to beat."""
+    """One row: a policy beside the settings to beat."""
 
     question: str
     scenario: str
     load: Load
     policy: Settings
     against: Sequence[Settings] = ({},)
-    """One, or several of which the best in hindsight counts; {} is the scenario as it is."""
+    """Settings to beat; of several, the best in hindsight counts; {} is the scenario unchanged."""
     figure: str
     """A field of `Figures`, or `CAPACITY`."""
     target: Target
     limits: Mapping[str, float] | None = None
-    """Of a capacity: figures, and what they may be at most."""
+    """Limits of a capacity: maximum values of figures."""
     in_quick: bool = True
     """Whether `--quick` has it: one load of each question, in under a minute."""
     given: tuple[str, float] | None = None
-    """(figure, at most): only those of `against` count that meet it."""
+    """(figure, maximum): only settings of `against` that meet it count."""
 
     @property
     def name(self) -> str:
-        """For a verdict."""
+        """The row's name in a verdict."""
         return f"{self.question}: {self.figure} of {described(self.policy)}, {self.place}"
 
     @property
     def place(self) -> str:
-        """The scenario, and the load of a figure that has one."""
+        """The scenario, and the load if the figure has one."""
         return self.scenario if self.figure == CAPACITY else f"{self.scenario}, {self.load} saturation"
 
     def jobs(self, num_requests: int | None) -> list[Job]:
-        """What must be simulated for it: the policy, then what it has to beat."""
+        """The simulations that it needs: the policy, then the settings to beat."""
         limits = tuple(sorted((self.limits or {}).items()))
         return [Job.of(self.scenario, self.load, each, num_requests, limits) for each in (self.policy, *self.against)]
 
@@ -298,10 +298,10 @@ class Job:
     scenario: str
     load: Load
     settings: tuple[tuple[str, Any], ...]
-    """Sorted by name, so that equal ones are done once."""
+    """Sorted by name, so that equal ones are run once."""
     num_requests: int | None
     limits: tuple[tuple[str, float], ...] = ()
-    """Of a capacity, which takes several; empty: one at the load."""
+    """Limits of a capacity, which takes several simulations; empty: one simulation at the load."""
 
     @classmethod
     def of(
@@ -334,13 +334,13 @@ Result: TypeAlias = Figures | Capacity
 
 @dataclass
 class Results:
-    """The figures of simulations that are done, or why they could not be."""
+    """The figures of finished simulations, or the errors of failed ones."""
 
     found: dict[Job, Result] = field(default_factory=dict)
     failed: dict[Job, str] = field(default_factory=dict)
 
     def run(self, jobs: Iterable[Job], num_workers: int) -> None:
-        """Simulate what is missing."""
+        """Run the missing simulations."""
         missing = [job for job in dict.fromkeys(jobs) if job not in self.found and job not in self.failed]
         if num_workers == 1 or len(missing) < 2:
             answers: Iterable[Result | str] = map(simulated, missing)
@@ -363,7 +363,7 @@ class Results:
 
 
 def simulated(job: Job) -> Result | str:
-    """What a job found, or why it could not."""
+    """The result of a job, or its error."""
     scenario, settings = SCENARIOS[job.scenario], dict(job.settings)
     try:
         if not job.limits:
@@ -380,7 +380,7 @@ def simulated(job: Job) -> Result | str:
 
 @dataclass(frozen=True)
 class Row:
-    """What a comparison found."""
+    """The result of a comparison."""
 
     comparison: Comparison
     beaten: Settings
@@ -390,13 +390,13 @@ class Row:
 
     @property
     def is_met(self) -> bool:
-        """Whether the target is."""
+        """Whether the target is met."""
         is_higher = self.comparison.figure in HIGHER_IS_BETTER
         return self.after >= self.bound if is_higher else self.after <= self.bound
 
 
 def judged(comparison: Comparison, results: Results, num_requests: int | None, quick: bool) -> Row | str:
-    """A row, or why there is none."""
+    """A row, or the reason why there is none."""
     jobs = comparison.jobs(num_requests)
     for job in jobs:
         if job in results.failed:

@@ -1,4 +1,4 @@
-"""Do policies do in real engines what the simulator says? The bundled engine, and vLLM with this scheduler.
+"""Policies in real engines compared with the simulator: the bundled engine, and vLLM with this scheduler.
 
 Two scenes on the demo model, each under the default and under a policy, in real time:
 
@@ -7,8 +7,8 @@ Two scenes on the demo model, each under the default and under a policy, in real
     documents   chats decode while prompts of 400 tokens arrive: a budget of 512, and target-itl with 1.5 times the
                 usual gap. The figure is the longest gap of a chat (ITL), the mean over the chats
 
-Runs take turns; figures are medians of the rounds. The simulator runs the same requests, with step times fitted to the
-bundled engine's default run. In each of the three the policy must better the figure by at least a tenth.
+Runs alternate; figures are medians of the rounds. The simulator runs the same requests, with step times fitted to the
+bundled engine's default run. In each of the three the policy must improve the figure by at least a tenth.
 
     python benchmarks/policies_live.py --check
 """
@@ -39,7 +39,7 @@ from pointsman.sim.stretches import Stretch
 
 MAX_MODEL_LEN = 512
 BETTER = 0.9
-"""The figure under the policy, of that under the default, at most."""
+"""Maximum of the figure under the policy, as a share of the default's."""
 ROUNDS, ROUNDS_QUICK = 3, 1
 VOCAB_SIZE = 2048
 """Of the demo model."""
@@ -58,7 +58,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class Scene:
-    """Requests, settings, and what is looked at."""
+    """Requests, settings, and the figure of a scene."""
 
     name: str
     figure: str
@@ -67,7 +67,7 @@ class Scene:
     policy: Callable[[float], dict[str, Any]]
     """Settings of the policy, for the usual gap between two tokens in seconds."""
     read: Callable[[Sequence[Sent], Any, Any], float]
-    """Of the first token of each request, in seconds from the start, and of its longest gap."""
+    """Computes the figure from the first token of each request, in seconds from the start, and its longest gap."""
 
 
 def _light_ttft(sent: Sequence[Sent], first: Any, longest: Any) -> float:
@@ -146,7 +146,7 @@ def serve(host: BundledEngine | Vllm, sent: Sequence[Sent], seed: int) -> TokenT
 def measured(
     scene: Scene, make: Callable[[Mapping[str, Any]], BundledEngine | Vllm], rounds: int
 ) -> tuple[float, float, float]:
-    """(default, policy, usual gap): medians of the rounds, which take turns."""
+    """(default, policy, usual gap): medians of the rounds, which alternate."""
     plain = make(scene.settings)
     serve(plain, scene.sent, 0)  # compiles, allocates
     gap = _usual_gap(serve(plain, scene.sent, 1))
@@ -175,7 +175,7 @@ def simulated(scene: Scene, gap: float) -> tuple[float, float]:
     config = SchedulerConfig(**log.config)
     found = []
     for policy in ({}, scene.policy(gap)):
-        # Twice, the second time after the first, so that what learns has learned.
+        # Twice: in the second run, policies that learn have learned from the first.
         length = max(each.arrival for each in scene.sent) + 30.0
         arrivals = tuple(
             (again * length + each.arrival, _simulated_request(each, again * len(scene.sent) + number))

@@ -1,11 +1,11 @@
-"""What a long prefix hit costs as the pool grows.
+"""Cost of a long prefix hit as the pool grows.
 
-A request whose prompt begins with 400 cached blocks is admitted in pools of 1,000, 10,000 and 100,000 blocks, the
-rest of each pool full of other cached blocks. Timed is `add` and the `schedule` that looks the prompt up and admits
-the request; and apart from that the `update` that ends it and gives its blocks back. The pools take turns.
+A request whose prompt begins with 400 cached blocks is admitted in pools of 1,000, 10,000 and 100,000 blocks, the rest
+of each pool full of other cached blocks. Timed is `add` and the `schedule` that looks the prompt up and admits the
+request; and separately the `update` that ends it and frees its blocks. The pools alternate.
 
-A scheduler whose free list is searched block by block pays for the whole pool at each of the 400 blocks: a
-published study of nano-vLLM measured 8, 71 and 759 ms at these sizes.
+A scheduler that searches its free list block by block traverses the whole pool for each of the 400 blocks: a published
+study of nano-vLLM measured 8, 71 and 759 ms at these sizes.
 
     python benchmarks/prefix_scaling.py --check
 """
@@ -55,7 +55,7 @@ class FullPool:
         """Serve the long prompt once more; returns CPU ms of (`add` + `schedule`, `update`).
 
         Raises:
-            RuntimeError: the prompt was not found in the cache, so there was nothing to measure.
+            RuntimeError: the prompt was not found in the cache.
         """
         admit, update, found = self.serve_prompt()
         if found != HIT_BLOCKS * BLOCK_SIZE:

@@ -1,8 +1,9 @@
 """Make the environment in which a Ray cluster runs: `.venv-ray` beside the project.
 
-It has what `pointsman[server,ray]` needs, and reads the project's own files. What is installed in the environment of
-this interpreter, PyTorch among it, is read there (a `.pth` file), which saves 2 GB. Ray is optional: its tests make the
-environment, and are skipped where that fails.
+It has the dependencies of `pointsman[server,ray]`, and reads the project's own files. Packages in the environment of
+this interpreter, such as PyTorch, are read from there (a `.pth` file), which saves 2 GB. Ray is optional: its tests
+make
+the environment, and are skipped if that fails.
 
     python benchmarks/ray_env.py [options for pip]
 
@@ -40,14 +41,15 @@ def is_complete(environment: Path = ENVIRONMENT) -> bool:
 
 
 def requirements() -> list[str]:
-    """Of the project and these extras, as `pyproject.toml` has them."""
+    """The requirements of the project and these extras, from `pyproject.toml`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = [each for name in EXTRAS for each in project["optional-dependencies"][name]]
     return [each for each in [*project["dependencies"], *extras] if not each.startswith("pointsman")]
 
 
 def share(environment: Path = ENVIRONMENT) -> None:
-    """Let it read what this interpreter can import, if PyTorch is there; the other way is a second copy."""
+    """Let the environment read this interpreter's packages, if PyTorch is there; otherwise PyTorch is installed
+    twice."""
     if find_spec("torch") is None or sys.prefix == sys.base_prefix:
         return
     folder = sysconfig.get_path("purelib", vars={"base": str(environment), "platbase": str(environment)})
@@ -55,7 +57,7 @@ def share(environment: Path = ENVIRONMENT) -> None:
 
 
 def fill(pip_install: Pip) -> None:
-    """Install everything but the project itself."""
+    """Install everything except the project itself."""
     share()
     pip_install("--constraint", str(ROOT / "constraints.txt"), *requirements())
 

@@ -1,15 +1,15 @@
-"""What only a real model shows: when drafts pay, what of a chat is cached, what is said of a request that waits, and
-whether the simulator predicts its server.
+"""Measurements that need a real model: the gain of drafts, the cached share of a chat, the explanations of waiting
+requests, and the simulator's prediction of a server.
 
-Random weights write random text: no draft of theirs is accepted, no conversation continues. So this runs `smollm2`, of
-135 M parameters, and is skipped where that is not installed (`pointsman models get smollm2`).
+Random weights write random text: their drafts are never accepted, and their conversations do not continue. So this runs
+`smollm2`, of 135 M parameters, and is skipped if that is not installed (`pointsman models get smollm2`).
 
-- Drafts: code edits, summaries and chats, with prompt lookup beside without. The outputs must be equal; a file that is
-  copied must gain, and nothing may lose much.
-- Prefixes: a chat of ten turns, in which each turn sends the whole conversation. All whole blocks of what was computed
+- Drafts: code edits, summaries and chats, with prompt lookup beside without. The outputs must be equal. A copied file
+  must gain, and no other work may lose much.
+- Prefixes: a chat of ten turns, in which each turn sends the whole conversation. All whole blocks that were computed
   before must be hit.
-- Explanations: chats at the same time in a small KV cache. What the server says of the requests that wait must not
-  contradict itself, and its recording must account for the time that users waited.
+- Explanations: chats at the same time in a small KV cache. The server's explanations of waiting requests must not
+  contradict each other, and its recording must account for the time that users waited.
 - Prediction: a profile of the server's recording, as `calibration.py` makes it, and with the same limits.
 
     python benchmarks/real_model.py --check

@@ -1,7 +1,7 @@
 """Make the environment in which vLLM's router runs: `.venv-router` beside the project.
 
-The router is a program of its own. Tests put it in front of servers, to see what it passes on, and where; beside it is
-the program that checks the Kubernetes manifest of such a fleet against the schemas of Kubernetes.
+The router is a program of its own. Tests put it in front of servers to check what it forwards, and where. The
+environment also has the program that checks a fleet's Kubernetes manifest against the schemas of Kubernetes.
 
     python benchmarks/router_env.py [options for pip, such as --index-url]
 
@@ -20,7 +20,7 @@ from _environment import Pip, make_environment, python_in
 ENVIRONMENT = Path(__file__).resolve().parent.parent / ".venv-router"
 ROUTER_VERSION = "0.1.17"
 VALIDATOR_VERSION = "1.37.0"
-"""Of kubernetes-validate: the newest version of Kubernetes that it knows."""
+"""The newest version of Kubernetes that kubernetes-validate knows."""
 
 PROBE = """
 import sys

@@ -1,14 +1,14 @@
 """Two engines behind one API process (`--data-parallel-size 2`), beside one engine with the same cores and memory.
 
 - **prefixes**: 24 prefixes that many prompts share, 4 clients, streams of 16 tokens. One engine's pool holds some of
-  the prefixes, the pools of two hold all of them, so the hit rate says whether requests are sent where their prefix
-  is; a sixth of the prompts' tokens are their own, so it cannot be above 0.83. The processor time of the API process
-  for a request, and requests a second, are compared with those of one engine that has both cores and all the memory,
-  with the number of threads that it chooses for this model (one), and with two; the processor time's target is held
-  against the server that could have only one (`API_CPU_THEN`). Of four engines, which share the cores
-  where there are fewer, the hit rate is measured alone;
-- **kill**: one of two engines is killed (SIGKILL) at a random moment under load, again and again. Every answer is the
-  one that it is without that; in bfloat16, it is equal up to the death and goes on validly (`_scale_kills.py`);
+  the prefixes, the pools of two hold all of them, so the hit rate shows whether requests are routed to their prefix. A
+  sixth of the prompts' tokens are their own, so the hit rate cannot exceed 0.83. The API process's processor time for a
+  request, and requests a second, are compared with those of one engine that has both cores and all the memory, with
+  the number of threads that it chooses for this model (one), and with two. The target of the processor time refers to
+  the server that could have only one engine (`API_CPU_THEN`). Of four engines, which share the cores if there are
+  fewer, only the hit rate is measured;
+- **kill**: one of two engines is killed (SIGKILL) at a random moment under load, repeatedly. Every output must equal
+  the undisturbed one; in bfloat16, it is equal up to the death and continues validly (`_scale_kills.py`);
 - **router**: two servers behind `vllm-router` instead, and one of them is ended (SIGTERM) under load
   (`_scale_router.py`);
 - **simulated**: the simulator's hit rates for the same fleets (`_scale_simulated.py`).
@@ -52,13 +52,13 @@ LONG, LONG_QUICK = 300, 150
 MIN_HIT_RATE, MAX_API_CPU, MIN_THROUGHPUT = 0.80, 1.2, 1.0
 API_CPU = "API processor time of two engines, to that of the server that could have only one"
 API_CPU_THEN = 1.24
-"""A request cost the API process of commit ee1a867, the last before a server could have several engines, so many times
-what it costs today's with one engine: 4.29 ms to 3.47, both beside two engines, 8 rounds that took turns
-(docs/decisions/0059-plain-tokens.md). The target of that day is held against it."""
+"""In commit ee1a867, the last before a server could have several engines, a request cost the API process this multiple
+of the current cost with one engine: 4.29 ms to 3.47, both beside two engines, 8 alternating rounds
+(docs/decisions/0059-plain-tokens.md). The target of that time refers to it."""
 MAX_EXTRA_SECONDS = 2.0
 MAX_GAP = 0.3
 MAX_EXTRA_SHORTFALL = 0.1
-"""Of a log probability: what rounding may add where KV is computed again."""
+"""Maximum difference of a log probability by rounding where KV is recomputed."""
 
 
 async def measure(side: Side, requests: Sequence[bytes]) -> None:
@@ -76,7 +76,7 @@ async def measure(side: Side, requests: Sequence[bytes]) -> None:
 
 
 async def prefixes(sides: Sequence[Side], rounds: int, num_requests: int) -> None:
-    """The sides take turns; the prefixes are there before the first round."""
+    """Run the sides alternately; the prefixes are cached before the first round."""
     generator = random.Random(1)
     for side in sides:
         await load(side.address, first_requests())
@@ -168,7 +168,7 @@ def main() -> int:
     fleets = {TWO: Measured(two.hit_rate, two.requests, 2, POOL)}
     if not quick:
         fleets[ONE] = Measured(sides[ONE].hit_rate, sides[ONE].requests, 1, 2 * POOL)
-    if routed:  # the simulator has this rule of the router, and no other
+    if routed:  # the simulator has only this rule of the router
         rate = routed["round_robin"]["hit_rate"]
         fleets["two servers, round_robin"] = Measured(rate, num_requests, 2, POOL, "round-robin")
     measured = [*compared, *([] if quick else [four])]

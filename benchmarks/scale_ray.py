@@ -1,11 +1,11 @@
 """Two engines on a Ray cluster, beside two of one server (`--data-parallel-size 2`), on the load of `scale.py`.
 
-- **prefixes**: hit rate, requests a second, and the processor time of what is between client and engines, for a
-  request: of the API process; on Ray of Serve's proxy as well, which is a Python program or, where the cluster is
-  started with RAY_SERVE_ENABLE_HA_PROXY=1, HAProxy. What runs without requests, too (Ray's own processes), is left out;
+- **prefixes**: hit rate, requests a second, and the processor time between client and engines, for a request: of the
+  API process; on Ray also of Serve's proxy, which is a Python program or, if the cluster is started with
+  RAY_SERVE_ENABLE_HA_PROXY=1, HAProxy. Ray's own processes, which also run without requests, are left out;
 - **alone**: seconds until the first token of a request that is alone;
 - **kill**: an engine process, and then a replica with its engine, are killed (SIGKILL) at a random moment under load.
-  Every answer is the one that it is without that.
+  Every output must equal the undisturbed one.
 
     python benchmarks/scale_ray.py --check
 
@@ -39,12 +39,12 @@ from _server_process import start_server
 from scale import LONG, MIN_HIT_RATE
 
 TOGETHER = 8
-"""Streams that run when something is killed."""
+"""Number of streams that run at a kill."""
 LONE_REQUESTS = 20
 SIZES = (f"num_blocks={POOL}", "block_size=16", "max_model_len=1024", "log_stats_interval=0", "warm_up=no")
 MAX_CPU, MAX_CPU_OF_HAPROXY = 12.0, 3.0
-"""Times the processor time of one server's API process, of what is between client and engines, with Serve's own proxy,
-whose price most of it is, and with HAProxy."""
+"""Maximum processor time between client and engines, in multiples of one server's API process: with Serve's own proxy,
+which is most of it, and with HAProxy."""
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Side:
     name: str
     port: int
     parts: Callable[[], dict[str, list[int]]]
-    """Processes between client and engines by what they are."""
+    """Process ids between client and engines, by part."""
     engines: Callable[[], list[int]]
     rates: list[float] = field(default_factory=list)
     cpu: dict[str, float] = field(default_factory=dict)
@@ -106,7 +106,7 @@ async def alone(side: Side, own: int) -> None:
 
 
 async def compare(sides: Sequence[Side], rounds: int, num_requests: int) -> None:
-    """The sides take turns; the prefixes are there before the first round."""
+    """Run the sides alternately; the prefixes are cached before the first round."""
     generator = random.Random(1)
     for side in sides:
         await load(side.address, first_requests())
@@ -120,7 +120,7 @@ async def compare(sides: Sequence[Side], rounds: int, num_requests: int) -> None
 
 
 async def kill(side: Side, victims: Callable[[], list[int]], count: int) -> dict[str, Any]:
-    """Kill one of some processes `count` times under load."""
+    """Kill one of the processes `count` times under load."""
     generator = random.Random(2)
 
     async def together() -> list[Any]:

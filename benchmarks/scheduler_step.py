@@ -1,15 +1,15 @@
-"""What a step of the scheduler costs, beside vLLM's own scheduler, and under each policy.
+"""Cost of a step of the scheduler, beside vLLM's own scheduler, and under each policy.
 
-Five measurements, in CPU time, the two schedulers taking turns in one run with the same settings (blocks of 16,
-prefix caching and statistics on):
+Five measurements, in CPU time. The two schedulers alternate in one run with the same settings (blocks of 16, prefix
+caching and statistics on):
 
 1. steady decode: microseconds of `schedule` + `update` when every running request decodes one token;
 2. the same beside features that every request uses: two steps in flight, each scheduled before the last one's tokens
    are there; drafts to verify (with `propose`); adapters; KV in several groups, with windows (Pointsman alone);
-3. the same with requests waiting behind a head that cannot be admitted, and what aborting a waiting one costs;
-4. the Azure conversation trace as a closed backlog: CPU seconds of all scheduler calls per million generated tokens,
-   in a pool that is roomy (20,000 blocks) and in one that forces preemption (4,000);
-5. every order, victim, reserve and limit beside `fcfs` with `latest`, in turns (`_scheduler_policies.py`).
+3. the same with requests waiting behind a head that blocks the queue, and the cost of aborting a waiting request;
+4. the Azure conversation trace as a closed backlog: CPU seconds of all scheduler calls per million generated tokens, in
+   a large pool (20,000 blocks) and in one that forces preemption (4,000);
+5. every order, victim, reserve and limit beside `fcfs` with `latest`, alternating (`_scheduler_policies.py`).
 
 vLLM's side needs the environment that `vllm_env.py` makes; without it, or with `--quick`, only Pointsman is measured.
 
@@ -46,13 +46,14 @@ SIZES = (1, 16, 64, 256, 1024, 4096)
 TARGET_RATIOS = {1: 1.0, 16: 6.0, 64: 20.0, 256: 70.0, 1024: 200.0, 4096: 350.0}
 STEPS_PER_ROUND = {1: 500, 16: 400, 64: 200, 256: 96, 1024: 64, 4096: 40}  # of vLLM's
 OWN_STEPS_PER_ROUND = RECENT - 1
-"""Of ours: every row's recent tokens are moved away in the same one of so many steps, so that a round takes it in. With
-drafts it is done row by row, in most rounds for some and in every third for many."""
-# A round of few rows is over in milliseconds, and a shared machine has slow moments as long: the median needs many.
+"""Steps of a round on our side: every row's recent tokens are moved in the same step, once in this number of steps, and
+each round includes that step. With drafts, tokens are moved row by row: of some rows in most rounds, of many in every
+third."""
+# A round of few rows takes milliseconds, and a shared machine has equally long slow moments: the median needs many.
 ROUNDS = 9
 ROUNDS_PER_SIZE = {1: 25, 16: 25, 64: 25, 256: 25, 4096: 5}
 GROWTH = (256, 4096)
-"""Numbers of running requests that are measured beside each other once more, in turns, for the ratio of their costs."""
+"""Numbers of running requests that are compared again, alternating, for the ratio of their costs."""
 FEATURES_RUNNING = 256
 FEATURES: dict[str, dict[str, Any]] = {  # settings, for every request of the batch
     "asynchronous": {"max_steps_in_flight": 2},
@@ -68,9 +69,9 @@ FEATURES_IN_WORDS = {
     "two_groups": "full attention and a window",
     "six_groups": "full attention and five windows",
 }
-MAX_FOR_A_FEATURE = 2.0  # times a plain step
+MAX_FOR_A_FEATURE = 2.0  # multiples of a plain step
 MAX_FOR = {"two_groups": 1.5, "six_groups": 2.2}  # of these
-FEATURE_PASSES = 5  # of `ROUNDS` each: a machine that changes its speed in between spoils a few pairs
+FEATURE_PASSES = 5  # of `ROUNDS` each, because a machine that changes its speed spoils a few pairs
 WAITING = (0, 10_000, 100_000)
 WAITING_RUNNING = 256
 WAITING_STEPS = 48
@@ -78,13 +79,13 @@ ABORTS_PER_ROUND = 100
 BACKLOG_REQUESTS = 2_000
 BACKLOG_BLOCKS = (20_000, 4_000)
 BACKLOG_STEPS = 100
-"""Of each side in turn: a shared machine changes its speed within seconds, so that of two whole backlogs in turns one
-may have had the slow ones."""
+"""Steps of each side before the other continues: a shared machine changes its speed within seconds, so of two whole
+backlogs one may have had the slow seconds."""
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 16_384
 TOKEN_BUDGET = 8_192
-# Tokens that a request of the decode measurements computes before the first timed step, at most: its prompt, the steps
-# in which the others are admitted, the warm-up, the steps after aborts.
+# Maximum tokens of a request of the decode measurements before the first timed step: its prompt, the steps in which the
+# others are admitted, the warm-up, the steps after aborts.
 HEADROOM = 256
 
 
@@ -139,7 +140,7 @@ def measure_growth(worker: WorkerProcess, rounds: int) -> dict[int, list[float]]
 def measure_features(worker: WorkerProcess, rounds: int) -> dict[str, list[float]]:
     """CPU us per step of decoding, per round, plain and with each of `FEATURES` at every request.
 
-    Call it several times for more rounds than requests have tokens for.
+    Call it several times if the rounds need more tokens than the requests have.
     """
     steps = OWN_STEPS_PER_ROUND
     for name, settings in {"plain": {}, **FEATURES}.items():
@@ -173,7 +174,7 @@ def measure_waiting(
     settings = {
         "num_blocks": num_blocks,
         "max_model_len": num_blocks * BLOCK_SIZE,  # the head needs the whole pool
-        "max_num_seqs": 2 * WAITING_RUNNING,  # so that blocks, not the limit of sequences, are what holds it back
+        "max_num_seqs": 2 * WAITING_RUNNING,  # so that blocks, not sequence slots, block the head
         "max_num_batched_tokens": TOKEN_BUDGET,
     }
     for worker in workers:
@@ -195,8 +196,9 @@ def measure_waiting(
 def measure_backlog(
     workers: Sequence[WorkerProcess], lengths: list[tuple[int, int]], num_blocks: int, rounds: int, **more: Any
 ) -> tuple[dict[str, dict[str, float]], float | None]:
-    """What serving the backlog cost each worker: the round of median CPU time, and seconds per million tokens. And how
-    many times more vLLM's scheduler took, which is None without it. `more`: settings for both."""
+    """The cost of serving the backlog for each worker: the round of median CPU time, and seconds per million tokens.
+    And
+    the ratio of vLLM's scheduler to ours, which is None without it. `more`: settings for both."""
     settings = {
         "num_blocks": num_blocks,
         "max_model_len": MAX_MODEL_LEN,
@@ -335,7 +337,7 @@ def report_backlog(workers: Sequence[WorkerProcess], trace: Path, rounds: int, t
 
 
 def start_workers(without_vllm: bool, quick: bool) -> list[WorkerProcess]:
-    """Both sides, or only ours, saying why."""
+    """Start both sides, or only ours, and report why."""
     workers = [_worker("pointsman", Path(sys.executable), "_pointsman_worker.py")]
     if quick or without_vllm:
         note(f"skipped: vLLM's side ({'--quick' if quick else '--no-vllm'})")

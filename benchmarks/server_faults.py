@@ -1,30 +1,30 @@
-"""What happens to requests when processes are killed, the server is stopped, clients stop reading or send too much.
+"""Server faults: the fate of requests when processes are killed, the server is stopped, or clients misbehave.
 
 Each scenario has a server of its own, on the demo model:
 
 - **engine killed** (SIGKILL, under load): every open request ends with an error, the server exits with a code other
   than 0, so that a supervisor starts it again;
-- **drain** (SIGTERM, under load): everything that was accepted is answered completely, also what was still waiting;
-  new requests get 503 meanwhile; exit code 0;
-- **short drain** (SIGTERM, and too little time): what is not over by then ends with the finish reason "abort"; exit
-  code 0;
+- **drain** (SIGTERM, under load): all accepted requests are answered completely, waiting ones included; new requests
+  get 503 meanwhile; exit code 0;
+- **short drain** (SIGTERM, and too little time): requests that are not over by then end with the finish reason
+  "abort"; exit code 0;
 - **API killed** (SIGKILL): the engine process notices and ends by itself;
-- **slow readers**: clients that ask for long streams and read nothing cost neither memory nor others' speed, and get
-  everything when they read on. The same load from clients that do read is measured beside it;
-- **attacks**: single requests that are made to hold the server up (`_server_attacks.py`), beside a steady stream. The
-  event loop of the API process is never held for long, and the stream waits hardly longer than beside a plain request
-  of as many tokens;
-- **crowds**: thousands of requests or of idle connections at once, and readers that stop: the stream goes on;
+- **slow readers**: clients that ask for long streams and do not read cost neither memory nor others' speed, and get
+  everything when they continue reading. The same load from clients that read is measured beside it;
+- **attacks**: single requests made to block the server (`_server_attacks.py`), beside a steady stream. The event loop
+  of the API process is never held for long, and the stream waits hardly longer than beside a plain request with the
+  same number of tokens;
+- **crowds**: thousands of requests or of idle connections at once, and readers that stop: the stream continues;
 - **hung engine, hung single engine** (SIGSTOP, under load): the engine counts as dead after a limit; with a second one
   no request is lost, alone every client gets an error (`_faults_engines.py`);
 - **long prompt gap**: streams run, and a prompt of 8,000 tokens arrives: the longest gap of a stream;
 - **large bodies**: connections that send most of a body and stop cost bounded memory, which comes back; a body that is
   too large ends its connection;
-- **slow grammars** and **hung grammars**: grammars of one tenant that take the whole time limit keep no other tenant's
-  schema waiting; a grammar process that hangs is replaced, and its requests are answered;
+- **slow grammars** and **hung grammars**: grammars of one tenant that take the whole time limit do not delay another
+  tenant's schema; a grammar process that hangs is replaced, and its requests are answered;
 - **unbounded input**: 100 MB of trailers, headers or chunk extensions, fast and slowly, cost 16 MiB at most;
 - **idle connections**: 2,000 of them, with 1,024 files: health checks, operators and new clients are answered;
-- **tokenizing**, **fair-door**, **long-prompts**: what one tenant waits for another, see `_faults_tenants.py`;
+- **tokenizing**, **fair-door**, **long-prompts**: how long one tenant waits for another, see `_faults_tenants.py`;
 - **disk full**: a recording on a disk that becomes full, beside a steady stream (`_faults_disk.py`).
 
     python benchmarks/server_faults.py --check
@@ -59,38 +59,38 @@ MODEL = "demo"
 MAX_NUM_SEQS = 32
 PROMPT_TOKENS = 24
 LONG = 1500
-"""Output tokens of requests that are running when the fault happens."""
+"""Output tokens of requests that run when the fault happens."""
 SECONDS_TO_FAIL, SECONDS_TO_EXIT = 5.0, 10.0
 DRAIN_SECONDS, SHORT_DRAIN_SECONDS = 120.0, 1.0
 RECEIVE_BUFFER = 4096
-"""Of a client that does not read."""
+"""Maximum memory that a client costs if it does not read."""
 SLOW_BYTES = 8 * MIB
-"""Of a stream that is not read, if it is sent token by token: the kernel takes up to 4 MiB of it, and the rest would
-have to stay in the server. The model has a long name, which is part of every event."""
+"""Tokens of an unread stream that is sent token by token: the kernel holds up to 4 MiB of it, and the rest would stay
+in the server. The model has a long name, which is part of every event."""
 MIN_MERGED = 2.0
-"""Tokens per event of a slow reader: that there are more than one shows that the server waited for it."""
+"""Minimum tokens per event of a slow reader: more than one shows that the server waited for it."""
 MAX_GROWTH_PER_READER = 192 * 1024
 WARM_UP_ROUNDS = 2
-"""Of ordinary readers: after one, a server with few readers still grows a little with everybody reading."""
+"""Warm-up rounds of ordinary readers: after one, the memory of a server with few readers still grows a little."""
 MIN_SPEED = 0.85
-"""Of readers beside slow ones, over the same readers beside ordinary ones."""
+"""Minimum speed of readers beside slow ones, relative to the same readers beside ordinary ones."""
 
 Scenario = Callable[["Sizes", Targets], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much load; `quick` has less."""
+    """The amount of load; `quick` has less."""
 
     streams: int
-    """Open when something happens: more than run at once, so that some wait."""
+    """Requests open at the fault: more than can run at once, so that some wait."""
     tokens: int
-    """Of each."""
+    """Output tokens of each."""
     slow_readers: int
     slow_tokens: int
     slow_rounds: int
     attack_rounds: int
-    """Of each attack and each crowd."""
+    """Rounds of each attack and each crowd."""
     crowd: int
     """Requests, or connections, at once."""
     stopped_readers: int
@@ -98,7 +98,7 @@ class Sizes:
 
     @property
     def long_name(self) -> str:
-        """The model's name where readers are slow."""
+        """The model's name for slow readers."""
         return "x" * (SLOW_BYTES // self.slow_tokens)
 
 
@@ -107,7 +107,7 @@ QUICK = Sizes(40, 60, 8, 300, 1, attack_rounds=1, crowd=300, stopped_readers=16,
 
 
 def completion(tokens: int, number: int, *, stream: bool = True, model: str = MODEL) -> bytes:
-    """A request for an exact number of tokens; another prompt for each number."""
+    """A request for an exact number of tokens; the prompt depends on the number."""
     prompt = [1 + (number * 131 + i * 7) % 2000 for i in range(PROMPT_TOKENS)]
     body: dict[str, Any] = {"model": model, "prompt": prompt, "max_tokens": tokens}
     body |= {"ignore_eos": True, "temperature": 0.0}
@@ -117,7 +117,7 @@ def completion(tokens: int, number: int, *, stream: bool = True, model: str = MO
 
 
 def serve(*options: str) -> ServerProcess:
-    """A server with room for `MAX_NUM_SEQS` at once."""
+    """A server with `MAX_NUM_SEQS` sequence slots."""
     sizes = ("--max-num-seqs", str(MAX_NUM_SEQS), "--max-model-len", "2048", "--num-blocks", "2304")
     return start_server("--model", MODEL, *sizes, *options)
 
@@ -131,7 +131,7 @@ def exit_code_of(server: ServerProcess) -> int | None:
 
 
 async def under_way(address: Address, requests: Sequence[bytes]) -> list[Exchange]:
-    """Send all; return when as many as can run are answering and the server knows of the others."""
+    """Send all; return when the maximum number of requests runs and the server knows of the others."""
     exchanges = [await start(address, request) for request in requests]
     limit = monotonic() + 30
     while monotonic() < limit:
@@ -144,7 +144,7 @@ async def under_way(address: Address, requests: Sequence[bytes]) -> list[Exchang
 
 
 def stream_of(exchange: Exchange) -> Stream | None:
-    """The answer as a stream; None if it is none, or not a whole one."""
+    """The response as a stream; None if it is not a complete stream."""
     try:
         return exchange.answer().stream()
     except BrokenAnswer:
@@ -366,12 +366,12 @@ async def _slow_readers(server: ServerProcess, sizes: Sizes) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """What came of long streams and the four beside them."""
+    """The results of long streams and of the four streams beside them."""
 
     token_seconds: float
-    """That one of the four took per token, the median."""
+    """Median seconds per token of the four streams."""
     num_complete: int
-    """Of the long ones."""
+    """Exchanges of the long streams."""
     tokens_per_event: float
     num_bytes: int
 
@@ -395,7 +395,7 @@ async def readers_beside(address: Address, sizes: Sizes, number: int, *, slow: b
     others = [await start(address, completion(num_tokens, seed + 500 + i, model=name)) for i in range(4)]
     for exchange in others:
         await exchange.end()
-    if slow:  # the engine does not wait for readers; when it has finished, the API holds all it will ever hold
+    if slow:  # the engine does not wait for readers; after its end the API's memory is at its maximum
         limit = monotonic() + 120
         while await open_requests(address) and monotonic() < limit:
             await asyncio.sleep(0.1)
@@ -444,7 +444,7 @@ QUICK_SCENARIOS = ["engine-killed", "attacks"]
 
 
 def print_figures(scenario: str, figures: dict[str, Any]) -> None:
-    """One row a figure, or one a measurement where there are several of the same kind."""
+    """Print one row a figure, or one a measurement if there are several of the same kind."""
     title = scenario.replace("-", " ")
     if all(isinstance(value, dict) for value in figures.values()):
         names = list(next(iter(figures.values())))

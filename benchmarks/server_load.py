@@ -1,17 +1,17 @@
-"""Load on the server: is every request answered exactly once and completely, whatever its neighbours do?
+"""Load on the server: checks that every request is answered exactly once and completely, whatever its neighbours do.
 
 2,000 requests, up to 500 of them open at once, prompts of 16 to 256 tokens, outputs of 8 to 64, on the demo model in a
 pool so small that requests are preempted. 10 % hang up at a random moment, 5 % are malformed, 5 % come with
 an impossible deadline. Three rounds on one server, each with other requests of the same kinds. Checked:
 
-- every sound request is answered once: all tokens it asked for, one finish reason, [DONE] last, the usage right, and
-  for a sample the same text as when it is asked for again, alone and unstreamed;
-- malformed ones get 4xx, late ones 408 or the finish reason "deadline";
-- afterwards nothing is open and no block in use, and the engine has ended as many requests as it should have;
+- every valid request is answered once: all tokens it asked for, one finish reason, [DONE] last, the usage right; a
+  sample of them is sent again, alone and unstreamed, and gets the same text;
+- malformed requests get 4xx, late ones 408 or the finish reason "deadline";
+- afterwards no request is open and no block in use, and the engine has ended the right number of requests;
 - the memory of both processes does not grow from the first round to the last;
-- the longest wait for a first token is no longer than the work that was ahead of it takes, at the rate at which the
-  engine worked during that wait (its metrics are read twice a second). This bound counts the whole of every request
-  that had come earlier and was not over, as if none of it had been done yet.
+- the longest wait for a first token is no longer than the work ahead of it takes, at the rate at which the engine
+  worked during that wait (its metrics are read twice a second). This bound counts the whole of every request that had
+  come earlier and was not over, ignoring its finished part.
 
     python benchmarks/server_load.py --check
 """
@@ -36,22 +36,22 @@ MODEL = "demo"
 BLOCK_SIZE, NUM_BLOCKS = 16, 320
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 64, 512
 SAMPLE = 24
-"""Sound requests of a round that are asked again, alone."""
+"""Number of valid requests of a round that are sent again, alone."""
 SHOWN_FAULTS = 10
 SECONDS_BETWEEN_READINGS = 0.5
 MAX_GROWTH, GROWTH_BYTES = 0.05, 8 * MIB
-"""What a process may have more of after the last round than after the first: share, or bytes."""
+"""Maximum growth of a process's memory after the first round: share, or bytes."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """A request and what became of it."""
+    """A request and its result."""
 
     planned: Planned
     exchange: Exchange | None
     """None: no connection."""
     fault: str | None = None
-    """What is wrong with what came back."""
+    """The defect of the response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +60,20 @@ class Round:
 
     seconds: float
     counts: dict[str, int]
-    """By what happened."""
+    """Number of requests by result."""
     faults: list[str]
     output_tokens_per_second: float
     first_token_seconds: list[float]
-    """Of the sound streams, in order of sending."""
+    """TTFT of the valid streams, in order of sending."""
     bounds: list[float]
-    """For each of those, the seconds that the work ahead of it takes."""
+    """For each of those streams, the seconds that the work ahead of it takes."""
     num_preemptions: int
     is_idle: bool
-    """Whether nothing was left open afterwards."""
+    """Whether no request was left open afterwards."""
     server_bytes: int
     engine_bytes: int
     client_share: float
-    """Of one core."""
+    """Processor time as shares of one core."""
     server_share: float
     engine_share: float
 
@@ -155,7 +155,7 @@ def cpu_of(server: ServerProcess) -> tuple[float, float, float]:
 
 
 def fault_of(outcome: Outcome) -> str | None:
-    """What is wrong with what came back; None if nothing is, and for requests that hung up."""
+    """The defect of the response; None if there is none, and for requests that hung up."""
     planned, exchange = outcome.planned, outcome.exchange
     if exchange is None or exchange.hung_up:
         return None
@@ -173,7 +173,7 @@ def fault_of(outcome: Outcome) -> str | None:
 
 
 def error_fault(answer: Answer) -> str | None:
-    """What is wrong with an error's body."""
+    """The defect of an error's body."""
     error = answer.json()["error"]
     if not error["message"] or error["code"] != answer.status:
         return f"an error without a message or with another code: {error}"
@@ -181,7 +181,7 @@ def error_fault(answer: Answer) -> str | None:
 
 
 def stream_fault(planned: Planned, answer: Answer) -> str | None:
-    """What is wrong with a stream of events."""
+    """The defect of a stream of events."""
     stream = answer.stream()
     if not answer.headers.get("content-type", "").startswith("text/event-stream"):
         return f"the content type is {answer.headers.get('content-type')}"
@@ -196,7 +196,7 @@ def stream_fault(planned: Planned, answer: Answer) -> str | None:
 
 
 def body_fault(planned: Planned, answer: Answer) -> str | None:
-    """What is wrong with an answer in one piece."""
+    """The defect of a response in one piece."""
     body = answer.json()
     if len(body["choices"]) != 1:
         return f"{len(body['choices'])} choices"
@@ -206,7 +206,7 @@ def body_fault(planned: Planned, answer: Answer) -> str | None:
 
 
 def end_fault(planned: Planned, reason: str, usage: dict[str, Any] | None, num_told: int | None) -> str | None:
-    """What is wrong with how it ended, the usage, or the number of tokens with log probabilities."""
+    """The defect of its end, its usage, or its number of tokens with log probabilities."""
     if usage is None:
         return "no usage"
     num_tokens = usage["completion_tokens"]
@@ -224,7 +224,7 @@ def end_fault(planned: Planned, reason: str, usage: dict[str, Any] | None, num_t
 
 
 def book_keeping_faults(outcomes: Sequence[Outcome], gained: dict[str, float]) -> list[str]:
-    """What does not fit between what clients got and what the engine says that it ended."""
+    """Contradictions between the clients' responses and the engine's counters."""
     faults = []
     sound = sum(each.planned.kind == "sound" for each in outcomes)
     hung_up = sum(each.planned.kind == "hangs up" for each in outcomes)
@@ -246,13 +246,13 @@ def ids_of(outcome: Outcome) -> set[str]:
 
 
 def sample_of(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Some of the sound streams, spread over the round."""
+    """Some of the valid streams, spread over the round."""
     streams = [each for each in outcomes if each.planned.kind == "sound" and each.planned.is_streamed]
     return streams[:: max(1, len(streams) // SAMPLE)][:SAMPLE]
 
 
 async def repeat_fault(address: Address, outcome: Outcome) -> str | None:
-    """Ask again, alone and unstreamed: the text must be the same."""
+    """Send the request again, alone and unstreamed: the text must be the same."""
     if outcome.exchange is None or outcome.fault:
         return None  # reported already
     streamed = outcome.exchange.answer().stream()
@@ -264,7 +264,7 @@ async def repeat_fault(address: Address, outcome: Outcome) -> str | None:
 
 
 def what_happened(outcome: Outcome) -> str:
-    """For the counts."""
+    """The result of a request, for the counts."""
     if outcome.exchange is None:
         return "failed"
     if outcome.exchange.hung_up:
@@ -284,7 +284,7 @@ def describe(planned: Planned) -> str:
 def waits_and_bounds(
     outcomes: Sequence[Outcome], work_done: Sequence[tuple[float, float]]
 ) -> tuple[list[float], list[float]]:
-    """Seconds to the first token of each sound stream, and those that the work ahead of it takes.
+    """Seconds to the first token of each valid stream, and the seconds that the work ahead of it takes.
 
     Args:
         outcomes: of the round.
@@ -309,7 +309,7 @@ def waits_and_bounds(
 
 
 async def watch_work(address: Address, readings: list[tuple[float, float]]) -> None:
-    """Note how many tokens the engine has computed, again and again, until cancelled."""
+    """Record the number of tokens that the engine has computed, repeatedly, until cancelled."""
     while True:
         readings.append((monotonic(), tokens_in(await read_metrics(address))))
         await asyncio.sleep(SECONDS_BETWEEN_READINGS)

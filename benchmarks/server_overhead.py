@@ -1,14 +1,15 @@
-"""What the server costs: the same requests through `pointsman serve` and through the offline engine.
+"""Overhead of the server: the same requests through `pointsman serve` and through the offline engine.
 
-The demo model, 256 requests, prompts of 32 to 128 random tokens, answers of 64 to 192, greedy. Offline, `LLM.generate`
+The demo model, 256 requests, prompts of 32 to 128 random tokens, outputs of 64 to 192, greedy. Offline, `LLM.generate`
 gets them all at once; the server gets them from a client that keeps 64 streams open, and sends a request when one has
-ended. Both have 64 sequences at once and the same knobs, one thread for the model; they take turns, and each stands
-still while the other runs. The loss is 1 - server's tokens per second / engine's, within a round; the median counts.
-The server has a second turn in each round, while /live/film is watched by a process of its own; what that costs is
-judged by the processor time of the server's processes, which other programs disturb less than tokens per second.
+ended. Both have 64 sequences at once and the same knobs, one thread for the model. They alternate, and each is stopped
+while the other runs. The loss is 1 - server's tokens per second / engine's, within a round; the median counts. The
+server has a second turn in each round, while a process of its own reads /live/film. The cost of that is judged by the
+processor time of the server's processes, which other programs disturb less than tokens per second.
 
-With `--against CHECKOUT` it measures something else: the same streamed requests through the server of this checkout and
-through that of another one, in turns, and the ratio of what their processes cost; see `_server_against.py`.
+With `--against CHECKOUT` it measures something else: the same streamed requests through the servers of this checkout
+and
+of another one, alternating, and the ratio of the cost of their processes; see `_server_against.py`.
 
 Client, API and engine are three processes on the machine's cores: the processor time that each takes is reported, as
 seconds per 1,000 tokens.
@@ -56,7 +57,7 @@ SECONDS_TO_OPEN, SECONDS_TO_RUN = 120.0, 600.0
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One round: what both sides took for the same requests."""
+    """One round: the cost of the same requests on both sides."""
 
     engine_seconds: float
     engine_cpu: float
@@ -65,26 +66,26 @@ class Turn:
     api_cpu: float
     server_engine_cpu: float
     watched_cpu: float
-    """Of both processes."""
+    """Processor seconds of both processes."""
 
     @property
     def loss(self) -> float:
-        """Share of the offline engine's tokens per second that is gone."""
+        """Share of the offline engine's tokens per second that the server loses."""
         return 1.0 - self.engine_seconds / self.driven.seconds
 
     @property
     def watched_loss(self) -> float:
-        """Share of the server's tokens per second that is gone while it is watched."""
+        """Share of the server's tokens per second that it loses while it is watched."""
         return 1.0 - self.driven.seconds / self.watched.seconds
 
     @property
     def watched_share(self) -> float:
-        """Share of the processor time of a watched server that goes into being watched."""
+        """Share of a watched server's processor time that is due to the watching."""
         return 1.0 - (self.api_cpu + self.server_engine_cpu) / self.watched_cpu
 
 
 class Offline:
-    """The engine without a server, in a process that stands still between its turns."""
+    """The engine without a server, in a process that is stopped between its turns."""
 
     def __init__(self, knobs: Knobs) -> None:
         settings = Settings(
@@ -116,7 +117,7 @@ class Offline:
 
 @contextmanager
 def watching(url: str) -> Iterator[None]:
-    """Somebody watches."""
+    """Watch the server in this context."""
     command = [sys.executable, "-c", WATCH, f"{url}/live/film"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -130,13 +131,13 @@ def watching(url: str) -> Iterator[None]:
 def take_turn(
     offline: Offline, side: PointsmanSide, jobs: Sequence[Job], num_streams: int, seed: int, *, server_first: bool
 ) -> Turn:
-    """Both sides serve the requests of one seed; the server stands still when this returns."""
+    """Serve the requests of one seed on both sides; the server is stopped when this returns."""
     prompts, outputs = make_prompts(jobs, VOCABULARY, seed), [job.output for job in jobs]
     engine = None if server_first else offline.serve(prompts, outputs)
     others = make_prompts(jobs, VOCABULARY, WATCHED_SEED + seed)
 
     def serve(prompts: Sequence[Sequence[int]]) -> tuple[Driven, list[float]]:
-        """With the processor seconds of engine and API."""
+        """The results, with the processor seconds of engine and API."""
         before = [processor_seconds(pid) for pid in side.pids()]
         driven = run_async(drive(side.address, SERVED_MODEL_NAME, prompts, outputs, num_streams=num_streams))
         return driven, [processor_seconds(pid) - start for pid, start in zip(side.pids(), before, strict=True)]
@@ -155,7 +156,7 @@ def take_turn(
 
 
 def measure(knobs: Knobs, jobs: Sequence[Job], num_streams: int, rounds: int) -> list[Turn]:
-    """Start both, warm them up, and let them take turns."""
+    """Start both, warm them up, and run them alternately."""
     offline = Offline(knobs)
     side: PointsmanSide | None = None
     try:

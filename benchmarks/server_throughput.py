@@ -1,20 +1,20 @@
 """`pointsman serve` beside vLLM's own API server, under vLLM's own client.
 
-`vllm bench serve` sends 200 requests of random prompts (dataset "random", 64 to 192 tokens, answers of 32 to 96,
+`vllm bench serve` sends 200 requests of random prompts (dataset "random", 64 to 192 tokens, outputs of 32 to 96,
 greedy, `--ignore-eos`), all at once (rate inf) and at 20 a second, to one server and then to the other, round by round;
 each round has other prompts, the same for both. The model is a Qwen3 of random weights with the demo model's tokenizer:
 9 million parameters, so that the servers' own work shows beside the model's (`--size large`: 98 million).
 
-Both servers are told the same: float32, threads, 64 sequences at once, 1,024 tokens a step, blocks of 32 tokens, 1 GiB
-of KV cache, sequences of up to 1,024 tokens. Everything else keeps its default, which for vLLM means a compiled model
-(`--peers vllm-eager`: without). Client and server share the machine's cores, as far as there are no others.
+Both servers have the same settings: float32, threads, 64 sequences at once, 1,024 tokens a step, blocks of 32 tokens, 1
+GiB of KV cache, sequences of up to 1,024 tokens. All others keep their defaults; vLLM's model is therefore compiled
+(`--peers vllm-eager`: not compiled). Client and server share the machine's cores if there are too few.
 
 Reported per rate: output tokens per second; mean, median and 99th percentile of the time to the first token (TTFT),
-between the pieces of an answer (ITL) and per token after the first (TPOT), in milliseconds; and processor seconds of
-server. Ratios are taken within a round, the median counts.
+between the pieces of an output (ITL) and per token after the first (TPOT), in milliseconds; and processor seconds of
+the server. Ratios are taken within a round, the median counts.
 
-vLLM, and its client, need the environment that `vllm_env.py` makes. `--quick` does without: Pointsman serves the demo
-model to a client of this project's, 48 requests.
+vLLM, and its client, need the environment that `vllm_env.py` makes. `--quick` needs neither: Pointsman serves the demo
+model to a client of this project, 48 requests.
 
     python benchmarks/server_throughput.py --check
 """
@@ -60,7 +60,7 @@ SIZES = {"small": SMALL, "large": LARGE}
 RATES = (float("inf"), 20.0)
 NUM_REQUESTS, NUM_REQUESTS_QUICK = 200, 48
 INPUT, OUTPUT, RANGE = 128, 64, 0.5
-"""Mean tokens of prompts and answers, and how far they lie from it, as a share."""
+"""Mean tokens of prompts and outputs, and their maximum distance from it, as a share."""
 WARM_UP = 32
 SECONDS_TO_BENCH = 900.0
 COLUMNS = (
@@ -69,23 +69,24 @@ COLUMNS = (
 )
 HEADER = ("output tokens/s", *(f"{name} {form}" for name in ("TTFT", "ITL", "TPOT") for form in ("mean", "p50", "p99")))
 RATE_BOUND = 0.99
-"""Least ratio of tokens per second at a finite rate, where arrivals set the pace of both sides and the ratio is 1 up to
-the length of the last answers."""
+"""Minimum ratio of tokens per second at a finite rate. There arrivals determine the pace of both sides, and the ratio
+is
+1 except for the length of the last outputs."""
 
 Results = dict[tuple[str, float], list[dict[str, Any]]]
-"""By side and rate, one per round."""
+"""Results by side and rate, one per round."""
 
 
 def bench(
     side: Side, model: Path, rate: float, num_requests: int, seed: int, folder: Path, *, detailed: bool = False
 ) -> dict[str, Any]:
-    """Run vLLM's client once; its result is in `folder`.
+    """Run vLLM's client once; its result is written to `folder`.
 
     Args:
         detailed: with the times of each request.
 
     Raises:
-        RuntimeError: it failed; the message ends with what it printed last.
+        RuntimeError: it failed; the message ends with its last output.
     """
     command = [str(vllm_env.python_of()), "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--backend", "vllm"]
     command += ["--base-url", f"http://127.0.0.1:{side.port}", "--model", SERVED_MODEL_NAME, "--tokenizer", str(model)]
@@ -111,14 +112,14 @@ def bench(
 
 
 def warm_up(side: Side) -> None:
-    """Some streams that are not counted."""
+    """Send some streams that are not counted."""
     jobs = make_jobs(WARM_UP, (16, INPUT), (8, 16))
     prompts = make_prompts(jobs, VOCABULARY, seed=1_000)
     run_async(drive(side.address, SERVED_MODEL_NAME, prompts, [job.output for job in jobs]))
 
 
 def compete(peers: Sequence[str], knobs: Knobs, rounds: int) -> Results:
-    """Start all, then let them take turns.
+    """Start all servers, then run them alternately.
 
     Raises:
         RuntimeError: a server did not start, or the client failed.
@@ -173,9 +174,9 @@ def report(results: Results, num_requests: int, targets: Targets) -> dict[str, A
             if name != OURS:
                 entry[f"ratios to {name}"] = ratios = ratios_of(ours, results[name, rate])
                 note(f"  Pointsman / {name}: " + ", ".join(f"{column} {value:.2f}" for column, value in ratios.items()))
-                least_ratio = 1.0 if rate == float("inf") else RATE_BOUND
+                min_ratio = 1.0 if rate == float("inf") else RATE_BOUND
                 text = f"rate {rate:g}: output tokens/s, Pointsman / {name}"
-                targets.at_least(text, ratios["output_throughput"], least_ratio)
+                targets.at_least(text, ratios["output_throughput"], min_ratio)
                 targets.at_most(f"rate {rate:g}: p99 ITL, Pointsman / {name}", ratios["p99_itl_ms"], 1.0)
         figures[f"{rate:g}"] = entry
     return figures

@@ -1,20 +1,22 @@
-"""How long a simulation takes beside AISimulate's, and whether decodes at once give what single steps give.
+"""Speed of a simulation beside AISimulate's, and equality of decodes at once and single steps.
 
-An hour of the Azure conversation trace is simulated, without and with prefix cache, in turns with AISimulate's offline
-replay of the same hour. Both have the same limits and the same pool, and neither's start-up is counted: each replay is
-the first of a new process, in which AISimulate computes its step times as it needs them. These are those of its default
-model for Llama 3.1 8B on an H100. Ours are 6 ms, 34 us for each token and 20 ns for
-each token of context, which is about as long. The hour is about 417,000 steps, with ten requests in each. AISimulate
-with a polynomial for its step times, which costs it least, is measured too, without a target. AISimulate needs the
-environment that `aisimulate_env.py` makes.
+An hour of the Azure conversation trace is simulated, without and with prefix cache, alternating with AISimulate's
+offline
+replay of the same hour. Both have the same limits and the same pool, and start-up is not counted: each replay is the
+first of a new process, in which AISimulate computes its step times as it needs them. Its step times are those of its
+default model for Llama 3.1 8B on an H100. Ours are 6 ms, 34 us for each token and 20 ns for each token of context,
+which
+is about the same. The hour is about 417,000 steps, with ten requests in each. AISimulate with a polynomial for its step
+times, its cheapest form, is measured too, without a target. AISimulate needs the environment that `aisimulate_env.py`
+makes.
 
 The hour and the Mooncake trace, which has shared prefixes, are also simulated step by step, and compared.
 
-Work grows with events, not with steps: 2,000 requests whose outputs, and the time between whose arrivals, are ten
-times as long, in a pool that never fills, must cost little more.
+Work grows with events, not with steps: 2,000 requests with outputs and gaps between arrivals ten times as long, in a
+pool that never fills, must cost little more.
 
-A simulation is worth what its step times are: they are fitted to the 105 requests that finish first in a log of vLLM
-0.19, and must predict the other 195.
+The quality of a simulation is that of its step times: they are fitted to the 105 requests that finish first in a log of
+vLLM 0.19, and must predict the other 195.
 
     python benchmarks/simulator.py --check
 """
@@ -67,7 +69,7 @@ TOLERANCE = 1e-9
 
 
 def azure_config(caching: bool, num_blocks: int = 20_000) -> SchedulerConfig:
-    """A pool that is seldom short."""
+    """A configuration with a pool that is seldom short."""
     return SchedulerConfig(
         num_blocks=num_blocks,
         max_model_len=16_384,
@@ -78,14 +80,14 @@ def azure_config(caching: bool, num_blocks: int = 20_000) -> SchedulerConfig:
 
 
 def mooncake_config() -> SchedulerConfig:
-    """4 million tokens of KV."""
+    """A configuration with 4 million tokens of KV."""
     return SchedulerConfig(
         num_blocks=250_000, max_model_len=131_072, max_num_seqs=256, max_num_batched_tokens=8_192, block_size=16
     )
 
 
 def azure_trace(limit: int | None) -> list[TraceRequest] | None:
-    """The requests that generated something."""
+    """The requests with output."""
     return _read(AZURE_TRACE, limit)
 
 
@@ -159,7 +161,7 @@ def mean_itl(outcome: Outcome) -> float:
 def costs(
     trace: list[TraceRequest], config: SchedulerConfig, rounds: int, peer: AISimulate | None = None
 ) -> dict[str, Any]:
-    """A simulation and what it costs, in turns with AISimulate's replays if there is one; medians."""
+    """The cost of a simulation, alternating with AISimulate's replays if there are any; medians."""
     seconds: list[float] = []
     theirs: dict[str, list[dict[str, Any]]] = {} if peer is None else {name: [] for name in AISIMULATE}
     for _ in range(rounds):
@@ -238,7 +240,7 @@ def memory_mib(what: str) -> float:
 
 
 def run_only(what: str) -> int:
-    """What `memory_mib` starts."""
+    """The run that `memory_mib` starts."""
     path, config = (MOONCAKE_TRACE, mooncake_config()) if what == "mooncake" else (AZURE_TRACE, azure_config(True))
     trace = _read(path, None)
     assert trace is not None
@@ -248,7 +250,7 @@ def run_only(what: str) -> int:
 
 
 def measure_calibration(targets: Targets) -> dict[str, float] | None:
-    """How far step times that are fitted to a part of the log are off on the rest."""
+    """Error, on the rest of a log, of step times that are fitted to its first part."""
     if not VLLM_LOG.exists():
         targets.holds("the log of vLLM is needed and not there", False)
         return None

@@ -1,13 +1,12 @@
-"""What prompt lookup brings: tokens per second with drafts beside without, on text that repeats itself and on other.
+"""Gain of prompt lookup: tokens per second with and without drafts, on repetitive and on other text.
 
-Two engines share a model and serve the same requests, a few steps in turn, each by a clock of its own that stands still
-while the other works: a slow moment of the machine hits both. With greedy decoding their answers must be equal. Text
-that repeats itself is what the models write when each token is the likeliest: small ones soon go round in circles, so
-a lookup finds what comes next, as it does where an answer quotes its prompt. Text that is sampled repeats little, and
-there drafts must not cost much.
+Two engines share a model and serve the same requests, alternating every few steps. Each has a clock of its own that is
+stopped while the other works, so a slow moment of the machine affects both. With greedy decoding their outputs must be
+equal. Repetitive text is the greedy output of the models: small ones soon repeat themselves, so a lookup finds the next
+tokens, as it does if an output quotes its prompt. Sampled text repeats little, and there drafts must not cost much.
 
-What drafts bring depends on the requests that share a step, since they make it larger: a step of one request is nearly
-as slow as one of nine, a step of eight is not. Where several run, another begins when one ends, as in a server.
+The gain of drafts depends on the requests that share a step, since drafts make it larger: a step of one request is
+nearly as slow as one of nine, a step of eight is not. If several run, another begins when one ends, as in a server.
 
     python benchmarks/speculation.py --check
 """
@@ -40,18 +39,18 @@ STEPS_PER_TURN = 16
 
 @dataclass(frozen=True)
 class Workload:
-    """How many requests at once, and how they choose their tokens."""
+    """The number of requests at once, and how they choose their tokens."""
 
     name: str
     running: int
     temperature: float
     least: float
-    """The project's target: tokens per second with drafts by those without, at least."""
+    """The project's target: minimum ratio of tokens per second with drafts to those without."""
     ignores_eos: bool = True
 
     @property
     def requests(self) -> int:
-        """How many there are: where several run, another begins when one ends."""
+        """The number of requests: if several run, another begins when one ends."""
         return self.running if self.running == 1 else WAVES * self.running
 
 
@@ -63,12 +62,12 @@ WORKLOADS = (
     Workload("sampled, 8 at a time", 8, 1.0, 0.97),
 )
 LARGE_WORKLOADS = tuple(workload for workload in WORKLOADS if workload.running != 4)
-"""For the larger model, which takes ten times as long."""
+"""Rounds and tokens for the larger model, which takes ten times as long."""
 
 
 @dataclass
 class Side:
-    """One engine, and what each of its turns gave."""
+    """One engine, and the measurements of its turns."""
 
     engine: Engine
     tokens_per_second: list[float] = field(default_factory=list)
@@ -78,7 +77,7 @@ class Side:
     _begun: int = 0
 
     def begin(self, workload: Workload, prompts: list[list[int]], num_tokens: int) -> None:
-        """All requests of a workload, from the start; the computing of the first prompts is not measured."""
+        """Start all requests of a workload; the computation of the first prompts is not measured."""
         for seed, prompt in enumerate(prompts[: workload.requests]):
             params = SamplingParams(
                 temperature=workload.temperature,
@@ -94,7 +93,7 @@ class Side:
 
     @property
     def num_tokens(self) -> int:
-        """Generated since `begin`."""
+        """Number of tokens generated since `begin`."""
         return self.engine.counters.num_generated_tokens - self._begun
 
     @property
@@ -102,7 +101,7 @@ class Side:
         return not self.engine.has_unfinished_requests()
 
     def take_turn(self) -> None:
-        """A few steps; with the last one the round is over."""
+        """Run a few steps; the round ends with the last request."""
         start = perf_counter()
         for _ in range(STEPS_PER_TURN):
             for output in self.engine.step():
@@ -117,13 +116,13 @@ class Side:
 
 
 def open_sides(loaded: LoadedModel, running: int, **knobs: Any) -> list[Side]:
-    """An engine without drafts, and one with them; both for so many requests at once."""
+    """An engine without drafts, and one with them; both for this number of requests at once."""
     knobs = {"num_threads": 1, "max_num_seqs": running, "num_blocks": 512, "enable_prefix_caching": False, **knobs}
     return [Side(open_engine(loaded, num_draft_tokens=drafts, **knobs)) for drafts in (0, DRAFTS)]
 
 
 def take_turns(sides: Sequence[Side]) -> None:
-    """Turns until all are done, next the one that has generated least."""
+    """Run turns until all are done; the side with the fewest generated tokens is next."""
     while left := [side for side in sides if not side.is_done]:
         min(left, key=lambda side: side.num_tokens).take_turn()
 
@@ -131,7 +130,7 @@ def take_turns(sides: Sequence[Side]) -> None:
 def measure(
     model: str | Path, workloads: Sequence[Workload], num_rounds: int, num_tokens: int
 ) -> dict[str, dict[str, Any]]:
-    """By workload: what was measured."""
+    """The measurements by workload."""
     loaded = load_model(model, "float32")
     torch.set_num_threads(1)
     rng = np.random.default_rng(0)

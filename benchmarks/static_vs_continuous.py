@@ -1,18 +1,19 @@
 """Static against continuous batching, on the real engine with the demo model.
 
-The experiment: one request for 500 tokens and seven for 10, repeated 40 times, all there from the start, 8 slots.
-Static batching admits eight, and admits again when the last of the eight has ended, so seven slots idle for
-490 of 500 steps. Continuous batching gives a slot away as soon as it is free. Then the same with lengths from
-the Azure conversation trace, scaled down to what a small model does in a minute: the first 96 requests, prompts an
-eighth as long (at most 512 tokens), answers a quarter as long.
+The experiment: one request for 500 tokens and seven for 10, repeated 40 times, all arriving at the start, 8 slots.
+Static batching admits eight, and admits again when the last of the eight has ended, so seven slots idle for 490 of 500
+steps. Continuous batching reuses a slot as soon as it is free. Then the same with lengths from the Azure conversation
+trace, scaled down for a small model and a minute: the first 96 requests, prompts an eighth as long (at most 512
+tokens),
+outputs a quarter as long.
 
-Both engines run in one process and take turns, the one that is behind going next, so that they see the same
-machine. Each has a clock of its own that stands still while the other works; latencies are read from it.
+Both engines run in one process and alternate; the engine that is behind runs next, so that they see the same machine.
+Each has a clock of its own that is stopped while the other works; latencies are read from it.
 
-On a large model continuous batching is to serve five times the requests per second of static batching, where a step
-of eight rows costs little more than one of one. How much more is the processor's: where it takes five times out of
-reach, the target is what a step that did nothing but multiply by the model's weights would reach, less a tenth. These
-products are timed alone, in the same run.
+On a large model, where a step of eight rows costs little more than one of one, continuous batching must serve five
+times the requests per second of static batching. The processor determines the cost of a row. If it puts five times out
+of reach, the target is 0.9 of the gain of a step that only multiplies by the model's weights. These products are timed
+alone, in the same run.
 
     python benchmarks/static_vs_continuous.py --check --plot docs/static_vs_continuous.svg
 """
@@ -40,7 +41,7 @@ LARGE_THREADS = 2
 LARGE_DIVISOR = 5  # the same proportions in a fifth of the steps: a step takes 40 ms
 LARGE_TARGET = 5.0
 SHARE_OF_PRODUCTS = 0.9
-"""What attention, sampling and scheduling must leave of what the matrix products alone would reach."""
+"""Minimum share of the gain of the matrix products alone that attention, sampling and scheduling must leave."""
 LARGE_NAME = "requests per second on the large model, continuous / static"
 PRODUCT_TOKENS = (*range(1, SLOTS + 1), 16, 32, 64, 512)
 PRODUCT_ROUNDS = 15
@@ -68,7 +69,7 @@ WARM_UP = Job(PROMPT_TOKENS, 8)
 
 
 class Contestant:
-    """An engine with a backlog, and what happened in it."""
+    """An engine with a backlog, and its measurements."""
 
     def __init__(self, model: str, dtype: str, batching: Batching, jobs: Sequence[Job]) -> None:
         self.batching = batching
@@ -76,9 +77,9 @@ class Contestant:
         self.seconds = 0.0
         self.cpu_seconds = 0.0
         self.rows: list[int] = []  # running requests of each step
-        self.tokens: list[int] = []  # that it computed
+        self.tokens: list[int] = []  # computed tokens of each step
         self.ends: list[float] = []  # seconds at which each step ended
-        self.queued: list[bool] = []  # whether requests were left waiting when the step had been decided
+        self.queued: list[bool] = []  # whether requests were still waiting after the decision of the step
         self.latency: dict[str, float] = {}
         self._turn_started: float | None = None
         longest = max(WARM_UP.prompt + WARM_UP.output, *(job.prompt + job.output for job in jobs))
@@ -97,13 +98,13 @@ class Contestant:
         self._add(jobs)
 
     def clock(self) -> float:
-        """Seconds that this engine has had for itself."""
+        """Seconds for which this engine has run."""
         running = 0.0 if self._turn_started is None else perf_counter() - self._turn_started
         return self.seconds + running
 
     @property
     def progress(self) -> float:
-        """Share of the requested tokens that have come."""
+        """Share of the requested tokens that are generated."""
         return self._num_rows / self._expected_rows
 
     @property
@@ -111,7 +112,7 @@ class Contestant:
         return not self.engine.has_unfinished_requests()
 
     def take_turn(self) -> None:
-        """A few steps, with the clock running."""
+        """Run a few steps, with the clock running."""
         cpu = process_time()
         self._turn_started = perf_counter()
         for _ in range(STEPS_PER_TURN):
@@ -134,7 +135,7 @@ class Contestant:
         self.cpu_seconds += process_time() - cpu
 
     def utilisation(self, *, while_queued: bool = False) -> float:
-        """Mean share of the slots in use per step; of the steps that left requests waiting, if so asked."""
+        """Mean share of the slots in use per step; with `while_queued`, only of steps that left requests waiting."""
         rows = [r for r, queued in zip(self.rows, self.queued, strict=True) if queued or not while_queued]
         return sum(rows) / (SLOTS * len(rows)) if rows else 1.0
 
@@ -158,7 +159,7 @@ def _exactly(num_tokens: int) -> SamplingParams:
 
 
 def compete(model: str, dtype: str, jobs: Sequence[Job]) -> dict[str, Contestant]:
-    """Serve the same backlog with both, in turns."""
+    """Serve the same backlog with both, alternating."""
     contestants = [Contestant(model, dtype, batching, jobs) for batching in BATCHINGS]
     while left := [contestant for contestant in contestants if not contestant.done]:
         min(left, key=lambda contestant: contestant.progress).take_turn()
@@ -171,7 +172,7 @@ def compete(model: str, dtype: str, jobs: Sequence[Job]) -> dict[str, Contestant
 def report(
     model: str, title: str, jobs: Sequence[Job], short: int, dtype: str = "float32"
 ) -> tuple[dict[str, Contestant], dict[str, Any]]:
-    """Run, print the table, return the contestants and the figures; `short`: most tokens of a short request."""
+    """Run, print the table, return the contestants and the figures; `short`: maximum tokens of a short request."""
     contestants = compete(model, dtype, jobs)
     rows = []
     figures: dict[str, Any] = {"requests": len(jobs)}
@@ -204,10 +205,10 @@ def report(
 
 
 def products_alone(contestants: dict[str, Contestant]) -> tuple[float, dict[int, float]]:
-    """What continuous batching would gain if a step were the products of the model's linear layers and nothing else.
+    """The gain of continuous batching if a step were only the products of the model's linear layers.
 
     Returns:
-        static / continuous, in seconds, for the tokens of the steps as they were; milliseconds by number of tokens.
+        static / continuous, in seconds, for the tokens of the actual steps; milliseconds by number of tokens.
     """
     model = contestants["mixed"].engine.loaded.model
     layers = [module for module in model.modules() if isinstance(module, JoinedLinear)]
@@ -229,7 +230,7 @@ def products_alone(contestants: dict[str, Contestant]) -> tuple[float, dict[int,
 
 
 def check_large(contestants: dict[str, Contestant], figures: dict[str, Any], targets: Targets) -> None:
-    """The large model's target, and the reason where the processor puts it out of reach."""
+    """Check the large model's target, and report if the processor puts it out of reach."""
     figures["products_alone_ratio"], figures["products_milliseconds"] = products_alone(contestants)
     limit, cost = figures["products_alone_ratio"], figures["products_milliseconds"]
     note(
@@ -247,7 +248,7 @@ def experiment(long: int, short: int) -> list[Job]:
 
 
 def step_cost(figures: dict[str, Any]) -> float:
-    """What a continuous step costs, relative to a static one."""
+    """The cost of a continuous step, relative to a static one."""
     return float(figures["steps_ratio"] / figures["requests_per_second_ratio"])
 
 
@@ -263,7 +264,7 @@ def azure_jobs(trace: Path, count: int) -> list[Job] | None:
 
 
 def check_targets(figures: dict[str, Any], targets: Targets) -> None:
-    """What the project promises of the experiment."""
+    """Check the project's targets of the experiment."""
     static = figures["static"]["utilisation"]
     targets.holds(f"static utilisation is {static:.1%}; expected: 10 % to 18 %", 0.10 <= static <= 0.18)
     targets.at_least("continuous utilisation while queued", figures["continuous"]["utilisation_while_queued"], 0.95)
@@ -306,22 +307,22 @@ def plot(contestants: dict[str, Contestant], title: str, path: Path) -> None:
 
 
 def _steps(contestant: Contestant) -> tuple[np.ndarray, np.ndarray]:
-    """Slots in use over time, runs of equal steps made one: shares [n], and the seconds between them [n + 1]."""
+    """Slots in use over time, with runs of equal steps merged: shares [n], and the seconds between them [n + 1]."""
     rows, ends = np.array(contestant.rows), np.array(contestant.ends)
     last = np.append(rows[1:] != rows[:-1], True)
     return rows[last] / SLOTS, np.append(0.0, ends[last])
 
 
 def large_dtype() -> str:
-    """bfloat16 takes half the time of float32 for the same comparison, where the processor multiplies it. Elsewhere
-    each product is converted first, and a step of eight rows takes five times as long as one of one."""
+    """bfloat16, which takes half the time of float32 for the same comparison, if the processor multiplies it. Otherwise
+    each product is converted first, and a step of eight rows takes five times as long as a step of one row."""
     return "bfloat16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"
 
 
 def main() -> int:
     parser = argument_parser(__doc__ or "")
     parser.add_argument("--model", default="demo", help="a model directory; the bundled demo model if not given")
-    # A second thread gains nothing at this model's size, and costs a lot where other processes want the cores too.
+    # A second thread gains nothing at this model's size, and costs a lot if other processes need the cores too.
     parser.add_argument("--threads", type=int, default=1, help="PyTorch's threads")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write the README's plot (.svg or .png)")
     parser.add_argument("--trace", type=Path, default=AZURE_TRACE, help="an Azure LLM inference trace, CSV")

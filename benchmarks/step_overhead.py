@@ -1,15 +1,17 @@
-"""What share of a decode step is not arithmetic: Python, scheduling, sampling's bookkeeping, output processing.
+"""Overhead of a decode step beside arithmetic: Python, scheduling, sampling's bookkeeping, output processing.
 
-32 requests decode. Counted as arithmetic is the time inside PyTorch's operators and compiled kernels on the engine's
-thread; the rest of a step's wall time is overhead. Two kinds of steps take turns:
+32 requests decode. The time inside PyTorch's operators and compiled kernels on the engine's thread counts as
+arithmetic;
+the rest of a step's wall time is overhead. Two kinds of steps alternate:
 
-- plain steps give the wall time and, with a stopwatch around a handful of calls, what the parts of a step cost;
+- plain steps give the wall time and, with a stopwatch around some calls, the cost of the parts of a step;
 - profiled steps give the operators' time, from torch.profiler: the inclusive time of each operator that no other
   operator called. The share is taken within these steps, so that a slow moment of the machine hits both sides of it.
 
-A profiler slows what it watches. What it adds to a step is known (profiled less plain wall time), and where it adds
-it can be estimated: an operator within another adds to that one's time, and of what an outermost operator adds about
-half falls inside its own interval. That much is taken off the operators' time, and all of it off the step's. The two
+A profiler slows the program. The time that it adds to a step is known (profiled less plain wall time), and its place
+can
+be estimated: an operator within another adds to that one's time, and of an outermost operator's added time about half
+falls inside its own interval. That much is subtracted from the operators' time, and all of it from the step's. The two
 extremes, that none or all of the added time fell inside operators, are printed as bounds.
 
     python benchmarks/step_overhead.py --check
@@ -55,7 +57,7 @@ US = 1e-6
 
 @dataclass
 class Operators:
-    """What the profiler saw in some steps, in seconds."""
+    """The profiler's measurements in some steps, in seconds."""
 
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Inclusive time of the outermost operators, by name."""
@@ -74,7 +76,7 @@ class Operators:
         return (self.num_nested + 0.5 * self.num_outermost) / events if events else 0.0
 
     def add(self, events: Iterable[Any]) -> None:
-        """Take in a profile's events: operators of the thread that the steps ran on."""
+        """Add a profile's events: operators of the thread that the steps ran on."""
         events = list(events)
         threads = {event.thread for event in events if event.name == STEP}
         for event in events:
@@ -102,7 +104,7 @@ class Block:
 
         Args:
             added: seconds that the profiler cost a step.
-            share_inside: how much of that fell inside operators; None: as estimated.
+            share_inside: share of that time inside operators; None: as estimated.
         """
         inside = self.share_inside if share_inside is None else share_inside
         return 1.0 - (self.operators + self.kernels - inside * added) / (self.wall - added)
@@ -131,7 +133,7 @@ class Decoding:
         """Wall seconds of one step.
 
         Raises:
-            RuntimeError: it was no step in which all requests decode one token.
+            RuntimeError: it was not a step in which all requests decode one token.
         """
         start = perf_counter()
         self.engine.step()
@@ -159,7 +161,7 @@ class Measurement:
 
     @property
     def added(self) -> float:
-        """What the profiler costs a step."""
+        """The profiler's cost in a step."""
         return max(0.0, median(self.profiled) - median(self.plain))
 
     def overhead(self, share_inside: float | None = None) -> float:
@@ -168,7 +170,7 @@ class Measurement:
 
 
 def measure(decoding: Decoding, num_blocks: int) -> Measurement:
-    """Plain and profiled steps in turns."""
+    """Run plain and profiled steps alternately."""
     for _ in range(WARM_UP_STEPS):
         decoding.step()
     measured = Measurement()
@@ -182,7 +184,7 @@ def measure(decoding: Decoding, num_blocks: int) -> Measurement:
 
 
 def profiled_block(decoding: Decoding, measured: Measurement) -> Block:
-    """A turn of profiled steps; what it saw also goes into `measured`."""
+    """A turn of profiled steps; its measurements are also added to `measured`."""
     kernels, operators = Stopwatch(), Operators()
     with kernels.around(KERNELS):
         events, seconds = profiled_steps(decoding)

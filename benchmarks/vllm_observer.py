@@ -1,8 +1,9 @@
-"""What a recording costs: vLLM's own scheduler with Observer over it, beside the same without.
+"""Cost of a recording: vLLM's own scheduler with Observer over it, beside the same without.
 
 Both are in one process of the environment that `vllm_env.py` makes, with the same configuration (blocks of 16, prefix
-caching and statistics on), and take turns step by step, so that a slow moment of the machine hits both. CPU time of all
-calls, and of the thread that writes the recording; of steady decode the median of the ratios over groups of steps:
+caching and statistics on), and alternate step by step, so that a slow moment of the machine affects both. Measured is
+the CPU time of all calls, and of the thread that writes the recording; for steady decode, the median of the ratios over
+groups of steps:
 
 1. steady decode, with one step in flight and with two (vLLM's asynchronous scheduler);
 2. the Azure conversation trace as a closed backlog, where requests come and go in most steps.
@@ -36,7 +37,7 @@ STEPS, QUICK_STEPS = {16: 6000, 256: 1500}, {16: 1500, 256: 300}
 STEPS_IN_FLIGHT = (1, 2)
 BACKLOG_REQUESTS, QUICK_REQUESTS = 1000, 150
 TARGET = 1.03
-"""Times the CPU of vLLM's own scheduler."""
+"""Maximum ratio to the CPU of vLLM's own scheduler."""
 WHAT = "vLLM's scheduler with Observer / without"
 
 

@@ -1,17 +1,17 @@
-"""What a step of our scheduler costs inside vLLM, beside vLLM's own.
+"""Cost of a step of our scheduler inside vLLM, beside vLLM's own.
 
-Both speak vLLM's protocol: its `Request`s in, its `SchedulerOutput`s and `EngineCoreOutput`s out, `schedule` and
+Both use vLLM's interface: its `Request`s in, its `SchedulerOutput`s and `EngineCoreOutput`s out, `schedule` and
 `update_from_output` as its engine core calls them, with results that are made outside the measured time. Both run in
-the environment that `vllm_env.py` makes, each in a process of its own that takes turns with the other, with the same
-configuration (blocks of 16, prefix caching and statistics on). CPU time, medians of several rounds:
+the environment that `vllm_env.py` makes, each in a process of its own. They alternate, with the same configuration
+(blocks of 16, prefix caching and statistics on). CPU time, medians of several rounds:
 
 1. steady decode, plain; with requests that have two stop tokens, as many models do; with two steps in flight; with KV
    in several groups with windows; and with groups of states, which vLLM's own manager keeps for both;
-2. the Azure conversation trace as a closed backlog, in a roomy pool (20,000 blocks) and in one that forces preemption
+2. the Azure conversation trace as a closed backlog, in a large pool (20,000 blocks) and in one that forces preemption
    (4,000);
 3. prompts with eight tokens of output, without and with images: most of the work is admissions.
 
-Beside both is the bound of 2 and 3: a scheduler that decides nothing, and makes vLLM's objects from a list.
+A third contender is the bound of 2 and 3: a scheduler that decides nothing, and makes vLLM's objects from a list.
 
     python benchmarks/vllm_scheduler.py --check
 """
@@ -34,7 +34,7 @@ BOUND = "objects", "_vllm_objects_worker.py"
 SIZES = (16, 64, 256, 1024)
 TARGET_SIZE, TARGET_RATIO = 256, 35.0
 WAYS: dict[str, tuple[dict[str, Any], float]] = {
-    # Settings, and how many times more vLLM's own takes, at least.
+    # Settings, and the minimum ratio of vLLM's own scheduler.
     "two stop tokens": ({"num_stop_tokens": 2}, TARGET_RATIO),
     "two steps in flight": ({"max_steps_in_flight": 2}, TARGET_RATIO),
     "full and a window": ({"layout": "window"}, TARGET_RATIO),
@@ -44,9 +44,9 @@ WAYS: dict[str, tuple[dict[str, Any], float]] = {
 }
 BACKLOG_TARGET = "vLLM's own / ours on the Azure backlog"
 TARGET_BACKLOG_RATIOS = {20_000: 10.0, 4_000: 6.0}
-"""By blocks of the pool."""
+"""Minimum ratios, by blocks of the pool."""
 SHORT_OUTPUTS = {
-    # Settings, and how many times more vLLM's own takes, at least.
+    # Settings, and the minimum ratio of vLLM's own scheduler.
     "prompts and eight tokens of output": ({}, 1.5),
     "prompts with images": ({"layout": "images"}, 1.3),
 }
@@ -55,7 +55,7 @@ ROUNDS, BACKLOG_ROUNDS = 9, 5
 
 
 def compare_decode(workers: Sequence[WorkerProcess], size: int, rounds: int, **settings: Any) -> dict[str, float]:
-    """CPU us per step of each side, and how many times more vLLM's own takes."""
+    """CPU us per step of each side, and the ratio of vLLM's own to ours."""
     figures = measure_decode(workers, size, rounds, **settings)
     own, ours = median(figures["vllm"]), median(figures["pointsman"])
     return {"vllm_us": round(own, 1), "pointsman_us": round(ours, 1), "ratio": round(own / ours, 2)}
@@ -127,7 +127,7 @@ def report_short_outputs(workers: Sequence[WorkerProcess], rounds: int, targets:
 
 
 def _bound(results: dict[str, dict[str, float]]) -> float:
-    """How many times more vLLM's own takes than its objects alone."""
+    """The ratio of vLLM's own scheduler to the cost of its objects alone."""
     return round(results["vllm"]["seconds"] / results["objects"]["seconds"], 1)
 
 

@@ -1,4 +1,4 @@
-"""The command line, `pointsman`: `main` is its entry point. It may import every other package, and none imports it.
+"""The command line, `pointsman`: `main` is its entry point. It may import every other package; no package imports it.
 
 Begin at `app.py`, which has the commands; `options.py` has their options and help pages.
 
@@ -8,7 +8,7 @@ Begin at `app.py`, which has the commands; `options.py` has their options and he
     both            `knobs.py` (from options to arguments of the engine)
     chat            `chat.py`
     calibrate       `calibrate.py`
-    simulate, capacity, tune   `simulator_options.py` (their options), `simulation.py` (what arrives, what serves it),
+    simulate, capacity, tune   `simulator_options.py` (their options), `simulation.py` (workload and service),
                     `simulate.py` (the report), `capacity.py` and `tune.py` (the searches)
     explain, metrics, record, vllm check, vllm interface     `vllm.py`
     film, play, plot, learn, models    the files of these names
@@ -50,10 +50,10 @@ def main(args: list[str] | None = None) -> NoReturn:
         _fail("interrupted", EXIT_INTERRUPTED)
     except MemoryError as error:
         _fail(
-            f"the memory is not enough ({error or 'nothing is left'}); give less to do, or a machine with more",
+            f"the memory is not enough ({error or 'nothing is left'}); give less work, or a machine with more",
             EXIT_FAILED,
         )
-    except BrokenPipeError:  # the reader of the output is gone
+    except BrokenPipeError:  # the reader has closed the output
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_FAILED)
     except Exception as error:

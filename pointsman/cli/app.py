@@ -1,5 +1,5 @@
-"""The commands. Their options are in `options.py`; what they do, in `generate.py`, in the core's `replay`, in
-`pointsman.server.serve` and in `chat.py`.
+"""The commands. Their options are in `options.py`. Their work is done in `generate.py`, `chat.py`, the core's `replay`
+and `pointsman.server.serve`.
 """
 
 from __future__ import annotations
@@ -245,8 +245,8 @@ def capacity(
 ) -> int:
     """Find how many requests a second a service handles within its targets, how many users, or on how many replicas.
 
-    Each probe simulates the same requests, faster or slower. With --think they come from users, who read an answer and
-    think before they ask again, and their number is found. Without targets: TTFT within 2 s.
+    Each probe simulates the same requests, faster or slower. With --think the requests come from users, each of which
+    thinks before the next request, and the number of users is found. Without targets: TTFT within 2 s.
     """
     from pointsman.cli.capacity import run_capacity
     from pointsman.cli.simulation import names
@@ -282,7 +282,7 @@ def tune(
     """Find the scheduler's settings with the highest goodput: requests a second within the targets.
 
     Settings are chosen on one part of the workload and judged on another, beside the defaults of vLLM. Knobs that are
-    given keep their value, the others are searched. Without targets: TTFT within 2 s.
+    given keep their value, all others are searched. Without targets: TTFT within 2 s.
     """
     from pointsman.cli.simulation import names
     from pointsman.cli.tune import run_tune
@@ -311,7 +311,7 @@ def policies(
 ) -> int:
     """List the policies of the scheduler, with their parameters.
 
-    Those of installed packages are among them.
+    Policies of installed packages are included.
     """
     from pointsman.cli.policies import run_policies
 
@@ -331,7 +331,7 @@ def replay(
             report = core_replay(lines_of(opened))
     except OSError as error:
         raise CommandError(f"cannot read the recording {file}: {error.strerror}") from None
-    except ValueError as error:  # RecordingError, or a line that is no text
+    except ValueError as error:  # RecordingError, or a line that is not text
         raise CommandError(f"{file}: {error}") from None
     except ReplayDifference as difference:
         where = "a call outside steps" if difference.step_id is None else f"step {difference.step_id}"
@@ -351,7 +351,7 @@ def replay(
 def explain(
     socket: options.Socket,
     request: options.AskedRequest = None,
-    limit: options.MostRequests = 100,
+    limit: options.MaxRequests = 100,
     as_json: options.AsJsonLines = False,
 ) -> int:
     """Show the requests of a running vLLM and why they wait.
@@ -392,7 +392,7 @@ def record(
 
 
 def _default_model() -> str:
-    """What is served where no model is named."""
+    """The model to serve if none is named."""
     model = served_by_default()
     if model == "demo":
         logging.getLogger("pointsman").info(
@@ -420,7 +420,7 @@ def _workload(
     if sum(source is not None for source in (prompt or None, prompts, trace)) > 1:
         raise CommandError("--prompt, --prompts and --trace each say what to run; give one of them")
     if trace is None and (speed is not None or limit is not None):
-        raise CommandError(f"--{'speed' if speed is not None else 'limit'} belongs to a trace; give --trace FILE too")
+        raise CommandError(f"--{'speed' if speed is not None else 'limit'} needs a trace; give --trace FILE too")
     if trace is not None:
         speed = 1.0 if speed is None else speed
         if not 0.0 <= speed < float("inf"):
@@ -445,7 +445,7 @@ def _recorder(path: str | None) -> Iterator[Recorder | None]:
     """A recorder whose file is closed with the context; None without a path.
 
     Raises:
-        CommandError: there can be no such file; or it ended early, once everything else is done.
+        CommandError: the file cannot be created; or it ended early, which is reported last.
     """
     if path is None:
         yield None

@@ -1,4 +1,4 @@
-"""`pointsman calibrate LOG`: what the fit found, as a table, a plot, a profile or a line of JSON."""
+"""`pointsman calibrate LOG`: prints the result of the fit as tables or JSON, and writes the profile and a plot."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ UNITS = {
     "per_prefill": ("ms more with a prefill in it", 1e3),
     "expert_weights": ("ms for all routed experts", 1e3),
     "expert_share": ("of the experts that a token touches", 1),
-    "r": ("1: the sum of all; more: step and context overlap with tokens and attended", 1),
+    "r": ("1: the sum of all; above 1: step and context overlap with tokens and attended", 1),
 }
 
 Log = Annotated[
@@ -63,8 +63,8 @@ Train = Annotated[
         help="Fit to the N requests that finish first and predict the others [default: half of them, at most 300].",
     ),
 ]
-MaxNumSeqs = Annotated[int, typer.Option(metavar="N", help="As the engine of the log had it.")]
-MaxNumBatchedTokens = Annotated[int, typer.Option(metavar="N", help="As the engine of the log had it.")]
+MaxNumSeqs = Annotated[int, typer.Option(metavar="N", help="Value of the log's engine.")]
+MaxNumBatchedTokens = Annotated[int, typer.Option(metavar="N", help="Value of the log's engine.")]
 NumBlocks = Annotated[
     int | None,
     typer.Option(
@@ -78,19 +78,20 @@ MaxModelLen = Annotated[
     int | None, typer.Option(metavar="N", help="Maximum tokens of a request [default: the longest of the log].")
 ]
 AsyncScheduling = Annotated[
-    bool, typer.Option(help="Whether the engine scheduled a step while the one before it ran; vLLM does.")
+    bool, typer.Option(help="Whether the engine scheduled a step while the step before it ran, as vLLM does.")
 ]
 Model = Annotated[
     str | None,
     typer.Option(
         "--model",
         metavar="NAME",
-        help="What the engine of the log ran, as pointsman simulate takes it: the search also begins at the step times "
-        "of its datasheet. Needs --device.",
+        help="Model of the log's engine, as for pointsman simulate: the search also starts at its datasheet times. "
+        "Needs --device.",
     ),
 ]
 OnDevice = Annotated[
-    str | None, typer.Option("--device", metavar="NAME", help="What it ran on; pointsman simulate --list shows all.")
+    str | None,
+    typer.Option("--device", metavar="NAME", help="The engine's device; pointsman simulate --list shows all."),
 ]
 TensorParallel = Annotated[int, typer.Option(metavar="N", help="Devices that shared the model.")]
 GpuMemoryUtilization = Annotated[
@@ -115,7 +116,7 @@ AsJson = Annotated[
 
 
 def _ignored(given: EngineSettings, recorded: EngineSettings) -> list[str]:
-    """Settings that were given and are not those of a recording, which has its own."""
+    """Given settings that differ from those of a recording, which has its own."""
     asked, own, default = (asdict(each) for each in (given, recorded, type(given)()))
     return [
         f"{_as_option(name, asked[name])} has no effect: in the recording {name} is {own[name]}"
@@ -146,10 +147,10 @@ def calibrate(
     plot: PlotFile = None,
     as_json: AsJson = False,
 ) -> int:
-    """Fit step times to a log of a running engine, and say how well they predict.
+    """Fit step times to a log of a running engine, and report how well they predict.
 
     Settings are those of the engine that wrote the log; defaults are vLLM's, with chunked prefill, full-sequence
-    admission and first come, first served. Prompts are taken as distinct, so that nothing is found in a prefix cache.
+    admission and first come, first served. Prompts are assumed to be distinct, so the prefix cache finds nothing.
     TTFT is first token - queued, E2E last token - queued, TPOT (E2E - TTFT) / (output tokens - 1).
 
     Exit code 0: fitted; 2: the log or an option is wrong.
@@ -183,7 +184,7 @@ def calibrate(
             notes.append(note)
         elif gpu_memory_utilization is not None:
             raise CommandError(
-                "--gpu-memory-utilization has no effect but to estimate --num-blocks from --model and --device"
+                "--gpu-memory-utilization only serves to estimate --num-blocks from --model and --device"
             )
         with _progress() as progress:
             found = fit(log, settings, train=train, estimate=estimate, progress=progress)
@@ -230,7 +231,7 @@ def _estimate(model: str | None, device: str | None, tensor_parallel: int) -> Ro
 def _sized(
     settings: EngineSettings, estimate: RooflineStepTime, gpu_memory_utilization: float
 ) -> tuple[EngineSettings, str]:
-    """The settings with the KV blocks that the device has memory for, and a note of how many."""
+    """The settings with the number of KV blocks that fit the device, and a note with that number."""
     from pointsman.sim.memory import num_kv_blocks
 
     kv = num_kv_blocks(
@@ -251,7 +252,7 @@ def _sized(
 
 @contextmanager
 def _progress() -> Iterator[FitProgress | None]:
-    """A line with the time that remains, where stderr is a terminal."""
+    """A line with the remaining time, if stderr is a terminal."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     if not sys.stderr.isatty():
@@ -261,8 +262,8 @@ def _progress() -> Iterator[FitProgress | None]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("fit")
 
-        def update(done: int, most: int) -> None:
-            bar.update(task, completed=done, total=most)
+        def update(done: int, maximum: int) -> None:
+            bar.update(task, completed=done, total=maximum)
 
         yield update
 
@@ -271,7 +272,7 @@ def _progress() -> Iterator[FitProgress | None]:
 
 
 def _line(found: Calibration, seconds: float) -> dict[str, Any]:
-    """The JSON object: errors of what was held out, then where they come from."""
+    """The JSON object: held-out errors, then their source."""
     profile = found.profile
     names = ("e2e_mape", "e2e_bias", "ttft_mean_error", "ttft_p50_error", "ttft_p99_error", "tpot_mean_error")
     errors = dict.fromkeys(names) | {
@@ -340,7 +341,7 @@ def _percent(value: float | int | None, is_signed: bool) -> str:
 
 
 def _check_plot(path: str) -> None:
-    """Whether it can be drawn, before the fit takes its time."""
+    """Check that the plot can be drawn, before the fit takes its time."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ModuleNotFoundError:

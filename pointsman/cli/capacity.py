@@ -1,4 +1,4 @@
-"""`pointsman capacity`: how many requests a second, or users, within the targets, or on how many replicas."""
+"""`pointsman capacity`: finds the number of requests a second, users or replicas within the targets."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from pointsman.sim.report.summary import Targets
 
 DEFAULT_TARGETS = Targets(ttft=2.0)
 PER_REPLICA, AT_MOST = 2000, 10_000
-"""Requests of a probe."""
+"""Default and maximum number of requests of a probe."""
 _FASTER = "set longer targets, or take a faster device"
 _COLUMNS = ("users", "requests/s", "replicas", "within targets", "TTFT p99", "ITL p99", "longest gap p99", "")
 _WIDTHS = (7, *(max(10, len(column)) for column in _COLUMNS[1:]))
@@ -48,7 +48,7 @@ def run_capacity(
     preset: str | None,
     as_json: bool,
 ) -> int:
-    """Search, and print each probe and the answer.
+    """Search, and print each probe and the result.
 
     Returns:
         The exit code: 0, or 130 after Ctrl-C, with the bracket so far.
@@ -83,7 +83,7 @@ def run_capacity(
     arriving = what_arrives(options, num_requests, asks_users=asks_users)
     if arriving.rate == math.inf and not asks_users:
         raise CommandError(
-            f"{options['trace']}: its requests all arrive at once, so that they have no rate; give --arrivals instead"
+            f"{options['trace']}: its requests all arrive at once, so they have no rate; give --arrivals instead"
         )
     search = _Search(
         service,
@@ -120,10 +120,10 @@ def run_capacity(
 
 
 def replica_range(text: str, options: Mapping[str, Any]) -> tuple[int, int]:
-    """The fewest and the most replicas of "4" or "1-16".
+    """The minimum and maximum number of replicas in "4" or "1-16".
 
     Raises:
-        CommandError: it is neither a number nor a range, or the options have a rule that routes to one replica.
+        CommandError: it is neither a number nor a range, or a routing rule is given for one replica.
     """
     found = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", text)
     low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
@@ -135,7 +135,7 @@ def replica_range(text: str, options: Mapping[str, Any]) -> tuple[int, int]:
 
 
 class _Search:
-    """A search: what it asks, and what it has found."""
+    """A search: its question, and its result so far."""
 
     def __init__(
         self,
@@ -155,17 +155,17 @@ class _Search:
         self._extrapolations: dict[Probe, list[str]] = {}
         self.console = console
         self._seed = seed
-        self._wanted = wanted  # requests of a probe; a trace may have fewer
+        self._wanted = wanted  # number of requests of a probe; a trace may have fewer
         self._is_shown = is_shown
 
     def remedy(self, misses: Probe) -> str:
-        """What helps where no load meets the targets."""
+        """The remedy if no load meets the targets."""
         if misses.num_refused > (1 - self.share) * misses.num_requests:
             return "shorten the requests that can never run"
         return _FASTER
 
     def question(self, bar: ProgressBar) -> Question:
-        """The question; each probe prints a row under the heading that is printed here."""
+        """The question. Prints the heading; each probe then prints a row below it."""
         arriving, of_users = self.arriving, self.arriving.of_users
         question = Question(
             workload=lambda load: of_users(int(load)) if of_users else arriving.at_speed(load / arriving.rate),
@@ -192,11 +192,11 @@ class _Search:
         return question
 
     def extrapolations(self, probe: Probe | None) -> list[str]:
-        """Where this probe left the loads of the profile's log."""
+        """Where this probe exceeded the loads in the profile's log."""
         return [] if probe is None else self._extrapolations[probe]
 
     def how_to_lengthen(self, probe: Probe) -> str:
-        """What makes a probe longer than this one."""
+        """The remedy that makes a probe longer than this one."""
         return "raise --requests" if probe.num_requests >= self._wanted else "take a longer trace"
 
     def _row(self, probe: Probe) -> None:
@@ -224,7 +224,7 @@ class _Search:
         self.console.print(Text(line.rstrip(), style=style))
 
     def notes(self, meets: Probe | None) -> list[str]:
-        """What a reader must know beside the answer."""
+        """Remarks beside the result."""
         left_out = [self.arriving.about_left_out] if self.arriving.about_left_out else []
         return [self.service.about_times, *left_out, *self.extrapolations(meets)]
 
@@ -275,7 +275,7 @@ def _answer(found: Capacity, search: _Search, low: int, high: int, is_complete: 
         lines.append(f"At {meets.rate:.4g} requests/s, {_figures(meets)}.")
     if misses is not None and _gaps_decide(misses, search.targets):
         lines.append(
-            "It is the gaps that miss: --itl-target holds for every gap of a request, the longest included. The ITL "
+            "The gaps miss their target: --itl-target holds for every gap of a request, the longest included. The ITL "
             f"p99 of all gaps together, which vllm bench prints, is {time_text(misses.itl_p99)} there. A long prompt "
             "in a step delays the next token of all others: a smaller --max-num-batched-tokens (here "
             f"{search.service.config.max_num_batched_tokens}) makes the longest gaps shorter."
@@ -297,9 +297,9 @@ def _answer(found: Capacity, search: _Search, low: int, high: int, is_complete: 
 
 
 def _gaps_decide(misses: Probe | None, targets: Targets) -> bool:
-    """Whether the nearest probe that misses the targets does so by its gaps between tokens alone.
+    """Whether the nearest probe that misses the targets misses them only by its gaps between tokens.
 
-    It may miss them by so little that both p99 are within their targets: the one nearer to its target decides.
+    If both p99 are within their targets, the one that is nearer to its target decides.
     """
     if misses is None or targets.itl is None or misses.longest_gap_p99 is None or misses.ttft_p99 is None:
         return False
@@ -313,7 +313,7 @@ def _user_answer(meets: Probe | None, misses: Probe | None, last: Probe, search:
     if misses is None:
         return [
             f"At least {meets.num_users:,} users meet the targets: {_figures(meets)}; {search.how_to_lengthen(meets)} "
-            "to ask for more of them."
+            "to test more users."
         ]
     return [
         f"Capacity: {meets.num_users:,} users on {_replicas(high)} ({meets.num_users:,} meet the targets, "
@@ -359,7 +359,7 @@ def _figures(probe: Probe) -> str:
 
 
 def targets_text(targets: Targets) -> str:
-    """The limits that are set, in words."""
+    """The targets that are set, in words."""
     limits = {
         "TTFT": targets.ttft,
         "every gap between two tokens": targets.itl,
@@ -369,7 +369,7 @@ def targets_text(targets: Targets) -> str:
 
 
 def time_text(value: float | None) -> str:
-    """Seconds with three digits, or milliseconds; "-": there is none, or none within the run."""
+    """Seconds with three digits, or milliseconds; "-": there is no value, or not within the run."""
     if value is None or math.isinf(value):
         return "-"
     return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"

@@ -1,4 +1,4 @@
-"""Command lines that serve with a configuration of the scheduler: `pointsman serve`, and vLLM with this scheduler."""
+"""Command lines that serve with a scheduler configuration: `pointsman serve`, and vLLM with this scheduler."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def serve_command(model: str, config: SchedulerConfig, names: Iterable[str], oth
     """`pointsman serve` with a pool and settings.
 
     Args:
-        model: that is served.
-        config: of the scheduler.
-        names: fields that are given where they are not the default; the two that depend on the device always are.
-        others: options beside them, by name.
+        model: the model to serve.
+        config: configuration of the scheduler.
+        names: fields to give if they are not the default; the two that depend on the device are always given.
+        others: other options, by name.
     """
     plain = SchedulerConfig(num_blocks=1, max_model_len=1)
     knobs: dict[str, Any] = {
@@ -45,11 +45,11 @@ def serve_command(model: str, config: SchedulerConfig, names: Iterable[str], oth
 def vllm_command(
     model: str, config: SchedulerConfig, names: Iterable[str], others: Mapping[str, Any], preset: str
 ) -> str:
-    """`vllm serve` with settings; with this scheduler, where vLLM itself does not have them.
+    """`vllm serve` with settings; with this scheduler if vLLM itself lacks one of the settings.
 
     Args:
         model, config, names, others: see `serve_command`.
-        preset: on which the settings are.
+        preset: the preset on which the settings are based.
     """
     native, additional = _for_vllm(config, names, preset)
     command = ["vllm", "serve", model, *_flags(others), *native]
@@ -60,8 +60,8 @@ def vllm_command(
 
 
 def change_commands(model: str, config: SchedulerConfig, base: SchedulerConfig) -> tuple[str, str] | None:
-    """`vllm serve` with this scheduler, and `pointsman serve`, with what differs from another configuration and nothing
-    else, to be put into a command line that has the rest; None: nothing differs that they have."""
+    """`vllm serve` with this scheduler, and `pointsman serve`, with only the settings that differ from another
+    configuration, to be added to a complete command line; None: no setting of theirs differs."""
     names = [field.name for field in fields(config) if getattr(config, field.name) != getattr(base, field.name)]
     changed = {name: getattr(config, name) for name in names}
     ours = {name: value for name, value in changed.items() if value is not None and name in KNOBS}
@@ -69,7 +69,7 @@ def change_commands(model: str, config: SchedulerConfig, base: SchedulerConfig) 
         ours["token_limits"] = (NO_LIMITS,)
     native = {FLAGS[name]: value for name, value in changed.items() if FLAGS.get(name)}
     if "num_blocks" in changed:
-        native[FLAGS["num_blocks"]] = config.num_usable_blocks + 1  # vLLM keeps one for itself
+        native[FLAGS["num_blocks"]] = config.num_usable_blocks + 1  # vLLM keeps one block for itself
     flags = _flags({flag.removeprefix("--").replace("-", "_"): value for flag, value in native.items()})
     additional = {name: value for name, value in changed.items() if name in ADDITIONAL}
     if not ours and not flags and not additional:
@@ -81,7 +81,7 @@ def change_commands(model: str, config: SchedulerConfig, base: SchedulerConfig) 
 
 
 def _for_vllm(config: SchedulerConfig, names: Iterable[str], preset: str) -> tuple[list[str], dict[str, Any] | None]:
-    """Flags of vLLM, and the object in --additional-config for what vLLM itself does not have; None: nothing."""
+    """Flags of vLLM, and the object in --additional-config for settings that vLLM itself lacks; None: none."""
     base = preset if preset in SYSTEMS else "default"
     of_preset = SchedulerConfig.preset(base, num_blocks=1, max_model_len=1)
     flags = {"max_num_batched_tokens": config.max_num_batched_tokens, "max_num_seqs": config.max_num_seqs}
@@ -96,7 +96,7 @@ def _for_vllm(config: SchedulerConfig, names: Iterable[str], preset: str) -> tup
             additional[name] = value
     found = _flags(flags)
     if additional.get("order") == "priority-by-arrival" and base == "vllm":
-        del additional["order"]  # as vLLM's own does
+        del additional["order"]  # as vLLM's own scheduler does
         found += ["--scheduling-policy", "priority"]
     if base == "vllm" and not additional:
         return found, None

@@ -1,4 +1,4 @@
-"""`pointsman vllm compare`: what other settings would have done with the traffic of a vLLM, beside what it did."""
+"""`pointsman vllm compare`: simulates the traffic of a vLLM with other settings, and compares with what vLLM did."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "decode_reserve=mean": {"decode_reserve": "mean"},
     **{name: PRESETS[name] for name in ("low-latency", "high-throughput", "long-context", "short-requests")},
 }
-"""What is compared, on top of the server's settings: Pointsman's own decisions, and presets."""
+"""Compared configurations, on top of the server's settings: Pointsman's own decisions, and presets."""
 _OF_THE_SERVER = (
     "num_blocks",
     "num_reserved_blocks",
@@ -50,7 +50,7 @@ _OF_THE_SERVER = (
     "enable_prefix_caching",
     "enable_chunked_prefill",
 )
-"""Settings of the recording that the others keep, unless they say otherwise; its decisions they do not."""
+"""Settings of the recording that other configurations keep unless they set them; they do not keep its decisions."""
 QUANTILES = ("p50", "p99")
 
 
@@ -61,7 +61,7 @@ class Row:
     name: str
     report: Report
     outside: Mapping[str, int] = field(default_factory=dict)
-    """Parts of a step's load that are larger than any in the recording, and how large."""
+    """Parts of a step's load that exceed the recording, with their sizes."""
 
 
 def compare(
@@ -73,13 +73,13 @@ def compare(
     limit: int | None,
     as_json: bool,
 ) -> int:
-    """Simulate the requests of an observed recording, and print what came out beside what vLLM did.
+    """Simulate the requests of an observed recording, and print the results beside what vLLM did.
 
     Args:
         path: the recording.
         ttft_target, itl_target: for the goodput, as "500ms".
-        settings: more to compare, as "max_num_seqs=64,decode_reserve=mean" or "preset=low-latency".
-        limit: of the requests, the first ones; None: all.
+        settings: more configurations to compare, as "max_num_seqs=64,decode_reserve=mean" or "preset=low-latency".
+        limit: number of requests, from the first on; None: all.
 
     Raises:
         CommandError: the recording or an option is wrong, or the simulator lacks something of the server.
@@ -96,7 +96,7 @@ def compare(
         observed = read_observed(path)
         happened = replayed(observed, path, limit)
         log = observed_steps(observed, path)
-        halves = calibrate_steps(log, path).profile  # says how well steps that the fit did not see are predicted
+        halves = calibrate_steps(log, path).profile  # its error is that of steps that the fit did not see
         profile = replace(halves, step_time=fit_steps(log.loads, log.seconds), hull=Hull.of_loads(log.loads))
     except OSError as error:
         raise CommandError(f"cannot read the recording {path}: {error.strerror}") from None
@@ -123,7 +123,7 @@ def compare(
 
 
 def _parsed(text: str) -> dict[str, Any]:
-    """Knobs of "name=value,name=value"; `preset` stands for those of one."""
+    """Knobs of "name=value,name=value"; `preset` stands for the knobs of a preset."""
     values: dict[str, Any] = {}
     for part in text.split(","):
         name, equals, value = part.strip().partition("=")
@@ -137,7 +137,7 @@ def _parsed(text: str) -> dict[str, Any]:
             continue
         if name not in SchedulerConfig.__dataclass_fields__:
             raise CommandError(
-                f"--setting names {name!r}, which is no knob of the scheduler; see pointsman serve --help"
+                f"--setting names {name!r}, which is not a knob of the scheduler; see pointsman serve --help"
             )
         try:
             values[name] = json.loads(value)
@@ -149,7 +149,7 @@ def _parsed(text: str) -> dict[str, Any]:
 def _configs(
     own: SchedulerConfig, others: Mapping[str, Mapping[str, Any]]
 ) -> tuple[dict[str, SchedulerConfig], list[str]]:
-    """The configurations by name, vLLM's own first; and why some of them cannot be."""
+    """The configurations by name, vLLM's own first; and the reasons why some are impossible."""
     configs, problems = {SIMULATED: own}, []
     server = {name: getattr(own, name) for name in _OF_THE_SERVER}
     if str(own.order).startswith("priority"):
@@ -181,7 +181,7 @@ def _simulated(
 
 
 def _errors(happened: Replayed, outcome: Outcome) -> RequestErrors:
-    """Of the simulation of what vLLM did."""
+    """Errors of the simulation of what vLLM did."""
     lengths = [request.num_output_tokens for request in happened.trace]
     predicted, measured = times_of(outcome, lengths), times_of(happened.outcome, lengths)
     has_run = np.isfinite(predicted.last_token).nonzero()[0]
@@ -279,7 +279,7 @@ def _milliseconds(distribution: Distribution, quantile: str) -> str:
 
 
 def _remarks(profile: Profile, check: RequestErrors, rows: Sequence[Row], problems: list[str]) -> list[str]:
-    """What a reader must know, the error of the model first."""
+    """Remarks for the reader, the error of the model first."""
     measured, simulated = rows[0].report, rows[1].report
     errors = {
         "TTFT mean": check.ttft_mean_error,
@@ -301,7 +301,7 @@ def _remarks(profile: Profile, check: RequestErrors, rows: Sequence[Row], proble
     for part, (_, most) in profile.hull.ranges.items():
         if outside := [f"{row.name} {row.outside[part]:,}" for row in rows if part in row.outside]:
             lines.append(
-                f"* {PARTS[part]} go up to more than the recording's {most:,}, so that step times there are "
+                f"* {PARTS[part]} go up to more than the recording's {most:,}, so step times there are "
                 f"extrapolated: {', '.join(outside)}."
             )
     return lines + [f"Not simulated, {problem}" for problem in problems]

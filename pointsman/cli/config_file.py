@@ -36,7 +36,7 @@ SECRETS = {
 
 
 def read_config(path: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values of the file by option, and where each stands, as "FILE, line 5".
+    """The values of the file by option, and the place of each, as "FILE, line 5".
 
     Args:
         path: the file, UTF-8.
@@ -72,7 +72,7 @@ def _entries(yaml: Any, text: str, path: str) -> list[tuple[int, object, Any]] |
     """(line, key, value) of each entry; None: the document is not a mapping. Only plain types are constructed, as by
     `safe_load`, which reports neither lines nor duplicate keys.
 
-    Of what an option cannot be nothing is constructed: aliases in lists of lists could stand for billions of values.
+    Values that no option can have are not constructed: aliases in lists of lists could stand for billions of values.
     """
     loader = yaml.SafeLoader(text)
     try:
@@ -109,7 +109,7 @@ def _checked(
         if name in SECRETS:
             raise CommandError(f"{place}: {key} is a secret; use {SECRETS[name]}")
         if name not in options:
-            raise CommandError(f"{place}: {represented(key)} is no option{_nearest(name[:80], options)}")
+            raise CommandError(f"{place}: {represented(key)} is not an option{_nearest(name[:80], options)}")
         if name in lines:
             raise CommandError(f"{place}: {key} was set in line {lines[name]} already; leave one out")
         lines[name] = line

@@ -172,10 +172,10 @@ class LiveDisplay:
     def _shown(self, progress: Progress) -> list[Entry]:
         """The unfinished requests that fit the terminal, running ones first."""
         entries = progress.unfinished()
-        room = max(self._console.height - 5, 3)
-        if len(entries) > room:
+        num_shown = max(self._console.height - 5, 3)
+        if len(entries) > num_shown:
             entries.sort(key=lambda entry: _URGENCY.get(entry.state(), 3))  # stable: otherwise by arrival
-        return entries[:room]
+        return entries[:num_shown]
 
 
 def printable(text: str) -> str:

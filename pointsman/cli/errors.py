@@ -1,4 +1,4 @@
-"""Errors that a command reports as one line on stderr and an exit code; and the log, which is there too."""
+"""Errors that a command reports as one line on stderr and an exit code; and the log, which also goes to stderr."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class CommandError(Exception):
 
 
 def check_writable(path: str | None) -> None:
-    """Refuse a file that cannot be written before time is spent on what it would hold. None is left behind.
+    """Refuse a file that cannot be written, before its content is computed. Leaves no file behind.
 
     Raises:
-        CommandError: it cannot be opened.
+        CommandError: the file cannot be opened.
     """
     if path is None:
         return

@@ -1,4 +1,4 @@
-"""`pointsman film`: make a film from a recording, and look at it: its steps, what was true at one, a request's life."""
+"""`pointsman film`: makes a film from a recording, and prints its steps, its state at a step, or a request's life."""
 
 from __future__ import annotations
 
@@ -28,35 +28,33 @@ from pointsman.web.story import Teller, life_of, lives_of, meaning_of, preemptio
 from pointsman.web.words import counted
 
 MAX_ROWS = 40
-"""Requests that a table names."""
+"""Maximum number of requests in a table."""
 MAX_REASONS = 3
-"""Of a wait, in a table."""
+"""Maximum number of reasons of a wait, in a table."""
 
 
 def film(
-    file: Annotated[str, typer.Argument(help="A recording, of which a film is made, or a film to look at.")],
+    file: Annotated[str, typer.Argument(help="A recording to make a film from, or a film to print.")],
     out: Annotated[
-        str | None, typer.Option("--out", "-o", help="Where the film goes; by default beside the recording.")
+        str | None, typer.Option("--out", "-o", help="Film to write; by default beside the recording.")
     ] = None,
     blocks: Annotated[bool, typer.Option(help="Whether the film has the block tables, most of its size.")] = True,
-    step: Annotated[
-        int | None, typer.Option(help="Print what was decided in this step, and what was true then.")
-    ] = None,
+    step: Annotated[int | None, typer.Option(help="Print the decisions of this step, and the state at it.")] = None,
     request: Annotated[
         str | None,
-        typer.Option(help="Print the life of this request, and what it waited for; a client's id is enough."),
+        typer.Option(help="Print the life of this request, and the reasons of its waits; a client's id is enough."),
     ] = None,
     waits: Annotated[
-        int | None, typer.Option(min=1, help="Print the requests that waited longest, so many of them, and why.")
+        int | None, typer.Option(min=1, help="Print this number of the requests that waited longest, and why.")
     ] = None,
     preemptions: Annotated[
-        bool, typer.Option("--preemptions", help="Print every preemption: when, for whose need, and why this request.")
+        bool, typer.Option("--preemptions", help="Print every preemption: when, for which request, why this victim.")
     ] = False,
 ) -> int:
     """Make a film from a recording: every decision, to be looked at step by step.
 
-    A film names no token of any prompt. Of a film, its extent is printed, one step (--step), one request's life
-    (--request), the longest waits (--waits), or the preemptions (--preemptions).
+    A film contains no tokens of prompts. For a film, the command prints its extent, one step (--step), one request's
+    life (--request), the longest waits (--waits), or the preemptions (--preemptions).
     """
     path = Path(file)
     asked = {"--step": step, "--request": request, "--waits": waits, "--preemptions": preemptions or None}
@@ -68,7 +66,7 @@ def film(
         check_is_other(path, made)
         path = _make(path, made, blocks)
     elif out is not None:
-        raise CommandError(f"{file} is a film already; --out is for what is made from a recording")
+        raise CommandError(f"{file} is a film already; --out applies only to a recording")
     found = read_film(path)
     with broken_films(path):
         if step is not None:
@@ -82,7 +80,7 @@ def film(
         if not given:
             _print_extent(path, found)
     if not found.is_complete:
-        print("The film was cut off: what came later is not in it.")
+        print("The film was cut off: later events are missing.")
     return EXIT_OK
 
 
@@ -90,10 +88,10 @@ def is_film(path: Path) -> bool:
     """Whether a file is a film; otherwise it may be a recording.
 
     Raises:
-        CommandError: it cannot be read.
+        CommandError: the file cannot be read.
     """
     try:
-        with open_regular(path) as opened:  # it is read again
+        with open_regular(path) as opened:  # read again later
             return opened.read(len(MAGIC)) == MAGIC
     except OSError as error:
         raise CommandError(f"cannot read {path}: {error.strerror}") from None
@@ -101,7 +99,7 @@ def is_film(path: Path) -> bool:
 
 @contextmanager
 def broken_films(path: Path) -> Iterator[None]:
-    """Raises CommandError where a film contradicts itself."""
+    """Raise CommandError if a film contradicts itself."""
     try:
         yield
     except FilmError as error:
@@ -109,22 +107,22 @@ def broken_films(path: Path) -> Iterator[None]:
 
 
 def read_film(path: Path) -> Film:
-    """Raises CommandError if it is none that can be read."""
+    """Raises CommandError if the file is not a film that can be read."""
     with broken_films(path):
         return Film.read(path)
 
 
 def check_is_other(source: Path, out: Path) -> None:
-    """Raises CommandError if what is made would replace what it is made from."""
+    """Raises CommandError if the output would replace the input."""
     if out.exists() and out.samefile(source):
-        raise CommandError(f"{out} is what is read; give --out another name")
+        raise CommandError(f"{out} is the input file; give --out another name")
 
 
 def film_recording(recording: Path, file: BinaryIO, *, with_blocks: bool = True) -> FilmRecorder:
-    """Replay a recording, and write its film; the recorder knows how large it is.
+    """Replay a recording, and write its film; the recorder knows the film's size.
 
     Raises:
-        CommandError: it is no recording, or decides otherwise now.
+        CommandError: it is not a recording, or the replay decides differently.
     """
     recorder = FilmRecorder(SideFile(file, raises=True), with_blocks=with_blocks)
     try:
@@ -149,7 +147,7 @@ def _counted_lines(opened: BinaryIO, bar: ProgressBar) -> Iterator[str]:
 
 
 def _make(recording: Path, out: Path, with_blocks: bool) -> Path:
-    """The film of a recording; until it is whole it has another name, so that an older one stays if it fails."""
+    """The film of a recording. It has another name until it is complete, so that a failure keeps an older film."""
     part = out.with_name(out.name + ".part")
     try:
         with part.open("wb") as file:
@@ -228,7 +226,8 @@ def _print_rest(count: int) -> None:
 
 
 def _print_life(found: Film, request_id: str) -> None:
-    """Of the request with this id; if there is none, of those of the answer with this id: a server appends to it."""
+    """Print the request with this id. If there is none, print those of the completion with it: a server appends to
+    it."""
     ids = [one.request_id for one in found.requests]
     numbers = [number for number, each in enumerate(ids) if each == request_id]
     numbers = numbers or [number for number, each in enumerate(ids) if each.startswith(f"{request_id}-")]
@@ -238,7 +237,7 @@ def _print_life(found: Film, request_id: str) -> None:
         raise CommandError(f"the film has no request {request_id!r}; it has {len(found.requests)}: {some}{more}")
     for place, number in enumerate(numbers):
         if place:
-            print()  # another one that had the id later, or another sample
+            print()  # a later request with the same id, or another sample
         life = life_of(found, number)
         for time, sentence in life.moments:
             print(f"{time:10.3f} s  {one_line(sentence)}")
@@ -252,13 +251,13 @@ def _shown(reason: str) -> str:
     return reason.replace("_", " ")
 
 
-def _print_waits(found: Film, most: int) -> None:
-    """The requests that waited longest, with what they waited for most."""
+def _print_waits(found: Film, limit: int) -> None:
+    """The requests that waited longest, with their longest reasons."""
     lives = sorted(lives_of(found), key=lambda life: -life.total_waited)
     table = Table(box=None, padding=(0, 2, 0, 0))
     for header in ("request", "waited, s", "ran, s", "most of it for"):
         table.add_column(header, justify="right" if header.endswith(" s") else "left", overflow="fold")
-    for life in lives[:most]:
+    for life in lives[:limit]:
         if not life.waited:
             break
         parts = [f"{_shown(reason)} {seconds:.3f}" for reason, seconds in list(life.waited.items())[:MAX_REASONS]]
@@ -268,9 +267,9 @@ def _print_waits(found: Film, most: int) -> None:
         print("No request waited.")
         return
     Console(markup=False).print(table)
-    for reason in dict.fromkeys(reason for life in lives[:most] for reason in list(life.waited)[:MAX_REASONS]):
+    for reason in dict.fromkeys(reason for life in lives[:limit] for reason in list(life.waited)[:MAX_REASONS]):
         print(f"{_shown(reason)}: {meaning_of(reason)}")
-    print("Next: --request ID says how each of them came to wait")
+    print("Next: --request ID shows why each of them waited")
 
 
 def _print_preemptions(found: Film) -> None:

@@ -1,4 +1,5 @@
-"""From options of the command line to arguments of `Engine`: preset, sizes in bytes, and checks before loading."""
+"""Knobs: turns options of the command line into arguments of `Engine`: presets, sizes in bytes, checks before
+loading."""
 
 from __future__ import annotations
 
@@ -26,9 +27,9 @@ from pointsman.engine.params.engine_args import (
 from pointsman.files import represented
 
 SIZES = {"kv_cache_bytes", "kv_offload_bytes", "kv_store_bytes"}
-"""Knobs that may be given like 64MiB."""
+"""Knobs that accept sizes like 64MiB."""
 NO_LIMITS = "none"
-"""In place of a token limit: that there is none."""
+"""Value that stands for no token limit."""
 _UNITS = {"": 1, "b": 1}
 for _power, _prefix in enumerate("kmgt", start=1):
     _UNITS |= {f"{_prefix}ib": 1024**_power, _prefix: 1024**_power, f"{_prefix}b": 1000**_power}
@@ -41,7 +42,7 @@ def engine_arguments(knobs: Mapping[str, Any], preset: str | None = None) -> dic
     The scheduler's knobs are checked here, before seconds are spent on loading a model.
 
     Raises:
-        ValueError: a value is out of range, two knobs contradict each other, or no preset has that name.
+        ValueError: a value is out of range, two knobs contradict each other, or there is no such preset.
     """
     arguments = dict(knobs)
     if (num_threads := arguments.pop("threads", None)) is not None:
@@ -64,9 +65,7 @@ def engine_arguments(knobs: Mapping[str, Any], preset: str | None = None) -> dic
     arguments = scheduler_values(arguments)
     own = {name: value for name, value in arguments.items() if name in SCHEDULER_NAMES}
     preset = "default" if preset is None else preset
-    if (
-        preset not in PRESETS
-    ):  # `SchedulerConfig` also has presets of systems to compare with, which are not for serving
+    if preset not in PRESETS:  # `SchedulerConfig` also has presets of other systems, for comparison and not for serving
         raise ConfigError(f"no preset is called {preset!r}; choose one of {', '.join(PRESETS)}")
     # Only the engine knows whether PyTorch can use the GPU; it checks the knobs again with its defaults.
     device = arguments.get("device", "auto")
@@ -75,7 +74,7 @@ def engine_arguments(knobs: Mapping[str, Any], preset: str | None = None) -> dic
     check_utilization(arguments.get("gpu_memory_utilization"), device_type)
     scheduler = scheduler_defaults(PRESETS[preset] | own, device_type)
     defaults = {name: value for name, value in scheduler.items() if name not in PRESETS[preset]}
-    stand_ins = {"num_blocks": 1, "max_model_len": 1}  # which the model decides
+    stand_ins = {"num_blocks": 1, "max_model_len": 1}  # the model decides these
     config = SchedulerConfig.preset(preset, **(stand_ins | defaults | own))
     kv_knobs = KVKnobs(**{field.name: arguments[field.name] for field in fields(KVKnobs) if field.name in arguments})
     kv_knobs.check(config)
@@ -85,7 +84,7 @@ def engine_arguments(knobs: Mapping[str, Any], preset: str | None = None) -> dic
 
 
 def scheduler_values(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with the knobs of the scheduler read that are text on the command line.
+    """The given values, with the scheduler's knobs parsed where the command line has text.
 
     Raises:
         ValueError: a text has another form.
@@ -144,7 +143,7 @@ def draft_table(text: str) -> tuple[tuple[int, ...], ...]:
 
 
 def token_limits(names: Sequence[str]) -> list[str]:
-    """The limits that are named; "none" alone stands for an empty list, which an option cannot give.
+    """The named limits; "none" alone stands for an empty list, which an option cannot express.
 
     Raises:
         ValueError: "none" stands beside others.
@@ -158,7 +157,7 @@ def token_limits(names: Sequence[str]) -> list[str]:
 
 
 def number_or_word(value: int | str) -> int | str:
-    """An integer where the text is one; the scheduler's configuration checks any other word."""
+    """An integer if the text is one; the scheduler's configuration checks any other word."""
     try:
         return int(value)
     except ValueError:

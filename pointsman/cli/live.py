@@ -1,4 +1,4 @@
-"""`pointsman play --socket`: what a running vLLM decides, in a page on this machine."""
+"""`pointsman play --socket`: shows the decisions of a running vLLM in a page on this machine."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def live_server(socket: str) -> local.LocalServer:
 
 
 def _film(socket: str, _: local.Ask) -> Iterator[bytes]:
-    """The film that the socket sends.
+    """The film that arrives from the socket.
 
     Raises:
-        Refused: it sends none.
+        Refused: the socket sends no film.
     """
     try:
         connection = client.Connection(socket)

@@ -28,7 +28,7 @@ from pointsman.engine.sources.named import (
 from pointsman.engine.text.tokenizer import DEMO_MODEL
 
 SECONDS_WITHOUT_DATA = 10.0
-"""After which `--optional` gives up."""
+"""Seconds without data after which `--optional` gives up."""
 Name = Annotated[str, typer.Argument(metavar="NAME", help=f"{' or '.join(NAMED)}.")]
 
 app = typer.Typer(help="Small models with a name, for pointsman serve --model NAME.", rich_markup_mode=None)
@@ -36,7 +36,7 @@ app = typer.Typer(help="Small models with a name, for pointsman serve --model NA
 
 @app.callback(invoke_without_command=True)
 def models(context: typer.Context) -> int:
-    """List small models with a name, install, remove and export them.
+    """List, install, remove and export small models with a name.
 
     Without a command it lists them. Installed ones are in ~/.cache/pointsman/models, or in the folder that the variable
     POINTSMAN_MODELS names.
@@ -67,7 +67,7 @@ def get(
         bool,
         typer.Option(
             "--optional",
-            help="If it cannot be installed, say why and exit with 0; give up after "
+            help="If it cannot be installed, report why and exit with 0; give up after "
             f"{SECONDS_WITHOUT_DATA:g} s without data.",
         ),
     ] = False,
@@ -113,7 +113,7 @@ def export(
     try:
         path = find_model(model)
         if not is_gguf(path):
-            raise CommandError(f"{model} is no GGUF file: {path} is in the Hugging Face format already")
+            raise CommandError(f"{model} is not a GGUF file: {path} is in the Hugging Face format already")
         from transformers.utils.logging import disable_progress_bar
 
         from pointsman.engine.gguf.export import export_directory  # imports PyTorch
@@ -168,6 +168,6 @@ def _get_command(model: NamedModel) -> str:
 
 
 def _show(name: str, num_bytes: int, licence: str, description: str, where: str) -> None:
-    """Two lines; a path is on one of its own, because a table would cut it."""
+    """Print two lines; the path has its own line, because a table would cut it."""
     print(f"{name:12} {num_bytes / 1e6:4,.0f} MB  {licence:19} {description}")
     print(f"{'':12} {where}")

@@ -1,10 +1,10 @@
-"""The options of the commands: names, meanings, and how `--help` groups them.
+"""The options of the commands: names, meanings, and their groups in `--help`.
 
-A command has its own options in its signature, and gets the options that commands share, each declared here once, by
-the decorator `takes`. None as a default means that the option was not given, so that the engine's or the server's own
-default holds, which is written where it is used; the help text repeats it in brackets.
+A command has its own options in its signature. Options that commands share are declared here once; the decorator
+`takes` adds them. The default None means that the option was not given: the default of the engine or the server then
+applies. It is written where it is used, and the help text repeats it in brackets.
 
-`GENERATE_HELP` and `SERVE_HELP` are the pages of the two commands with many options: the ten that matter first, then
+`GENERATE_HELP` and `SERVE_HELP` are the pages of the two commands with many options: the ten main options first, then
 panels by subject. The pages are plain text, because Typer's framed panels cut off long option names at 80 columns.
 """
 
@@ -60,7 +60,7 @@ Limit = Annotated[int | None, typer.Option(help="With a trace: number of request
 MaxTokens = Annotated[
     int | None,
     typer.Option(
-        help="Maximum tokens to generate [default: 64]; only shortens what built-in prompts and traces ask for.",
+        help="Maximum tokens to generate [default: 64]; can only shorten the outputs of built-in prompts and traces.",
     ),
 ]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
@@ -86,7 +86,7 @@ Socket = Annotated[str, typer.Option(metavar="PATH", help="Control socket of the
 AskedRequest = Annotated[
     str | None, typer.Argument(metavar="[ID]", help="One request, or the requests of one completion.")
 ]
-MostRequests = Annotated[int, typer.Option(help="Maximum number of requests to show, the oldest first.")]
+MaxRequests = Annotated[int, typer.Option(help="Maximum number of requests to show, the oldest first.")]
 AsJsonLines = Annotated[bool, typer.Option("--json", help="One JSON line per request.")]
 
 # ---------------------------------------------------------------------- knobs of the engine and the scheduler
@@ -127,7 +127,7 @@ KNOBS: dict[str, Any] = {
         str | None,
         typer.Option(
             metavar="NAME",
-            help="int8: linear layers in 8 bits; outputs differ a little. int4: with few requests in the 4 bits of a "
+            help="int8: linear layers in 8 bits; outputs differ a little. int4: for few requests in the 4 bits of a "
             "GGUF file.",
         ),
     ],
@@ -319,24 +319,24 @@ SERVER: dict[str, Any] = {
         typer.Option(help="Most urgent (smallest) priority of a request, at most 0; then 400 [default: no limit]."),
     ],
     "min_ttft_target": Annotated[
-        float | None, typer.Option(help="Least TTFT target of a request, in seconds; then 400 [default: no limit].")
+        float | None, typer.Option(help="Minimum TTFT target of a request, in seconds; then 400 [default: no limit].")
     ],
     "max_retention": Annotated[
-        float | None, typer.Option(help="Longest retention of a request, in seconds; then 400 [default: 600].")
+        float | None, typer.Option(help="Maximum retention of a request, in seconds; then 400 [default: 600].")
     ],
     "tenant_from": Annotated[
         str | None,
         typer.Option(
             metavar="SOURCE",
-            help="What names the tenant: key, the API key's name; user, the field of that name; or header:NAME. "
-            "The last two only behind a trusted proxy, as clients may send what they like [default: key].",
+            help="Source of the tenant: key, the API key's name; user, the field of that name; or header:NAME. "
+            "The last two only behind a trusted proxy, because clients may send any value [default: key].",
         ),
     ],
     "isolate_prefixes": Annotated[
         bool | None,
         typer.Option(
             "--isolate-prefixes/--no-isolate-prefixes",
-            help="Whether tenants share no cached prefixes, so that none can find out what another asks [default: no].",
+            help="Whether cached prefixes are private to a tenant, so that no other detects its prompts [default: no].",
         ),
     ],
     "drain_delay": Annotated[
@@ -374,13 +374,15 @@ SERVER: dict[str, Any] = {
     "max_engine_restarts": Annotated[
         int | None,
         typer.Option(
-            help="Deaths of an engine, one after the other, after which it is not started again [default: 5; 0 with "
+            help="Consecutive deaths of an engine after which it is not restarted [default: 5; 0 with "
             "one engine: its death ends the server]."
         ),
     ],
     "max_resumes": Annotated[
         int | None,
-        typer.Option(help="How often a request goes on in another engine after a death; then it fails [default: 3]."),
+        typer.Option(
+            help="Maximum resumptions of a request in other engines after deaths; then it fails [default: 3]."
+        ),
     ],
     "engine_timeout": Annotated[
         float | None,
@@ -400,13 +402,13 @@ SERVER: dict[str, Any] = {
         str | None,
         typer.Option(
             metavar="|".join(get_args(WhenFull)),
-            help="What a full disk does to the recording: stop ends it; wait keeps up to 64 MiB in memory until there "
-            "is room [default: stop].",
+            help="Effect of a full disk on the recording: stop ends it; wait keeps up to 64 MiB in memory until space "
+            "is free [default: stop].",
         ),
     ],
     "seed": Annotated[int | None, typer.Option(help="Seed of requests without one [default: 0].")],
 }
-"""Options of serve beside the knobs. Its configuration file may set all of these and all knobs."""
+"""Options of serve other than knobs. Its configuration file may set all of these and all knobs."""
 
 SIZES = frozenset({"kv_cache_bytes", "max_request_bytes", "max_total_request_bytes"})
 """Options whose value is a number of bytes, written like 64MiB."""
@@ -427,7 +429,7 @@ ChatMaxTokens = Annotated[int | None, typer.Option("--max-tokens", help="Maximum
 # ---------------------------------------------------------------------- help pages
 
 Panels = Mapping[str, tuple[str, ...]]
-"""Titles of a help page, each with the names of its options, in order. An option is in the first panel that has it."""
+"""Titles of a help page, each with the names of its options, in order. An option is in its first panel."""
 
 ENGINE_PANELS: Panels = {
     "Model and device": (
@@ -573,7 +575,7 @@ def grouped(panels: Panels) -> type[TyperCommand]:
 
 
 def takes(*groups: Mapping[str, Any]) -> Callable[[Command], Command]:
-    """Decorator: the command takes the options of `groups`, by name in its `**` parameter, None where not given."""
+    """Decorator: the command takes the options of `groups`, by name in its `**` parameter, None if not given."""
 
     def decorate(command: Command) -> Command:
         signature = inspect.signature(command, eval_str=True)

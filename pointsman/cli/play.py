@@ -1,4 +1,4 @@
-"""`pointsman play`: a page in which a run can be stepped through."""
+"""`pointsman play`: makes a page that steps through a run."""
 
 from __future__ import annotations
 
@@ -20,48 +20,46 @@ from pointsman.web.player import MAX_FILM, page_of, too_large
 
 def play(
     file: Annotated[
-        str | None, typer.Argument(help="A film or a recording; --sandbox and --socket do without.")
+        str | None, typer.Argument(help="A film or a recording; optional with --sandbox and --socket.")
     ] = None,
-    beside: Annotated[str | None, typer.Argument(help="Another one, which it is compared with.")] = None,
+    beside: Annotated[str | None, typer.Argument(help="A second film or recording to compare with.")] = None,
     out: Annotated[
-        str | None, typer.Option("--out", "-o", help="The page; by default FILE with .html, of two FILE-BESIDE.html.")
+        str | None, typer.Option("--out", "-o", help="The page; by default FILE with .html, for two FILE-BESIDE.html.")
     ] = None,
     open_page: Annotated[bool, typer.Option("--open/--no-open", help="Open it in a browser.")] = False,
     sandbox: Annotated[
         bool, typer.Option("--sandbox", help="A scheduler to play with, with the requests and settings of FILE.")
     ] = False,
     socket: Annotated[
-        str | None, typer.Option(help="Of a vLLM with Pointsman's scheduler: show what it decides now.")
+        str | None, typer.Option(help="Socket of a vLLM with Pointsman's scheduler: show its decisions live.")
     ] = None,
-    port: Annotated[int | None, typer.Option(help="Of the sandbox [default: one that is free].")] = None,
+    port: Annotated[int | None, typer.Option(help="Port of the sandbox [default: a free one].")] = None,
 ) -> int:
-    """Make a page in which a run can be stepped through, forth and back, with the reason of every decision.
+    """Make a page that steps through a run, forward and back, with the reason of every decision.
 
-    Of two runs, the page shows them side by side, moves both together, and says how they differ: policy A and policy B,
-    static and continuous batching.
+    For two runs, the page shows them side by side, steps both together, and reports how they differ: policy A and
+    policy B, static and continuous batching.
 
-    It is one HTML file that carries the film and needs nothing else, so it can be handed on. It has no prompts.
+    The page is one self-contained HTML file with the film, so it can be passed on. It has no prompts.
 
-    With --sandbox, a page on this machine instead: requests are added, settings changed, steps done and undone, and the
-    real scheduler decides. With --socket, a page of what a running vLLM decides. Both print their address; Ctrl-C ends
-    them.
+    With --sandbox, it is a page on this machine instead: add requests, change settings, step and undo, and the real
+    scheduler decides. With --socket, it is a page with the decisions of a running vLLM. Both print their address;
+    Ctrl-C ends them.
     """
     if socket is not None:
         given = {"FILE": file, "--out": out, "--sandbox": sandbox or None, "--port": port}
         others = [name for name, value in given.items() if value is not None]
         if others:
-            raise CommandError(
-                f"--socket shows what is decided now, and has no use for {others[0]}; leave one of them out"
-            )
+            raise CommandError(f"--socket shows live decisions, so {others[0]} has no effect; leave one of them out")
         return _serve(live_server(socket), open_page=open_page)
     if sandbox:
         if beside is not None:
-            raise CommandError(f"{beside} is a second run, and a sandbox begins with one; leave it out")
+            raise CommandError(f"{beside} is a second run, and a sandbox starts from one; leave it out")
         if out is not None:
-            raise CommandError("--out is for a page that is a file, and --sandbox serves one; leave one of them out")
+            raise CommandError("--out writes a page, and --sandbox serves one; leave one of them out")
         return _serve(open_sandbox(file, port or 0), open_page=open_page)
     if port is not None:
-        raise CommandError(f"--port is {port}, and belongs to --sandbox; add that, or leave it out")
+        raise CommandError(f"--port is {port}, and applies only to --sandbox; add that, or leave it out")
     if file is None:
         raise CommandError("there is nothing to play; give a film or a recording, --sandbox, or --socket")
     sources = [Path(name) for name in (file, beside) if name is not None]
@@ -83,7 +81,7 @@ def play(
 
 
 def _serve(server: LocalServer, *, open_page: bool) -> int:
-    """Answer the page until Ctrl-C."""
+    """Serve the page until Ctrl-C."""
     print(f"{server.url}\nOpen it in a browser on this machine; Ctrl-C ends it.", flush=True)
     if open_page:
         webbrowser.open(server.url)
@@ -95,7 +93,7 @@ def _serve(server: LocalServer, *, open_page: bool) -> int:
 
 
 def _film_of(source: Path) -> bytes:
-    """The film, or that of the recording."""
+    """The film in a file, or the film of a recording."""
     if is_film(source):
         if (size := source.stat().st_size) > MAX_FILM:
             raise CommandError(too_large(source.name, size))
@@ -104,7 +102,7 @@ def _film_of(source: Path) -> bytes:
         made = io.BytesIO()
         film_recording(source, made)
         data = made.getvalue()
-    with broken_films(source):  # what cannot be shown is refused here, and not in the browser
+    with broken_films(source):  # refuse here, and not in the browser, what cannot be shown
         if not Film(io.BytesIO(data)).frames:
             raise CommandError(f"{source} has no step: nothing was scheduled")
     return data

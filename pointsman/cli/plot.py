@@ -1,4 +1,4 @@
-"""`pointsman plot`: a film or a recording as one picture, or as a trace for Perfetto."""
+"""`pointsman plot`: draws a film or a recording as one picture, or converts it to a trace for Perfetto."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def plot(
 
 
 def _check_picture(path: Path, kind: str) -> None:
-    """Whether it can be drawn, before the recording takes its time."""
+    """Check that the picture can be drawn, before the recording is replayed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ModuleNotFoundError:

@@ -1,4 +1,4 @@
-"""`pointsman policies`: which policies of each kind are there, and what are their parameters?"""
+"""`pointsman policies`: lists the policies of each kind, with their parameters."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run_policies(kind: str | None, *, as_json: bool) -> int:
     console = Console()
     for each, policies in found.items():
         console.print(_table(each, policies))
-    print("Write a policy as name, or name:key=value,key=value. docs/policies.md says when to use which.")
+    print("Write a policy as name, or name:key=value,key=value. docs/policies.md explains when to use each.")
     return EXIT_OK
 
 

@@ -32,7 +32,7 @@ class Entry:
 
     @property
     def text(self) -> str:
-        """What was generated so far; decoded when it is read."""
+        """The text generated so far; decoded when it is read."""
         return self.output.text if self.output is not None else ""
 
     @property
@@ -101,7 +101,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The figures of one moment."""
+    """The figures at one time."""
 
     seconds: float
     expected: int
@@ -114,10 +114,10 @@ class Status:
     used_blocks: int
     num_blocks: int
     tokens_per_second: float
-    """Generated, over the last seconds."""
+    """Generated tokens a second, over the last seconds."""
     preemptions: int
     hit_rate: float
-    """Share of the prompt tokens looked up that the prefix cache had."""
+    """Share of the looked-up prompt tokens that the prefix cache had."""
 
 
 class Progress:
@@ -163,7 +163,7 @@ class Progress:
         return [entry for entry in self.entries.values() if not entry.end]
 
     def status(self, now: float) -> Status:
-        """The figures of this moment."""
+        """The current figures."""
         stats = self.engine.scheduler.stats()
         used = stats.num_blocks - stats.num_free_blocks
         (since, before), ended = self._rates[0], sum(self.ends.values())

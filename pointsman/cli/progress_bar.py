@@ -1,4 +1,4 @@
-"""A bar for what takes more than two seconds, with the time that is left."""
+"""A progress bar for work that takes more than two seconds, with the remaining time."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 QUIET_SECONDS = 2.0
-"""A progress bar is shown after that time."""
+"""Seconds after which a progress bar is shown."""
 _REFRESH_SECONDS = 0.2
 
 
 class ProgressBar(AbstractContextManager["ProgressBar"]):
-    """A bar with the time that is left, on stderr if that is a terminal, of what takes over two seconds.
+    """A progress bar with the remaining time, on stderr if that is a terminal, for work that takes over two seconds.
 
     Args:
         verb: what is done with requests, or with another `noun`.
-        expected: how many there are; None: not known.
-        console: where it is shown; None: on stderr.
-        quiet: seconds before it is shown.
-        figure: what the second number of `update` is, with its format.
+        expected: their number; None: not known.
+        console: where the bar is shown; None: on stderr.
+        quiet: seconds before the bar is shown.
+        figure: text for the second number of `update`, with its format.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class ProgressBar(AbstractContextManager["ProgressBar"]):
         self._task = TaskID(0)
 
     def expect(self, expected: int) -> None:
-        """There are so many."""
+        """Set the expected number."""
         self._expected = expected
 
     def update(self, num_finished: int, now: float) -> None:
@@ -60,7 +60,7 @@ class ProgressBar(AbstractContextManager["ProgressBar"]):
         self._next = time.monotonic() + _REFRESH_SECONDS
 
     def after(self, num_before: int) -> Callable[[int, float], None]:
-        """`update` for a simulation that follows others, of which `num_before` requests are done."""
+        """`update` for a simulation that follows others, in which `num_before` requests are done."""
         return lambda num_finished, now: self.update(num_before + num_finished, now)
 
     def __enter__(self) -> Self:
@@ -68,5 +68,5 @@ class ProgressBar(AbstractContextManager["ProgressBar"]):
 
     def __exit__(self, *exc_info: object) -> None:
         if self._bar is not None:
-            with suppress(OSError):  # the terminal is gone
+            with suppress(OSError):  # the terminal is closed
                 self._bar.stop()

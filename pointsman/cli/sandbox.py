@@ -1,4 +1,4 @@
-"""`pointsman play --sandbox`: a scheduler to play with, in a page on this machine."""
+"""`pointsman play --sandbox`: serves a scheduler to play with, in a page on this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pointsman.web.sandbox_page import sandbox_server
 from pointsman.web.scene import Scene, play
 
 MODEL = "MODEL"
-"""What stands in the command lines for a model: the sandbox has none."""
+"""Placeholder for a model in the command lines: the sandbox has none."""
 _SIZES = ("num_blocks", "num_reserved_blocks", "block_size", "max_model_len")
 _NAMES = tuple(field.name for field in fields(SchedulerConfig) if field.name not in _SIZES)
 
@@ -29,14 +29,14 @@ def open_sandbox(file: str | None, port: int) -> LocalServer:
     """The server of a sandbox.
 
     Args:
-        file: a film or a recording to begin with; None: none.
-        port: 0: one that is free.
+        file: a film or a recording to start from; None: none.
+        port: 0: a free one.
 
     Raises:
         CommandError: the file cannot be used, or the port is taken.
     """
     if not 0 <= port < 1 << 16:
-        raise CommandError(f"--port is {port}; it must be between 0 (one that is free) and 65535")
+        raise CommandError(f"--port is {port}; it must be between 0 (a free one) and 65535")
     scene, about = (None, "") if file is None else scene_of(Path(file))
     try:
         return sandbox_server(Sandbox(scene, commands=commands, about=about), title=_title(file), port=port)
@@ -48,21 +48,21 @@ def open_sandbox(file: str | None, port: int) -> LocalServer:
 
 def commands(config: SchedulerConfig, base: SchedulerConfig) -> Mapping[str, str]:
     """The command lines that serve with these settings: under "change" with those that differ from `base`, under "all"
-    with all of them. Lines that begin with # say what is to be known."""
+    with all of them. Lines that begin with # are remarks."""
     changed = change_commands(MODEL, config, base)
     if changed is None:
-        change = "# no setting that a server has differs from the beginning\n"
+        change = "# no setting of a server differs from the start\n"
     else:
         change = (
-            "# what differs from the beginning: put it into the command that you serve with, and what it has under\n"
-            "# --additional-config into what you have there; tried with Pointsman's scheduler (--scheduler-cls)\n"
+            "# settings that differ from the start: add them to the command that you serve with, and merge\n"
+            "# --additional-config into yours; tried with Pointsman's scheduler (--scheduler-cls)\n"
             + "\n\n".join(changed)
         )
     return {"change": change, "all": _every_setting(config)}
 
 
 def _every_setting(config: SchedulerConfig) -> str:
-    blocks = config.num_usable_blocks + 1  # vLLM keeps one for itself
+    blocks = config.num_usable_blocks + 1  # vLLM keeps one block for itself
     theirs = {
         "block_size": config.block_size,
         "max_model_len": config.max_model_len,
@@ -81,7 +81,7 @@ def _every_setting(config: SchedulerConfig) -> str:
 
 
 def scene_of(path: Path) -> tuple[Scene, str]:
-    """The scene of a film, or of a recording, and how near to it this comes."""
+    """The scene of a film or of a recording, and a text about how closely it matches."""
     if is_film(path):
         data = path.read_bytes()
     else:
@@ -92,12 +92,12 @@ def scene_of(path: Path) -> tuple[Scene, str]:
         film = Film(io.BytesIO(data), with_blocks=False)
         found = remake(film, MAX_REQUESTS, MAX_PROMPTS)
     if found.num_left_out:
-        print(f"{path} has {found.num_left_out} more requests than a sandbox takes: it has the first ones.")
+        print(f"{path} has {found.num_left_out} more requests than a sandbox takes: only the first ones are used.")
     return found.scene, _about(path.name, film, found)
 
 
 def _about(name: str, film: Film, found: Remade) -> str:
-    """What the page says of a scene that is a film's."""
+    """The page's text about a scene that was made from a film."""
     scene, count = found.scene, len(found.scene.arrivals)
     clock = (
         f"From {name}: the same requests and settings. A step takes {1e3 * scene.seconds_per_step:.3g} ms and "
@@ -110,7 +110,7 @@ def _about(name: str, film: Film, found: Remade) -> str:
     try:
         played = play(replace(scene, to_the_end=True))
     except ConfigError:
-        return f"{clock}."  # which the sandbox will say
+        return f"{clock}."  # the sandbox reports it
     if not played.is_over:
         return f"{clock}. Prefixes that requests shared are not in a film."
     preemptions = sum(event.op is Op.PREEMPTED for event in film.events(0, None))

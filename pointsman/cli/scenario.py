@@ -1,4 +1,4 @@
-"""`pointsman simulate --scenario NAME`: a claim about schedulers, its figures, and what is true of it."""
+"""`pointsman simulate --scenario NAME`: tests a claim about schedulers, and prints its figures and verdicts."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from pointsman.sim.scenarios import Figure, Finding, scenario
 from pointsman.sim.scenarios.picture import verdict, write_page
 
 TAKES = ("model", "device", "profile", "tensor_parallel", "seed")
-"""Options that a scenario takes; all others are a part of it."""
+"""Options that a scenario takes; it sets all others itself."""
 
 
 def run_scenario(
     name: str, options: Mapping[str, Any], *, seeds: int, others: Sequence[str], as_json: bool, html: str | None
 ) -> int:
-    """Run a scenario and print what it found.
+    """Run a scenario and print its result.
 
     Args:
         options: those of `simulator_options` that were given, by name.
         seeds: number of seeds, from `--seed` on.
-        others: options that were given beside these and that no scenario takes.
+        others: other given options, which no scenario takes.
 
     Returns:
         The exit code: 0, or 130 after Ctrl-C, with the rows so far.
@@ -85,7 +85,7 @@ def print_finding(found: Finding, notes: Sequence[str], console: Console) -> Non
 
 
 def print_figures(found: Finding, console: Console) -> None:
-    """Print the figures of each variant, and what holds."""
+    """Print the figures of each variant, and the verdicts."""
     console.print(_table(found))
     if not found.checks:
         return

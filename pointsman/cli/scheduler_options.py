@@ -1,7 +1,7 @@
 """Options for the knobs of the scheduler, made from their declarations in `core/config.py`.
 
-A default that is not that of `SchedulerConfig` is a rule of the engine or of the server. `engine/params/engine_args.py`
-has these rules, and `SERVED_DEFAULTS` has the words for those that are no number.
+A default that differs from `SchedulerConfig` is a rule of the engine or of the server. `engine/params/engine_args.py`
+has these rules, and `SERVED_DEFAULTS` describes the defaults that are not numbers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pointsman.core.config import scheduler_knobs
 from pointsman.engine.params.engine_args import GPU_DEFAULTS, SCHEDULER_DEFAULTS
 
 OPTIONS = {name: knob.option for name, knob in scheduler_knobs().items() if knob.option is not None}
-"""The options that are declared, by the name of their knob."""
+"""The declared options, by the name of their knob."""
 NUMBERS_OR_WORDS = frozenset(name for name in OPTIONS if (knob := scheduler_knobs()[name]).words and int in knob.kinds)
 """Options whose value is an integer or a word."""
 SERVED_DEFAULTS: Mapping[str, str] = {
@@ -29,18 +29,18 @@ SERVED_DEFAULTS: Mapping[str, str] = {
 
 
 def flag(name: str) -> str:
-    """The option of the command line that sets a knob or another setting, such as "--max-num-seqs"."""
+    """The command-line option of a knob or another setting, such as "--max-num-seqs"."""
     declared = OPTIONS[name].flag if name in OPTIONS else None
     return declared or f"--{name.replace('_', '-')}"
 
 
 def of_panel(title: str) -> tuple[str, ...]:
-    """The knobs that are listed in the part `title` of a help page."""
+    """The knobs in the part `title` of a help page."""
     return tuple(name for name, option in OPTIONS.items() if option.panel == title)
 
 
 def served_default(name: str) -> str:
-    """The default of `pointsman serve` in words, of the CPU and of a GPU; "": there is nothing to say."""
+    """The default of `pointsman serve` in words, on the CPU and on a GPU; "": none to mention."""
     if name in SERVED_DEFAULTS:
         return SERVED_DEFAULTS[name]
     default = default_in_words(name)
@@ -49,7 +49,7 @@ def served_default(name: str) -> str:
 
 
 def default_in_words(name: str) -> str:
-    """The default of `SchedulerConfig` in words; "": there is nothing to say."""
+    """The default of `SchedulerConfig` in words; "": none to mention."""
     words, value = OPTIONS[name].default, scheduler_knobs()[name].default
     if words is not None:
         return words
@@ -69,7 +69,7 @@ def simulated_options(defaults: Mapping[str, str]) -> dict[str, Any]:
     """The options of the simulator by name.
 
     Args:
-        defaults: in words, where they are not those of `SchedulerConfig`.
+        defaults: in words, for knobs whose default differs from `SchedulerConfig`.
     """
     return {
         name: _annotation(name, defaults[name] if name in defaults else default_in_words(name))
@@ -79,7 +79,7 @@ def simulated_options(defaults: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _annotation(name: str, default: str) -> Any:
-    """What Typer reads. A value that is neither a number nor a flag is text, which `cli/knobs.py` reads."""
+    """The annotation for Typer. A value that is neither a number nor a flag is text, which `cli/knobs.py` parses."""
     knob, option = scheduler_knobs()[name], OPTIONS[name]
     kind: Any = str if knob.words else next((each for each in (bool, int, float) if each in knob.kinds), str)
     names, metavar = flag(name), option.metavar

@@ -1,8 +1,9 @@
-"""From the options of `pointsman serve` to the settings of its engine and server.
+"""Settings of `pointsman serve`: computes those of its engine and server from the options.
 
-A value comes from the command line, otherwise from the configuration file, otherwise from the preset, otherwise it is
-the default of the engine or the server. Secrets come from the command line, from a file of their own, or from the
-environment alone; only secrets come from the environment.
+A value comes from the command line, otherwise from the configuration file, otherwise from the preset, otherwise from
+the
+default of the engine or the server. Secrets come only from the command line, a file of their own, or the environment;
+nothing else comes from the environment.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ class ServeSettings:
     options: dict[str, Any]
     """The other arguments of `pointsman.server.serve.run`."""
     places: Mapping[str, str]
-    """By what an error names (an option, an API key): the file, and the line, from which it came."""
+    """By the name in an error (an option, an API key): the file, and the line, that set the value."""
 
     def placed(self, error: ValueError) -> str:
-        """What an error says, behind the place of the first value from a file that it names."""
+        """The error's message, behind the place of the first value from a file that it names."""
         return _placed(error, self.places)
 
 
@@ -66,10 +67,10 @@ def serve_settings(
     """The settings of `pointsman serve`, checked as far as possible without a model.
 
     Args:
-        values: options of the command line by name; None or an empty list where not given.
+        values: options of the command line by name; None or an empty list if not given.
         config_path: the configuration file; None: none.
         environment: environment variables, which may hold secrets.
-        default_model: called for the model where neither the command line nor the file names one.
+        default_model: called for the model if neither the command line nor the file names one.
 
     Raises:
         CommandError: a value or a file cannot be used.
@@ -106,7 +107,7 @@ def _placed(error: ValueError, places: Mapping[str, str]) -> str:
 
 
 def _check_run_options(values: dict[str, Any]) -> None:
-    """Check the options beside those of the engine and of `ServerConfig`; 0 seconds between lines become None.
+    """Check the options that belong neither to the engine nor to `ServerConfig`; 0 seconds between lines become None.
 
     Raises:
         CommandError, ValueError: one is out of range, or the recording cannot be written.
@@ -152,14 +153,14 @@ def _server_config(settings: dict[str, Any], environment: Mapping[str, str]) -> 
 
 
 def _keys(kind: str, settings: dict[str, Any], variable: str | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The keys of the command line, otherwise of the file, otherwise of the variable, and their names; taken out of the
-    settings. API keys in a file may have names (`name:key`); those without one, and all others, have the name "".
+    """The keys of the command line, otherwise of the file, otherwise of the variable, and their names; removed from the
+    settings. API keys in a file may have names (`name:key`); all other keys have the name "".
 
     A file or a variable without a key is an error, because it is set to restrict access.
 
     Args:
-        kind: whose they are: "api" or "operator".
-        settings: those of the server.
+        kind: "api" or "operator".
+        settings: settings of the server.
         variable: the value of the variable; None: it is not set.
     """
     name = "API key" if kind == "api" else "operator key"
@@ -213,7 +214,7 @@ def _read(what: str, path: str, max_bytes: int) -> str:
 
 
 def _check_writable(path: str) -> None:
-    """Raise for a recording that cannot be written, before a model is loaded. The file keeps its content for now."""
+    """Raise if a recording cannot be written, before a model is loaded. The file keeps its content for now."""
     try:
         with Path(path).open("a", encoding="utf-8"):
             pass

@@ -1,4 +1,4 @@
-"""`pointsman simulate`: requests under the real scheduler and a virtual clock, and what they got."""
+"""`pointsman simulate`: simulates requests under the real scheduler and a virtual clock, and prints a report."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pointsman.sim.report.table import print_report
 from pointsman.sim.simulator import Outcome, simulate
 
 MAX_NAMED = 3
-"""Refused requests that are named with the reason."""
+"""Maximum number of refused requests that are named with the reason."""
 
 
 def run_simulation(
@@ -47,7 +47,7 @@ def run_simulation(
         options: those of `simulator_options` that were given, by name.
         seeds: number of seeds of a generated workload, from `--seed` on.
         price_per_hour: of one replica.
-        html, perfetto, film: files to write; of several seeds, about the first.
+        html, perfetto, film: files to write; with several seeds, about the first.
 
     Returns:
         The exit code: 0, or 130 after Ctrl-C, with the report so far.
@@ -134,7 +134,7 @@ def run_simulation(
 
 @contextmanager
 def _film(path: str | None) -> Iterator[Sequence[FilmRecorder]]:
-    """What records the first replica into a file; nothing without one."""
+    """Recorders that film the first replica into a file; none without a path."""
     if path is None:
         yield ()
         return
@@ -148,7 +148,7 @@ def _film(path: str | None) -> Iterator[Sequence[FilmRecorder]]:
 
 
 class _Found(NamedTuple):
-    """What the simulation of one seed found."""
+    """The result of one seed's simulation."""
 
     report: Report
     refused: list[tuple[str, str]]
@@ -156,10 +156,10 @@ class _Found(NamedTuple):
 
 
 def check_seeds(seeds: int, options: Mapping[str, Any]) -> None:
-    """Whether several seeds mean anything.
+    """Check that several seeds make sense.
 
     Raises:
-        CommandError: they do not.
+        CommandError: the number is out of range, or the workload is a trace.
     """
     if seeds < 1:
         raise CommandError(f"--seeds is {seeds}; it must be at least 1")
@@ -172,9 +172,9 @@ def check_seeds(seeds: int, options: Mapping[str, Any]) -> None:
 def print_setting(
     service: Service, arriving: Arriving, replicas: int, speed: float = 1.0, *, is_searched: bool = False
 ) -> None:
-    """What is simulated. KV blocks come first: an error in their number spoils everything else.
+    """Print what is simulated. KV blocks come first, because an error in their number spoils everything else.
 
-    `is_searched`: what a step may hold is.
+    `is_searched`: the limits of a step are searched, and not printed.
     """
     console = stdout_console()
     several = f", {replicas} replicas" if replicas > 1 else ""
@@ -224,7 +224,7 @@ def _write(report: Report, outcome: Outcome, setting: tuple[str, ...], html: str
 
 
 def setting_as_json(service: Service, arriving: Arriving) -> dict[str, Any]:
-    """What is simulated, for JSON."""
+    """The simulated service and workload, for JSON."""
     kv = service.kv
     memory = None if kv is None else {name: getattr(kv, name) for name in ("usable", "weights", "activations", "kv")}
     return {

@@ -1,5 +1,4 @@
-"""From options to a simulation: what arrives, and what serves it. Shared by `pointsman simulate`, `capacity` and
-`tune`."""
+"""Simulations: makes a workload and a service from options. Shared by `pointsman simulate`, `capacity` and `tune`."""
 
 from __future__ import annotations
 
@@ -45,17 +44,17 @@ from pointsman.sim.workload import (
 from pointsman.traces import Trace, TraceRequest, about_left_out, read_trace, served
 
 DEFAULTS = {"arrivals": "poisson:4", "prompt_tokens": "lognormal:1000,0.8", "output_tokens": "lognormal:130,0.8"}
-"""The built-in example, about the lengths of a chat service; also what is generated where an option is left out."""
+"""The built-in example, with lengths about those of a chat service; also the defaults of generated workloads."""
 SESSION_DEFAULTS = {"turns": "uniform:2,8", "new_tokens": "lognormal:60,1"}
 NUM_REQUESTS = 1000
 REQUESTS_PER_USER, MAX_OF_USERS = 10, 20_000
-"""Where a number of users is asked for and requests are generated: at least so many for each, and in all no more for
-that. The search ends at a user for each request."""
+"""For a search for a number of users with generated requests: the minimum number of requests of each, and the maximum
+in all to reach that minimum. The search ends at one user for each request."""
 MODEL, DEVICE = "Llama-3.1-8B", "h100"
 UNKNOWN_MODEL = "MODEL"
-"""In a command, where neither an option nor the profile names the model."""
+"""Placeholder in a command, if neither an option nor the profile names the model."""
 UNBOUNDED_MODEL_LEN = 131_072
-"""Where neither a model nor --max-model-len says what a sequence may have."""
+"""Maximum tokens of a sequence if neither a model nor --max-model-len determines it."""
 
 T = TypeVar("T")
 
@@ -64,25 +63,25 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Arriving:
-    """Requests, which may come faster or slower than they say."""
+    """A workload that can be sped up or slowed down."""
 
     title: str
     at_speed: Callable[[float], Workload]
-    """The workload, this many times as fast."""
+    """The workload at this multiple of its speed."""
     rate: float
-    """Requests a second at speed 1; infinity: all at once, or not known before they are served."""
+    """Requests a second at speed 1; infinity: all at once, or not known in advance."""
     trace: Trace[TraceRequest] | None = None
-    """All requests of a trace that can be served, and what was left out; None: there is no trace."""
+    """All requests of a trace that can be served, and the number left out; None: there is no trace."""
     of_users: Callable[[int], Workload] | None = None
-    """The same requests from that many users, who begin spread over a thinking time; None: they come by themselves."""
+    """The same requests from a number of users, who begin within their first thinking time; None: no users."""
     num_left_out: int = 0
-    """Requests of a trace behind those that are taken."""
+    """Requests of a trace after those that are used."""
     about_trace: str = ""
-    """How much of a trace that is, in words; empty: there is none."""
+    """Which part of a trace is used, in words; empty: there is no trace."""
 
     @property
     def about_left_out(self) -> str:
-        """How many rows of the trace were left out, and why; empty: none, or there is no trace."""
+        """The number of rows of the trace that were left out, and why; empty: none, or there is no trace."""
         return "" if self.trace is None else about_left_out(self.trace.num_rows, self.trace.left_out)
 
 
@@ -90,9 +89,9 @@ def what_arrives(options: Mapping[str, Any], num_requests: int | None = None, *,
     """The workload that the options describe.
 
     Args:
-        options: those that were given, by name.
-        num_requests: at most so many from the start, whatever the options say; None: as they say.
-        asks_users: the requests come from users, whose number is asked for.
+        options: the given options, by name.
+        num_requests: maximum number from the start, whatever the options say; None: as in the options.
+        asks_users: the requests come from users, whose number is searched.
 
     Raises:
         CommandError: options contradict each other, or a value or a file is wrong.
@@ -140,7 +139,7 @@ _NOT_WITH: dict[str, tuple[str, ...]] = {
     "sessions": ("users", "requests", "limit"),
     "users": ("arrivals", "rate"),
 }
-"""What says the same thing, or has no effect beside the other."""
+"""Options with the same meaning, or without effect beside the other."""
 _NEEDS: dict[str, tuple[str, ...]] = {
     "limit": ("trace",),
     "think": ("users", "sessions"),
@@ -161,10 +160,10 @@ def _check_options(options: Mapping[str, Any], asks_users: bool) -> None:
             if name in options and other in options:
                 hint = "; --limit shortens a trace" if (name, other) == ("trace", "requests") else ""
                 raise CommandError(f"{_option(other)} has no effect beside {_option(name)}; give one of them{hint}")
-    if asks_users and "arrivals" in options:  # --users, where it is given, was refused above
+    if asks_users and "arrivals" in options:  # --users, if given, was refused above
         raise CommandError(
-            "--arrivals has no effect beside --think: a user's next request comes when the answer to the last one has "
-            "been read; give one of them, or --sessions for conversations that arrive"
+            "--arrivals has no effect beside --think: a user's next request comes after the output of the last one and "
+            "a thinking time; give one of them, or --sessions for conversations that arrive"
         )
     for name, wanted in _NEEDS.items():
         if name in options and not any(each in options or (each == "users" and asks_users) for each in wanted):
@@ -241,7 +240,7 @@ def _sessions(options: Mapping[str, Any], num_requests: int | None, seed: int) -
 
 
 def _parsed(parse: Callable[[str], T], name: str, options: Mapping[str, Any]) -> T:
-    """What the short form in an option stands for, or in its default."""
+    """The value of an option's short form, or of its default."""
     try:
         return parse(options.get(name, {**DEFAULTS, **SESSION_DEFAULTS, "think": "0"}[name]))
     except WorkloadError as error:
@@ -258,29 +257,29 @@ def _faster(text: str, speed: float) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """Replicas of a model on a device, and what is known of their memory and speed."""
+    """Replicas of a model on a device, with their memory and speed."""
 
     title: str
     config: SchedulerConfig
     step_time: StepTime
     routing: Callable[[], Routing]
     kv: KvMemory | None
-    """How the number of blocks comes about; None: it was given, or the pool is never short."""
+    """The breakdown of the number of blocks; None: it was given, or the pool is never short."""
     kv_text: str
     about_times: str
-    """Where the step times come from, and how far they may be off."""
+    """Source of the step times, and their known error."""
     profile: Profile | None = None
     sized: Callable[[SchedulerConfig], SchedulerConfig] = lambda config: config
-    """A configuration with the number of blocks that the device has for it; may raise `ModelTooLarge`."""
+    """A configuration with the number of blocks that fit the device; may raise `ModelTooLarge`."""
     settings_of: str = ""
-    """Where the settings that were not given come from, as a reader calls it."""
+    """Source of the settings that were not given, for display."""
     host_memory: HostMemory | None = None
-    """Behind the pool; None: none."""
+    """Host memory behind the pool; None: none."""
     model: str = UNKNOWN_MODEL
-    """As a server is told: a path, or a name with its organisation."""
+    """The model as in a server's command: a path, or a name with its organisation."""
 
     def extrapolations(self) -> list[str]:
-        """Where the simulations since the last call left the loads of the profile's log, one sentence each."""
+        """Where the simulations since the last call exceeded the loads of the profile's log, one sentence each."""
         watched = self.step_time
         if self.profile is None or not isinstance(watched, WatchedStepTime):
             return []
@@ -292,8 +291,8 @@ def what_serves(options: Mapping[str, Any], preset: str | None, *, as_vllm: bool
     """The service that the options describe.
 
     Args:
-        as_vllm: token budget and sequence limit that are not given are those of vLLM on the device; if only a profile
-            is known, those of its engine.
+        as_vllm: token budget and sequence limit that are not given are vLLM's on the device; if only a profile is
+            known, those of its engine.
 
     Raises:
         CommandError: a name or a value is wrong, or the model does not fit the device.
@@ -324,7 +323,7 @@ def _service(options: Mapping[str, Any], preset: str | None, as_vllm: bool) -> S
     if name not in ROUTINGS:
         raise UnknownName(f"no routing rule is called {name!r}; choose one of {', '.join(ROUTINGS)}")
     knobs = scheduler_values({knob: options[knob] for knob in SCHEDULER if knob in options})
-    # A profile has the step times already; model and device then only say how many blocks there are.
+    # A profile already has the step times; model and device then only determine the number of blocks.
     profile = load_profile(options["profile"]) if "profile" in options else None
     if "num_blocks" in knobs and "gpu_memory_utilization" in options:
         raise CommandError("--gpu-memory-utilization has no effect beside --num-blocks; give one of them")
@@ -395,7 +394,7 @@ def _service(options: Mapping[str, Any], preset: str | None, as_vllm: bool) -> S
         kv_text = f"{kv}".rstrip()
     else:
         kv_text = (
-            "never short, as nothing says how many blocks there are: give --num-blocks as the engine's log "
+            "never short, because their number is not known: give --num-blocks as the engine's log "
             "reports them, or --model and --device"
         )
     return Service(
@@ -415,7 +414,7 @@ def _service(options: Mapping[str, Any], preset: str | None, as_vllm: bool) -> S
 
 
 def _served_model(options: Mapping[str, Any], shape: ModelShape | None, profile: Profile | None) -> str:
-    """What a server is told: the model that was given, or the one of the profile."""
+    """The model in a server's command: the given one, or the profile's."""
     given = options.get("model", MODEL)
     if shape is not None:
         return given if Path(given).exists() else shape.name
@@ -429,7 +428,7 @@ def _largest_step(config: SchedulerConfig) -> dict[str, int]:
 
 
 def _as_calibrated(settings: EngineSettings, longest: int) -> dict[str, Any]:
-    """Knobs of the scheduler as the engine of a profile had them: its step times hold for those."""
+    """Scheduler knobs of a profile's engine: its step times hold for these."""
     knobs: dict[str, Any] = {
         "max_num_seqs": settings.max_num_seqs,
         "max_num_batched_tokens": settings.max_num_batched_tokens,
@@ -460,7 +459,7 @@ def seconds(option: str, text: str | None) -> float | None:
     """Seconds of "500ms", "2s", "1.5" (seconds) or "1m"; None stays None.
 
     Raises:
-        CommandError: it is no duration above 0.
+        CommandError: it is not a duration above 0.
     """
     if text is None:
         return None
@@ -475,7 +474,7 @@ def _option(name: str) -> str:
 
 
 def names() -> str:
-    """The models, devices, scenarios, routing rules and presets that there are, as text."""
+    """The available models, devices, scenarios, routing rules and presets, as text."""
     lines = ["Models (name, parameters, maximum tokens of a sequence, source):"]
     lines += [f"  {_of_shape(shape)}" for shape in SHAPES.values()]
     lines += ["", "Devices (name, memory, bandwidth, source); cpu measures this machine:"]

@@ -1,6 +1,6 @@
-"""The options of `pointsman simulate`, `capacity` and `tune`: what arrives, on what it runs, and their help pages.
+"""The options of `pointsman simulate`, `capacity` and `tune`: workload, service, and help pages.
 
-The scheduler's knobs have the names that `pointsman serve` has, and the defaults of `SchedulerConfig`, which are for
+The scheduler's knobs have the names of `pointsman serve`, and the defaults of `SchedulerConfig`, which are for
 GPUs. None means that an option was not given.
 """
 
@@ -43,9 +43,7 @@ ARRIVING: dict[str, Any] = {
     ],
     "sessions": Annotated[
         int | None,
-        typer.Option(
-            help="Conversations instead of single requests: that many arrive, each prompt extends the last one."
-        ),
+        typer.Option(help="Number of conversations, instead of single requests; each prompt extends the last one."),
     ],
     "turns": Annotated[str | None, typer.Option(metavar="DIST", help="Requests of a session [default: uniform:2,8].")],
     "new_tokens": Annotated[
@@ -61,15 +59,15 @@ ARRIVING: dict[str, Any] = {
     "retention": Annotated[
         float | None,
         typer.Option(
-            help="Seconds for which requests of a session but its last ask to keep their prefix, with --eviction "
+            help="Retention in seconds of the prefixes of a session's requests, except the last one; with --eviction "
             "retention [default: none]."
         ),
     ],
     "users": Annotated[
         int | None,
         typer.Option(
-            help="A closed loop: that many users, each with at most one request at a time; for capacity, those that a "
-            "range of replicas is to serve."
+            help="A closed loop: number of users, each with at most one request at a time; for capacity, the number "
+            "that a range of replicas must serve."
         ),
     ],
     "seed": Annotated[int | None, typer.Option(help="Seed of generated requests [default: 0].")],
@@ -83,7 +81,7 @@ SIMULATED: dict[str, Any] = {
     "limit": Annotated[int | None, typer.Option(help="Number of requests from the start of the trace.")],
     "requests": Annotated[int | None, typer.Option(help="Number of generated requests [default: 1000].")],
 }
-"""What arrives in one simulation, beside `ARRIVING`."""
+"""Options of the workload in one simulation, in addition to `ARRIVING`."""
 
 SERVED_BY: dict[str, Any] = {
     "model": Annotated[
@@ -110,7 +108,7 @@ SERVED_BY: dict[str, Any] = {
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Which replica gets a request: round-robin, least-loaded or prefix-affinity [default: round-robin].",
+            help="Rule that chooses the replica: round-robin, least-loaded or prefix-affinity [default: round-robin].",
         ),
     ],
 }
@@ -130,14 +128,14 @@ TARGETS: dict[str, Any] = {
     "ttft_target": Annotated[
         str | None,
         typer.Option(
-            metavar="TIME", help="Longest time to a first token, like 500ms or 2s; a number alone is seconds."
+            metavar="TIME", help="Maximum time to the first token, like 500ms or 2s; a number alone is seconds."
         ),
     ],
     "itl_target": Annotated[
         str | None,
         typer.Option(
             metavar="TIME",
-            help="Longest time between two tokens of a request. It holds for every gap, the longest included, so it is "
+            help="Maximum time between two tokens of a request. It holds for every gap, the longest included, so it is "
             "stricter than a p99 of all gaps together.",
         ),
     ],
@@ -161,7 +159,7 @@ TUNED: dict[str, Any] = {
             "--ttft-p99",
             "--ttft-target",
             metavar="TIME",
-            help="Time to a first token that 99 % of the requests are to keep, like 500ms or 2s.",
+            help="Maximum time to the first token for 99 % of the requests, like 500ms or 2s.",
         ),
     ],
     "itl_p99": Annotated[
@@ -170,16 +168,16 @@ TUNED: dict[str, Any] = {
             "--itl-p99",
             "--itl-target",
             metavar="TIME",
-            help="Time between two tokens that 99 % of the requests are to keep in every gap, the longest included; "
+            help="Maximum time between two tokens, in every gap, the longest included, for 99 % of the requests; "
             "stricter than a p99 of all gaps together.",
         ),
     ],
     "e2e_p99": Annotated[
         str | None,
-        typer.Option("--e2e-p99", "--e2e-target", metavar="TIME", help="Time to the last token that 99 % are to keep."),
+        typer.Option("--e2e-p99", "--e2e-target", metavar="TIME", help="Maximum time to the last token for 99 %."),
     ],
 }
-"""What arrives in a search of settings, and its targets."""
+"""Options of the workload and the targets in a search of settings."""
 
 SimulatedPreset = Annotated[
     str | None,
@@ -192,7 +190,7 @@ ReplicaRange = Annotated[
     str,
     typer.Option(
         metavar="N|LOW-HIGH",
-        help="Replicas, for which the highest rate or the most users are found; a range (1-16): the fewest for them.",
+        help="Replicas for which to find the highest rate or number of users; a range (1-16): find the minimum.",
     ),
 ]
 WantedRate = Annotated[
@@ -203,22 +201,22 @@ Share = Annotated[float, typer.Option(help="Share of the requests that must meet
 ProbeRequests = Annotated[
     int | None,
     typer.Option(
-        help="Requests of each probe, from the start of the workload; of users, generated ones, at least ten each "
+        help="Requests of each probe, from the start of the workload; for users, generated: at least ten each "
         "[default: 2000 a replica, max 10000]."
     ),
 ]
 TunedReplicas = Annotated[
     str,
-    typer.Option(metavar="N|LOW-HIGH", help="Replicas; a range like 1-4 is searched, for the goodput of a replica."),
+    typer.Option(metavar="N|LOW-HIGH", help="Replicas; a range like 1-4 is searched, by goodput a replica."),
 ]
 PartRequests = Annotated[
     int,
-    typer.Option(help="Requests of the part that settings are chosen on, and of the one that they are judged on."),
+    typer.Option(help="Requests of the part for choosing settings, and of the part for judging them."),
 ]
 Trials = Annotated[int, typer.Option(help="Settings to try, before the neighbours of the best ones.")]
 Workers = Annotated[
     int | None,
-    typer.Option(help="Processes that simulate; the result does not depend on it [default: one a core]."),
+    typer.Option(help="Processes that simulate; the result does not depend on their number [default: one a core]."),
 ]
 RayAddress = Annotated[
     str | None,

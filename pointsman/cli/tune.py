@@ -1,4 +1,4 @@
-"""`pointsman tune`: the settings with the highest goodput, beside the defaults, and the commands that use them."""
+"""`pointsman tune`: finds the settings with the highest goodput, and prints them with the commands that use them."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from pointsman.sim.vllm_defaults import VLLM_VERSION
 from pointsman.sim.workers import available_cores, workers
 
 PRESET = "vllm"
-"""Decides as vLLM's own scheduler, so that a result is a command line of vLLM wherever vLLM has the settings."""
+"""The search decides as vLLM's own scheduler, so a result is a command line of vLLM if vLLM has the settings."""
 _SMALL = 20_000
-"""Simulated requests below which processes of their own take longer to start than they save."""
+"""Number of simulated requests below which starting processes takes longer than they save."""
 _ENOUGH = 0.99
 _MAX_ROWS = 12
 _MAIN = {"max_num_batched_tokens": "budget", "max_num_seqs": "seqs", REPLICAS: "replicas"}
 """Settings with a column of their own."""
 _SERVED_AS = ("gpu_memory_utilization", "max_model_len", "block_size")
-"""Options that both commands get if they were given here."""
+"""Options that both commands get if they were given to `tune`."""
 _SWAPPED_AS = ("kv_offload_bytes", "preemption_mode")
-"""The same, of `pointsman serve` alone."""
+"""Such options of `pointsman serve` alone."""
 
 
 def run_tune(
@@ -54,7 +54,7 @@ def run_tune(
     preset: str | None,
     as_json: bool,
 ) -> int:
-    """Search, and print what was found.
+    """Search, and print the result.
 
     Returns:
         The exit code: 0, or 130 after Ctrl-C, with the best so far.
@@ -106,7 +106,7 @@ def run_tune(
 
 
 class _Tuned:
-    """A search of settings as a reader sees it."""
+    """A search of settings, with its texts and tables."""
 
     parts: Parts
 
@@ -125,10 +125,10 @@ class _Tuned:
         self.varied: frozenset[str] = frozenset()
 
     def divide(self, num_requests: int) -> None:
-        """Cut the workload into its two parts.
+        """Split the workload into its two parts.
 
         Raises:
-            WorkloadError: it is too short, or all at once.
+            WorkloadError: it is too short, or all requests arrive at once.
         """
         arrivals = list(self._arriving.at_speed(self._speed).first_arrivals())
         self.parts = split(arrivals, num_requests)
@@ -179,14 +179,16 @@ class _Tuned:
             for part in (train, held_out)
         ]
         where = f"{len(train)} stretches" if len(train) > 1 else "the first half"
-        others = f"as many in the {len(held_out)} between them" if len(train) > 1 else "as many of the second half"
+        others = (
+            f"the same number in the {len(held_out)} between them" if len(train) > 1 else "those in the second half"
+        )
         return (
             f"Settings are chosen on {count:,} requests in {where} ({rates[0]:.3g} requests/s) and judged on {others} "
             f"({rates[1]:.3g} requests/s)."
         )
 
     def answer(self, found: Tuning) -> list[str]:
-        """The first line says what to do."""
+        """The result in sentences; the first one is the recommendation."""
         if not found.is_complete:
             if found.chosen is None:
                 return ["Interrupted before the first settings were tried."]
@@ -198,7 +200,7 @@ class _Tuned:
             fastest = min((trial.train.ttft_p99 or math.inf for trial in found.trials), default=math.inf)
             gap = min((trial.train.longest_gap_p99 or math.inf for trial in found.trials), default=math.inf)
             return [
-                f"Nothing meets the targets: with none of {len(found.trials)} settings a request does. The lowest TTFT "
+                f"Nothing meets the targets: no request does with any of {len(found.trials)} settings. The lowest TTFT "
                 f"p99 of any is {time_text(fastest)}, the shortest longest gap p99 {time_text(gap)}: set longer "
                 "targets, or take a lower rate, more replicas or a faster device."
             ]
@@ -206,8 +208,8 @@ class _Tuned:
         if not found.is_gain:
             best = "they are the best" if found.chosen is found.defaults else f"the best found has {_rate(mine)}"
             return [
-                f"No gain: {defaults} have a goodput of {_rate(theirs)} on the held-out part, and {best}; less than "
-                f"{100 * MIN_GAIN:.0f} % more is none."
+                f"No gain: {defaults} have a goodput of {_rate(theirs)} on the held-out part, and {best}; a gain "
+                f"below {100 * MIN_GAIN:.0f} % does not count."
             ]
         gain = found.gain
         assert gain is not None
@@ -217,7 +219,7 @@ class _Tuned:
         return [f"Gain: a goodput of {_rate(mine)} on the held-out part, {more} the {_rate(theirs)} of {defaults}."]
 
     def notes(self, found: Tuning) -> list[str]:
-        """What a reader must know beside the answer."""
+        """Remarks beside the result."""
         notes = [self._service.about_times]
         if found.not_searched:
             notes.append(f"The KV pool is never short, so these have no effect: {', '.join(found.not_searched)}.")
@@ -304,7 +306,7 @@ class _Tuned:
         table.add_row("the best", _rate(best.goodput), "", *_times(best.train)[:2])
         for name, trial in found.neighbours:
             value = f"{name} {_shown(trial.settings[name])}"
-            if trial.is_hopeless:  # its figures are those of one stretch
+            if trial.is_hopeless:  # its figures come from one stretch
                 table.add_row(value, "-", "far less", "-", "-")
                 continue
             change = f"{100 * (trial.goodput / best.goodput - 1):+.1f} %" if best.goodput else ""
@@ -386,7 +388,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _others(trial: Trial, base: SchedulerConfig) -> str:
-    """The settings without a column that are not those of `base`."""
+    """The settings without a column that differ from `base`."""
     return ", ".join(
         f"{name} {_shown(value)}"
         for name, value in trial.settings.items()
@@ -395,7 +397,7 @@ def _others(trial: Trial, base: SchedulerConfig) -> str:
 
 
 def _shown(value: object) -> str:
-    """The value of a setting; of several policies their names."""
+    """The value of a setting; for several policies their names."""
     return (" + ".join(value) or "none") if isinstance(value, tuple) else f"{value}"
 
 

@@ -1,6 +1,6 @@
-"""Commands about vLLM: `explain`, `metrics` and `record` ask one that runs with this scheduler, on its control socket;
-`pointsman vllm check` reads the configuration of the one that is installed here, and `pointsman vllm interface` its
-sources; `pointsman vllm compare` reads a recording.
+"""Commands about vLLM. `explain`, `metrics` and `record` call the control socket of a vLLM with this scheduler.
+`pointsman vllm check` reads the configuration of the installed vLLM, `pointsman vllm interface` its sources, and
+`pointsman vllm compare` a recording.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ METRICS = (
     "pointsman:replaced_policies",
     "pointsman:scheduler_seconds_total",
 )
-"""Metrics of the scheduler that `metrics` prints, by their names in `SCRAPED`; vLLM has the others itself, or they are
-the engine's."""
+"""Metrics of the scheduler that `metrics` prints, by their names in `SCRAPED`. All others are vLLM's own, or belong to
+the engine."""
 
 NEVER_EMPTY = (
     "A server that is never without requests is recorded from its start: --additional-config "
     '\'{"pointsman": {"record": "FILE"}}\''
 )
-"""The remedy where no recording can begin, or where it begins behind the load."""
+"""The remedy if no recording can begin, or if it begins after the load."""
 
 
 def explain(socket: str, name: str | None, limit: int, *, as_json: bool) -> int:
@@ -113,7 +113,7 @@ def record(socket: str, path: str, seconds: float | None) -> int:
         if done is None:
             connection.end_input()
             done = connection.next_line()
-            while done["state"] in ("recording", "stepping"):  # it has just begun
+            while done["state"] in ("recording", "stepping"):  # it is still starting
                 done = connection.next_line()
     if done["state"] == "cancelled":
         Path(path).unlink(missing_ok=True)
@@ -303,15 +303,15 @@ def check(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="As vllm serve takes it; its weights are not loaded.")],
     log: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The log of a vLLM that has started so: it says how many requests fit."),
+        typer.Option(metavar="FILE", help="Log of a vLLM with these options, for the number of requests that fit."),
     ] = None,
 ) -> int:
-    """Whether the installed vLLM can serve a model with this scheduler, and how the model keeps its KV.
+    """Check whether the installed vLLM can serve a model with this scheduler, and how the model keeps its KV.
 
     All further options are those of vllm serve.
 
-    Exit code 0: it can; 1: it cannot, for the printed reasons; 2: vLLM is not installed, or rejects the options; 3: it
-    is not known, as vLLM cannot build the layers here.
+    Exit code 0: it can; 1: it cannot, for the printed reasons; 2: vLLM is not installed, or rejects the options; 3:
+    unknown, because vLLM cannot build the layers here.
     """
     from pointsman.integrations.vllm.check import CannotCheck
     from pointsman.integrations.vllm.check import check as check_vllm
@@ -332,14 +332,14 @@ def interface(
         typer.Option(metavar="DIR", help="Folder of unpacked sources of vLLM [default: the installed one]."),
     ] = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="List too what is not known, and what this scheduler does without.")
+        bool, typer.Option("--all", help="Also list unknown assumptions, and missing parts that are not needed.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> int:
-    """Which assumptions of this scheduler about vLLM no longer hold, from vLLM's sources.
+    """List the assumptions of this scheduler about vLLM that no longer hold, from vLLM's sources.
 
     vLLM is not imported. An assumption is a name that is imported, an attribute or method of one of vLLM's objects, the
-    arguments of a call, a field of an object that is constructed, or what vLLM calls on a scheduler.
+    arguments of a call, a field of an object that is constructed, or a call of vLLM to a scheduler.
 
     Exit code 0: all hold; 1: some do not; 2: there is no vLLM.
     """
@@ -402,7 +402,7 @@ def compare(
     ] = None,
     itl_target: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="For the goodput: the longest time between two tokens, like 50ms."),
+        typer.Option(metavar="TIME", help="For the goodput: maximum time between two tokens, like 50ms."),
     ] = None,
     setting: Annotated[
         list[str] | None,
@@ -415,11 +415,11 @@ def compare(
     limit: Annotated[int | None, typer.Option(metavar="N", help="Only the first N requests [default: all].")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> int:
-    """What other settings would have done with the traffic of a vLLM, beside what it did.
+    """Simulate the traffic of a vLLM with other settings, and compare with what vLLM did.
 
     The recording comes from vllm serve MODEL --scheduler-cls pointsman.integrations.vllm.Observer. Its requests are
     simulated with the step times of the recording itself: first with vLLM's own settings and decisions, which checks
-    the model against what happened, then with others on the same server.
+    the model against the measurement, then with other settings on the same server.
 
     Exit code 0: compared; 2: the recording or an option is wrong, or the simulator lacks something of the server.
     """

@@ -61,7 +61,7 @@ PROMPT_FIELDS = (
 
 @dataclass(slots=True)
 class Job:
-    """One request to make."""
+    """One request of the workload."""
 
     request_id: str
     prompt: Callable[[int], Prompt]
@@ -74,9 +74,9 @@ class Job:
     priority: int = 0
     tenant: str = ""
     ttft_target: float | None = None
-    """Seconds from its arrival within which its first token is wanted."""
+    """Target in seconds from its arrival to its first token."""
     retention: float | None = None
-    """Seconds after its end for which its prefix is worth keeping cached."""
+    """Seconds after its end for which its prefix should stay cached."""
 
 
 @dataclass(slots=True)
@@ -96,7 +96,7 @@ class Workload:
     is_trace: bool = False
     """Prompts are generated, so their texts are not shown, and refusals are counted, not errors."""
     about_left_out: str = ""
-    """How many rows of the trace were left out, and why; empty: none."""
+    """The number of rows of the trace that were left out, and why; empty: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +182,7 @@ def trace_workload(path: str, speed: float, limit: int | None, seed: int, sampli
 
     Args:
         path: a trace of any format that `read_trace` reads.
-        speed: how many times as fast as recorded the requests arrive; 0: all at once.
+        speed: factor by which requests arrive faster than recorded; 0: all at once.
         limit: number of requests from the start; None: all.
         seed: of the generated tokens.
         sampling: its `max_tokens` shortens the traced outputs, which EOS and stop strings never end.

@@ -1,4 +1,4 @@
-"""How far is a prediction from what was measured? Both are times of the same requests, in the same order.
+"""Accuracy: compares predicted with measured times of the same requests, in the same order.
 
     TTFT = first token - queued
     E2E  = last token - queued
@@ -23,7 +23,7 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """When requests were queued, got their first token and their last one, in seconds; and their output tokens."""
+    """When each request was queued, got its first and its last token, in seconds; and its number of output tokens."""
 
     queued: FloatArray
     first_token: FloatArray
@@ -32,7 +32,7 @@ class Times:
 
     @classmethod
     def of(cls, measured: Sequence[MeasuredRequest]) -> Times:
-        """What was measured."""
+        """The times of measured requests."""
         return cls(
             np.array([each.queued for each in measured]),
             np.array([each.first_token for each in measured]),
@@ -56,13 +56,13 @@ class Times:
 
     @property
     def tpot(self) -> FloatArray:
-        """Of each request; 0 where there is one output token."""
+        """Time per output token of each request; 0 for a request with one output token."""
         return (self.last_token - self.first_token) / np.maximum(self.num_output_tokens - 1, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestErrors:
-    """Errors over some requests, as fractions; None: no request has such a time."""
+    """Errors over some requests, as fractions; None if no request has such a time."""
 
     num_requests: int
     e2e_mape: float
@@ -106,7 +106,7 @@ class StepErrors:
     step_bias: float
     """Mean over steps of predicted / measured - 1."""
     total_error: float
-    """Of the seconds of all steps together."""
+    """Error of the summed seconds of all steps."""
 
     @classmethod
     def between(cls, predicted: FloatArray, measured: FloatArray) -> StepErrors:

@@ -1,11 +1,11 @@
-"""Calibration: from a log of what an engine did to a profile that predicts what it will do.
+"""Calibration: turns a log of what an engine did into a profile that predicts what it will do.
 
     calibrate(path, settings, train)       reads the log and finds out which kind it is
         timings of requests                `fit.py`: the simulator in the loop of a search
-        a recording with step times        `step_log.py`: a linear fit
+        timings of requests                `fit.py`: a search that runs the simulator
     Calibration                            the profile (`profile.py`), and the predictions behind its errors
 
-The log is divided in time: a fit to the requests that finish first is judged by its prediction of the others.
+The log is split in time: the fit uses the requests that finish first, and is judged by its prediction of the others.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ from pointsman.sim.step_time import RooflineStepTime
 from pointsman.traces import MeasuredRequest, about_left_out, read_measurements
 
 POOR_FIT = 0.05
-"""A larger mean error of end-to-end times is seldom the fault of step times; fits to sound logs reach 0.02."""
+"""A larger mean error of end-to-end times seldom comes from step times; fits to sound logs reach 0.02."""
 POOR_STEPS = 0.2
-"""A larger error of the time of all held-out steps, where single steps scatter but their sum should not."""
+"""A larger error of the total time of all held-out steps. Single steps scatter, but their sum should not."""
 MIN_TRAIN = 10
-"""Requests. Fewer do not determine five coefficients."""
+"""Minimum number of requests for a fit. Fewer do not determine five coefficients."""
 MIN_HELD_OUT = 1
 MAX_DEFAULT_TRAIN = 300
-"""Requests that are enough where the caller names no number; the time of a fit grows with it."""
+"""Default maximum number of training requests: enough for a fit, whose duration grows with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A profile, and how it did on each request or step of its log."""
+    """A profile, and its prediction for each request or step of its log."""
 
     profile: Profile
     training: RequestErrors | StepErrors
     held_out: RequestErrors | StepErrors
     is_training: npt.NDArray[np.bool_]
-    """Of each request, by arrival, or of each step."""
+    """One value for each request, by arrival, or for each step."""
     measured: npt.NDArray[np.float64]
-    """Seconds end to end of each request, or of each step."""
+    """End-to-end seconds of each request, or seconds of each step."""
     predicted: npt.NDArray[np.float64]
     when: npt.NDArray[np.float64]
-    """Seconds: when each request was queued; of steps their numbers."""
+    """Seconds at which each request was queued; for steps, the step numbers."""
 
 
 def calibrate(
@@ -72,17 +72,17 @@ def calibrate(
 
     Args:
         path: measured JSON lines, a result of `vllm bench serve`, a guidellm report, or a recording with step times.
-        settings: those that the engine of the log had; None: vLLM's defaults. A recording has its own.
-        train: fit to this number of requests, those that finish first (of steps: the first ones), and predict the
-            others; None: half of them, at most `MAX_DEFAULT_TRAIN` requests.
-        estimate: of the log's model and device, where they are known: the search begins there too.
+        settings: the settings of the engine that wrote the log; None: vLLM's defaults. A recording has its own.
+        train: fit to this number of requests, in the order in which they finish (or to the first steps), and predict
+            the others; None: half of them, at most `MAX_DEFAULT_TRAIN` requests.
+        estimate: step times of the log's model and device, where they are known: an additional start of the search.
         num_processes: for the fit to requests; None: one for each CPU.
         progress: see `fit.Progress`.
 
     Raises:
-        CalibrationError: the log is too short, does not agree with the settings, or has times that cannot be.
+        CalibrationError: the log is too short, does not agree with the settings, or has impossible times.
         TraceError: a line of the log is broken.
-        OSError: it cannot be read.
+        OSError: the log cannot be read.
     """
     if _is_recording(path):
         return calibrate_steps(read_steps(path), path, train=train)
@@ -114,7 +114,7 @@ def from_requests(
     num_processes: int | None = None,
     progress: Progress | None = None,
 ) -> Calibration:
-    """As `calibrate`, with the timings of requests as `read_measurements` returns them."""
+    """As `calibrate`, for timings of requests as `read_measurements` returns them."""
     num_train = _num_train(train, len(measured), "requests", MIN_TRAIN, MAX_DEFAULT_TRAIN)
     _check_times(measured, source)
     config = _config(measured, settings, source)
@@ -126,7 +126,7 @@ def from_requests(
     step_time = search(problem, estimate=guess, num_processes=num_processes, progress=progress)
 
     watched = WatchedStepTime(step_time)
-    run_log(measured, config, watched, awaited=trained)  # what the fit has seen
+    run_log(measured, config, watched, awaited=trained)  # the loads that the fit has seen
     everything = np.arange(len(measured))
     timings = run_log(measured, config, step_time)
     predicted = times_of(timings, everything, times.num_output_tokens, float(np.nanmax(timings.last_token)))
@@ -150,10 +150,10 @@ def from_requests(
 
 
 def calibrate_steps(log: StepLog, path: str | PathLike[str], *, train: int | None = None) -> Calibration:
-    """As `calibrate`, with the steps of the recording in `path`.
+    """As `calibrate`, for the steps of the recording in `path`.
 
-    Without `train` the errors are those of a fit to the first half, and the profile is then fitted to all steps: loads
-    that came late are as much part of it as those that came early.
+    Without `train` the errors are those of a fit to the first half. The profile is then fitted to all steps, because
+    late loads matter as much as early ones.
     """
     num_steps = len(log.seconds)
     num_train = _num_train(train, num_steps, "steps with a time", MIN_STEPS, num_steps)
@@ -186,24 +186,26 @@ def calibrate_steps(log: StepLog, path: str | PathLike[str], *, train: int | Non
 # ---------------------------------------------------------------------- checks
 
 
-def _num_train(train: int | None, count: int, what: str, least: int, most: int) -> int:
+def _num_train(train: int | None, count: int, what: str, minimum: int, maximum: int) -> int:
     if train is None:
-        train = min(count // 2, most)
-        if train < least:
-            raise CalibrationError(f"the log has {count} {what}; a fit needs at least {2 * least}, half to judge it by")
+        train = min(count // 2, maximum)
+        if train < minimum:
+            raise CalibrationError(
+                f"the log has {count} {what}; a fit needs at least {2 * minimum}, half to judge it by"
+            )
         return train
     if train >= count:
         raise CalibrationError(
             f"train is {train} and the log has {count} {what}; some must be left to judge the fit by: "
             f"use at most {count - MIN_HELD_OUT}"
         )
-    if train < least:
-        raise CalibrationError(f"train is {train}; a fit needs at least {least} {what}")
+    if train < minimum:
+        raise CalibrationError(f"train is {train}; a fit needs at least {minimum} {what}")
     return train
 
 
 def _check_times(measured: Sequence[MeasuredRequest], source: str) -> None:
-    """Times that no engine can have measured."""
+    """Refuse times that no engine can have measured."""
     for each in measured:
         name = each.request_id or f"queued at {each.queued:g} s"
         if not each.ttft > 0:

@@ -1,16 +1,16 @@
-"""How many requests a second, or how many users, does a service handle within its targets, and on how many replicas?
+"""Capacity: finds the number of requests a second, users or replicas with which a service meets its targets.
 
-A probe simulates a load: the same requests at another speed, or from another number of users, each of whom waits for
-an answer, thinks, and asks again. The service meets its targets under a load if at least `share` of the requests do:
-the goodput of `report/summary.py`. Three questions are answered by bisection:
+A probe simulates a load: the same requests at another rate, or requests from another number of users. Each user waits
+for an output, thinks, and sends the next request. The service meets its targets under a load if at least `share` of the
+requests do: the goodput of `report/summary.py`. Bisection finds three limits:
 
-    highest_rate      of a number of replicas; between a rate that meets the targets and one that misses them
-    most_users        of a number of replicas, in the same way
-    fewest_replicas   for a load; between a number that misses the targets and one that meets them
+    highest_rate      for a number of replicas: between a rate that meets the targets and one that misses them
+    most_users        for a number of replicas: between two numbers of users, in the same way
+    fewest_replicas   for a load: between a number that misses the targets and one that meets them
 
-All assume that a higher load, or fewer replicas, never serve more requests in time. Near the limit that is true within
-the noise of a workload of some thousand requests, so the bracket is as exact as `tolerance`, and the answer as exact as
-the workload is long: a queue that grows slowly needs time to show.
+All assume that a higher load, or fewer replicas, never serve more requests in time. Near the limit this holds within
+the noise of a workload of some thousand requests. The bracket is therefore as exact as `tolerance`, and the result is
+as exact as the workload is long: a queue that grows slowly needs time to show.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from pointsman.sim.step_time import StepTime
 from pointsman.sim.workload import Workload
 
 SPARSE_GAP = 1000.0
-"""Mean seconds between requests of the lowest rate that is probed: requests then run one after the other."""
+"""Mean seconds between requests at the lowest rate that is probed: requests then run one after the other."""
 DENSE_GAP = 1e-6
-"""Of the highest: all requests are there at once."""
+"""Mean seconds between requests at the highest rate that is probed: all requests arrive at once."""
 _STEP_DOWN, _STEP_UP, _FARTHEST_DOWN = 0.7, 1.4, 0.1
 _SHORT_SPANS = 20
-"""A probe whose arrivals last less than so many times the target of the TTFT is too short to show a growing queue."""
+"""Minimum duration of a probe's arrivals, in multiples of the TTFT target. Shorter ones show no growing queue."""
 _SHORT_LIVES = 5
-"""Or so many times what a request takes: it begins with an empty service, and is over before that is full."""
+"""Minimum duration in multiples of the time of a request. A shorter probe ends before the empty service is full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,50 +47,50 @@ class Probe:
     """One simulation."""
 
     rate: float
-    """Requests a second; of users, those that they sent once all had begun and before the first ones were done."""
+    """Requests a second. For users: the requests sent after all users had begun and before the first had finished."""
     num_replicas: int
     share: float
-    """Of the requests that met all targets."""
+    """Share of the requests that met all targets."""
     ttft_p99: float | None
-    """In seconds; None: no request got a token."""
+    """99th percentile in seconds; None: no request got a token."""
     itl_p99: float | None
-    """Of all gaps between two tokens of a request, those of all requests together."""
+    """99th percentile of the gaps between two tokens of a request, over the gaps of all requests."""
     e2e_mean: float | None
     """Seconds from the arrival of a request to its last token."""
     longest_gap_p99: float | None
-    """99 % of the requests had no longer time between two of their tokens, in seconds."""
+    """99 % of the requests had no longer gap between two of their tokens, in seconds."""
     requests_per_second: float
-    """That finished."""
+    """Requests that finished."""
     num_requests: int
     num_refused: int
     meets: bool
     num_users: int | None = None
-    """None: requests arrived at a rate, whatever the service did."""
+    """Number of users; None: requests arrived at a rate that does not depend on the service."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What is asked of a service: everything but the load and the number of replicas."""
+    """All that a probe needs except the load and the number of replicas."""
 
     workload: Callable[[float], Workload]
-    """The requests of a load: those that arrive at a mean rate, in requests a second, or those of a number of users.
+    """Makes the requests of a load: arriving at a mean rate, in requests a second, or sent by a number of users.
     Each call gives the same requests."""
     is_of_users: bool = False
     """Whether a load is a number of users."""
     config: SchedulerConfig
-    """Of each replica's scheduler."""
+    """Configuration of each replica's scheduler."""
     step_time: StepTime
     targets: Targets
     share: float = 0.99
-    """Of the requests, that must meet all targets."""
+    """Minimum share of the requests that must meet all targets."""
     routing: Callable[[], Routing] = RoundRobin
     seed: int = 0
     host_memory: HostMemory | None = None
-    """Behind the pool of each replica; None: none."""
+    """Host memory behind the pool of each replica; None: none."""
     on_probe: Callable[[Probe], None] | None = None
     """Called with each probe when it is done."""
     progress: Progress | None = None
-    """Of the simulation that runs, see `simulate`."""
+    """Progress of the running simulation, see `simulate`."""
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
@@ -102,8 +102,8 @@ class Question:
         """Simulate the service under a load.
 
         Raises:
-            SimulationError: none of the requests can ever run, so that no load meets any target.
-            KeyboardInterrupt: Ctrl-C ended the simulation; half a probe says nothing.
+            SimulationError: none of the requests can ever run, so no load meets any target.
+            KeyboardInterrupt: Ctrl-C ended the simulation; a partial probe has no result.
         """
         outcome = simulate(
             self.workload(load),
@@ -152,14 +152,14 @@ class Question:
 
 @dataclass(slots=True)
 class Capacity:
-    """The answer: between the best probe that meets the targets and the nearest one that misses them."""
+    """The result: the best probe that meets the targets and the nearest probe that misses them."""
 
     meets: Probe | None = None
-    """With the highest rate, or the fewest replicas; None: none of the probes meets the targets."""
+    """The probe with the highest rate, or the fewest replicas; None: none of the probes meets the targets."""
     misses: Probe | None = None
-    """The nearest to it; None: none of the probes misses them."""
+    """The nearest probe to `meets`; None: none of the probes misses them."""
     probes: list[Probe] = field(default_factory=list)
-    """All of them, in the order in which they were made."""
+    """All probes, in the order in which they were made."""
 
     def add(self, probe: Probe) -> Probe:
         self.probes.append(probe)
@@ -170,19 +170,19 @@ class Capacity:
         return probe
 
     def is_short(self, targets: Targets) -> bool:
-        """Whether the requests of the best probe arrive in too short a time to show a queue that grows."""
+        """Whether the requests of the best probe arrive in too short a time to show a growing queue."""
         best = self.meets
         if best is None or not best.rate:
             return False
-        least = max(_SHORT_SPANS * (targets.ttft or 0.0), _SHORT_LIVES * (best.e2e_mean or 0.0))
-        return (best.num_requests - 1) / best.rate < least
+        min_span = max(_SHORT_SPANS * (targets.ttft or 0.0), _SHORT_LIVES * (best.e2e_mean or 0.0))
+        return (best.num_requests - 1) / best.rate < min_span
 
 
 def highest_rate(question: Question, num_replicas: int = 1, *, tolerance: float = 0.02) -> Capacity:
     """The highest rate that `num_replicas` serve within the targets.
 
-    Three outcomes: both sides of the bracket are there; `meets` is None, as not even requests that arrive far apart
-    meet the targets; `misses` is None, as all requests at once do.
+    Three outcomes are possible: both sides of the bracket exist; `meets` is None if even requests that arrive far apart
+    miss the targets; `misses` is None if all requests at once meet them.
 
     Args:
         tolerance: the bracket is at most this wide, relative to its lower end.
@@ -197,7 +197,7 @@ def highest_rate(question: Question, num_replicas: int = 1, *, tolerance: float 
     at_once = found.add(question.probe(1 / DENSE_GAP, num_replicas))
     if at_once.meets:
         return found
-    # What it serves under overload is near what it serves in time.
+    # The throughput under overload is near the rate that is served in time.
     rate = max(at_once.requests_per_second, 2 / SPARSE_GAP)
     step = _STEP_UP if found.add(question.probe(rate, num_replicas)).meets else _STEP_DOWN
     while (step > 1) == found.probes[-1].meets:
@@ -212,8 +212,8 @@ def highest_rate(question: Question, num_replicas: int = 1, *, tolerance: float 
 def most_users(question: Question, num_replicas: int = 1, *, tolerance: float = 0.02) -> Capacity:
     """The most users that `num_replicas` serve within the targets.
 
-    As `highest_rate`: `meets` is None if not even one user is served in time, `misses` is None if as many users as
-    there are requests are.
+    As `highest_rate`: `meets` is None if a single user is not served in time, `misses` is None if one user
+    for each request is served in time.
 
     Raises:
         SimulationError: an argument is out of range.
@@ -252,8 +252,8 @@ def fewest_replicas(question: Question, load: float, low: int, high: int) -> Cap
 
 
 def _bisect(meets_at: Callable[[int], bool], meets: int, misses: int, tolerance: float = 0.0) -> None:
-    """Halve the way from a number that meets the targets to one that misses them, until they are neighbours, or as near
-    as `tolerance`, relative to the one that meets them."""
+    """Halve the interval between a number that meets the targets and one that misses them, until they are neighbours or
+    closer than `tolerance`, relative to the number that meets them."""
     while abs(meets - misses) > max(1, tolerance * meets):
         middle = (meets + misses) // 2
         if meets_at(middle):
@@ -268,8 +268,8 @@ def _bracket(found: Capacity) -> tuple[float, float]:
 
 
 def _steady_rate(arrivals: npt.NDArray[np.float64], throughput: float) -> float:
-    """Requests a second between the first tenth of the arrivals and the last fifth, when some users have nothing more
-    to ask; the throughput, if they came all at once."""
+    """Requests a second between the first tenth and the last fifth of the arrivals; later some users have no more
+    requests. Returns the throughput if all arrive at once."""
     first, last = (int(share * (len(arrivals) - 1)) for share in (0.1, 0.8))
     seconds = float(arrivals[last] - arrivals[first])
     return (last - first) / seconds if seconds > 0 else throughput

@@ -1,8 +1,8 @@
-"""Which devices are known, how fast is each, and how fast is this CPU?
+"""Devices: figures of known accelerators, and a measurement of this CPU.
 
-`device("h100")` looks one up; `device("cpu")` measures the machine that asks. Figures are the vendor's for dense
-arithmetic (datasheets often print those with 2:4 sparsity, twice as high). Memory is what a process sees, a few percent
-below the datasheet: that is what an engine divides into weights and KV blocks.
+`device("h100")` looks a device up; `device("cpu")` measures this machine. Figures are the vendor's for dense arithmetic
+(datasheets often print those with 2:4 sparsity, twice as high). Memory is the size that a process sees, a few percent
+below the datasheet: an engine divides this memory into weights and KV blocks.
 """
 
 from __future__ import annotations
@@ -28,25 +28,26 @@ _SEEN = "memory: total capacity as PyTorch reports it"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One accelerator, or one CPU machine."""
+    """An accelerator, or a CPU machine."""
 
     name: str
     memory: int
-    """Bytes that a process can allocate, all libraries included."""
+    """Bytes that a process can allocate, memory of libraries included."""
     bandwidth: float
     """Peak memory bandwidth, bytes/s."""
     peak_flops: Mapping[Dtype, float] = field(hash=False)
-    """Peak FLOP/s of dense matrix products by dtype, without sparsity; bf16 stands for fp16, too. A dtype that the
-    device has no arithmetic for is absent."""
+    """Peak FLOP/s of dense matrix products by dtype, without sparsity; bf16 also stands for fp16. A dtype without
+    arithmetic on the device is absent."""
     link_bandwidth: float
-    """Bytes/s that the device can send to its peers; 0: it has none."""
+    """Bytes/s that the device can send to its peers; 0: it has no link."""
     host_bandwidth: float
     """Bytes/s between the device and the host's memory, in one direction."""
     source: str
     """Where the figures come from."""
 
     def flops(self, dtype: Dtype) -> float:
-        """Peak FLOP/s for operands of `dtype`; of the next wider one where the device lacks it, as kernels convert."""
+        """Peak FLOP/s for operands of `dtype`, or of the next wider dtype where the device lacks it: kernels
+        convert."""
         while dtype not in self.peak_flops:
             dtype = _WIDER[dtype]
         return self.peak_flops[dtype]
@@ -69,11 +70,11 @@ def device(name: str) -> Device:
 def measure_cpu(seconds: float = 0.8, memory: int | None = None) -> Device:
     """This machine as a device: bandwidth from copying arrays, FLOP/s from float32 matrix products, both by NumPy.
 
-    Each is the best of several repetitions, so that other load on the machine matters little. NumPy uses as many
-    threads for products as its BLAS does, and one for copies: a program that reads memory with several may be faster.
+    Each is the best of several repetitions, so that other load on the machine matters little. NumPy uses the threads of
+    its BLAS for products, and one for copies: a program that reads memory with several may be faster.
 
     Args:
-        seconds: how long to measure, about.
+        seconds: approximate duration of the measurement.
         memory: bytes of memory; None: what the operating system or the container's limit reports.
 
     Raises:
@@ -93,7 +94,7 @@ def measure_cpu(seconds: float = 0.8, memory: int | None = None) -> Device:
         bandwidth=2 * source.nbytes / copy,  # a copy reads and writes
         peak_flops={"fp32": 2 * size**3 / multiply},
         link_bandwidth=0.0,
-        host_bandwidth=source.nbytes / copy,  # the pool is host memory, too
+        host_bandwidth=source.nbytes / copy,  # the pool is in host memory, too
         source="measured on this machine: NumPy copies of 64 MiB, float32 products of 1024 x 1024",
     )
 
@@ -114,7 +115,7 @@ def _machine_memory() -> int:
     except (AttributeError, ValueError, OSError):  # AttributeError: Windows
         raise SimulationError("this system does not report its memory; give it as measure_cpu(memory=bytes)") from None
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()  # a container's, where there is one
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()  # limit of a container, if any
     except OSError:
         return total
     return min(total, int(limit)) if limit.isdecimal() else total
@@ -197,7 +198,7 @@ _ALIASES: Mapping[str, str] = {
 
 
 def _key(name: str) -> str:
-    """`name` without what people write in different ways: case, spaces, hyphens, the vendor."""
+    """`name` without differences of spelling: case, spaces, hyphens, the vendor."""
     key = "".join(char for char in name.lower() if char.isalnum())
     for vendor in ("nvidia", "amd", "geforce", "instinct"):
         key = key.removeprefix(vendor)

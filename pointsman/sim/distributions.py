@@ -1,16 +1,16 @@
-"""How long, how many, how far apart? Distributions of lengths and times, arrival processes, and their short names.
+"""Distributions of lengths and times, arrival processes, and their short names.
 
-constant:512               always 512; a plain number says the same
+constant:512               always 512; a plain number means the same
 uniform:100,200            evenly between the two
 exponential:5              mean 5
 lognormal:150,0.8          median 150; the logarithm's standard deviation is 0.8
-values:10,20,500           one of these, each as likely
+values:10,20,500           one of these, with equal probability
 mix:0.7*lognormal:150,0.6+0.3*constant:3000
 
 constant:4                 4 arrivals a second, evenly spaced
 poisson:4                  4 a second on average, independent of each other
-gamma:4,2                  as many, with gaps whose coefficient of variation is 2 (1 is poisson:4)
-bursts:4,10                as many, ten at a time
+gamma:4,2                  4 a second, with gaps whose coefficient of variation is 2 (1 is poisson:4)
+bursts:4,10                4 a second, in bursts of ten
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class WorkloadError(PointsmanError, ValueError):
 
 
 class Distribution(Protocol):
-    """Numbers at random, at least 0."""
+    """A distribution of numbers that are at least 0."""
 
     def sample(self, rng: np.random.Generator, n: int) -> Floats:
         """[n] independent draws."""
@@ -44,7 +44,7 @@ class Distribution(Protocol):
 
 
 class Arrivals(Protocol):
-    """When does the next request come?"""
+    """An arrival process."""
 
     @property
     def rate(self) -> float:
@@ -62,7 +62,7 @@ class Constant:
     value: float
 
     def __post_init__(self) -> None:
-        _check(self, "value", least=0)
+        _check(self, "value", minimum=0)
 
     def sample(self, rng: np.random.Generator, n: int) -> Floats:
         return np.full(n, float(self.value))
@@ -77,8 +77,8 @@ class Uniform:
     high: float
 
     def __post_init__(self) -> None:
-        _check(self, "low", least=0)
-        _check(self, "high", least=self.low)
+        _check(self, "low", minimum=0)
+        _check(self, "high", minimum=self.low)
 
     def sample(self, rng: np.random.Generator, n: int) -> Floats:
         return rng.uniform(self.low, self.high, n)
@@ -92,7 +92,7 @@ class Exponential:
     average: float
 
     def __post_init__(self) -> None:
-        _check(self, "average", least=0)
+        _check(self, "average", minimum=0)
 
     def sample(self, rng: np.random.Generator, n: int) -> Floats:
         return rng.exponential(self.average, n)
@@ -109,7 +109,7 @@ class LogNormal:
 
     def __post_init__(self) -> None:
         _check(self, "median", above=0)
-        _check(self, "sigma", least=0)
+        _check(self, "sigma", minimum=0)
 
     def sample(self, rng: np.random.Generator, n: int) -> Floats:
         return rng.lognormal(math.log(self.median), self.sigma, n)
@@ -121,7 +121,7 @@ class LogNormal:
 @dataclass(frozen=True, slots=True)
 class Empirical:
     values: tuple[float, ...]
-    """Each as likely."""
+    """All have the same probability."""
 
     def __post_init__(self) -> None:
         if not self.values or not all(math.isfinite(value) and value >= 0 for value in self.values):
@@ -192,7 +192,7 @@ class PoissonArrivals:
 class GammaArrivals:
     rate: float
     cv: float
-    """Coefficient of variation of the gaps: 1 as Poisson, more is more uneven."""
+    """Coefficient of variation of the gaps: 1 is Poisson; above 1, arrivals are less regular."""
 
     def __post_init__(self) -> None:
         _check(self, "rate", above=0)
@@ -207,11 +207,11 @@ class GammaArrivals:
 class BurstArrivals:
     rate: float
     size: int
-    """Requests that arrive at one moment; bursts are independent of each other."""
+    """Requests that arrive at one time; bursts are independent of each other."""
 
     def __post_init__(self) -> None:
         _check(self, "rate", above=0)
-        _check(self, "size", least=1)
+        _check(self, "size", minimum=1)
         if self.size != int(self.size):
             raise WorkloadError(f"size is {self.size}; it must be a whole number of requests")
 
@@ -240,10 +240,10 @@ _MIX_EXAMPLE = "mix:0.7*lognormal:150,0.6+0.3*constant:3000"
 
 
 def parse_distribution(text: str) -> Distribution:
-    """The distribution that a short name stands for: see the top of this file.
+    """The distribution that a short name stands for; the names are in the module docstring.
 
     Raises:
-        WorkloadError: it stands for none.
+        WorkloadError: it is not the name of a distribution.
     """
     name, colon, rest = text.strip().partition(":")
     name = name.strip().lower()
@@ -257,10 +257,10 @@ def parse_distribution(text: str) -> Distribution:
 
 
 def parse_arrivals(text: str) -> Arrivals:
-    """The arrival process that a short name stands for: see the top of this file.
+    """The arrival process that a short name stands for; the names are in the module docstring.
 
     Raises:
-        WorkloadError: it stands for none.
+        WorkloadError: it is not the name of an arrival process.
     """
     name, _, rest = text.strip().partition(":")
     return _named(_ARRIVALS, name.strip().lower(), rest, text, "")
@@ -299,8 +299,8 @@ def _number(value: str, text: str) -> float:
     return number
 
 
-def _check(owner: object, name: str, *, least: float | None = None, above: float | None = None) -> None:
+def _check(owner: object, name: str, *, minimum: float | None = None, above: float | None = None) -> None:
     value = getattr(owner, name)
-    if not math.isfinite(value) or (least is not None and value < least) or (above is not None and value <= above):
-        limit = f"at least {least:g}" if least is not None else f"above {above:g}"
+    if not math.isfinite(value) or (minimum is not None and value < minimum) or (above is not None and value <= above):
+        limit = f"at least {minimum:g}" if minimum is not None else f"above {above:g}"
         raise WorkloadError(f"{name} is {value:g}; it must be finite and {limit}")

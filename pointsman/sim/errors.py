@@ -1,4 +1,4 @@
-"""What the simulator raises. Each message names the value, the limit and the remedy."""
+"""Errors of the simulator. Each message names the value, the limit and the remedy."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ class SimulationError(PointsmanError):
 
 
 class UnknownName(SimulationError, ValueError):
-    """A model, device or scenario that no table, folder or cache has."""
+    """A model, device or scenario that is in no table, folder or cache."""
 
     @classmethod
     def nearest_to(cls, name: str, kind: str, known: Iterable[str]) -> UnknownName:
-        """The error for `name`, with the names of `known` that are nearest to it, or all if none is near.
+        """The error for `name`, with the most similar names in `known`, or all of them if none is similar.
 
         Args:
-            name: what was asked for.
+            name: the requested name.
             kind: what `name` should be: "model", "device" or "scenario".
-            known: the names that there are.
+            known: the existing names.
         """
         by_key = {other.lower(): other for other in known}
         near = [by_key[key] for key in get_close_matches(name.lower(), by_key, n=3, cutoff=0.5)]

@@ -1,23 +1,23 @@
-"""Which step times explain when the requests of a log got their tokens? A search with the simulator in its loop.
+"""Fit to requests: searches, with the simulator in its loop, for step times that explain a log's token times.
 
-A log of requests has no step in it, so a candidate is judged by a simulation: the requests arrive as they did, and the
-times of the training requests are compared with the measured ones. Each simulation ends when these are done.
+A log of requests contains no steps, so a candidate is judged by a simulation: the requests arrive as they did, and the
+times of the training requests are compared with the measured ones. Each simulation ends when these requests are done.
 
     STARTS      guesses of different character: bound by weights, overhead, compute, or all of them
     Objective   errors of a simulation, each divided by the error that chance alone would make
-    search      every start gets a scale and a few iterations; the best go on; the lowest training error goes on until
-                that falls no more
+    search      every start gets a scale and a few iterations, the best starts get more; then the start with the lowest
+                training error is iterated until that error falls no more
 
-An iteration is Gauss-Newton with slopes by regression. Steps are decided one way or another, so errors jump where
-coefficients move a little, and a difference of two simulations is mostly noise. All coefficients therefore move at a
-time, up and down by the rows of a Hadamard matrix, and each slope comes from all simulations. The mean over these is
-the error at the point itself.
+An iteration is Gauss-Newton with slopes by regression. A step's decision is discrete, so errors jump where coefficients
+move a little, and the difference of two simulations is mostly noise. All coefficients therefore move at a time, up and
+down by the rows of a Hadamard matrix, and each slope uses all simulations. The mean over these simulations is the error
+at the point itself.
 
-Coefficients are logarithms here. A log cannot tell some of them apart; what it leaves open is decided by a prior, a
-normal distribution about the start. Ratios of the starts are those of transformers on real devices, so that a
-coefficient which this log does not show still has a value with which other loads can be predicted.
+Coefficients are logarithms here. A log cannot separate some of them. A prior decides what the log leaves open: a normal
+distribution about the start. Ratios of the starts are those of transformers on real devices. A coefficient that this
+log does not show therefore still has a value that predicts other loads.
 
-SciPy is imported where it is used: the rest of the simulator does without.
+SciPy is imported where it is used: the rest of the simulator does not need it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from pointsman.traces import MeasuredRequest
 FloatArray = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
 Progress = Callable[[int, int], None]
-"""Called now and then with the number of simulations that are done, and the most that there may be."""
+"""Called now and then with the number of finished simulations, and their maximum number."""
 
 SPREADS = {
     "per_step": 1.0,
@@ -57,8 +57,9 @@ SPREADS = {
     "expert_share": 0.5,
     "r": 1.0,
 }
-"""What is fitted, and the standard deviation of its logarithm (of r: of r - 1) about the start. Every row but an
-unfinished prefill samples, so a log cannot tell `per_sample` from `per_row`; `per_prefill` is fitted to steps alone."""
+"""Fitted coefficients, and the standard deviation of the logarithm of each (for r: of r - 1) about the start. Every row
+except an unfinished prefill samples, so a log cannot separate `per_sample` from `per_row`; `per_prefill` is fitted to
+steps alone."""
 SCALED = ("per_step", "per_row", "per_token", "per_context_token", "per_attended", "expert_weights")
 """Coefficients in seconds."""
 
@@ -84,41 +85,42 @@ STARTS: dict[str, LinearStepTime] = {
 the bytes of the weights on GPUs; a CPU has ten times that. Per position of context 1e-5: its KV beside the weights."""
 
 SLACK = 1.5
-"""A simulation ends at the latest at this multiple of the time at which the last training request finished."""
+"""A simulation ends at this multiple of the time at which the last training request finished, if not before."""
 PHASE, RELATIVE, TTFT_RELATIVE = 0.5, 0.01, 0.03
-"""The error that chance makes: of a typical step, as a request arrives at any moment of one, and of the time itself."""
+"""Errors from chance: a share of a typical step, because a request arrives at any time within one, and of the time."""
 TPOT_WEIGHT, TTFT_WEIGHT = 0.5, 0.5
-"""Relative to the end-to-end error of a request, whose weight is 1."""
+"""Weights relative to the end-to-end error of a request, whose weight is 1."""
 SOFT = 3.0
 """Errors well above this multiple of chance count linearly, so that a few outliers do not decide."""
 NUM_SCALINGS, NEAR = 6, 0.02
-"""Simulations for the scale of a start, and the error of the mean end-to-end time that is near enough."""
+"""Simulations for the scale of a start, and an acceptable error of the mean end-to-end time."""
 FIRST = ((0.05, 0.7, 6), (0.05, 0.7, 4), (0.03, 0.5, 3), (0.02, 0.5, 2))
 MORE = ((0.02, 0.3), (0.01, 0.3), (0.01, 0.2))
 """Iterations of the starts, and of the best ones: how far a coefficient moves for its slope, as a share of a typical
-step; the most that its logarithm may change then; how many starts remain."""
+step; the maximum change of its logarithm; how many starts are kept."""
 MAX_LATE, CONVERGED = 8, 0.95
-"""Further iterations of the best one, at most; one that does not lower the cost to less than this share is the last."""
+"""Maximum number of further iterations of the best one. The search stops if one leaves more than this share of
+the cost."""
 BY_CHANCE = 2 * (1 + TPOT_WEIGHT**2 + TTFT_WEIGHT**2)
-"""A cost that chance alone may make, about: a search that has reached it would go on to fit noise."""
+"""A cost that chance alone may make, about: a search beyond it would fit noise."""
 MAX_MOVE = 0.4
-"""Of a coefficient for its slope, relative to itself; one that hardly matters moves as far."""
+"""Maximum move of a coefficient for its slope, relative to itself; for coefficients that hardly matter."""
 
 MAX_RUNS = 32
 """Simulations of an iteration of the best ones."""
 
 FIRST_STEPS, MORE_STEPS, MIN_FIRST = 4000, 800_000, 20
-"""A simulation costs by its steps, and a log of few, long requests has many. The starts are then tried on fewer of the
-training requests, which take about `FIRST_STEPS`, but at least `MIN_FIRST`; and the best ones have as many iterations
-as `MORE_STEPS` allow, at least one; then the best one has as many more."""
+"""The cost of a simulation is its number of steps, and a log of few, long requests has many. The starts are then tried
+on fewer training requests, which take about `FIRST_STEPS`, but at least `MIN_FIRST`. The best starts get the iterations
+that `MORE_STEPS` allow, at least one. The best one then gets that number again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is fitted to what."""
+    """The log, its training requests, and the scheduler's configuration."""
 
     measured: Sequence[MeasuredRequest]
-    """By arrival. Of those that are not in `train`, only arrivals and lengths are read."""
+    """By arrival. Of requests outside `train`, only arrivals and lengths are read."""
     train: Indices
     """In the order in which they finished."""
     config: SchedulerConfig
@@ -129,7 +131,7 @@ class Problem:
         return self.measured[int(self.train[-1])].last_token
 
     def first(self, num_train: int) -> Problem:
-        """The same with fewer training requests."""
+        """The same problem with fewer training requests."""
         return replace(self, train=self.train[:num_train])
 
 
@@ -141,7 +143,7 @@ class _Done(Exception):
 
 
 class LogWorkload:
-    """The requests of a log, as they arrived; distinct prompts.
+    """The requests of a log with their arrivals; prompts are distinct.
 
     Args:
         measured: the log.
@@ -195,7 +197,7 @@ def run_log(
 
 
 def times_of(timings: Timings, which: Indices, num_output_tokens: npt.NDArray[np.int64], until: float) -> Times:
-    """Simulated times of some requests; what has not happened counts as if it did at `until`."""
+    """Simulated times of some requests; an event that has not happened counts as if it did at `until`."""
     is_finished = timings.reason[which] >= 0
     first, last = timings.first_token[which], timings.last_token[which]
     return Times(
@@ -213,8 +215,8 @@ class Objective:
     """Errors of a candidate, as a vector for least squares; see the module docstring.
 
     Args:
-        problem: what is fitted to what.
-        num_train: simulate only until this number of training requests have finished, and judge by them.
+        problem: the log and its training requests.
+        num_train: simulate only until this number of training requests have finished, and judge by these.
     """
 
     def __init__(self, problem: Problem, num_train: int) -> None:
@@ -234,7 +236,7 @@ class Objective:
         return len(self._times)
 
     def simulated(self, step_time: StepTime) -> Times:
-        """What happens to the training requests with these step times."""
+        """The simulated times of the training requests with these step times."""
         problem = self._problem
         timings = run_log(problem.measured, problem.config, step_time, awaited=problem.train, until=self._until)
         return times_of(timings, problem.train, self._times.num_output_tokens, self._until)
@@ -255,19 +257,19 @@ class Objective:
         return float(np.log(self.simulated(step_time).e2e.mean() / self._times.e2e.mean()))
 
     def cost(self, errors: FloatArray) -> float:
-        """Mean over requests of the soft squared errors; what the choice between starts goes by."""
+        """Mean over requests of the soft squared errors; the starts are compared by it."""
         return float(2 * SOFT**2 * (np.sqrt(1 + (errors / SOFT) ** 2) - 1).sum() / len(self))
 
 
 def typical_seconds(problem: Problem) -> float:
-    """Of a step of the log, about, from the training requests' times."""
+    """Approximate seconds of a step of the log, from the training requests' times."""
     times = Times.of([problem.measured[index] for index in problem.train])
     has_tpot = (times.num_output_tokens > 1) & (times.tpot > 0)
     return max(float(np.median(times.tpot[has_tpot]) if has_tpot.any() else np.median(times.ttft)), 1e-7)
 
 
 def typical_load(problem: Problem) -> StepLoad:
-    """Of a step of the log, about; of requests that are not trained on, only that they had not finished by the end."""
+    """Approximate load of a step of the log. Untrained requests count only as unfinished until the end."""
     seconds, end, finished = typical_seconds(problem), problem.end, set(problem.train.tolist())
     arrived = [(index, each) for index, each in enumerate(problem.measured) if each.queued < end] or [
         (0, problem.measured[0])
@@ -287,30 +289,30 @@ def typical_load(problem: Problem) -> StepLoad:
 
 
 class Slopes(NamedTuple):
-    """What the simulations about a point found."""
+    """The result of the simulations about a point."""
 
     step_time: LinearStepTime
     errors: FloatArray
-    """[errors] their mean."""
+    """[errors] means."""
     slopes: FloatArray
     """[errors, free]"""
     limit: float
-    """The most that a logarithm changes from here."""
+    """Maximum change of a logarithm from here."""
 
 
 class Start(NamedTuple):
-    """A point of the search, and what it knows of its coefficients."""
+    """A point of the search, and what is known of its coefficients."""
 
     name: str
     step_time: LinearStepTime
     prior: LinearStepTime
-    """Coefficients are pulled towards these."""
+    """The prior pulls coefficients towards these."""
     certainty: float = 1.0
     """Divides `SPREADS`."""
     cost: float = math.inf
-    """The lowest that was found on the way here; of errors that are means over simulations."""
+    """The lowest cost on the way here; from errors that are means over simulations."""
     at_cost: Slopes | None = None
-    """Where that was."""
+    """The point with that cost."""
 
     @property
     def free(self) -> list[str]:
@@ -327,11 +329,11 @@ def _logarithms(step_time: LinearStepTime, names: Sequence[str]) -> FloatArray:
 
 
 def moved(step_time: LinearStepTime, names: Sequence[str], changes: FloatArray) -> LinearStepTime:
-    """With these changes of the coefficients' logarithms."""
+    """The step times with these changes of the coefficients' logarithms."""
     logarithms = np.clip(_logarithms(step_time, names) + changes, -60, 60)
     values = dict(zip(names, np.exp(logarithms).tolist(), strict=True))
     if "r" in values:
-        values["r"] = 1 + min(values["r"], 50)  # nearly the longer one already; a power of large numbers overflows
+        values["r"] = 1 + min(values["r"], 50)  # already nearly the maximum of both; a power of large numbers overflows
     return replace(step_time, **values)
 
 
@@ -340,13 +342,13 @@ def _times_factor(step_time: LinearStepTime, factor: float) -> LinearStepTime:
 
 
 def middle(one: LinearStepTime, other: LinearStepTime, names: Sequence[str]) -> LinearStepTime:
-    """The mean of the coefficients' logarithms."""
+    """The point halfway between both, by the coefficients' logarithms."""
     return moved(one, names, (_logarithms(other, names) - _logarithms(one, names)) / 2)
 
 
 def moves(start: Start, typical: StepLoad, width: float) -> FloatArray:
-    """[free] how far each coefficient moves for its slope, relative to itself: as far as a step changes by the share
-    `width`, within limits. Of the steps, a typical one and one of its rows alone, that which changes more."""
+    """[free] how far each coefficient moves for its slope, relative to itself: so far that a step changes by the share
+    `width`, within limits. Uses a typical step or one of its rows alone, whichever changes more."""
     rows = typical.num_rows
     alone = StepLoad(1, 1, max(1, typical.num_context_tokens // rows), max(1, typical.num_context_tokens // rows), 1)
     effects = np.zeros(len(start.free))
@@ -357,10 +359,10 @@ def moves(start: Start, typical: StepLoad, width: float) -> FloatArray:
     return np.clip(width / np.maximum(effects, 1e-9), width, MAX_MOVE)
 
 
-def ups_and_downs(num_factors: int, is_folded: bool) -> FloatArray:
-    """[runs, factors] of 1 and -1: columns are orthogonal, and to the mean.
+def hadamard_rows(num_factors: int, is_folded: bool) -> FloatArray:
+    """[runs, factors] of 1 and -1: columns are orthogonal to each other and to the mean.
 
-    Folded, each row has its opposite, so that products of two factors do not show as a third.
+    Folded, each row has its opposite, so that products of two factors do not appear as a third factor.
     """
     from scipy.linalg import hadamard
 
@@ -373,16 +375,16 @@ def slopes(rows: FloatArray, far: FloatArray, errors: FloatArray) -> tuple[Float
     """([errors], [errors, free]) mean and slopes by regression.
 
     Args:
-        rows: [runs, free] of `ups_and_downs`.
+        rows: [runs, free] of `hadamard_rows`.
         far: [free] of `moves`.
-        errors: [runs, errors] of the simulations there.
+        errors: [runs, errors] of the simulations of `rows`.
     """
     mean = errors.mean(axis=0)
     return mean, (rows.T @ (errors - mean) / len(rows) / far[:, None]).T
 
 
 def improve(start: Start) -> LinearStepTime:
-    """Where Gauss-Newton goes from the best point of a start."""
+    """The point to which Gauss-Newton moves from the best point of a start."""
     from scipy.optimize import least_squares
 
     assert start.at_cost is not None
@@ -413,24 +415,24 @@ def search(
     """The step times with the lowest training error that the starts lead to.
 
     Args:
-        problem: what is fitted to what.
-        estimate: one more start, which is trusted more than the others are: from a model and a device.
-        num_processes: how many simulations run at a time; None: one for each CPU.
+        problem: the log and its training requests.
+        estimate: an additional start, from a model and a device; it is trusted more than the others.
+        num_processes: number of parallel simulations; None: one for each CPU.
         progress: see `Progress`.
     """
     starts = [Start(name, guess, guess) for name, guess in STARTS.items()]
     if estimate is not None:
         starts.insert(0, Start("estimate", estimate, estimate, certainty=2.0))
     num_first, num_more, num_late = _plan(problem)
-    most = len(starts) * NUM_SCALINGS + (num_more * 2 + num_late) * MAX_RUNS
+    max_simulations = len(starts) * NUM_SCALINGS + (num_more * 2 + num_late) * MAX_RUNS
     for _, _, num_kept in ((0, 0, len(starts)), *FIRST[:-1]):
-        most += sum(sorted(len(ups_and_downs(len(each.free), False)) for each in starts)[-num_kept:])
-    with _Simulations(problem, num_processes or os.cpu_count() or 1, most, progress) as simulations:
+        max_simulations += sum(sorted(len(hadamard_rows(len(each.free), False)) for each in starts)[-num_kept:])
+    with _Simulations(problem, num_processes or os.cpu_count() or 1, max_simulations, progress) as simulations:
         starts = simulations.scaled(starts, num_first)
         for width, limit, num_kept in FIRST:
             starts = simulations.iterate(starts, num_first, width, limit, is_folded=False)
             starts = sorted(starts, key=lambda start: start.cost)[:num_kept]
-        if num_first < len(problem.train):  # other requests, another cost
+        if num_first < len(problem.train):  # costs of other requests do not compare
             starts = [start._replace(cost=math.inf, at_cost=None) for start in starts]
         for width, limit in MORE[-num_more:]:
             starts = simulations.iterate(starts, len(problem.train), width, limit, is_folded=True)
@@ -442,12 +444,12 @@ def search(
             num_late -= 1
     best = chosen.at_cost
     assert best is not None
-    # Both are estimates of the same minimum, where the search has converged; the mean is nearer.
+    # Where the search has converged, both estimate the same minimum; their mean is nearer.
     return middle(best.step_time, improve(chosen._replace(at_cost=best._replace(limit=limit))), chosen.free)
 
 
 def _plan(problem: Problem) -> tuple[int, int, int]:
-    """Training requests on which starts are tried, iterations for the best ones, and then for the best one."""
+    """Training requests on which starts are tried, iterations for the best starts, and then for the best one."""
     seconds = typical_seconds(problem)
     ends = np.array([problem.measured[index].last_token for index in problem.train])
     steps = np.minimum(
@@ -460,7 +462,7 @@ def _plan(problem: Problem) -> tuple[int, int, int]:
 
 
 _problem: Problem | None = None
-"""Of a process that simulates."""
+"""The problem of a worker process."""
 
 
 def _begin_worker(problem: Problem) -> None:
@@ -479,16 +481,16 @@ def _excess(step_time: LinearStepTime, num_train: int) -> float:
 
 
 class _Simulations:
-    """Processes that simulate; with one CPU, this process does."""
+    """Worker processes that simulate; with one CPU, this process simulates."""
 
-    def __init__(self, problem: Problem, num_processes: int, most: int, progress: Progress | None) -> None:
+    def __init__(self, problem: Problem, num_processes: int, max_simulations: int, progress: Progress | None) -> None:
         self._problem = problem
-        self._most = most
+        self._max_simulations = max_simulations
         self._num_done = 0
         self._progress = progress
         self._pool: ProcessPoolExecutor | None = None
         if num_processes > 1:
-            context = get_context("spawn")  # a fork would copy the locks of whatever threads there are
+            context = get_context("spawn")  # a fork would copy the locks of other threads
             self._pool = ProcessPoolExecutor(
                 num_processes, mp_context=context, initializer=_begin_worker, initargs=(problem,)
             )
@@ -503,7 +505,7 @@ class _Simulations:
             self._pool.shutdown(cancel_futures=True)
 
     def scaled(self, starts: Sequence[Start], num_train: int) -> list[Start]:
-        """The starts times a factor with which the mean end-to-end time is that of the log."""
+        """The starts, each scaled by the factor that makes the mean end-to-end time equal to that of the log."""
         seconds, typical = typical_seconds(self._problem), typical_load(self._problem)
         guesses = [_times_factor(each.step_time, seconds / each.step_time.of_step(typical)) for each in starts]
         low, high, at = [-math.inf] * len(starts), [math.inf] * len(starts), [0.0] * len(starts)  # logarithms
@@ -531,11 +533,11 @@ class _Simulations:
     def iterate(
         self, starts: Sequence[Start], num_train: int, width: float, limit: float, *, is_folded: bool
     ) -> list[Start]:
-        """One iteration of each start. One that has led to higher errors goes back, and less far."""
+        """Iterate each start once. A start whose errors rose returns to its best point, with a smaller limit."""
         objective = Objective(self._problem, num_train)
         designs, points = [], []
         for start in starts:
-            rows, far = ups_and_downs(len(start.free), is_folded), moves(start, objective.typical, width)
+            rows, far = hadamard_rows(len(start.free), is_folded), moves(start, objective.typical, width)
             designs.append((rows, far))
             points += [moved(start.step_time, start.free, np.log1p(row * far)) for row in rows]
         errors = self._run(_errors, points, num_train)
@@ -553,7 +555,7 @@ class _Simulations:
     def _run(
         self, what: Callable[[LinearStepTime, int], Any], points: list[LinearStepTime], num_train: int
     ) -> list[Any]:
-        """What each point gives, in order."""
+        """The result of each point, in order."""
         if self._pool is None:
             results: Iterator[Any] = map(what, points, [num_train] * len(points))
         else:
@@ -563,5 +565,5 @@ class _Simulations:
             found.append(result)
             self._num_done += 1
             if self._progress is not None:
-                self._progress(self._num_done, max(self._most, self._num_done))
+                self._progress(self._num_done, max(self._max_simulations, self._num_done))
         return found

@@ -1,8 +1,8 @@
-"""Which replica gets a request? Routing rules of a fleet.
+"""Routing rules of a simulated fleet: choose the replica that gets a request.
 
-round robin      in turns
-least loaded     fewest unfinished requests
-prefix affinity  where most of its prompt was sent before, unless that replica has more to do: the server's rule
+round robin      each replica in turn
+least loaded     the replica with the fewest unfinished requests
+prefix affinity  the replica that was sent most of the prompt before, unless it has more load: the server's rule
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from pointsman.sim.request import VOCAB_SIZE, SimRequest, prompt_tokens
 
 
 class Routed(Protocol):
-    """What a rule may know of a replica."""
+    """What a rule may read of a replica."""
 
     @property
     def config(self) -> SchedulerConfig:
-        """Of its scheduler; that of all replicas."""
+        """The configuration of its scheduler, equal on all replicas."""
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that it has and has not finished."""
+        """Number of unfinished requests on the replica."""
 
 
 class Routing(Protocol):
-    """A rule."""
+    """A routing rule."""
 
     def choose(self, request: SimRequest, replicas: Sequence[Routed]) -> int:
         """The index of the replica that gets the request."""
 
 
 class RoundRobin:
-    """In turns."""
+    """Each replica in turn."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -55,7 +55,7 @@ class LeastLoaded:
 
 class PrefixAffinity:
     """The rule of a server with several engines (`pointsman/routing.py`): the replica that computes least for the
-    request, of what its pool can hold of the prompts that it was sent, within a bound on its load."""
+    request, given the earlier prompts that its pool can hold, within a bound on its load."""
 
     def __init__(self) -> None:
         self._router: Router | None = None

@@ -1,8 +1,8 @@
-"""Host memory of a simulated replica: what is in it, and how long copies take.
+"""Host memory of a simulated replica: which blocks it holds, and how long copies take.
 
-`HostMemory` describes it; `HostTier` is that of one replica, and the connector of its scheduler. The directory is the
-engine's (`core/kv/slots.py`), so the same blocks are copied. Copies are synchronous, as there: a step begins with them,
-and they add to its time.
+`HostMemory` describes it. `HostTier` is the host memory of one replica, and the connector of its scheduler. It uses the
+engine's directory (`core/kv/slots.py`), so the same blocks are copied. Copies are synchronous, as in the engine: a step
+begins with them, and they add to its time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pointsman.sim.step_time import Efficiencies
 
 
 class HostMemory(NamedTuple):
-    """Host memory behind the KV pool of each replica, all its devices together."""
+    """Host memory behind the KV pool of each replica, for all its devices together."""
 
     num_bytes: int
     bytes_per_token: float
@@ -42,7 +42,10 @@ class HostMemory(NamedTuple):
         kv_dtype_bytes: float = 2,
         efficiencies: Efficiencies | None = None,
     ) -> HostMemory:
-        """Of a model on `tensor_parallel` equal devices, each with its own link; `efficiencies` None: the defaults."""
+        """The host memory of a model on `tensor_parallel` equal devices, each with its own link.
+
+        `efficiencies` None: the defaults.
+        """
         share = (efficiencies or Efficiencies()).host_link
         bytes_per_token = tensor_parallel * sum(shape.kv_bytes_per_token(kv_dtype_bytes, tensor_parallel))
         return cls(num_bytes, bytes_per_token, tensor_parallel * share * device.host_bandwidth)
@@ -50,17 +53,17 @@ class HostMemory(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CopyTotals:
-    """What a replica has copied, in blocks and seconds."""
+    """Copies of a replica so far, in blocks and seconds."""
 
     num_offloaded: int = 0
-    """To host memory."""
+    """Blocks copied to host memory."""
     num_restored: int = 0
-    """Back to the pool."""
+    """Blocks copied back to the pool."""
     seconds: float = 0.0
 
 
 def check_host_memory(memory: HostMemory | None, config: SchedulerConfig) -> None:
-    """Whether it fits the scheduler's configuration.
+    """Check that the host memory fits the scheduler's configuration.
 
     Raises:
         SimulationError: less than one block fits, the bandwidth is not above 0, it would have no effect, or there is
@@ -105,7 +108,7 @@ class HostTier:
         self.saves_evicted = not self._is_for_swap
         self.totals = CopyTotals()
 
-    # ------------------------------------------------------------------ what the scheduler asks
+    # ------------------------------------------------------------------ the scheduler's side
 
     def num_external_tokens(self, request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
         size = self._block_size
@@ -122,14 +125,14 @@ class HostTier:
     def reset(self) -> None:
         self._directory.clear()
 
-    # ------------------------------------------------------------------ what a scheduler's output says
+    # ------------------------------------------------------------------ the host's side
 
     def copy(self, output: SchedulerOutput) -> Copies | None:
-        """What a step that was scheduled now copies, before it computes; None: nothing."""
+        """The copies of a step that was scheduled now, before it computes; None: none."""
         copies = self._copy(output) if output.loads or output.saves else None
         if self._is_for_swap:
             for request in output.finished:
-                if request.num_preemptions:  # no request resumes with its blocks any more
+                if request.num_preemptions:  # no request resumes with these blocks
                     self._directory.discard(block_keys(request, self._block_size))
         return copies
 

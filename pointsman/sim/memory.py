@@ -1,6 +1,6 @@
-"""How many KV blocks does a device have left beside a model's weights?
+"""KV memory: estimates the number of KV blocks that a device has beside a model's weights.
 
-An engine measures it when it starts; where its log says the number, use that. This is the estimate without an engine:
+An engine measures this number when it starts; if its log has the number, use that. The estimate, without an engine:
 
     usable = memory * gpu_memory_utilization
     KV     = usable - weights - activations of the largest step - context and libraries
@@ -16,12 +16,12 @@ from pointsman.sim.model import ModelShape
 from pointsman.sim.step_time import check_parallel
 
 CONTEXT_BYTES = int(0.6 * GIB)
-"""What a process has on a GPU before it allocates anything: context, kernels, buffers of libraries. A round figure."""
+"""Memory of a process on a GPU before it allocates anything: context, kernels, buffers of libraries. A round figure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvMemory:
-    """Where the memory of one device goes, in bytes."""
+    """The use of one device's memory, in bytes."""
 
     memory: int
     usable: int
@@ -29,14 +29,14 @@ class KvMemory:
     activations: int
     context: int
     kv: int
-    """Left for KV blocks."""
+    """Bytes for KV blocks."""
     block_bytes: int
-    """Of one block in all layers."""
+    """Bytes of one block in all layers."""
     block_size: int
     """Tokens of one block."""
     num_blocks: int
     note: str
-    """What was assumed."""
+    """The assumption about windowed layers."""
 
     @property
     def num_tokens(self) -> int:
@@ -71,25 +71,25 @@ def num_kv_blocks(
     max_num_seqs: int = 256,
     sequence_tokens: int | None = None,
 ) -> KvMemory:
-    """The KV blocks of one device, with the breakdown that leads there.
+    """The number of KV blocks on one device, with the breakdown of its memory.
 
-    Activations are those of a step of `max_num_batched_tokens`: hidden states four times, the MLP's two inner ones, of
-    experts once for each that a token uses, and float32 logits of `max_num_seqs` rows twice.
+    Activations are those of a step of `max_num_batched_tokens`: hidden states four times; the MLP's two inner ones (for
+    experts, once for each expert that a token uses); float32 logits of `max_num_seqs` rows twice.
 
     Args:
         shape: the model.
         device: one of `tensor_parallel` equal devices.
         block_size: tokens of a block.
-        gpu_memory_utilization: share of the memory that the engine may use, vLLM's option of that name.
+        gpu_memory_utilization: share of the memory that the engine may use, as vLLM's option of that name.
         tensor_parallel: devices that share the model.
         kv_dtype_bytes: bytes of a KV element: 2, or 1 for an fp8 cache.
         max_num_batched_tokens: tokens of the largest step.
         max_num_seqs: rows of the largest step.
-        sequence_tokens: expected tokens of a sequence. A windowed layer then keeps at most its window of them, as
-            engines with a separate pool for such layers do. None: every layer keeps all, as engines without do.
+        sequence_tokens: expected tokens of a sequence. A windowed layer then keeps at most its window of them, as in
+            engines with a separate pool for such layers. None: every layer keeps all, as in other engines.
 
     Raises:
-        ModelTooLarge: not one block is left.
+        ModelTooLarge: there is no memory for a single block.
         SimulationError: an argument is out of range.
     """
     check_parallel(shape, device, tensor_parallel)

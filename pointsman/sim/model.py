@@ -1,6 +1,6 @@
-"""What is a model to the simulator? Its dimensions, and what follows from them: bytes to read, FLOPs to compute.
+"""Model shapes: the dimensions of a model, the bytes that it reads and the FLOPs that it computes.
 
-Counted are decoders of the Llama family and what grew from it: gated MLPs (three matrices), mixtures of experts with
+Supported are decoders of the Llama family and its descendants: gated MLPs (three matrices), mixtures of experts with
 shared experts and leading dense layers, grouped-query or multi-head latent attention, sliding windows in some layers,
 quantised weights. Biases and norms are left out; they are under 0.1 % of any built-in shape.
 """
@@ -13,15 +13,15 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
-    """How some of a model's weights are stored."""
+    """Storage of a model's quantised weights."""
 
     method: str
     """As in the config's `quant_method`: "awq", "fp8", ..."""
     bits: float
     """Bits per quantised weight, scales and zero points included."""
     covers: Literal["linear", "experts"] = "linear"
-    """"linear": all matrices of the layers. "experts": only those of routed experts. Never embeddings and output
-    head."""
+    """"linear": all matrices of the layers. "experts": only those of routed experts. Embeddings and output head are
+    never quantised."""
     computes_in: Literal["bf16", "fp8", "int8"] = "bf16"
     """Dtype of the products. "bf16": weights are converted as they are read."""
 
@@ -37,10 +37,10 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
-    """Of the dense layers' MLP; 0 if every layer has experts."""
+    """Inner size of the dense layers' MLP; 0 if every layer has experts."""
     vocab_size: int
     max_model_len: int
-    """Tokens that the model can hold at most, prompt and output together."""
+    """Maximum number of tokens that the model can hold, prompt and output together."""
     source: str
     """Where the figures come from."""
     tied_embeddings: bool = False
@@ -49,21 +49,21 @@ class ModelShape:
     """Bytes of a weight that is not quantised, and of an activation."""
     quantization: Quantization | None = None
     num_other_params: int = 0
-    """Parameters that occupy memory and that a text step does not read, such as a vision encoder's."""
+    """Parameters that occupy memory but that a text step does not read, such as a vision encoder's."""
 
     num_experts: int = 0
-    """Routed experts of a layer; 0: dense."""
+    """Routed experts of a layer; 0: the layers are dense."""
     experts_per_token: int = 0
     expert_intermediate_size: int = 0
-    """Of a routed expert, and of a shared one."""
+    """Inner size of a routed expert, and of a shared one."""
     num_shared_experts: int = 0
     """Experts of a layer that every token uses."""
     num_dense_layers: int = 0
-    """Of a mixture of experts: layers with a dense MLP instead."""
+    """Layers with a dense MLP in a mixture of experts."""
 
     kv_lora_rank: int = 0
-    """Multi-head latent attention: size of the latent that the KV cache holds; 0: grouped-query attention. The three
-    sizes below apply with it only, and `num_kv_heads` does not."""
+    """Multi-head latent attention: size of the latent in the KV cache; 0: grouped-query attention. The three sizes
+    below apply only with it, and `num_kv_heads` only without it."""
     q_lora_rank: int = 0
     """0: queries have no low-rank projection."""
     qk_rope_head_dim: int = 0
@@ -115,7 +115,7 @@ class ModelShape:
 
     @property
     def head_params(self) -> int:
-        """Weights of the output head; the embedding matrix has as many."""
+        """Weights of the output head; the embedding matrix has the same number."""
         return self.vocab_size * self.hidden_size
 
     @property
@@ -126,8 +126,8 @@ class ModelShape:
 
     @property
     def num_active_params(self) -> int:
-        """Parameters that one token's forward pass multiplies with, output head included: a token looks one row of the
-        embedding matrix up."""
+        """Parameters that one token's forward pass multiplies with, output head included. The embedding matrix is not:
+        a token only looks up one row of it."""
         routed = self.num_expert_layers * self.experts_per_token * self.expert_params
         return self.common_params + routed + self.head_params
 
@@ -158,7 +158,7 @@ class ModelShape:
 
     @property
     def _quantised_bytes(self) -> float:
-        """Bytes of a weight of a routed expert, or of any layer's matrix if "linear" is what is quantised."""
+        """Bytes of a weight of a routed expert, or of any layer's matrix if all matrices ("linear") are quantised."""
         return self.dtype_bytes if self.quantization is None else self.quantization.bits / 8
 
     @property
@@ -169,7 +169,7 @@ class ModelShape:
     def kv_bytes_per_layer(self, kv_dtype_bytes: float = 2, tensor_parallel: int = 1) -> float:
         """Bytes of KV of one token in one layer on one device.
 
-        KV heads are divided among the devices, at least one for each; a latent is on every one of them in full.
+        KV heads are divided among the devices, at least one for each; every device has the whole latent.
         """
         if self.kv_lora_rank:
             return (self.kv_lora_rank + self.qk_rope_head_dim) * kv_dtype_bytes

@@ -1,6 +1,6 @@
-"""What does a `config.json` of Hugging Face say? Read into a `ModelShape`, or refused with the field that prevents it.
+"""Model configurations: reads a `config.json` of Hugging Face into a `ModelShape`, or refuses it and names the field.
 
-Nothing is guessed: the model type must be a known one, and a field that it needs must be there, unless the type's
+Nothing is guessed. The model type must be known, and each field that it needs must be present, unless the type's
 configuration class in transformers gives it a default (`_Family.defaults`).
 """
 
@@ -20,12 +20,12 @@ from pointsman.sim.model import ModelShape, Quantization
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What a model type means, where its config does not say."""
+    """What a model type implies where its config lacks a field."""
 
     windows: Literal["none", "all", "pattern"] = "none"
-    """Which layers `sliding_window` is for, if no field says so. "none": the model has no such field."""
+    """Layers to which `sliding_window` applies, if no field says so. "none": the model has no such field."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Fields that a config may leave out, as the type's class in transformers fills them."""
+    """Defaults of optional fields, as in the type's class in transformers."""
     experts: bool = False
 
 
@@ -59,21 +59,21 @@ _FAMILIES: Mapping[str, _Family] = {
     "granite": _Family(defaults=_UNTIED),
 }
 MAX = 2**40
-"""Of any count; products of two of them are numbers that floats hold."""
+"""Maximum of any count; products of two counts are numbers that floats hold."""
 _OTHER_CACHES = re.compile(r"^(mamba|ssm|rwkv|linear_(attn|attention|num|key|value)|conv_|time_|recurrent|lru_)")
 """Fields of state-space and linear-attention layers, whose state is no KV cache."""
 
 
 def read_config(path: Path, name: str) -> ModelShape:
-    """The shape that the `config.json` at `path` describes.
+    """The shape described by the `config.json` at `path`.
 
     Args:
         path: the file.
-        name: what the shape is called.
+        name: the name of the shape.
 
     Raises:
-        UnsupportedModel: it is not JSON, a field is missing or makes no sense, or the model has a feature that the
-            step-time model does not know.
+        UnsupportedModel: it is not JSON, a field is missing or makes no sense, or the step-time model does not know a
+            feature of the model.
         OSError: the file cannot be read.
     """
     try:
@@ -135,7 +135,7 @@ class _Reader:
 
     def _dense_intermediate_size(self, experts: dict[str, int]) -> int:
         if experts and not experts["num_dense_layers"]:
-            return 0  # the field is the experts', or left over from the dense sibling
+            return 0  # the field belongs to the experts or to a dense sibling
         return self._count("intermediate_size")
 
     def _experts(self) -> dict[str, int]:
@@ -143,12 +143,12 @@ class _Reader:
         sparse_step = "moe_layer_freq" if self._type.startswith("deepseek") else "decoder_sparse_step"
         if self._text.get(sparse_step, 1) != 1:
             raise self._error(f"{sparse_step} is {self._text[sparse_step]!r}; only 1 is known: experts in every layer")
-        first_dense = self._count("first_k_dense_replace", least=0, default=0)
+        first_dense = self._count("first_k_dense_replace", minimum=0, default=0)
         return {
             "num_experts": self._count("num_local_experts", "num_experts", "n_routed_experts"),
             "experts_per_token": self._count("num_experts_per_tok", "experts_per_token"),
             "expert_intermediate_size": self._count(expert_size),
-            "num_shared_experts": self._count("n_shared_experts", least=0, default=0),
+            "num_shared_experts": self._count("n_shared_experts", minimum=0, default=0),
             "num_dense_layers": first_dense + len(self._text.get("mlp_only_layers") or []),
         }
 
@@ -163,7 +163,7 @@ class _Reader:
         }
 
     def _windows(self, max_model_len: int) -> tuple[int, int]:
-        """The window, and the number of layers that have it; (0, 0) if none has."""
+        """The window, and the number of layers with it; (0, 0) if no layer has one."""
         window, layers = self._get("sliding_window", default=None), self._count("num_hidden_layers")
         if window is None or self._get("use_sliding_window", default=True) is False:
             return 0, 0
@@ -173,7 +173,7 @@ class _Reader:
         if (types := self._text.get("layer_types")) is not None:
             windowed = types.count("sliding_attention")
         elif self._text.get("use_sliding_window") is True:
-            windowed = max(0, layers - self._count("max_window_layers", least=0))  # the layers below it see everything
+            windowed = max(0, layers - self._count("max_window_layers", minimum=0))  # layers below it have no window
         elif self._family.windows == "pattern":
             windowed = layers - layers // self._count("sliding_window_pattern", "_sliding_window_pattern")
         elif self._family.windows == "all":
@@ -183,7 +183,7 @@ class _Reader:
         return (window, windowed) if windowed else (0, 0)
 
     def _dtype_bytes(self) -> tuple[int, str]:
-        """Bytes of a plain weight, and what to add to the source."""
+        """Bytes of a weight that is not quantised, and an addition to the source."""
         for config in (self._text, self._outer):
             dtype = config.get("dtype") or config.get("torch_dtype")
             if dtype in ("bfloat16", "float16"):
@@ -210,7 +210,7 @@ class _Reader:
             case "awq" | "gptq":
                 bits = self._bits(config.get("bits", config.get("w_bit")))
                 group = config.get("group_size", config.get("q_group_size"))
-                # A group has a 16-bit scale and a zero point; without groups (-1) each column has, which is nothing.
+                # A group has a 16-bit scale and a zero point; without groups (-1) each column has one, negligible here.
                 extra = (16 + bits) / group if isinstance(group, int) and group > 0 else 0
                 return Quantization(method=method, bits=bits + extra)
             case "bitsandbytes":
@@ -281,13 +281,13 @@ class _Reader:
             return default["default"]
         raise self._error(f"no field {' or '.join(names)!r} in it, which a {self._type!r} needs")
 
-    def _count(self, *names: str, least: int = 1, **default: int) -> int:
-        """The whole number in the first of `names` that is there."""
+    def _count(self, *names: str, minimum: int = 1, **default: int) -> int:
+        """The whole number in the first of `names` that the config has."""
         value = self._get(*names, **default)
         if value is None and "default" in default:
             return default["default"]
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX:
-            raise self._error(f"{names[0]} is {represented(value)}; it must be a whole number from {least} to {MAX}")
+        if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= MAX:
+            raise self._error(f"{names[0]} is {represented(value)}; it must be a whole number from {minimum} to {MAX}")
         return value
 
     def _error(self, text: str) -> UnsupportedModel:

@@ -1,4 +1,4 @@
-"""What vLLM did, as the outcome that a simulation of the same requests has: an observed recording, counted alike."""
+"""Observed recordings: presents what vLLM did as the outcome that a simulation of the same requests would have."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from pointsman.traces import LeftOut, Observed, ObservedRequest, Trace, TraceReq
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """The requests of an observed recording that can be simulated, and what vLLM made of them."""
+    """The requests of an observed recording that can be simulated, and how vLLM ran them."""
 
     trace: list[TraceRequest]
-    """By arrival, the first one at 0 seconds; with a limit, fewer than the recording has."""
+    """By arrival, the first one at 0 seconds; with a limit, fewer than in the recording."""
     config: SchedulerConfig
     """vLLM's own settings, with its decisions."""
     outcome: Outcome
-    """What happened; its requests are those of `trace`, in that order."""
+    """vLLM's outcome; its requests are those of `trace`, in that order."""
     recorded: Trace[ObservedRequest]
-    """All of the recording that can be simulated, and how many could not: those without an end or without a token."""
+    """Number of all requests in the recording that can be simulated, and of those that cannot: without end or token."""
 
 
 def replayed(observed: Observed, source: str, limit: int | None = None) -> Replayed:
-    """What happened, and what to simulate.
+    """What happened, and the requests to simulate.
 
     Args:
         observed: the recording.
         source: its name, for messages.
-        limit: take only that many requests, those that arrived first.
+        limit: take only this number of requests, in the order of arrival.
 
     Raises:
-        SimulationError: the simulator lacks something of what was observed, or no request finished.
+        SimulationError: the simulator lacks an observed feature, or no request finished.
     """
     if observed.lacking:
         raise SimulationError(
@@ -77,7 +77,7 @@ def replayed(observed: Observed, source: str, limit: int | None = None) -> Repla
 
 
 def times_of(outcome: Outcome, num_output_tokens: Sequence[int]) -> Times:
-    """When its requests were queued, got their first token and their last one."""
+    """When the outcome's requests were queued, got their first token and their last one."""
     timings = outcome.timings
     count = timings.count
     lengths = np.array(num_output_tokens, dtype=np.int64)

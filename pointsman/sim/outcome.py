@@ -1,8 +1,8 @@
-"""What happened in a simulation: when each request got its tokens, and what each replica did over time.
+"""Outcome of a simulation: when each request got its tokens, and what each replica did over time.
 
-`Timings` has a row for each request, in the order of arrival; `Timeline` an entry for each event of a replica, which is
-one step, or a run of plain decodes. While time passes, an event only notes which requests got tokens, and when; what
-follows from that is computed once, at the end, for all of them together (`Timings.close`).
+`Timings` has a row for each request, in the order of arrival. `Timeline` has an entry for each event of a replica: one
+step, or a run of plain decodes. While time passes, an event only notes which requests got tokens, and when. All other
+figures are computed once, at the end, for all events together (`Timings.close`).
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _NO_NUMBERS: Int64Array = np.zeros(0, dtype=np.int64)
 
 
 class Timings:
-    """The times of all requests, in seconds of the virtual clock; NaN: it has not happened.
+    """The times of all requests, in seconds of the virtual clock; NaN: the event has not happened.
 
     arrival        when the request arrived
     scheduled      when the step that admitted it first was scheduled
-    first_token    when its first token was sampled (after `close`, as the next two)
+    first_token    when its first token was sampled (set by `close`, as the next two)
     last_token     when its newest token was sampled
     max_gap        the longest time between two of its tokens
-    num_prompt_tokens, num_output_tokens   its lengths; of the output, what was generated
+    num_prompt_tokens, num_output_tokens   its lengths; of the output, the generated tokens
     num_cached_tokens                      prompt tokens that its first admission found in the prefix cache
     num_preemptions
-    replica        which one it was routed to
+    replica        the replica that it was routed to
     reason         index into `REASONS`; UNFINISHED: it has not finished
     """
 
@@ -55,7 +55,7 @@ class Timings:
         self.num_preemptions = np.zeros(capacity, dtype=np.int64)
         self.replica = np.zeros(capacity, dtype=np.int64)
         self.reason = np.full(capacity, UNFINISHED, dtype=np.int64)
-        self._events: list[tuple[Int64Array, float | FloatArray]] = []  # those of a request in their order
+        self._events: list[tuple[Int64Array, float | FloatArray]] = []  # events of one request are in order
         self._gaps: tuple[FloatArray, Int64Array] = (_NO_TIMES, _NO_NUMBERS)
 
     # ------------------------------------------------------------------ while time passes
@@ -100,18 +100,19 @@ class Timings:
     # ------------------------------------------------------------------ at the end
 
     def close(self) -> None:
-        """Nothing more happens: compute what the events say of each request, and drop unused rows."""
+        """Compute the figures from the events, after the last one, and drop unused rows."""
         for name, column in vars(self).items():
             if isinstance(column, np.ndarray):
                 setattr(self, name, column[: self.count])
         self._read_events()
 
     def gaps(self) -> tuple[FloatArray, Int64Array]:
-        """All times between two tokens of a request, and how often each was there (inter-token latency per gap)."""
+        """All gaps between two tokens of a request, and how often each occurred (inter-token latency per gap)."""
         return self._gaps
 
     def _read_events(self) -> None:
-        """Each event of a request follows another one of it, so ordered by request they give its times in order."""
+        """Read all events. Those of one request are in order of time, so sorting by request gives its times in
+        order."""
         events, self._events = self._events, []
         if not events:
             return
@@ -148,7 +149,7 @@ class Timings:
 
 
 def _stable_order(numbers: Int64Array, count: int) -> Int64Array:
-    """Indices that order numbers below `count`, equal ones as they come. NumPy sorts 16 bits by their digits, in a
+    """Indices that sort numbers below `count`, equal ones in their order. NumPy sorts 16-bit numbers by radix, in a
     fraction of the time."""
     order = numbers.astype(np.uint16).argsort(kind="stable")
     if count > 1 << 16:
@@ -157,10 +158,10 @@ def _stable_order(numbers: Int64Array, count: int) -> Int64Array:
 
 
 class _Within:
-    """The times between the tokens of runs, of all runs together, as most are short.
+    """The gaps between the tokens of runs. All runs are handled together, as most are short.
 
     Args:
-        runs: of each the start, and the end of each step.
+        runs: for each run its start, and the end of each step.
     """
 
     def __init__(self, runs: list[FloatArray]) -> None:
@@ -168,18 +169,18 @@ class _Within:
         starts = lengths.cumsum() - lengths
         times = np.concatenate([_NO_TIMES, *runs])
         self.first: FloatArray = times[starts + 1]
-        """[runs] the end of the first step."""
+        """[runs] end of the first step."""
         self.last: FloatArray = times[starts + lengths - 1]
         self.sizes = lengths - 2
-        """[runs] gaps: one less than there are steps."""
+        """[runs] number of gaps: the number of steps minus one."""
         is_gap = np.ones(max(len(times) - 1, 0), dtype=np.bool_)
         is_gap[starts] = False  # from the start to the end of the first step
         is_gap[starts[1:] - 1] = False  # from one run to the next
         self.gaps: FloatArray = np.diff(times)[is_gap]
-        """All of them, run after run."""
+        """The gaps of all runs, in order."""
 
     def longest(self) -> FloatArray:
-        """[runs] the greatest gap of each run, 0 where there is none."""
+        """[runs] the longest gap of each run, 0 for a run without gaps."""
         found = np.zeros(len(self.sizes))
         filled = self.sizes.nonzero()[0]
         if len(filled):
@@ -196,11 +197,11 @@ class Event(NamedTuple):
     num_rows: int
     """Requests in each step."""
     num_tokens: int
-    """Computed in all of the steps."""
+    """Tokens computed in all of the steps."""
     num_waiting: int
-    """Requests in the queue afterwards."""
+    """Requests in the queue after the event."""
     kv_cache_usage: float
-    """Share of the blocks that requests hold afterwards, 0 to 1."""
+    """Share of the blocks that requests hold after the event, 0 to 1."""
 
 
 class Timeline:

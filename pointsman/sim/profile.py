@@ -1,7 +1,7 @@
-"""A profile: step times that were fitted to a log, what they were fitted to, and how well they predict. A JSON file.
+"""Profiles: JSON files with step times that were fitted to a log, a description of the log, and prediction errors.
 
 The hull of a profile is the range of each part of a step's load in the log. Step times outside it are extrapolated;
-`warn_outside` says where a simulation leaves it.
+`warn_outside` reports where a simulation leaves it.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ PARTS = {
     "num_attended": "positions attended to in a step",
     "num_samples": "sampled tokens in a step",
 }
-"""The parts of a step's load, as a reader calls them."""
+"""The parts of a step's load, as messages name them."""
 MIN_DISTANCE = 0.01
-"""Below the smallest load of a log, as a share of its largest, that is worth a warning."""
+"""A load below the smallest of a log by more than this share of its largest is worth a warning."""
 
 
 # ---------------------------------------------------------------------- settings of the engine
@@ -50,26 +50,26 @@ class EngineSettings:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     num_blocks: int | None = None
-    """None: the pool is never short."""
+    """None: the pool is never short of blocks."""
     block_size: int = 16
     max_model_len: int | None = None
     """None: the longest request of the log."""
     async_scheduling: bool = True
     kv_groups: tuple[KVGroup, ...] = ()
-    """In which its layers keep their KV, as `SchedulerConfig` has them: `num_blocks` are blocks of these."""
+    """Groups of the engine's KV layers, as in `SchedulerConfig`: `num_blocks` are blocks of these."""
 
     def config(self, longest: int, num_requests: int) -> SchedulerConfig:
         """vLLM's scheduler with these settings.
 
         Args:
-            longest: the most tokens that a request of the workload has, output included.
-            num_requests: how many there are.
+            longest: maximum number of tokens of a request of the workload, output included.
+            num_requests: number of requests.
 
         Raises:
             ConfigError: a setting is out of range.
         """
-        # Prompts of a log are distinct, so a prefix cache would find nothing. Full blocks of all that can run at a
-        # time, and as much again, are more than any watermark or reserve asks for.
+        # Prompts of a log are distinct, so a prefix cache would find nothing. Twice the blocks of all requests that
+        # can run at a time exceed any watermark or reserve.
         blocks = 2 * min(num_requests, max(self.max_num_seqs, 1)) * (-(-longest // max(self.block_size, 1)) + 1)
         blocks *= max(1, len(self.kv_groups))
         return SchedulerConfig.preset(
@@ -95,28 +95,28 @@ class Hull:
 
     def __init__(self, ranges: Mapping[str, tuple[int, int]] | None = None) -> None:
         self.ranges: dict[str, tuple[int, int]] = dict(ranges or {})
-        """(least, most) by the fields of `StepLoad`."""
+        """(minimum, maximum) by the fields of `StepLoad`."""
 
     def __eq__(self, other: object) -> bool:
         return self.ranges == other.ranges if isinstance(other, Hull) else NotImplemented
 
-    __hash__ = None  # type: ignore[assignment]  # it grows
+    __hash__ = None  # type: ignore[assignment]  # it is mutable
 
     def add(self, load: StepLoad) -> None:
-        """Make it contain a load."""
+        """Extend it to contain a load."""
         for part, value in zip(StepLoad._fields, load, strict=True):
-            least, most = self.ranges.get(part, (value, value))
-            self.ranges[part] = (min(least, value), max(most, value))
+            low, high = self.ranges.get(part, (value, value))
+            self.ranges[part] = (min(low, value), max(high, value))
 
     def include(self, other: Hull) -> None:
-        """Make it contain another hull."""
-        for part, (least, most) in other.ranges.items():
-            known = self.ranges.get(part, (least, most))
-            self.ranges[part] = (min(least, known[0]), max(most, known[1]))
+        """Extend it to contain another hull."""
+        for part, (low, high) in other.ranges.items():
+            known = self.ranges.get(part, (low, high))
+            self.ranges[part] = (min(low, known[0]), max(high, known[1]))
 
     @classmethod
     def of_loads(cls, loads: npt.NDArray[np.float64]) -> Hull:
-        """Of [steps, 5] loads."""
+        """The hull of [steps, 5] loads."""
         hull = cls()
         hull.add(StepLoad(*map(int, loads.min(axis=0))))
         hull.add(StepLoad(*map(int, loads.max(axis=0))))
@@ -124,7 +124,7 @@ class Hull:
 
 
 class WatchedStepTime:
-    """Step times that note the hull of the loads they are asked about."""
+    """Step times that record the hull of the loads for which they are called."""
 
     def __init__(self, step_time: StepTime) -> None:
         self._step_time = step_time
@@ -155,18 +155,18 @@ class Profile:
     source: str
     """Name of the log."""
     model: str = ""
-    """What the engine of the log ran, as it was given to it; empty: the log does not say."""
+    """Name of the model as the engine got it; empty: the log does not name it."""
     kind: str
-    """What it was fitted to: "requests" or "steps"."""
+    """Basis of the fit: "requests" or "steps"."""
     num_requests: int
-    """In the log."""
+    """Requests in the log."""
     num_train: int
-    """Requests or steps of the log that it was fitted to."""
+    """Number of the log's requests or steps that the fit used."""
     training_errors: dict[str, float | int | None] = field(default_factory=dict)
     """Fields of `RequestErrors` or of `StepErrors`; fractions."""
     held_out_errors: dict[str, float | int | None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    """What was assumed."""
+    """Assumptions, as sentences."""
 
     def to_dict(self) -> dict[str, Any]:
         """Values for JSON; `from_dict` reads them."""
@@ -232,7 +232,7 @@ def load_profile(path: str | PathLike[str]) -> Profile:
 
     Raises:
         CalibrationError: it is no profile; the message names the file and the field.
-        OSError: the file cannot be read.
+        CalibrationError: it is not a profile; the message names the file and the field.
     """
     try:
         values = json.loads(read_input(path).decode("utf-8"))
@@ -250,17 +250,17 @@ def warn_outside(profile: Profile, hull: Hull) -> list[str]:
     """Where the loads of a simulation leave the hull of a profile's log, one sentence each; empty: nowhere.
 
     Args:
-        profile: whose step times were used.
-        hull: of the simulation, see `WatchedStepTime`.
+        profile: the profile whose step times were used.
+        hull: the hull of the simulation, see `WatchedStepTime`.
     """
     warnings = []
-    for part, (least, most) in hull.ranges.items():
-        known_least, known_most = profile.hull.ranges[part]
-        if most > known_most:
-            warnings.append(_outside(PARTS[part], "up to", most, "at most", known_most, profile.source))
-        # The smallest steps of two runs differ by chance; what counts is the distance beside the whole range.
-        if known_least - least > MIN_DISTANCE * known_most:
-            warnings.append(_outside(PARTS[part], "down to", least, "at least", known_least, profile.source))
+    for part, (low, high) in hull.ranges.items():
+        known_low, known_high = profile.hull.ranges[part]
+        if high > known_high:
+            warnings.append(_outside(PARTS[part], "up to", high, "at most", known_high, profile.source))
+        # The smallest steps of two runs differ by chance, so the distance is relative to the whole range.
+        if known_low - low > MIN_DISTANCE * known_high:
+            warnings.append(_outside(PARTS[part], "down to", low, "at least", known_low, profile.source))
     return warnings
 
 
@@ -304,7 +304,7 @@ def _count(name: str, value: object) -> int:
 
 
 def _range(part: str, value: Any) -> tuple[int, int]:
-    least, most = value
-    if not all(isinstance(end, int) and math.isfinite(end) for end in (least, most)) or not 0 <= least <= most:
+    low, high = value
+    if not all(isinstance(end, int) and math.isfinite(end) for end in (low, high)) or not 0 <= low <= high:
         raise CalibrationError(f"hull of {part} is {value!r}; it must be two whole numbers, the smaller one first")
-    return least, most
+    return low, high

@@ -1,17 +1,18 @@
-"""One scheduler under a virtual clock: the same object as in every other host, with a step-time model as its device.
+"""Replica: runs one scheduler under a virtual clock. The scheduler is that of every other host, and a step-time model
+takes the place of a device.
 
-    replica.plan(until)                  the next event: one step, or as many at once as are sure; when it ends
-    replica.add(number, request, now)    a request arrives: of planned decodes only those remain that have begun
-    replica.commit()                     the event has happened; which requests it finished
+    replica.plan(until)                  plan the next event: one step, or all guaranteed decodes at once; when it ends
+    replica.add(number, request, now)    a request arrives: planned decodes that have not begun are dropped
+    replica.commit()                     the event has happened; returns the requests that it finished
 
 With host memory (`host_memory.py`) a step begins with its copies, which add to its time.
 
 A step that decides anything is scheduled when it begins and updated when it ends. Between such steps every running
-request decodes, and `Scheduler.advance` does all of them at once, up to the first request that ends. The end of an
-output is known here alone: a request ends with an end-of-sequence token that the scheduler cannot foresee.
+request decodes, and `Scheduler.advance` runs all these steps at once, up to the first request that ends. Only the
+simulator knows the end of an output: a request ends with an end-of-sequence token that the scheduler cannot foresee.
 
-With asynchronous scheduling (`max_steps_in_flight=2`) a step is scheduled when the one before it begins, as vLLM does:
-what arrives meanwhile, or is known only at its end, counts one step later. Such steps are simulated one by one.
+With asynchronous scheduling (`max_steps_in_flight=2`) a step is scheduled when the step before it begins, as in vLLM.
+Arrivals during a step, and facts known only at its end, count one step later. Such steps are simulated one by one.
 """
 
 from __future__ import annotations
@@ -48,29 +49,29 @@ Int32Array = npt.NDArray[np.int32]
 MAX_STEPS_AT_ONCE = 4096
 """Bounds the arrays of one run of decodes."""
 MORE_STEPS = 1.2
-"""Of these, times of so many times as many as the last one says are computed; another run costs more."""
+"""A run computes the times of this multiple of the expected number of decodes; a second run would cost more."""
 MIN_SECONDS = 1e-9
-"""Of a step, where the number of steps until a time is estimated."""
+"""Minimum seconds of a step, where the number of steps until a time is estimated."""
 MAX_BUILT = 2**24
-"""Tokens of a prompt that is too long for the model and still built, for the scheduler to refuse and report it."""
+"""Tokens built for a prompt that is too long for the model, so that the scheduler refuses and reports it."""
 _ROWS = 64
 _ONE: Int64Array = np.array(1)
 _NONE: list[int] = []
 
 
 class _Decodes(NamedTuple):
-    """Planned: steps that are sure to be plain decodes."""
+    """A planned run of guaranteed plain decodes."""
 
     end: float
     times: FloatArray
     """[steps + 1] seconds: the start, and the end of each step."""
     rows: Int64Array
-    """[rows] the running requests."""
+    """[rows] rows of the running requests."""
     num_left: Int64Array
-    """[rows] tokens that each will still generate."""
+    """[rows] tokens that each request will still generate."""
 
     def cut(self, time: float) -> _Decodes:
-        """Only the steps that begin before `time`, and at least one."""
+        """Only the steps that begin before `time`, at least one."""
         if self.end <= time:
             return self
         num_steps = int(self.times[1:].searchsorted(time)) + 1
@@ -78,18 +79,18 @@ class _Decodes(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """What the simulator knows of a request, and its scheduler does not."""
+    """What the simulator knows of a request, but its scheduler does not."""
 
     number: int
-    """In the timings."""
+    """Its row in the timings."""
     num_tokens: int
-    """Prompt and output, once it has ended."""
+    """Tokens of prompt and output at its end."""
     filler: int
-    """The token that it generates until then."""
+    """The token that it generates until its end."""
 
 
 class _Step(NamedTuple):
-    """Planned: a step that is scheduled."""
+    """A planned step, already scheduled."""
 
     end: float
     output: SchedulerOutput
@@ -99,14 +100,14 @@ class Replica:
     """A scheduler, its device, and the virtual time that it has reached.
 
     Args:
-        config: of the scheduler.
+        config: configuration of the scheduler.
         step_time: how long a step takes.
-        timings: where the times of requests are written.
+        timings: receives the times of requests.
         is_stepping: decide every step on its own; for comparisons.
         seed: of the prompts' tokens, where prefixes may be cached.
-        vocab_size: number of token ids that prompts have.
+        vocab_size: number of token ids in prompts.
         listeners: of the scheduler's events.
-        host_memory: where evicted KV is kept; None: nowhere.
+        host_memory: where evicted KV is kept; None: evicted KV is lost.
 
     Raises:
         SimulationError: the host memory does not fit the configuration.
@@ -137,24 +138,24 @@ class Replica:
         self._events = self.timeline.events
         self._ones = np.ones(_ROWS, dtype=np.int64)
         self._is_stepping = is_stepping
-        self._decode_seconds = MIN_SECONDS  # of the last planned decode
+        self._decode_seconds = MIN_SECONDS  # seconds of the last planned decode
         self._seed, self._vocab_size = seed, vocab_size
         self._has_content = config.enable_prefix_caching
         self._planned: _Decodes | _Step | None = None
-        self._arrived: list[tuple[Request, float]] = []  # during planned decodes
+        self._arrived: list[tuple[Request, float]] = []  # requests that arrived during planned decodes
         self.refused: list[tuple[int, str]] = []
-        """Requests that can never run, by number, and why; the simulation takes them."""
+        """Requests that can never run, by number, and why; the simulation collects them."""
         self._copies: dict[int, Copies] = {}  # of the steps in flight, by their ids
         self._in_flight: deque[tuple[SchedulerOutput, float]] = deque()  # with the end of each
         # By row of the scheduler's batch.
-        self._last_token = np.zeros(_ROWS, dtype=np.int64)  # the number of tokens with which it ends
+        self._last_token = np.zeros(_ROWS, dtype=np.int64)  # number of tokens at the request's end
         self._filler = np.zeros(_ROWS, dtype=np.int32)  # the token id of its output
         self._number = np.zeros(_ROWS, dtype=np.int64)  # of the request, in `timings`
         self._known: dict[Request, _Known] = {}  # of each unfinished request
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that it has and has not finished."""
+        """Number of unfinished requests on the replica."""
         return len(self._known)
 
     # ------------------------------------------------------------------ requests
@@ -170,8 +171,8 @@ class Replica:
             prompt = prompt_tokens(request, request.index, self._vocab_size, self._seed)
         else:
             prompt = blank_prompt(length)
-        room = max(1, self.config.max_model_len - length)
-        max_tokens = room if request.max_tokens is None else request.max_tokens
+        max_new_tokens = max(1, self.config.max_model_len - length)
+        max_tokens = max_new_tokens if request.max_tokens is None else request.max_tokens
         made = Request(
             request.request_id,
             prompt,
@@ -190,7 +191,7 @@ class Replica:
             self.now = max(self.now, now)
         if isinstance(planned, _Decodes):
             self._planned = planned.cut(now)
-            self._arrived.append((made, now))  # the scheduler gets it once it has done these steps
+            self._arrived.append((made, now))  # the scheduler gets it after these steps
         else:
             self._submit(made, now)
 
@@ -203,9 +204,9 @@ class Replica:
     # ------------------------------------------------------------------ events
 
     def plan(self, until: float = math.inf) -> float | None:
-        """When the next event ends; None: nothing is to be done until a request arrives.
+        """Plan the next event. Returns when it ends; None: nothing to do until a request arrives.
 
-        `until`: a time that a run of decodes need not go beyond.
+        `until`: a run of decodes may end at this time.
         """
         planned = self._planned
         if planned is None:
@@ -243,9 +244,9 @@ class Replica:
         return _Step(self.now + seconds, output)
 
     def _plan_decodes(self, rows: Int64Array, until: float) -> _Decodes | None:
-        """As many plain decodes as are sure; None: none is."""
+        """The longest run of guaranteed plain decodes; None: there is none."""
         scheduler, num_steps = self.scheduler, self._num_steps_until(until - self.now)
-        # Most often a request has arrived that the next step admits: then nothing else need be looked up.
+        # Most often a request has arrived that the next step admits; then no other check is needed.
         if scheduler.num_queued and not scheduler.guaranteed_steps(1):
             return None
         known = scheduler.running_num_tokens
@@ -261,18 +262,18 @@ class Replica:
         return _Decodes(end, times, rows, num_left)
 
     def _num_steps_until(self, seconds: float) -> int:
-        """About as many decodes as take that time, rather more: those behind a finish are shorter."""
+        """Approximate number of decodes in this time, rather too many: decodes behind a finish are shorter."""
         return int(min(MAX_STEPS_AT_ONCE, 2 + MORE_STEPS * max(seconds, 0.0) / self._decode_seconds))
 
     def _fill(self, times: FloatArray, done: int, end: int, num_rows: int, context: int) -> None:
         """Set the ends of the decodes after step `done` of a run up to step `end`. In the first step of the run these
-        rows read `context` positions, or would have."""
+        rows read, or would have read, `context` positions."""
         seconds = self._step_time.of_decodes(num_rows, context + num_rows * done, end - done)
         seconds[0] += times[done]
         np.add.accumulate(seconds, 0, None, times[done + 1 : end + 1])
 
     def _plan_ahead(self) -> _Step | None:
-        """The oldest step in flight ends next; the one after it is scheduled as soon as the oldest begins."""
+        """Plan the end of the oldest step in flight, and schedule the step after it, which happens at its start."""
         steps = self._in_flight
         while len(steps) < self._max_in_flight and self.scheduler.can_advance():
             output, seconds = self._schedule()
@@ -286,7 +287,7 @@ class Replica:
     # ------------------------------------------------------------------ what a step does
 
     def _schedule(self) -> tuple[SchedulerOutput, float]:
-        """The next step, and how long it takes, in seconds; 0 for one that runs nothing."""
+        """Schedule the next step. Returns it and its duration in seconds; 0 for a step that runs nothing."""
         output = self.scheduler.schedule_again(self.now)
         copying = 0.0
         if self.host is not None and (copies := self.host.copy(output)) is not None:
@@ -297,7 +298,7 @@ class Replica:
             self._place_admitted(output)
         if not num_rows:
             return output, copying
-        # Sums as products, which take a fraction of the time.
+        # Sums as dot products, which take a fraction of the time.
         if num_rows > len(self._ones):
             self._ones = np.ones(2 * num_rows, dtype=np.int64)
         context = int(output.num_computed_tokens.dot(self._ones[:num_rows])) + total
@@ -341,7 +342,7 @@ class Replica:
         return self._finished(update.finished) if update.finished else _NONE
 
     def _place_admitted(self, output: SchedulerOutput) -> None:
-        """Note what is known of the requests that got a row."""
+        """Note what the simulator knows of the requests that got a row."""
         for index in range(output.num_continued, output.num_rows):
             known = self._known[output.requests[index]]
             self._place(int(output.rows[index]), known)

@@ -1,12 +1,12 @@
-"""What does the simulator send to a scheduler? A request, and tokens for its prompt.
+"""Requests that the simulator sends to a scheduler, and the tokens of their prompts.
 
-No model reads the tokens: they say which prompts share a prefix, and cost as little as that allows.
+No model reads the tokens. They only show which prompts share a prefix, at the lowest possible cost.
 
     first n tokens of `content`   digits of a number that names the content, so that different content differs there
     the others                    one token, repeated
 
-Content is a shared block (its hash id) or the text of one request (its index). What a request generates is
-`filler_token(index)`, repeated; the next prompt of its session contains it, so that the prefix cache finds it.
+Content is a shared block (named by its hash id) or the text of one request (named by its index). A request generates
+`filler_token(index)`, repeated. The next prompt of its session contains this output, so that the prefix cache finds it.
 """
 
 from __future__ import annotations
@@ -25,54 +25,55 @@ from pointsman.traces import MAX_TOKENS, TraceRequest, prompt_token_ids
 EOS_TOKEN = 2**31 - 1
 """The end-of-sequence token of simulated models; no other token is equal to it."""
 VOCAB_SIZE = 100_000
-"""Token ids that prompts have, if nothing else is asked for."""
+"""Default number of token ids in prompts."""
 MAX_INDEX = 2**30
 """Filler tokens are between 2**30 and 2**31 - 2, above the vocabulary of any model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What an earlier request of a session adds to the later prompts."""
+    """Tokens that an earlier request of a session adds to the later prompts."""
 
     index: int
     num_new_tokens: int
-    """Tokens of its prompt that were new."""
+    """New tokens of its prompt."""
     num_output_tokens: int
 
 
 @dataclass(slots=True)
 class SimRequest:
-    """A request that the simulator sends; nothing changes it. Lengths are tokens."""
+    """An immutable request that the simulator sends. Lengths are tokens."""
 
     request_id: str
     num_prompt_tokens: int
     num_output_tokens: int
-    """Known to the simulator alone, never to a policy."""
+    """Known only to the simulator, never to a policy."""
     block_hash_ids: tuple[int, ...] = ()
-    """As `TraceRequest.block_hash_ids`: what the prompt begins with."""
+    """Blocks at the beginning of the prompt, as `TraceRequest.block_hash_ids`."""
     hash_block_size: int = 512
     max_tokens: int | None = None
-    """What the client asked for; None: no limit but the model's."""
+    """The limit that the client set; None: only the model's limit."""
     priority: int = 0
     tenant: str = ""
     ttft_target: float | None = None
-    """Seconds until its first token that the client hopes for; None: no target of its own."""
+    """The client's target in seconds until the first token; None: no own target."""
     retention: float | None = None
-    """Seconds after its end for which the client expects its prefix to come again; None: it does not say."""
+    """Seconds after its end within which the client expects to reuse its prefix; None: unknown."""
     session: str | None = None
     index: int = 0
-    """Distinct in a workload: the order in which it made its requests, from 0. Names the tokens of this request."""
+    """Distinct in a workload: the order in which it made its requests, from 0. Determines the tokens of this
+    request."""
     turns: tuple[Turn, ...] = ()
     """The session so far, oldest first; its tokens follow those of `block_hash_ids`."""
 
     @property
     def num_generated_tokens(self) -> int:
-        """The output tokens that it gets, which `max_tokens` may cut."""
+        """The output tokens that it gets; `max_tokens` may limit them."""
         return self.num_output_tokens if self.max_tokens is None else min(self.num_output_tokens, self.max_tokens)
 
 
 def filler_token(index: int) -> int:
-    """The token that request `index` generates, again and again: its own, and never `EOS_TOKEN`.
+    """The token that request `index` generates repeatedly: no other request has it, and it is never `EOS_TOKEN`.
 
     Raises:
         ValueError: the index is not between 0 and `MAX_INDEX` - 2.
@@ -83,14 +84,14 @@ def filler_token(index: int) -> int:
 
 
 def prompt_tokens(request: SimRequest, index: int, vocab_size: int, seed: int = 0) -> npt.NDArray[np.int32]:
-    """The prompt of a request: equal tokens where hash ids or sessions are equal, others elsewhere.
+    """The prompt of a request: equal tokens where hash ids or sessions are equal, different tokens elsewhere.
 
     Args:
         request: the request.
-        index: names the text that is new with this request, and its output: `request.index`, or in a workload without
-            sessions any other number that is distinct.
+        index: determines the text that is new with this request, and its output: `request.index`, or in a workload
+            without sessions any other distinct number.
         vocab_size: tokens of text are drawn from 0 to vocab_size - 1.
-        seed: another seed gives other tokens to all text.
+        seed: another seed changes the tokens of all text.
 
     Returns:
         [num_prompt_tokens] int32, read-only, over a bytes object: a `Request` takes it without a copy.
@@ -139,7 +140,7 @@ def _shared_text(request: SimRequest, vocab_size: int, seed: int) -> bytes:
     if not length:
         return b""
     num_digits = _num_digits(vocab_size)
-    if size < num_digits:  # too small a block for its id
+    if size < num_digits:  # the block is too small for its id
         shared = TraceRequest(0.0, length, 0, ids, size)
         return prompt_token_ids(shared, min(vocab_size, MAX_TOKENS), seed, 0).tobytes()
     keys = np.array(ids, dtype=np.uint64) * np.uint64(2)
@@ -154,5 +155,5 @@ def _shared_text(request: SimRequest, vocab_size: int, seed: int) -> bytes:
 
 @lru_cache(maxsize=16)
 def _num_digits(vocab_size: int) -> int:
-    """Digits that tell 2**64 numbers apart."""
+    """The number of digits that distinguish 2**64 numbers."""
     return math.ceil(64 / math.log2(vocab_size))

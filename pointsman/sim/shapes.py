@@ -1,7 +1,7 @@
-"""Which model shapes are built in, and how is one found by name or path?
+"""Built-in model shapes, and their lookup by name or path.
 
-`model_shape("meta-llama/Llama-3.1-8B")` takes, in this order: a directory with a `config.json`, such a file, a name in
-the Hugging Face cache of this machine, a built-in name with or without its organisation. Nothing is downloaded.
+`model_shape("meta-llama/Llama-3.1-8B")` accepts, in this order: a directory with a `config.json`, such a file, a name
+in the Hugging Face cache of this machine, a built-in name with or without its organisation. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def model_shape(name_or_path: str | os.PathLike[str]) -> ModelShape:
     """The shape of the model that `name_or_path` names.
 
     Raises:
-        UnknownName: it is no path, and neither the cache nor the table has it.
+        UnknownName: it is not a path, and neither the cache nor the table has it.
         UnsupportedModel: its `config.json` cannot be understood.
         OSError: its `config.json` cannot be read.
     """
@@ -45,7 +45,7 @@ def model_shape(name_or_path: str | os.PathLike[str]) -> ModelShape:
 
 
 def _cache_folder() -> Path:
-    """Where huggingface_hub keeps models, by its own rules."""
+    """The folder in which huggingface_hub keeps models, by its own rules."""
     if folder := os.environ.get("HF_HUB_CACHE"):
         return Path(folder).expanduser()
     if home := os.environ.get("HF_HOME"):
@@ -54,7 +54,8 @@ def _cache_folder() -> Path:
 
 
 def _cached_config(name: str) -> Path | None:
-    """`config.json` of the model `name` in the cache: of the revision "main", else of the latest one; None: none."""
+    """`config.json` of the model `name` in the cache: of the revision "main", otherwise of the latest one; None:
+    none."""
     if name.count("/") > 1 or ".." in name:
         return None
     folder = _cache_folder() / f"models--{name.replace('/', '--')}"

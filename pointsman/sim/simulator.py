@@ -1,7 +1,7 @@
-"""A simulation: requests of a workload arrive at one or several replicas, and time passes.
+"""Simulator: sends the requests of a workload to one or several replicas under a virtual clock.
 
 The event that ends first happens first: an arrival, a step of a replica, or a run of its plain decodes. An arrival is
-routed when it comes, with what is known then; it cuts the run that its replica was in, and no other.
+routed when it comes, with the knowledge of that time. It cuts the current run of its own replica, and no other.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _PROGRESS_EVERY = 256  # events
 
 @dataclass(slots=True)
 class Outcome:
-    """What a simulation found."""
+    """The result of a simulation."""
 
     timings: Timings
     timelines: list[Timeline]
     stats: list[SchedulerStats]
-    """Of each replica's scheduler, at the end."""
+    """Statistics of each replica's scheduler, at the end."""
     seconds: float
     """Virtual time from the first arrival to the last event."""
     requests: list[SimRequest] = field(default_factory=list, repr=False)
@@ -41,9 +41,9 @@ class Outcome:
     refused: list[tuple[str, str]] = field(default_factory=list)
     """Requests that could never run, and why."""
     is_complete: bool = True
-    """False: it was interrupted."""
+    """False: the simulation was interrupted."""
     copies: list[CopyTotals] = field(default_factory=list)
-    """Between each replica's pool and its host memory; empty without host memory."""
+    """Copies between each replica's pool and its host memory; empty without host memory."""
 
 
 def simulate(
@@ -63,15 +63,16 @@ def simulate(
     """Run a workload to its end, or to the virtual time `until`.
 
     Args:
-        config: of each replica's scheduler.
-        step_time: of each replica's device.
-        routing: which replica gets a request; None: in turns.
-        is_stepping: decide every step on its own, which gives the same and takes longer.
+        config: configuration of each replica's scheduler.
+        step_time: step times of each replica's device.
+        routing: the rule that chooses a replica for each request; None: each replica in turn.
+        is_stepping: decide every step on its own, with the same result but more slowly.
         host_memory: behind each replica's KV pool; None: none.
         progress: see `Progress`.
-        films: record the decisions of the replicas, the first one those of the first replica; the caller closes them.
+        films: record the decisions of the replicas, one film for each, from the first replica on; the caller closes
+            them.
 
-    Ctrl-C ends it with what was found so far.
+    Ctrl-C ends it with the results so far.
     """
     return Simulation(
         workload,
@@ -87,7 +88,7 @@ def simulate(
 
 
 class Simulation:
-    """A workload, the replicas that serve it, and what has happened."""
+    """A workload, its replicas, and the events so far."""
 
     def __init__(
         self,
@@ -117,7 +118,7 @@ class Simulation:
         self._routing = routing
         self._first: Iterator[tuple[float, SimRequest]] = iter(workload.first_arrivals())
         self._next_first = next(self._first, None)
-        self._followers: list[tuple[float, int, SimRequest]] = []  # a heap: what arrives because of what finished
+        self._followers: list[tuple[float, int, SimRequest]] = []  # a heap: arrivals that follow a finished request
         self._requests: list[SimRequest] = []  # by number
         self._refused: list[tuple[str, str]] = []
         self._num_finished = 0
@@ -210,7 +211,7 @@ class Simulation:
             self._follow(number, replica.now)
 
     def _follow(self, number: int, now: float) -> None:
-        """A request is over: what the workload sends because of it."""
+        """Schedule the arrival, if any, that follows the end of a request."""
         follower = self._workload.on_finished(self._requests[number], now)
         if follower is not None:
             time, request = follower

@@ -1,10 +1,10 @@
-"""Step times from a log of steps: what each computed, and how many seconds it took.
+"""Step logs: fits step times to the load and the seconds of each step in a log.
 
 The log is a recording of a host that measures its steps (`StepResult.step_time`; the bundled engine does), or an
-observed one of vLLM. What a host measures is the time of the device. Where the next step was scheduled while requests
-were there, the time from one `schedule` to the next is known too: it has what the host does in between, and is what a
-step takes from the view of a request. Seconds are linear in a step's load, so they are fitted at once, by non-negative
-least squares over relative errors.
+observed recording of vLLM. A host measures the time of the device. If requests were there until the next step was
+scheduled, the time from one `schedule` to the next is also known. It includes the host's work in between, and is the
+duration of a step from the view of a request. Seconds are linear in a step's load, so non-negative least squares over
+relative errors fits them directly.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from pointsman.traces.values import Broken, json_object, number
 
 _TO_NEXT = "step times include what the host does between steps"
 _DEVICE_ONLY = "times between steps are not in step times: the recording has no two steps in a row"
-_WHOLE = "a step is from the end of the one before it to its own, the engine's other work included"
+_WHOLE = "a step lasts from the end of the step before it to its own end, the engine's other work included"
 
 FloatArray = npt.NDArray[np.float64]
 
 COEFFICIENTS = ("per_step", "per_row", "per_token", "per_context_token", "per_attended", "per_sample", "per_prefill")
 MAX_HOST = 2.0
-"""A host that takes this multiple of a step's time from its `schedule` to the next one waited for something else."""
+"""A host whose `schedule` comes later than this multiple of the step's time waited for something else."""
 MIN_STEPS = 20
-"""Fewer do not determine seven coefficients and leave some to judge them by."""
+"""Minimum number of steps: fewer do not determine seven coefficients and leave some for the judgement."""
 ATTENDED_SPREAD = 10.0
 """Standard deviation of the prior of `per_attended`, in multiples of its mean, `ATTENDED` of `per_token`."""
 NUM_REWEIGHTED, OUTLIER = 4, 10.0
-"""Rounds of a fit after the first one, and what is no usual step, relative to its fit."""
+"""Rounds of a fit after the first one; a step longer than this multiple of its fit is an outlier."""
 
 
 class StepLog(NamedTuple):
@@ -49,19 +49,19 @@ class StepLog(NamedTuple):
     loads: FloatArray
     """[steps, 5]: the fields of `StepLoad`."""
     seconds: FloatArray
-    """[steps] from its `schedule` to the next one, where the host was busy; otherwise what it measured, and the usual
+    """[steps] from its `schedule` to the next one, if the host was busy; otherwise the measured time, and the usual
     difference."""
     config: dict[str, Any]
-    """Of the scheduler."""
+    """The configuration of the scheduler."""
     num_requests: int
     about_times: str
-    """What is in the step times."""
+    """What the step times include, as text."""
     model: str = ""
-    """What ran, as `vllm serve` takes it; empty: the recording does not say."""
+    """The model, as `vllm serve` takes it; empty: the recording does not name it."""
 
 
 def read_steps(path: str | PathLike[str]) -> StepLog:
-    """The steps of a recording that have a time and computed something.
+    """The steps of a recording that have a time and computed a token.
 
     Raises:
         CalibrationError: a line is broken, or no step has a time.
@@ -70,7 +70,7 @@ def read_steps(path: str | PathLike[str]) -> StepLog:
 
     loads: list[StepLoad] = []
     seconds: list[float] = []
-    begins: list[tuple[int, float]] = []  # of the same steps: number, and when it was scheduled
+    begins: list[tuple[int, float]] = []  # for the same steps: number, and when it was scheduled
     planned: dict[int, tuple[StepLoad, float]] = {}
     to_next: dict[int, float] = {}
     last: int | None = None  # the step that was scheduled last, if there was work ever since
@@ -146,10 +146,10 @@ def _checked(lines: Iterator[tuple[int, str]], path: str | PathLike[str]) -> Ite
 
 
 def observed_steps(observed: Observed, path: str | PathLike[str]) -> StepLog:
-    """The steps of an observed recording. They take from the end of one to the end of the next.
+    """The steps of an observed recording. A step lasts from the end of the step before it to its own end.
 
     Raises:
-        CalibrationError: the simulator lacks something of what was observed, or there is no step.
+        CalibrationError: the simulator lacks an observed feature, or there is no step.
     """
     if observed.lacking:
         raise CalibrationError(
@@ -175,16 +175,16 @@ def _load(decision: dict[str, Any]) -> StepLoad:
 def fit_steps(loads: FloatArray, seconds: FloatArray) -> LinearStepTime:
     """The step times with the smallest relative squared errors among those whose coefficients are not negative.
 
-    Errors are relative to the fit of the round before, in the first round to what was measured: relative to measured
-    times alone, a fit to times that scatter is too short on average. Steps `OUTLIER` times as long as that fit
-    (compilation, a process that stood still) are then left out.
+    Errors are relative to the fit of the round before, in the first round to the measured times. Relative to measured
+    times alone, a fit to times that scatter would be too short on average. Steps `OUTLIER` times as long as that fit
+    (compilation, a stalled process) are then left out.
 
-    Attention grows with the square of a prompt: short prompts say nothing of it, and what scatters there would be
-    multiplied where prompts are long. A prior decides what the steps leave open, with the weight of one step.
+    Attention grows with the square of a prompt. Short prompts say nothing of it, and their scatter would be multiplied
+    for long prompts. A prior decides what the steps leave open, with the weight of one step.
 
     Args:
         loads: [steps, 5] the fields of `StepLoad`.
-        seconds: [steps] what was measured.
+        seconds: [steps] measured seconds.
     """
     columns = _columns(loads)
     found = _weighted_fit(columns, seconds, seconds)
@@ -236,6 +236,6 @@ def step_errors(step_time: LinearStepTime, loads: FloatArray, seconds: FloatArra
 
 
 def _columns(loads: FloatArray) -> FloatArray:
-    """[steps, 7] what each coefficient is multiplied with."""
+    """[steps, 7] the factor of each coefficient."""
     tokens, rows, context, attended, samples = loads.T
     return np.stack([np.ones(len(loads)), rows, tokens, context, attended, samples, tokens > rows], axis=1)

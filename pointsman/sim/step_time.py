@@ -1,6 +1,6 @@
-"""How long does a step take? The protocol that the simulator calls, and two models of it.
+"""Step times: the protocol that the simulator calls, and two models of how long a step takes.
 
-A model sees a step as five sums over its rows (`StepLoad`), because that is what a scheduler knows at no cost:
+A model describes a step by five sums over its rows (`StepLoad`), because a scheduler knows these at no cost:
 
     LinearStepTime     seconds are a weighted sum of the five; the weights are fitted to a log.
     RooflineStepTime   seconds from the dimensions of a model and the figures of a device, without any measurement.
@@ -29,11 +29,11 @@ class StepLoad(NamedTuple):
     num_tokens: int
     """Tokens computed in the step."""
     num_rows: int
-    """Requests in it."""
+    """Requests in the step."""
     num_context_tokens: int
-    """Positions whose KV is read: of each row those computed before and in the step."""
+    """Positions whose KV is read: for each row, those computed before and in the step."""
     num_attended: int
-    """Over the computed tokens: positions that each attends to, its own included."""
+    """Sum over the computed tokens: positions that each attends to, its own included."""
     num_samples: int
     """Rows that sample a token."""
 
@@ -50,7 +50,7 @@ class StepLoad(NamedTuple):
 
 
 class StepTime(Protocol):
-    """A model of how long steps take. Pure: equal loads, equal seconds."""
+    """A model of how long steps take. Pure: equal loads take equal seconds."""
 
     def of_step(self, load: StepLoad) -> float:
         """Seconds of one step."""
@@ -59,8 +59,8 @@ class StepTime(Protocol):
     def of_decodes(self, num_rows: int, num_context_tokens: int, num_steps: int) -> FloatArray:
         """Seconds of each of `num_steps` consecutive steps in which every row decodes one token.
 
-        The first step reads `num_context_tokens` positions (each row's computed tokens and the new one, summed), every
-        next one `num_rows` more. Equals `of_step` on the same loads to 1e-12 relative.
+        The first step reads `num_context_tokens` positions (each row's computed tokens and the new one, summed). Every
+        later step reads `num_rows` more. Equals `of_step` on the same loads to 1e-12 relative.
 
         Returns:
             [num_steps] float64, the caller's own.
@@ -68,11 +68,11 @@ class StepTime(Protocol):
         ...
 
 
-# Step numbers 0, 1, ... of `of_decodes`: a slice costs less than an arange. Read-only, as all models share it.
+# Step numbers 0, 1, ... of `of_decodes`: a slice costs less than an arange. Read-only, because all models share it.
 _NUMBERS: FloatArray = np.arange(4096, dtype=np.float64)
 _NUMBERS.flags.writeable = False
 _MAX_SCALAR_STEPS = 4
-"""Steps up to which floats are faster than arrays."""
+"""Number of steps up to which floats are faster than arrays."""
 
 
 def _step_numbers(num_steps: int) -> FloatArray:
@@ -82,18 +82,18 @@ def _step_numbers(num_steps: int) -> FloatArray:
 # ---------------------------------------------------------------------- fitted
 
 ATTENDED = 1e-4
-"""Of `per_token`: an attended position of all layers, 4 * layers * hidden FLOPs, beside 2 * parameters of a token."""
+"""Ratio to `per_token`: an attended position in all layers, 4 * layers * hidden FLOPs, to 2 * parameters of a token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearStepTime:
-    """Seconds as a weighted sum of a step's load; what `calibrate` fits to a log.
+    """Seconds as a weighted sum of a step's load; `calibrate` fits it to a log.
 
-    With `r` above 1 the parts that memory bounds (step, context) and those that compute bounds (tokens, attended)
-    overlap, as they do in `RooflineStepTime`; with the default they are summed like all others.
+    With `r` above 1, the parts bound by memory (step, context) overlap with the parts bound by compute (tokens,
+    attended), as in `RooflineStepTime`. With the default all parts are summed.
 
     Raises:
-        SimulationError: a coefficient is negative, or no finite number.
+        SimulationError: a coefficient is negative, or not a finite number.
     """
 
     per_step: float = 0.0
@@ -104,19 +104,19 @@ class LinearStepTime:
     per_attended: float = 0.0
     per_sample: float = 0.0
     per_prefill: float = 0.0
-    """Seconds of a step with more tokens than rows, beside all others: engines run plain decodes through kernels of
-    their own, or captured as a graph."""
+    """Additional seconds of a step with more tokens than rows: engines run plain decodes through kernels of their own,
+    or captured as a graph."""
     host_overhead: float = 0.0
     """Seconds of the host's own work in a step: scheduling, inputs, outputs."""
     asynchronous: bool = False
-    """Whether the host works on the next step while the device runs one. A step then takes the longer of the two;
-    otherwise their sum."""
+    """Whether the host works on the next step while the device runs one. A step then takes the longer of the two
+    times; otherwise their sum."""
     expert_weights: float = 0.0
     """Seconds to read the weights of all routed experts; memory time."""
     expert_share: float = 0.0
-    """How many of the experts a token touches, as a share: n tokens touch 1 - exp(-n * expert_share) of them."""
+    """Share of the experts that a token touches: n tokens touch 1 - exp(-n * expert_share) of them."""
     r: float = 1.0
-    """Memory and compute time m and c overlap to (m**r + c**r)**(1/r): 1 is their sum, 4 nearly the longer one."""
+    """Memory and compute time m and c overlap to (m**r + c**r)**(1/r): 1 is their sum, 4 nearly their maximum."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -137,7 +137,7 @@ class LinearStepTime:
     def of_decodes(self, num_rows: int, num_context_tokens: int, num_steps: int) -> FloatArray:
         if self.r != 1:
             return self._overlapping_decodes(num_rows, num_context_tokens, num_steps)
-        # One token a row attends to the row's whole context: attended and context are the same sum.
+        # Each row's token attends to the row's whole context: attended and context are the same sum.
         per_position = self.per_context_token + self.per_attended
         first = (
             self._weights(num_rows)
@@ -148,7 +148,7 @@ class LinearStepTime:
             first += self.host_overhead
         seconds = _step_numbers(num_steps) * (per_position * num_rows)
         seconds += first
-        if self.asynchronous and first < self.host_overhead:  # seconds only grow
+        if self.asynchronous and first < self.host_overhead:  # seconds never fall
             np.maximum(seconds, self.host_overhead, out=seconds)
         return seconds
 
@@ -196,7 +196,7 @@ class LinearStepTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiencies:
-    """What a device reaches of its peaks, and what a step costs beside them.
+    """The share of its peaks that a device reaches, and the overhead of a step.
 
     The defaults are round figures for a tuned engine on a data-centre GPU, not fitted to any one: streams reach 80 to
     90 % of HBM bandwidth, large bf16 products 60 to 75 % of the dense peak, fused attention kernels somewhat less. An
@@ -214,13 +214,13 @@ class Efficiencies:
     host_link: float = 0.8
     """Share of the bandwidth to the host, in copies of KV blocks from and to pinned memory."""
     all_reduce_latency: float = 10e-6
-    """Seconds of an all-reduce of nothing."""
+    """Minimum seconds of an all-reduce."""
     per_step: float = 0.4e-3
-    """Seconds of any step: launch, sampling, what the host does meanwhile and does not hide."""
+    """Seconds of any step: launch, sampling, and host work that the device does not hide."""
     per_row: float = 5e-6
-    """Seconds of a row of a step: inputs, outputs, sampling."""
+    """Seconds of each row of a step: inputs, outputs, sampling."""
     r: float = 4.0
-    """Memory and compute time m and c overlap to (m**r + c**r)**(1/r): 1 is their sum, infinity the longer one."""
+    """Memory and compute time m and c overlap to (m**r + c**r)**(1/r): 1 is their sum, infinity their maximum."""
 
     def __post_init__(self) -> None:
         for name in ("memory", "linear", "attention", "link", "host_link"):
@@ -260,12 +260,12 @@ the LLMServingSim repository (bench/examples). tests/sim/test_calibrate.py compu
 class RooflineStepTime:
     """Seconds from what a step reads and computes, on `tensor_parallel` equal devices.
 
-    Memory time: the weights of the layers once, of the routed experts those that are expected to be touched if each
-    token draws its experts evenly, the output head if a row samples, the KV of the context read and that of the tokens
-    written. Compute time: products with weights and attention. Both overlap by an r-norm. Two all-reduces a layer, and
-    overhead by step and by row, come on top.
+    Memory time: the weights of the layers once; of the routed experts, those expected to be touched if each token draws
+    its experts evenly; the output head if a row samples; the KV of the context read and of the tokens written. Compute
+    time: products with weights and attention. Both overlap by an r-norm. Two all-reduces a layer, and overhead by step
+    and by row, are added.
 
-    Approximations, as only sums over rows are known:
+    Approximations, because only sums over rows are known:
 
     - A windowed layer reads at most (window - 1) positions for each row and one for each token, and a token attends to
       at most `sliding_window`. The caps are applied to the sums: exact if all rows are within the window or all beyond
@@ -276,7 +276,7 @@ class RooflineStepTime:
     that are slower for particular shapes, skewed routing of experts, pipeline and expert parallelism.
 
     Raises:
-        SimulationError: the devices cannot be connected, or the heads not divided among them.
+        SimulationError: the devices cannot be connected, or the heads cannot be divided among them.
     """
 
     shape: ModelShape
@@ -285,7 +285,7 @@ class RooflineStepTime:
     kv_dtype_bytes: float = 2
     efficiencies: Efficiencies = field(default_factory=Efficiencies)
     _decodes: dict[int, _Decodes] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """By number of rows; filled as they come."""
+    """Cache by number of rows."""
 
     def __post_init__(self) -> None:
         check_parallel(self.shape, self.device, self.tensor_parallel)
@@ -294,8 +294,8 @@ class RooflineStepTime:
         shape, window = self.shape, self.shape.sliding_window
         windowed_context = min(load.num_context_tokens, load.num_rows * (window - 1) + load.num_tokens) if window else 0
         windowed_attended = min(load.num_attended, load.num_tokens * window)
-        # Attention of one token for each row is that of a decode; it attends to the row's context, all the others of
-        # the row to the remaining positions. A prefill's are so many more that the first makes no difference.
+        # Attention of one token of each row is that of a decode: it attends to the row's context. All other tokens of
+        # the row attend to the remaining positions. A prefill has so many that the first makes no difference.
         decode, other = shape.decode_attention_flops, shape.attention_flops
         attention = shape.num_full_layers * (
             other * load.num_attended + (decode - other) * load.num_context_tokens
@@ -361,13 +361,13 @@ class RooflineStepTime:
         return memory
 
     def near(self, load: StepLoad) -> LinearStepTime:
-        """The same in the form that is fitted to logs: where a search begins.
+        """The same model in the form that is fitted to logs, as a start of a search.
 
-        Equal near a load but for what that form leaves out: KV that is written, all-reduces of more tokens than the
-        load has, and head FLOPs of prompts.
+        Equal near a load except for the parts that the other form lacks: KV that is written, all-reduces of more tokens
+        than the load has, and head FLOPs of prompts.
 
         Args:
-            load: of a typical step; says which share of the context lies within windows.
+            load: of a typical step; determines which share of the context lies within windows.
         """
         shape, window = self.shape, self.shape.sliding_window
         full_kv, windowed_kv = shape.kv_bytes_per_token(self.kv_dtype_bytes, self.tensor_parallel)
@@ -389,7 +389,7 @@ class RooflineStepTime:
         )
 
     def caveat(self) -> str:
-        """For the reader of a result of this model: what it is, and how far it was off where that is known."""
+        """A warning for the reader of a result: the nature of this model, and its known errors."""
         off = ", ".join(f"{name} {error:+.0%}" for name, error in KNOWN_ERRORS.items())
         return (
             "Step times come from datasheets and assumed efficiencies, not from a measurement of "
@@ -420,20 +420,20 @@ class RooflineStepTime:
 
     @property
     def _seconds_per_attention_flop(self) -> float:
-        """Of FLOPs of the whole model; each device has a share of the heads."""
+        """Seconds of FLOPs of the whole model; each device has a share of the heads."""
         return 1 / (self.device.flops(self._plain_dtype) * self.efficiencies.attention * self.tensor_parallel)
 
     @property
     def _plain_dtype(self) -> Dtype:
-        """Of activations, and of weights that are not quantised."""
+        """Dtype of activations, and of weights that are not quantised."""
         return "fp32" if self.shape.dtype_bytes == 4 else "bf16"
 
     def _memory_seconds(self, num_tokens: int, num_samples: int) -> float:
-        """Weights read and KV written."""
+        """Seconds for weights read and KV written."""
         shape = self.shape
         weights = shape.common_bytes
         if shape.num_experts:
-            # A token misses an expert with probability 1 - k/E, all tokens with that to their number.
+            # A token misses an expert with probability 1 - k/E; n tokens miss it with that to the power of n.
             missed = (1 - shape.experts_per_token / shape.num_experts) ** num_tokens
             weights += shape.num_expert_layers * shape.num_experts * (1 - missed) * shape.expert_bytes
         if num_samples:
@@ -442,7 +442,7 @@ class RooflineStepTime:
         return (weights / self.tensor_parallel + written) * self._seconds_per_byte
 
     def _linear_seconds(self, num_tokens: int, num_samples: int) -> float:
-        """Products with weights, the output head's in the plain dtype."""
+        """Seconds of products with weights; the output head's in the plain dtype."""
         shape = self.shape
         plain = self.device.flops(self._plain_dtype)
         layers = plain if shape.quantization is None else self.device.flops(shape.quantization.computes_in)
@@ -450,7 +450,7 @@ class RooflineStepTime:
         return seconds / (self.efficiencies.linear * self.tensor_parallel)
 
     def _rest_seconds(self, num_tokens: int, num_rows: int) -> float:
-        """Overhead and communication, which overlap with nothing."""
+        """Seconds of overhead and communication, which overlap with nothing."""
         seconds = self.efficiencies.per_step + num_rows * self.efficiencies.per_row
         if self.tensor_parallel > 1:
             # A ring sends each byte 2(p - 1)/p times over every link.
@@ -461,10 +461,10 @@ class RooflineStepTime:
 
 
 def check_parallel(shape: ModelShape, device: Device, tensor_parallel: int) -> None:
-    """Whether `tensor_parallel` devices can share the model.
+    """Check that `tensor_parallel` devices can share the model.
 
     Raises:
-        SimulationError: the number is below 1, the heads are not divided by it, or the device has no peers.
+        SimulationError: the number is below 1, it does not divide the heads, or the device has no link to peers.
     """
     if tensor_parallel < 1 or shape.num_heads % tensor_parallel:
         raise SimulationError(

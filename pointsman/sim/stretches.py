@@ -1,7 +1,7 @@
-"""Stretches of a workload: some to choose settings on, others to judge the choice on.
+"""Stretches: splits a workload into parts, one to choose settings on, the other to judge the choice on.
 
-A trace is cut into an even number of stretches of equal length. Every second one is for training, the others are held
-out, so that both parts have quiet and busy times. A stretch starts with an empty service.
+A trace is split into an even number of stretches with the same number of requests. Every second one is for training,
+the others are held out, so that both parts have quiet and busy times. A stretch starts with an empty service.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pointsman.sim.request import SimRequest
 from pointsman.sim.workload import Arrival
 
 MIN_REQUESTS = 10
-"""Fewest requests of a stretch."""
+"""Minimum number of requests of a stretch."""
 _WANTED = 500
 """A part has several stretches if each gets this many requests, and at most `_MAX_STRETCHES`."""
 _MAX_STRETCHES = 3
@@ -22,11 +22,11 @@ _MAX_STRETCHES = 3
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Requests that follow each other, as a workload: they arrive whatever the service does."""
+    """Consecutive requests as a workload; arrivals do not depend on the service."""
 
     arrivals: tuple[Arrival, ...]
     seconds: float
-    """In which so many arrive, on average."""
+    """Seconds in which this number of requests arrives, on average."""
 
     @property
     def num_requests(self) -> int:
@@ -47,24 +47,24 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Both parts of a workload."""
+    """The training part and the held-out part of a workload."""
 
     train: tuple[Stretch, ...]
-    """The one of middling load first."""
+    """The stretch with the middling load is first."""
     held_out: tuple[Stretch, ...]
 
     @property
     def num_requests(self) -> int:
-        """Of each part."""
+        """Number of requests of each part."""
         return sum(stretch.num_requests for stretch in self.train)
 
 
 def split(arrivals: Sequence[Arrival], num_requests: int) -> Parts:
-    """Cut a workload into stretches.
+    """Split a workload into stretches.
 
     Args:
-        arrivals: all of it, in order of time.
-        num_requests: at most so many requests of each part; of each stretch the first ones are taken.
+        arrivals: all arrivals of the workload, in order of time.
+        num_requests: maximum number of requests of each part; the first ones of each stretch are taken.
 
     Raises:
         WorkloadError: there are too few requests, or too many of them arrive at once.
@@ -90,7 +90,7 @@ def _stretch(arrivals: Sequence[Arrival]) -> Stretch:
     span = arrivals[-1][0] - arrivals[0][0]
     if span <= 0:
         raise WorkloadError(
-            f"{len(arrivals)} requests that follow each other arrive all at once, so that they have no rate; take a "
+            f"{len(arrivals)} requests that follow each other all arrive at once, so they have no rate; take a "
             "trace with times, or generated arrivals"
         )
     return Stretch(tuple(arrivals), span * len(arrivals) / (len(arrivals) - 1))

@@ -1,7 +1,7 @@
-"""One trial of a search: a configuration simulated on stretches of a workload, and how well it meets the targets.
+"""Trials of a search: simulates a configuration on stretches of a workload, and scores it against the targets.
 
-A `Judge` is everything that trials have in common; it is sent to each worker once. A `Job` is what is sent for each
-simulation, a `Sample` what comes back, a `Score` what the samples of several stretches say together.
+A `Judge` holds everything that trials have in common; each worker gets it once. A `Job` describes one simulation, a
+`Sample` is its result, and a `Score` combines the samples of several stretches.
 """
 
 from __future__ import annotations
@@ -28,56 +28,56 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A simulation."""
+    """One simulation."""
 
     config: SchedulerConfig
     num_replicas: int
     stretch: int
-    """Index into those of the judge."""
+    """Index into the stretches of the judge."""
     is_watched: bool = False
-    """Whether to note the hull of the loads of its steps."""
+    """Whether to record the hull of the loads of its steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a simulation found."""
+    """The result of a simulation."""
 
     num_requests: int
     num_good: int
-    """That met all targets."""
+    """Number of requests that met all targets."""
     closeness: float
     """Sum over the requests, see `Score`."""
     seconds: float
-    """In which so many requests arrive."""
+    """Seconds in which this number of requests arrives."""
     ttft: FloatArray
     longest_gaps: FloatArray
-    """Of each request with a token, as the one before."""
+    """TTFT of each request with a token, as the field before."""
     e2e: FloatArray
-    """From arrival to the last token."""
+    """Seconds from arrival to the last token."""
     gaps: FloatArray
     gap_counts: Int64Array
     kv_cache_usage: float
-    """Highest share of the blocks of a replica that requests held."""
+    """Maximum share of a replica's blocks that requests held."""
     num_preemptions: int
     num_refused: int
     hull: Hull | None
-    """Of the loads of its steps; None: they were not noted."""
+    """Hull of the loads of its steps; None: not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How well a configuration meets the targets. Times are in seconds; None: no request got so far."""
+    """How well a configuration meets the targets. Times are in seconds; None: no request has such a time."""
 
     num_requests: int
     share: float
-    """Of the requests, that met all targets."""
+    """Share of the requests that met all targets."""
     goodput: float
-    """Requests a second that met them: `share` of those that arrive."""
+    """Requests a second that met the targets: `share` of the arrivals."""
     closeness: float
-    """Mean over the requests of the least of target / value, at most 1. Tells apart what meets nothing."""
+    """Mean over the requests of the minimum of target / value, at most 1. Ranks configurations that meet no target."""
     ttft_p99: float | None
     itl_p99: float | None
-    """Of all gaps between two tokens."""
+    """99th percentile of all gaps between two tokens."""
     longest_gap_p99: float | None
     """99 % of the requests have no longer gap."""
     e2e_p99: float | None
@@ -88,7 +88,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judge:
-    """What simulations have in common."""
+    """Everything that simulations have in common."""
 
     stretches: tuple[Stretch, ...]
     step_time: StepTime
@@ -96,13 +96,13 @@ class Judge:
     routing: Callable[[], Routing] = RoundRobin
     seed: int = 0
     host_memory: HostMemory | None = None
-    """Behind the pool of each replica; None: none."""
+    """Host memory behind the pool of each replica; None: none."""
 
     def measure(self, job: Job, progress: Progress | None = None) -> Sample:
-        """Simulate.
+        """Simulate a job.
 
         Raises:
-            KeyboardInterrupt: it was interrupted; half a simulation says nothing.
+            KeyboardInterrupt: it was interrupted; a partial simulation has no result.
         """
         stretch = self.stretches[job.stretch]
         watched = WatchedStepTime(self.step_time) if job.is_watched else None
@@ -141,7 +141,7 @@ class Judge:
 
 
 def score(samples: Sequence[Sample]) -> Score:
-    """What the samples of some stretches say together."""
+    """Combine the samples of some stretches."""
     count = sum(sample.num_requests for sample in samples)
     num_good = sum(sample.num_good for sample in samples)
     ttft, longest, e2e, gaps = (
@@ -165,7 +165,7 @@ def score(samples: Sequence[Sample]) -> Score:
 
 
 def slack(found: Score, targets: Targets) -> float:
-    """How far the slowest requests are from the targets: the least of target / p99, above 1 if all are met."""
+    """Distance of the slowest requests from the targets: the minimum of target / p99, above 1 if all are met."""
     pairs = ((targets.ttft, found.ttft_p99), (targets.itl, found.longest_gap_p99), (targets.e2e, found.e2e_p99))
     ratios = [target / value for target, value in pairs if target is not None and value]
     return min(ratios, default=0.0)
@@ -182,7 +182,7 @@ def _closeness(outcome: Outcome, targets: Targets) -> FloatArray:
     for target, value in values:
         if target is not None:
             np.minimum(closest, target / np.maximum(value, target), out=closest)
-    return np.nan_to_num(closest, nan=0.0)  # NaN: it did not get so far
+    return np.nan_to_num(closest, nan=0.0)  # NaN: there is no such time
 
 
 def _p99(values: FloatArray, counts: Int64Array | None = None) -> float | None:

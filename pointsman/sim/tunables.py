@@ -1,9 +1,8 @@
-"""The settings of the scheduler that a search tries, and the values of each.
+"""Tunables: the settings of the scheduler that a search tries, and the values of each.
 
-The knobs declare their values in `core/config.py` (`Tried`). The policies are those that are registered
-(`core/policy/registry.py`), those of installed packages included, each with the values of its parameters that it
-declares to be worth a try. Values of a setting with an order stand in that order, so that a search can take a value and
-its neighbours.
+The knobs declare their values in `core/config.py` (`Tried`). The policies are all registered ones
+(`core/policy/registry.py`), installed packages included. Each policy declares which values of its parameters to try.
+Values of a setting with an order are listed in that order, so that a search can try a value and its neighbours.
 """
 
 from __future__ import annotations
@@ -18,32 +17,32 @@ from pointsman.core.config import scheduler_knobs
 from pointsman.core.policy.registry import known
 
 REPLICAS = "replicas"
-"""Name of the one setting that is not the scheduler's."""
+"""Name of the only setting that is not the scheduler's."""
 Point: TypeAlias = tuple[Any, ...]
-"""A value of each setting of a space, in its order."""
+"""A value for each setting of a space, in its order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tunable:
-    """A setting and the values that are tried."""
+    """A setting and the values to try."""
 
     name: str
-    """Of a field of `SchedulerConfig`, or `REPLICAS`."""
+    """Name of a field of `SchedulerConfig`, or `REPLICAS`."""
     values: tuple[Any, ...]
     is_ordered: bool = True
-    """Whether values that stand beside each other are alike."""
+    """Whether neighbouring values are similar."""
     is_for_short_pool: bool = False
-    """Whether it makes a difference only where KV blocks run out."""
+    """Whether it makes a difference only if KV blocks run out."""
 
     def beside(self, value: Any) -> list[Any]:
-        """The values one notch below and above; without an order all others."""
+        """The values one notch below and above; without an order, all others."""
         if not self.is_ordered:
             return [other for other in self.values if other != value]
         at = self.values.index(value)
         return [*self.values[max(0, at - 1) : at], *self.values[at + 1 : at + 2]]
 
     def including(self, value: Any) -> Tunable:
-        """The same, with `value` among the values."""
+        """The same setting, with `value` among its values."""
         if value in self.values:
             return self
         at = len(self.values)
@@ -53,7 +52,7 @@ class Tunable:
 
 
 HAVE_KNOBS = frozenset({"watermark", "full-sequence", "decode", "mean-decode", "prefill-threshold"})
-"""Reserves and limits that settings of their own stand for."""
+"""Reserves and limits that have settings of their own."""
 _TRIED = sorted(
     ((name, knob.tried) for name, knob in scheduler_knobs().items() if knob.tried is not None),
     key=lambda each: each[1].rank,
@@ -65,8 +64,8 @@ DESIGN = {name: tried.first for name, tried in _TRIED if tried.first}
 
 
 def tunables(varied: frozenset[str]) -> tuple[Tunable, ...]:
-    """All settings of the scheduler, with the policies that make a difference where `varied` is what requests say of
-    themselves differently ("priority", "tenant", "retention").
+    """All settings of the scheduler, with the policies that can make a difference. `varied` names the request fields
+    that differ between requests ("priority", "tenant", "retention").
 
     Raises:
         ConfigError: an installed package's policy cannot be loaded.
@@ -80,23 +79,23 @@ def tunables(varied: frozenset[str]) -> tuple[Tunable, ...]:
 
 
 def _policies(name: str, varied: frozenset[str]) -> tuple[Any, ...]:
-    """The values of a knob that holds a policy, or several."""
+    """The values of a knob that holds a policy, or several policies."""
     knob = scheduler_knobs()[name]
     assert knob.policy is not None
     found = specs(knob.policy.kind, varied)
     if not knob.is_list_of_policies:
         return (None, *found) if knob.is_optional else tuple(found)
     pairs = []
-    if knob.policy.kind == "reserve":  # they add up; limits do not, the lowest one holds
+    if knob.policy.kind == "reserve":  # reserves add up; of several limits the lowest one applies
         pairs = [pair for pair in combinations(found, 2) if not any(":" in spec for spec in pair)]
     return ((), *((spec,) for spec in found), *pairs)
 
 
 def specs(kind: str, varied: frozenset[str]) -> list[str]:
-    """Every policy of a kind as it is written: with its defaults, and with each other value that it says to try."""
+    """Every policy of a kind as it is written: with its defaults, and with each other value that it declares to try."""
     found = []
     for name, policy in known(kind).items():
-        # A TTFT target that all have makes a difference too: who is late gives way.
+        # An equal TTFT target for all requests makes a difference too: a late request is preempted.
         if name in HAVE_KNOBS or not policy.reads - {"ttft_target"} <= varied:
             continue
         found.append(name)
@@ -110,10 +109,10 @@ class Space:
     """The settings of a search, and the configurations that their values stand for.
 
     Args:
-        base: the configuration that a search starts from; its values are among those that are tried.
+        base: the start of a search; its values are among those to try.
         fixed: settings that keep the value of `base`.
-        replicas: fewest and most.
-        varied: what requests say of themselves differently, see `tunables`.
+        replicas: minimum and maximum number.
+        varied: request fields that differ between requests, see `tunables`.
     """
 
     def __init__(
@@ -141,9 +140,9 @@ class Space:
         return {each.name: value for each, value in zip(self.tunables, point, strict=True)}
 
     def point(self, settings: Mapping[str, Any]) -> Point:
-        """The base point with other values, where two settings contradict each other the nearest that do not.
+        """The base point with other values; if two settings contradict each other, the nearest consistent point.
 
-        Without that, values that mean the same would be tried as if they differed.
+        Otherwise, values with the same meaning would be tried as if they differed.
         """
         values = {**self.settings(self.base), **settings}
         budget = values.get("max_num_batched_tokens", self._base.max_num_batched_tokens)
@@ -162,15 +161,15 @@ class Space:
         knobs = self.settings(point)
         knobs.pop(REPLICAS, None)
         if knobs.get("full_sequence_must_fit") is False:
-            knobs["count_owed_blocks"] = True  # of a preset, without effect then
+            knobs["count_owed_blocks"] = True  # set by a preset; has no effect then
         return self._base.replace(**knobs)
 
     def num_replicas(self, point: Point) -> int:
-        """Of a point."""
+        """The number of replicas of a point."""
         return int(self.settings(point).get(REPLICAS, self._fewest))
 
     def changed(self, point: Point) -> list[str]:
-        """The scheduler's settings that are not those of the base, as far as the others allow these."""
+        """The scheduler's settings that differ from the base, except for differences that other settings require."""
         settings, base = self.settings(point), self.settings(self.base)
         return [
             each.name
@@ -179,7 +178,7 @@ class Space:
         ]
 
     def neighbours(self, point: Point, names: Sequence[str]) -> list[tuple[str, Point]]:
-        """(setting, point) of all that differ by one notch of one of the settings `names`."""
+        """(setting, point) of all points that differ by one notch of one of the settings `names`."""
         settings = self.settings(point)
         found: list[tuple[str, Point]] = []
         for each in self.tunables:

@@ -1,17 +1,17 @@
-"""Which settings serve a workload best within its targets?
+"""Tuning: searches for the settings that serve a workload best within its targets.
 
-The best is the one with the highest goodput: requests a second that meet all targets, for each replica where replicas
-are searched. Settings are chosen on one part of the workload and judged on the other (`stretches.py`), beside the
-defaults. A search has five phases, each of which simulates batches of points of a space (`tunables.py`):
+The best settings have the highest goodput: requests a second that meet all targets, for each replica where replicas are
+searched. Settings are chosen on one part of the workload and judged on the other (`stretches.py`), beside the defaults.
+A search has five phases. Each simulates batches of points of a space (`tunables.py`):
 
     begin      the defaults, and all combinations of a few values of the two settings with the largest effect
     explore    points that Optuna proposes (TPE)
-    simplify   settings of the best point go back to their defaults where that costs nothing
-    climb      to its best neighbour, as long as there is a better one
+    simplify   settings of the best point return to their defaults where that costs nothing
+    climb      moves to the best neighbour, as long as there is a better one
     judge      the choice and the defaults, on the held-out part
 
-A point that does badly on the first stretch is not simulated on the others. What is simulated depends on earlier
-results and the seed alone, so any number of workers finds the same.
+A hopeless point on the first stretch is not simulated on the others. The simulated points depend only on earlier
+results and the seed, so any number of workers finds the same.
 """
 
 from __future__ import annotations
@@ -34,31 +34,32 @@ from pointsman.sim.tunables import DESIGN, REPLICAS, Point, Space
 from pointsman.sim.workers import Runner
 
 MIN_GAIN = 0.03
-"""Less than that over the defaults, on the held-out part, is no gain."""
+"""A smaller gain over the defaults, on the held-out part, does not count."""
 NUM_TRIALS = 48
 _BATCH = 8
-"""Points that Optuna proposes before it gets their results. Part of what a seed means; no number of workers is."""
+"""Points that Optuna proposes before it gets their results. Part of the meaning of a seed; the number of workers is
+not."""
 _HOPELESS = 0.75
 """A point with less than this share of the best goodput on the first stretch is not simulated on the others."""
 _SHORT = 0.8
-"""Share of the blocks in use from which the pool may be short."""
+"""Share of used blocks from which the pool may be short."""
 _MAX_CLIMBS = 3
 _AS_GOOD = 0.995
-"""Points with at least this share of the best goodput are as good: the simplest of them is chosen."""
+"""Points with at least this share of the best goodput count as equal: the simplest of them is chosen."""
 _TIE = 1e-3
-"""Weight of closeness beside the share of good requests: it decides where nothing else does."""
+"""Weight of closeness beside the share of good requests: it decides only between equal shares."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A point and what it does on the training part."""
+    """A point and its score on the training part."""
 
     settings: dict[str, Any]
-    """By name."""
+    """Settings by name."""
     config: SchedulerConfig
     num_replicas: int
     train: Score
-    """On the first stretch alone, if the point was hopeless there."""
+    """On the first stretch alone, if the point was hopeless on it."""
     is_hopeless: bool
 
     @property
@@ -69,42 +70,42 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A trial, and what it does on the held-out part."""
+    """A trial, and its score on the held-out part."""
 
     trial: Trial
     held_out: Score
 
     @property
     def goodput(self) -> float:
-        """On the held-out part, for each replica."""
+        """Goodput on the held-out part, for each replica."""
         return self.held_out.goodput / self.trial.num_replicas
 
 
 @dataclass(slots=True, kw_only=True)
 class Tuning:
-    """What a search has found; after an interruption, so far."""
+    """The result of a search; after an interruption, the result so far."""
 
     trials: list[Trial] = field(default_factory=list)
-    """In the order in which they were made; the first is the defaults, or those on the fewest replicas."""
+    """In the order in which they were made; the first has the defaults, on the fewest replicas."""
     defaults: Trial | None = None
-    """On the number of replicas that suits them best."""
+    """The defaults on the number of replicas that suits them best."""
     chosen: Trial | None = None
-    """The best one, by the training part."""
+    """The best trial on the training part."""
     judged_defaults: Judged | None = None
     judged: Judged | None = None
-    """The chosen one."""
+    """The chosen trial."""
     neighbours: list[tuple[str, Trial]] = field(default_factory=list)
-    """(setting, trial) of those that differ from the chosen one by a notch of one setting."""
+    """(setting, trial) of the trials that differ from the chosen one by a notch of one setting."""
     not_searched: list[str] = field(default_factory=list)
-    """Settings that make no difference, as the pool is never short."""
+    """Settings that make no difference because the pool is never short."""
     hull: Hull | None = None
-    """Of the loads in the steps of the chosen one, on the held-out part."""
+    """Hull of the loads in the steps of the chosen trial, on the held-out part."""
     is_complete: bool = False
 
     @property
     def gain(self) -> float | None:
-        """Of the chosen one over the defaults on the held-out part, relative; infinite if the defaults alone have no
-        goodput, None if both have none, or it was not judged."""
+        """Relative gain of the chosen trial over the defaults on the held-out part. Infinite if only the defaults have
+        no goodput; None if both have none, or the choice was not judged."""
         if self.judged is None or self.judged_defaults is None:
             return None
         mine, theirs = self.judged.goodput, self.judged_defaults.goodput
@@ -114,12 +115,12 @@ class Tuning:
 
     @property
     def is_gain(self) -> bool:
-        """Whether the chosen one is worth a change."""
+        """Whether the chosen trial is worth a change."""
         return self.gain is not None and self.gain > MIN_GAIN
 
     @property
     def recommended(self) -> Judged | None:
-        """The chosen one if it is worth a change, otherwise the defaults; None: it was not judged."""
+        """The chosen trial if it is worth a change, otherwise the defaults; None: the choice was not judged."""
         return self.judged if self.is_gain else self.judged_defaults
 
     @property
@@ -128,7 +129,7 @@ class Tuning:
         return all(trial.train.share == 0 for trial in self.trials)
 
     def frontier(self) -> list[Trial]:
-        """The trials that no other beats in goodput, TTFT p99 and ITL p99 together, the highest goodput first."""
+        """The trials that no other trial beats in goodput, TTFT p99 and ITL p99 together, by descending goodput."""
         found: dict[tuple[float, ...], Trial] = {}
         for trial in self.trials:
             if not trial.is_hopeless:
@@ -139,19 +140,19 @@ class Tuning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """What is searched, and how long."""
+    """The description of a search: its space, requests, targets and length."""
 
     space: Space
     parts: Parts
-    """Their stretches, training ones first, are those of the judge."""
+    """Parts of the workload. Their stretches, training ones first, are those of the judge."""
     targets: Targets
     sized: Callable[[SchedulerConfig], SchedulerConfig] = lambda config: config
-    """The configuration with the number of blocks that it has; may raise `ModelTooLarge`."""
+    """Completes a configuration with its number of blocks; may raise `ModelTooLarge`."""
     num_trials: int = NUM_TRIALS
-    """Points of the first two phases."""
+    """Number of points in the first two phases."""
     seed: int = 0
     progress: Callable[[int, int, float], None] | None = None
-    """Called with the number of points tried, of those expected, and the best goodput."""
+    """Called with the number of tried points, the expected number, and the best goodput."""
 
     def __post_init__(self) -> None:
         if not self.targets:
@@ -161,7 +162,7 @@ class Search:
 
 
 def tune(search: Search, runner: Runner) -> Tuning:
-    """Search. Ctrl-C ends it with what was found so far.
+    """Search for the best settings. Ctrl-C ends the search with the result so far.
 
     Raises:
         SimulationError: a worker died.
@@ -177,7 +178,7 @@ def tune(search: Search, runner: Runner) -> Tuning:
 
 
 class _Tuner:
-    """A search under way."""
+    """A search in progress."""
 
     def __init__(self, search: Search, runner: Runner) -> None:
         self.found = Tuning()
@@ -212,7 +213,7 @@ class _Tuner:
         names = [name for name in DESIGN if name in self._names]
         combinations = product(*(DESIGN[name] for name in names))
         design = [space.point(dict(zip(names, values, strict=True))) for values in combinations]
-        if replicas is not None:  # in turns, as all combinations would be too many
+        if replicas is not None:  # alternating, as all combinations would be too many
             counts = replicas.values
             design = [
                 space.point({**space.settings(point), REPLICAS: counts[index % len(counts)]})
@@ -265,21 +266,21 @@ class _Tuner:
             self._try([point for _, point in asked])
             for proposed, point in asked:
                 study.tell(proposed, self._estimate(point, self._trials[point]))
-            if len(self._trials) == before:  # it proposes what is known: the space is exhausted, or nearly
+            if len(self._trials) == before:  # it proposes only known points: the space is exhausted, or nearly
                 return
 
     def _simplify(self) -> None:
         best = self._best()
-        least, settings = _AS_GOOD * self._score(best), self._space.settings
+        min_score, settings = _AS_GOOD * self._score(best), self._space.settings
         current, base = best, settings(self._space.base)
         changed = self._space.changed(best)
-        # Those that the pool may have no need of, together; then what is left, one after the other.
+        # First all settings that matter only for a short pool, together; then the other changes, one after the other.
         for names in ([name for name in changed if name in self._for_short_pool], *([name] for name in changed[::-1])):
             values = {name: base[name] for name in names if settings(current)[name] != base[name]}
             if values:
                 simpler = self._space.point({**settings(current), **values})
                 self._try([simpler])
-                if self._score(simpler) >= least:
+                if self._score(simpler) >= min_score:
                     current = simpler
 
     def _climb(self) -> None:
@@ -321,7 +322,7 @@ class _Tuner:
     # ------------------------------------------------------------------ points
 
     def _try(self, points: Iterable[Point], *, is_sparing: bool = True) -> None:
-        """Simulate the points that are not known, hopeless ones on the first stretch alone if `is_sparing`."""
+        """Simulate the points that are not known. If `is_sparing`, simulate hopeless ones only on the first stretch."""
         configs: dict[Point, SchedulerConfig] = {}
         for point in points:
             if point in self._trials or point in configs:
@@ -341,8 +342,8 @@ class _Tuner:
             self._report(len(self._trials) + len(samples) / (2 if others else 1))
         first = {point: _per_replica(found, self._space.num_replicas(point)) for point, found in samples.items()}
         is_sparing = is_sparing and len(others) > 0
-        least = _HOPELESS * max([*first.values(), *self._first.values()], default=0.0) if is_sparing else 0.0
-        hopeful = [point for point in fresh if first[point] >= least]
+        min_score = _HOPELESS * max([*first.values(), *self._first.values()], default=0.0) if is_sparing else 0.0
+        hopeful = [point for point in fresh if first[point] >= min_score]
         jobs = [
             Job(configs[point], self._space.num_replicas(point), stretch) for point in hopeful for stretch in others
         ]
@@ -369,12 +370,12 @@ class _Tuner:
             self._search.progress(int(num_tried), max(self._num_expected, int(num_tried)), best)
 
     def _score(self, point: Point) -> float:
-        """Of a point that was simulated in full; anything else is no choice."""
+        """The score of a point that was simulated in full; other points cannot be chosen."""
         trial = self._trials[point]
         return -1.0 if trial is None or trial.is_hopeless else _value(trial)
 
     def _estimate(self, point: Point, trial: Trial | None) -> float:
-        """What Optuna gets: of a hopeless point, as much less than the best as it is on the first stretch."""
+        """The value for Optuna: a hopeless point is below the best by the same factor as on the first stretch."""
         if trial is None:
             return 0.0
         if not trial.is_hopeless:
@@ -386,10 +387,10 @@ class _Tuner:
         return max(self._trials, key=self._score)
 
     def _chosen(self) -> Point:
-        """Of the points that are as good as the best, one with the fewest changes, and of these the one farthest from
-        the edge."""
-        least = _AS_GOOD * self._score(self._best())
-        as_good = [point for point in self._trials if self._score(point) >= least]
+        """Of the points that count as equal to the best: one with the fewest changes, and of these the one farthest
+        from the edge."""
+        min_score = _AS_GOOD * self._score(self._best())
+        as_good = [point for point in self._trials if self._score(point) >= min_score]
         changes = {point: len(self._space.changed(point)) for point in as_good}
         fewest = min(changes.values())
 
@@ -401,7 +402,7 @@ class _Tuner:
         return max((point for point in as_good if changes[point] == fewest), key=margin)
 
     def note_best(self) -> None:
-        """Take the best so far as the choice."""
+        """Choose the best point so far."""
         if self.found.trials:
             self.found.chosen = self._trials[self._chosen()]
 
@@ -418,7 +419,7 @@ def _per_replica(samples: Sequence[Sample], num_replicas: int) -> float:
 
 
 def _merits(trial: Trial) -> tuple[float, ...]:
-    """The larger, the better."""
+    """The trial's values for a comparison; larger is better."""
     times = (trial.train.ttft_p99, trial.train.itl_p99)
     return (trial.goodput, *(-math.inf if time is None else -time for time in times))
 

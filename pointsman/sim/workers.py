@@ -1,9 +1,9 @@
-"""Where the simulations of a search run: in this process, in a pool of processes, or on a Ray cluster.
+"""Workers: run the simulations of a search in this process, in a pool of processes, or on a Ray cluster.
 
     with workers(judge, num_processes=2) as runner:
         for sample in runner.run(jobs): ...        # in the order of the jobs
 
-Samples do not depend on where they come from. Each worker gets the judge, with the requests, once.
+Samples do not depend on the worker. Each worker gets the judge, with the requests, once.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ def available_cores() -> int:
 
 
 def workers(judge: Judge, num_processes: int = 1, ray_address: str | None = None) -> AbstractContextManager[Runner]:
-    """Where simulations run, ready for use.
+    """The runner of simulations, ready for use.
 
     Args:
-        judge: what they have in common.
+        judge: what simulations have in common.
         num_processes: 1: this process alone. On a Ray cluster, 0: one for each of its CPUs.
-        ray_address: of a Ray cluster, or "local" for one on this machine; None: no Ray.
+        ray_address: address of a Ray cluster, or "local" for one on this machine; None: no Ray.
 
     Raises:
         SimulationError: the number is out of range, Ray is not installed, or the cluster cannot be reached.
     """
-    least = 1 if ray_address is None else 0
-    if not least <= num_processes <= (MAX_PROCESSES if ray_address is None else 100_000):
-        raise SimulationError(f"the number of workers is {num_processes}; it must be from {least} to {MAX_PROCESSES}")
+    minimum = 1 if ray_address is None else 0
+    if not minimum <= num_processes <= (MAX_PROCESSES if ray_address is None else 100_000):
+        raise SimulationError(f"the number of workers is {num_processes}; it must be from {minimum} to {MAX_PROCESSES}")
     if ray_address is not None:
         return _on_ray(judge, num_processes, ray_address)
     return _here(judge) if num_processes == 1 else _in_processes(judge, num_processes)
@@ -110,7 +110,7 @@ def _in_processes(judge: Judge, num_processes: int) -> Iterator[Runner]:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Processes that start meanwhile ignore Ctrl-C, which reaches all processes of a terminal, from the first line."""
+    """Processes that start in this context ignore Ctrl-C, which all processes of a terminal get, from the beginning."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -125,12 +125,12 @@ def _nothing() -> None:
     pass
 
 
-_judge: Judge  # of a worker process
+_judge: Judge  # set in worker processes
 _stop: Event
 
 
 def _start(judge: Judge, stop: Event) -> None:
-    """A worker process begins."""
+    """Initialise a worker process."""
     global _judge, _stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _judge, _stop = judge, stop
@@ -200,7 +200,7 @@ def _on_ray(judge: Judge, num_actors: int, address: str) -> Iterator[Runner]:
 
 
 def _check_that_it_answers(address: str) -> None:
-    """Ray itself tries for minutes to reach an address, and prints a line every few seconds."""
+    """Check the address first: Ray itself tries for minutes to reach it, and prints a line every few seconds."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not (host and port.isdecimal()):  # a word, such as auto or local
         return

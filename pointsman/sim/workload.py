@@ -1,12 +1,13 @@
-"""What does the simulator take requests from? A trace, generated arrivals, users that wait, or conversations.
+"""Workloads: generate requests from a trace, an arrival process, users that wait, or conversations.
 
-    OpenLoop     requests arrive when they arrive, from a trace or by an arrival process, whatever the server does
+    OpenLoop     requests arrive from a trace or by an arrival process, independent of the server
     ClosedLoop   N users, each with at most one request: the next one comes after the last one finished and a think time
     Sessions     conversations: the next prompt is the last prompt, its output and new text
 
-Requests are made lazily. `first_arrivals` begins the workload again, and the same seed gives the same requests. Each
-purpose draws from a generator of its own, made of (seed, purpose, user or session): a draw added for one purpose
-changes no other, and what a user asks does not depend on when the server answers others.
+Requests are made lazily. `first_arrivals` restarts the workload, and the same seed gives the same requests. Each
+purpose
+has its own generator, made of (seed, purpose, user or session). Another draw for one purpose therefore changes no other
+purpose, and a user's requests do not depend on when the server finishes those of others.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ Arrival: TypeAlias = tuple[float, SimRequest]
 """Seconds on the virtual clock, and the request that arrives then."""
 
 CHUNK = 1024
-"""Numbers drawn at a time. Part of what a seed means: another size gives other workloads."""
+"""Numbers drawn at a time. Part of the meaning of a seed: another size gives other workloads."""
 
 _ARRIVALS, _PROMPTS, _OUTPUTS, _THINKING, _TURNS, _STARTS = range(6)
 """Purposes of generators. A new one gets a new number, so that it changes no other."""
@@ -84,28 +85,28 @@ class Workload(Protocol):
 
     @property
     def num_requests(self) -> int | None:
-        """How many there will be, if that is known."""
+        """The total number of requests; None: not known."""
 
     def first_arrivals(self) -> Iterator[Arrival]:
-        """The workload from its beginning: arrivals that depend on nothing, in order of time."""
+        """The arrivals from the beginning that depend on no other request, in order of time."""
 
     def on_finished(self, request: SimRequest, now: float) -> Arrival | None:
-        """What arrives because a request finished, at `now` or later; None: nothing. Called once for each request."""
+        """The arrival that follows a finished request, at `now` or later; None: none. Called once for each request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Distributions of prompt and output tokens, and what else requests have in common."""
+    """Distributions of prompt and output tokens, and common fields of requests."""
 
     prompt: Distribution
     output: Distribution
     max_tokens: int | None = None
-    """What clients ask for; outputs that are drawn longer are cut there."""
+    """The clients' `max_tokens`; longer drawn outputs are cut to it."""
     priority: int = 0
     tenant: str = ""
 
     def requests(self, seed: int) -> Iterator[SimRequest]:
-        """Requests without end, numbered from 0."""
+        """An endless iterator of requests, numbered from 0."""
         prompts, outputs = _generator(seed, _PROMPTS), _generator(seed, _OUTPUTS)
         index = 0
         while True:
@@ -131,7 +132,7 @@ class Generated:
     arrivals: Arrivals
     lengths: Lengths
     num_requests: int | None = None
-    """None: without end; the simulation says when to stop."""
+    """None: endless; the simulation determines when to stop."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -144,8 +145,8 @@ class OpenLoop:
     def __init__(self, source: Sequence[TraceRequest] | Generated, *, rate: float = 1.0) -> None:
         """
         Args:
-            source: a trace, of which requests without output are left out (they failed), or generated requests.
-            rate: how many times as fast as in the source requests arrive.
+            source: a trace, whose requests without output are left out (they failed), or generated requests.
+            rate: factor by which requests arrive faster than in the source.
 
         Raises:
             WorkloadError: `rate` is not above 0.
@@ -155,7 +156,7 @@ class OpenLoop:
         self._source = source
         self._rate = rate
         self.num_skipped = 0
-        """Requests of the trace without output."""
+        """Number of requests of the trace without output."""
         if not isinstance(source, Generated):
             self.num_skipped = sum(not request.num_output_tokens for request in source)
 
@@ -183,7 +184,7 @@ class OpenLoop:
 class ClosedLoop:
     """Users with at most one request each. They begin at 0 seconds, or within their first thinking time.
 
-    The requests are the same, in the same order, whichever user sends them; thinking times are each user's own.
+    The requests are the same, in the same order, for any assignment to users; thinking times are each user's own.
     """
 
     def __init__(
@@ -198,12 +199,12 @@ class ClosedLoop:
     ) -> None:
         """
         Args:
-            users: the maximum of requests at a time.
-            source: lengths to draw, or a trace, whose arrival times and requests without output are left out.
+            users: the maximum number of requests at a time.
+            source: lengths to draw, or a trace; its arrival times and requests without output are ignored.
             think: seconds between the end of a request and the next one of its user.
-            num_requests: stop after that many; None: at the end of the trace, or never.
+            num_requests: stop after this number; None: at the end of the trace, or never.
             seed: of lengths and thinking times.
-            is_spread: each user begins at a random moment of its first thinking time, as if it had been there before;
+            is_spread: each user begins at a random time within its first thinking time, as in a steady state;
                 otherwise all begin at once.
 
         Raises:
@@ -257,7 +258,7 @@ class ClosedLoop:
 
     def _begin(self) -> None:
         self._requests = islice(self._all_requests(), self.num_requests)
-        self._users: dict[int, int] = {}  # of the requests that have not finished
+        self._users: dict[int, int] = {}  # by unfinished request
         self._thinking: dict[int, Iterator[float]] = {}
 
     def _all_requests(self) -> Iterator[SimRequest]:
@@ -270,7 +271,7 @@ class ClosedLoop:
 
 @dataclass(slots=True)
 class _Session:
-    """A conversation under way: what its turns will be, and how far it is."""
+    """A conversation in progress: its planned turns, and the current one."""
 
     name: str
     new_lens: list[int]
@@ -286,7 +287,7 @@ class Sessions:
     """Conversations. A prompt is the session's last prompt, the output that it got, and new text."""
 
     arrivals: Arrivals
-    """Of sessions; the first one begins at 0 seconds."""
+    """Arrivals of sessions; the first one is at 0 seconds."""
     num_turns: Distribution
     """Requests of a session: rounded, at least 1."""
     first_prompt: Distribution
@@ -297,19 +298,19 @@ class Sessions:
     think: Distribution = field(default_factory=lambda: Constant(0.0))
     """Seconds from the end of an output to the next request."""
     system_prompt: int = 0
-    """Tokens that all prompts begin with."""
+    """Length of the common prefix of all prompts, in tokens."""
     num_sessions: int | None = None
-    """None: without end; the simulation says when to stop."""
+    """None: endless; the simulation determines when to stop."""
     max_tokens: int | None = None
     max_total_tokens: int | None = None
     """A session ends before a request whose prompt and output would be longer; None: no limit."""
     priority: int = 0
     tenant: str = ""
     retention: float | None = None
-    """Of every request but the last one of a session, see `SimRequest.retention`."""
+    """Retention of every request except the last one of a session, see `SimRequest.retention`."""
     seed: int = 0
     _sessions: dict[int, _Session] = field(default_factory=dict, init=False, repr=False)
-    """By the index of their last request."""
+    """Sessions by the index of their last request."""
     _indices: Iterator[int] = field(default_factory=count, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -394,7 +395,7 @@ def _draws(distribution: Distribution, rng: np.random.Generator) -> Iterator[flo
 
 
 def _arrival_times(arrivals: Arrivals, seed: int) -> Iterator[float]:
-    """Seconds, without end; the first one is 0."""
+    """An endless iterator of seconds; the first one is 0."""
     rng = _generator(seed, _ARRIVALS)
     size = CHUNK
     if isinstance(arrivals, BurstArrivals):  # a chunk holds whole bursts

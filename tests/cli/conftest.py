@@ -1,4 +1,4 @@
-"""A tiny model with random weights, and the command run inside this process or as one of its own."""
+"""A tiny model with random weights, and the command run in this process or as a process of its own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What a run of the command left behind."""
+    """The result of a run of the command."""
 
     code: int
     out: str
@@ -80,13 +80,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def pointsman(capfd: pytest.CaptureFixture[str]) -> Callable[..., Finished]:
-    """The command, in this process: what it prints, and the code it exits with."""
+    """Runs the command in this process; returns its output and exit code."""
 
     def run(*args: object) -> Finished:
         handlers = [signal.getsignal(number) for number in SIGNALS]
         with pytest.raises(SystemExit) as ended:
             main([str(arg) for arg in args])
-        assert [signal.getsignal(number) for number in SIGNALS] == handlers, "a command leaves signals as they were"
+        assert [signal.getsignal(number) for number in SIGNALS] == handlers, "a command restores the signal handlers"
         out, err = capfd.readouterr()
         return Finished(int(ended.value.code or 0), out, err)
 
@@ -95,7 +95,7 @@ def pointsman(capfd: pytest.CaptureFixture[str]) -> Callable[..., Finished]:
 
 @pytest.fixture
 def pointsman_process() -> Callable[..., Finished]:
-    """The command, as a process of its own, forked from one that has imported what it needs."""
+    """Runs the command as a process of its own, forked from one that has imported the modules."""
 
     def run(*args: object, stdin: str | None = None) -> Finished:
         with TemporaryFile("w+") as given, TemporaryFile("w+") as out, TemporaryFile("w+") as err:

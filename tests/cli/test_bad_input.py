@@ -1,4 +1,4 @@
-"""Bad input, tried as a new user would: one clear line on stderr, exit code 2, nothing on stdout, no traceback."""
+"""Bad input as from a new user: one clear line on stderr, exit code 2, nothing on stdout, no traceback."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Run = Callable[..., Finished]
 
 
 def check_refused(finished: Finished, *words: str) -> None:
-    """One line that says all of `words`, and nothing else went out."""
+    """The output is one line that contains all of `words`."""
     assert finished.code == 2
     assert finished.out == ""
     assert len(finished.errors) == 1, finished.err
@@ -61,14 +61,14 @@ def test_a_trace_with_a_broken_line(pointsman: Run, tmp_path: Path) -> None:
     check_refused(pointsman("generate", "--trace", trace), f"{trace}, line 3: ", "'five'")
 
 
-def test_stop_strings_do_not_belong_to_a_trace(pointsman: Run, tmp_path: Path) -> None:
+def test_stop_strings_have_no_effect_on_a_trace(pointsman: Run, tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,5,5\n")
     check_refused(pointsman("generate", "--trace", trace, "--stop", "x"), "--stop has no effect on a trace", "leave it")
 
 
 @pytest.mark.parametrize("speed", ["-1", "nan", "inf"])
-def test_a_speed_that_is_none(pointsman: Run, tmp_path: Path, speed: str) -> None:
+def test_an_invalid_speed(pointsman: Run, tmp_path: Path, speed: str) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,5,5\n")
     check_refused(pointsman("generate", "--trace", trace, "--speed", speed), "--speed is")
@@ -92,7 +92,7 @@ def test_files_without_permission(pointsman: Run, tmp_path: Path) -> None:
     check_refused(pointsman("generate", "--record", path), "Permission denied")
 
 
-def test_a_recording_that_is_none(pointsman: Run, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_recording(pointsman: Run, tmp_path: Path) -> None:
     path = tmp_path / "recording"
     check_refused(pointsman("replay", path), str(path), "No such file")
     for content in (b"hello\n", b"\xff\n", b"{}\n", b""):
@@ -103,7 +103,7 @@ def test_a_recording_that_is_none(pointsman: Run, tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- the model
 
 
-def test_a_model_directory_that_is_not_there(pointsman: Run, tmp_path: Path) -> None:
+def test_a_missing_model_directory(pointsman: Run, tmp_path: Path) -> None:
     check_refused(pointsman("generate", "--model", tmp_path / "absent"), str(tmp_path / "absent"))
 
 
@@ -145,13 +145,13 @@ def test_a_prompt_longer_than_the_model(pointsman: Run, model: str) -> None:
     check_refused(finished, f"{MAX_MODEL_LEN} tokens", "max_model_len", "shorten the prompt")
 
 
-def test_a_pool_of_one_block_says_how_many_are_needed(pointsman: Run, model: str) -> None:
+def test_a_pool_too_small_reports_the_needed_blocks(pointsman: Run, model: str) -> None:
     prompt = "x" * 100  # 4 blocks of 32 with the first token to generate
     finished = pointsman("generate", "--model", model, "--num-blocks", 1, "--prompt", prompt, "--prompt", prompt)
     check_refused(finished, "all 2 requests were refused", "at least 4 blocks", "needs 16 blocks of 32; the pool has 1")
 
 
-def test_a_pool_of_one_block_is_legal_where_it_suffices(pointsman: Run, model: str) -> None:
+def test_a_pool_of_one_block_is_legal_if_it_suffices(pointsman: Run, model: str) -> None:
     args = ["--prompt", "abc", "--ignore-eos", "--max-tokens", 40, "--json"]
     finished = pointsman("generate", "--model", model, "--num-blocks", 1, *args)
     assert finished.code == 0

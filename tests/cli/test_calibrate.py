@@ -28,13 +28,13 @@ def log(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def estimates() -> list[LinearStepTime | None]:
-    """Where the search was to begin, beside its own starts."""
+    """The estimates with which searches were called."""
     return []
 
 
 @pytest.fixture
 def known(monkeypatch: pytest.MonkeyPatch, estimates: list[LinearStepTime | None]) -> list[fit.Problem]:
-    """The search finds the truth at once; what it was given."""
+    """Replaces the search by one that returns the true step times; yields its problems."""
     given: list[fit.Problem] = []
 
     def found(problem: fit.Problem, *, estimate: LinearStepTime | None, **_: Any) -> LinearStepTime:
@@ -72,7 +72,7 @@ def test_the_last_line_is_json(pointsman: Callable[..., Any], log: Path, known: 
     assert known[0].config.max_steps_in_flight == 1 and known[0].config.num_blocks == 5000
 
 
-def test_a_log_that_is_none_leaves_no_profile(pointsman: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_log_leaves_no_profile(pointsman: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text("when,how long\n1,2\n")
     for profile, before in ((tmp_path / "new.json", None), (tmp_path / "old.json", "{}")):
         if before is not None:
@@ -82,9 +82,7 @@ def test_a_log_that_is_none_leaves_no_profile(pointsman: Callable[..., Any], tmp
         assert (profile.read_text() if profile.exists() else None) == before
 
 
-def test_settings_beside_a_recording_have_no_effect_and_it_says_so(
-    pointsman: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_ignored_settings_beside_a_recording_are_reported(pointsman: Callable[..., Any], tmp_path: Path) -> None:
     write_observed(tmp_path / "recording.jsonl")
     plain = pointsman("calibrate", tmp_path / "recording.jsonl", "--json").json_lines[-1]
     assert not any("has no effect" in note for note in plain["notes"])
@@ -94,7 +92,7 @@ def test_settings_beside_a_recording_have_no_effect_and_it_says_so(
     assert {**found, "notes": [], "seconds": 0} == {**plain, "notes": [], "seconds": 0}
 
 
-def test_model_and_device_size_the_pool_and_begin_the_search(
+def test_model_and_device_size_the_pool_and_start_the_search(
     pointsman: Callable[..., Any], log: Path, known: list[fit.Problem], estimates: list[LinearStepTime | None]
 ) -> None:
     on = ("--model", "Llama-3.1-8B", "--device", "rtx-4090")
@@ -129,7 +127,7 @@ def test_errors_are_one_line(pointsman: Callable[..., Any], log: Path, tmp_path:
         (["calibrate", log, "--device", "h100"], "--device has no effect without --model; give both"),
         (["calibrate", log, "--model", "Llama-3.1-70B", "--device", "h100"], "Llama-3.1-70B needs"),
         (["calibrate", log, "--tensor-parallel", 2], "--tensor-parallel has no effect without --model"),
-        (["calibrate", log, "--gpu-memory-utilization", 0.5], "has no effect but to estimate --num-blocks"),
+        (["calibrate", log, "--gpu-memory-utilization", 0.5], "only serves to estimate --num-blocks"),
     ):
         ended = pointsman(*words)
         assert ended.code == 2
@@ -139,7 +137,7 @@ def test_errors_are_one_line(pointsman: Callable[..., Any], log: Path, tmp_path:
 
 @pytest.mark.long
 def test_the_search_uses_processes_and_reports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes find what one does."""
+    """Two processes find the same as one."""
     monkeypatch.setattr(fit, "STARTS", dict(list(fit.STARTS.items())[:2]))
     monkeypatch.setattr(fit, "FIRST", fit.FIRST[:1])
     monkeypatch.setattr(fit, "MORE", fit.MORE[:1])

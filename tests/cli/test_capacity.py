@@ -1,4 +1,4 @@
-"""`pointsman capacity`: the answer, its bracket, and what has none."""
+"""`pointsman capacity`: the result, its bracket, and cases without one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SMALL = ("--requests", 50, "--tolerance", 0.2)
 
 
 def profile(max_rows: int) -> Profile:
-    """Of a log with at most that many requests at a time."""
+    """A profile of a log with at most this number of requests at a time."""
     hull = Hull()
     hull.add(StepLoad(1, 1, 1, 1, 0))
     hull.add(StepLoad(3000, max_rows, 1000 * max_rows, 10**7, max_rows))
@@ -42,7 +42,7 @@ def words(finished: Finished) -> str:
     return " ".join(finished.out.split())
 
 
-def test_the_answer_has_a_bracket_and_each_probe_a_row(pointsman: Run) -> None:
+def test_the_result_has_a_bracket_and_a_row_for_each_probe(pointsman: Run) -> None:
     finished = pointsman("capacity", *SMALL, "--ttft-target", "1s")
     printed = words(finished)
     assert "KV blocks of 16 tokens" in finished.out.splitlines()[0]
@@ -71,8 +71,8 @@ def test_json_has_the_bracket_and_the_probes(pointsman: Run) -> None:
     assert found["is_complete"] is True
 
 
-def test_extrapolation_at_the_answer_is_warned_of(pointsman: Run, tmp_path: Path) -> None:
-    """Of the probe that meets the targets, not of those under overload."""
+def test_extrapolation_at_the_result_gives_a_warning(pointsman: Run, tmp_path: Path) -> None:
+    """The warning is about the probe that meets the targets, not about those under overload."""
     saved = profile(max_rows=4)
     saved.save(tmp_path / "profile.json")
     given = ("capacity", *SMALL, "--ttft-target", "1s", "--profile", tmp_path / "profile.json")
@@ -120,7 +120,7 @@ def test_the_search_for_users_ends_where_all_targets_are_met(pointsman: Run, mon
     assert "At least 64 users meet the targets" in found and "raise --requests" in found
 
 
-def test_targets_that_nothing_meets_and_that_everything_meets(pointsman: Run) -> None:
+def test_impossible_and_trivial_targets(pointsman: Run) -> None:
     given = ("--requests", 20, "--prompt-tokens", 1000, "--output-tokens", 10)
     nothing = words(pointsman("capacity", *given, "--ttft-target", "1ms"))
     assert "Nothing meets the targets: even with one request each 1,000 s, 0.00 %" in nothing
@@ -130,13 +130,13 @@ def test_targets_that_nothing_meets_and_that_everything_meets(pointsman: Run) ->
     assert "--requests" in everything
 
 
-def test_gaps_that_miss_have_a_remedy(pointsman: Run) -> None:
+def test_gaps_that_miss_the_target_have_a_remedy(pointsman: Run) -> None:
     given = ("--requests", 30, "--prompt-tokens", 8000, "--output-tokens", 50, "--itl-target", "30ms")
     assert "smaller --max-num-batched-tokens" in words(pointsman("capacity", *given, "--tolerance", 1))
 
 
-def test_a_target_on_gaps_is_told_from_the_p99_of_all_gaps(pointsman: Run) -> None:
-    """Long prompts delay one token of each of the others: most gaps are short, the longest of a request is not."""
+def test_a_target_on_gaps_differs_from_the_p99_of_all_gaps(pointsman: Run) -> None:
+    """Long prompts delay one token of each other request: most gaps are short, but the longest of a request is not."""
     lengths = ("--prompt-tokens", 6000, "--output-tokens", 300, "--requests", 60, "--tolerance", 0.5)
     finished = pointsman("capacity", *lengths, "--itl-target", "30ms")
     printed = words(finished)
@@ -149,7 +149,7 @@ def test_a_target_on_gaps_is_told_from_the_p99_of_all_gaps(pointsman: Run) -> No
     assert found["misses"]["itl_p99"] < found["misses"]["longest_gap_p99"]
 
 
-def test_the_answer_says_which_part_of_a_trace_it_stands_on(pointsman: Run, tmp_path: Path) -> None:
+def test_the_result_names_the_part_of_the_trace_it_used(pointsman: Run, tmp_path: Path) -> None:
     rows = [f"2023-11-16 18:{minute:02}:00.0000000,100,{10 if minute < 20 else 40}" for minute in range(40)]
     trace = tmp_path / "trace.csv"
     trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
@@ -191,7 +191,7 @@ def test_refused_requests_are_named_as_the_reason(pointsman: Run, tmp_path: Path
         (0.15, 0.2, 1, True),
     ],
 )
-def test_gaps_miss_where_they_are_nearer_to_their_target(
+def test_the_metric_nearest_to_its_target_decides(
     longest_gap: float, ttft: float, num_refused: int, is_said: bool
 ) -> None:
     """TTFT at most 500 ms, gaps at most 100 ms."""

@@ -1,4 +1,4 @@
-"""`pointsman chat` against a real server; and against sockets that answer as no sound server would."""
+"""`pointsman chat` against a real server, and against sockets with broken responses."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_each_line_is_a_turn_and_the_history_is_kept(server: ServerProcess) -> N
 
 
 @pytest.mark.e2e
-def test_a_wrong_key_model_or_address_is_told_before_the_first_question(server: ServerProcess) -> None:
+def test_a_wrong_key_model_or_address_fails_before_the_first_turn(server: ServerProcess) -> None:
     for key in (None, "wrong"):
         check_refused(talk(server.url, lines="hello\n", key=key), "wants an API key", "--api-key", "401")
     check_refused(talk(server.url, "--api-key", "schlüssel", lines="hello\n"), "ASCII")
@@ -95,7 +95,7 @@ def test_a_wrong_key_model_or_address_is_told_before_the_first_question(server: 
 
 
 @pytest.mark.e2e
-def test_no_server_there() -> None:
+def test_a_missing_server() -> None:
     with socketserver.TCPServer(("127.0.0.1", 0), socketserver.BaseRequestHandler) as taken:
         port = taken.server_address[1]
     finished = talk(f"http://user:hidden@127.0.0.1:{port}", lines="hello\n")
@@ -115,7 +115,7 @@ def test_a_question_that_is_refused_does_not_end_the_conversation(server: Server
     assert complete(server, [{"role": "user", "content": "A list"}], 5) in finished.out
 
 
-# ---------------------------------------------------------------------- servers that are not sound
+# ---------------------------------------------------------------------- broken servers
 
 MODELS = json.dumps({"data": [{"id": "demo"}]})
 
@@ -130,7 +130,7 @@ class Canned(socketserver.ThreadingTCPServer):
         self.answer = answer
         self.asked: list[Any] = []
         self.num_cut_off = 0
-        """Answers whose reader went away."""
+        """Number of responses whose reader disconnected."""
         super().__init__(("127.0.0.1", 0), CannedHandler)
 
     @property
@@ -193,7 +193,7 @@ def test_pieces_arrive_whole_however_the_stream_is_cut() -> None:
             assert [message["content"] for message in server.asked[1]["messages"]] == ["q", "".join(pieces), "again"]
 
 
-def test_a_half_character_in_a_question_is_sent_as_a_mark() -> None:
+def test_a_lone_surrogate_is_sent_as_a_question_mark() -> None:
     with canned(SSE, chunk("a"), DONE) as (server, chat):
         list(chat.ask("half \ud83d"))
         assert server.asked[0]["messages"] == [{"role": "user", "content": "half ?"}]
@@ -221,7 +221,7 @@ ERROR = json.dumps({"error": {"message": "the engine\nhas ended", "type": "Inter
         ([], "the connection failed", 1),
     ],
 )
-def test_a_turn_that_fails_says_why_and_leaves_no_trace(answer: list[bytes], message: str, exit_code: int) -> None:
+def test_a_failed_turn_reports_why_and_is_not_in_the_history(answer: list[bytes], message: str, exit_code: int) -> None:
     with canned(*answer) as (_, chat):
         with pytest.raises(TurnError) as raised:
             list(chat.ask("q"))
@@ -231,7 +231,7 @@ def test_a_turn_that_fails_says_why_and_leaves_no_trace(answer: list[bytes], mes
         assert chat.messages == []
 
 
-def test_what_was_read_of_a_stopped_answer_stays_in_the_history() -> None:
+def test_the_read_part_of_a_stopped_output_stays_in_the_history() -> None:
     with canned(SSE, chunk("one "), chunk("two "), chunk("three"), DONE) as (_, chat):
         answer = chat.ask("q")
         assert next(answer) + next(answer) == "one two "
@@ -242,7 +242,7 @@ def test_what_was_read_of_a_stopped_answer_stays_in_the_history() -> None:
 
 
 @pytest.mark.e2e
-def test_a_model_cannot_drive_the_terminal() -> None:
+def test_outputs_have_no_control_characters_on_a_terminal() -> None:
     with canned(SSE, chunk("a\x1b[2Jb\nc\x07", "deadline"), DONE) as (server, _):
         finished = talk(server.url, lines="q\n", key=None)
     assert finished.out == "a�[2Jb\nc�\n"
@@ -261,7 +261,7 @@ class Terminal:
         os.write(self._master, keys.encode())
 
     def wait_for(self, text: str, seconds: float = 60) -> None:
-        """Until `text` has been shown; what was shown before it is forgotten."""
+        """Wait until `text` is shown; earlier output is forgotten."""
         assert self.shows(text, seconds), f"not shown: {text!r}; but: {self._shown[-500:]!r}"
 
     def shows(self, text: str, seconds: float) -> bool:
@@ -277,7 +277,7 @@ class Terminal:
 
 
 @pytest.mark.e2e
-def test_on_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_ends_the_conversation() -> None:
+def test_ctrl_c_stops_a_completion_and_ctrl_d_ends_the_conversation() -> None:
     with canned(SSE, *[chunk("word ")] * 100_000, DONE) as (server, _):
         master, slave = pty.openpty()
         process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""`pointsman vllm compare`: a recording of which everything is known, and recordings that cannot be compared."""
+"""`pointsman vllm compare`: a recording with known step times, and recordings that cannot be compared."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Change = Callable[[list[dict[str, Any]]], object]
 
 @pytest.fixture(scope="module")
 def lines() -> list[dict[str, Any]]:
-    """Of a server whose pool is too small, so that requests are preempted."""
+    """Recorded from a server with a small pool, so that requests are preempted."""
     return observed_lines(60, num_blocks=90, rate=30.0)
 
 
@@ -30,7 +30,7 @@ def recording(tmp_path: Path, lines: list[dict[str, Any]]) -> Path:
     return write_observed(tmp_path / "recording.jsonl", lines)
 
 
-def test_the_simulation_of_vllms_own_settings_is_what_happened(pointsman: Run, recording: Path) -> None:
+def test_a_simulation_with_vllms_settings_matches_the_recording(pointsman: Run, recording: Path) -> None:
     finished = pointsman("vllm", "compare", recording, "--json", "--ttft-target", "300ms", "--itl-target", "60ms")
     assert finished.code == 0, finished.err
     (found,) = finished.json_lines
@@ -46,7 +46,7 @@ def test_the_simulation_of_vllms_own_settings_is_what_happened(pointsman: Run, r
     assert any(found["rows"][name]["preemptions"] < measured["preemptions"] for name in others)
 
 
-def test_other_settings_can_be_added_and_the_table_says_what_it_means(pointsman: Run, recording: Path) -> None:
+def test_other_settings_can_be_added_and_the_table_is_explained(pointsman: Run, recording: Path) -> None:
     given = ("--setting", "max_num_seqs=2", "--setting", "preset=textbook", "--limit", 30)
     finished = pointsman("vllm", "compare", recording, *given)
     assert finished.code == 0, finished.err
@@ -86,7 +86,7 @@ def test_a_cut_recording_is_read_to_its_end(tmp_path: Path, lines: list[dict[str
 
 
 @pytest.mark.parametrize("command", [("vllm", "compare"), ("calibrate",)])
-def test_what_the_simulator_lacks_is_refused_by_name(pointsman: Run, tmp_path: Path, command: tuple[str, ...]) -> None:
+def test_features_the_simulator_lacks_are_refused(pointsman: Run, tmp_path: Path, command: tuple[str, ...]) -> None:
     lacking = ("2 KV groups (FullAttentionSpec, SlidingWindowSpec)", "speculative decoding (ngram)")
     finished = pointsman(*command, write_observed(tmp_path / "r.jsonl", observed_lines(3, lacking=lacking)))
     assert finished.code == 2
@@ -96,7 +96,7 @@ def test_what_the_simulator_lacks_is_refused_by_name(pointsman: Run, tmp_path: P
     )
 
 
-def test_it_is_not_replayed(recording: Path) -> None:
+def test_an_observed_recording_is_not_replayed(recording: Path) -> None:
     with pytest.raises(RecordingError, match=r"it was observed: vLLM 0\.32\.0 decided"):
         replay(recording.read_text().splitlines())
 
@@ -123,7 +123,7 @@ def test_a_broken_line_is_named(tmp_path: Path, name: str) -> None:
 
 def test_wrong_options_are_refused(pointsman: Run, recording: Path, tmp_path: Path) -> None:
     for given, message in {
-        ("--setting", "no_such=1"): "'no_such', which is no knob",
+        ("--setting", "no_such=1"): "'no_such', which is not a knob",
         ("--setting", "preset=other"): "no preset is called 'other'",
         ("--limit", "0"): "--limit is 0",
         ("--ttft-target", "soon"): "--ttft-target is 'soon'",

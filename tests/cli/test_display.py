@@ -1,4 +1,4 @@
-"""What is shown of a run to people: text from outside is text, not markup of rich nor commands to the terminal."""
+"""The display of a run: text from outside is shown as text, not as markup of rich or commands to the terminal."""
 
 from __future__ import annotations
 

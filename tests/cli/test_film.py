@@ -1,4 +1,4 @@
-"""`pointsman film`: from a recording to a film, and what it prints of one."""
+"""`pointsman film`: makes a film from a recording, and prints it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_recording_becomes_a_film_beside_it(pointsman: Run, recording: Path) -
     assert "blocks" not in pointsman("film", recording.with_name("other.film"), "--step", "1").out
 
 
-def test_one_step(pointsman: Run, recording: Path) -> None:
+def test_the_state_at_one_step(pointsman: Run, recording: Path) -> None:
     pointsman("film", recording, "-o", recording.with_name("other.film"))
     shown = pointsman("film", recording.with_name("other.film"), "--step", "1")
     assert shown.code == 0, shown.err
@@ -49,7 +49,7 @@ def test_one_step(pointsman: Run, recording: Path) -> None:
     assert "  [bold]second[/bold]: sequence limit, most of it held by first" in shown.out
 
 
-def test_one_life(pointsman: Run, recording: Path) -> None:
+def test_the_life_of_one_request(pointsman: Run, recording: Path) -> None:
     shown = pointsman("film", recording, "--request", "[bold]second[/bold]")
     assert shown.out.splitlines()[-2:] == [
         "ran 2.000 s, waited 2.000 s:",
@@ -58,7 +58,7 @@ def test_one_life(pointsman: Run, recording: Path) -> None:
 
 
 def test_a_life_by_the_id_that_the_client_knows(pointsman: Run, tmp_path: Path) -> None:
-    """A server runs the answer cmpl-a as the request cmpl-a-1f, or cmpl-a-0-1f and cmpl-a-1-1f."""
+    """A server runs the completion cmpl-a as the request cmpl-a-1f, or cmpl-a-0-1f and cmpl-a-1-1f."""
     path = tmp_path / "run.jsonl"
     with path.open("w") as file:
         scheduler = Scheduler(SchedulerConfig(num_blocks=8, max_model_len=32), recorder=Recorder(file))
@@ -110,7 +110,7 @@ def test_nothing_was_scheduled(pointsman: Run, tmp_path: Path) -> None:
     assert "\x1b" not in life and len(life.splitlines()) == 2
 
 
-def test_what_is_refused(pointsman: Run, recording: Path, tmp_path: Path) -> None:
+def test_invalid_options_and_files_are_refused(pointsman: Run, recording: Path, tmp_path: Path) -> None:
     pointsman("film", recording)
     film = recording.with_suffix(".film")
     check_refused(pointsman("film", film, "--step", "17"), "the film has no step 17; it has 0 to 3")
@@ -119,7 +119,7 @@ def test_what_is_refused(pointsman: Run, recording: Path, tmp_path: Path) -> Non
     for command in ("film", "plot", "play"):  # what is read is not replaced
         before = recording.read_bytes()
         again = recording.rename(recording.with_suffix(".json"))
-        check_refused(pointsman(command, again, "-o", again), "is what is read")
+        check_refused(pointsman(command, again, "-o", again), "is the input file")
         assert again.rename(recording).read_bytes() == before
     data = film.read_bytes()
     cut = tmp_path / "cut.film"
@@ -161,7 +161,7 @@ def test_a_page_of_a_recording_and_of_a_film(pointsman: Run, recording: Path, tm
     check_refused(pointsman("play", tmp_path / "broken.film"), "broken.film: ")
 
 
-def test_files_that_would_fill_the_memory_are_refused_before_they_do(pointsman: Run, tmp_path: Path) -> None:
+def test_files_too_large_for_memory_are_refused_early(pointsman: Run, tmp_path: Path) -> None:
     huge, endless = tmp_path / "huge.film", tmp_path / "endless.jsonl"
     for path, begin in ((huge, MAGIC), (endless, b"{")):
         with path.open("wb") as file:
@@ -172,7 +172,7 @@ def test_files_that_would_fill_the_memory_are_refused_before_they_do(pointsman: 
         check_refused(pointsman(command, endless), "line 1: longer than 16,777,216 bytes")
 
 
-def test_a_page_of_two(pointsman: Run, recording: Path, tmp_path: Path) -> None:
+def test_a_page_of_two_runs(pointsman: Run, recording: Path, tmp_path: Path) -> None:
     again = tmp_path / "again.jsonl"
     again.write_bytes(recording.read_bytes())
     made = pointsman("play", recording, again)

@@ -1,4 +1,4 @@
-"""`pointsman generate` and `pointsman replay` on a tiny model: what they print, and what they leave behind."""
+"""`pointsman generate` and `pointsman replay` on a tiny model: their output, and the files that they leave."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.forked_engines import start_command
 Run = Callable[..., Finished]
 ROOT = Path(__file__).parents[2]
 DEMO_MODEL = ROOT / "pointsman" / "engine" / "demo" / "model.safetensors"
-# Six requests of 40 + 60 tokens want 42 blocks of 16; with 18 they cannot all stay.
+# Six requests of 40 + 60 tokens need 42 blocks of 16; with 18 they cannot all stay.
 PRESSURE = ["--num-blocks", 18, "--max-tokens", 60, "--ignore-eos"]
 
 
@@ -103,7 +103,7 @@ def test_a_shared_prefix_is_found(pointsman: Run, model: str) -> None:
     assert pointsman(*args, "--no-enable-prefix-caching").summary["prefix_hits"] == 0
 
 
-def test_plain_lines_where_output_is_no_terminal(pointsman: Run, model: str, tmp_path: Path) -> None:
+def test_plain_lines_if_the_output_is_not_a_terminal(pointsman: Run, model: str, tmp_path: Path) -> None:
     finished = pointsman("generate", "--model", model, "--prompts", prompts_file(tmp_path), *PRESSURE)
     assert finished.code == 0
     lines = finished.out.splitlines()
@@ -123,7 +123,7 @@ def test_prompts_from_standard_input(pointsman_process: Callable[..., Finished],
     assert {line["prompt"] for line in finished.requests.values()} == {"one", "two"}
 
 
-def test_what_a_prompt_sets_goes_before_the_options(pointsman: Run, model: str, tmp_path: Path) -> None:
+def test_settings_of_a_prompt_override_the_options(pointsman: Run, model: str, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     lines = [
         {"prompt": "a", "request_id": "own", "max_tokens": 7, "temperature": 0, "ignore_eos": True, "tenant": "bob"},
@@ -155,7 +155,7 @@ def test_a_stop_string_ends_the_text_before_it(pointsman: Run, model: str) -> No
     assert cut["finish_reason"] == "stop" and cut["text"] == whole[: whole.index(stop)]
 
 
-def test_priority_decides_who_starts(pointsman: Run, model: str, tmp_path: Path) -> None:
+def test_priority_decides_which_request_starts(pointsman: Run, model: str, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     lines = [{"prompt": "abc", "request_id": f"p{priority}", "priority": priority} for priority in (2, 0, 1)]
     path.write_text("\n".join(json.dumps(line) for line in lines))
@@ -185,9 +185,7 @@ def mooncake_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_trace_keeps_lengths_and_prefixes_and_counts_what_does_not_fit(
-    pointsman: Run, model: str, tmp_path: Path
-) -> None:
+def test_a_trace_keeps_lengths_and_prefixes_and_counts_refusals(pointsman: Run, model: str, tmp_path: Path) -> None:
     path = mooncake_file(tmp_path)
     finished = pointsman("generate", "--model", model, "--trace", path, "--speed", 0, "--json")
     assert finished.code == 0 and not finished.errors
@@ -259,7 +257,7 @@ def test_a_recording_that_was_cut_short(pointsman: Run, recording: Path) -> None
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device here is always full")
-def test_a_recording_that_cannot_be_written_on(pointsman: Run, model: str) -> None:
+def test_a_recording_on_a_full_disk(pointsman: Run, model: str) -> None:
     finished = pointsman("generate", "--model", model, "--prompt", "a", "--record", "/dev/full")
     assert finished.code == 1
     assert "No space left" in finished.errors[-1] and finished.out
@@ -269,7 +267,7 @@ def test_a_recording_that_cannot_be_written_on(pointsman: Run, model: str) -> No
 
 
 @pytest.mark.e2e
-def test_a_reader_that_goes_away_is_no_error_message(model: str) -> None:
+def test_a_closed_output_prints_no_error(model: str) -> None:
     command = ["generate", "--model", model, "--prompt", "a", "--prompt", "b"]
     command += ["--json", "--ignore-eos", "--batching", "static"]
     unread, out = os.pipe()
@@ -284,7 +282,7 @@ def test_a_reader_that_goes_away_is_no_error_message(model: str) -> None:
 
 
 @pytest.mark.e2e
-def test_ctrl_c_aborts_and_tells_what_was_done(model: str, tmp_path: Path) -> None:
+def test_ctrl_c_aborts_and_prints_the_summary(model: str, tmp_path: Path) -> None:
     recording = tmp_path / "run.jsonl"
     trace = tmp_path / "trace.jsonl"
     # The second request arrives after an hour, so the run would last that long.
@@ -308,10 +306,10 @@ def test_ctrl_c_aborts_and_tells_what_was_done(model: str, tmp_path: Path) -> No
 
 
 @pytest.mark.e2e
-def test_ctrl_c_amid_running_requests(pointsman: Run, model: str, tmp_path: Path) -> None:
+def test_ctrl_c_aborts_running_requests(pointsman: Run, model: str, tmp_path: Path) -> None:
     recording = tmp_path / "run.jsonl"
     prompts = tmp_path / "prompts.jsonl"
-    # One that ends at once tells that the others run; they go on for 500 steps each.
+    # A request that ends at once shows that the others run; these continue for 500 steps each.
     short = {"prompt": "a", "max_tokens": 1, "ignore_eos": True}
     prompts.write_text("\n".join(json.dumps(short | {"max_tokens": length}) for length in (1, 500, 500, 500)))
     command = ["generate", "--model", model, "--prompts", str(prompts), "--json", "--record", str(recording)]
@@ -379,7 +377,7 @@ def test_the_demo_needs_no_arguments(pointsman_process: Callable[..., Finished])
 
 @pytest.mark.e2e
 @pytest.mark.skipif(not DEMO_MODEL.exists(), reason="the demo model is not in this checkout")
-def test_the_small_pool_of_the_readme_preempts_and_every_request_finishes(
+def test_the_small_pool_of_the_readme_preempts_and_all_finish(
     pointsman_process: Callable[..., Finished],
 ) -> None:
     line = next(

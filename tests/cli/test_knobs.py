@@ -1,4 +1,4 @@
-"""From knobs to arguments of the engine: a preset underneath, sizes in bytes, complaints before a model is loaded."""
+"""From knobs to arguments of the engine: presets, sizes in bytes, errors before a model is loaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Run = Callable[..., Finished]
 
 @pytest.fixture(autouse=True)
 def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the machine of the tests has."""
+    """Independent of the machine that runs the tests."""
     monkeypatch.setattr(knobs_module, "has_gpu_driver", lambda: False)
 
 
@@ -36,7 +36,7 @@ def test_knobs_are_checked_with_the_defaults_of_the_device(monkeypatch: pytest.M
     assert engine_arguments(presets) == presets, "the default number of requests fits it"
 
 
-def test_a_share_of_a_gpus_memory_is_checked_before_a_model_is_loaded() -> None:
+def test_a_share_of_gpu_memory_is_checked_before_loading() -> None:
     share = {"gpu_memory_utilization": 0.5, "device": "cuda"}
     assert engine_arguments(share) == share
     with pytest.raises(ValueError, match=r"gpu_memory_utilization is 1\.5; .* above 0 and at most 1"):
@@ -45,7 +45,7 @@ def test_a_share_of_a_gpus_memory_is_checked_before_a_model_is_loaded() -> None:
         engine_arguments({"gpu_memory_utilization": 0.5})
 
 
-def test_only_what_was_given_is_passed_on() -> None:
+def test_only_given_options_are_passed_on() -> None:
     assert engine_arguments({}) == {}
     assert engine_arguments({"threads": 2, "dtype": "bfloat16"}) == {"num_threads": 2, "dtype": "bfloat16"}
     assert engine_arguments({"kv_cache_bytes": "1.5MiB"}) == {"kv_cache_bytes": 3 * 2**19}
@@ -61,7 +61,7 @@ def test_only_what_was_given_is_passed_on() -> None:
     assert engine_arguments({"decode_reserve": "mean"}) == {"decode_reserve": "mean"}
 
 
-def test_no_token_limit_is_a_choice_of_its_own() -> None:
+def test_none_turns_all_token_limits_off() -> None:
     assert engine_arguments({"token_limits": ["none"]}) == {"token_limits": []}
     assert engine_arguments({"token_limits": ["none"]}, "auto")["token_limits"] == []
     assert engine_arguments({"token_limits": ["prefill-gap:seconds=0.2"]}) == {
@@ -70,7 +70,7 @@ def test_no_token_limit_is_a_choice_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_lies_underneath(name: str) -> None:
+def test_given_knobs_override_a_preset(name: str) -> None:
     assert engine_arguments({}, name) == PRESETS[name]
     assert engine_arguments({"max_num_seqs": 3}, name) == PRESETS[name] | {"max_num_seqs": 3}
 
@@ -113,7 +113,7 @@ def test_a_preset_lies_underneath(name: str) -> None:
         ({}, "quick", "no preset is called 'quick'"),
     ],
 )
-def test_what_cannot_work_is_told_at_once(knobs: dict[str, Any], preset: str | None, message: str) -> None:
+def test_impossible_knobs_are_refused_at_once(knobs: dict[str, Any], preset: str | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         engine_arguments(knobs, preset)
 

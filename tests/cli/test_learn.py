@@ -1,4 +1,4 @@
-"""`pointsman learn`: where the course goes, and when it is opened."""
+"""`pointsman learn`: the path of the course, and when it is opened."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Run = Callable[..., Finished]
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """The addresses that a browser would have been asked for; in a folder of its own, and with one lesson."""
+    """The addresses that a browser would open; in a folder of its own, and with one lesson."""
     found: list[str] = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(learn.webbrowser, "open", found.append)
@@ -25,7 +25,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     return found
 
 
-def test_it_is_made_here_and_opened(pointsman: Run, opened: list[str], tmp_path: Path) -> None:
+def test_the_course_is_written_and_opened(pointsman: Run, opened: list[str], tmp_path: Path) -> None:
     made = pointsman("learn")
     page = tmp_path / "pointsman-course.html"
     assert (made.code, made.out) == (0, "pointsman-course.html\n")
@@ -33,7 +33,7 @@ def test_it_is_made_here_and_opened(pointsman: Run, opened: list[str], tmp_path:
 
 
 def test_an_export_is_not_opened(pointsman: Run, opened: list[str], tmp_path: Path) -> None:
-    """A folder, there or not, gets an index.html."""
+    """A folder, new or not, gets an index.html."""
     assert pointsman("learn", "--out", "sub/new/").out == "sub/new/index.html\n"
     assert pointsman("learn", "--out", tmp_path).out == f"{tmp_path / 'index.html'}\n"
     assert (tmp_path / "index.html").read_text() == (tmp_path / "sub/new/index.html").read_text()
@@ -42,7 +42,7 @@ def test_an_export_is_not_opened(pointsman: Run, opened: list[str], tmp_path: Pa
     assert opened == [(tmp_path / "course.html").as_uri()]
 
 
-def test_what_cannot_be_written(pointsman: Run, opened: list[str], tmp_path: Path) -> None:
+def test_an_unwritable_path_is_refused(pointsman: Run, opened: list[str], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     check_refused(pointsman("learn", "--out", "file/course.html"), "cannot write file/course.html: ")
     assert opened == []

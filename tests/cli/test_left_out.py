@@ -1,4 +1,4 @@
-"""Every command that reads requests from a file says how many rows it read, how many it left out, and why."""
+"""Every command that reads requests from a file reports how many rows it read, how many it left out, and why."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COMMANDS = {
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
-    """61 rows of BurstGPT: 12 requests failed, and one row is of no request."""
+    """61 rows of BurstGPT: 12 requests failed, and one row is not a request."""
     path = tmp_path / "trace.csv"
     rows = [f"{30 * at},ChatGPT,{100 if at else 0},{10 if at % 5 else 0},110,API log" for at in range(61)]
     path.write_text("\n".join(["Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type", *rows]))
@@ -33,7 +33,7 @@ def trace(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_it_says_what_of_a_trace_is_left_out(pointsman: Run, trace: Path, name: str) -> None:
+def test_rows_left_out_of_a_trace_are_reported(pointsman: Run, trace: Path, name: str) -> None:
     finished = pointsman(*COMMANDS[name], trace)
     assert finished.code == 0, finished.err
     assert " ".join(finished.out.split()).count(LEFT_OUT) == 1
@@ -42,7 +42,7 @@ def test_it_says_what_of_a_trace_is_left_out(pointsman: Run, trace: Path, name: 
     assert found["workload"].startswith("48 requests")
 
 
-def test_a_part_of_a_trace_is_counted_in_requests_that_are_served(pointsman: Run, trace: Path) -> None:
+def test_a_part_of_a_trace_counts_only_served_requests(pointsman: Run, trace: Path) -> None:
     finished = pointsman("capacity", "--trace", trace, "--requests", 20, "--ttft-target", "1s", "--tolerance", 0.5)
     words = " ".join(finished.out.split())
     assert "load 20 requests of" in words and "The trace has 48 requests in" in words

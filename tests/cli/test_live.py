@@ -1,4 +1,4 @@
-"""`pointsman play --socket`: what a running vLLM decides, in a page on this machine."""
+"""`pointsman play --socket`: the decisions of a running vLLM, in a page on this machine."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def test_the_page_and_its_film(tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["--socket", "nowhere"], "there is no socket nowhere"),
-        (["run.film", "--socket", "s"], "--socket shows what is decided now, and has no use for FILE"),
-        (["--out", "a.html", "--socket", "s"], "has no use for --out"),
+        (["run.film", "--socket", "s"], "--socket shows live decisions, so FILE has no effect"),
+        (["--out", "a.html", "--socket", "s"], "--out has no effect"),
         ([], "there is nothing to play"),
     ],
 )
-def test_what_cannot_be_shown(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["play", *words])
     assert ended.value.code

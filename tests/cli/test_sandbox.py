@@ -1,4 +1,4 @@
-"""`pointsman play --sandbox`: it serves until Ctrl-C, and what is refused."""
+"""`pointsman play --sandbox`: it serves until Ctrl-C, and refuses wrong options."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_it_serves_until_ctrl_c(pointsman: Run, tmp_path: Path) -> None:
     assert (process.returncode, error) == (0, "")
 
 
-def test_what_is_refused(pointsman: Run, tmp_path: Path) -> None:
+def test_wrong_options_are_refused(pointsman: Run, tmp_path: Path) -> None:
     check_refused(pointsman("play"), "nothing to play", "--sandbox")
     check_refused(pointsman("play", "run.film", "--port", 8000), "--port is 8000", "--sandbox")
     check_refused(pointsman("play", "--sandbox", "--out", "x.html"), "--out", "leave one of them out")
@@ -64,14 +64,14 @@ def test_what_is_refused(pointsman: Run, tmp_path: Path) -> None:
 
 
 def lines_of(text: str) -> list[str]:
-    """The command lines of what is copied: of vLLM, of pointsman."""
+    """The copied command lines: of vLLM, of pointsman."""
     return [line for line in text.splitlines() if line and not line.startswith("#")]
 
 
-def test_what_is_copied_of_a_change_is_the_change() -> None:
-    """To put into one's own command; a setting that becomes the default again is in it, too."""
+def test_copied_commands_contain_only_the_change() -> None:
+    """The commands include a setting that returns to its default."""
     base = SchedulerConfig(num_blocks=1200, max_model_len=40960, watermark=0.04, reserves=("growth",))
-    assert commands(base, base)["change"].startswith("# no setting that a server has differs")
+    assert commands(base, base)["change"].startswith("# no setting of a server differs")
     now = base.replace(watermark=0.0, reserves=("growth", "bypass:bound=4"), enable_chunked_prefill=False)
     vllm, ours = lines_of(commands(now, base)["change"])
     assert shlex.split(vllm) == [
@@ -89,7 +89,7 @@ def test_what_is_copied_of_a_change_is_the_change() -> None:
     assert "# the pool" not in commands(base.replace(num_blocks=2560), base)["all"]
 
 
-def test_what_is_said_of_a_film(pointsman: Run, tmp_path: Path) -> None:
+def test_the_text_about_a_film(pointsman: Run, tmp_path: Path) -> None:
     film = tmp_path / "run.film"
     assert pointsman("simulate", "--requests", 20, "--seed", 1, "--film", film).code == 0
     scene, about = scene_of(film)
@@ -99,8 +99,8 @@ def test_what_is_said_of_a_film(pointsman: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [each.name for each in SITUATIONS])
-def test_the_servers_take_the_settings_that_are_copied(name: str) -> None:
-    """Before and after the change that a situation proposes; further policies with it."""
+def test_servers_accept_the_copied_settings(name: str) -> None:
+    """Before and after the change that a situation proposes, and with further policies."""
     sandbox = Sandbox()
     policies = {"victim": "least-cost:max_preemptions=3", "reserves": ["growth", "bypass:bound=4"]}
     for action in (

@@ -26,7 +26,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("tiny")
-def test_a_scenario_prints_the_claim_its_figures_and_what_holds(pointsman: Run, tmp_path: Path) -> None:
+def test_a_scenario_prints_its_claim_figures_and_verdicts(pointsman: Run, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     finished = pointsman("simulate", "--scenario", "tiny", "--device", "l40s", "--html", page)
     assert finished.code == 0, finished.err
@@ -119,7 +119,7 @@ def test_several_seeds_are_printed(pointsman: Run) -> None:
     assert "mean over 2 runs that differ in their seed" in " ".join(finished.out.split())
 
 
-def test_ctrl_c_leaves_the_seeds_that_are_complete(pointsman: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_keeps_complete_seeds(pointsman: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pointsman.sim.simulator._PROGRESS_EVERY", 1)
 
     def interrupt(bar: ProgressBar, num_finished: int, now: float) -> None:
@@ -136,7 +136,7 @@ def test_ctrl_c_leaves_the_seeds_that_are_complete(pointsman: Run, monkeypatch: 
     assert any("2 of 4 seeds" in note for note in found["notes"])
 
 
-def test_seeds_need_something_that_is_drawn(pointsman: Run, tmp_path: Path) -> None:
+def test_several_seeds_need_a_generated_workload(pointsman: Run, tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:00:00.0,100,10\n")
     check_refused(pointsman("simulate", "--trace", path, "--seeds", 3), "--seeds is 3", "trace", "leave it out")

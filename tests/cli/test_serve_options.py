@@ -1,4 +1,4 @@
-"""`pointsman serve`: where each setting comes from, and what is refused before a model is loaded."""
+"""`pointsman serve`: the source of each setting, and errors before a model is loaded."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ NOT_OPTIONS = {
 
 
 def engine_defaults() -> dict[str, Any]:
-    """What `Engine` can be called with, and what holds if it is not."""
+    """The arguments of `Engine`, with their defaults."""
     pytest.importorskip("torch")
     from pointsman.engine import Engine
 
@@ -96,11 +96,11 @@ def test_both_commands_have_every_knob() -> None:
         for knob in KNOBS:
             option = "--" + knob.replace("_", "-")
             if options[knob].multiple:
-                option = option.removesuffix("s")  # repeated, one at a time
+                option = option.removesuffix("s")  # a repeatable option has a singular name
             assert option in options[knob].opts
 
 
-def test_the_help_tells_the_defaults() -> None:
+def test_the_help_has_the_defaults() -> None:
     defaults = engine_defaults()
     defaults |= {field.name: field.default for field in fields(ServerConfig)}
     told = 0
@@ -114,17 +114,17 @@ def test_the_help_tells_the_defaults() -> None:
     assert told >= 15
 
 
-# ---------------------------------------------------------------------- where a value comes from
+# ---------------------------------------------------------------------- the source of a value
 
 
-def test_without_options_the_demo_model_is_served_on_this_machine_only(tmp_path: Path) -> None:
+def test_the_default_is_the_demo_model_on_this_machine_only(tmp_path: Path) -> None:
     found = settings(tmp_path)
     assert found.engine == {"model": "demo"}
     assert found.server == ServerConfig(served_model_name=("demo",))
     assert found.options == {}
 
 
-def test_the_command_line_wins_over_the_file_and_the_file_over_the_preset(tmp_path: Path) -> None:
+def test_command_line_overrides_file_and_file_overrides_preset(tmp_path: Path) -> None:
     file = "preset: high-throughput\nmax_num_seqs: 100\nport: 1\nhost: localhost\norder: priority\n"
     found = settings(tmp_path, file, port=2, order="fcfs")
     assert found.engine == {
@@ -140,7 +140,7 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_preset(tmp_pa
     assert (other.engine["max_num_seqs"], other.engine["max_num_batched_tokens"]) == (100, 4096)
 
 
-def test_a_file_may_set_every_option_but_secrets(tmp_path: Path) -> None:
+def test_a_file_may_set_every_option_except_secrets(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("one\n\n alice : two \n")
     (tmp_path / "operators").write_text("three\n")
     (tmp_path / "template").write_text("{{ messages }}")
@@ -279,7 +279,7 @@ def test_a_file_may_set_every_option_but_secrets(tmp_path: Path) -> None:
     assert found.engine.keys() == {"model", "seed", "num_threads"} | (KNOBS.keys() & lines.keys()) - {"threads"}
 
 
-def test_hyphens_null_one_name_and_plain_bytes(tmp_path: Path) -> None:
+def test_hyphens_null_single_names_and_plain_bytes_in_a_file(tmp_path: Path) -> None:
     found = settings(tmp_path, "max-num-seqs: 9\nport: null\nserved-model-name: x\nkv-cache-bytes: 4096\n")
     assert found.engine == {"model": "demo", "max_num_seqs": 9, "kv_cache_bytes": 4096}
     assert found.server == ServerConfig(served_model_name=("x",))
@@ -287,14 +287,14 @@ def test_hyphens_null_one_name_and_plain_bytes(tmp_path: Path) -> None:
     assert settings(tmp_path, "# nothing\n").engine == {"model": "demo"}
 
 
-def test_speculation_in_the_words_of_vllm(tmp_path: Path) -> None:
+def test_speculation_in_vllms_form(tmp_path: Path) -> None:
     config = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}'
     expected = {"model": "demo", "num_draft_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
     assert settings(tmp_path, f"speculative-config: '{config}'\n").engine == expected
     assert settings(tmp_path, speculative_config=config).engine == expected
 
 
-def test_nothing_but_secrets_comes_from_the_environment(tmp_path: Path) -> None:
+def test_only_secrets_come_from_the_environment(tmp_path: Path) -> None:
     environment = {"POINTSMAN_PORT": "1", "POINTSMAN_MODEL": "x", "PORT": "2", "POINTSMAN_ALLOWED_HOST": "y"}
     environment |= {"POINTSMAN_API_KEY": "secret", "POINTSMAN_OPERATOR_KEY": " other \n"}
     assert settings(tmp_path, environment=environment).server == ServerConfig(
@@ -302,7 +302,7 @@ def test_nothing_but_secrets_comes_from_the_environment(tmp_path: Path) -> None:
     )
 
 
-def test_keys_come_from_the_command_line_or_else_a_file_or_else_the_environment(tmp_path: Path) -> None:
+def test_keys_come_from_command_line_then_file_then_environment(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("b\nc\n")
     path = str(tmp_path / "keys")
     environment = {"POINTSMAN_API_KEY": "d\n"}
@@ -332,7 +332,7 @@ def test_keys_of_a_file_may_have_names(tmp_path: Path) -> None:
         assert "API key 2" in str(raised.value) and "cret" not in str(raised.value)
 
 
-def test_operator_keys_come_from_the_same_places(tmp_path: Path) -> None:
+def test_operator_keys_come_from_the_same_sources(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("b\n\n c \n")
     path = str(tmp_path / "keys")
     environment = {"POINTSMAN_OPERATOR_KEY": "d\n"}
@@ -357,11 +357,11 @@ def test_every_preset_can_be_served(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("file", "words"),
     [
-        ("port: 1\nmax_num_seq: 4\n", ["line 2", "'max_num_seq' is no option", "did you mean max_num_seqs?"]),
+        ("port: 1\nmax_num_seq: 4\n", ["line 2", "'max_num_seq' is not an option", "did you mean max_num_seqs?"]),
         ("max-waiting-request: 4\n", ["line 1", "did you mean max_waiting_requests?"]),
         ("num_threads: 4\n", ["line 1", "did you mean threads?"]),
-        ("zzz: 1\n", ["'zzz' is no option", "--help"]),
-        ("1: 2\n", ["1 is no option"]),
+        ("zzz: 1\n", ["'zzz' is not an option", "--help"]),
+        ("1: 2\n", ["1 is not an option"]),
         ("port: 1\nport: 2\n", ["line 2", "port was set in line 1 already"]),
         ("max_num_seqs: 1\nmax-num-seqs: 2\n", ["line 2", "max-num-seqs was set in line 1 already"]),
         ("api_key: hidden\n", ["line 1", "secret", "api_key_file", "POINTSMAN_API_KEY"]),
@@ -390,7 +390,7 @@ def test_every_preset_can_be_served(tmp_path: Path, name: str) -> None:
         ("preset: fast\n", ["'fast'", "low-latency"]),
     ],
 )
-def test_a_file_that_is_wrong(tmp_path: Path, file: str, words: list[str]) -> None:
+def test_a_wrong_file_is_refused(tmp_path: Path, file: str, words: list[str]) -> None:
     with pytest.raises(CommandError) as raised:
         settings(tmp_path, file)
     assert raised.value.exit_code == 2
@@ -399,7 +399,7 @@ def test_a_file_that_is_wrong(tmp_path: Path, file: str, words: list[str]) -> No
     assert "hidden" not in str(raised.value)
 
 
-def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+def test_a_file_that_is_not_text(tmp_path: Path) -> None:
     path = tmp_path / "serve.yaml"
     with pytest.raises(CommandError, match="No such file"):
         serve_settings({}, str(path), {})
@@ -431,13 +431,11 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
         (["--kv-cache-bytes", "1MiB", "--num-blocks", "5"], ["--num-blocks", "--kv-cache-bytes"]),
     ],
 )
-def test_options_that_are_wrong(pointsman: Run, args: list[str], words: list[str]) -> None:
+def test_wrong_options_are_refused(pointsman: Run, args: list[str], words: list[str]) -> None:
     check_refused(pointsman("serve", *args), *words)
 
 
-def test_a_key_that_is_set_and_empty_does_not_open_the_server(
-    pointsman: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_empty_key_does_not_open_the_server(pointsman: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "keys"
     path.write_text("\n \n")
     check_refused(pointsman("serve", "--api-key-file", path), str(path), "holds no API key")
@@ -450,13 +448,13 @@ def test_a_key_that_is_set_and_empty_does_not_open_the_server(
 
 
 @pytest.mark.parametrize("name", ["fastapi", "uvicorn", "uvloop", "httptools", "prometheus_client"])
-def test_a_library_that_is_not_there(pointsman: Run, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_named(pointsman: Run, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
     check_refused(pointsman("serve", "--port", 0), f"serve needs {name}", "pip install 'pointsman[server]'")
 
 
 @pytest.mark.e2e
-def test_a_model_that_is_not_there(pointsman_process: Run, tmp_path: Path) -> None:
+def test_a_missing_model_is_named(pointsman_process: Run, tmp_path: Path) -> None:
     pytest.importorskip("fastapi")
     finished = pointsman_process("serve", "--port", 0, "--model", tmp_path / "absent")
     check_refused(finished, str(tmp_path / "absent"))

@@ -1,4 +1,4 @@
-"""`pointsman simulate`: from options to a report; what is refused, and how."""
+"""`pointsman simulate`: from options to a report, and errors."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def report(finished: Finished) -> dict[str, Any]:
 # ---------------------------------------------------------------------- what is printed
 
 
-def test_a_report_begins_with_the_kv_blocks_and_says_that_it_is_not_calibrated(pointsman: Run) -> None:
+def test_a_report_begins_with_kv_blocks_and_warns_if_uncalibrated(pointsman: Run) -> None:
     finished = pointsman("simulate", *SHORT_RUN, "--ttft-target", "500ms", "--itl-target", "1s", "--price-per-hour", 2)
     assert finished.code == 0, finished.err
     lines = finished.out.splitlines()
@@ -73,7 +73,7 @@ def test_json_is_one_line(pointsman: Run, trace: Path) -> None:
     assert 19 < found["seconds"]["value"] < 20
 
 
-def test_extrapolation_is_warned_of(pointsman: Run, trace: Path, tmp_path: Path) -> None:
+def test_extrapolation_gives_a_warning(pointsman: Run, trace: Path, tmp_path: Path) -> None:
     profile(max_rows=1).save(tmp_path / "profile.json")
     given = ("simulate", "--trace", trace, "--profile", tmp_path / "profile.json", "--rate", 50, "--json")
     notes = report(pointsman(*given))["notes"]
@@ -126,14 +126,14 @@ def test_the_scheduler_has_the_knobs(pointsman: Run, trace: Path) -> None:
     assert (config["max_num_seqs"], config["decode_reserve"], config["enable_prefix_caching"]) == (3, "mean", False)
 
 
-def test_users_wait_for_their_answers(pointsman: Run) -> None:
+def test_users_wait_for_their_outputs(pointsman: Run) -> None:
     found = report(pointsman("simulate", *SHORT_RUN, "--users", 3, "--think", "exponential:0.1", "--json"))
     assert found["counts"]["finished"] == 40
     assert found["running"]["max"]["value"] <= 3
 
 
-def test_sessions_keep_their_prefixes_where_they_ask_for_that(pointsman: Run) -> None:
-    """Pauses in which the last turns of others use up the pool."""
+def test_sessions_with_retention_keep_their_prefixes(pointsman: Run) -> None:
+    """The last turns of other sessions fill the pool during pauses."""
     lengths = ("--prompt-tokens", 64, "--new-tokens", 64, "--output-tokens", 16, "--max-model-len", 512)
     arrives = ("--sessions", 100, "--turns", 2, "--think", 10, "--arrivals", "poisson:2", "--num-blocks", 130)
     hits = []
@@ -249,7 +249,7 @@ def test_prompts_that_are_too_long_are_counted_and_named(pointsman: Run, tmp_pat
     assert [each["request_id"] for each in refused] == ["request-0", "request-2"]
 
 
-def test_if_all_are_refused_that_is_an_error(pointsman: Run) -> None:
+def test_it_is_an_error_if_all_requests_are_refused(pointsman: Run) -> None:
     finished = pointsman("simulate", *SHORT_RUN, "--prompt-tokens", 300_000)
     assert finished.code == 2
     (error,) = finished.errors
@@ -306,6 +306,6 @@ def test_preempted_requests_swap_to_host_memory(pointsman: Run) -> None:
     assert f"{counts['copied_blocks']['offloaded']:,} blocks to host memory" in text
 
 
-def test_host_memory_that_cannot_work_is_refused(pointsman: Run) -> None:
+def test_impossible_host_memory_is_refused(pointsman: Run) -> None:
     words = "there is no host memory to swap to; give kv_offload_bytes"
     check_refused(pointsman("simulate", *SHORT_RUN, "--preemption-mode", "swap"), words)

@@ -1,4 +1,4 @@
-"""`pointsman tune`: the report, its JSON, commands that the two servers take, and what has no answer."""
+"""`pointsman tune`: the report, its JSON, commands that both servers accept, and searches without a result."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def words(finished: Finished) -> str:
 
 
 def served(command: str) -> dict[str, Any]:
-    """What `pointsman serve` understands of a command line: the arguments of its engine."""
+    """The engine arguments that `pointsman serve` reads from a command line."""
     program, name, *arguments = shlex.split(command)
     assert (program, name) == ("pointsman", "serve")
     group = typer.main.get_command(app)
@@ -128,7 +128,7 @@ def test_no_gain_where_the_defaults_meet_the_targets(pointsman: Run) -> None:
     assert "--max-num-batched-tokens 8192 --max-num-seqs 1024" in printed
 
 
-def test_targets_that_nothing_meets(pointsman: Run) -> None:
+def test_impossible_targets(pointsman: Run) -> None:
     finished = pointsman("tune", *SMALL, "--ttft-p99", "1ms")
     printed = words(finished)
     assert "Nothing meets the targets" in printed and "The lowest TTFT p99 of any is" in printed

@@ -25,12 +25,12 @@ def test_sizes(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "MiB", "-1MiB", "1e9", "64 apples", "64MiBMiB", "0", "0.1B", "nan"])
-def test_what_is_no_size(text: str) -> None:
+def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"kv_cache_bytes .*64MiB"):
         parse_size(text, "kv_cache_bytes")
 
 
-def test_generated_text_cannot_drive_the_terminal() -> None:
+def test_control_characters_are_removed() -> None:
     assert printable("a\x1b[2Jb\x07\nc\td") == "a�[2Jb�\nc\td"
     assert one_line("  a\n\n b\r\tc ") == "a b c"
 

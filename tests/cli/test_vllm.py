@@ -38,7 +38,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 @pytest.fixture
 def host(tmp_path: Path) -> Iterator[Operated]:
-    """Two run, two wait; the first of them for a seat."""
+    """Two requests run, two wait; the first waiting one needs a sequence slot."""
     with operated(tmp_path / "s") as host:
         for name in ("cmpl-a-0-x", "cmpl-a-1-y", "cmpl-b-0-z", "cmpl-c-0-w"):
             host.add(name)
@@ -66,12 +66,12 @@ def test_a_table_that_is_cut_says_so(host: Operated, run: Run) -> None:
     assert out.splitlines()[-1] == "only the 3 oldest are shown; --limit shows more"
 
 
-def test_nobody_is_here(tmp_path: Path, run: Run) -> None:
+def test_a_scheduler_without_requests(tmp_path: Path, run: Run) -> None:
     with operated(tmp_path / "s") as idle:
         assert run("explain", "--socket", idle.control.path)[:2] == (0, "0 running, 0 waiting, 0 parked\n")
 
 
-def test_one_request_is_told_in_full(host: Operated, run: Run) -> None:
+def test_one_request_is_shown_in_full(host: Operated, run: Run) -> None:
     code, out, _ = run("explain", "--socket", host.control.path, "cmpl-b")
     lines = out.splitlines()
     assert code == 0
@@ -87,12 +87,12 @@ def test_one_request_is_told_in_full(host: Operated, run: Run) -> None:
     ]
 
 
-def test_several_samples_of_an_answer_are_a_table(host: Operated, run: Run) -> None:
+def test_several_samples_of_a_completion_are_a_table(host: Operated, run: Run) -> None:
     _, out, _ = run("explain", "--socket", host.control.path, "cmpl-a")
     assert [line.split()[0] for line in out.splitlines()[2:]] == ["cmpl-a-0-x", "cmpl-a-1-y"]
 
 
-def test_a_replaced_policy_is_named_with_what_decides_instead(tmp_path: Path, run: Run) -> None:
+def test_a_replaced_policy_is_named_with_its_replacement(tmp_path: Path, run: Run) -> None:
     class Odd(Latest):
         name = "odd"
 
@@ -141,7 +141,7 @@ def test_metrics_are_what_prometheus_reads(host: Operated, run: Run) -> None:
 
 
 def test_the_seconds_of_a_recording_count_from_its_first_step(tmp_path: Path, run: Run) -> None:
-    """A load may begin long after the moment without requests at which the recording began."""
+    """A load may begin long after the time without requests at which the recording began."""
     with operated(tmp_path / "s") as host:
 
         def send() -> None:
@@ -199,7 +199,7 @@ def test_ctrl_c_ends_a_recording_with_steps(host: Operated, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("command", [("explain",), ("metrics",), ("record", "r")])
-def test_who_does_not_answer_is_named_with_what_to_do(
+def test_a_socket_without_a_scheduler_is_named_with_a_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run, command: tuple[str, ...]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -225,7 +225,7 @@ def test_who_does_not_answer_is_named_with_what_to_do(
         (("record", "r", "--seconds", "0"), "--seconds is 0; it must be more than 0"),
     ],
 )
-def test_what_cannot_be_done_is_one_line(host: Operated, run: Run, words: tuple[str, ...], said: str) -> None:
+def test_wrong_arguments_are_refused_in_one_line(host: Operated, run: Run, words: tuple[str, ...], said: str) -> None:
     code, out, err = run(*words, "--socket", host.control.path)
     assert code in (1, 2) and out == "" and said in err and len(err.splitlines()) == 1
 

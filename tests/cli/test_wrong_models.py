@@ -1,4 +1,4 @@
-"""What users type for `--model` that is no model: one line that names the value and the remedy, and exit code 2."""
+"""Wrong values of `--model` that users type: one line that names the value and the remedy, and exit code 2."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ TYPED: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("generate --model mamba", ("mamba has layers of type", "only full and sliding-window attention can run here")),
     ("generate --model whisper", ("whisper is an encoder-decoder model", "only decoder-only models can run here")),
 )
-"""Commands as they are typed, and words of the error."""
+"""Commands as typed, and words of the error."""
 
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A hub with one model, and with repositories that hold none."""
+    """A hub with one model, and with repositories without a model."""
     config = {"config.json": (DEMO_MODEL / "config.json").read_bytes()}
     complete = {**config, "model.safetensors": b""}
     with only_hub(monkeypatch, tmp_path / "home") as hub:
@@ -97,7 +97,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("typed", "words"), TYPED, ids=[typed for typed, _ in TYPED])
-def test_what_is_no_model_is_refused(pointsman: Run, hub: Hub, files: None, typed: str, words: tuple[str, ...]) -> None:
+def test_wrong_models_are_refused(pointsman: Run, hub: Hub, files: None, typed: str, words: tuple[str, ...]) -> None:
     if typed.startswith("serve"):
         pytest.importorskip("fastapi")
         typed += " --port 0"

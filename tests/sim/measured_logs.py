@@ -1,4 +1,4 @@
-"""Logs as an engine would have measured them, made by the simulator, so that the true step times are known."""
+"""Logs as an engine would have measured them. The simulator makes them, so that the true step times are known."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SETTINGS = EngineSettings(max_num_seqs=24, max_num_batched_tokens=512)
 
 
 class NoisyStepTime:
-    """Step times times a random factor near 1: the noise of a real device."""
+    """Step times with a random factor near 1: the noise of a real device."""
 
     def __init__(self, step_time: StepTime, noise: float, seed: int) -> None:
         self._step_time, self._noise = step_time, noise
@@ -48,7 +48,7 @@ def measured_log(
     single: float = 0.1,
     seed: int = 1,
 ) -> tuple[MeasuredRequest, ...]:
-    """What an engine with these step times would have measured.
+    """The log that an engine with these step times would have measured.
 
     Args:
         rate: requests per second; infinite: all at once.

@@ -1,4 +1,4 @@
-"""Observed recordings as of a vLLM, made by the core under a clock of the test's, so that the step times are known."""
+"""Observed recordings as if of a vLLM, made by the core under a test clock, so that the step times are known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calibration: step times that a log was made with are found again, and predict requests that the fit has not seen."""
+"""Calibration: the fit finds the step times of a log, and predicts requests that it has not seen."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ H100 = RooflineStepTime(shape=SHAPES["meta-llama/Llama-3.1-8B"], device=device("
 
 @pytest.fixture(scope="module")
 def small() -> Calibration:
-    """The fit that most of the short form looks at, from one start."""
+    """The fit that most tests of the short form use, from one start."""
     return short_fit(measured_log(40, 6.0, output=20), SETTINGS)
 
 
@@ -67,7 +67,7 @@ def test_a_small_log_is_predicted(small: Calibration) -> None:
     assert small.profile.training_errors["num_requests"] == 20
 
 
-def test_settings_that_the_engine_did_not_have_are_suspected(small: Calibration) -> None:
+def test_a_poor_fit_suspects_the_settings(small: Calibration) -> None:
     assert not any("the fit misses" in note for note in small.profile.notes)
     log = measured_log(40, np.inf, settings=replace(SETTINGS, max_num_seqs=4), output=20)
     found = short_fit(log, replace(SETTINGS, max_num_seqs=64))
@@ -104,14 +104,14 @@ DEVICES: dict[str, tuple[RooflineStepTime, float, EngineSettings, dict[str, Any]
     "low": (roofline("Llama-3.1-8B", "h100"), 3.0, EngineSettings(), {}),
     "medium": (roofline("Llama-3.1-8B", "h100"), 15.0, EngineSettings(), {}),
     "saturated": (roofline("Llama-3.1-8B", "h100"), 40.0, EngineSettings(max_num_seqs=64), {}),
-    "saturated, in turns": (
+    "saturated, synchronous": (
         roofline("Qwen3-8B", "rtx-4090"), 12.0, EngineSettings(max_num_seqs=48, async_scheduling=False), {},
     ),
     "experts": (roofline("Qwen3-30B-A3B", "h200"), 15.0, EngineSettings(), {}),
     "four devices": (
         roofline("Llama-3.1-70B", "h100", 4), 6.0, EngineSettings(max_num_batched_tokens=8192), {"prompt": 1000},
     ),
-    "windows, in turns": (
+    "windows, synchronous": (
         roofline("gpt-oss-20b", "a100"), 5.0, EngineSettings(async_scheduling=False), {"output": 200, "prompt": 800},
     ),
     "a small pool": (roofline("Llama-3.1-8B", "l40s"), 8.0, EngineSettings(num_blocks=900), {"output": 250}),
@@ -121,7 +121,7 @@ DEVICES: dict[str, tuple[RooflineStepTime, float, EngineSettings, dict[str, Any]
 @pytest.mark.long
 @pytest.mark.parametrize("name", DEVICES)
 def test_other_models_and_devices_at_any_rate(name: str) -> None:
-    """Steps vary by 2.5 %. The true step times, without that, are off as well, and not much less."""
+    """Steps vary by 2.5 %, so the true step times have errors too, and hardly smaller ones."""
     truth, rate, settings, options = DEVICES[name]
     log = measured_log(300, rate, truth, settings, noise=0.025, **{"output": 150, **options})
     found = from_requests(log, settings, train=105)
@@ -150,7 +150,7 @@ def test_the_shared_log_of_vllm(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_the_error_of_an_uncalibrated_roofline_is_as_stated() -> None:
-    """KNOWN_ERRORS, computed again."""
+    """KNOWN_ERRORS, recomputed."""
     if not SHARED_LOG.exists():
         pytest.skip(f"{SHARED_LOG.name} is not in {SHARED_LOG.parent}")
     log = read_measurements(SHARED_LOG)
@@ -165,7 +165,7 @@ def test_the_error_of_an_uncalibrated_roofline_is_as_stated() -> None:
 
 
 def test_no_timing_of_a_held_out_request_reaches_the_fit() -> None:
-    """Their times are spoilt, with the order of finishing kept: the objective stays the same."""
+    """Held-out times are changed, with the order of finishing kept: the objective stays the same."""
     log = measured_log(40, 6.0, output=20)
     order = np.argsort([each.last_token for each in log], kind="stable")
     train = order[:20]
@@ -212,12 +212,12 @@ def test_outputs_of_one_token_have_no_tpot() -> None:
         (30, 3, "train is 3; a fit needs at least 10 requests"),
     ],
 )
-def test_too_few_requests(count: int, train: int | None, wrong: str) -> None:
+def test_too_few_requests_are_refused(count: int, train: int | None, wrong: str) -> None:
     with pytest.raises(CalibrationError, match=wrong):
         from_requests(measured_log(count), SETTINGS, train=train)
 
 
-def test_times_that_contradict_themselves() -> None:
+def test_contradictory_times_are_refused() -> None:
     log = measured_log(30)
     early = [*log[:-1], replace(log[-1], first_token=log[-1].queued)]
     with pytest.raises(CalibrationError, match=r"log, request r29: its first token came 0 s after it was queued"):
@@ -238,7 +238,7 @@ def test_times_that_contradict_themselves() -> None:
         ({"max_num_seqs": 0}, "max_num_seqs is 0"),
     ],
 )
-def test_settings_that_the_log_contradicts(changes: dict[str, Any], wrong: str) -> None:
+def test_settings_that_contradict_the_log_are_refused(changes: dict[str, Any], wrong: str) -> None:
     with pytest.raises(CalibrationError, match=wrong):
         from_requests(measured_log(30), replace(SETTINGS, **changes))
 
@@ -265,8 +265,8 @@ def test_steps_are_fitted_at_once() -> None:
 
 
 def test_prompts_longer_than_those_of_the_log_are_predicted() -> None:
-    """Engines run plain decodes with other kernels than steps with a prefill. A fit that does not know of it would
-    lay the difference on the tokens of short prompts, and make long ones 30 % too slow."""
+    """Engines run plain decodes with other kernels than steps with a prefill. A fit without that difference would
+    attribute it to the tokens of short prompts, and predict long prompts 30 % too slow."""
     pytest.importorskip("scipy")
     rng = np.random.default_rng(4)
     truth = LinearStepTime(per_step=5e-3, per_row=2e-4, per_token=1e-4, per_prefill=2e-3)
@@ -299,8 +299,8 @@ def attention_steps(truth: LinearStepTime, count: int, prompt: int, seed: int, s
     return np.array(loads, dtype=float), seconds * np.exp(scatter * rng.standard_normal(count))
 
 
-def test_short_prompts_that_scatter_do_not_make_long_ones_slow() -> None:
-    """Coefficients cannot be negative, so a square term that is fitted to noise only ever makes long prompts slower."""
+def test_scatter_of_short_prompts_does_not_slow_long_ones() -> None:
+    """Coefficients cannot be negative, so a square term that is fitted to noise can only slow long prompts down."""
     pytest.importorskip("scipy")
     truth = LinearStepTime(per_step=5e-3, per_row=2e-4, per_token=1e-4, per_attended=1e-8)
     errors = []
@@ -311,8 +311,8 @@ def test_short_prompts_that_scatter_do_not_make_long_ones_slow() -> None:
     assert abs(np.mean(errors)) < 0.1 and np.std(errors) < 0.25
 
 
-def test_attention_that_a_log_shows_is_believed() -> None:
-    """However far it is from what models usually need."""
+def test_attention_in_a_log_overrides_the_prior() -> None:
+    """However far it is from the usual ratio of models."""
     pytest.importorskip("scipy")
     truth = LinearStepTime(per_step=5e-3, per_row=2e-4, per_token=1e-5, per_attended=5e-8)
     found = fit_steps(*attention_steps(truth, 200, 500, 1, 0.1))
@@ -320,7 +320,7 @@ def test_attention_that_a_log_shows_is_believed() -> None:
 
 
 def test_steps_that_vary_much_are_right_on_average() -> None:
-    """Steps vary by a third. A fit relative to what was measured would be 10 % too short."""
+    """Steps vary by a third. A fit relative to measured times would be 10 % too short."""
     pytest.importorskip("scipy")
     rng = np.random.default_rng(5)
     loads = np.array([StepLoad.of_rows([(100, 1)] * int(rows)) for rows in rng.integers(1, 30, 2000)], dtype=float)
@@ -357,7 +357,7 @@ def test_a_recording_with_step_times(tmp_path: Path) -> None:
 
 
 def test_a_recording_of_kv_in_groups_is_simulated_in_groups(tmp_path: Path) -> None:
-    """Its blocks are those of groups, of which a request of 49 tokens takes 13 and, of the window, at most 3."""
+    """Its blocks are those of groups. A request of 49 tokens takes 13 blocks; at most 3 of them are the window's."""
     pytest.importorskip("scipy")
     groups = (KVGroup(), KVGroup("window", 5))
     profile = calibrate(recording(tmp_path, is_timed=True, kv_groups=groups)).profile
@@ -386,13 +386,13 @@ def test_steps_that_become_slower_are_noted(tmp_path: Path) -> None:
     assert "together by -6" in note and "Record longer" in note
 
 
-def test_loads_that_come_late_in_a_recording_are_part_of_its_profile(tmp_path: Path) -> None:
-    """A server is measured from idle to busy; a profile of its first half alone would not know the busy steps."""
+def test_a_profile_includes_late_loads_of_its_recording(tmp_path: Path) -> None:
+    """A server is measured from idle to busy; a profile of the first half alone would lack the busy steps."""
     pytest.importorskip("scipy")
     rng = np.random.default_rng(5)
 
     def seconds_of(load: StepLoad) -> float:
-        """Each row beyond 40 costs four times as much: no linear fit to small batches tells."""
+        """Each row beyond 40 costs four times as much, which no linear fit to small batches predicts."""
         return 5e-3 + 1e-4 * load.num_tokens + 4e-4 * max(0, load.num_rows - 40)
 
     counts = [int(rng.integers(1, 9)) for _ in range(400)] + [int(rng.integers(41, 90)) for _ in range(400)]
@@ -407,15 +407,15 @@ def test_loads_that_come_late_in_a_recording_are_part_of_its_profile(tmp_path: P
     found = calibrate_steps(log, tmp_path / "steps.jsonl")
     busy = StepLoad.of_rows([(100, 1)] * 80)
     assert found.profile.step_time.of_step(busy) == pytest.approx(seconds_of(busy), rel=0.2)
-    assert found.held_out.total_error < -0.2, "that the halves differ is told all the same"  # type: ignore[union-attr]
+    assert found.held_out.total_error < -0.2, "the halves differ nevertheless"  # type: ignore[union-attr]
     assert any("fitted to all steps" in note for note in found.profile.notes)
     assert warn_outside(found.profile, Hull.of_loads(log.loads)) == []
     first_half = calibrate_steps(log, tmp_path / "steps.jsonl", train=400)
     assert first_half.profile.step_time.of_step(busy) < 0.6 * seconds_of(busy)
 
 
-def test_what_the_host_does_between_steps_counts(tmp_path: Path) -> None:
-    """Where it was busy: a fifth of each step here. A pause between two steps does not count."""
+def test_host_time_between_steps_counts(tmp_path: Path) -> None:
+    """The host is busy for a fifth of each step here. A pause between two steps does not count."""
     pytest.importorskip("scipy")
     plain = calibrate(recording(tmp_path, is_timed=True))
     lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
@@ -483,7 +483,7 @@ def test_a_broken_profile_is_named(tmp_path: Path, changes: dict[str, Any], wron
     assert wrong in str(caught.value)
 
 
-def test_what_is_no_profile_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_profile_is_named(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     for text in ("[1]", "{", ""):
         path.write_text(text)
@@ -506,7 +506,7 @@ def profile() -> Profile:
     )
 
 
-def test_extrapolation_is_warned_of() -> None:
+def test_extrapolation_gives_a_warning() -> None:
     def warnings(*load: int) -> list[str]:
         hull = Hull()
         hull.add(StepLoad(*load))

@@ -1,4 +1,4 @@
-"""Capacity: bisection finds the rate that is known, and says so where there is none."""
+"""Capacity: bisection finds the known rate, and reports if there is none."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.forms import short_of
 
 ONE_AT_A_TIME = SchedulerConfig(num_blocks=8, max_model_len=64, max_num_seqs=1, max_num_batched_tokens=32)
 SECONDS = 0.1
-"""Of a request: one step. So a replica serves ten a second, and evenly spaced requests do not wait for each other."""
+"""Seconds of a request: one step. A replica serves ten a second, and evenly spaced requests never wait."""
 
 
 def evenly(rate: float, count: int) -> Workload:
@@ -56,7 +56,7 @@ def question(
 
 
 def nested(found: Capacity) -> tuple[Probe, Probe]:
-    """Both sides of the bracket: no probe contradicts them."""
+    """Both sides of the bracket; no probe contradicts them."""
     assert found.meets is not None and found.misses is not None
     assert found.meets.rate < found.misses.rate
     for probe in found.probes:
@@ -69,21 +69,21 @@ def nested(found: Capacity) -> tuple[Probe, Probe]:
 def test_the_highest_rate_of_replicas_that_serve_ten_a_second_each(num_replicas: int) -> None:
     meets, misses = nested(highest_rate(question(0.15), num_replicas, tolerance=0.01))
     assert meets.rate <= misses.rate <= meets.rate * 1.01
-    # A queue that grows by less than half a request while 100 come does not show.
+    # A queue that grows by less than half a request in 100 arrivals does not show.
     assert 10 * num_replicas * 0.99 <= meets.rate <= 10 * num_replicas * 1.02
     assert meets.num_replicas == num_replicas
     assert meets.ttft_p99 == pytest.approx(SECONDS, abs=0.05)
 
 
 def test_a_rate_far_below_the_throughput() -> None:
-    """Random arrivals, and a target that leaves no time to wait: hardly two of a hundred requests may meet."""
+    """Random arrivals, and a target that leaves no time to wait: at most two of a hundred requests may meet."""
     found = highest_rate(question(0.1001, arriving=at_random))
     meets, _ = nested(found)
     assert 0.02 < meets.rate < 0.5
     assert len(found.probes) < 20
 
 
-def test_equal_questions_have_equal_answers() -> None:
+def test_equal_questions_have_equal_results() -> None:
     first, second = (highest_rate(question(0.3, arriving=at_random, count=50)) for _ in range(2))
     assert first.probes == second.probes
 
@@ -117,7 +117,7 @@ def test_refused_requests_are_misses() -> None:
     assert 0 < probe.num_refused < 10 and probe.share == 1 - probe.num_refused / 10
 
 
-def test_requests_that_are_all_refused_say_why() -> None:
+def test_an_error_says_why_all_requests_are_refused() -> None:
     with pytest.raises(SimulationError, match=r"all 10 requests are refused.* 100 tokens and max_model_len is 64"):
         highest_rate(of_prompts(100))
 
@@ -140,14 +140,14 @@ def test_ranges_that_are_too_low_or_too_high() -> None:
     assert enough.meets.num_replicas == 6
 
 
-def test_a_short_probe_is_known_as_one() -> None:
+def test_a_short_probe_is_recognised() -> None:
     targets = Targets(ttft=0.15)
     assert not highest_rate(question(0.15)).is_short(targets)
     assert highest_rate(question(0.15, count=20)).is_short(targets)
 
 
 @pytest.mark.parametrize(("e2e_mean", "is_short"), [(28.0, True), (5.0, False)])
-def test_a_probe_that_its_requests_outlast_is_short(e2e_mean: float, is_short: bool) -> None:
+def test_a_probe_shorter_than_its_requests_is_short(e2e_mean: float, is_short: bool) -> None:
     """300 requests arrive in a minute."""
     best = Probe(5.0, 1, 1.0, 0.1, 0.02, e2e_mean, 0.05, 4.0, 300, 0, meets=True)
     assert Capacity(meets=best).is_short(Targets(ttft=0.5)) is is_short
@@ -168,7 +168,7 @@ def test_each_probe_is_reported_as_it_is_made() -> None:
     assert seen == found.probes
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+def test_arguments_out_of_range_are_refused() -> None:
     with pytest.raises(SimulationError, match="share is 0"):
         question(1, share=0)
     with pytest.raises(SimulationError, match="no target"):
@@ -191,11 +191,11 @@ def test_what_makes_no_sense_is_refused() -> None:
 THINKING = 0.9
 
 
-def of_users(ttft: float, *, most_requests: int | None = None) -> Question:
-    """Users who think for 0.9 s, of servers that take 0.1 s for each request."""
+def of_users(ttft: float, *, max_requests: int | None = None) -> Question:
+    """Users who think for 0.9 s, on servers that take 0.1 s for each request."""
 
     def workload(users: float) -> Workload:
-        count = 20 * int(users) if most_requests is None else most_requests
+        count = 20 * int(users) if max_requests is None else max_requests
         lengths = Lengths(Constant(16), Constant(1))
         think = Exponential(THINKING)
         return ClosedLoop(int(users), lengths, think=think, num_requests=count, seed=3, is_spread=True)
@@ -210,7 +210,7 @@ def of_users(ttft: float, *, most_requests: int | None = None) -> Question:
 
 
 @pytest.mark.parametrize(("ttft", "num_replicas"), short_of([(0.35, 1), (0.8, 1), (0.35, 2)], [(0.35, 2)]))
-def test_the_most_users_are_those_that_a_count_finds(ttft: float, num_replicas: int) -> None:
+def test_the_maximum_number_of_users_equals_a_linear_search(ttft: float, num_replicas: int) -> None:
     asked = of_users(ttft)
     found = most_users(asked, num_replicas, tolerance=0.001)
     assert found.meets is not None and found.misses is not None
@@ -218,23 +218,23 @@ def test_the_most_users_are_those_that_a_count_finds(ttft: float, num_replicas: 
     assert most is not None and too_many == most + 1
     meets = [asked.probe(users, num_replicas).meets for users in range(1, most + 5)]
     assert meets[most - 1] and not meets[most]
-    assert all(meets[: most - 2]) and not any(meets[most + 2 :]), "but for noise at the edge"
+    assert all(meets[: most - 2]) and not any(meets[most + 2 :]), "except for noise at the edge"
 
 
-def test_users_send_what_their_thinking_and_the_answers_leave_time_for() -> None:
+def test_the_rate_of_users_follows_from_thinking_and_latency() -> None:
     probe = of_users(10.0).probe(4, 1)
-    cycle = THINKING + SECONDS + 0.03  # now and then one waits for another
+    cycle = THINKING + SECONDS + 0.03  # now and then a request waits for another
     assert probe.num_users == 4
     assert probe.rate == pytest.approx(4 / cycle, rel=0.25)
 
 
-def test_as_many_users_as_there_are_requests_are_the_most_that_can_be_asked_for() -> None:
-    found = most_users(of_users(100.0, most_requests=40))
+def test_the_search_ends_at_one_user_for_each_request() -> None:
+    found = most_users(of_users(100.0, max_requests=40))
     assert found.misses is None and found.meets is not None
     assert found.meets.num_users == 64 and found.meets.num_requests == 40
 
 
-def test_one_user_may_be_too_many() -> None:
+def test_even_one_user_may_miss_the_targets() -> None:
     found = most_users(of_users(0.01))
     assert found.meets is None and len(found.probes) == 1
 

@@ -26,7 +26,7 @@ def test_names_are_found_as_people_write_them(name: str, found: str) -> None:
     assert device(name).name == found
 
 
-def test_an_unknown_name_lists_the_nearest_and_the_command_that_shows_all() -> None:
+def test_an_unknown_name_lists_the_nearest_and_a_command() -> None:
     with pytest.raises(UnknownName, match=r"'h10'.*nearest: .*h100.*pointsman simulate --list") as caught:
         device("h10")
     assert isinstance(caught.value, ValueError)
@@ -61,7 +61,7 @@ def test_this_cpu_is_measured() -> None:
     assert cpu.link_bandwidth == 0
 
 
-def test_memory_is_asked_for_where_the_system_does_not_report_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreported_memory_size_must_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("os.sysconf")
     with pytest.raises(SimulationError, match=r"measure_cpu\(memory=bytes\)"):
         measure_cpu()

@@ -1,4 +1,4 @@
-"""Policies of another package that fail in a simulation: it goes on with the default in their place."""
+"""Failing policies of another package: a simulation continues with the default policy in their place."""
 
 from __future__ import annotations
 
@@ -38,5 +38,5 @@ def test_requests_have_their_lengths(kind: str, at: str, after: int, caplog: pyt
 
 @pytest.mark.parametrize("after", [0, 7, 60])
 @pytest.mark.parametrize(("kind", "at"), WHERE)
-def test_no_method_that_fails_ends_a_simulation(kind: str, at: str, after: int) -> None:
+def test_a_failing_policy_method_does_not_end_a_simulation(kind: str, at: str, after: int) -> None:
     check_same_lengths(kind, at, after)

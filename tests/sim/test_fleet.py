@@ -1,4 +1,4 @@
-"""Routing among simulated replicas: prefix affinity is the server's rule, and gives its hit rate."""
+"""Routing among simulated replicas: prefix affinity is the server's rule, and has its hit rate."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pointsman.sim.workload import Constant, ConstantArrivals, Sessions
 
 
 class Noting(PrefixAffinity):
-    """Prefix affinity, and what it knew at each request."""
+    """Prefix affinity that records its input at each request."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Noting(PrefixAffinity):
 
 
 def test_it_is_the_servers_rule_for_the_same_tokens() -> None:
-    """Of conversations with a common system prompt, whose prompts contain earlier outputs. The server's rule gets
+    """Conversations have a common system prompt, and their prompts contain earlier outputs. The server's rule gets
     tokens that are equal in the same places, made here without the simulator."""
     config = SchedulerConfig(num_blocks=60, block_size=16, max_model_len=2048, max_num_seqs=4)
     conversations = Sessions(
@@ -63,21 +63,21 @@ def test_it_is_the_servers_rule_for_the_same_tokens() -> None:
     chosen_by_session = {request.session: set[int]() for request, _, _ in noting.noted}
     for request, _, chosen in noting.noted:
         chosen_by_session[request.session].add(chosen)
-    assert max(len(some) for some in chosen_by_session.values()) <= 2, "conversations stay where they are"
+    assert max(len(some) for some in chosen_by_session.values()) <= 2, "conversations stay on their replica"
     assert set().union(*chosen_by_session.values()) == {0, 1, 2}
     assert isinstance(noting.noted[-1][0].turns[0], Turn)
 
 
 @pytest.mark.parametrize("per_step", [4e-4, 2e-3, 1e-2])
 def test_two_replicas_have_the_hit_rate_that_two_engines_have(per_step: float) -> None:
-    """0.82 of both was measured with real engines (docs/scaling.md), whatever a step takes. No cache is better than
-    `IDEAL_HIT_RATE`; a request that is sent elsewhere than its prefix costs twice, since the pools are tight."""
+    """Two real engines had 0.82 (docs/scaling.md), whatever a step takes. No cache exceeds `IDEAL_HIT_RATE`. A request
+    that is routed away from its prefix costs twice, because the pools are tight."""
     rate = simulated_hit_rate(2, POOL, 96, step_time=LinearStepTime(per_step=per_step, per_token=5e-5))
     assert 0.80 <= rate <= IDEAL_HIT_RATE + 1e-9
     assert abs(rate - 0.825) <= 0.03
 
 
-def test_other_rules_lose_what_the_pools_cannot_hold_twice() -> None:
-    """Measured with a real router in turns: 0.57."""
+def test_other_rules_have_lower_hit_rates() -> None:
+    """A real router had 0.57 with each replica in turn."""
     assert abs(simulated_hit_rate(2, POOL, 96, "round-robin") - 0.57) <= 0.03
     assert simulated_hit_rate(1, 2 * POOL, 96) > 0.8

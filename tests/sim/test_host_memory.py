@@ -1,4 +1,4 @@
-"""Host memory in the simulator: steps done at once change nothing; what copies cost, and what they save."""
+"""Host memory in the simulator: steps done at once change nothing; the cost and the savings of copies."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SHORT = {"num_blocks": 33, "full_sequence_must_fit": False}
     ids=["ample", "little", "slow"],
 )
 def test_decodes_at_once_change_nothing(mode: str, memory: HostMemory) -> None:
-    """With ample memory, with little, and over a link so slow that it is not clear what is cheaper."""
+    """With ample memory, with little, and over a slow link, where neither choice is clearly cheaper."""
     settings = config(**SHORT, preemption_mode=mode)
     for seed in seeds(2, 10):
         fast = simulate(workload(seed), settings, STEP_TIME, host_memory=memory)
@@ -47,7 +47,7 @@ def test_decodes_at_once_change_nothing(mode: str, memory: HostMemory) -> None:
 
 
 def with_prefixes(seed: int) -> Stretch:
-    """60 requests that share prefixes, so that what a finished one leaves is found by the next."""
+    """60 requests that share prefixes, so that requests find the blocks of finished ones."""
     draw, time, arrivals = random.Random(seed), 0.0, []
     for index in range(60):
         time += draw.expovariate(4)
@@ -64,8 +64,9 @@ def with_prefixes(seed: int) -> Stretch:
     return Stretch(tuple(arrivals), time)
 
 
-def test_what_a_finished_request_had_swapped_is_gone_for_the_next_one_in_either_way() -> None:
-    """The host hears of an end by the next output: no steps are done at once before."""
+def test_swapped_blocks_of_finished_requests_are_not_reused() -> None:
+    """In single steps and in steps at once. The host learns of an end from the next output, and no steps are done at
+    once before it."""
     step_time, memory = LinearStepTime(per_step=0.01, per_row=1e-4, per_token=1e-4), HostMemory(12_800, 4.0, 1e6)
     settings = SchedulerConfig(
         num_blocks=60, max_model_len=600, max_num_seqs=8, max_num_batched_tokens=256, preemption_mode="swap"
@@ -75,7 +76,7 @@ def test_what_a_finished_request_had_swapped_is_gone_for_the_next_one_in_either_
         same(fast, simulate(with_prefixes(4 + seed), settings, step_time, host_memory=memory, is_stepping=True))
 
 
-def test_a_step_takes_as_long_as_its_copies_more() -> None:
+def test_copies_add_to_the_time_of_a_step() -> None:
     settings = config(**SHORT, preemption_mode="swap")
     found = []
     for bandwidth in (1e8, 1e6):
@@ -100,7 +101,7 @@ def long_outputs(memory: HostMemory | None, mode: str = "recompute") -> tuple[Ou
 
 
 def test_long_outputs_recompute_little_and_a_slow_link_costs_little() -> None:
-    """At most 5 % of all tokens are recomputed; with a hundredth of the bandwidth it is as without host memory."""
+    """At most 5 % of all tokens are recomputed. A hundredth of the bandwidth is like no host memory."""
     memory = HostMemory.of(64 * 2**30, LLAMA, RTX_4090)
     plain, swapped, slow = (
         figures(*long_outputs(given, mode), num_bootstrap=0)
@@ -120,7 +121,7 @@ def test_long_outputs_recompute_little_and_a_slow_link_costs_little() -> None:
     assert swapped.counts.copied_blocks["restored"] > swapped.counts.copied_blocks["offloaded"] / 2
 
 
-def test_the_size_of_kv_and_the_link_are_those_of_the_model_and_the_device() -> None:
+def test_kv_size_and_bandwidth_follow_from_model_and_device() -> None:
     memory = HostMemory.of(2**30, LLAMA, RTX_4090)
     assert memory.bytes_per_token == 2 * 32 * 8 * 128 * 2, "keys and values, layers, heads, elements, bytes"
     assert memory.bandwidth == 0.8 * 32e9
@@ -138,6 +139,6 @@ def test_the_size_of_kv_and_the_link_are_those_of_the_model_and_the_device() -> 
         (MEMORY, {"enable_prefix_caching": False}, "enable_prefix_caching is off; switch it on"),
     ],
 )
-def test_what_cannot_work_is_refused(memory: HostMemory | None, overrides: dict[str, Any], words: str) -> None:
+def test_impossible_settings_are_refused(memory: HostMemory | None, overrides: dict[str, Any], words: str) -> None:
     with pytest.raises(SimulationError, match=words):
         simulate(workload(1), config(**overrides), STEP_TIME, host_memory=memory)

@@ -1,4 +1,4 @@
-"""The pictures of docs/policies.md: each can be drawn, is shown, and is what its simulation says."""
+"""The pictures of docs/policies.md: each can be drawn, is shown, and matches its simulation."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ FROM_TRACES = ("least-cost", "eviction")
 
 @pytest.mark.parametrize("name", DRAWINGS)
 def test_a_picture_is_shown_and_can_be_drawn(name: str, tmp_path: Path) -> None:
-    """The long form draws it whole, and finds the file of the documentation; the short one with few requests."""
+    """The long form draws the whole picture and compares it with the documentation's file; the short form uses few
+    requests."""
     shown = ROOT / "docs" / "policies" / f"{name}.svg"
     assert f"](policies/{name}.svg)" in (ROOT / "docs" / "policies.md").read_text()
     assert shown.stat().st_size < 60_000

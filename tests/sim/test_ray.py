@@ -1,5 +1,5 @@
-"""`pointsman tune` on a real Ray cluster of two nodes, which this test starts: each is a process of its own, as on two
-machines, and one of the search's workers runs on each."""
+"""`pointsman tune` on a real Ray cluster of two nodes, which this test starts. Each node is a process of its own, as on
+two machines, and runs one of the search's workers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ENVIRONMENT = environment()
 
 @pytest.fixture(scope="module")
 def alone(ray_python: Path) -> str:
-    """What the search prints without a cluster."""
+    """The output of the search without a cluster."""
     found = tuned(ray_python, "--workers", "1")
     assert found.returncode == 0, found.stderr
     assert json.loads(found.stdout)["num_trials"] >= 10
@@ -36,7 +36,7 @@ def tuned(python: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 def num_workers(running: Cluster) -> int:
-    """CPUs that are taken."""
+    """Number of CPUs in use."""
     return running.asked("int(ray.cluster_resources()['CPU'] - ray.available_resources().get('CPU', 0))")
 
 

@@ -1,4 +1,4 @@
-"""Reports: the figures are those of the simulation, the intervals cover, and what is written can be read."""
+"""Reports: the figures match the simulation, the intervals cover, and the files can be read."""
 
 from __future__ import annotations
 
@@ -117,9 +117,9 @@ def test_repeated_values_and_counts_have_the_same_intervals() -> None:
 
 
 def test_intervals_cover_the_true_value() -> None:
-    """Neighbours that are alike: an autoregressive process of known distribution, in 60 runs.
+    """Correlated neighbours: an autoregressive process of known distribution, in 60 runs.
 
-    95 % intervals cover in 57 of them; with blocks of one value, as if neighbours were independent, in far fewer.
+    95 % intervals cover in 57 of them. With blocks of one value, which assume independence, far fewer do.
     """
     truth = {"mean": 0.0, "p50": 0.0, "p90": 1.2816}
     num_runs, num_values = 60, 600
@@ -140,7 +140,7 @@ def test_intervals_cover_the_true_value() -> None:
         assert one_by_one[name] / (num_runs / 4) <= 0.8, (name, one_by_one)
 
 
-def test_what_says_too_little_has_no_interval(outcome: Outcome) -> None:
+def test_too_few_values_have_no_interval(outcome: Outcome) -> None:
     report = figures(outcome, config())
     assert report.ttft.count < 500
     assert report.ttft.p50.low is not None
@@ -207,7 +207,7 @@ def test_one_request() -> None:
 
 
 def test_idle_time_counts() -> None:
-    """Two requests of two steps, four seconds apart: four seconds of six are busy."""
+    """Two requests of two steps, four seconds apart: four of six seconds are busy."""
     two = Listed([(1.0, SimRequest("a", 4, 2)), (5.0, SimRequest("b", 4, 2))], {})
     report = figures(simulate(two, config(), LinearStepTime(per_step=1.0)), config())
     assert report.seconds.value == 6.0
@@ -269,7 +269,7 @@ def test_preemptions_and_the_prefix_cache() -> None:
 
 @pytest.mark.parametrize("name", ["outcome", "fleet"])
 def test_blocks_of_gaps_hold_gaps_of_one_time(name: str, request: pytest.FixtureRequest) -> None:
-    """Each block has its share of the gaps, and runs of decodes count where they happened."""
+    """Each block has its share of the gaps, and runs of decodes count at the time when they happened."""
     outcome: Outcome = request.getfixturevalue(name)
     values, counts = outcome.timings.gaps()
     runs = courses(outcome)
@@ -307,7 +307,7 @@ def test_combined_reports_have_the_interval_over_seeds() -> None:
     assert combine(reports[:1]) == reports[0]
 
 
-def test_only_what_is_alike_is_combined() -> None:
+def test_only_similar_reports_are_combined() -> None:
     with pytest.raises(ValueError, match="no reports"):
         combine([])
     with pytest.raises(ValueError, match="differ in their seed"):
@@ -386,7 +386,7 @@ def test_hostile_names_are_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [empty, single, all_refused, cut_short])
-def test_little_or_nothing_gives_a_report(make: Any, tmp_path: Path) -> None:
+def test_empty_and_tiny_runs_give_a_report(make: Any, tmp_path: Path) -> None:
     outcome = make()
     report = figures(outcome, config(), ttft_target=1.0, price_per_hour=1.0)
     json.dumps(report.to_dict(), allow_nan=False)
@@ -441,7 +441,7 @@ def test_slices_of_the_trace_nest(name: str, request: pytest.FixtureRequest, tmp
     assert "cut" not in trace["otherData"]
 
 
-def test_a_long_trace_is_cut_and_says_so(outcome: Outcome, tmp_path: Path) -> None:
+def test_a_long_trace_is_cut_with_a_note(outcome: Outcome, tmp_path: Path) -> None:
     write_trace(outcome, tmp_path / "trace.json", max_requests=7, max_points=50)
     trace = json.loads((tmp_path / "trace.json").read_text())
     requests = [event for event in trace["traceEvents"] if event.get("name", "").startswith("request ")]

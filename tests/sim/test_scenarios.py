@@ -1,4 +1,4 @@
-"""Scenarios: what holds of each claim, and that the documentation shows what is found."""
+"""Scenarios: the verdict on each claim, and that the documentation shows it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ HOLDS = {
     "preemption-responses": [True, True, False, True, True, True, True, False],
     "recommended-settings": [True, False, False, True, False, True, False, False],
 }
-"""Which parts of each claim are true."""
+"""The verdict on each part of each claim."""
 CHEAP = ("static-batching", "chunk-size", "watermark", "prefix-reuse", "preemption-recovery", "priority-inversion")
 
 
@@ -55,7 +55,7 @@ def printed(found: Finding) -> str:
 
 
 @pytest.mark.parametrize("name", short_of(list(SCENARIOS), CHEAP))
-def test_what_holds_of_a_claim_and_that_the_documentation_says_it(name: str, tmp_path: Path) -> None:
+def test_verdicts_on_a_claim_match_the_documentation(name: str, tmp_path: Path) -> None:
     found = scenario(name).run(STEP_TIME)
     assert [check.holds for check in found.checks] == HOLDS[name], found.checks
     page = (DOCS / "scenarios.md").read_text()
@@ -69,7 +69,7 @@ def test_what_holds_of_a_claim_and_that_the_documentation_says_it(name: str, tmp
 @pytest.mark.long
 @pytest.mark.parametrize("name", SCENARIOS)
 @pytest.mark.parametrize("seed", range(1, 4))
-def test_what_holds_does_not_depend_on_the_seed(name: str, seed: int) -> None:
+def test_verdicts_do_not_depend_on_the_seed(name: str, seed: int) -> None:
     found = scenario(name).run(STEP_TIME, seeds=[seed])
     assert [check.holds for check in found.checks] == HOLDS[name], found.checks
 
@@ -167,7 +167,7 @@ def test_figures_are_means_over_the_seeds() -> None:
         TINY.run(CONSTANT, seeds=[])
 
 
-def test_an_interrupted_scenario_has_the_rows_so_far_and_no_verdict() -> None:
+def test_an_interrupted_scenario_has_rows_but_no_verdict() -> None:
     calls: list[int] = []
 
     def interrupt(num_finished: int, now: float) -> None:

@@ -141,7 +141,7 @@ def test_a_directory_without_config_is_named(tmp_path: Path) -> None:
         model_shape(tmp_path)
 
 
-def test_the_cache_comes_before_the_table_and_main_before_other_revisions(cache: Path) -> None:
+def test_the_cache_precedes_the_table_and_main_other_revisions(cache: Path) -> None:
     folder = "models--meta-llama--Llama-3.1-8B"
     cached(cache, folder, "aaa", vocab_size=10)
     cached(cache, folder, "bbb", vocab_size=20)
@@ -167,7 +167,7 @@ def test_the_cache_is_where_hugging_face_has_it(tmp_path: Path, monkeypatch: pyt
     assert model_shape("org/b").vocab_size == 1000
 
 
-def test_a_name_leads_nowhere_outside_the_cache(cache: Path, tmp_path: Path) -> None:
+def test_a_name_cannot_leave_the_cache_directory(cache: Path, tmp_path: Path) -> None:
     cached(tmp_path, "other", "r")
     with pytest.raises(UnknownName):
         model_shape("../other")
@@ -283,12 +283,12 @@ def test_a_config_without_dtype_says_so_in_its_source(write: Write) -> None:
         ({"model_type": "mixtral", "num_experts_per_tok": 2}, "num_local_experts"),
     ],
 )
-def test_what_is_not_understood_is_refused_by_name(config: dict[str, Any], match: str, write: Write) -> None:
+def test_unsupported_fields_are_refused_by_name(config: dict[str, Any], match: str, write: Write) -> None:
     with pytest.raises(UnsupportedModel, match=match):
         model_shape(write(LLAMA | config))
 
 
-def test_a_file_that_is_no_config_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_config_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     for text in ("{", "[1]"):
         path.write_text(text)

@@ -1,4 +1,4 @@
-"""The simulator: time passes as the step times say, and decodes that are done at once change nothing."""
+"""The simulator: time passes by the step times, and decodes done at once change nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEP_TIME = LinearStepTime(per_step=6e-3, per_row=2e-5, per_token=8e-5, per_cont
 
 
 class Listed:
-    """A workload given as (time, request); each request may have one that follows it after a while."""
+    """A workload given as (time, request). A request may have a follower that arrives some time after its end."""
 
     def __init__(
         self, arrivals: list[tuple[float, SimRequest]], followers: dict[str, tuple[float, SimRequest]]
@@ -44,7 +44,7 @@ class Listed:
 
 
 def workload(seed: int, count: int = 60, *, with_followers: bool = True) -> Listed:
-    """Requests of all sizes, in bursts, some with shared prefixes, some that another one follows."""
+    """Requests of all sizes, in bursts, some with shared prefixes, some with a follower."""
     rng = np.random.default_rng(seed)
     arrivals, followers, now = [], {}, 0.0
     for index in range(count):
@@ -105,7 +105,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "watermark": {"num_blocks": 40, "watermark": 0.2, "decode_reserve": "mean"},
     "growth": {"num_blocks": 40, "reserves": ("growth",), "victim": "least-cost:max_preemptions=1"},
     "least cost": {"num_blocks": 33, "enable_prefix_caching": False, "victim": "least-cost"},
-    "few seats": {"max_num_seqs": 3},
+    "few sequence slots": {"max_num_seqs": 3},
     "static": {"batching": "static"},
     **{name: {**SYSTEMS[name], "max_num_seqs": 12, "max_num_batched_tokens": 300} for name in SYSTEMS},
 }
@@ -123,7 +123,7 @@ def test_decodes_at_once_change_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ROUTINGS)
-def test_in_a_fleet_too(rule: str) -> None:
+def test_decodes_at_once_change_nothing_in_a_fleet(rule: str) -> None:
     for seed in seeds(2, 14):
         fast = simulate(workload(seed), config(), STEP_TIME, num_replicas=3, routing=ROUTINGS[rule]())
         slow = simulate(workload(seed), config(), STEP_TIME, num_replicas=3, routing=ROUTINGS[rule](), is_stepping=True)
@@ -155,8 +155,8 @@ def test_one_request_takes_the_time_of_its_steps() -> None:
     assert timings.max_gap[0] == pytest.approx(1.01)
 
 
-def test_asynchronous_scheduling_knows_of_arrivals_a_step_later() -> None:
-    """The step that begins at 1.0 was scheduled at 0.0, so a request of 0.5 runs from 2.0 on."""
+def test_asynchronous_steps_see_arrivals_one_step_later() -> None:
+    """The step that begins at 1.0 was scheduled at 0.0, so a request that arrives at 0.5 runs from 2.0 on."""
     two = Listed([(0.0, SimRequest("a", 4, 9)), (0.5, SimRequest("b", 4, 2))], {})
     second = LinearStepTime(per_step=1.0)
     assert simulate(two, config(), second).timings.first_token.tolist() == [1.0, 2.0]
@@ -165,7 +165,7 @@ def test_asynchronous_scheduling_knows_of_arrivals_a_step_later() -> None:
     assert (late.timings.reason != UNFINISHED).all()
 
 
-def test_what_can_never_run_is_refused_and_reported() -> None:
+def test_impossible_requests_are_refused_and_reported() -> None:
     load = Listed(
         [(0.0, SimRequest("long", 300, 3)), (1.0, SimRequest("a", 10, 3))], {"long": (0.5, SimRequest("b", 5, 2))}
     )
@@ -176,14 +176,14 @@ def test_what_can_never_run_is_refused_and_reported() -> None:
     assert [REASONS[code] for code in outcome.timings.reason] == [FinishReason.REFUSED, *[FinishReason.STOP] * 2]
 
 
-def test_until_a_time() -> None:
+def test_a_simulation_ends_at_a_given_time() -> None:
     outcome = simulate(workload(3), config(), STEP_TIME, until=0.2)
     assert (outcome.timings.arrival <= 0.2).all()
     assert (outcome.timings.reason == UNFINISHED).any()
     assert outcome.timelines[0].events[-1].end <= 0.2
 
 
-def test_ctrl_c_gives_what_was_found() -> None:
+def test_ctrl_c_returns_the_results_so_far() -> None:
     def interrupt(num_finished: int, now: float) -> None:
         raise KeyboardInterrupt
 
@@ -193,7 +193,7 @@ def test_ctrl_c_gives_what_was_found() -> None:
     assert (outcome.timings.reason == UNFINISHED).any()
 
 
-def test_no_replica_is_refused() -> None:
+def test_zero_replicas_are_refused() -> None:
     with pytest.raises(ValueError, match="num_replicas is 0"):
         simulate(workload(1), config(), STEP_TIME, num_replicas=0)
 
@@ -232,7 +232,7 @@ def test_a_policy_sees_the_tenant_and_the_ttft_target_of_a_request() -> None:
     assert said == [("a", 2.5, 8.0), ("", None, None)]
 
 
-def test_a_prompt_of_billions_of_tokens_is_refused_without_being_built() -> None:
+def test_a_huge_prompt_is_refused_without_being_built() -> None:
     config = SchedulerConfig(num_blocks=8, max_model_len=64)
     trace = [TraceRequest(0.0, 2**31 - 1, 5), TraceRequest(0.0, 2**31 - 1, 5, (1, 2)), TraceRequest(0.1, 9, 5)]
     outcome = simulate(OpenLoop(trace), config, LinearStepTime(per_step=1e-3))

@@ -1,4 +1,4 @@
-"""Step times and KV blocks: equal in both calls, growing with every part of a load, plausible against datasheets."""
+"""Step times and KV blocks: both calls agree, every part of a load adds time, figures match datasheets."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_the_seconds_of_decodes_are_the_callers_own(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("part", StepLoad._fields)
-def test_more_of_anything_takes_no_less_time(name: str, load: str, part: str) -> None:
+def test_a_larger_load_never_takes_less_time(name: str, load: str, part: str) -> None:
     model, before = MODELS[name], LOADS[load]
     more = before._replace(**{part: 2 * getattr(before, part) + 1})
     assert model.of_step(more) >= model.of_step(before) > 0
@@ -99,7 +99,7 @@ def test_a_longer_step_takes_more_time(name: str, load: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_models_travel_to_other_processes(name: str) -> None:
+def test_models_can_be_pickled(name: str) -> None:
     model = pickle.loads(pickle.dumps(MODELS[name]))
     assert model == MODELS[name]
     assert hash(model) == hash(MODELS[name])
@@ -121,13 +121,13 @@ def test_linear_is_the_weighted_sum() -> None:
     assert replace(LINEAR, host_overhead=0.5).of_step(load) == pytest.approx(expected + 0.5)
 
 
-def test_a_prefill_costs_a_step_something_once() -> None:
+def test_per_prefill_is_added_once_per_step() -> None:
     model = replace(LINEAR, per_prefill=0.5)
     for name, added in {"decodes": 0.0, "prefill": 0.5, "mixed": 0.5}.items():
         assert model.of_step(LOADS[name]) == pytest.approx(LINEAR.of_step(LOADS[name]) + added)
 
 
-def test_an_asynchronous_host_hides_behind_the_device() -> None:
+def test_an_asynchronous_host_overlaps_with_the_device() -> None:
     load = LOADS["prefill"]
     hidden = replace(LINEAR, host_overhead=1e-3, asynchronous=True)
     assert hidden.of_step(load) == LINEAR.of_step(load)
@@ -162,7 +162,7 @@ def test_a_decode_of_llama_8b_on_an_h100_is_bound_by_its_weights() -> None:
     model = RooflineStepTime(shape=LLAMA, device=H100)
     (alone,) = model.of_decodes(1, 500, 1)
     fastest = LLAMA.num_active_params * 2 / H100.bandwidth
-    assert fastest < alone < 2 * fastest  # 4.5 to 9 ms; engines are reported between 6 and 8
+    assert fastest < alone < 2 * fastest  # 4.5 to 9 ms; reported for engines: 6 to 8
     (batch,) = model.of_decodes(64, 64 * 500, 1)
     assert alone < batch < 2 * alone  # 64 times the tokens
 
@@ -228,7 +228,7 @@ def test_the_caveat_names_model_and_device() -> None:
 
 @pytest.mark.parametrize("shape", [LLAMA, QWEN_MOE, GPT_OSS], ids=lambda shape: shape.name)
 def test_the_fitted_form_is_near_the_roofline(shape: ModelShape) -> None:
-    """At the load that it is made for, and at others with as much context in windows."""
+    """At the load for which it is made, and at others with the same share of context in windows."""
     model = RooflineStepTime(shape=shape, device=H100)
     typical = StepLoad.of_rows([(500, 1)] * 20 + [(0, 100)])
     for load in (

@@ -1,4 +1,4 @@
-"""Searches of settings: a known optimum is found, judged on other requests, and the same by any number of workers."""
+"""Searches of settings: they find a known optimum, judge it on other requests, and do not depend on the workers."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_neighbours_differ_by_a_notch_of_one_setting(tuning: Tuning) -> None:
         assert trial in tuning.trials
 
 
-def test_no_trial_beats_one_of_the_frontier(tuning: Tuning) -> None:
+def test_no_trial_beats_a_trial_of_the_frontier(tuning: Tuning) -> None:
     def merits(goodput: float, *times: float | None) -> tuple[float, ...]:
         return (goodput, *(-math.inf if time is None else -time for time in times))
 
@@ -128,14 +128,14 @@ def test_no_trial_beats_one_of_the_frontier(tuning: Tuning) -> None:
         assert is_beaten == (mine not in frontier)
 
 
-def test_defaults_that_are_best_stay() -> None:
+def test_the_best_defaults_are_kept() -> None:
     tuning = searched(parts(rate=2, count=30, output=5), targets=Targets(ttft=30.0), num_trials=13)
     assert tuning.gain == 0 and not tuning.is_gain
     assert tuning.chosen is tuning.defaults
     assert tuning.recommended is tuning.judged_defaults
 
 
-def test_a_choice_that_is_worse_on_the_held_out_part_is_not_recommended(tuning: Tuning) -> None:
+def test_a_choice_worse_on_held_out_requests_is_not_recommended(tuning: Tuning) -> None:
     assert tuning.judged is not None and tuning.judged_defaults is not None
     worse = Judged(tuning.judged.trial, replace(tuning.judged_defaults.held_out, goodput=0.1))
     for other in (worse, Judged(tuning.judged.trial, tuning.judged_defaults.held_out)):
@@ -147,7 +147,7 @@ def test_a_choice_that_is_worse_on_the_held_out_part_is_not_recommended(tuning: 
     assert Tuning(judged=useless, judged_defaults=useless).gain is None
 
 
-def test_targets_that_nothing_meets() -> None:
+def test_impossible_targets() -> None:
     tuning = searched(parts(count=20), targets=Targets(ttft=1e-4), num_trials=10)
     assert tuning.meets_nothing and tuning.is_complete and not tuning.is_gain
     assert tuning.gain is None
@@ -164,7 +164,7 @@ def test_replicas_are_searched_for_the_goodput_of_one() -> None:
     assert tuning.judged_defaults.goodput > 0
 
 
-def test_a_small_pool_is_searched_for_what_relieves_it() -> None:
+def test_a_small_pool_is_searched_for_relieving_settings() -> None:
     small = BASE.replace(num_blocks=160, max_model_len=2048)
     tuning = searched(parts(count=20, prompt=300, output=100), base=small, targets=Targets(ttft=4.0), num_trials=16)
     assert not tuning.not_searched
@@ -192,7 +192,7 @@ def test_any_number_of_workers_finds_the_same(tuning: Tuning) -> None:
     assert searched(parts(), num_workers=2) == tuning
 
 
-def test_an_interruption_keeps_what_was_found() -> None:
+def test_an_interruption_keeps_the_results() -> None:
     def interrupt(num_tried: int, expected: int, best: float) -> None:
         assert num_tried <= expected
         if num_tried >= 12:
@@ -203,7 +203,7 @@ def test_an_interruption_keeps_what_was_found() -> None:
     assert tuning.chosen in tuning.trials and tuning.judged is None and tuning.recommended is None
 
 
-def test_workers_that_make_no_sense_are_refused() -> None:
+def test_arguments_out_of_range_are_refused() -> None:
     judge = Judge(stretches=parts().train, step_time=STEP_TIME, targets=TARGETS)
     with pytest.raises(SimulationError, match="number of workers is 0"):
         workers(judge, 0)
@@ -218,7 +218,7 @@ def test_workers_that_make_no_sense_are_refused() -> None:
 VARIED = frozenset({"priority", "tenant", "ttft_target", "retention"})
 
 
-def test_every_value_of_every_setting_is_one_that_a_scheduler_takes() -> None:
+def test_a_scheduler_accepts_every_value_of_every_setting() -> None:
     space = Space(BASE, varied=VARIED)
     for tunable in tunables(VARIED):
         for value in tunable.values:
@@ -234,17 +234,17 @@ def test_registered_policies_are_among_the_values() -> None:
     assert {spec.partition(":")[0] for spec in values["eviction"]} == set(known("eviction"))
     reserves = {spec.partition(":")[0] for specs in values["reserves"] for spec in specs}
     assert reserves == set(known("reserve")) - HAVE_KNOBS
-    assert ("bypass:bound=4",) in values["reserves"], "a value that the policy says to try"
+    assert ("bypass:bound=4",) in values["reserves"], "a value that the policy declares to try"
     (order,) = (each for each in Space(BASE).tunables if each.name == "order")
     assert {"fcfs", "fcfs-front"} <= set(order.values)
-    assert not {"priority", "fair"} & set(order.values), "they change nothing where all requests say the same"
+    assert not {"priority", "fair"} & set(order.values), "they change nothing if all requests are alike"
     (eviction,) = (each for each in Space(BASE).tunables if each.name == "eviction")
     assert eviction.values == ("lru", "reuse", "reuse:share=0.5")
     without = Space(BASE.replace(enable_prefix_caching=False))
     assert "eviction" not in without.settings(without.base)
 
 
-def test_settings_that_contradict_each_other_become_the_nearest_that_do_not() -> None:
+def test_contradictory_settings_become_the_nearest_consistent_ones() -> None:
     space = Space(BASE)
     point = space.point({"max_num_batched_tokens": 384, "max_num_seqs": 1024, "long_prefill_token_threshold": 512})
     settings = space.settings(point)
@@ -281,7 +281,7 @@ def test_a_workload_that_is_too_short_or_all_at_once_is_refused() -> None:
         split([(7.0, request) for _, request in arrivals], 100)
 
 
-def test_what_gets_no_token_is_told_apart_from_what_is_late() -> None:
+def test_requests_without_tokens_score_lower_than_late_ones() -> None:
     requests = parts(count=20)
     judge = Judge(stretches=requests.train, step_time=STEP_TIME, targets=Targets(ttft=0.001))
     late = score([judge.measure(Job(BASE, 1, 0))])

@@ -1,4 +1,4 @@
-"""Workloads: what arrives when, with which lengths, and which tokens its prompt has."""
+"""Workloads: arrival times, lengths, and the tokens of prompts."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def run(
     return done
 
 
-def most_at_once(done: list[tuple[float, float, SimRequest]]) -> int:
+def max_at_once(done: list[tuple[float, float, SimRequest]]) -> int:
     changes = sorted([(finish, -1) for _, finish, _ in done] + [(arrival, 1) for arrival, _, _ in done])
     return int(np.cumsum([change for _, change in changes]).max())
 
@@ -164,7 +164,7 @@ def test_bursts_arrive_together() -> None:
         ("values:", "'' is no number"),
     ],
 )
-def test_what_is_no_distribution(text: str, wrong: str) -> None:
+def test_invalid_distributions_are_refused(text: str, wrong: str) -> None:
     with pytest.raises(WorkloadError) as caught:
         parse_distribution(text)
     assert wrong in str(caught.value)
@@ -179,7 +179,7 @@ def test_what_is_no_distribution(text: str, wrong: str) -> None:
         ("bursts:3,2.5", "size is 2.5; it must be a whole number"),
     ],
 )
-def test_what_is_no_arrival_process(text: str, wrong: str) -> None:
+def test_invalid_arrival_processes_are_refused(text: str, wrong: str) -> None:
     with pytest.raises(WorkloadError) as caught:
         parse_arrivals(text)
     assert wrong in str(caught.value)
@@ -198,7 +198,7 @@ def test_a_trace_faster_and_without_failed_requests() -> None:
     assert workload.on_finished(first, 1.0) is None
 
 
-def test_generated_requests_come_lazily_and_again_the_same() -> None:
+def test_generated_requests_are_lazy_and_reproducible() -> None:
     endless = OpenLoop(Generated(PoissonArrivals(3), LENGTHS, seed=8))
     assert endless.num_requests is None
     first = list(islice(endless.first_arrivals(), 3000))
@@ -210,7 +210,7 @@ def test_generated_requests_come_lazily_and_again_the_same() -> None:
     assert [time for time, _ in other] != [time for time, _ in first]
 
 
-def test_a_purpose_draws_for_itself() -> None:
+def test_each_purpose_has_its_own_generator() -> None:
     """Other prompts, or other arrivals, change nothing else."""
     base = Generated(PoissonArrivals(3), LENGTHS, num_requests=2000)
     changed = replace(base, lengths=replace(LENGTHS, prompt=parse_distribution("mix:0.5*10+0.5*lognormal:9,1")))
@@ -228,7 +228,7 @@ def test_a_purpose_draws_for_itself() -> None:
     lambda: Sessions(arrivals=PoissonArrivals(1), num_turns=Constant(2), first_prompt=Constant(1), new_text=Constant(1),
                      output=Constant(1), system_prompt=-1),
 ])  # fmt: skip
-def test_what_is_no_workload(make: Callable[[], object]) -> None:
+def test_invalid_workloads_are_refused(make: Callable[[], object]) -> None:
     with pytest.raises(WorkloadError, match="it must be"):
         make()
 
@@ -243,8 +243,8 @@ def test_a_closed_loop_has_at_most_n_in_flight(think: Distribution) -> None:
     assert len(done) == workload.num_requests == 500
     assert [r.index for _, _, r in done[:8]] == list(range(8))
     assert sorted(r.index for _, _, r in done) == list(range(500))
-    assert most_at_once(done) == 8
-    assert done == run(workload, by_length), "the same again"
+    assert max_at_once(done) == 8
+    assert done == run(workload, by_length), "the workload is reproducible"
 
 
 def test_thinking_takes_time() -> None:
@@ -282,7 +282,7 @@ def sessions(**changes: object) -> Sessions:
     return Sessions(**(fields | changes))  # type: ignore[arg-type]
 
 
-def test_a_sessions_prompt_is_the_last_one_its_output_and_new_text() -> None:
+def test_a_session_prompt_extends_the_last_prompt_and_output() -> None:
     workload = sessions(max_tokens=20)
     done = run(workload, by_length)
     assert len(done) == workload.num_requests
@@ -322,7 +322,7 @@ def test_a_session_ends_before_it_is_too_long() -> None:
     assert max(r.num_prompt_tokens + r.num_output_tokens for _, _, r in done) <= 500
 
 
-def test_sessions_without_end_come_lazily() -> None:
+def test_endless_sessions_are_lazy() -> None:
     workload = sessions(num_sessions=None)
     assert workload.num_requests is None
     assert len(run(workload, by_length, limit=300)) == 300
@@ -352,7 +352,7 @@ def test_different_requests_have_different_prompts(vocab_size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 16, 512])
-def test_equal_ids_are_equal_tokens_and_others_are_not(size: int) -> None:
+def test_only_equal_ids_give_equal_tokens(size: int) -> None:
     a = SimRequest("a", 3 * size - 1, 1, (5, 2**62 - 1, 7), size)
     b = SimRequest("b", 4 * size, 1, (5, 2**62 - 1, 8), size)
     first, second = prompt_tokens(a, 0, VOCABULARY), prompt_tokens(b, 1, VOCABULARY)
@@ -365,7 +365,7 @@ def test_equal_ids_are_equal_tokens_and_others_are_not(size: int) -> None:
     assert not np.array_equal(second[: 2 * size], prompt_tokens(b, 1, VOCABULARY, seed=1)[: 2 * size])
 
 
-def test_filler_tokens_are_distinct_and_no_text() -> None:
+def test_filler_tokens_are_distinct_and_outside_the_vocabulary() -> None:
     fillers = [filler_token(index) for index in (0, 1, 2, 99_999, MAX_INDEX - 2)]
     assert len(set(fillers)) == len(fillers)
     assert min(fillers) >= MAX_INDEX and max(fillers) < EOS_TOKEN == 2**31 - 1
@@ -396,10 +396,10 @@ def test_published_traces(name: str, limit: int | None) -> None:
     done = run(workload, by_length)
     assert len(done) == workload.num_requests == len(trace) - workload.num_skipped
     assert done[-1][0] == pytest.approx(trace[-1].arrival_time / 4)
-    assert most_at_once(run(ClosedLoop(16, trace), by_length)) == 16
+    assert max_at_once(run(ClosedLoop(16, trace), by_length)) == 16
 
 
-def test_prompts_of_the_mooncake_trace_share_what_their_ids_share() -> None:
+def test_prompts_of_the_mooncake_trace_share_prefixes_as_their_ids() -> None:
     path = TRACES / "mooncake_synthetic.jsonl"
     if not path.exists():
         pytest.skip(f"{path.name} is not in {TRACES}")

@@ -203,7 +203,7 @@ def test_test_and_settings_are_copied(visit: Callable[..., Any], server: Any) ->
     exec(compile(text, "copied", "exec"), module)
     module["test_sandbox"]()
     page.click("#copy-settings")
-    playwright.expect(page.locator("#copy")).to_have_value(re.compile("no setting that a server has differs"))
+    playwright.expect(page.locator("#copy")).to_have_value(re.compile("no setting of a server differs"))
     page.click("#copy-all")
     lines = page.input_value("#copy")
     vllm = next(shlex.split(line) for line in lines.replace("\\\n", " ").splitlines() if line.startswith("vllm"))

@@ -1,4 +1,4 @@
-"""Parts of charts as inline SVG: axes, grids, lines. Their look is that of a style sheet, `COLOURS` and `MARKS`.
+"""Parts of charts as inline SVG: axes, grids, lines. `COLOURS` and `MARKS` are their style sheet.
 
 Every text from outside is escaped (`text`).
 """
@@ -38,13 +38,13 @@ text { fill: var(--dim); } .grid { stroke: var(--rule); stroke-width: 1; }
 
 
 def text(value: str) -> str:
-    """Escaped, without characters that control how text is shown."""
+    """`value` escaped, without characters that control how text is displayed."""
     return escape("".join(char if char.isprintable() else "\ufffd" for char in value))
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """From values to places in the picture."""
+    """Maps values to positions in the picture."""
 
     low: float
     high: float
@@ -76,7 +76,7 @@ class Axis:
 
 
 def steps(x: FloatArray, y: FloatArray, *, from_y: float) -> str:
-    """A line that keeps its height until the next point, in tenths of a unit; what changes nothing is left out."""
+    """A line that is level until the next point, in tenths of a unit; points that change nothing are left out."""
     x, y = x.round(1), y.round(1)
     path, last = [f"M{x[0]:.1f} {from_y:.1f}"], (float(x[0]), float(from_y))
     for point in zip(x.tolist(), y.tolist(), strict=True):

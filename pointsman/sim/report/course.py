@@ -1,7 +1,7 @@
-"""How did a replica's load run over time? Events become levels that hold until the next one.
+"""Course of a replica's load over time: turns events into levels that hold until the next event.
 
-A timeline has the end of each event. An event begins where the one before it ended, unless the replica was idle, which
-it is once no request holds blocks or waits: then it begins when the first request after that is scheduled.
+A timeline has the end of each event. An event begins at the end of the event before it, unless the replica was idle. A
+replica is idle when no request holds blocks or waits. The next event then begins when its first request is scheduled.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """The events of one replica as columns, with what held during each."""
+    """The events of one replica as columns, with the levels during each event."""
 
     start: FloatArray
     end: FloatArray
@@ -30,15 +30,16 @@ class Course:
     num_rows: Int64Array
     """Requests in each step of the event."""
     num_tokens: Int64Array
-    """Computed in all of its steps."""
+    """Tokens computed in all of its steps."""
     num_waiting: Int64Array
     kv_cache_usage: FloatArray
-    """The larger of before and after: what finishes frees its blocks at the end of an event."""
+    """The larger of before and after: a finished request frees its blocks at the end of an event."""
 
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """`values[i]` holds from `times[i]` to `times[i + 1]`, the last one until `end`. Seconds of the virtual clock."""
+    """Levels over time: `values[i]` holds from `times[i]` to `times[i + 1]`, the last one until `end`, in virtual
+    seconds."""
 
     times: FloatArray
     values: FloatArray
@@ -46,7 +47,7 @@ class Levels:
 
     @property
     def mean(self) -> float | None:
-        """Weighted by time, from the first entry on."""
+        """The mean weighted by time, from the first entry on."""
         if not len(self.times) or self.end <= self.times[0]:
             return None
         return float(np.diff(self.times, append=self.end) @ self.values / (self.end - self.times[0]))
@@ -96,7 +97,7 @@ def _course(timeline: Timeline, timings: Timings, is_own: npt.NDArray[np.bool_])
 
 
 def levels(course: Course, values: FloatArray | Int64Array, begin: float, end: float) -> Levels:
-    """What held during each event, and 0 where the replica was idle."""
+    """The levels during each event; 0 while the replica was idle."""
     stops = np.append(course.start[1:] > course.end[:-1], True)[: len(course.end)]
     times = np.concatenate([[begin], course.start, course.end[stops]])
     held = np.concatenate([[0.0], values, np.zeros(np.count_nonzero(stops))])
@@ -115,12 +116,12 @@ def total(parts: Sequence[Levels]) -> Levels:
 
 
 def scaled(part: Levels, factor: float) -> Levels:
-    """The same course, multiplied."""
+    """The same levels, multiplied."""
     return Levels(part.times, part.values * factor, part.end)
 
 
 def downsampled(part: Levels, max_points: int) -> Levels:
-    """At most `max_points` of the entries; the lowest and the highest of each stretch of time are kept."""
+    """At most `max_points` of the entries, with the minimum and maximum of each interval."""
     times, values = part.times, part.values
     num_stretches = max(1, max_points // 2)
     if len(times) <= max_points:
@@ -135,7 +136,7 @@ def downsampled(part: Levels, max_points: int) -> Levels:
 
 
 def averaged(part: Levels, num_stretches: int) -> Levels:
-    """The mean over each of some equal stretches of time."""
+    """The mean over each of `num_stretches` equal intervals."""
     times, values = np.append(part.times, part.end), part.values
     area = np.concatenate([[0.0], (values * np.diff(times)).cumsum()])
     edges = np.linspace(times[0], times[-1], num_stretches + 1)
@@ -143,6 +144,6 @@ def averaged(part: Levels, num_stretches: int) -> Levels:
 
 
 def _settled(times: FloatArray, values: FloatArray, end: float) -> Levels:
-    """Only what holds for some time: of several entries at one time, the last."""
+    """The levels without those of no duration: of several entries at one time, the last is kept."""
     is_last = np.append(times[1:] > times[:-1], True)[: len(times)]
     return Levels(times[is_last], values[is_last], end)

@@ -1,15 +1,15 @@
-"""Percentiles of weighted values, and how sure they are.
+"""Percentiles of weighted values, and their confidence intervals.
 
-Requests that arrive one after the other share a queue, so their latencies are alike: a bootstrap that drew single
-requests would give intervals that are too narrow. Here whole blocks are drawn, each of consecutive requests (or
-consecutive gaps between tokens), with replacement.
+Requests that arrive one after the other share a queue, so their latencies are correlated. A bootstrap that draws single
+requests would give intervals that are too narrow. Here it draws whole blocks, with replacement. A block consists of
+consecutive requests, or consecutive gaps between tokens.
 
     values, sorted        v0 <= v1 <= ... in at most `CELLS` cells of about equal weight
     histogram             [blocks, cells]: the weight of each block in each cell
     draws                 [resamples, blocks]: how often a resample has each block
-    draws @ histogram     [resamples, cells]: each resample's own histogram, of which percentiles are read
+    draws @ histogram     [resamples, cells]: the histogram of each resample, from which percentiles are read
 
-So a resample costs a row of a matrix product, whatever the number of values. Up to `CELLS` values the cells are exact.
+A resample costs a row of a matrix product, whatever the number of values. Up to `CELLS` values the cells are exact.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ SHARES = (0.5, 0.9, 0.95, 0.99)
 CELLS = 4096
 MAX_BLOCKS = 40
 MIN_BLOCKS = 10
-"""With fewer there is no interval."""
+"""Minimum number of blocks for an interval."""
 MIN_BEYOND = 5
-"""Values that lie beyond a percentile, at least, if it is to have an interval: fewer say little of their own spread."""
+"""Minimum number of values beyond a percentile for an interval: fewer say little of their own spread."""
 _Z = 1.959964  # 97.5 % of a normal distribution lie below
 _STUDENT = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 5: 2.5706}  # the same of Student's t, by degrees of freedom
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A figure with its 95 % interval; None: there is none."""
+    """A figure with its 95 % interval; None: there is no value."""
 
     value: float | None = None
     low: float | None = None
@@ -46,7 +46,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Values of one kind: `count` of them."""
+    """The figures of `count` values of one kind."""
 
     count: int
     mean: Estimate
@@ -62,7 +62,7 @@ EMPTY = Distribution(0, NONE, NONE, NONE, NONE, NONE, NONE)
 
 
 class Draws:
-    """Which blocks each resample has, and how wide that makes an interval."""
+    """The blocks in each resample, and the width of an interval."""
 
     def __init__(self, num_blocks: int, num_resamples: int, seed: int) -> None:
         if num_blocks < MIN_BLOCKS:
@@ -73,11 +73,11 @@ class Draws:
         blocks = max(1, num_blocks)
         self.times = rng.multinomial(blocks, np.full(blocks, 1 / blocks), size=num_resamples).astype(np.float64)
         """[resamples, blocks]"""
-        # A resample of n blocks spreads like n - 1 of them, and a few blocks less surely than many.
+        # A resample of n blocks spreads like n - 1 blocks, and the spread of few blocks is less certain.
         self._widening = student(blocks - 1) / _Z * math.sqrt(blocks / (blocks - 1)) if blocks > 1 else 1.0
 
     def interval(self, value: float, resampled: FloatArray, lowest: float, highest: float) -> Estimate:
-        """`value` with the middle 95 % of the resamples', within what is possible at all."""
+        """`value` with the middle 95 % of the resampled values, clipped to the possible range."""
         resampled = resampled[~np.isnan(resampled)]
         if not len(resampled):
             return Estimate(value)
@@ -87,22 +87,22 @@ class Draws:
 
 
 def choose_num_blocks(num_values: int) -> int:
-    """The number of blocks for so many requests: blocks get longer with them, and more, up to a limit."""
+    """The number of blocks for this number of requests: blocks get longer and more numerous, up to a limit."""
     return min(MAX_BLOCKS, math.isqrt(num_values))
 
 
 def consecutive_blocks(num_values: int, num_blocks: int) -> Int64Array:
-    """The block of each of some values in order: equally many in each."""
+    """The block of each of some values in order: blocks have the same number of values."""
     return np.arange(num_values, dtype=np.int64) * max(1, num_blocks) // max(1, num_values)
 
 
 def weighted_percentiles(values: FloatArray, counts: Int64Array, shares: Sequence[float]) -> FloatArray:
-    """`np.quantile` of sorted values that are there `counts` times each, without repeating them."""
+    """`np.quantile` of sorted values that occur `counts` times each, without repeating them."""
     return _percentiles(values, counts.cumsum(), shares)
 
 
 def distribution(values: FloatArray, counts: Int64Array | None, blocks: Int64Array, draws: Draws) -> Distribution:
-    """The figures of values that are there `counts` times each (None: once), of which NaN are left out.
+    """The figures of values that occur `counts` times each (None: once); NaN is left out.
 
     Args:
         blocks: the block of each value.
@@ -143,9 +143,9 @@ def share(flags: npt.NDArray[np.bool_], blocks: Int64Array, draws: Draws) -> Est
 
 
 def over_seeds(estimates: Sequence[Estimate]) -> Estimate:
-    """The mean of a figure over independent runs, with Student's interval; none if a run lacks the figure.
+    """The mean of a figure over independent runs, with Student's interval; no value if a run lacks the figure.
 
-    No figure is negative.
+    Figures are not negative, so intervals begin at 0 or above.
     """
     values = [estimate.value for estimate in estimates if estimate.value is not None]
     if len(values) < len(estimates):
@@ -158,7 +158,7 @@ def over_seeds(estimates: Sequence[Estimate]) -> Estimate:
 
 
 def student(degrees: int) -> float:
-    """97.5 % of Student's t distribution lie below (Cornish-Fisher; within 0.1 %)."""
+    """The 97.5th percentile of Student's t distribution (Cornish-Fisher; within 0.1 %)."""
     if degrees in _STUDENT:
         return _STUDENT[degrees]
     z, z3, z5, z7 = _Z, _Z**3, _Z**5, _Z**7
@@ -171,7 +171,7 @@ def student(degrees: int) -> float:
 
 
 def _percentiles(values: FloatArray, below: Int64Array, shares: Sequence[float]) -> FloatArray:
-    """As `weighted_percentiles`; `below`: the counts, accumulated."""
+    """As `weighted_percentiles`; `below`: the accumulated counts."""
     place = (below[-1] - 1) * np.asarray(shares)
     first = np.floor(place)
     low = values[below.searchsorted(first, side="right")]
@@ -183,7 +183,7 @@ def _percentiles(values: FloatArray, below: Int64Array, shares: Sequence[float])
 def _resampled(
     values: FloatArray, counts: Int64Array, below: Int64Array, blocks: Int64Array, draws: Draws
 ) -> list[FloatArray]:
-    """The mean and the percentiles of each resample of sorted values; NaN where a resample has none."""
+    """The mean and the percentiles of each resample of sorted values; NaN for a resample without values."""
     num_blocks, weights = draws.num_blocks, counts.astype(np.float64)
     if len(values) <= CELLS:
         cells, num_cells, levels = np.arange(len(values)), len(values), values

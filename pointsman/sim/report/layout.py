@@ -1,4 +1,4 @@
-"""What is shown of a report, in which order and in which unit: the same in the terminal and on the page."""
+"""Layout of a report: its figures, their order and their units, the same in the terminal and on the page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _IN_SECONDS_FROM = 10.0
 
 
 class Cell(NamedTuple):
-    """A figure and its interval, as text; an empty interval: there is none."""
+    """A figure and its interval, as text; the interval may be empty."""
 
     value: str
     interval: str = ""
@@ -46,7 +46,7 @@ def latency_rows(report: Report) -> list[LatencyRow]:
 
 
 def facts(report: Report) -> list[Fact]:
-    """Everything but latencies."""
+    """All figures except latencies."""
     counts = report.counts
     found = [
         Fact("requests", f"{counts.arrived:,} arrived, {counts.finished:,} finished{_reasons(report)}"),
@@ -89,7 +89,7 @@ def facts(report: Report) -> list[Fact]:
 
 
 def number(value: float | None) -> str:
-    """At least three digits of it."""
+    """The value as text with at least three digits."""
     if value is None:
         return NOTHING
     size = abs(value)
@@ -99,7 +99,7 @@ def number(value: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """In milliseconds below one second."""
+    """The duration as text; in milliseconds below one second."""
     return f"{number(seconds)} s" if seconds >= 1 else f"{number(seconds * 1e3)} ms"
 
 
@@ -147,7 +147,7 @@ def _preemptions(report: Report) -> str:
 
 
 def _swapped(counts: Counts) -> list[Fact]:
-    """What became of preempted requests' KV, and what was copied; nothing without host memory."""
+    """Decisions on the KV of preempted requests, and copied blocks; empty without host memory."""
     found = []
     if counts.preemption_decisions:
         parts = (f"{name} {count:,}" for name, count in counts.preemption_decisions.items() if count)

@@ -1,6 +1,6 @@
-"""A report as one HTML file that needs nothing else: no network, no script, charts as inline SVG.
+"""A report as one self-contained HTML file: no network, no script, charts as inline SVG.
 
-Every text from outside is escaped, and the page's policy allows its own style sheet and nothing more.
+Every text from outside is escaped, and the page's policy allows only its own style sheet.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ FloatArray = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
 
 MAX_POINTS = 2000
-"""Of each line over time; the extremes of each stretch of time are kept."""
+"""Maximum number of points of each line over time; the extremes of each interval are kept."""
 MAX_REFUSED = 20
-"""Refused requests that are listed."""
+"""Maximum number of refused requests in the list."""
 _CDF_POINTS = 800
 _STRETCHES = 150
-"""A line with more than twice as many points is drawn as the mean over each of these, above its extremes."""
+"""A line with more than twice this number of points is drawn as its mean in this number of intervals, above its
+extremes."""
 _WIDTH, _HEIGHT = 340, 210
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 332, 10, 180  # of the plot, within the picture
-_LOG_FROM = 30.0  # ratio of the largest to the smallest value from which an axis is logarithmic
+_LOG_FROM = 30.0  # an axis is logarithmic from this ratio of its largest to its smallest value
 
 _TEXT = """
 * { box-sizing: border-box; }
@@ -57,12 +58,12 @@ STYLE = COLOURS + _TEXT + MARKS
 
 
 def write_html(report: Report, outcome: Outcome, path: Path | str, *, title: str = "Simulation") -> None:
-    """Write the page: the figures of `report`, and charts of `outcome` (of combined reports, that of one seed)."""
+    """Write the page: the figures of `report`, and charts of `outcome` (for combined reports, of one seed)."""
     Path(path).write_text(_page(report, outcome, title), encoding="utf-8", errors="replace")
 
 
 def document(title: str, parts: Iterable[str]) -> str:
-    """A page of these parts, with the style sheet and the policy that allows nothing else."""
+    """A page of these parts, with the style sheet and a policy that allows only this style sheet."""
     digest = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
     return "\n".join(
@@ -79,7 +80,7 @@ def document(title: str, parts: Iterable[str]) -> str:
 
 
 def _page(report: Report, outcome: Outcome, title: str) -> str:
-    notes = [*report.notes, "Charts are of one of the seeds."] if report.num_seeds > 1 else report.notes
+    notes = [*report.notes, "Charts show one of the seeds."] if report.num_seeds > 1 else report.notes
     return document(
         title,
         [
@@ -156,7 +157,7 @@ def _charts(report: Report, outcome: Outcome) -> list[str]:
 
 
 def _cdf(name: str, values: FloatArray, counts: Int64Array, target: float | None) -> str:
-    """Which share of the values is at most so large?"""
+    """The share of the values up to each value."""
     caption = f"{name}: share of values up to a duration"
     if not len(values):
         return _figure(caption, "", "nothing to show")

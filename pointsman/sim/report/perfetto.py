@@ -1,8 +1,8 @@
 """A simulation as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
 Each replica is a process with counters (running, waiting, KV use) and tracks of requests. A request is a slice from its
-arrival to its last token, with slices within: queued, prefill (to the first token) and decode. A track holds requests
-that do not overlap, so there are as many tracks as requests were in the system at once.
+arrival to its last token, with slices within: queued, prefill (to the first token) and decode. Requests on a track do
+not overlap, so the number of tracks is the maximum number of requests in the system at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pointsman.sim.simulator import Outcome
 
 MAX_REQUESTS = 2000
 MAX_POINTS = 20_000
-"""Of each counter; the extremes of each stretch of time are kept."""
+"""Maximum number of values of each counter; the extremes of each interval are kept."""
 
 
 def write_trace(
@@ -42,7 +42,7 @@ def write_trace(
 
 
 def write_events(path: Path | str, about: dict[str, object], events: list[dict[str, Any]]) -> None:
-    """The file: `about` is shown beside the events."""
+    """Write the file; `about` is metadata beside the events."""
     trace = {"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}
     Path(path).write_text(json.dumps(trace, allow_nan=False, separators=(",", ":")), encoding="utf-8")
 
@@ -103,13 +103,13 @@ def _slices(outcome: Outcome, shown: int) -> list[dict[str, Any]]:
 
 
 class Tracks:
-    """Which track of a process is free, so that slices on one do not overlap."""
+    """Tracks of a process, assigned so that slices on a track do not overlap."""
 
     def __init__(self) -> None:
         self._busy: dict[int, list[tuple[int, int]]] = {}  # by process, a heap of (end, track)
 
     def take(self, process: int, start: int, end: int) -> int:
-        """The track that has been free for longest, or one more. Called in the order of `start`."""
+        """The track that has been free for longest, or a new one. Called in the order of `start`."""
         busy = self._busy.setdefault(process, [])
         if busy and busy[0][0] <= start:
             track = heapq.heappop(busy)[1]
@@ -120,5 +120,5 @@ class Tracks:
 
 
 def _microseconds(time: float, begin: float) -> int:
-    """Whole ones, so that slices nest exactly."""
+    """Whole microseconds, so that slices nest exactly."""
     return round((time - begin) * 1e6)

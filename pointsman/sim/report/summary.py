@@ -1,10 +1,10 @@
-"""The figures of a simulation: latencies, throughput, goodput, load and cost, and what each of them means.
+"""Figures of a simulation: latencies, throughput, goodput, load and cost, with the definition of each.
 
     TTFT   time to first token: from the arrival of a request to its first token
     TPOT   time per output token, one value per request: (end-to-end - TTFT) / (output tokens - 1)
     ITL    inter-token latency, one value per gap: each time between two tokens of a request, all requests pooled
 
-A request with many tokens counts once in TPOT, and many times in ITL: a stall of one step shows in ITL alone.
+A request with many tokens counts once in TPOT, and many times in ITL. A stall of one step shows only in ITL.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ DEFINITIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """How often. Of several seeds, totals."""
+    """Numbers of events; totals over the seeds."""
 
     arrived: int
     finished: int
@@ -67,17 +67,17 @@ class Counts:
     num_steps: int
     generated_tokens: int
     preemptions: Mapping[str, int]
-    """By cause."""
+    """Preemptions by cause."""
     recomputed_tokens: int
     preemption_decisions: Mapping[str, int] = field(default_factory=dict)
-    """Preemptions by what `preemption_mode` decided; empty where it decides nothing."""
+    """Preemptions by the decision of `preemption_mode`; empty if the mode decides nothing."""
     copied_blocks: Mapping[str, int] = field(default_factory=dict)
     """Blocks copied to host memory ("offloaded") and back ("restored"); empty without host memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """In seconds; None: no target."""
+    """Latency targets in seconds; None: no target."""
 
     ttft: float | None = None
     itl: float | None = None
@@ -97,7 +97,7 @@ class Goodput:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Of something that changes from step to step."""
+    """Mean and maximum of a quantity that changes from step to step."""
 
     mean: Estimate
     max: Estimate
@@ -112,7 +112,7 @@ class _Load(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a simulation, or several that differ in their seed, found. Times are in seconds."""
+    """The results of a simulation, or of several that differ in their seed. Times are in seconds."""
 
     counts: Counts
     seconds: Estimate
@@ -122,7 +122,7 @@ class Report:
     is_complete: bool
     """False: it was interrupted."""
     requests_per_second: Estimate
-    """Finished ones."""
+    """Finished requests a second."""
     output_tokens_per_second: Estimate
     total_tokens_per_second: Estimate
     ttft: Distribution
@@ -142,7 +142,7 @@ class Report:
     busy: Estimate
     """Share of the time in which a replica ran a step, mean over the replicas."""
     rows_per_step: Level
-    """Each step counts once."""
+    """Rows of a step; each step counts once."""
     tokens_per_step: Level
     budget_used: Estimate
     """Share of the token budget that steps used."""
@@ -151,16 +151,16 @@ class Report:
     recomputed_share: Estimate
     """Recomputed tokens, as a share of all that steps computed."""
     prefix_hit_rate: Estimate
-    """Share of the prompt tokens of fresh requests that the prefix cache had; no value: nothing was looked up."""
+    """Share of the prompt tokens of fresh requests found in the prefix cache; no value: no lookup was made."""
     price_per_million_output_tokens: Estimate
-    """In the currency of the price; no value: no price was given, or nothing was generated."""
+    """In the currency of the price; no value: no price was given, or no token was generated."""
     method: str
-    """Where the intervals come from."""
+    """Method of the intervals."""
     notes: tuple[str, ...]
-    """What a reader must know before the figures."""
+    """Remarks to read before the figures."""
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: None where there is no figure, never NaN."""
+        """For JSON: None for a missing figure, never NaN."""
         return {**_jsonable(asdict(self)), "definitions": dict(DEFINITIONS)}
 
 
@@ -178,8 +178,8 @@ def figures(
     """The figures of one simulation.
 
     Args:
-        config: of each replica's scheduler.
-        ttft_target, itl_target, e2e_target: in seconds, for the goodput; the one on ITL holds for every gap.
+        config: configuration of each replica's scheduler.
+        ttft_target, itl_target, e2e_target: in seconds, for the goodput; `itl_target` holds for every gap.
         price_per_hour: of one replica.
         num_bootstrap: number of resamples for the intervals; 0: no intervals.
         seed: of the resamples.
@@ -246,10 +246,10 @@ def figures(
 
 
 def met(timings: Timings, targets: Targets) -> npt.NDArray[np.bool_]:
-    """[requests] whether each finished and met every target, as goodput counts it; after `Timings.close`."""
+    """[requests] whether each finished and met every target, as for the goodput; after `Timings.close`."""
     count = timings.count
     arrival, is_good = timings.arrival[:count], _is_finished(timings)
-    with np.errstate(invalid="ignore"):  # NaN, of what has not happened, meets no target
+    with np.errstate(invalid="ignore"):  # NaN (has not happened) meets no target
         if targets.ttft is not None:
             is_good &= timings.first_token[:count] - arrival <= targets.ttft
         if targets.itl is not None:
@@ -349,12 +349,12 @@ def _goodput(
 
 
 def _gap_blocks(runs: Sequence[Course], num_values: int, num_blocks: int) -> Int64Array:
-    """The block of each value of `Timings.gaps`, so that each block has about equally many gaps, one after the other.
+    """The block of each value of `Timings.gaps`: blocks have about the same number of gaps, in order of time.
 
-    `gaps` has first those of single steps and of the first step of each run of decodes, then those of the later steps
-    of each run; both in the order in which events ended. A run of k steps gives k - 1 of the second kind. Of the first
-    kind an event has one for each of its rows that got a token before, which is nearly all of them, so there the place
-    of an event among the values is found from its share of all rows.
+    `gaps` first has the gaps of single steps and of the first step of each run of decodes, then those of the later
+    steps of each run, both in the order in which events ended. A run of k steps gives k - 1 of the second kind. Of the
+    first kind an event has one for each row that got a token before. These are nearly all of its rows, so the place of
+    an event among the values follows from its share of all rows.
     """
     order = _together([run.end for run in runs]).argsort(kind="stable")
     steps = _together([run.num_steps for run in runs])[order]
@@ -388,7 +388,7 @@ def _over_time(outcome: Outcome, runs: Sequence[Course]) -> _Load:
 
 def _method(draws: Draws, count: int, num_bootstrap: int) -> str:
     if not num_bootstrap:
-        return "No intervals were asked for."
+        return "No intervals were requested."
     if not draws.num_resamples:
         return (
             f"No intervals: {count} requests are fewer than the {MIN_BLOCKS**2} that a bootstrap in at "
@@ -437,7 +437,7 @@ def _times(value: float | None, factor: float) -> float | None:
 
 
 def _merge(values: list[Any]) -> Any:
-    """One value of several: estimates over the seeds, counts as totals, and so on within what holds them."""
+    """Merge values: estimates over the seeds, counts as totals, and containers member by member."""
     first = values[0]
     if any(value is None for value in values):
         return None
@@ -458,7 +458,7 @@ def _keys(values: list[Any]) -> dict[str, None]:
 
 
 def _jsonable(value: Any) -> Any:
-    """Without NaN, infinity and tuples."""
+    """The value without NaN, infinity and tuples."""
     if isinstance(value, Mapping):
         return {name: _jsonable(part) for name, part in value.items()}
     if isinstance(value, list | tuple):

@@ -15,7 +15,7 @@ _DEFINED = ("TTFT", "TPOT", "ITL")
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print it as two tables and what they mean."""
+    """Print the report as two tables and definitions."""
     from rich.table import Table
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""How are steps filled? Static against continuous batching, and the size of a prompt's chunks."""
+"""Scenarios of batching: static against continuous batching, and the size of a prompt's chunks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _USED, _RATE, _MEAN_E2E = "slots used", "requests/s", "mean end-to-end"
 
 
 def _one_long_seven_short(seed: int) -> Workload:
-    """Forty times: one request of 500 output tokens, then seven of 10; all are there from the start."""
+    """Forty times: one request of 500 output tokens, then seven of 10; all arrive at the start."""
     return OpenLoop([TraceRequest(0.0, 100, 10 if index % _SLOTS else 500) for index in range(40 * _SLOTS)])
 
 

@@ -1,4 +1,4 @@
-"""Which scenarios are there?"""
+"""The catalogue of scenarios."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ SCENARIOS: Mapping[str, Scenario] = MappingProxyType(
 
 
 def scenario(name: str) -> Scenario:
-    """The scenario of that name.
+    """The scenario called `name`.
 
     Raises:
-        UnknownName: there is none.
+        UnknownName: no scenario has that name.
     """
     found = SCENARIOS.get(name.lower())
     if found is None:

@@ -1,4 +1,4 @@
-"""What is shown of a finding: an SVG picture of its panels, and a page with figures, checks and picture."""
+"""Views of a finding: an SVG picture of its panels, and a page with figures, checks and picture."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pointsman.sim.report.page import document
 from pointsman.sim.scenarios.scenario import Bars, Course, Finding, Panel, Points, Row
 
 _WIDTH, _GAP, _MARGIN = 440, 24, 12
-"""Of a panel, between panels, and around them."""
+"""Sizes of a panel, between panels, and around them."""
 _HEAD = 22  # of a panel's caption
 _CHART = _HEAD + 205  # height of a panel with axes
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, _WIDTH - 12, _HEAD + 6, _HEAD + 170  # of the plot within such a panel
@@ -42,7 +42,7 @@ def picture(finding: Finding) -> str:
 
 
 def write_svg(finding: Finding, path: Path | str) -> None:
-    """The picture as a file of its own."""
+    """Write the picture as a file of its own."""
     drawing = picture(finding)
     end = drawing.index(">") + 1
     Path(path).write_text(
@@ -51,7 +51,7 @@ def write_svg(finding: Finding, path: Path | str) -> None:
 
 
 def write_page(finding: Finding, path: Path | str, notes: tuple[str, ...] = ()) -> None:
-    """The whole finding as one HTML file."""
+    """Write the whole finding as one HTML file."""
     scenario = finding.scenario
     body = [
         f"<p>{text(scenario.claim)}</p>",
@@ -73,7 +73,7 @@ def write_page(finding: Finding, path: Path | str, notes: tuple[str, ...] = ()) 
 
 
 def verdict(holds: bool) -> str:
-    """Of a check."""
+    """The verdict of a check, as text."""
     return "holds" if holds else "does not hold"
 
 
@@ -99,7 +99,7 @@ def _name(row: Row) -> str:
 
 
 def _panel(finding: Finding, panel: Panel) -> tuple[str, int]:
-    """The drawing, from (0, 0) on, and its height."""
+    """The drawing, which begins at (0, 0), and its height."""
     if isinstance(panel, Bars):
         return _bars(finding, panel)
     return _points(finding, panel) if isinstance(panel, Points) else _course(finding, panel)
@@ -116,7 +116,7 @@ def _bars(finding: Finding, panel: Bars) -> tuple[str, int]:
     values = [row.values[place].value for row in finding.rows]
     labels = [figure.text(row.values[place]) for row in finding.rows]
     left = math.ceil(_CHARACTER * max(len(row.variant.name) for row in finding.rows)) + 6
-    room = _WIDTH - left - math.ceil(_CHARACTER * max(map(len, labels))) - 6
+    max_length = _WIDTH - left - math.ceil(_CHARACTER * max(map(len, labels))) - 6
     longest: dict[str, float] = {}
     for row, value in zip(finding.rows, values, strict=True):
         longest[row.variant.load] = max(longest.get(row.variant.load, 0.0), value or 0.0)
@@ -131,7 +131,7 @@ def _bars(finding: Finding, panel: Bars) -> tuple[str, int]:
             load = row.variant.load
             parts.append(f'<text x="0" y="{y + 14}">{text(load)}</text>')
             y += _LOAD
-        length = room * (value or 0.0) / (longest[load] or 1.0)
+        length = max_length * (value or 0.0) / (longest[load] or 1.0)
         parts.append(
             f'<text class="name" x="{left - 6}" y="{y + 10}" text-anchor="end">{text(row.variant.name)}</text>'
             f'<rect class="bar" x="{left}" y="{y}" width="{length:.1f}" height="{_BAR}"/>'
@@ -160,7 +160,7 @@ def _points(finding: Finding, panel: Points) -> tuple[str, int]:
 
 
 def _axis(finding: Finding, panel: Points, name: str, start: int, stop: int) -> tuple[Axis, list[float], str]:
-    """The axis of a figure, the places of the variants on it, and its unit."""
+    """The axis of a figure, the positions of the variants on it, and its unit."""
     unit = next(figure.unit for figure in finding.scenario.figures if figure.name == name)
     values = np.array([finding.value(name, variant, panel.load) for variant in panel.variants])
     is_log = values.min() > 0 and values.max() / values.min() > _LOG_FROM

@@ -1,4 +1,4 @@
-"""What happens when KV blocks run out? Watermarks, full-sequence admission, recovery, and what an operator can do."""
+"""Scenarios of KV pressure: watermarks, full-sequence admission, recovery, and responses of an operator."""
 
 from __future__ import annotations
 

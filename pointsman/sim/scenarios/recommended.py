@@ -1,4 +1,4 @@
-"""Do recommended settings help? Those of a text on vLLM, on the workload that each is for and on the others."""
+"""Scenario of recommended settings: those of a text on vLLM, each on its own workload and on the others."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ _MEANT_FOR = {
 
 
 _GAIN, _HARM = 0.03, 0.05
-"""Shares that count as better than the default, and as worse."""
+"""Relative changes that count as better than the default, and as worse."""
 
 
 def _better(found: Finding, preset: str, load: str, figure: str) -> float:
-    """How much better than the default, as a share; negative: worse; -1: every request was refused."""
+    """Relative improvement over the default; negative: worse; -1: every request was refused."""
     value, default = found.value(figure, preset, load), found.value(figure, _DEFAULT, load)
     if math.isnan(value):
         return -1.0

@@ -1,11 +1,11 @@
-"""What is a scenario? A claim about schedulers, the simulations that test it, and what they say of it.
+"""Scenarios: a scenario is a claim about schedulers, with the simulations and checks that test it.
 
-    Scenario   the claim; its variants; the figures that tell; the checks, each a part of the claim
+    Scenario   the claim; its variants; their figures; the checks, each a part of the claim
     Variant    one simulation: a workload and the settings of the scheduler
     Finding    the figures of each variant, over one or several seeds, and whether each part of the claim holds
 
 Every simulation is one of `simulate`: the real scheduler under the virtual clock. A check is computed from the figures,
-so that another model, device or seed may come to another conclusion.
+so another model, device or seed may lead to another conclusion.
 """
 
 from __future__ import annotations
@@ -32,42 +32,42 @@ FloatArray = npt.NDArray[np.float64]
 
 MAX_MODEL_LEN = 131_072
 H100_BLOCKS = 28_048
-"""What `memory.py` finds for Llama 3.1 8B on an H100 of 80 GB, in blocks of 16 tokens."""
+"""The estimate of `memory.py` for Llama 3.1 8B on an H100 of 80 GB, in blocks of 16 tokens."""
 RTX_4090_BLOCKS = 2_395
-"""The same for an RTX 4090 of 24 GB: a pool that is short."""
+"""The same for an RTX 4090 of 24 GB: a small pool."""
 
 
 def settings(num_blocks: int = H100_BLOCKS, **values: Any) -> SchedulerConfig:
-    """The scheduler's defaults, but for `values`."""
+    """The scheduler's defaults with these values."""
     return SchedulerConfig(num_blocks=num_blocks, max_model_len=MAX_MODEL_LEN, **values)
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One of the simulations that are compared."""
+    """One of the compared simulations."""
 
     name: str
     config: SchedulerConfig
     workload: Callable[[int], Workload]
-    """Of a seed."""
+    """Makes the workload of a seed."""
     load: str = ""
-    """The name of the workload, in a scenario that has several."""
+    """The name of the workload, in a scenario with several workloads."""
     num_replicas: int = 1
     step_time: StepTime | None = None
-    """Of the devices of this one; None: that of the run."""
+    """Step times of this variant's devices; None: those of the run."""
     host_memory: HostMemory | None = None
-    """Behind the KV pool of each replica; None: none."""
+    """Host memory behind the KV pool of each replica; None: none."""
 
 
 class Run(NamedTuple):
-    """What one simulation found."""
+    """The result of one simulation."""
 
     outcome: Outcome
     report: Report
 
     @property
     def stats(self) -> Sequence[SchedulerStats]:
-        """Of each replica."""
+        """The statistics of each replica."""
         return self.outcome.stats
 
     def total(self, counter: str) -> int:
@@ -75,24 +75,24 @@ class Run(NamedTuple):
         return sum(getattr(stats, counter) for stats in self.stats)
 
     def of(self, *streams: str) -> npt.NDArray[np.bool_]:
-        """[requests] which of them belong to these streams."""
+        """[requests] whether each belongs to these streams."""
         return np.array([request.tenant in streams for request in self.outcome.requests], dtype=bool)
 
     @property
     def ttft(self) -> FloatArray:
-        """[requests] seconds; NaN for one without a token."""
+        """[requests] seconds; NaN for a request without a token."""
         seconds: FloatArray = self.outcome.timings.first_token - self.outcome.timings.arrival
         return seconds
 
     @property
     def e2e(self) -> FloatArray:
-        """[requests] seconds; NaN for one without a token."""
+        """[requests] seconds; NaN for a request without a token."""
         seconds: FloatArray = self.outcome.timings.last_token - self.outcome.timings.arrival
         return seconds
 
 
 Unit: TypeAlias = Literal["s", "%", ""]
-"""Of a figure: seconds, a share, or a number."""
+"""The unit of a figure: seconds, a share, or a number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,16 +102,16 @@ class Figure:
     name: str
     unit: Unit
     read: Callable[[Run], float | None]
-    """From a simulation, in seconds, as a share of 1, or a number; None: it does not have this figure."""
+    """Its value for a simulation, in seconds, as a share of 1, or a number; None: the simulation has no such figure."""
 
     def text(self, estimate: Estimate) -> str:
-        """With its interval if it has one."""
+        """The value as text, with its interval if it has one."""
         interval = self.interval(estimate)
         value = NOTHING if estimate.value is None else self.of(estimate.value)
         return f"{value} ({interval})" if interval else value
 
     def interval(self, estimate: Estimate) -> str:
-        """In the unit of the value; empty: there is none."""
+        """The interval in the unit of the value; empty if there is none."""
         if estimate.value is None or estimate.low is None or estimate.high is None:
             return ""
         factor = 1.0
@@ -120,7 +120,7 @@ class Figure:
         return f"{number(factor * estimate.low)}-{number(factor * estimate.high)}"
 
     def of(self, value: float) -> str:
-        """One value with its unit; NaN: there is none."""
+        """One value with its unit; NaN: there is no value."""
         if math.isnan(value):
             return NOTHING
         if self.unit == "s":
@@ -175,9 +175,9 @@ class Scenario:
     claim: str
     """One sentence."""
     source: str
-    """Which text says so."""
+    """The text that makes the claim."""
     setting: str
-    """The workload and what is compared, in a sentence or two."""
+    """The workload and the compared variants, in a sentence or two."""
     variants: tuple[Variant, ...]
     figures: tuple[Figure, ...]
     checks: Callable[[Finding], list[Check]]
@@ -190,7 +190,7 @@ class Scenario:
 
     @property
     def num_requests(self) -> int | None:
-        """Of all its simulations with one seed; None: not known."""
+        """Number of requests of all its simulations with one seed; None: not known."""
         counts = [variant.workload(0).num_requests for variant in self.variants]
         return sum(each for each in counts if each is not None) if None not in counts else None
 
@@ -198,8 +198,8 @@ class Scenario:
         """Simulate every variant with every seed. Ctrl-C ends it with the rows so far.
 
         Args:
-            step_time: of each replica's device, unless a variant has its own.
-            seeds: of the workloads; with several, figures are means with Student's 95 % interval.
+            step_time: step times of each replica's device, unless a variant has its own.
+            seeds: seeds of the workloads; with several, figures are means with Student's 95 % interval.
             progress: as that of `simulate`, with the requests of all simulations so far.
         """
         if not seeds:
@@ -227,7 +227,7 @@ class Scenario:
 
 
 def _after(num_done: int, progress: Progress) -> Progress:
-    """`progress` of a simulation before which `num_done` requests were simulated."""
+    """`progress` of a simulation that follows others, with `num_done` requests in all."""
     return lambda num_finished, now: progress(num_done + num_finished, now)
 
 
@@ -238,12 +238,12 @@ class Row:
     variant: Variant
     values: tuple[Estimate, ...]
     outcome: Outcome = field(repr=False)
-    """With the first seed; for what is drawn over time."""
+    """The run with the first seed, for lines over time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a scenario found."""
+    """The result of a scenario."""
 
     scenario: Scenario
     rows: tuple[Row, ...]
@@ -252,13 +252,13 @@ class Finding:
     """False: it was interrupted, and rows are missing."""
 
     def value(self, figure: str, variant: str, load: str = "") -> float:
-        """A figure of a variant; NaN if it does not have it."""
+        """A figure of a variant; NaN if the variant does not have it."""
         row = next(row for row in self.rows if (row.variant.name, row.variant.load) == (variant, load))
         found = row.values[self._place(figure)].value
         return math.nan if found is None else found
 
     def text(self, figure: str, variant: str, load: str = "") -> str:
-        """The same with its unit."""
+        """The same figure with its unit."""
         return self.scenario.figures[self._place(figure)].of(self.value(figure, variant, load))
 
     def column(self, figure: str, load: str = "") -> list[float]:
@@ -267,7 +267,7 @@ class Finding:
 
     @property
     def checks(self) -> list[Check]:
-        """What the figures say of the claim; nothing if rows are missing."""
+        """The checks with their verdicts; none if rows are missing."""
         return self.scenario.checks(self) if self.is_complete else []
 
     def to_dict(self) -> dict[str, Any]:
@@ -306,12 +306,12 @@ class Finding:
 
 
 def preemptions(run: Run) -> float:
-    """For any cause."""
+    """Preemptions for any cause."""
     return run.total("num_preemptions")
 
 
 def recomputed(run: Run) -> float | None:
-    """Tokens that were computed again after a preemption, as a share of all that were computed."""
+    """Tokens recomputed after a preemption, as a share of all computed tokens."""
     return run.report.recomputed_share.value
 
 
@@ -333,7 +333,7 @@ def mean_e2e(run: Run) -> float | None:
 
 
 def quantile(values: FloatArray, share: float) -> float | None:
-    """Of the values that are there."""
+    """The quantile of the values that are not NaN."""
     values = values[~np.isnan(values)]
     return float(np.quantile(values, share)) if len(values) else None
 

@@ -1,4 +1,4 @@
-"""What does the prefix cache save? System prompts, conversations, and prompts that share nothing."""
+"""Scenario of the prefix cache: system prompts, conversations, and prompts that share nothing."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ def _found_share(run: Run) -> float | None:
 
 
 def _computed(run: Run) -> float:
-    """Tokens computed of prompts, those again after a preemption included."""
+    """Prompt tokens computed, including those recomputed after a preemption."""
     return run.total("num_scheduled_tokens") - run.report.counts.generated_tokens + run.report.counts.arrived
 
 
 def _prefix_times(run: Run) -> float | None:
-    """How often the tokens of the system prompt were computed, where nothing else is shared."""
+    """How often the tokens of the system prompt were computed, if nothing else is shared."""
     requests = run.outcome.requests
     if any(request.turns or not request.block_hash_ids for request in requests):
         return None

@@ -1,4 +1,4 @@
-"""Do urgent requests wait for less urgent ones? Priority inversion, with and without priority preemption."""
+"""Scenario of priority inversion, with and without priority preemption."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from pointsman.sim.workload import Workload
 _URGENT, _BATCH = "urgent", "batch"
 _FCFS, _WAITS, _PREEMPTS = "fcfs", "priority, waits", "priority, preempts"
 _TTFT, _TTFT_MAX, _BATCH_E2E = "urgent TTFT p50", "urgent TTFT max", "batch end-to-end"
-_DISPLACED, _RECOMPUTED, _RATE = "preempted", "recomputed", "output tok/s"
+_PREEMPTED, _RECOMPUTED, _RATE = "preempted", "recomputed", "output tok/s"
 
 
 def _batch_and_urgent(seed: int) -> Workload:
-    """A backlog that fills all slots for the whole time, and urgent requests one after the other."""
+    """A backlog that always fills all slots, and urgent requests one after the other."""
     streams = (
         Stream(_BATCH, 120, "lognormal:300,0.5", "lognormal:800,0.5", priority=10),
         Stream(_URGENT, 30, "lognormal:300,0.5", "lognormal:100,0.5", "poisson:2", start=2.0),
@@ -62,7 +62,7 @@ def _check_inversion(found: Finding) -> list[Check]:
             slower < 0.05 and found.value(_RECOMPUTED, _PREEMPTS) < 0.05,
             f"mean end-to-end time {found.text(_BATCH_E2E, _PREEMPTS)}, {found.text(_BATCH_E2E, _WAITS)} if the urgent "
             f"ones wait; {found.text(_RECOMPUTED, _PREEMPTS)} of all tokens "
-            f"recomputed, {found.text(_DISPLACED, _PREEMPTS)} preemptions",
+            f"recomputed, {found.text(_PREEMPTED, _PREEMPTS)} preemptions",
         ),
     ]
 
@@ -83,7 +83,7 @@ PRIORITY_INVERSION = Scenario(
         Figure(_TTFT, "s", partial(_ttft, _URGENT, 0.5)),
         Figure(_TTFT_MAX, "s", partial(_ttft, _URGENT, 1.0)),
         Figure(_BATCH_E2E, "s", partial(_mean_e2e, _BATCH)),
-        Figure(_DISPLACED, "", lambda run: run.total("num_displaced")),
+        Figure(_PREEMPTED, "", lambda run: run.total("num_displaced")),
         Figure(_RECOMPUTED, "%", recomputed),
         Figure(_RATE, "", output_rate),
     ),

@@ -1,6 +1,6 @@
-"""What do scenarios send? Streams of generated requests, several of them together.
+"""Workloads of scenarios: streams of generated requests, several of them together.
 
-A stream's `tenant` names it: figures are read of one stream (`Run.of`). Short names of distributions and arrival
+A stream's `tenant` is its name: figures can be read for one stream (`Run.of`). Short names of distributions and arrival
 processes are those of `distributions.py`.
 """
 
@@ -21,7 +21,7 @@ AT_ONCE = "constant:1e9"
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Requests of one kind, from a moment on."""
+    """Requests of one kind that begin at a given time."""
 
     name: str
     num_requests: int
@@ -29,7 +29,7 @@ class Stream:
     output: str
     arrivals: str = AT_ONCE
     start: float = 0.0
-    """Seconds until the first one."""
+    """Seconds until the first request."""
     priority: int = 0
 
 
@@ -61,19 +61,19 @@ class Streams:
             priority=stream.priority,
             tenant=stream.name,
         )
-        seed = self.seed * 64 + number  # each stream its own draws
+        seed = self.seed * 64 + number  # each stream has its own draws
         generated = Generated(parse_arrivals(stream.arrivals), lengths, stream.num_requests, seed)
         for time, request in OpenLoop(generated).first_arrivals():
             yield stream.start + time, request
 
 
 def backlog(num_requests: int, prompt: str, output: str, seed: int) -> Workload:
-    """Requests that are all there from the start."""
+    """Requests that all arrive at the start."""
     return Streams((Stream("backlog", num_requests, prompt, output),), seed)
 
 
 def arriving(num_requests: int, arrivals: str, prompt: str, output: str, seed: int) -> Workload:
-    """Requests that come one after the other."""
+    """Requests that arrive one after the other."""
     return Streams((Stream("arriving", num_requests, prompt, output, arrivals),), seed)
 
 
