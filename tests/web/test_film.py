@@ -122,8 +122,7 @@ def test_the_words_of_a_step(short_pool: bytes) -> None:
     assert "r0 starts" in told and "r2 waits for 1 more token of the step's budget: the step is full" in told
     preempted = [sentence for sentence in told if "is preempted" in sentence]
     assert preempted and preempted[0].startswith(
-        "r2 is preempted: r0 needs a block, and none is free; r2 was admitted last of those that run; it gives up the "
-        "KV of "
+        "r2 is preempted: r0 needs a block, and none is free; r2 was the last one admitted; it gives up the KV of "
     )
     assert any(sentence.startswith("r2 resumes, ") for sentence in told)
 
@@ -138,14 +137,14 @@ def preemptions(data: bytes) -> list[str]:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({}, "r2 is preempted: r0 needs a block, and none is free; r2 was admitted last of those that run"),
+        ({}, "r2 is preempted: r0 needs a block, and none is free; r2 was the last one admitted"),
         (
             {"victim": "lowest-priority"},
-            "r2 is preempted: r0 needs a block, and none is free; r2 is the least urgent of those that run",
+            "r2 is preempted: r0 needs a block, and none is free; r2 is the least urgent running request",
         ),
         (
             {"victim": "least-cost", "enable_prefix_caching": False},
-            "r2 is preempted: r0 needs a block, and none is free; r2 costs least to compute again, of those that free "
+            "r2 is preempted: r0 needs a block, and none is free; r2 is the cheapest to recompute of those that free "
             "enough",
         ),
     ],
@@ -157,13 +156,9 @@ def test_a_preemption_names_whose_need_it_is_and_why_this_request(settings: dict
 def test_several_blocks_are_missing_at_once() -> None:
     """All three need a block in the same step, and none is left; later the last that runs lacks one itself."""
     told = preemptions(run([(16, 20), (16, 20), (16, 20)], max_num_batched_tokens=48, watermark=0.0)[0])
-    assert told[0] == (
-        "r2 is preempted: 3 blocks are missing, the first of them for r0; r2 was admitted last of those that run"
-    )
+    assert told[0] == ("r2 is preempted: 3 blocks are missing, the first of them for r0; r2 was the last one admitted")
     own = preemptions(run([(13, 20), (14, 20), (20, 20)], num_blocks=13, max_num_batched_tokens=48)[0])
-    assert (
-        own[0] == "r2 is preempted: it needs a block itself, and none is free; r2 was admitted last of those that run"
-    )
+    assert own[0] == "r2 is preempted: it needs a block itself, and none is free; r2 was the last one admitted"
 
 
 def test_who_is_displaced_gives_way_to_a_named_request() -> None:
@@ -191,7 +186,7 @@ def test_what_a_preemption_cost(short_pool: bytes) -> None:
         assert one.resumed_after == resumed.time - one.event.time > 0
         assert one.num_recomputed_tokens == one.event.fields["lost"] - resumed.fields["cached"] >= 0
         told = dict(life_of(film, one.event.request).moments)[resumed.time]
-        assert told.endswith(f" {one.num_recomputed_tokens} tokens to compute again")
+        assert told.endswith(f" {one.num_recomputed_tokens} tokens to recompute")
     assert any(one.num_recomputed_tokens for one in preemptions_of(film))
 
 

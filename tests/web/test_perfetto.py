@@ -29,7 +29,7 @@ def test_a_trace(tmp_path: Path) -> None:
     assert running == timeline.num_running.tolist()
     marks = [event["name"] for event in trace["traceEvents"] if event["ph"] == "i"]
     assert len(marks) == timeline.num_preemptions.sum() > 0
-    assert all(" is preempted: " in mark and "was admitted last of those that run" in mark for mark in marks)
+    assert all(" is preempted: " in mark and "was the last one admitted" in mark for mark in marks)
 
 
 def test_no_more_requests_and_points_than_asked_for(tmp_path: Path) -> None:

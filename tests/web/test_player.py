@@ -428,5 +428,5 @@ def test_it_fits_and_can_be_read(visit: Callable[..., Any], film: bytes, scheme:
 
 
 def test_a_film_that_is_too_large_is_refused() -> None:
-    with pytest.raises(ValueError, match="a page carries"):
+    with pytest.raises(ValueError, match="a page holds at most"):
         page_of(bytes(MAX_FILM + 1), "large")

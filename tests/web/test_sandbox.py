@@ -343,7 +343,7 @@ OUT_OF_RANGE: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
     ([A], {"do": "abort", "id": "B"}, "no request is called 'B'; choose one of A"),
     ([A], {"do": "priority", "id": "A", "priority": "high"}, "priority is 'high'; it must be an integer"),
     ([], {"do": "situation", "name": "peace"}, "no situation is called 'peace'; choose one of static"),
-    ([], {"do": "compare_from_here"}, "compared with already; change one first"),
+    ([], {"do": "compare_from_here"}, "already uses these settings; change one first"),
     ([], {"do": "what_if"}, "what_if belongs to a situation; choose one first"),
     ([], {"do": "settings", "settings": {}}, "these are the settings already; change one"),
     ([], {"do": "settings", "settings": 3}, "settings is 3; give an object"),
@@ -375,12 +375,12 @@ def test_what_cannot_be_done_is_refused_in_words(before: list[Any], action: dict
 def test_a_sandbox_is_bounded() -> None:
     many = tuple(Arrival(f"{n}", 1, 1) for n in range(MAX_REQUESTS))
     sandbox = Sandbox(Scene(START, many))
-    with pytest.raises(SandboxError, match=r"these are 501 requests, and 500 is the most; remove some"):
+    with pytest.raises(SandboxError, match=r"the scene has 501 requests, and the maximum is 500; remove some"):
         sandbox.do(A)
     endless = Sandbox(Scene(START, tuple(Arrival(f"{n}", 1, 9_000) for n in range(4)), num_steps=MAX_STEPS + 5))
     assert endless.played.num_steps <= MAX_STEPS
     long = tuple(Arrival(f"{n}", 100_000, 1) for n in range(21))
-    with pytest.raises(SandboxError, match="2,100,000 tokens of prompts, and 2,000,000 is the most"):
+    with pytest.raises(SandboxError, match="2,100,000 tokens of prompts, and the maximum is 2,000,000"):
         Sandbox(Scene(START, long))
 
 
