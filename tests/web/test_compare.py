@@ -139,7 +139,7 @@ def test_requests_of_one_run_alone_are_named(open_page: Callable[..., Any], tmp_
     path.write_text(page_of(one, "one", (two, "two")), encoding="utf-8")
     page = open_page(path.as_uri())
     playwright.expect(page.locator("#alone")).to_have_text(
-        "Finished in “one” alone: b, a. Finished in “two” alone: d. "
+        "Finished only in “one”: b, a. Finished only in “two”: d. "
     )
     rows = {
         cells[0]: cells[1:]

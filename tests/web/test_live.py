@@ -100,7 +100,7 @@ def look_back(page: Any) -> None:
     playwright.expect(page.locator("[data-part=line]")).to_have_attribute("aria-valuenow", re.compile(r"\d\d"))
     page.keyboard.press("ArrowLeft")
     page.keyboard.press("ArrowLeft")
-    playwright.expect(page.locator("#link")).to_have_text("You look back; the scheduler goes on")
+    playwright.expect(page.locator("#link")).to_have_text("You look back; the scheduler continues")
 
 
 def test_a_server_is_watched(visit: Callable[..., Any]) -> None:
@@ -115,7 +115,7 @@ def test_a_server_is_watched(visit: Callable[..., Any]) -> None:
         page.fill("#key", KEY)
         page.click("#ask button")
         is_live(page)
-        playwright.expect(page.locator("#counts")).to_contain_text("no step was decided since you watch")
+        playwright.expect(page.locator("#counts")).to_contain_text("no step was decided since you began to watch")
         with busy(server.url, "demo"):
             playwright.expect(page.locator("[data-part=waitingTitle]")).to_have_text("Waiting: 1")
             playwright.expect(page.locator("[data-part=runningTitle]")).to_have_text("Running: 2 of 2")
@@ -219,7 +219,7 @@ def test_what_is_kept_is_bounded(visit: Callable[..., Any], tmp_path: Path) -> N
                 page.press("[data-part=find]", "Enter")
                 playwright.expect(page.locator("[data-part=lifeTitle]")).to_have_text("The life of old")
                 page.evaluate("limits.seconds = 1")
-                playwright.expect(page.locator("#lost")).to_contain_text("let go", timeout=10000)
+                playwright.expect(page.locator("#lost")).to_contain_text("dropped", timeout=10000)
                 playwright.expect(page.locator("[data-part=life]")).to_be_hidden(timeout=10000)
                 page.keyboard.press("n")
                 is_live(page)

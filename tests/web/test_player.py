@@ -210,7 +210,7 @@ def test_preemptions_are_found_by_key_mark_and_list(visit: Callable[..., Any], f
     assert [text.rpartition("; ")[2] for text in entries.all_inner_texts()] == costs
     recomputed = sum(one.num_recomputed_tokens or 0 for one in preemptions_of(found))
     title = page.locator("[data-part=preemptionsTitle]")
-    playwright.expect(title).to_have_text(f"{preempted} preemptions, {recomputed:,} tokens computed again")
+    playwright.expect(title).to_have_text(f"{preempted} preemptions, {recomputed:,} tokens recomputed")
     page.locator("[data-part=preemptions] button").nth(0).click()
     at_step(page, steps[0])
     assert any(" is preempted: " in one for one in told(page))
