@@ -138,9 +138,7 @@ def test_requests_of_one_run_alone_are_named(open_page: Callable[..., Any], tmp_
     path = tmp_path / "page.html"
     path.write_text(page_of(one, "one", (two, "two")), encoding="utf-8")
     page = open_page(path.as_uri())
-    playwright.expect(page.locator("#alone")).to_have_text(
-        "Finished only in “one”: b, a. Finished only in “two”: d. "
-    )
+    playwright.expect(page.locator("#alone")).to_have_text("Finished only in “one”: b, a. Finished only in “two”: d. ")
     rows = {
         cells[0]: cells[1:]
         for cells in (row.locator("th, td").all_inner_texts() for row in page.locator("#figures tr").all()[1:])
@@ -210,7 +208,7 @@ def test_a_second_film_is_opened_beside_the_first(
     page.set_input_files("#other", tmp_path / "cut")
     playwright.expect(page.locator("#settings")).to_contain_text("cut was cut off.")
     page.set_input_files("#other", tmp_path / "none")
-    playwright.expect(page.locator("#problem")).to_contain_text("none: it is no film")
+    playwright.expect(page.locator("#problem")).to_contain_text("none: it is not a film")
     playwright.expect(page.locator("#title")).to_have_text("continuous and cut")
 
 

@@ -382,7 +382,10 @@ def test_a_film_is_opened_from_a_file(visit: Callable[..., Any], film: bytes, tm
     at_step(page, 0)
     (tmp_path / "cut.film").write_bytes(film[: len(film) // 4])
     (tmp_path / "none.film").write_bytes(b"{}")
-    for name, why in (("none.film", "none.film: it is no film"), ("cut.film", "cut.film: the film's header is broken")):
+    for name, why in (
+        ("none.film", "none.film: it is not a film"),
+        ("cut.film", "cut.film: the film's header is broken"),
+    ):
         page.set_input_files("#file", tmp_path / name)
         playwright.expect(page.locator("#problem")).to_contain_text(why)
 
