@@ -51,9 +51,9 @@ LESSON = Lesson(
     title="Blocks, and when a request needs another",
     paragraphs=(
         "The KV of a token takes a slot in a block of {block} tokens, and a request holds whole blocks: its table. "
-        "Look at KV pool at {start}: a prompt of {exact} tokens fills {first_exact} blocks to the last slot. By the end of "
-        "that step A has its first output token, and still {first_exact} blocks: a token that has been sampled has no "
-        "KV yet. The next step computes it, and that needs a slot.",
+        "Look at KV pool at {start}: a prompt of {exact} tokens fills {first_exact} blocks to the last slot. By the "
+        "end of that step A has its first output token, and still {first_exact} blocks: a token that has been sampled "
+        "has no KV yet. The next step computes it, and that needs a slot.",
         "So the third block comes at {grows}, when {known} tokens are known. A compact engine checks just this: `len % "
         "block_size == 1`, is the newest token the first of a new block? Here {known} % {block} is {remainder}. It "
         "looks like an error, as one expects 0. But at a length of {exact}, remainder 0, the last slot was just taken, "

@@ -94,8 +94,8 @@ LESSON = Lesson(
         "request out; more of another resource does not help.",
         "D came after C. In the first film it would fit, as it needs {d_blocks} block. But: “{behind}” Under first "
         "come, first served the first request that does not fit blocks the queue. Otherwise small requests could "
-        "bypass it forever. So look for the blocker. And where C waits for a grammar (“{c_grammar}”), it blocks nothing: D "
-        "starts at {d_start}.",
+        "bypass it forever. So look for the blocker. And where C waits for a grammar (“{c_grammar}”), it blocks "
+        "nothing: D starts at {d_start}.",
     ),
     choice="C waits for",
     variants=(
