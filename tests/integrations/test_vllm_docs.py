@@ -168,7 +168,7 @@ def test_commands_run_in_the_order_of_the_document(tmp_path: Path, vllm_version:
     assert f"pointsman explain --socket {server.socket}" in log
 
 
-def test_the_start_of_the_readme_is_what_this_document_tests() -> None:
+def test_the_readme_starts_vllm_as_in_this_document() -> None:
     """Its `vllm serve` has no victim, which is the default one anyway."""
     (start,) = (text for _, language, text in blocks(ROOT / "README.md") if language == "text" and "vllm check" in text)
     given = [" ".join(shlex.split(line, comments=True)) for line in commands(start)]
@@ -182,7 +182,7 @@ def check_vllm(*options: str) -> subprocess.CompletedProcess[str]:
     return vllm_parent().run("-m", *shlex.split(line.replace(MODEL, str(DEMO))), *options, timeout=300)
 
 
-def test_check_says_that_it_will_work_and_with_which_knobs() -> None:
+def test_check_reports_success_and_the_knobs() -> None:
     done = check_vllm("--additional-config", '{"pointsman": {"decode_reserve": "mean", "socket": ""}}')
     assert done.returncode == 0, done.stdout + done.stderr
     assert "vLLM 0.32.0: Pointsman 0.1.0 supports it (" in done.stdout
@@ -200,7 +200,7 @@ def test_check_says_that_it_will_work_and_with_which_knobs() -> None:
     assert re.search(r"  1 group: \d+ layers of FullAttentionSpec, blocks of \d+ tokens", done.stdout)
 
 
-def test_check_says_all_that_will_not_work() -> None:
+def test_check_reports_all_problems() -> None:
     done = check_vllm(
         "--kv-cache-metrics",
         "--kv-transfer-config",
@@ -222,13 +222,13 @@ def test_check_says_all_that_will_not_work() -> None:
         (["--max-num-seqs", "0"], "vLLM cannot run"),
     ],
 )
-def test_check_says_what_vllm_does_not_take(options: list[str], words: str) -> None:
+def test_check_reports_options_that_vllm_rejects(options: list[str], words: str) -> None:
     done = check_vllm(*options)
     assert done.returncode == 2 and done.stdout == ""
     assert words in done.stderr and "Traceback" not in done.stderr
 
 
-def test_installing_changes_nothing_of_vllms() -> None:
+def test_installing_changes_nothing_in_vllm() -> None:
     pip = [python_of(), "-m", "pip", "install", "--dry-run", "--no-index", "--no-build-isolation", str(ROOT)]
     done = subprocess.run(pip, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

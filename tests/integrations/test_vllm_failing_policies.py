@@ -64,7 +64,7 @@ def run_vllm(folder: Path, way: str, knobs: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", short_of(ALL, SHORT))
-def test_requests_get_their_tokens_and_operators_see_why(
+def test_requests_complete_and_operators_see_the_failures(
     case: str, tmp_path: Path, expected: dict[str, Any], vllm_version: str
 ) -> None:
     kind, at, after, way = ALL[case]
@@ -109,7 +109,7 @@ def test_kv_in_groups(family: str, kind: str, at: str, tmp_path: Path, packages:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("kind", "at"), faulty_policies.WHERE)
-def test_no_method_that_fails_ends_the_engine(
+def test_no_failing_method_ends_the_engine(
     kind: str, at: str, tmp_path: Path, expected: dict[str, Any], vllm_version: str
 ) -> None:
     if ("plain", vllm_version) not in expected:

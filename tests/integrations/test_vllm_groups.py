@@ -64,7 +64,7 @@ MET_PER_100 = {"steps": 5_000, "preemptions": 50, "hits": 50, "chunks": 2_000, "
 
 
 @pytest.mark.parametrize("case", short_of(list(CASES), SHORT_MODELS))
-def test_tokens_are_those_of_vllms_own_scheduler(tmp_path: Path, case: str) -> None:
+def test_tokens_equal_those_of_vllms_scheduler(tmp_path: Path, case: str) -> None:
     """In as many steps, with as many cached tokens; twice the same prompts, so that the second time finds them."""
     family, options, groups = CASES[case]
     given = [f"{key}={json.dumps(value)}" for key, value in options.items()]
@@ -92,7 +92,7 @@ def test_tokens_are_those_of_vllms_own_scheduler(tmp_path: Path, case: str) -> N
 
 
 @pytest.mark.long
-def test_tokens_as_one_group_are_those_of_several(tmp_path: Path) -> None:
+def test_one_group_gives_the_same_tokens_as_several(tmp_path: Path) -> None:
     """With the flag that keeps all KV in one group, which the core owns."""
     several = run_in_vllm("vllm_groups.py", "gemma3", "ours", tmp_path)
     one = run_in_vllm("vllm_groups.py", "gemma3", "one", tmp_path)
@@ -123,7 +123,7 @@ def test_a_recording_of_windows_is_replayed(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "gemma4", "falcon-h1", "llama4"])
-def test_check_tells_the_groups_that_vllm_makes(tmp_path: Path, family: str) -> None:
+def test_check_reports_vllms_groups(tmp_path: Path, family: str) -> None:
     """And how many requests fit, from blocks or from a log; of no weights."""
     options = NO_CACHE if family == "falcon-h1" else {}
     given = [f"{key}={json.dumps(value)}" for key, value in options.items()]
@@ -158,7 +158,7 @@ def test_check_tells_the_groups_that_vllm_makes(tmp_path: Path, family: str) -> 
 
 
 @pytest.mark.long
-def test_it_is_said_which_prompts_find_nothing(tmp_path: Path) -> None:
+def test_prompts_too_short_for_the_prefix_cache_are_reported(tmp_path: Path) -> None:
     """Before and when vLLM starts, of a model that caches states."""
     check = ["-m", "pointsman", "vllm", "check", tmp_path, "--skip-tokenizer-init"]
     for options, flags, says, least in (
@@ -174,14 +174,14 @@ def test_it_is_said_which_prompts_find_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.next_vllm
-def test_decisions_are_those_of_vllms_own_scheduler() -> None:
+def test_decisions_equal_those_of_vllms_scheduler() -> None:
     """On random workloads and layouts, step by step; and every row reads its own KV, in every group."""
     tally = decided_alike(WORKLOADS, "groups", met_per_100=MET_PER_100)
     ended_early = tally.get("found otherwise", 0) + tally.get("did more", 0)
     assert ended_early <= len(WORKLOADS) // 5, tally  # 51 of 334 in one part
 
 
-def test_decisions_about_drafts_over_states_are_those_of_vllms_own_scheduler() -> None:
+def test_decisions_about_drafts_over_states_equal_vllms() -> None:
     """Each draft has a state of its own."""
     workloads = seeds(6, 170)
     tally, count = decided_alike(workloads, "states"), len(workloads)
@@ -190,7 +190,7 @@ def test_decisions_about_drafts_over_states_are_those_of_vllms_own_scheduler() -
     assert tally.get("gave up drafts", 0) <= count // 4 + 1, tally
 
 
-def test_no_request_and_no_block_is_lost_where_a_step_fails() -> None:
+def test_failed_steps_lose_no_request_and_no_block() -> None:
     """A policy that raises in the middle of steps, and a cache that is reset while requests run."""
     tally: Counter[str] = Counter()
     for run in seeds(8, 170).runs(RUN):

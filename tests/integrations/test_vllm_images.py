@@ -65,7 +65,7 @@ ENCODER_DECODERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.next_vllm
-def test_decisions_are_those_of_vllms_own_scheduler() -> None:
+def test_decisions_equal_those_of_vllms_scheduler() -> None:
     """On random workloads, step by step: which images are computed too; and no row reads embeddings that are gone."""
     tally = decided_alike(WORKLOADS, "images", met_per_100=MET_PER_100)
     ended_early = [tally.get(why, 0) for why in ENDS]
@@ -76,7 +76,7 @@ def test_decisions_are_those_of_vllms_own_scheduler() -> None:
     ("seed", "why"),
     [(613, "lacked blocks to go further"), (850, "less behind a victim"), (913, "lacked blocks to go further")],
 )
-def test_decisions_differ_for_a_reason_that_is_documented(seed: int, why: str, vllm_version: str) -> None:
+def test_differences_have_documented_reasons(seed: int, why: str, vllm_version: str) -> None:
     """Few of the workloads meet these; which, depends on the version."""
     if vllm_version != VLLM_VERSION:
         pytest.skip(f"these workloads meet them with vLLM {VLLM_VERSION}")
@@ -84,14 +84,14 @@ def test_decisions_differ_for_a_reason_that_is_documented(seed: int, why: str, v
     assert not found["differences"] and found["tally"][why] == 1, found
 
 
-def test_decisions_for_encoder_decoders_are_those_of_vllms_own_scheduler() -> None:
+def test_decisions_for_encoder_decoders_equal_vllms() -> None:
     """On random workloads, step by step, with the same embeddings computed and dropped; each row reads its own KV."""
     tally = decided_alike(WITH_ENCODERS, "encoder", met_per_100=MET_WITH_ENCODERS_PER_100)
     ended_early = [tally.get(why, 0) for why in ("resumed in chunks", "gave up drafts")]
     assert sum(ended_early) <= len(WITH_ENCODERS) // 5, tally
 
 
-def test_images_in_one_situation_after_the_other() -> None:
+def test_single_situations_with_images() -> None:
     found = run_in_vllm("vllm_image_cases.py")
     assert found["too large"] == [{"small": "length", "large": "error"}, True]
     ended, later, num_computed = found["another number"]
@@ -116,7 +116,7 @@ def test_images_in_one_situation_after_the_other() -> None:
 @pytest.mark.parametrize(
     ("family", "options"), [("qwen3", {}), ("qwen3", SMALL_POOL), ("gemma3", {}), ("qwen3", {"async_scheduling": True})]
 )
-def test_prompts_of_embeddings_get_the_tokens_that_vllms_own_scheduler_gives(
+def test_prompts_as_embeddings_get_the_same_tokens_as_in_vllm(
     tmp_path: Path, family: str, options: dict[str, Any]
 ) -> None:
     """And those of the same prompts as tokens, beside them; found again as often."""
@@ -132,7 +132,7 @@ def test_prompts_of_embeddings_get_the_tokens_that_vllms_own_scheduler_gives(
 
 
 @pytest.mark.parametrize("case", short_of(list(ENCODER_DECODERS), SHORT_MODELS))
-def test_tokens_of_encoder_decoders_are_those_of_vllms_own_scheduler(tmp_path: Path, case: str) -> None:
+def test_tokens_of_encoder_decoders_equal_vllms(tmp_path: Path, case: str) -> None:
     """Whisper: in the same steps, with the same inputs computed in each."""
     options = ENCODER_DECODERS[case]
     given = [f"{key}={json.dumps(value)}" for key, value in options.items()]
@@ -157,7 +157,7 @@ def test_tokens_of_encoder_decoders_are_those_of_vllms_own_scheduler(tmp_path: P
 @pytest.mark.long
 @pytest.mark.skipif(not TORCHVISION.exists(), reason="no torchvision; benchmarks/vllm_env.py makes a folder with it")
 @pytest.mark.parametrize("case", CASES)
-def test_tokens_are_those_of_vllms_own_scheduler(tmp_path: Path, case: str) -> None:
+def test_tokens_equal_those_of_vllms_scheduler(tmp_path: Path, case: str) -> None:
     """In the same steps, with the same images computed in each; twice, so that caches are used."""
     family, options = CASES[case]
     given = [f"{key}={json.dumps(value)}" for key, value in options.items()]

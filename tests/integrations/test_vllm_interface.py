@@ -59,7 +59,7 @@ def test_every_field_of_tested_versions_is_known(version: str) -> None:
 
 
 @needs(UNSUPPORTED_VERSION)
-def test_what_an_older_version_lacks_is_found() -> None:
+def test_missing_features_of_an_older_version_are_found() -> None:
     found = examine(sources_of(UNSUPPORTED_VERSION)).broken
     broken = {(each.expected.partition("(")[0], file_of(each)) for each in found}
     assert ("ModelConfig.supports_multimodal_inputs", "support.py") in broken
@@ -81,7 +81,7 @@ def imports_of_vllm() -> set[tuple[str, str]]:
 
 
 @VLLM_INSTALLED
-def test_every_import_is_an_assumption_unless_it_is_caught() -> None:
+def test_every_uncaught_import_is_an_assumption() -> None:
     listed = {(file_of(each), each.expected) for each in installed().assumptions if each.kind == "name"}
     caught = {(file_of(each), each.expected) for each in installed().fallbacks if each.kind == "name"}
     imports = imports_of_vllm()
@@ -106,12 +106,12 @@ def test_every_import_is_an_assumption_unless_it_is_caught() -> None:
         pytest.param("scheduler_output.py", "CachedRequestData.resumed_req_ids", id="a parameter"),
     ],
 )
-def test_what_our_code_reads_is_listed(file: str, expected: str) -> None:
+def test_attributes_that_our_code_reads_are_listed(file: str, expected: str) -> None:
     assert (file, expected) in {(file_of(each), each.expected) for each in installed().assumptions}
 
 
 @VLLM_INSTALLED
-def test_each_kind_of_assumption_is_met_often() -> None:
+def test_each_kind_of_assumption_occurs_often() -> None:
     least = {"name": 100, "attribute": 500, "call": 100, "field": 20, "override": 15, "scheduler": 60}
     counts = installed().counts()
     assert {kind for kind in least if counts[kind] < least[kind]} == set()
@@ -256,14 +256,14 @@ def test_a_planted_change_is_found(planted: Path, kind: str, file: str, expected
 
 
 @VLLM_INSTALLED
-def test_a_new_field_with_a_default_is_told_and_breaks_nothing(planted: Path) -> None:
+def test_a_new_field_with_a_default_is_reported_as_new(planted: Path) -> None:
     found = examine(planted)
     assert "SchedulerOutput.planted" in {each.expected for each in found.new}
     assert not [each for each in found.broken if "SchedulerOutput.planted" in each.expected]
 
 
 @VLLM_INSTALLED
-def test_what_our_code_asks_for_with_a_default_breaks_nothing(planted: Path) -> None:
+def test_a_missing_attribute_with_a_default_breaks_nothing(planted: Path) -> None:
     found, name = examine(planted), "VllmConfig.aux_output_config"
     assert name in {each.expected for each in found.fallbacks}
     assert name not in {each.expected for each in [*found.assumptions, *installed().fallbacks]}
@@ -273,7 +273,7 @@ def test_what_our_code_asks_for_with_a_default_breaks_nothing(planted: Path) -> 
 
 
 @VLLM_INSTALLED
-def test_the_command_lists_what_is_broken_and_what_is_new(planted: Path) -> None:
+def test_the_command_lists_broken_and_new_assumptions(planted: Path) -> None:
     done = CliRunner().invoke(app, ["interface", "--sources", str(planted)], standalone_mode=False)
     assert done.return_value == 1
     assert f"{len(examine(planted).broken)} do not hold:" in done.output
@@ -284,7 +284,7 @@ def test_the_command_lists_what_is_broken_and_what_is_new(planted: Path) -> None
 
 
 @VLLM_INSTALLED
-def test_the_command_takes_the_package_itself_and_prints_json() -> None:
+def test_the_command_accepts_the_package_folder_and_prints_json() -> None:
     package = sources_of(VLLM_VERSION) / "vllm"
     done = CliRunner().invoke(app, ["interface", "--sources", str(package), "--json"], standalone_mode=False)
     printed = json.loads(done.output)
@@ -308,7 +308,7 @@ def installed_as(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
 
 
 @VLLM_INSTALLED
-def test_an_untested_version_is_refused_with_what_is_broken(
+def test_an_untested_version_is_refused_with_its_broken_assumptions(
     planted: Path, installed_as: Callable[[Path], None]
 ) -> None:
     installed_as(planted)
@@ -322,7 +322,7 @@ def test_an_untested_version_is_refused_with_what_is_broken(
 
 
 @VLLM_INSTALLED
-def test_an_untested_version_starts_if_it_is_allowed_and_nothing_broken(
+def test_an_untested_version_starts_if_allowed_and_nothing_is_broken(
     installed_as: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     installed_as(sources_of(VLLM_VERSION))

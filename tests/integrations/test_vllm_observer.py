@@ -39,7 +39,7 @@ pytestmark = NEEDS_VLLM
 # ------------------------------------------------------------------ decisions, and what is recorded
 
 
-def test_every_decision_is_vllms_and_the_recording_is_what_happened(tmp_path: Path) -> None:
+def test_decisions_stay_vllms_and_the_recording_is_correct(tmp_path: Path) -> None:
     tally = compared("vllm_observed.py", WORKLOADS, tmp_path)
     for what, least in MET_PER_10.items():
         assert tally[what] >= least * len(WORKLOADS) // 10, f"{what}: {tally[what]}"
@@ -47,7 +47,7 @@ def test_every_decision_is_vllms_and_the_recording_is_what_happened(tmp_path: Pa
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
-def test_what_fails_is_the_recording_and_never_vllm() -> None:
+def test_failures_end_the_recording_and_never_vllm() -> None:
     """A full disk, a folder that is not there, and a mistake of ours."""
     found = run_in_vllm("vllm_observed_faults.py")
     full, absent, mistaken = found["full disk"], found["no folder"], found["mistake"]
@@ -91,7 +91,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Pat
 
 
 @pytest.mark.long
-def test_both_documented_ways_to_a_log(served: tuple[Path, Path], tmp_path: Path) -> None:
+def test_both_documented_ways_to_get_a_log(served: tuple[Path, Path], tmp_path: Path) -> None:
     log, result = served
     check_commands(log, tmp_path)
     settings = ("--max-num-seqs", 16, "--max-num-batched-tokens", 512, "--block-size", 32, "--no-async-scheduling")
@@ -106,7 +106,7 @@ def test_both_documented_ways_to_a_log(served: tuple[Path, Path], tmp_path: Path
 
 
 @pytest.mark.long
-def test_the_simulation_of_vllms_own_settings_is_near_what_happened(served: tuple[Path, Path]) -> None:
+def test_simulation_of_vllms_settings_is_close_to_the_run(served: tuple[Path, Path]) -> None:
     compared = last_json(pointsman("vllm", "compare", served[0], "--json", "--ttft-target", "500ms"))
     # Single requests are off by as much as the machine changes its speed meanwhile, all together are not.
     assert compared["check"]["e2e_mape"] < 0.25, compared["check"]

@@ -41,7 +41,7 @@ def check_tokens(name: str, answers: dict[str, Any], prompts: list[list[int]]) -
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_tokens_of_published_models_are_those_of_transformers(
+def test_tokens_of_published_models_equal_those_of_transformers(
     name: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     prompts = [token_ids_of(name, text) for text in TEXTS]

@@ -69,12 +69,12 @@ def leave_after_the_first_token(side: VllmSide) -> socket.socket:
     return connection
 
 
-def test_vllms_load_generator_gets_all_its_answers(ours: VllmSide, tmp_path: Path) -> None:
+def test_vllms_load_generator_gets_all_completions(ours: VllmSide, tmp_path: Path) -> None:
     result = bench(ours, DEMO, float("inf"), NUM_REQUESTS, seed=1, folder=tmp_path)
     assert result["completed"] == NUM_REQUESTS
 
 
-def test_clients_that_leave_give_all_blocks_back(ours: VllmSide) -> None:
+def test_disconnected_clients_release_all_blocks(ours: VllmSide) -> None:
     connections = [leave_after_the_first_token(ours) for _ in range(8)]
     assert metrics(ours)["vllm:num_requests_running"] > 0
     for connection in connections:

@@ -64,7 +64,7 @@ def is_prefix(one: list[int], other: list[int]) -> bool:
 
 @pytest.mark.next_vllm
 @pytest.mark.parametrize("name", short_of(WAYS, SHORT))
-def test_the_answers_are_those_of_vllms_own_scheduler(tmp_path: Path, name: str) -> None:
+def test_outputs_equal_those_of_vllms_scheduler(tmp_path: Path, name: str) -> None:
     way = WAYS[name]
     requests, aborts = make_requests(NUM_REQUESTS, seed=1, most_tokens=way.most_tokens)
     log = tmp_path / "observed.jsonl"
@@ -104,7 +104,7 @@ def test_the_answers_are_those_of_vllms_own_scheduler(tmp_path: Path, name: str)
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["plain", "ngram", "async"])
-def test_tokens_that_the_model_runner_does_not_return_are_sampled_again(tmp_path: Path, name: str) -> None:
+def test_tokens_missing_from_the_runners_output_are_sampled_again(tmp_path: Path, name: str) -> None:
     way = WAYS[name]
     requests, _ = make_requests(NUM_REQUESTS // 2, seed=2, most_tokens=40)
     found = [run_vllm(tmp_path, way, ours=True, requests=requests, aborts={}, lossy=share) for share in (0.0, 0.05)]

@@ -66,7 +66,7 @@ def move(page: Any, which: str, to: int) -> None:
     page.press(f"#{which} [data-part=number]", "Enter")
 
 
-def test_figures_are_those_of_the_runs(visit: Callable[..., Any], static: Any, continuous: Any) -> None:
+def test_figures_match_the_runs(visit: Callable[..., Any], static: Any, continuous: Any) -> None:
     page = visit()
     rows = {
         cells[0]: cells[1:]
@@ -91,9 +91,7 @@ def test_figures_are_those_of_the_runs(visit: Callable[..., Any], static: Any, c
     assert page.inner_text("#gained").startswith("Of 40 requests that finished in both, ")
 
 
-def test_requests_are_ranked_by_the_time_that_is_chosen(
-    visit: Callable[..., Any], static: Any, continuous: Any
-) -> None:
+def test_requests_are_ranked_by_the_chosen_time(visit: Callable[..., Any], static: Any, continuous: Any) -> None:
     page = visit()
     timings = [outcome.timings for _, outcome in (static, continuous)]
     names = [f"request-{index}" for index in range(40)]
@@ -132,7 +130,7 @@ def aborted(names: list[str], gone: str) -> bytes:
     return file.getvalue()
 
 
-def test_requests_of_one_run_alone_are_named(open_page: Callable[..., Any], tmp_path: Path) -> None:
+def test_requests_of_only_one_run_are_listed(open_page: Callable[..., Any], tmp_path: Path) -> None:
     """An id that comes again is another request; who is aborted has not finished."""
     one, two = aborted(["a", "b", "a", "c"], "c"), aborted(["a", "b", "d"], "b")
     path = tmp_path / "page.html"
@@ -149,7 +147,9 @@ def test_requests_of_one_run_alone_are_named(open_page: Callable[..., Any], tmp_
     assert page.inner_text("#gained").startswith("Of 1 request that finished in both, 0 finished sooner")
 
 
-def test_one_follows_the_other_in_step_and_in_time(visit: Callable[..., Any], static: Any, continuous: Any) -> None:
+def test_one_view_follows_the_other_in_step_and_in_time(
+    visit: Callable[..., Any], static: Any, continuous: Any
+) -> None:
     films = {name: Film(io.BytesIO(data)) for name, (data, _) in (("first", static), ("second", continuous))}
     page = visit("#step=9&by=step")
     playwright.expect(page.locator("#second [data-part=number]")).to_have_value("9")
@@ -174,7 +174,7 @@ def test_one_follows_the_other_in_step_and_in_time(visit: Callable[..., Any], st
     page.click("#first [data-part=play]")
 
 
-def test_a_request_is_chosen_in_both(visit: Callable[..., Any]) -> None:
+def test_a_request_is_chosen_in_both_views(visit: Callable[..., Any]) -> None:
     page = visit()
     button = page.locator("#gains button").first
     button.focus()
@@ -212,7 +212,7 @@ def test_a_second_film_is_opened_beside_the_first(
     playwright.expect(page.locator("#title")).to_have_text("continuous and cut")
 
 
-def test_a_file_that_is_too_large_is_refused_before_it_is_read(open_page: Callable[..., Any], tmp_path: Path) -> None:
+def test_too_large_a_file_is_refused_before_it_is_read(open_page: Callable[..., Any], tmp_path: Path) -> None:
     path, large = tmp_path / "page.html", tmp_path / "large"
     path.write_text(page_of(None, "no film"), encoding="utf-8")
     with large.open("wb") as file:

@@ -48,7 +48,7 @@ def names_in(template: str) -> set[str]:
 
 
 @pytest.mark.parametrize("lesson", LESSONS, ids=[lesson.title for lesson in LESSONS])
-def test_a_lesson_is_whole(lesson: Lesson, course: dict[str, Performed]) -> None:
+def test_a_lesson_is_complete(lesson: Lesson, course: dict[str, Performed]) -> None:
     one = course[lesson.title]
     assert len(lesson.paragraphs) == 3 and 2 <= len(lesson.variants) <= 5 and lesson.questions
     for paragraph in lesson.paragraphs:
@@ -74,7 +74,7 @@ def test_no_number_is_written_by_hand(lesson: Lesson) -> None:
 
 
 @pytest.mark.parametrize("lesson", LESSONS, ids=[lesson.title for lesson in LESSONS])
-def test_a_moment_is_in_its_film(lesson: Lesson, course: dict[str, Performed]) -> None:
+def test_every_moment_is_in_its_film(lesson: Lesson, course: dict[str, Performed]) -> None:
     one = course[lesson.title]
     for name, figure in one.figures.items():
         if isinstance(figure, Moment):
@@ -483,7 +483,7 @@ def in_lesson(page: Any, title: str) -> None:
 
 
 @pytest.mark.e2e
-def test_keys_do_all_of_it(visit: Callable[..., Any]) -> None:
+def test_the_course_works_with_keys_only(visit: Callable[..., Any]) -> None:
     """To another lesson, to a step, to another variant, and an answer, without a mouse."""
     page = visit("#lesson=7")
     page.locator("#contents summary").press("Enter")
@@ -508,7 +508,7 @@ def test_keys_do_all_of_it(visit: Callable[..., Any]) -> None:
 
 
 @pytest.mark.e2e
-def test_a_link_carries_the_place(visit: Callable[..., Any]) -> None:
+def test_a_link_contains_lesson_and_step(visit: Callable[..., Any]) -> None:
     page = visit("#lesson=8&variant=2&step=9&request=C")
     assert shown(page) == [7, 1, 9, "C"]
     assert page.locator("[data-part=lifeTitle]").inner_text() == "The life of C"
@@ -520,7 +520,7 @@ def test_a_link_carries_the_place(visit: Callable[..., Any]) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(("lesson", "width", "scheme"), [(4, 360, "light"), (9, 360, "dark"), (9, 1280, "dark")])
-def test_it_fits_and_can_be_read(visit: Callable[..., Any], lesson: int, width: int, scheme: str) -> None:
+def test_the_page_fits_and_is_accessible(visit: Callable[..., Any], lesson: int, width: int, scheme: str) -> None:
     """No sideways scrolling at a phone's width, and nothing serious that axe-core finds, with a question answered."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright")
     page = visit(f"#lesson={lesson}", color_scheme=scheme, viewport={"width": width, "height": 800}, bypass_csp=True)
@@ -534,7 +534,7 @@ def test_it_fits_and_can_be_read(visit: Callable[..., Any], lesson: int, width: 
 
 
 @pytest.mark.e2e
-def test_it_works_without_storage(visit: Callable[..., Any]) -> None:
+def test_the_course_works_without_storage(visit: Callable[..., Any]) -> None:
     """A file may have none: progress then lasts as long as the page."""
     page = visit()
     page.add_init_script("Object.defineProperty(window, 'localStorage', { get() { throw new Error('none') } })")

@@ -80,7 +80,7 @@ def read(data: bytes, **options: Any) -> Film:
 
 
 @pytest.mark.parametrize("differences", [False, True])
-def test_numbers_survive(differences: bool) -> None:
+def test_numbers_are_decoded_as_encoded(differences: bool) -> None:
     rng = np.random.default_rng(3)
     for values in (
         np.zeros(0, dtype=np.int64),
@@ -105,7 +105,7 @@ def test_a_film_has_every_step_and_its_time(short_pool: bytes) -> None:
     ]
 
 
-def test_what_a_step_shows(short_pool: bytes) -> None:
+def test_the_state_of_a_step(short_pool: bytes) -> None:
     """The first step has the whole first prompt and what is left of the budget for the second."""
     state = read(short_pool).state_at(0)
     assert [(row.number, row.num_tokens, row.samples) for row in state.batch] == [(0, 14, True), (1, 2, False)]
@@ -114,7 +114,7 @@ def test_what_a_step_shows(short_pool: bytes) -> None:
     assert state.blocker == 2 and state.requests[2].reason == "budget"
 
 
-def test_the_words_of_a_step(short_pool: bytes) -> None:
+def test_the_sentences_of_a_step(short_pool: bytes) -> None:
     film = read(short_pool)
     teller = Teller(film)
     told = [sentence for frame in range(len(film.frames)) for sentence in teller.decided(frame)]
@@ -149,7 +149,7 @@ def preemptions(data: bytes) -> list[str]:
         ),
     ],
 )
-def test_a_preemption_names_whose_need_it_is_and_why_this_request(settings: dict[str, Any], expected: str) -> None:
+def test_a_preemption_names_the_needing_request_and_the_rule(settings: dict[str, Any], expected: str) -> None:
     assert preemptions(run([(14, 20), (10, 20), (6, 20)], **settings)[0])[0] == expected
 
 
@@ -161,7 +161,7 @@ def test_several_blocks_are_missing_at_once() -> None:
     assert own[0] == "r2 is preempted: it needs a block itself, and none is free; r2 was the last one admitted"
 
 
-def test_who_is_displaced_gives_way_to_a_named_request() -> None:
+def test_a_priority_preemption_names_the_more_urgent_request() -> None:
     scheduler = Scheduler(SchedulerConfig(**{**CONFIG, "order": "priority"}))
     film = FilmRecorder(file := io.BytesIO())
     scheduler.start_film(film)
@@ -176,7 +176,7 @@ def test_who_is_displaced_gives_way_to_a_named_request() -> None:
     assert preemptions(file.getvalue()) == ["calm is preempted: urgent is more urgent and takes its place"]
 
 
-def test_what_a_preemption_cost(short_pool: bytes) -> None:
+def test_the_cost_of_a_preemption(short_pool: bytes) -> None:
     """Until the request resumes, and what was not found in the cache then; as its life says."""
     film = read(short_pool)
     for one in preemptions_of(film):
@@ -190,14 +190,14 @@ def test_what_a_preemption_cost(short_pool: bytes) -> None:
     assert any(one.num_recomputed_tokens for one in preemptions_of(film))
 
 
-def test_all_lives_together_are_each_of_them(short_pool: bytes) -> None:
+def test_lives_of_all_requests_equal_single_lives(short_pool: bytes) -> None:
     film = read(short_pool)
     for life in lives_of(film):
         assert (life.waited, life.ran) == (life_of(film, life.number).waited, life_of(film, life.number).ran)
         assert list(life.waited.values()) == sorted(life.waited.values(), reverse=True)
 
 
-def test_a_life_adds_up(short_pool: bytes) -> None:
+def test_times_of_a_life_add_up(short_pool: bytes) -> None:
     """Running and waiting, by reason, is all the time from arrival to end."""
     film = read(short_pool)
     for number in range(3):
@@ -208,7 +208,7 @@ def test_a_life_adds_up(short_pool: bytes) -> None:
     assert not life_of(film, 0).waited
 
 
-def test_who_waits_behind_others_waits_for_what_they_lack() -> None:
+def test_time_behind_others_is_counted_by_what_the_head_lacks() -> None:
     data, _ = run([(8, 6), (8, 2), (8, 2)], max_num_seqs=1)
     last = life_of(read(data), 2)
     assert last.waited == {"behind others, sequence_limit": 3.0, "sequence_limit": 1.0}
@@ -254,7 +254,7 @@ def test_a_recorder_films_once() -> None:
         scheduler.start_film(recorder)
 
 
-def test_a_step_of_several_is_shown_as_it_was() -> None:
+def test_steps_done_at_once_are_shown_like_single_steps() -> None:
     """Of steps that were done at once, each is what the same step is where they were done one by one."""
     trace = [TraceRequest(0.25 * index, 40 + 9 * index, 30 + index) for index in range(12)]
     config = SchedulerConfig(num_blocks=60, block_size=4, max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64)
@@ -342,7 +342,7 @@ def header_with(data: bytes, **changes: Any) -> bytes:
     return out.getvalue() + file.read()
 
 
-def test_another_version_is_refused_by_its_number(short_pool: bytes) -> None:
+def test_another_version_is_refused(short_pool: bytes) -> None:
     with pytest.raises(FilmError, match="format version 7, and this library reads 3"):
         read(header_with(short_pool, format_version=7))
 
@@ -358,7 +358,7 @@ def test_another_version_is_refused_by_its_number(short_pool: bytes) -> None:
         (MAGIC + struct.pack("<I", 1 << 31), "header is broken"),
     ],
 )
-def test_what_is_no_film(data: bytes, why: str) -> None:
+def test_files_that_are_not_films_are_refused(data: bytes, why: str) -> None:
     with pytest.raises(FilmError, match=why):
         read(data)
 
@@ -385,7 +385,7 @@ def altered(data: bytes, kind: str, change: Any) -> bytes:
         ("max_num_batched_tokens", None),
     ],
 )
-def test_a_header_that_makes_no_sense_is_refused(short_pool: bytes, name: str, value: object) -> None:
+def test_an_invalid_header_is_refused(short_pool: bytes, name: str, value: object) -> None:
     config = read(short_pool).header["config"]
     with pytest.raises(FilmError, match=r"the film's header"):
         read(header_with(short_pool, config={**config, name: value}))
@@ -399,7 +399,7 @@ def test_a_header_without_names_is_refused(short_pool: bytes, names: object) -> 
 
 @pytest.mark.parametrize("kind", ["R", "E", "B"])
 @pytest.mark.parametrize("seed", range(short_or_long(40, 1000)))
-def test_a_broken_film_is_an_error_and_nothing_else(short_pool: bytes, kind: str, seed: int) -> None:
+def test_a_broken_film_raises_only_film_errors(short_pool: bytes, kind: str, seed: int) -> None:
     """Bytes are changed, lost or added: it is refused with a sentence, or it can be shown."""
     rng = np.random.default_rng(seed)
 
@@ -424,7 +424,7 @@ def test_a_broken_film_is_an_error_and_nothing_else(short_pool: bytes, kind: str
         assert str(error)
 
 
-def test_a_chunk_that_claims_to_be_huge_is_not_unpacked(short_pool: bytes) -> None:
+def test_a_chunk_with_a_huge_declared_size_is_not_unpacked(short_pool: bytes) -> None:
     head = short_pool.index(b"R", len(MAGIC) + struct.unpack("<I", short_pool[len(MAGIC) : len(MAGIC) + 4])[0])
     bomb = short_pool[:head] + struct.pack("<cII", b"R", 10, 1 << 31) + bytes(10)
     with pytest.raises(FilmError, match="it is broken"):
@@ -478,7 +478,7 @@ BOMBS: dict[str, tuple[list[tuple[str, bytes]], int, str]] = {
 
 
 @pytest.mark.parametrize("what", BOMBS)
-def test_a_small_file_takes_little_memory_whatever_it_unpacks_to(short_pool: bytes, what: str) -> None:
+def test_a_small_file_takes_little_memory(short_pool: bytes, what: str) -> None:
     chunks, copies, why = BOMBS[what]
     data = bomb(read_header(io.BytesIO(short_pool)), *chunks, copies=copies)
     assert len(data) < 100_000
@@ -492,7 +492,7 @@ def test_a_small_file_takes_little_memory_whatever_it_unpacks_to(short_pool: byt
     assert peak < 1 << 30
 
 
-def test_numbers_are_read_in_parts_as_they_were_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pointsman.core.observe.film_format.NUMBERS_AT_ONCE", 7)
     chance = np.random.default_rng(3)
     for differences in (False, True):
@@ -504,7 +504,7 @@ def test_numbers_are_read_in_parts_as_they_were_written(monkeypatch: pytest.Monk
             assert found.itemsize <= max(1, 2 * (bits + 1) // 8)
 
 
-def test_ids_of_html_are_text(tmp_path: Path) -> None:
+def test_ids_with_html_are_shown_as_text(tmp_path: Path) -> None:
     scheduler = Scheduler(SchedulerConfig(**CONFIG))
     file = io.BytesIO()
     film = FilmRecorder(file)

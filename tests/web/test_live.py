@@ -103,7 +103,7 @@ def look_back(page: Any) -> None:
     playwright.expect(page.locator("#link")).to_have_text("You look back; the scheduler continues")
 
 
-def test_a_server_is_watched(visit: Callable[..., Any]) -> None:
+def test_watching_a_server(visit: Callable[..., Any]) -> None:
     """Key, what runs now, looking back while it goes on, now again, and a server that ends."""
     with start_server(*POOL) as server:
         port = server.port
@@ -144,7 +144,7 @@ def test_a_server_is_watched(visit: Callable[..., Any]) -> None:
 
 @pytest.mark.long
 @pytest.mark.skipif(num_cores() < 2, reason="two engines need two cores")
-def test_one_of_two_engines_is_chosen_and_watched_again_after_its_death(visit: Callable[..., Any]) -> None:
+def test_one_engine_is_watched_again_after_its_death(visit: Callable[..., Any]) -> None:
     """The film of the dead one ends, the other's can be watched meanwhile, and the new one's begins anew."""
     with start_server(*POOL, "--data-parallel-size", "2") as server:
         page = visit(f"{server.url}/live")

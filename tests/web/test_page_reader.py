@@ -181,7 +181,7 @@ def expected(film: Film, frame: int, step: int | None) -> dict[str, Any]:
     }
 
 
-def test_the_columns_are_those_of_the_format() -> None:
+def test_the_columns_match_the_format() -> None:
     text = (Path(__file__).parents[2] / "pointsman" / "web" / "page" / "film.js").read_text()
     for kind, columns in COLUMNS.items():
         listed = text.split(f"  {kind}: ")[1].split(",\n")[0].strip('"`').split()
@@ -235,9 +235,7 @@ def test_states_words_and_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             assert waited == pytest.approx(life.waited) and ran == pytest.approx(life.ran)
 
 
-def test_a_film_cut_off_among_its_last_blocks_shows_its_whole_chunks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_film_truncated_in_its_blocks_shows_its_whole_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pointsman.core.observe.film.EVENTS_IN_A_CHUNK", 40)
     path = films(tmp_path, [0])[0]
     num_frames, data = len(Film.read(path).frames), path.read_bytes()
@@ -250,7 +248,7 @@ def test_a_film_cut_off_among_its_last_blocks_shows_its_whole_chunks(
     assert answer["states"][0]["references"] == expected(film, step[0], step[1])["references"]
 
 
-def test_what_is_no_film_is_refused_with_a_sentence(tmp_path: Path) -> None:
+def test_files_that_are_not_films_are_refused_with_a_sentence(tmp_path: Path) -> None:
     good = Filmed()
     replay(recorded(8_001, {}), good.watch)
     data = good.finish()

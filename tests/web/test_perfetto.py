@@ -10,7 +10,7 @@ from pointsman.web.timeline import timeline_of
 from tests.web.test_timeline import BUSY, film_of
 
 
-def test_a_trace(tmp_path: Path) -> None:
+def test_trace_matches_the_film(tmp_path: Path) -> None:
     """Slices of a request lie within its own, no two of a track overlap, counters are those of the film."""
     film, path = film_of(BUSY), tmp_path / "run.json"
     write_trace(film, path)
@@ -32,7 +32,7 @@ def test_a_trace(tmp_path: Path) -> None:
     assert all(" is preempted: " in mark and "was the last one admitted" in mark for mark in marks)
 
 
-def test_no_more_requests_and_points_than_asked_for(tmp_path: Path) -> None:
+def test_the_numbers_of_requests_and_points_are_bounded(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     write_trace(film_of(BUSY), path, max_requests=2, max_points=10)
     trace = json.loads(path.read_text())

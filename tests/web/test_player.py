@@ -68,7 +68,7 @@ def go_to(page: Any, step: int) -> None:
     at_step(page, step)
 
 
-def test_it_shows_what_the_film_says(visit: Callable[..., Any], film: bytes) -> None:
+def test_the_page_shows_the_film(visit: Callable[..., Any], film: bytes) -> None:
     """Sentences, rows, waiting requests and blocks, at steps here and there, some of them done at once with others."""
     found, page = Film(io.BytesIO(film)), visit(film)
     teller = Teller(found)
@@ -99,7 +99,7 @@ def test_it_shows_what_the_film_says(visit: Callable[..., Any], film: bytes) -> 
         assert page.locator("[data-part=poolTitle]").inner_text().startswith(f"KV pool: {used} of 60 blocks in use")
 
 
-def test_a_title_may_be_called_like_a_part_of_the_page(visit: Callable[..., Any], film: bytes) -> None:
+def test_a_title_may_contain_the_name_of_a_part(visit: Callable[..., Any], film: bytes) -> None:
     page = visit(film, title="{script}.film {view}")
     at_step(page, 0)
     playwright.expect(page.locator("#title")).to_have_text("{script}.film {view}")
@@ -252,7 +252,7 @@ def test_the_arrow_keys_go_from_block_to_block(visit: Callable[..., Any], film: 
     at_step(page, 30)
 
 
-def test_counters_and_what_was_before(visit: Callable[..., Any], film: bytes) -> None:
+def test_counters_and_the_log_of_earlier_steps(visit: Callable[..., Any], film: bytes) -> None:
     """Counted up to the step; the sentences of the steps before lead to them."""
     found, page = Film(io.BytesIO(film)), visit(film)
     index = 2 * len(found.frames) // 3
@@ -276,7 +276,7 @@ def test_counters_and_what_was_before(visit: Callable[..., Any], film: bytes) ->
     assert told(page) == teller.decided(last)
 
 
-def test_states_and_ladder(visit: Callable[..., Any], film: bytes) -> None:
+def test_diagram_of_states_and_memory_ladder(visit: Callable[..., Any], film: bytes) -> None:
     """Where requests are, which moves a step made, and what answered when memory was short."""
     found, page = Film(io.BytesIO(film)), visit(film)
     ops = [[event.op for event in found.events(index, index + 1)] for index in range(len(found.frames))]
@@ -346,7 +346,7 @@ def test_itl_on_the_time_line(visit: Callable[..., Any], film: bytes) -> None:
     assert painted[:3] == [True, True, False] and painted[3] < found.num_steps
 
 
-def test_a_link_carries_step_and_request(visit: Callable[..., Any], film: bytes) -> None:
+def test_a_link_contains_step_and_request(visit: Callable[..., Any], film: bytes) -> None:
     found = Film(io.BytesIO(film))
     step, name = max(found.frames, key=lambda frame: frame.num_steps).step_id + 1, found.requests[3].request_id
     page = visit(film, f"#step={step}&request={name}")
@@ -418,7 +418,7 @@ def test_markup_is_text(visit: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1920])
-def test_it_fits_and_can_be_read(visit: Callable[..., Any], film: bytes, scheme: str, width: int) -> None:
+def test_the_page_fits_and_is_accessible(visit: Callable[..., Any], film: bytes, scheme: str, width: int) -> None:
     """No sideways scrolling at a phone's width, and nothing serious that axe-core finds."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright")
     page = visit(film, "#step=60", color_scheme=scheme, viewport={"width": width, "height": 900}, bypass_csp=True)
@@ -430,6 +430,6 @@ def test_it_fits_and_can_be_read(visit: Callable[..., Any], film: bytes, scheme:
     assert serious == []
 
 
-def test_a_film_that_is_too_large_is_refused() -> None:
+def test_too_large_a_film_is_refused() -> None:
     with pytest.raises(ValueError, match="a page holds at most"):
         page_of(bytes(MAX_FILM + 1), "large")

@@ -109,7 +109,7 @@ def without_history(answer: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in answer.items() if name not in ("undo", "redo")}
 
 
-def test_what_is_done_after_an_undo_is_what_is_done_next() -> None:
+def test_an_action_after_an_undo_replaces_the_redo() -> None:
     sandbox = done(
         {"do": "add", "prompt": 10, "output": 5},
         {"do": "step"},
@@ -124,7 +124,7 @@ def test_what_is_done_after_an_undo_is_what_is_done_next() -> None:
 # ---------------------------------------------------------------------- what the scheduler knows, and when
 
 
-def test_requests_run_as_long_as_the_sandbox_says() -> None:
+def test_requests_generate_their_stated_number_of_tokens() -> None:
     sandbox = done({"do": "add", "prompt": 64, "output": 20}, {"do": "run"})
     assert request(sandbox, "A")["why"] == "finished: stop"
     assert (request(sandbox, "A")["generated"], sandbox.played.num_steps) == (20, 20)
@@ -132,7 +132,7 @@ def test_requests_run_as_long_as_the_sandbox_says() -> None:
     assert (request(capped, "A")["why"], request(capped, "A")["generated"]) == ("finished: length", 7)
 
 
-def test_a_step_takes_the_time_that_is_stated() -> None:
+def test_a_step_takes_its_stated_time() -> None:
     """10 ms, and 0.1 ms a token: 40 tokens of the prompt in the first, one in each other."""
     sandbox = done({"do": "add", "prompt": 40, "output": 3}, {"do": "step"})
     assert sandbox.played.now == pytest.approx(0.014)
@@ -143,7 +143,7 @@ def test_a_step_takes_the_time_that_is_stated() -> None:
 
 
 @pytest.mark.parametrize("order", ["fcfs", "shortest-prefill", "earliest-ttft"])
-def test_no_policy_foresees_an_output(order: str) -> None:
+def test_no_policy_can_predict_an_output(order: str) -> None:
     """Other lengths of outputs change nothing before the first request ends."""
     films = []
     for seed in (1, 2):
@@ -163,7 +163,7 @@ def test_an_idle_scheduler_waits_for_the_next_arrival() -> None:
     run_copied(sandbox.as_test())
 
 
-def test_prefixes_are_shared_into_the_output() -> None:
+def test_shared_prefixes_extend_into_the_output() -> None:
     """A conversation: the second request starts with prompt and answer of the first, as far as blocks are full."""
     sandbox = done(
         {"do": "add", "prompt": 40, "output": 30},
@@ -178,7 +178,7 @@ def test_prefixes_are_shared_into_the_output() -> None:
     assert other.played.figures()["cached_tokens"] == 64  # C is like nothing
 
 
-def test_an_abort_and_a_priority_happen_when_they_did() -> None:
+def test_aborts_and_priorities_keep_their_times() -> None:
     """Other settings do not move them, and a reset takes them away."""
     sandbox = done(
         *({"do": "add", "prompt": 64, "output": 50} for _ in range(3)),
@@ -199,7 +199,7 @@ def test_an_abort_and_a_priority_happen_when_they_did() -> None:
     assert [request(sandbox, name)["why"] for name in "ABC"] == ["finished: stop"] * 3
 
 
-def test_a_request_that_has_not_arrived_is_taken_away() -> None:
+def test_aborting_a_future_request_removes_it() -> None:
     sandbox = done({"do": "add", "prompt": 8, "output": 2}, {"do": "add", "prompt": 8, "output": 2, "at": 5})
     sandbox.do({"do": "add", "prompt": 8, "output": 2, "at": 6, "like": "B"})
     with pytest.raises(SandboxError, match="starts like it"):
@@ -227,7 +227,7 @@ def test_other_settings_play_the_same_requests() -> None:
     assert sandbox.scene.inputs == situation("preemption").scene.inputs
 
 
-def test_settings_are_compared_with_those_of_the_beginning() -> None:
+def test_settings_are_compared_with_the_first_ones() -> None:
     """However often they change, and with the same requests and steps; until it is asked for otherwise."""
     sandbox = done({"do": "situation", "name": "preemption"}, {"do": "run"})
     begin = sandbox.answer()
@@ -264,7 +264,7 @@ def test_time_does_not_go_back_after_waiting_for_a_refused_request() -> None:
     assert sandbox.played.now == 0
 
 
-def test_who_is_taken_away_leaves_nothing_behind() -> None:
+def test_a_removed_request_leaves_no_inputs_behind() -> None:
     """What was done to it under other settings does not meet the next request of its id."""
     sandbox = done(
         {"do": "add", "prompt": 20, "output": 40},
@@ -280,7 +280,7 @@ def test_who_is_taken_away_leaves_nothing_behind() -> None:
     assert request is not None and request.priority == 0
 
 
-def test_a_chain_of_shared_prefixes_is_played_at_once() -> None:
+def test_a_chain_of_shared_prefixes_is_played_quickly() -> None:
     """Each of 500 requests begins like the one before; a longer one has more of its own text."""
     arrivals = [Arrival("r0", 4, 1)]
     arrivals += [Arrival(f"r{n}", 4 + n, 1, starts_like=f"r{n - 1}", num_shared_tokens=3 + n) for n in range(1, 500)]
@@ -291,7 +291,7 @@ def test_a_chain_of_shared_prefixes_is_played_at_once() -> None:
     assert len({tuple(each) for each in prompts}) == 500
 
 
-def test_every_setting_can_be_set_to_what_it_is_and_to_its_bounds() -> None:
+def test_every_setting_accepts_its_value_and_its_bounds() -> None:
     """Whatever is refused is refused in words."""
     sandbox = done({"do": "add", "prompt": 30, "output": 3}, {"do": "run"})
     now = sandbox.answer()["settings"]
@@ -367,7 +367,7 @@ OUT_OF_RANGE: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("before", "action", "why"), OUT_OF_RANGE)
-def test_what_cannot_be_done_is_refused_in_words(before: list[Any], action: dict[str, Any], why: str) -> None:
+def test_impossible_actions_are_refused_with_a_reason(before: list[Any], action: dict[str, Any], why: str) -> None:
     """Value, limit and remedy; and nothing changes."""
     sandbox = done(*before)
     answer = sandbox.answer()
@@ -376,7 +376,7 @@ def test_what_cannot_be_done_is_refused_in_words(before: list[Any], action: dict
     assert sandbox.answer() == answer
 
 
-def test_a_sandbox_is_bounded() -> None:
+def test_the_size_of_a_sandbox_is_bounded() -> None:
     many = tuple(Arrival(f"{n}", 1, 1) for n in range(MAX_REQUESTS))
     sandbox = Sandbox(Scene(START, many))
     with pytest.raises(SandboxError, match=r"the scene has 501 requests, and the maximum is 500; remove some"):
@@ -419,7 +419,7 @@ PROMISES: dict[str, Callable[[dict[str, Any], dict[str, Any], Figures, Figures],
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_situation_shows_what_it_promises(name: str) -> None:
+def test_a_situation_shows_its_stated_effect(name: str) -> None:
     sandbox = done({"do": "run"}, sandbox=situation(name))
     before = sandbox.answer()
     sandbox.do({"do": "what_if"})
@@ -431,7 +431,7 @@ def test_a_situation_shows_what_it_promises(name: str) -> None:
     assert PROMISES[name](before, after, before["figures"], after["figures"])
 
 
-def test_a_request_that_never_fits_says_so() -> None:
+def test_a_request_that_never_fits_is_refused() -> None:
     sandbox = done({"do": "run"}, sandbox=situation("never"))
     assert request(sandbox, "too-long")["state"] == "refused"
     assert "needs 19 KV blocks of 16, and the pool has 16" in request(sandbox, "too-long")["why"]
@@ -455,7 +455,7 @@ def test_the_copied_test_passes_midway_and_can_fail(name: str) -> None:
         run_copied(other)
 
 
-def test_the_copied_test_keeps_ids_as_they_are() -> None:
+def test_the_copied_test_keeps_ids() -> None:
     name = 'it\'s "so" {x} \\ </script>'
     sandbox = done({**A, "id": name, "tenant": "t'"}, {**A, "like": name, "shared": 40}, {"do": "step", "count": 2})
     run_copied(sandbox.as_test())
@@ -477,14 +477,14 @@ def test_a_film_becomes_a_scene_that_plays_to_the_same_decisions(name: str) -> N
     assert [sandbox.played.figures()[each] for each in names] == [played.figures()[each] for each in names]
 
 
-def test_of_a_long_film_the_first_requests_are_taken() -> None:
+def test_a_long_film_gives_a_scene_of_its_first_requests() -> None:
     played = done({"do": "run"}, sandbox=situation("static")).played
     remade = remake(Film(io.BytesIO(played.film)), 5, 10_000)
     assert (len(remade.scene.arrivals), remade.num_left_out) == (5, 19)
     assert len(remake(Film(io.BytesIO(played.film)), 500, 50).scene.arrivals) == 3
 
 
-def test_an_abort_of_a_film_is_one_of_the_scene() -> None:
+def test_aborts_of_a_film_are_in_the_scene() -> None:
     sandbox = done(A, A, {"do": "step", "count": 5}, {"do": "abort", "id": "A"}, {"do": "run"})
     remade = remake(Film(io.BytesIO(sandbox.played.film)), MAX_REQUESTS, MAX_PROMPTS)
     again = done({"do": "run"}, sandbox=Sandbox(remade.scene))
@@ -492,7 +492,7 @@ def test_an_abort_of_a_film_is_one_of_the_scene() -> None:
     assert request(again, "A")["generated"] in (4, 5)  # its time is rounded to a microsecond
 
 
-def test_settings_that_a_scene_has_not_are_left_out() -> None:
+def test_settings_that_a_scene_lacks_are_dropped() -> None:
     config = SchedulerConfig(num_blocks=32, max_model_len=256, max_steps_in_flight=2, num_draft_tokens=2)
     played = play(Scene(config.replace(max_steps_in_flight=1), (Arrival("A", 20, 5),), to_the_end=True))
     scene = remake(Film(io.BytesIO(played.film)), MAX_REQUESTS, MAX_PROMPTS).scene

@@ -115,7 +115,7 @@ def test_other_settings_play_the_same_requests(visit: Callable[..., Any]) -> Non
     playwright.expect(page.locator("#comparing")).to_be_hidden()
 
 
-def test_what_came_out_is_saved(visit: Callable[..., Any], tmp_path: Path, open_page: Callable[..., Any]) -> None:
+def test_the_outcome_can_be_saved(visit: Callable[..., Any], tmp_path: Path, open_page: Callable[..., Any]) -> None:
     """As a film, and as a page with the run of before beside it, which needs no server."""
     page = visit()
     page.select_option("#situation", "preemption")
@@ -141,7 +141,7 @@ def test_what_came_out_is_saved(visit: Callable[..., Any], tmp_path: Path, open_
     assert int(row[0]) > 0 and row[1] == "0"
 
 
-def test_what_is_on_the_form_is_played_before_it_is_copied_or_saved(visit: Callable[..., Any]) -> None:
+def test_changed_settings_must_be_played_before_copying_or_saving(visit: Callable[..., Any]) -> None:
     page = visit()
     page.select_option("#situation", "preemption")
     page.click("#do-situation")
@@ -158,7 +158,7 @@ def test_what_is_on_the_form_is_played_before_it_is_copied_or_saved(visit: Calla
     playwright.expect(page.locator("#copy")).to_have_value(re.compile("--watermark 0.1"))
 
 
-def test_what_was_tried_is_kept_in_a_table(visit: Callable[..., Any]) -> None:
+def test_attempts_are_listed_in_a_table(visit: Callable[..., Any]) -> None:
     """For the same requests: one more, and the table begins anew."""
     page = visit()
     page.select_option("#situation", "preemption")
@@ -178,7 +178,7 @@ def test_what_was_tried_is_kept_in_a_table(visit: Callable[..., Any]) -> None:
     playwright.expect(page.locator("#attempts")).to_be_hidden()
 
 
-def test_what_cannot_be_is_said(visit: Callable[..., Any]) -> None:
+def test_impossible_actions_show_an_error(visit: Callable[..., Any]) -> None:
     page = visit()
     add(page, 0, 3)
     playwright.expect(page.locator("#problem")).to_contain_text("prompt is 0; it must be between 1 and 100000")
@@ -188,7 +188,7 @@ def test_what_cannot_be_is_said(visit: Callable[..., Any]) -> None:
     says(page, ": 1 waiting")
 
 
-def test_test_and_settings_are_copied(visit: Callable[..., Any], server: Any) -> None:
+def test_copying_the_test_and_the_settings(visit: Callable[..., Any], server: Any) -> None:
     origin = server.url.partition("/#")[0]
     page = visit()
     page.context.grant_permissions(["clipboard-read", "clipboard-write"], origin=origin)
@@ -211,7 +211,7 @@ def test_test_and_settings_are_copied(visit: Callable[..., Any], server: Any) ->
     assert vllm[vllm.index("--max-num-batched-tokens") + 1] == "128"
 
 
-def test_keys_alone(visit: Callable[..., Any]) -> None:
+def test_the_sandbox_works_with_keys_only(visit: Callable[..., Any]) -> None:
     page = visit()
     page.focus("#add [name=prompt]")
     page.keyboard.press("Control+a")
@@ -246,7 +246,7 @@ def test_sizes_and_accessibility(visit: Callable[..., Any], width: int, scheme: 
     assert [each["id"] for each in found if each["impact"] in ("serious", "critical")] == []
 
 
-def test_nobody_acts_without_the_token(server: Any) -> None:
+def test_actions_need_the_token(server: Any) -> None:
     """It is in no request of the page itself, and each action needs it."""
     origin = server.url.partition("/#")[0]
     with urllib.request.urlopen(origin + "/", timeout=10) as answer:

@@ -40,7 +40,7 @@ def test_tokens_add_up() -> None:
     assert 0 <= timeline.num_prefill_tokens.sum() - sum(prompt for prompt, _ in BUSY) - lost <= resumed
 
 
-def test_curves_are_the_states_of_the_film() -> None:
+def test_curves_match_the_states_of_the_film() -> None:
     film = film_of(BUSY)
     timeline, _ = timeline_of(film)
     for frame in range(0, len(film.frames), 3):
@@ -54,7 +54,7 @@ def test_curves_are_the_states_of_the_film() -> None:
             assert timeline.blocked[frame] == state.requests[state.blocker].reason
 
 
-def test_spans_are_the_lives() -> None:
+def test_spans_match_the_lives() -> None:
     film = film_of(BUSY)
     _, spans = timeline_of(film)
     seconds: dict[tuple[int, bool], float] = defaultdict(float)
@@ -76,7 +76,7 @@ def test_means_keep_the_area() -> None:
 
 
 @pytest.mark.parametrize("kind", ["png", "svg"])
-def test_a_picture(tmp_path: Path, kind: str) -> None:
+def test_a_picture_can_be_drawn(tmp_path: Path, kind: str) -> None:
     pytest.importorskip("matplotlib")
     figure = draw(film_of(BUSY), "a $title$")
     path = tmp_path / f"run.{kind}"
@@ -113,7 +113,7 @@ def test_a_picture_of_a_run_without_preemptions(tmp_path: Path) -> None:
         draw(Film(io.BytesIO(file.getvalue())), "nothing")
 
 
-def test_a_picture_of_nothing_much() -> None:
+def test_a_picture_of_one_step() -> None:
     """A film of one step, with an id that is no label."""
     pytest.importorskip("matplotlib")
     scheduler = Scheduler(SchedulerConfig(**CONFIG))

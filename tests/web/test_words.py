@@ -52,7 +52,7 @@ def test_every_event_but_steps_has_a_sentence() -> None:
     assert len(RECOVERIES) == 3 and len(set(MOVES)) == len(MOVES)
 
 
-def test_no_script_of_a_page_has_a_text_of_its_own_for_them() -> None:
+def test_no_script_has_its_own_copy_of_a_text() -> None:
     every = set(texts(page_words()))
     assert len(every) > 60 and " is preempted: " in every
     for script in PAGE.iterdir():
@@ -61,7 +61,7 @@ def test_no_script_of_a_page_has_a_text_of_its_own_for_them() -> None:
             assert [text for text in every if text in source] == [], script.name
 
 
-def test_a_page_carries_the_words_before_its_scripts() -> None:
+def test_a_page_contains_the_words_before_its_scripts() -> None:
     page = assemble("player", "a film", scripts=("figures.js",))
     strict, words = page.split("<script>")[-1].splitlines()[:2]
     assert strict == '"use strict";'
