@@ -1,4 +1,4 @@
-"""What `build_app` of the Ray application makes of its arguments, and when it wants more replicas; without Ray."""
+"""Arguments of the Ray application's `build_app`, its checks, and its autoscaling; without Ray."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_waiting_requests_raise_the_number_of_replicas() -> None:
 
     assert wanted((0, 0)) == wanted((64, 0)) == wanted() == 1
     assert wanted((64, 1)) == 2 and wanted((64, 64)) == 2 and wanted((64, 65)) == 3
-    assert wanted((8, 4)) == 2 and wanted((8, 17)) == 4  # they wait for blocks, not for slots
+    assert wanted((8, 4)) == 2 and wanted((8, 17)) == 4  # these requests wait for blocks, not for slots
     assert wanted((40, 0), (40, 0)) == 2 and wanted((30, 0), (30, 0)) == 1
     assert wanted((64, 0), (64, 0), engines=2) == 1 and wanted((64, 1), (64, 0), engines=2) == 2
     assert wanted((10, 0), target=4) == 3 and wanted((3, 0), (1, 0), target=4) == 1
@@ -181,7 +181,7 @@ def test_status_watch_reports_the_end_and_the_number_of_engines() -> None:
     replacing = {"RUNNING": 1, "STOPPING": 1}
     watch = StatusWatch("llm", "api", "engines")
     watch.look(status("DEPLOYING", replacing, {"RUNNING": 2, "STARTING": 1, "STOPPING": 3}))
-    assert not watch.is_ending and watch.num_replicas == 3  # what stops is the API that this one replaces
+    assert not watch.is_ending and watch.num_replicas == 3  # the API that this one replaces is stopping
     watch.look(status("RUNNING", running, {"RUNNING": 4}))
     watch.look({})  # the controller has just started
     assert not watch.is_ending and watch.num_replicas == 4

@@ -1,4 +1,4 @@
-"""`pointsman vllm check` answers for every supported version: it works, it does not, or it is not known."""
+"""`pointsman vllm check` on every supported version: it will work, it will not, or that is unknown."""
 
 from __future__ import annotations
 

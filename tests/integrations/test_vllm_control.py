@@ -1,4 +1,4 @@
-"""The control socket: who may ask, what is answered, and that nobody who asks can hold up the scheduler."""
+"""The control socket: access, answers, and that no client can block the scheduler."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_only_the_owner_may_connect_and_close_removes_the_socket(tmp_path: Path)
 
 
 def dead_socket(path: Path) -> Path:
-    """As a process leaves it that is killed."""
+    """A socket as a killed process leaves it."""
     left = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     left.bind(str(path))
     left.close()
@@ -68,7 +68,7 @@ def dead_socket(path: Path) -> Path:
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder for temporary files; there is none for the user alone."""
+    """The folder for temporary files; the user has no private folder."""
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     return tmp_path
@@ -215,7 +215,7 @@ def test_a_request_is_found_by_its_id_or_its_completion_id(tmp_path: Path) -> No
 
 
 def watched(connection: Connection, line: dict[str, Any], num_films: int) -> list[Film]:
-    """What comes next of a live film."""
+    """The next parts of a live film."""
     header, films = b"", []
     while True:
         for kind, data in read_records(base64.b64decode(line["records"])):
@@ -245,7 +245,7 @@ def test_two_clients_watch_while_the_scheduler_steps(tmp_path: Path) -> None:
         ends = time.monotonic() + 10
         while host.core._listeners and time.monotonic() < ends:
             time.sleep(0.01)
-        assert host.core._listeners == ()  # nothing follows the scheduler when they have left
+        assert host.core._listeners == ()  # without watchers no listener is left
 
 
 def test_questions_are_answered_while_idle(tmp_path: Path) -> None:
@@ -293,10 +293,10 @@ def test_idle_clients_do_not_block_new_ones(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with operated(path), ExitStack() as stack:
         clients = [stack.enter_context(raw(str(path))) for _ in range(MAX_CLIENTS)]
-        for client in [*clients, clients[0]]:  # the first one has asked last
+        for client in [*clients, clients[0]]:  # the first client asks last
             client.sendall(b'{"ask": "explain"}\n')
             assert "requests" in json.loads(client.makefile().readline())
-        time.sleep(0.2)  # until its thread waits again
+        time.sleep(0.2)  # until the client's thread waits again
         clients += [stack.enter_context(raw(str(path))) for _ in range(MAX_CLIENTS // 2)]
         assert ask(path, "explain")["requests"] == []
         for replaced in clients[1 : 1 + MAX_CLIENTS // 2]:
@@ -386,7 +386,7 @@ def test_listening_survives_a_shortage_of_file_descriptors(tmp_path: Path, monke
     assert len(tries) >= 4
 
 
-# ------------------------------------------------------------------ nobody holds up the scheduler
+# ------------------------------------------------------------------ clients cannot block the scheduler
 
 
 def test_a_client_that_does_not_read_delays_only_itself(tmp_path: Path) -> None:
@@ -396,7 +396,7 @@ def test_a_client_that_does_not_read_delays_only_itself(tmp_path: Path) -> None:
             host.add(f"r{number}")
         lazy.settimeout(0.2)
         with pytest.raises(TimeoutError):
-            while True:  # until nothing more fits between the two
+            while True:  # until the buffers between the two are full
                 lazy.sendall(b'{"ask": "explain", "limit": 1000}\n' * 50)
         began = time.monotonic()
         for _ in range(20):
@@ -452,7 +452,7 @@ def test_questions_during_steps_see_a_consistent_scheduler(tmp_path: Path) -> No
                 host.add(f"r{number}", length=6 + number % 20, max_tokens=9)
                 number += 1
             time.sleep(0.001)
-        with host.lock:  # between steps, as operators' questions are answered
+        with host.lock:  # between steps, as for operators' questions
             host.core.check_invariants()
     assert not errors, errors[0]
     assert number > 20

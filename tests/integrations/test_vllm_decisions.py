@@ -1,6 +1,6 @@
-"""With the preset "vllm", our scheduler decides in vLLM as vLLM's own: step by step, on random workloads.
+"""With the preset "vllm", our scheduler decides like vLLM's own: step by step, on random workloads.
 
-The long form compares more of them. docs/vllm.md lists what is left out.
+The long form compares more workloads. docs/vllm.md lists the exceptions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MET_PER_100 = {
     "with work": 500,
     "told without blocks": 4,
 }
-"""What so many workloads meet at least, so that they cannot pass by meeting nothing."""
+"""Minimum number of each event in these workloads, so that the test cannot pass without them."""
 
 pytestmark = [*NEEDS_VLLM, pytest.mark.next_vllm]
 

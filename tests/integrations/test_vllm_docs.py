@@ -1,4 +1,4 @@
-"""Every command of docs/vllm.md, against a real vLLM; and that installing Pointsman changes nothing of vLLM's."""
+"""Runs every command of docs/vllm.md against a real vLLM; checks that installing Pointsman changes nothing in vLLM."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.integrations.vllm_process import DEMO, NEEDS_VLLM, ROOT, vllm_parent
 from tests.test_docs import VLLM, blocks, commands
 
 MODEL, SOCKET = "Qwen/Qwen3-0.6B", "/run/pointsman.sock"
-"""In the document."""
+"""The path in the document."""
 COMMANDS = [line for _, language, text in blocks(VLLM) if language == "sh" for line in commands(text)]
 
 pytestmark = NEEDS_VLLM
@@ -36,7 +36,7 @@ pytestmark = NEEDS_VLLM
 
 @dataclass
 class Server:
-    """A vLLM that serves."""
+    """A running vLLM server."""
 
     url: str
     socket: Path
@@ -65,7 +65,7 @@ sys.argv = [path, *sys.argv[5:]]
 from vllm.entrypoints.cli.main import main
 sys.exit(main())
 """
-"""What the command `vllm` is, in a process that has imported vLLM."""
+"""The command `vllm`, in a process that has imported vLLM."""
 INFORMED = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_NO_USAGE_STATS": "1"}
 
 
@@ -128,7 +128,7 @@ def test_commands_run_in_the_order_of_the_document(tmp_path: Path, vllm_version:
         asking = [line for line in COMMANDS if SOCKET in line and line.startswith("pointsman")]
         assert len(asking) == 6
         names = ["first", "my-request", "third"]
-        lengths = [1500, 16, 16]  # the first runs while the others wait and are asked about
+        lengths = [1500, 16, 16]  # the first runs while the others wait and are explained
         threads = [threading.Thread(target=server.complete, args=args) for args in zip(names, lengths, strict=True)]
         for thread in threads:
             thread.start()
@@ -161,7 +161,7 @@ def test_commands_run_in_the_order_of_the_document(tmp_path: Path, vllm_version:
         replays = [line for line in COMMANDS if line.startswith("pointsman replay")]
         printed = run(replays[0], server, tmp_path)
         assert re.match(r"\d+ steps replayed \(\d+ calls, 1 requests, 0 preemptions\): no difference", printed)
-    run(asking[0], server, tmp_path, code=1)  # nobody is there any more
+    run(asking[0], server, tmp_path, code=1)  # the server has ended
     log = server.log.read_text()
     assert "Pointsman 0.1.0 schedules for vLLM 0.32.0" in log
     assert "order fcfs, 2048 tokens and 1 requests a step" in log and "victim latest" in log
@@ -177,7 +177,7 @@ def test_the_readme_starts_vllm_as_in_this_document() -> None:
 
 
 def check_vllm(*options: str) -> subprocess.CompletedProcess[str]:
-    """The command of the document that asks before, with further options, where vLLM is."""
+    """The document's `check` command with further options, in vLLM's environment."""
     (line,) = (line for line in COMMANDS if line.startswith("pointsman vllm check"))
     return vllm_parent().run("-m", *shlex.split(line.replace(MODEL, str(DEMO))), *options, timeout=300)
 

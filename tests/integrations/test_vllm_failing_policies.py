@@ -1,4 +1,4 @@
-"""Policies of another package that fail in real vLLM: every request gets its tokens, and operators see why."""
+"""Policies of another package that fail in real vLLM: all requests complete, and operators see the failures."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, Any]:
-    """By way and version, the tokens of the requests without these policies."""
+    """The tokens of the requests without these policies, by way and version."""
     return {}
 
 

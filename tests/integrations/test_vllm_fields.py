@@ -1,4 +1,4 @@
-"""Every output is what the model runners of vLLM rely on, with the dataclasses of each supported version."""
+"""Every output fulfils the assumptions of vLLM's model runners, with the dataclasses of each supported version."""
 
 from __future__ import annotations
 

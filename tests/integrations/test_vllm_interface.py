@@ -20,11 +20,11 @@ from tests.integrations.vllm_process import VLLM_INSTALLED
 
 DROP_IN = Path(pointsman.__file__).parent / "integrations" / "vllm"
 UNTESTED = "9.9.0"
-"""A version that nobody has tested."""
+"""An untested version."""
 
 
 def sources_of(version: str) -> Path:
-    """The folder that a version of vLLM lies in."""
+    """The folder of a version of vLLM."""
     if version != VLLM_VERSION:
         return FOLDERS[version]
     return next(iter(ENVIRONMENT.glob("lib/python*/site-packages")), ENVIRONMENT)
@@ -67,11 +67,11 @@ def test_missing_features_of_an_older_version_are_found() -> None:
     assert ("KVCacheCoordinator.get_num_blocks_to_allocate", "kv_groups.py") in broken
 
 
-# ---------------------------------------------------------------------- what is read of our code
+# ---------------------------------------------------------------------- uses in our code
 
 
 def imports_of_vllm() -> set[tuple[str, str]]:
-    """(file, name) of all that the drop-in imports of vLLM, read in the simplest way."""
+    """(file, name) of all imports of vLLM in the drop-in, found in the simplest way."""
     found = set()
     for path in DROP_IN.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -96,9 +96,9 @@ def test_every_uncaught_import_is_an_assumption() -> None:
         pytest.param("settings.py", "SchedulerConfig.watermark", id="a chain from a parameter"),
         pytest.param("kv_groups.py", "KVCacheCoordinator.single_type_managers", id="an attribute of self"),
         pytest.param("kv_groups.py", "KVCacheBlock.ref_cnt", id="a comprehension"),
-        pytest.param("scheduler.py", "PrefillStats.set", id="what our request carries"),
+        pytest.param("scheduler.py", "PrefillStats.set", id="an attribute of our request"),
         pytest.param("results.py", "SamplingMaskLists.slice_request", id="a local"),
-        pytest.param("layouts.py", "ChunkedLocalAttentionSpec.attention_chunk_size", id="behind isinstance"),
+        pytest.param("layouts.py", "ChunkedLocalAttentionSpec.attention_chunk_size", id="after isinstance"),
         pytest.param("statistics.py", "PrefixCacheStats.record", id="an attribute with two types"),
         pytest.param("observation.py", "Request.is_prefill_chunk", id="values of a dictionary"),
         pytest.param("kv_events.py", "vllm.distributed.kv_events.MEDIUM_GPU", id="a module under another name"),
@@ -157,7 +157,7 @@ CHANGES: list[tuple[str, str, str]] = [
     (CORE, "self.scheduler.get_request_counts()", "self.scheduler.planted_counts()"),
     ("__init__.py", '    "AsyncEngineArgs": ".engine.arg_utils:AsyncEngineArgs",\n', ""),
 ]  # fmt: skip
-"""(file, text, new text) in one copy of vLLM, far enough from each other that none hides another."""
+"""(file, text, new text) of changes in one copy of vLLM, far enough apart that none hides another."""
 MOVED = ("v1/spec_decode/metrics.py", "v1/spec_decode/statistics.py")
 
 FOUND = [
@@ -174,7 +174,7 @@ FOUND = [
         "layers.py",
         "vllm.v1.core.kv_cache_utils.get_kv_cache_configs",
         "has no get_kv_cache_configs",
-        id="neither of two names there",
+        id="both of two names missing",
     ),
     pytest.param("name", "check.py", "vllm.AsyncEngineArgs", "has no AsyncEngineArgs", id="a lazy name removed"),
     pytest.param(
@@ -216,7 +216,7 @@ FOUND = [
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a vLLM with all changes. What has none is linked."""
+    """The folder of a vLLM with all changes. Unchanged files are links."""
     target, source = tmp_path_factory.mktemp("planted"), sources_of(VLLM_VERSION)
     changed = {Path("vllm", name) for name, _, _ in CHANGES} | {Path("vllm", MOVED[0])}
     linked(source, target, changed | {parent for each in changed for parent in each.parents})
@@ -230,7 +230,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def linked(source: Path, target: Path, own: set[Path]) -> None:
-    """Copy these files, relative to the source, and link all else beside them and in their folders."""
+    """Copy the files in `own`, relative to the source, and link all other files."""
 
     def fill(folder: Path) -> None:
         (target / folder).mkdir(exist_ok=True)
@@ -303,7 +303,7 @@ def test_a_folder_without_vllm_is_named_with_the_remedy(tmp_path: Path) -> None:
 
 @pytest.fixture
 def installed_as(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
-    """Takes the vLLM of a folder for the installed one: it is first on the path, as a folder in PYTHONPATH is."""
+    """Makes the vLLM in a folder the installed one: it is first on the path, like a folder in PYTHONPATH."""
     return lambda folder: monkeypatch.syspath_prepend(folder)
 
 

@@ -31,7 +31,7 @@ def end(connection: Connection) -> dict[str, object]:
 
 
 def last_line(connection: Connection) -> dict[str, object]:
-    """The line that says how the recording ended; before it one may say that it has its first step."""
+    """The line with the end of the recording; a line about its first step may precede it."""
     line = connection.next_line(30)
     return connection.next_line(30) if line == {"state": "stepping"} else line
 
@@ -78,7 +78,7 @@ def test_a_recording_waits_until_there_are_no_requests(tmp_path: Path) -> None:
         host.add("b")
         assert begin(connection, tmp_path / "r") == {"state": "waiting", "num_running": 1, "num_waiting": 1}
         host.run_to_end()
-        work(host, "c")  # at once: a moment that nobody saw but the scheduler
+        work(host, "c")  # at once: only the scheduler could see the idle moment
         assert connection.next_line(30) == {"state": "recording"}
         work(host, "d")
         end(connection)
@@ -117,7 +117,7 @@ def test_only_one_recording_at_a_time(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_busy", [False, True])
 def test_an_impossible_recording_is_refused(tmp_path: Path, is_busy: bool) -> None:
-    """Such as with images. If it waited, the engine would fail in the moment in which it begins."""
+    """With images, for example. If it waited, the engine would fail when the recording begins."""
     with operated(tmp_path / "s", encoder_budget=8, encoder_cache_size=8) as host:
         if is_busy:
             host.add("a")
@@ -195,7 +195,7 @@ def test_a_recording_from_the_start_is_private(tmp_path: Path) -> None:
 
 
 def test_a_recording_begins_while_another_thread_steps(tmp_path: Path) -> None:
-    """Idle moments are short: requests come as soon as the last has gone."""
+    """Idle moments are short: a request arrives as soon as the last one has finished."""
     with operated(tmp_path / "s") as host, connect(str(tmp_path / "s")) as connection:
         ended = threading.Event()
 

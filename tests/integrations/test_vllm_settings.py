@@ -1,4 +1,4 @@
-"""Which flags of vLLM are which knobs, and what is refused before anything runs; without vLLM."""
+"""vLLM's flags as knobs, and refusals before anything runs; without vLLM."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_meaningless_values_are_refused(given: Any, words: str) -> None:
 
 @pytest.mark.parametrize("name", ["victim", "socket"])
 def test_a_key_outside_of_its_object_is_refused(name: str) -> None:
-    """Nothing would read it; but that of another plugin is left alone."""
+    """It would have no effect. Keys of another plugin are accepted."""
     with pytest.raises(ConfigError, match=f'{name} .* is not under the key "pointsman".*{{"{name}": "latest"}}'):
         read_settings({name: "latest", "other": 1})
     assert read_settings({name: "latest", "pointsman": {}}).knobs == {}
@@ -256,7 +256,7 @@ def test_the_way_back_from_an_unknown_version_is_given_once() -> None:
 
 
 def test_no_flag_that_runs_according_to_the_document_is_refused() -> None:
-    """Flags under "Run" against the table of what is refused, and against the messages that ask to leave a flag out."""
+    """Compares the flags under "Run" with the table of refusals, and with the messages that ask to leave a flag out."""
     text = (ROOT / "docs" / "vllm.md").read_text()
     run, _, refused = text.partition("\n## Run")[2].partition("\n## What differs")[0].partition("### What is refused")
     rows = [line.split(" | ") for line in refused.splitlines() if line.startswith("| `")]

@@ -1,6 +1,7 @@
-"""Real vLLM gives the same answers with our scheduler as with its own, however it is set up.
+"""Real vLLM gives the same outputs with our scheduler as with its own, in every configuration.
 
-Its own is observed, so that a recording of it becomes a capacity figure; the long form compares it unobserved, too.
+vLLM's own scheduler is observed, so that its recording becomes a capacity figure; the long form also compares it
+unobserved.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ def run_vllm(
     compile_seconds: float = 0.0,
     model: Path = DEMO,
 ) -> dict[str, Any]:
-    """What came of the requests in a vLLM of its own; `observed`: with Observer, which records there.
-    `compile_seconds`: how much longer each grammar takes to compile."""
+    """The outputs of the requests in a vLLM of their own; `observed`: record with Observer to this file.
+    `compile_seconds`: added to the compile time of each grammar."""
     settings = folder / f"{'ours' if ours else 'theirs'}.json"
     settings.write_text(
         json.dumps(
@@ -81,7 +82,7 @@ def test_outputs_equal_those_of_vllms_scheduler(tmp_path: Path, name: str) -> No
     num_ended = 0
     for request_id, answer in theirs["answers"].items():
         got = ours["answers"][request_id]
-        if "aborted" in (answer["reason"], got["reason"]):  # it may end by itself in the step of its abort
+        if "aborted" in (answer["reason"], got["reason"]):  # it may finish by itself in the step of its abort
             assert is_prefix(answer["tokens"], got["tokens"])
         else:
             assert got == answer

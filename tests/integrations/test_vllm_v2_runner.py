@@ -1,4 +1,4 @@
-"""Outputs are what vLLM's second model runner reads, by its own code up to the forward pass."""
+"""vLLM's second model runner reads our outputs correctly, by its own code up to the forward pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.integrations.vllm_process import NEEDS_VLLM, ROOT, compared, run_in_v
 pytestmark = NEEDS_VLLM
 WORKLOADS = seeds(3, 100)
 OF_SOME_VERSIONS = {"block_table_updates", "encoder_input_updates", "num_spec_tokens_to_schedule", "skip_drafts"}
-"""Fields that not every supported version reads."""
+"""Fields that only some supported versions read."""
 
 
 def test_the_second_runner_reads_our_outputs_like_vllms() -> None:

@@ -111,7 +111,7 @@ def test_requests_are_ranked_by_the_chosen_time(visit: Callable[..., Any], stati
 
 
 def aborted(names: list[str], gone: str) -> bytes:
-    """A film of requests that come one after the other, an id more than once, and of which one is aborted."""
+    """A film of requests that arrive one after the other; ids may repeat, and one request is aborted."""
     scheduler = Scheduler(SchedulerConfig(num_blocks=60, max_model_len=256))
     recorder = FilmRecorder(file := io.BytesIO())
     scheduler.start_film(recorder)
@@ -131,7 +131,7 @@ def aborted(names: list[str], gone: str) -> bytes:
 
 
 def test_requests_of_only_one_run_are_listed(open_page: Callable[..., Any], tmp_path: Path) -> None:
-    """An id that comes again is another request; who is aborted has not finished."""
+    """A repeated id is another request; an aborted request has not finished."""
     one, two = aborted(["a", "b", "a", "c"], "c"), aborted(["a", "b", "d"], "b")
     path = tmp_path / "page.html"
     path.write_text(page_of(one, "one", (two, "two")), encoding="utf-8")
@@ -156,12 +156,12 @@ def test_one_view_follows_the_other_in_step_and_in_time(
     for leader, follower, to in (("first", "second", 30), ("second", "first", 12)):
         move(page, leader, to)
         playwright.expect(page.locator(f"#{follower} [data-part=number]")).to_have_value(str(to))
-    page.locator("#second [data-part=line]").press("ArrowRight")  # keys are of the view that has the focus
+    page.locator("#second [data-part=line]").press("ArrowRight")  # keys go to the focused view
     playwright.expect(page.locator("#first [data-part=number]")).to_have_value("13")
     playwright.expect(page).to_have_url(re.compile("step=13&by=step$"))
     page.select_option("#by", "time")
     move(page, "first", films["first"].num_steps - 1)
-    last = films["second"].frames[-1]  # it is over before the first one is
+    last = films["second"].frames[-1]  # the second film ends before the first one
     playwright.expect(page.locator("#second [data-part=number]")).to_have_value(str(last.step_id + last.num_steps - 1))
     page.set_viewport_size({"width": 1000, "height": 700})
     page.wait_for_timeout(150)
@@ -191,7 +191,7 @@ def test_a_request_is_chosen_in_both_views(visit: Callable[..., Any]) -> None:
 def test_a_second_film_is_opened_beside_the_first(
     open_page: Callable[..., Any], tmp_path: Path, continuous: Any, static: Any
 ) -> None:
-    """Also one with other requests, one that was cut off, and none."""
+    """Also a film with other requests, a truncated one, and a file that is not a film."""
     path = tmp_path / "page.html"
     path.write_text(page_of(continuous[0], "continuous"), encoding="utf-8")
     other, _ = run(3)

@@ -1,4 +1,4 @@
-"""Films: what is in one, and what is refused."""
+"""Films: their content, and refusals."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def read(data: bytes, **options: Any) -> Film:
     return Film(io.BytesIO(data), **options)
 
 
-# ------------------------------------------------------------------ what is in it
+# ------------------------------------------------------------------ content
 
 
 @pytest.mark.parametrize("differences", [False, True])
@@ -106,7 +106,7 @@ def test_a_film_has_every_step_and_its_time(short_pool: bytes) -> None:
 
 
 def test_the_state_of_a_step(short_pool: bytes) -> None:
-    """The first step has the whole first prompt and what is left of the budget for the second."""
+    """The first step has the whole first prompt, and the remaining budget for the second."""
     state = read(short_pool).state_at(0)
     assert [(row.number, row.num_tokens, row.samples) for row in state.batch] == [(0, 14, True), (1, 2, False)]
     assert state.running == [0, 1] and state.waiting == [2]
@@ -128,7 +128,7 @@ def test_the_sentences_of_a_step(short_pool: bytes) -> None:
 
 
 def preemptions(data: bytes) -> list[str]:
-    """What is told of each, up to what it gives up."""
+    """The sentence of each preemption, up to its lost tokens."""
     film = read(data)
     told = [Teller(film).sentence(event) or "" for event in film.events(0, None) if event.op is Op.PREEMPTED]
     return [sentence.partition("; it gives up the KV of ")[0] for sentence in told]
@@ -154,7 +154,7 @@ def test_a_preemption_names_the_needing_request_and_the_rule(settings: dict[str,
 
 
 def test_several_blocks_are_missing_at_once() -> None:
-    """All three need a block in the same step, and none is left; later the last that runs lacks one itself."""
+    """All three need a block in the same step, and none is free; later the last running request lacks one itself."""
     told = preemptions(run([(16, 20), (16, 20), (16, 20)], max_num_batched_tokens=48, watermark=0.0)[0])
     assert told[0] == ("r2 is preempted: 3 blocks are missing, the first of them for r0; r2 was the last one admitted")
     own = preemptions(run([(13, 20), (14, 20), (20, 20)], num_blocks=13, max_num_batched_tokens=48)[0])
@@ -177,7 +177,7 @@ def test_a_priority_preemption_names_the_more_urgent_request() -> None:
 
 
 def test_the_cost_of_a_preemption(short_pool: bytes) -> None:
-    """Until the request resumes, and what was not found in the cache then; as its life says."""
+    """The time until the request resumes, and the tokens that were not cached then; equal to its life."""
     film = read(short_pool)
     for one in preemptions_of(film):
         assert one.event.request is not None
@@ -198,7 +198,7 @@ def test_lives_of_all_requests_equal_single_lives(short_pool: bytes) -> None:
 
 
 def test_times_of_a_life_add_up(short_pool: bytes) -> None:
-    """Running and waiting, by reason, is all the time from arrival to end."""
+    """Running and waiting times, by reason, add up to the time from arrival to end."""
     film = read(short_pool)
     for number in range(3):
         life = life_of(film, number)
@@ -255,7 +255,7 @@ def test_a_recorder_films_once() -> None:
 
 
 def test_steps_done_at_once_are_shown_like_single_steps() -> None:
-    """Of steps that were done at once, each is what the same step is where they were done one by one."""
+    """Each of several steps done at once equals the same step done alone."""
     trace = [TraceRequest(0.25 * index, 40 + 9 * index, 30 + index) for index in range(12)]
     config = SchedulerConfig(num_blocks=60, block_size=4, max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64)
     films = []
@@ -311,7 +311,7 @@ def test_a_step_within_a_run_is_found(short_pool: bytes) -> None:
         film.frame_of_step(9999)
 
 
-# ------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------ refusals
 
 
 def test_a_film_that_was_cut_off_shows_its_whole_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,7 +364,7 @@ def test_files_that_are_not_films_are_refused(data: bytes, why: str) -> None:
 
 
 def altered(data: bytes, kind: str, change: Any) -> bytes:
-    """The film with the data of its chunks of a kind changed."""
+    """The film with changed data in its chunks of one kind."""
     file = io.BytesIO(data)
     header = read_header(file)
     out = io.BytesIO()
@@ -400,7 +400,7 @@ def test_a_header_without_names_is_refused(short_pool: bytes, names: object) -> 
 @pytest.mark.parametrize("kind", ["R", "E", "B"])
 @pytest.mark.parametrize("seed", range(short_or_long(40, 1000)))
 def test_a_broken_film_raises_only_film_errors(short_pool: bytes, kind: str, seed: int) -> None:
-    """Bytes are changed, lost or added: it is refused with a sentence, or it can be shown."""
+    """With bytes changed, lost or added, it is refused with a sentence, or can be shown."""
     rng = np.random.default_rng(seed)
 
     def change(chunk: bytes) -> bytes:
@@ -436,7 +436,7 @@ def test_a_chunk_with_a_huge_declared_size_is_not_unpacked(short_pool: bytes) ->
 
 
 def packed(kind: str, columns: dict[str, bytes], strings: bytes | None = None) -> bytes:
-    """The data of a chunk, of columns whose numbers are given as bytes below 128."""
+    """The data of a chunk; the numbers of its columns are given as bytes below 128."""
     parts = [(len(numbers), numbers) for numbers in (columns.get(name, b"") for name in COLUMNS[kind])]
     if strings is not None:
         parts.append((len(strings), strings))

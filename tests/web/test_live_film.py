@@ -1,4 +1,4 @@
-"""A film of what a scheduler decides now: its parts, and who watches."""
+"""The live film: its parts and its watchers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Host:
 
 
 class Reader:
-    """What a watcher has."""
+    """A watcher's received records."""
 
     def __init__(self) -> None:
         self.header = b""
@@ -105,7 +105,7 @@ def test_the_scheduler_is_not_filmed_without_watchers() -> None:
     assert host.scheduler._listeners == ()
     host.live.take("me")
     host.live.take("you")
-    assert [type(one) for one in host.scheduler._listeners] == [FilmRecorder]  # one for both
+    assert [type(one) for one in host.scheduler._listeners] == [FilmRecorder]  # one recorder for both
     host.live.leave("me")
     assert len(host.scheduler._listeners) == host.live.num_watchers == 1
     host.live.leave("you")

@@ -1,4 +1,4 @@
-"""The server for pages on this machine."""
+"""The local server for pages."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_stream_ends_with_its_client(server: LocalServer) -> None:
     assert closed.wait(10)
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET / HT"], ids=["nothing sent", "a request begun"])
+@pytest.mark.parametrize("sent", [b"", b"GET / HT"], ids=["silent", "incomplete request"])
 def test_idle_connections_do_not_block_a_page(server: LocalServer, sent: bytes) -> None:
     with ExitStack() as stack:
         for _ in range(3 * MAX_CONNECTIONS):

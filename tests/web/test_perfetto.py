@@ -11,7 +11,7 @@ from tests.web.test_timeline import BUSY, film_of
 
 
 def test_trace_matches_the_film(tmp_path: Path) -> None:
-    """Slices of a request lie within its own, no two of a track overlap, counters are those of the film."""
+    """Slices lie within their request's slice, slices of a track do not overlap, and counters equal the film's."""
     film, path = film_of(BUSY), tmp_path / "run.json"
     write_trace(film, path)
     trace = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""Which connections have a place, and which lose it."""
+"""Places of connections: who gets one, and who loses one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def pairs() -> Iterator[list[Pair]]:
 
 
 def lost(pairs: list[Pair]) -> list[int]:
-    """Those that the server has shut down."""
+    """The connections that the server has shut down."""
     found = []
     for number, (_, client) in enumerate(pairs):
         client.settimeout(0)

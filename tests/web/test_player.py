@@ -69,7 +69,7 @@ def go_to(page: Any, step: int) -> None:
 
 
 def test_the_page_shows_the_film(visit: Callable[..., Any], film: bytes) -> None:
-    """Sentences, rows, waiting requests and blocks, at steps here and there, some of them done at once with others."""
+    """Sentences, rows, waiting requests and blocks at several steps, some of them done at once with others."""
     found, page = Film(io.BytesIO(film)), visit(film)
     teller = Teller(found)
     longest = max(range(len(found.frames)), key=lambda index: found.frames[index].num_steps)
@@ -106,7 +106,7 @@ def test_a_title_may_contain_the_name_of_a_part(visit: Callable[..., Any], film:
 
 
 def test_buttons_and_keys(visit: Callable[..., Any], film: bytes) -> None:
-    """They move by steps, through those that were done at once too."""
+    """They move by single steps, also through steps done at once."""
     found, page = Film(io.BytesIO(film)), visit(film)
     steps = [frame.step_id + place for frame in found.frames for place in range(frame.num_steps)]
     run = next(frame.step_id for frame in found.frames if frame.num_steps > 3)
@@ -157,7 +157,7 @@ def test_scrubbing(visit: Callable[..., Any], film: bytes) -> None:
 
 
 def test_following_a_request(visit: Callable[..., Any], film: bytes) -> None:
-    """Found by its id, its life and what it waited for are those of the film; its moments lead to their steps."""
+    """A request is found by its id; its life and waits equal the film's; its moments lead to their steps."""
     found, page = Film(io.BytesIO(film)), visit(film)
     number = max(range(len(found.requests)), key=lambda one: sum(life_of(found, one).waited.values()))
     life, name = life_of(found, number), found.requests[number].request_id
@@ -179,7 +179,7 @@ def test_following_a_request(visit: Callable[..., Any], film: bytes) -> None:
 
 
 def test_preemptions_are_found_by_key_mark_and_list(visit: Callable[..., Any], film: bytes) -> None:
-    """Forth and back from one to the next; a mark on the time line leads to its step; all of them stand in a list."""
+    """Keys go to the next and the previous one; a mark on the time line leads to its step; the list has all."""
     found, page = Film(io.BytesIO(film)), visit(film)
     preempted = [event.op is Op.PREEMPTED for event in found.events(0, None)].count(True)
     frames = [
@@ -277,7 +277,7 @@ def test_counters_and_the_log_of_earlier_steps(visit: Callable[..., Any], film: 
 
 
 def test_diagram_of_states_and_memory_ladder(visit: Callable[..., Any], film: bytes) -> None:
-    """Where requests are, which moves a step made, and what answered when memory was short."""
+    """The states of requests, the moves of a step, and the responses to memory pressure."""
     found, page = Film(io.BytesIO(film)), visit(film)
     ops = [[event.op for event in found.events(index, index + 1)] for index in range(len(found.frames))]
     index = next(index for index, one in enumerate(ops) if one.count(Op.PREEMPTED) == 1)
@@ -324,7 +324,7 @@ def test_diagram_of_states_and_memory_ladder(visit: Callable[..., Any], film: by
 
 
 def test_itl_on_the_time_line(visit: Callable[..., Any], film: bytes) -> None:
-    """The longest gap is seen where its step is, though many steps share a column of pixels."""
+    """The longest gap is visible at its step, even if many steps share a column of pixels."""
     found = Film(io.BytesIO(film))
     gaps = longest_itl(found)
     page = visit(film, viewport={"width": 360, "height": 800})

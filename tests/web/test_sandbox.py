@@ -1,4 +1,4 @@
-"""The sandbox: what is done and undone, other settings for the same requests, situations, and what is copied."""
+"""The sandbox: actions and undo, other settings for the same requests, situations, and copies."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def any_action(draw: random.Random, sandbox: Sandbox) -> dict[str, Any]:
 
 @pytest.mark.parametrize("seed", seeds(3, 60))
 def test_undo_and_redo_are_exact(seed: int) -> None:
-    """Of anything that is done: the same bytes of the film, the same requests, and a copied test that passes."""
+    """For any action: the same bytes of the film, the same requests, and a copied test that passes."""
     draw, sandbox = random.Random(seed), Sandbox()
     states = [sandbox.answer()]
     for _ in range(40):
@@ -121,7 +121,7 @@ def test_an_action_after_an_undo_replaces_the_redo() -> None:
         sandbox.do({"do": "redo"})
 
 
-# ---------------------------------------------------------------------- what the scheduler knows, and when
+# ---------------------------------------------------------------------- the scheduler's knowledge, and its times
 
 
 def test_requests_generate_their_stated_number_of_tokens() -> None:
@@ -164,7 +164,7 @@ def test_an_idle_scheduler_waits_for_the_next_arrival() -> None:
 
 
 def test_shared_prefixes_extend_into_the_output() -> None:
-    """A conversation: the second request starts with prompt and answer of the first, as far as blocks are full."""
+    """A conversation: the second request shares the full blocks of the first one's prompt and output."""
     sandbox = done(
         {"do": "add", "prompt": 40, "output": 30},
         {"do": "run"},
@@ -175,11 +175,11 @@ def test_shared_prefixes_extend_into_the_output() -> None:
     assert request(sandbox, "B")["shared"] == 69
     assert played.figures()["cached_tokens"] == 64
     other = done({"do": "add", "prompt": 100, "output": 5}, {"do": "step"}, sandbox=sandbox)
-    assert other.played.figures()["cached_tokens"] == 64  # C is like nothing
+    assert other.played.figures()["cached_tokens"] == 64  # C shares nothing
 
 
 def test_aborts_and_priorities_keep_their_times() -> None:
-    """Other settings do not move them, and a reset takes them away."""
+    """Other settings do not move them, and a reset removes them."""
     sandbox = done(
         *({"do": "add", "prompt": 64, "output": 50} for _ in range(3)),
         {"do": "settings", "settings": {"max_num_seqs": 1, "order": "priority"}},
@@ -220,15 +220,15 @@ def test_other_settings_play_the_same_requests() -> None:
     assert after["before"] == before["figures"]
     assert [each["ttft_before"] for each in after["requests"]] == [each["ttft"] for each in before["requests"]]
     assert (before["figures"]["preemptions"], after["figures"]["preemptions"]) == (3, 0)
-    assert after["figures"]["steps"] == 60  # as many as were done
+    assert after["figures"]["steps"] == 60  # the same number as before
     sandbox.do({"do": "run"})
     sandbox.do({"do": "settings", "settings": {"num_blocks": 24}})
-    assert sandbox.played.is_over  # what was run to its end is run to its end
+    assert sandbox.played.is_over  # a complete run stays complete
     assert sandbox.scene.inputs == situation("preemption").scene.inputs
 
 
 def test_settings_are_compared_with_the_first_ones() -> None:
-    """However often they change, and with the same requests and steps; until it is asked for otherwise."""
+    """However often they change, with the same requests and steps, until the base is changed."""
     sandbox = done({"do": "situation", "name": "preemption"}, {"do": "run"})
     begin = sandbox.answer()
     assert begin["before"] is None and begin["changed"] == []
@@ -265,7 +265,7 @@ def test_time_does_not_go_back_after_waiting_for_a_refused_request() -> None:
 
 
 def test_a_removed_request_leaves_no_inputs_behind() -> None:
-    """What was done to it under other settings does not meet the next request of its id."""
+    """Its inputs under other settings do not apply to the next request with its id."""
     sandbox = done(
         {"do": "add", "prompt": 20, "output": 40},
         {"do": "add", "prompt": 20, "output": 40, "at": 0.2},
@@ -292,7 +292,7 @@ def test_a_chain_of_shared_prefixes_is_played_quickly() -> None:
 
 
 def test_every_setting_accepts_its_value_and_its_bounds() -> None:
-    """Whatever is refused is refused in words."""
+    """Every refusal has a remedy."""
     sandbox = done({"do": "add", "prompt": 30, "output": 3}, {"do": "run"})
     now = sandbox.answer()["settings"]
     assert set(now) == {each.name for each in SETTINGS}
@@ -368,7 +368,7 @@ OUT_OF_RANGE: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("before", "action", "why"), OUT_OF_RANGE)
 def test_impossible_actions_are_refused_with_a_reason(before: list[Any], action: dict[str, Any], why: str) -> None:
-    """Value, limit and remedy; and nothing changes."""
+    """The error has value, limit and remedy; nothing changes."""
     sandbox = done(*before)
     answer = sandbox.answer()
     with pytest.raises(SandboxError, match=why):
@@ -440,7 +440,7 @@ def test_a_request_that_never_fits_is_refused() -> None:
     assert "pytest.raises(RequestRefused)" in sandbox.as_test()
 
 
-# ---------------------------------------------------------------------- what is copied
+# ---------------------------------------------------------------------- copies
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -466,7 +466,7 @@ def test_the_copied_test_keeps_ids() -> None:
 
 @pytest.mark.parametrize("name", ["static", "chunks", "thrash", "priority", "fairness"])
 def test_a_film_becomes_a_scene_that_plays_to_the_same_decisions(name: str) -> None:
-    """Step times included: those of the scene are a constant and one for each token, which the fit finds."""
+    """Including step times: the scene has a constant and a time for each token, which the fit finds."""
     played = done({"do": "run"}, sandbox=situation(name)).played
     remade = remake(Film(io.BytesIO(played.film)), MAX_REQUESTS, MAX_PROMPTS)
     assert remade.num_left_out == 0

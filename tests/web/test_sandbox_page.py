@@ -86,7 +86,7 @@ def test_requests_steps_and_undo(visit: Callable[..., Any]) -> None:
 
 
 def test_other_settings_play_the_same_requests(visit: Callable[..., Any]) -> None:
-    """Proposed by a situation, and set by hand; figures of before stand beside those of now."""
+    """Proposed by a situation, and set by hand; the earlier figures are shown beside the current ones."""
     page = visit()
     page.select_option("#situation", "preemption")
     page.click("#do-situation")
@@ -107,7 +107,7 @@ def test_other_settings_play_the_same_requests(visit: Callable[..., Any]) -> Non
     playwright.expect(page.locator("#changed")).to_have_text("")
     playwright.expect(page.locator("[data-part=about]")).to_contain_text("12 blocks of 16 tokens")
     playwright.expect(page.locator("[data-part=about]")).to_contain_text("order shortest-prefill")
-    assert int(preempted.nth(1).inner_text().removeprefix("before: ")) > 0  # those of the beginning
+    assert int(preempted.nth(1).inner_text().removeprefix("before: ")) > 0  # under the first settings
     page.press("[name=num_blocks]", "Enter")  # nothing to apply
     playwright.expect(page.locator("#changed")).to_have_text("")
     playwright.expect(page.locator("#problem")).to_be_hidden()
@@ -116,7 +116,7 @@ def test_other_settings_play_the_same_requests(visit: Callable[..., Any]) -> Non
 
 
 def test_the_outcome_can_be_saved(visit: Callable[..., Any], tmp_path: Path, open_page: Callable[..., Any]) -> None:
-    """As a film, and as a page with the run of before beside it, which needs no server."""
+    """As a film, and as a page that compares it with the earlier run and needs no server."""
     page = visit()
     page.select_option("#situation", "preemption")
     page.click("#do-situation")
@@ -126,7 +126,7 @@ def test_the_outcome_can_be_saved(visit: Callable[..., Any], tmp_path: Path, ope
     says(page, "6 finished")
     page.click("#do-what-if")
     preempted = page.locator("#outcome div", has_text="preemptions").locator("dd")
-    playwright.expect(preempted.first).to_have_text("0")  # "6 finished" is said of the run before, too
+    playwright.expect(preempted.first).to_have_text("0")  # the earlier run also has "6 finished"
     with page.expect_download() as saved:
         page.click("#save-film")
     film = Film.read(saved.value.path())
@@ -159,7 +159,7 @@ def test_changed_settings_must_be_played_before_copying_or_saving(visit: Callabl
 
 
 def test_attempts_are_listed_in_a_table(visit: Callable[..., Any]) -> None:
-    """For the same requests: one more, and the table begins anew."""
+    """For the same requests: after another request the table begins again."""
     page = visit()
     page.select_option("#situation", "preemption")
     page.click("#do-situation")
@@ -227,7 +227,7 @@ def test_the_sandbox_works_with_keys_only(visit: Callable[..., Any]) -> None:
     says(page, "After 1 step, ")
     page.keyboard.press("r")
     says(page, "1 finished")
-    page.keyboard.press("ArrowLeft")  # in the film of what was done
+    page.keyboard.press("ArrowLeft")  # in the film
     playwright.expect(page.locator("[data-part=number]")).not_to_have_value(re.compile("^0$"))
 
 
@@ -247,7 +247,7 @@ def test_sizes_and_accessibility(visit: Callable[..., Any], width: int, scheme: 
 
 
 def test_actions_need_the_token(server: Any) -> None:
-    """It is in no request of the page itself, and each action needs it."""
+    """The page's own request lacks it, and every action needs it."""
     origin = server.url.partition("/#")[0]
     with urllib.request.urlopen(origin + "/", timeout=10) as answer:
         assert server.token not in answer.read().decode()

@@ -27,7 +27,7 @@ def film_of(lengths: list[tuple[int, int]], **changes: Any) -> Film:
 
 
 def test_tokens_add_up() -> None:
-    """Every prompt token, and what preemptions lost, is prefilled once; every other token is decoded."""
+    """Every prompt token, and every token lost to a preemption, is prefilled once; every other token is decoded."""
     film = film_of(BUSY, enable_prefix_caching=False)
     timeline, _ = timeline_of(film)
     lost = sum(event.fields["lost"] for event in film.events(0, None) if event.op is Op.PREEMPTED)
@@ -36,7 +36,7 @@ def test_tokens_add_up() -> None:
     total = timeline.num_prefill_tokens.sum() + timeline.num_decode_tokens.sum()
     generated = sum(output for _, output in BUSY)
     assert total == sum(prompt for prompt, _ in BUSY) + generated - len(BUSY) + lost
-    # One that had its first token computes the newest one along with what it lost.
+    # A request that had its first token computes the newest one together with its lost tokens.
     assert 0 <= timeline.num_prefill_tokens.sum() - sum(prompt for prompt, _ in BUSY) - lost <= resumed
 
 
@@ -91,7 +91,7 @@ def test_a_picture_can_be_drawn(tmp_path: Path, kind: str) -> None:
 
 
 def assert_legible(figure: Any) -> None:
-    """Each part has room of its own."""
+    """No two parts overlap."""
     assert [round(axes.get_position().height, 2) for axes in figure.axes] == [0.17, 0.17, 0.38, 0.17]
 
 
@@ -114,7 +114,7 @@ def test_a_picture_of_a_run_without_preemptions(tmp_path: Path) -> None:
 
 
 def test_a_picture_of_one_step() -> None:
-    """A film of one step, with an id that is no label."""
+    """A film of one step, with an id that is not a valid label."""
     pytest.importorskip("matplotlib")
     scheduler = Scheduler(SchedulerConfig(**CONFIG))
     file = io.BytesIO()

@@ -1,4 +1,4 @@
-"""What events and reasons to wait are called stands once, in `words.py`; pages have it from there."""
+"""The words for events and reasons exist once, in `words.py`; pages use them from there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAGE = files("pointsman.web").joinpath("page")
 
 
 def texts(words: Any) -> Iterator[str]:
-    """Every text of two words or more, and 10 letters, that a template is made of."""
+    """Every text in the templates that has at least two words and 10 letters."""
     if isinstance(words, dict):
         words = list(words.values())
     if isinstance(words, str):
