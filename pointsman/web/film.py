@@ -154,7 +154,7 @@ class _Chunk:
 
 
 @contextmanager
-def _sound() -> Iterator[None]:
+def _film_errors() -> Iterator[None]:
     """Turn an error about a missing request, block or index into a `FilmError`."""
     try:
         yield
@@ -204,7 +204,7 @@ class Film:
     """
 
     def __init__(self, file: BinaryIO, *, with_blocks: bool = True) -> None:
-        with _sound():
+        with _film_errors():
             self._read(file, with_blocks)
 
     def _read(self, file: BinaryIO, with_blocks: bool) -> None:
@@ -344,7 +344,7 @@ class Film:
 
         The events that led to a frame's step precede it. So those of the first frame are all events before it.
         """
-        with _sound():
+        with _film_errors():
             begin = self._place_after(first - 1) if first else (0, 0)
             end = (len(self._chunks), 0) if after is None else self._place_after(after - 1)
             for index in range(begin[0], min(end[0] + 1, len(self._chunks))):
@@ -362,7 +362,7 @@ class Film:
 
     def beginning(self) -> State:
         """The state at the start of the film."""
-        with _sound():
+        with _film_errors():
             return _Player(self, self._chunks[0]).state
 
     def state_at(self, frame: int, step_id: int | None = None) -> State:
@@ -377,7 +377,7 @@ class Film:
         """
         found = self.frames[frame]
         chunk = self._chunks[found.chunk]
-        with _sound():
+        with _film_errors():
             player = _Player(self, chunk)
             for index, event in enumerate(_Cursor(chunk).run(len(chunk.events["op"]))):
                 if index == found.event and step_id is not None and event.op is Op.STEPS:

@@ -54,7 +54,7 @@ class _Watcher:
     """Parts, each with its number of frames."""
     num_bytes: int = 0
     num_dropped: int = 0
-    told: float = float("-inf")
+    sent_at: float = float("-inf")
     """Time of the last S record."""
 
 
@@ -116,8 +116,8 @@ class LiveFilm:
         if not own.has_header:
             own.has_header = True
             records.append(_record(b"H", self._header))
-        if own.parts or now >= own.told + SECONDS_BETWEEN_STATES:
-            own.told = now
+        if own.parts or now >= own.sent_at + SECONDS_BETWEEN_STATES:
+            own.sent_at = now
             records.append(_record(b"S", self._state(own)))
         records += [_record(b"P", part) for part, _ in own.parts]
         own.parts.clear()

@@ -531,8 +531,8 @@ def _described(played: Played, cast: Cast, before: float | None) -> dict[str, An
         reason = request.finish_reason
         return {**found, "why": f"finished: {reason.value if reason is not None else ''}"}
     why = scheduler.explain(arrival.request_id)
-    is_told = why.reason is None and request.status is RequestStatus.RUNNING
-    return {**found, "why": "" if is_told else why.sentence}
+    is_running_normally = why.reason is None and request.status is RequestStatus.RUNNING
+    return {**found, "why": "" if is_running_normally else why.sentence}
 
 
 def _situation(name: object) -> Situation:

@@ -39,7 +39,7 @@ class Teller:
         if event.request is None:
             return {**fields, "num_active": fields.get("limit", 0) - 1}
         request = self._film.requests[event.request]
-        values: dict[str, Any] = {**fields, "who": request.request_id}
+        values: dict[str, Any] = {**fields, "request": request.request_id}
         match event.op:
             case Op.ADDED:
                 values |= {"tenant": request.tenant, "num_prompt_tokens": request.num_prompt_tokens}
@@ -70,7 +70,7 @@ class Teller:
             return words.PREEMPTIONS.get(cause, cause)
         by, missing, chooser = fields["by"] - 1, fields["missing"], fields["chooser"]
         values = {
-            "who": self.name(event.request),
+            "request": self.name(event.request),
             "by": self.name(by),
             "missing": missing,
             "several": missing > 1,

@@ -27,25 +27,26 @@ class Choice(NamedTuple):
 
 
 SENTENCES: dict[Op, str | Choice] = {
-    Op.ADDED: "{who} is added[ of tenant {tenant}]: {num_prompt_tokens:prompt token}",
-    Op.REFUSED: "{who} is refused: {why}",
-    Op.PARKED: "{who} is parked: {why}",
-    Op.DEFERRED: "{who} waits[ for {lacks}]: {why}[; largest holder: {holder}]",
+    Op.ADDED: "{request} is added[ of tenant {tenant}]: {num_prompt_tokens:prompt token}",
+    Op.REFUSED: "{request} is refused: {why}",
+    Op.PARKED: "{request} is parked: {why}",
+    Op.DEFERRED: "{request} waits[ for {lacks}]: {why}[; largest holder: {holder}]",
     Op.ADMITTED: Choice(
-        "resumed", ("{who} starts[, {cached:token} of it cached]", "{who} resumes[, {cached:token} of it cached]")
+        "resumed",
+        ("{request} starts[, {cached:token} of it cached]", "{request} resumes[, {cached:token} of it cached]"),
     ),
     Op.PREEMPTED: (
-        "{who} is preempted: {why}; it gives up the KV of {lost:token}[, {share} of it still cached]{recovery}"
+        "{request} is preempted: {why}; it gives up the KV of {lost:token}[, {share} of it still cached]{recovery}"
     ),
-    Op.ROLLED_BACK: "{who} waits again, since its step failed",
-    Op.FINISHED: "{who} finishes: {why}[ ({detail})], {generated:token} generated",
+    Op.ROLLED_BACK: "{request} waits again, since its step failed",
+    Op.FINISHED: "{request} finishes: {why}[ ({detail})], {generated:token} generated",
     Op.FAILED: "{steps:step} failed and will be repeated",
-    Op.LOAD_STARTED: "{who} loads {tokens:token}",
+    Op.LOAD_STARTED: "{request} loads {tokens:token}",
     Op.LOAD_FINISHED: Choice(
-        "failed", ("{who} has loaded: {tokens:token}", "{who} could not load everything: {tokens:token}")
+        "failed", ("{request} has loaded: {tokens:token}", "{request} could not load everything: {tokens:token}")
     ),
-    Op.PRIORITY: "{who} gets priority {priority}",
-    Op.EXTENDED: "{who} has {prompt:prompt token} now",
+    Op.PRIORITY: "{request} gets priority {priority}",
+    Op.EXTENDED: "{request} has {prompt:prompt token} now",
     Op.PAUSED: Choice("mode", ("resumed", "paused: no request is admitted", "paused")),
     Op.LIMITED: Choice("limit", ("no limit of active requests", "at most {num_active} requests run")),
 }
@@ -65,15 +66,15 @@ NEEDS = {
     "own": Choice(
         "several",
         (
-            "it needs a block itself, and none is free; {who} {rule}",
-            "{missing:,} blocks are missing, the first of them for itself; {who} {rule}",
+            "it needs a block itself, and none is free; {request} {rule}",
+            "{missing:,} blocks are missing, the first of them for itself; {request} {rule}",
         ),
     ),
     "other": Choice(
         "several",
         (
-            "{by} needs a block, and none is free; {who} {rule}",
-            "{missing:,} blocks are missing, the first of them for {by}; {who} {rule}",
+            "{by} needs a block, and none is free; {request} {rule}",
+            "{missing:,} blocks are missing, the first of them for {by}; {request} {rule}",
         ),
     ),
 }

@@ -11,7 +11,7 @@ import pytest
 from pointsman.cli.serve import serve_settings
 from pointsman.integrations.ray.arguments import RayError, RaySettings, read_arguments
 from pointsman.integrations.ray.autoscaling import METRIC, Load, policy, replicas_wanted
-from pointsman.integrations.ray.cluster import Node, check_model, check_room, replica_needs, wanted_address
+from pointsman.integrations.ray.cluster import Node, check_capacity, check_model, cluster_address, replica_needs
 from pointsman.integrations.ray.status import StatusWatch, is_scaled_down
 
 NODES = [Node("a", "10.0.0.1", {"CPU": 4.0}), Node("b", "10.0.0.2", {"CPU": 2.0, "GPU": 1.0})]
@@ -99,7 +99,7 @@ def test_wrong_argument_is_one_line_with_the_remedy(arguments: dict[str, Any], w
 def test_cluster_must_have_capacity_for_the_replicas() -> None:
     def check(**arguments: Any) -> None:
         settings = read(**arguments)
-        check_room(NODES, replica_needs(settings.engine_options), settings)
+        check_capacity(NODES, replica_needs(settings.engine_options), settings)
 
     check(num_replicas=6)
     check(num_replicas=3, data_parallel_size=2)
@@ -157,18 +157,18 @@ def test_cluster_address_is_the_one_of_serve_run(tmp_path: Any, monkeypatch: pyt
     monkeypatch.delenv("RAY_TMPDIR", raising=False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    assert wanted_address()[0] is None
+    assert cluster_address()[0] is None
     file = tmp_path / "ray" / "ray_current_cluster"
     file.parent.mkdir()
     file.write_text("10.0.0.1:6379\n")
-    assert wanted_address() == ("10.0.0.1:6379", str(file))
+    assert cluster_address() == ("10.0.0.1:6379", str(file))
     monkeypatch.setenv("RAY_ADDRESS", "auto")
-    assert wanted_address() == ("10.0.0.1:6379", str(file))
+    assert cluster_address() == ("10.0.0.1:6379", str(file))
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.2:6379")
-    assert wanted_address() == ("10.0.0.2:6379", "RAY_ADDRESS")
+    assert cluster_address() == ("10.0.0.2:6379", "RAY_ADDRESS")
     with click.Context(click.Command("run")) as context:
         context.params["address"] = "10.0.0.3:6379"
-        assert wanted_address() == ("10.0.0.3:6379", "--address")
+        assert cluster_address() == ("10.0.0.3:6379", "--address")
 
 
 def status(app: str, api: dict[str, int], engines: dict[str, int]) -> dict[str, Any]:

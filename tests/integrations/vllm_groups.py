@@ -228,7 +228,7 @@ def main() -> None:
     }
     if how != "theirs":
         found["preemptions"] = scheduler.core.stats().num_preemptions
-        found["not found"] = "" if scheduler.groups is None else scheduler.groups.why_nothing_is_found()
+        found["not found"] = "" if scheduler.groups is None else scheduler.groups.prefix_cache_limit()
     print(json.dumps(found))
 
 

@@ -51,10 +51,10 @@ def build_app(arguments: Mapping[str, Any]) -> Any:
         check_cluster(settings)
         return application(settings)
     except RayError as error:
-        raise for_the_caller(error) from None
+        raise for_caller(error) from None
 
 
-def for_the_caller(error: RayError) -> Exception:
+def for_caller(error: RayError) -> Exception:
     """The error as one line if the caller is a command line; otherwise unchanged."""
     import click
 

@@ -40,20 +40,20 @@ def check_cluster(settings: RaySettings) -> None:
         RayError: the cluster cannot be reached, or has too little for the replicas; a node lacks the model; or the port
             is taken.
     """
-    with nodes_of(*wanted_address()) as nodes:
+    with nodes_of(*cluster_address()) as nodes:
         needs = replica_needs(settings.engine_options)
         if settings.check_resources:
-            check_room(nodes, needs, settings)
+            check_capacity(nodes, needs, settings)
         model = str(settings.serve.engine["model"])
         if Path(model).is_absolute():
             api = replica_needs({"ray_actor_options": settings.api_actor_options})
-            check_model(model, [one for one in nodes if room(one, needs) or room(one, api)])
+            check_model(model, [one for one in nodes if num_fitting(one, needs) or num_fitting(one, api)])
         elif is_path(model) or (model != "demo" and Path(model).exists()):
             raise RayError(f"model is {model!r}; nodes do not share a working directory, so give an absolute path")
         check_port(nodes)
 
 
-def wanted_address() -> tuple[str | None, str]:
+def cluster_address() -> tuple[str | None, str]:
     """The address of the cluster that `serve run` will use, and its source: --address, RAY_ADDRESS, or the file that
     `ray start` writes. Address None: `serve run` starts a cluster.
     """
@@ -192,14 +192,14 @@ def replica_needs(options: Mapping[str, Any]) -> dict[str, float]:
     return {**amounts, **actor.get("resources", {})}
 
 
-def room(node: Node, needs: Mapping[str, float]) -> float:
+def num_fitting(node: Node, needs: Mapping[str, float]) -> float:
     """Number of replicas that fit a node; infinity if they need nothing."""
     return min(
         (node.resources.get(name, 0.0) // amount for name, amount in needs.items() if amount), default=float("inf")
     )
 
 
-def check_room(nodes: Sequence[Node], needs: Mapping[str, float], settings: RaySettings) -> None:
+def check_capacity(nodes: Sequence[Node], needs: Mapping[str, float], settings: RaySettings) -> None:
     """Raise if the nodes, empty, have too little for the replicas that are to start.
 
     Raises:
@@ -211,10 +211,10 @@ def check_room(nodes: Sequence[Node], needs: Mapping[str, float], settings: RayS
         for node in nodes:
             for name, amount in node.resources.items():
                 everything[name] = everything.get(name, 0.0) + amount
-        fitting = room(Node("", "", everything), needs)
+        fitting = num_fitting(Node("", "", everything), needs)
     else:
         most = options.get("max_replicas_per_node") or float("inf")
-        fitting = sum(min(room(node, needs), most) for node in nodes)
+        fitting = sum(min(num_fitting(node, needs), most) for node in nodes)
     scaling = settings.autoscaling
     name, wanted = (
         ("num_replicas", settings.num_replicas) if scaling is None else ("min_replicas", scaling["min_replicas"])

@@ -139,7 +139,7 @@ def check(model: str, options: list[str], log: Path | None = None) -> Report:
     if problem is not None:
         report.problems.append(problem)
         return report
-    told = None if log is None else _read_log(log)
+    from_log = None if log is None else _read_log(log)
     vllm_config = _vllm_config(model, options)
     problem = problem_of_version(vllm.__version__, allows_untested=_allows_untested(vllm_config))
     if problem is not None:
@@ -156,7 +156,7 @@ def check(model: str, options: list[str], log: Path | None = None) -> Report:
         report.not_simulated = lacking_in_simulator(vllm_config, _layout(groups))
     report.not_run = untested_parts(vllm_config)
     _read_knobs(report, vllm_config, groups)
-    report.groups += _capacity(vllm_config, groups, told)
+    report.groups += _capacity(vllm_config, groups, from_log)
     return report
 
 
@@ -187,7 +187,7 @@ def _read_log(path: Path) -> str:
     return f"{float(requests):g} requests of {length} tokens fit, by the log"
 
 
-def _capacity(vllm_config: VllmConfig, groups: Groups | None, told: str | None) -> list[str]:
+def _capacity(vllm_config: VllmConfig, groups: Groups | None, from_log: str | None) -> list[str]:
     """The blocks of a request of the model's maximum length, and the number of such requests that fit."""
     lines = []
     cache, length = vllm_config.cache_config, vllm_config.model_config.max_model_len
@@ -201,8 +201,8 @@ def _capacity(vllm_config: VllmConfig, groups: Groups | None, told: str | None) 
             fit = max(0, num_blocks - 1) / groups.request_blocks  # one block is vLLM's null block
             shown = f"{fit:.3g}" if fit < 100 else f"{fit:,.0f}"
             lines.append(f"{shown} such requests fit {num_blocks:,} blocks")
-    if told is not None:
-        lines.append(told)
+    if from_log is not None:
+        lines.append(from_log)
     elif not (memory or cache.num_gpu_blocks_override):
         lines.append(
             "how many requests fit is known from --kv-cache-memory-bytes, --num-gpu-blocks-override, or --log with the "

@@ -50,7 +50,7 @@ class KVEvents:
             converted = [self._convert(event) for event in events]
             self._publisher.publish(of_vllm.KVEventBatch(ts=time.time(), events=converted))
 
-    def publish_as_they_are(self, events: list[of_vllm.KVCacheEvent]) -> None:
+    def publish_unchanged(self, events: list[of_vllm.KVCacheEvent]) -> None:
         """Publish events of vLLM's own manager."""
         if events:
             self._publisher.publish(of_vllm.KVEventBatch(ts=time.time(), events=events))
@@ -78,7 +78,7 @@ class KVEvents:
             lora_id=lora_number(adapter) if adapter is not None else None,
             medium=of_vllm.MEDIUM_GPU,
             lora_name=event.adapter_name,
-            extra_keys=[_as_told(each) for each in keys] if any(keys) else None,
+            extra_keys=[_event_keys(each) for each in keys] if any(keys) else None,
             group_idx=event.group,
         )
 
@@ -110,6 +110,6 @@ class KVEvents:
         return found
 
 
-def _as_told(keys: tuple[Any, ...]) -> tuple[Any, ...] | None:
+def _event_keys(keys: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """The keys of one block in the form of events: the adapter's name, inputs with their offsets, the salt, digests."""
     return tuple(key[1:] if key[0] == "mm" else key[1] for key in keys) or None

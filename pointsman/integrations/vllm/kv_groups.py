@@ -252,7 +252,7 @@ class KVGroups(KVCache):
             self._num_usable_tokens[num_embeddings] = longest
         return longest
 
-    def why_nothing_is_found(self) -> str:
+    def prefix_cache_limit(self) -> str:
         """The prompts that can never find a prefix in the cache, and why; "": no such limit."""
         if not self.caches or not self._managers:
             return ""

@@ -105,7 +105,7 @@ class Operation:
             f"order {config.order}, {config.max_num_batched_tokens} tokens and {config.max_num_seqs} requests a step, "
             f"{blocks}, {config.max_steps_in_flight} step(s) in flight{f'; {changed}' if changed else ''}",
         ]
-        if groups is not None and (found := groups.why_nothing_is_found()):
+        if groups is not None and (found := groups.prefix_cache_limit()):
             lines.append(found)
         if self._control is not None:
             lines.append(f"ask it why requests wait: pointsman explain --socket {self._control.path}")

@@ -99,7 +99,7 @@ def to_request(
         skip_reading_prefix_cache=request.skip_reading_prefix_cache,
         runs_ahead=runs_ahead,
         metadata=request,
-        **_said_to_policies(sampling),
+        **_policy_fields(sampling),
     )
 
 
@@ -111,7 +111,7 @@ FOR_POLICIES = {
 """Keys of a sampling parameters' `extra_args` (`vllm_xargs` of a request over HTTP), with their names in the core."""
 
 
-def _said_to_policies(sampling: SamplingParams | None) -> dict[str, Any]:
+def _policy_fields(sampling: SamplingParams | None) -> dict[str, Any]:
     """The fields of a request that only policies read."""
     given = None if sampling is None else sampling.extra_args
     return {name: given[key] for key, name in FOR_POLICIES.items() if key in given} if given else {}

@@ -546,7 +546,7 @@ class Scheduler:
             if self.groups is None:
                 self._kv_events.publish(self.core.take_kv_events())
             else:
-                self._kv_events.publish_as_they_are(self.groups.manager.take_events())
+                self._kv_events.publish_unchanged(self.groups.manager.take_events())
         return self._by_client(step, outputs, indices, model_runner_output)
 
     def _take(

@@ -116,8 +116,8 @@ class OutputMaker:
     ) -> None:
         self._groups = groups
         self._num_groups = num_groups
-        self._told = _Told() if may_fail and groups is None else None
-        self._is_one_group = groups is None and not num_groups and self._told is None
+        self._reported = _ReportedBlocks() if may_fail and groups is None else None
+        self._is_one_group = groups is None and not num_groups and self._reported is None
         """Whether the core's outputs have each block of each row exactly once, in one table."""
         self._new_output = new_output
         if _NAMES_COMMON_PREFIX:  # one per group; 0: no shared attention over a common prefix
@@ -222,9 +222,9 @@ class OutputMaker:
         if self._groups is not None:
             return self._groups.take_new(ids[:count])
         of_groups = output.block_groups.tolist()
-        if self._told is not None and (untold := self._told.untold(output)) is not None:
-            blocks, block_rows = [blocks[at] for at in untold], [block_rows[at] for at in untold]
-            of_groups = [of_groups[at] for at in untold] if of_groups else of_groups
+        if self._reported is not None and (unreported := self._reported.unreported(output)) is not None:
+            blocks, block_rows = [blocks[at] for at in unreported], [block_rows[at] for at in unreported]
+            of_groups = [of_groups[at] for at in unreported] if of_groups else of_groups
         if not self._num_groups:
             return _new_block_ids(count, blocks, block_rows)
         found: list[tuple[list[int], ...] | None] = [None] * count
@@ -382,7 +382,7 @@ class OutputMaker:
             cached.new_token_ids.append(request.tokens(start, end).tolist())
 
 
-class _Told:
+class _ReportedBlocks:
     """The number of blocks of each row that have been reported to the workers. Used only where a policy may fail.
 
     After a step in which a policy failed, the core's output has the whole tables of its rows, because hosts do not know
@@ -393,7 +393,7 @@ class _Told:
         self._places: Int64Array = np.zeros(64, dtype=np.int64)
         """Length of the tables, by row."""
 
-    def untold(self, output: Output) -> list[int] | None:
+    def unreported(self, output: Output) -> list[int] | None:
         """Indices of the blocks that were not reported, if the output has whole tables; None: all. Call it exactly once
         for every output."""
         rows = output.rows
@@ -411,9 +411,9 @@ class _Told:
             places = np.arange(len(block_rows)) - block_rows.searchsorted(block_rows)
             if not output.resync:
                 places += known[of_blocks]
-        untold = (places >= known[of_blocks]).nonzero()[0].tolist() if output.resync else None
+        unreported = (places >= known[of_blocks]).nonzero()[0].tolist() if output.resync else None
         np.maximum.at(known, of_blocks, places + 1)
-        return untold
+        return unreported
 
 
 def _names(requests: Sequence[Request]) -> set[str]:

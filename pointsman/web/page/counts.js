@@ -32,7 +32,7 @@ class Counts {
     this.longestGap = []; // between two tokens, by request
     this.generated = 0; // tokens of all requests
     this.finishes = []; // finish events, in order, with their frames
-    this.told = []; // frames that an event with a sentence, or about a request, led to
+    this.eventFrames = []; // frames that an event with a sentence, or about a request, led to
     this.moves = new Map(); // "waiting running" -> the frames that such moves led to
     this.counting = new Counting(this);
     this.grow();
@@ -78,8 +78,8 @@ class Counts {
   }
 
   // Frames before `frame` that an event led to, newest first.
-  *toldBefore(frame) {
-    for (let index = firstOf(this.told, (one) => one >= frame) - 1; index >= 0; index--) yield this.told[index];
+  *framesBefore(frame) {
+    for (let index = firstOf(this.eventFrames, (one) => one >= frame) - 1; index >= 0; index--) yield this.eventFrames[index];
   }
 }
 
@@ -222,7 +222,7 @@ class Counting {
     const { counts, total } = this;
     counts.ofRequest[number].push({ event, frame: this.frame });
     this.lives.change(event);
-    this._tell();
+    this._noteFrame();
     switch (event.op) {
       case "rolled_back":
         this.admissions[number]--;
@@ -364,19 +364,19 @@ class Counting {
 
   _failed(event) {
     this.flight.splice(Math.max(0, this.flight.length - event.steps));
-    this._tell();
+    this._noteFrame();
   }
 
   _paused() {
-    this._tell();
+    this._noteFrame();
   }
 
   _limited() {
-    this._tell();
+    this._noteFrame();
   }
 
-  _tell() {
-    if (this.counts.told.at(-1) !== this.frame) this.counts.told.push(this.frame);
+  _noteFrame() {
+    if (this.counts.eventFrames.at(-1) !== this.frame) this.counts.eventFrames.push(this.frame);
   }
 
   _frame(event, count) {

@@ -23,7 +23,7 @@ class LiveFilm extends Film {
     this.unpacked = [];
     this.counts = null;
     this.isComplete = true;
-    this.numLetGo = 0; // frames
+    this.numDropped = 0; // frames
     this.known = new Map(); // requests by id and arrival
   }
 
@@ -61,7 +61,7 @@ class LiveFilm extends Film {
   }
 
   // Drops the oldest chunks if there is too much. Returns the changes of frames and of request numbers; null: none.
-  letGo() {
+  dropOldest() {
     let numBytes = this.chunks.reduce((sum, chunk) => sum + chunk.numBytes, 0);
     const beginOf = (chunk) => chunk.events.key_time[0] / 1e6;
     if (numBytes <= SLACK * limits.bytes && this.end - beginOf(this.chunks[0]) <= SLACK * limits.seconds) return null;
@@ -79,7 +79,7 @@ class LiveFilm extends Film {
       frame.chunk -= count;
       frame.before -= numSteps;
     }
-    this.numLetGo += numFrames;
+    this.numDropped += numFrames;
     const numbers = [];
     const kept = [...new Set(this.chunks.flatMap((chunk) => chunk.numbers))].sort((one, other) => one - other);
     const requests = kept.map((number) => this.requests[number]);
@@ -185,7 +185,7 @@ class LiveView extends View {
   // More has arrived; the page shows the newest frame if it did before.
   async grow(wasAtEnd) {
     const { film } = this;
-    const gone = film.letGo();
+    const gone = film.dropOldest();
     if (gone !== null) {
       this._count();
       const chosen = this.chosen === null ? undefined : gone.numbers[this.chosen];
@@ -256,8 +256,8 @@ function tell() {
     `${thousands(counts.parked)} parked now${isSilent ? `; no step was decided ${since}` : ""}${seldom}`);
   const told = [];
   if (counts.dropped) told.push(`${counted(counts.dropped, "frame")} dropped: this page, or the connection, is too slow.`);
-  if (film?.numLetGo) {
-    told.push(`The last ${limits.seconds / 60} minutes are kept, at most ${limits.bytes / 2 ** 20} MB; ${counted(film.numLetGo, "older frame")} dropped.`);
+  if (film?.numDropped) {
+    told.push(`The last ${limits.seconds / 60} minutes are kept, at most ${limits.bytes / 2 ** 20} MB; ${counted(film.numDropped, "older frame")} dropped.`);
   }
   setText("lost", told.join(" "));
 }
@@ -350,7 +350,7 @@ async function take(header, part) {
   film.join(more, part.length);
   if (view.film === film) await view.grow(follows);
   else if (follows) await toNow();
-  else film.letGo(); // the user looks at the film before an interruption
+  else film.dropOldest(); // the user looks at the film before an interruption
 }
 
 async function toNow() {

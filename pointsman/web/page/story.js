@@ -52,7 +52,7 @@ class Teller {
     if (event.request === null) return { ...event, num_active: event.limit - 1 };
     const { names } = this;
     const request = this.film.requests[event.request];
-    const values = { ...event, who: request.id };
+    const values = { ...event, request: request.id };
     switch (event.op) {
       case "added":
         return { ...values, tenant: request.tenant, num_prompt_tokens: request.promptTokens };
@@ -87,7 +87,7 @@ class Teller {
     const by = event.by - 1;
     const need = event.missing ? WORDS.needs[by === event.request ? "own" : "other"] : WORDS.moreUrgent;
     return fill(need, {
-      who: this.name(event.request),
+      request: this.name(event.request),
       by: this.name(by),
       missing: event.missing,
       several: event.missing > 1,
@@ -112,7 +112,7 @@ class Teller {
   // The decisions before a step, newest first: at most `most` sentences, each with its frame.
   before(frame, step, most) {
     const found = [];
-    for (const one of this.counts.toldBefore(step > this.film.frames[frame].step ? frame + 1 : frame)) {
+    for (const one of this.counts.framesBefore(step > this.film.frames[frame].step ? frame + 1 : frame)) {
       for (const told of this.decided(one).reverse()) found.push([one, told]);
       if (found.length >= most) break;
     }
