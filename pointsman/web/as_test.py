@@ -1,4 +1,4 @@
-"""A scene as a test: Python that does the same to a scheduler, and asserts the state that it was left in."""
+"""Converts a scene to a test: Python that makes the same calls to a scheduler, and asserts its final state."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from pointsman.core import Request, SchedulerConfig
 from pointsman.web.scene import EOS_TOKEN, Arrival, Done, Played, Urgency
 
 _WIDTH = 60
-_HEAD = '''"""Made by the sandbox of Pointsman: the same requests, settings and steps, and the state they lead to."""
+_HEAD = '''"""Made by the sandbox of Pointsman: the same requests, settings and steps, and the resulting state."""
 
 from itertools import chain
 
 {imports}from pointsman.core import {names}
 
-EOS = {eos}  # ends a request; the scheduler cannot foresee it
+EOS = {eos}  # ends a request; the scheduler cannot predict it
 
 
 def test_sandbox() -> None:
     scheduler = Scheduler({config})
-    requests, outputs = {{}}, {{}}  # of each request: how many tokens it generates, and the first of them
+    requests, outputs = {{}}, {{}}  # outputs: number of tokens that a request generates, and the first token
     now, newest = 0.0, None
 
     def add(name, prompt, output, text, arrival, max_tokens, **hints):
@@ -53,7 +53,7 @@ def test_sandbox() -> None:
 
 
 def as_test(played: Played) -> str:
-    """The test, as a module with one function for pytest."""
+    """The test, as a module with one pytest function."""
     scene = played.scene
     is_refused = any(done.what == "refuse" for done in played.log)
     names = ["Request", *(["RequestRefused"] if is_refused else []), "Scheduler", "SchedulerConfig", "StepResult"]
@@ -73,7 +73,7 @@ def as_test(played: Played) -> str:
         else:
             for done in several:
                 lines += _lines(played, done)
-    lines += ["", "# What the sandbox showed.", *_asserted(played)]
+    lines += ["", "# The state that the sandbox showed.", *_asserted(played)]
     body = indent("\n".join(lines), "    ", lambda line: bool(line.strip()))
     found = f"{text}\n{body}\n"
     return found if "chain(" in body else found.replace("from itertools import chain\n\n", "", 1)
@@ -141,7 +141,7 @@ def _asserted(played: Played) -> list[str]:
     states = {name: _state(each.request) for name, each in played.cast.items() if each.request is not None}
     if states:
         found += [
-            "states = {  # status; tokens that are computed, generated; preemptions",
+            "states = {  # status, computed tokens, generated tokens, preemptions",
             "    name: (each.status.value, each.num_computed_tokens, each.num_output_tokens, each.num_preemptions)",
             "    for name, each in requests.items()",
             "}",
@@ -156,7 +156,7 @@ def _state(request: Request) -> tuple[str, int, int, int]:
 
 
 def _value(value: Mapping[str, object] | list[str]) -> str:
-    """As Python, an entry a line where one line is too short for all of it."""
+    """The value as Python code; one entry a line if it does not fit one line."""
     if len(short := repr(value)) <= _WIDTH:
         return short
     entries = [f"{key!r}: {each!r}" for key, each in value.items()] if isinstance(value, Mapping) else map(repr, value)

@@ -1,9 +1,9 @@
-"""Reads a film (`core/observe/film.py`): which steps it has, and what was true at any of them.
+"""Reads a film (`core/observe/film.py`): its steps, and the state at any of them.
 
     film = Film.read(path)
-    film.frames                 one for each step that was decided alone, and for each run of steps
-    state = film.state_at(17)   requests, queue, blocks, when frame 17 had been decided
-    film.events(0, 18)          what happened, in order
+    film.frames                 one for each step that was decided alone, and one for each run of steps
+    state = film.state_at(17)   requests, queue and blocks after the decision of frame 17
+    film.events(0, 18)          the events, in order
 
 The state at a frame is the nearest key frame before it, with the events since then applied. Nothing is decided again.
 """
@@ -34,32 +34,32 @@ Int32Array = npt.NDArray[np.int32]
 Columns = dict[str, IntArray]
 
 BYTES_A_REQUEST, BYTES_A_FRAME, BYTES_A_STRING = 256, 256, 64
-"""What one takes in memory."""
+"""Estimated memory of one item, in bytes."""
 
 
 class Frame(NamedTuple):
-    """A step, or several that were done at once."""
+    """A step, or several steps that were done at once."""
 
     chunk: int
     event: int
-    """Place among the events of its chunk."""
+    """Index among the events of its chunk."""
     place: int
-    """Place among the frames of its chunk."""
+    """Index among the frames of its chunk."""
     step_id: int
     num_steps: int
     time: float
-    """When it began, in seconds since the film did."""
+    """When it began, in seconds since the film's start."""
 
 
 class Event(NamedTuple):
-    """What happened."""
+    """One event of a film."""
 
     op: Op
     time: float
     """Seconds since the film began."""
     request: int | None
     fields: dict[str, Any]
-    """By the names of the columns, without the name of the event."""
+    """By the names of the columns, without the event's name."""
 
 
 @dataclass(slots=True)
@@ -81,20 +81,20 @@ class RequestState:
 
     number: int
     status: str
-    """"waiting", "running", "preempted", one of the parked ones, or "finished_*"."""
+    """"waiting", "running", "preempted", a parked status, or "finished_*"."""
     num_prompt_tokens: int
     num_generated_tokens: int = 0
     num_computed_tokens: int = 0
-    """With KV, the frame's own tokens included."""
+    """Tokens with KV, including the frame's own tokens."""
     num_cached_tokens: int = 0
-    """Of these, found in the prefix cache when it was admitted last."""
+    """Computed tokens that the prefix cache had at its last admission."""
     num_preemptions: int = 0
     reason: str | None = None
-    """Why it did not start when it was asked last: now, if it is the blocker or one of the skipped."""
+    """Why it did not start at its last check. Current if it is the blocker or was skipped."""
     missing: int = 0
-    """What it lacked when that became the reason."""
+    """The missing amount when `reason` was set."""
     holder: int | None = None
-    """The request that it waits for, of several the one that holds most."""
+    """The request that it waits for; of several, the one that holds the largest amount."""
     admission: int = 0
     table: list[int] = field(default_factory=list)
     """Block ids, if the film has them."""
@@ -102,7 +102,7 @@ class RequestState:
 
 @dataclass(slots=True)
 class BatchRow:
-    """What a request does in a step."""
+    """The work of a request in a step."""
 
     number: int
     num_tokens: int
@@ -113,30 +113,30 @@ class BatchRow:
 
 @dataclass(slots=True)
 class State:
-    """What was true when a frame had been decided; of steps at once, when they were over."""
+    """The state after the decision of a frame; for steps done at once, after their end."""
 
     requests: dict[int, RequestState]
-    """The unfinished ones, by number."""
+    """The unfinished requests, by number."""
     running: list[int]
     """In order of admission."""
     waiting: list[int]
-    """In the order in which they came, or came back."""
+    """In the order in which they were queued, or queued again."""
     parked: list[int]
     time: float
     batch: list[BatchRow] = field(default_factory=list)
-    """The rows of the step; of the last one of several."""
+    """The rows of the step; of several steps, of the last one."""
     blocker: int | None = None
-    """The request that blocked the queue in the step; those behind it were not asked, but for the `skipped`."""
+    """The request that blocked the queue in the step. Requests behind it were not checked, except the `skipped`."""
     skipped: list[int] = field(default_factory=list)
-    """Requests that were asked in the step, did not start, and were passed over."""
+    """Requests that were checked in the step, did not start, and were skipped."""
     in_flight: list[list[BatchRow]] = field(default_factory=list)
     held: dict[int, int] = field(default_factory=dict)
-    """References beside those of the tables, by block."""
+    """References other than those of the tables, by block."""
     is_cached: npt.NDArray[np.bool_] | None = None
-    """[blocks] whether a block, if it is free, has content that can be found; None: the film has no blocks."""
+    """[blocks] whether a free block has content that can be found; None: the film has no blocks."""
 
     def num_references(self) -> Int32Array:
-        """[blocks] how many tables, and other holders, name a block."""
+        """[blocks] number of references to each block, from tables and other holders."""
         assert self.is_cached is not None, "the film has no blocks"
         count = np.zeros(len(self.is_cached), dtype=np.int32)
         for number in self.running:
@@ -154,8 +154,8 @@ class _Chunk:
 
 
 @contextmanager
-def _sound() -> Iterator[None]:
-    """What names no request, block or place that there is, is a `FilmError`."""
+def _film_errors() -> Iterator[None]:
+    """Turn an error about a missing request, block or index into a `FilmError`."""
     try:
         yield
     except FilmError:
@@ -196,22 +196,22 @@ class Film:
     """A film in memory.
 
     Args:
-        file: binary, for reading; it is read to its end.
-        with_blocks: whether to keep the blocks, which are most of it.
+        file: binary, readable; it is read to its end.
+        with_blocks: whether to keep the blocks, which are most of the data.
 
     Raises:
-        FilmError: it is no film, broken, or of another version.
+        FilmError: it is not a film, is broken, or has another version.
     """
 
     def __init__(self, file: BinaryIO, *, with_blocks: bool = True) -> None:
-        with _sound():
+        with _film_errors():
             self._read(file, with_blocks)
 
     def _read(self, file: BinaryIO, with_blocks: bool) -> None:
         self.header = read_header(file)
         self.requests: list[FilmRequest] = []
         self.is_complete = False
-        """Whether it was closed; otherwise what is there up to its last whole chunk can be shown."""
+        """Whether the film was closed; otherwise it can be shown up to its last whole chunk."""
         self._chunks: list[_Chunk] = []
         self._num_bytes = 0  # in memory
         columns: Columns | None = None
@@ -237,7 +237,7 @@ class Film:
         if not self._chunks:
             raise FilmError("the film has no events; it was cut off at once")
         if not self.is_complete and self._chunks[0].blocks is not None and self._chunks[-1].blocks is None:
-            self._chunks.pop()  # cut off between its events and its blocks
+            self._chunks.pop()  # the film ends between its events and its blocks
         self.has_blocks = all(chunk.blocks is not None for chunk in self._chunks)
         self._check()
         self.frames: list[Frame] = [frame for index in range(len(self._chunks)) for frame in self._frames_of(index)]
@@ -246,15 +246,15 @@ class Film:
         self._take(sum(values.nbytes for values in columns.values()))
 
     def _take(self, num_bytes: int) -> None:
-        """Count what is kept in memory.
+        """Count memory that is kept.
 
         Raises:
-            FilmError: it is more than a film may take.
+            FilmError: it exceeds the maximum for a film.
         """
         self._num_bytes += num_bytes
         if self._num_bytes > MAX_MEMORY:
             raise FilmError(
-                f"the film takes more than {MAX_MEMORY:,} bytes of memory, and no more can be shown; leave out the "
+                f"the film takes more than {MAX_MEMORY:,} bytes of memory, the maximum; leave out the "
                 "blocks (pointsman film --no-blocks), or record a shorter run"
             )
 
@@ -276,7 +276,7 @@ class Film:
             self.requests.append(FilmRequest(strings[name], whose, arrival / 1e6, prompt_tokens, max_tokens, priority))
 
     def _check(self) -> None:
-        """Numbers that would be taken as places in something."""
+        """Check the numbers that are used as indices."""
         for chunk in self._chunks:
             for name in ("request", "key_running", "key_waiting", "key_parked", "skipped_request"):
                 numbers = chunk.events[name]
@@ -309,10 +309,10 @@ class Film:
             yield Frame(index, event, place, step_id, num_steps, float(events["time"][event]) / 1e6)
 
     def frame_of_step(self, step_id: int) -> int:
-        """The frame that a step is in.
+        """The frame that contains a step.
 
         Raises:
-            KeyError: no frame has it.
+            KeyError: no frame contains it.
         """
         if not self.frames:
             raise KeyError("the film has no step")
@@ -325,11 +325,11 @@ class Film:
             raise KeyError(f"the film has no step {step_id}")
         return low
 
-    # ------------------------------------------------------------------ what happened
+    # ------------------------------------------------------------------ events
 
     @property
     def end(self) -> float:
-        """Seconds from the beginning of the film to its last event; to the end of the steps, if that is one."""
+        """Seconds from the start of the film to its last event; if that is a run of steps, to the end of the run."""
         events = self._chunks[-1].events
         if not len(events["time"]):
             return float(events["key_time"][0]) / 1e6
@@ -339,11 +339,12 @@ class Film:
         return end / 1e6
 
     def events(self, first: int, after: int | None) -> Iterator[Event]:
-        """What led to frame `first`, and all until frame `after - 1` was decided; None: to the end of the film.
+        """The events that led to frames `first` to `after - 1`, and these frames' steps; `after` None: to the film's
+        end.
 
-        What led to a frame's step comes before it: the first frame has all before it.
+        The events that led to a frame's step precede it. So those of the first frame are all events before it.
         """
-        with _sound():
+        with _film_errors():
             begin = self._place_after(first - 1) if first else (0, 0)
             end = (len(self._chunks), 0) if after is None else self._place_after(after - 1)
             for index in range(begin[0], min(end[0] + 1, len(self._chunks))):
@@ -354,29 +355,29 @@ class Film:
                         yield event
 
     def _place_after(self, frame: int) -> tuple[int, int]:
-        """Chunk and event behind a frame's step."""
+        """Chunk and event index after a frame's step."""
         return self.frames[frame].chunk, self.frames[frame].event + 1
 
-    # ------------------------------------------------------------------ what was true
+    # ------------------------------------------------------------------ states
 
     def beginning(self) -> State:
-        """What was true when the film began."""
-        with _sound():
+        """The state at the start of the film."""
+        with _film_errors():
             return _Player(self, self._chunks[0]).state
 
     def state_at(self, frame: int, step_id: int | None = None) -> State:
-        """What was true when a frame had been decided.
+        """The state after the decision of a frame.
 
         Args:
-            step_id: one of the frame's steps, if it has several: what was true when that one had been decided. None:
-                when all of them were over.
+            step_id: one of the frame's steps, if it has several: return the state after that step's decision. None:
+                after the end of all steps.
 
         Raises:
             FilmError: the film contradicts itself.
         """
         found = self.frames[frame]
         chunk = self._chunks[found.chunk]
-        with _sound():
+        with _film_errors():
             player = _Player(self, chunk)
             for index, event in enumerate(_Cursor(chunk).run(len(chunk.events["op"]))):
                 if index == found.event and step_id is not None and event.op is Op.STEPS:
@@ -486,7 +487,7 @@ class _Player:
         self._blocks = None if chunk.blocks is None else _BlockPlayer(film, chunk.blocks)
         self._num_frames = 0
         self.num_ends = 0
-        """Events that are yet to come of the end of steps that were done at once."""
+        """Remaining events about the end of steps that were done at once."""
         self.state = self._key_frame(chunk.events)
         if self._blocks is not None:
             self._blocks.open(self.state)
@@ -522,7 +523,7 @@ class _Player:
         return found
 
     def apply(self, event: Event) -> None:
-        """The next event."""
+        """Apply the next event."""
         state = self.state
         state.time = event.time
         if event.request is None:
@@ -632,7 +633,7 @@ class _Player:
         self.num_ends = fields["ends"]
 
     def begin_steps(self, event: Event, count: int) -> None:
-        """The first `count` of several steps at once; the last of them is decided, and its tokens are yet to come."""
+        """Apply the first `count` of several steps at once. The last of them is decided, without its tokens."""
         micros = event.fields["micros"]
         state = self.state
         state.time = event.time
@@ -648,7 +649,7 @@ class _Player:
 
 
 def _nothing(player: _Player, fields: dict[str, Any]) -> None:
-    """A pause, or a limit: nothing moves."""
+    """Do nothing: a pause or a limit moves no request."""
 
 
 _ON_STEPS = {
@@ -662,7 +663,7 @@ _ON_STEPS = {
 
 
 class _BlockPlayer:
-    """Applies what a chunk tells of blocks, frame by frame."""
+    """Applies a chunk's block operations, frame by frame."""
 
     def __init__(self, film: Film, columns: Columns) -> None:
         self._lists = {name: values.tolist() for name, values in columns.items()}
@@ -674,7 +675,7 @@ class _BlockPlayer:
         self._at = self._block = self._value = 0
 
     def open(self, state: State) -> None:
-        """The key frame."""
+        """Apply the key frame."""
         lists = self._lists
         at = 0
         for number, count in zip(state.running, lists["key_count"], strict=True):
@@ -689,7 +690,8 @@ class _BlockPlayer:
         self._state = state
 
     def drop(self, one: RequestState) -> None:
-        """A request has left its row: what nobody else names is free, and can be found if prefixes are cached."""
+        """Release the blocks of a request that has left its row. Blocks without references are free, and cached if
+        prefixes are."""
         table = np.array(one.table, dtype=np.int64)
         one.table = []
         self._references[table] -= 1
@@ -697,11 +699,11 @@ class _BlockPlayer:
         self._state.is_cached[table[self._references[table] == 0]] = self._caches
 
     def frame(self, state: State, place: int, *, up_to_tables: bool = False, num_steps: int | None = None) -> None:
-        """What became of blocks in a frame.
+        """Apply the block operations of a frame.
 
         Args:
-            up_to_tables: until the last block that a table got.
-            num_steps: of several steps only the first.
+            up_to_tables: only up to the last block that a table got.
+            num_steps: only the first ones of several steps.
         """
         lists, is_cached = self._lists, state.is_cached
         assert is_cached is not None

@@ -1,20 +1,21 @@
-"""A film of what a scheduler decides now, for those who watch it.
+"""The live film: streams the decisions of a running scheduler to its watchers.
 
     live = LiveFilm(scheduler)
-    records = live.take("a")     again and again, between two calls of the scheduler; the first time begins to watch
+    records = live.take("a")     repeatedly, between two calls of the scheduler; the first call begins to watch
     live.leave("a")
 
-While it is watched, one `FilmRecorder` follows the scheduler, and at most every `SECONDS_BETWEEN_PARTS` what it wrote
-is cut off as a part: a film of its own behind the header that all parts share, so that any of them may be missing. A
-later watcher begins with the newest part; a slow one loses the oldest parts that it did not take, and is sent how many
-frames they had. While nobody watches, nothing follows the scheduler.
+While there are watchers, one `FilmRecorder` follows the scheduler. At most every `SECONDS_BETWEEN_PARTS` its output is
+cut off as a part. A part and the header that all parts share are a film, so any part may be missing. A later watcher
+begins with the newest part. A slow watcher loses the oldest parts that it did not take, and gets their number of
+frames. Without watchers nothing follows the scheduler.
 
-A stream to a watcher is a row of records, each a letter, a length (4 bytes, the lowest first) and as many bytes:
+The stream to a watcher is a sequence of records: a letter, a length (4 bytes, little-endian) and the data:
 
-    H    the header of a film: a new one begins
+    H    the header of a film: a new film begins
     P    a part: its chunks
-    S    JSON: `interval`, seconds between parts; `dropped`, frames that this watcher lost so far; `running`, `waiting`
-         and `parked`, requests now
+    S    JSON: `interval`, seconds between parts; `dropped`, number of frames that this watcher lost; `running`,
+    `waiting`
+         and `parked`, the current numbers of requests
 """
 
 from __future__ import annotations
@@ -32,38 +33,38 @@ from pointsman.core.scheduler import Scheduler
 
 SECONDS_BETWEEN_PARTS = 0.1
 SHARE_OF_TIME = 0.01
-"""That cutting may take. A part begins with the state of all unfinished requests: with thousands, parts come seldom."""
+"""Maximum share of time for cutting. A part begins with the state of all unfinished requests: many make parts rare."""
 SECONDS_BETWEEN_STATES = 1.0
 MAX_WATCHERS = 16
 MAX_WAITING = 8 << 20
-"""Bytes of parts that wait for a watcher; the newest one waits in any case."""
+"""Maximum bytes of parts that wait for a watcher; the newest part always waits."""
 MAX_PART = 8 << 20
-"""Bytes of a part that nobody asks for."""
+"""Maximum bytes of a part that no watcher takes."""
 _RECORD = struct.Struct("<cI")
 
 
 class TooManyWatchers(ValueError):
-    """`MAX_WATCHERS` watch already."""
+    """`MAX_WATCHERS` watchers exist already."""
 
 
 @dataclass(slots=True)
 class _Watcher:
     has_header: bool = False
     parts: deque[tuple[bytes, int]] = field(default_factory=deque)
-    """With how many frames each has."""
+    """Parts, each with its number of frames."""
     num_bytes: int = 0
     num_dropped: int = 0
-    told: float = float("-inf")
-    """When it was sent an S."""
+    sent_at: float = float("-inf")
+    """Time of the last S record."""
 
 
 class LiveFilm:
-    """Everything is for the thread that may call the scheduler, and while it is in no call.
+    """The live film of one scheduler. Use it only in the thread that calls the scheduler, between two calls.
 
     Args:
-        scheduler: it is filmed while somebody watches.
-        clock: seconds.
-        cpu_clock: seconds that this thread computed.
+        scheduler: filmed while there are watchers.
+        clock: returns seconds.
+        cpu_clock: returns the CPU seconds of this thread.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class LiveFilm:
 
     @property
     def num_watchers(self) -> int:
-        """How many watch; with none, the scheduler is not filmed."""
+        """Number of watchers; at 0 the scheduler is not filmed."""
         return len(self._watchers)
 
     @property
@@ -95,13 +96,13 @@ class LiveFilm:
         return max(SECONDS_BETWEEN_PARTS, usual / SHARE_OF_TIME)
 
     def take(self, watcher: Hashable) -> bytes:
-        """What is new for a watcher: whole records.
+        """The new records for a watcher.
 
         Args:
-            watcher: any name of it; with a new one, it begins to watch.
+            watcher: any name; a new name begins to watch.
 
         Raises:
-            TooManyWatchers: it would be one too many.
+            TooManyWatchers: there are `MAX_WATCHERS` others.
         """
         own = self._watchers.get(watcher)
         if own is None:
@@ -115,8 +116,8 @@ class LiveFilm:
         if not own.has_header:
             own.has_header = True
             records.append(_record(b"H", self._header))
-        if own.parts or now >= own.told + SECONDS_BETWEEN_STATES:
-            own.told = now
+        if own.parts or now >= own.sent_at + SECONDS_BETWEEN_STATES:
+            own.sent_at = now
             records.append(_record(b"S", self._state(own)))
         records += [_record(b"P", part) for part, _ in own.parts]
         own.parts.clear()
@@ -124,7 +125,7 @@ class LiveFilm:
         return b"".join(records)
 
     def leave(self, watcher: Hashable) -> None:
-        """It watches no more; nothing happens if it did not."""
+        """End a watcher; does nothing for an unknown one."""
         if self._watchers.pop(watcher, None) is None or self._watchers or self._recorder is None:
             return
         self._scheduler.remove_listener(self._recorder)
@@ -133,7 +134,7 @@ class LiveFilm:
 
     def _begin(self, watcher: Hashable) -> _Watcher:
         if len(self._watchers) >= MAX_WATCHERS:
-            raise TooManyWatchers(f"{MAX_WATCHERS} watch already; close another page")
+            raise TooManyWatchers(f"{MAX_WATCHERS} pages watch already; close one of them")
         if self._recorder is None:
             recorder = FilmRecorder(self._file)
             self._scheduler.start_film(recorder)
@@ -165,7 +166,7 @@ class LiveFilm:
             own.num_dropped += num_frames
 
     def _bound(self) -> None:
-        """A chunk was full: nobody may have asked for long."""
+        """Drop a part that has grown too large, because no watcher has taken it for long."""
         recorder = self._recorder
         if recorder is not None and self._file.tell() > MAX_PART:
             _, num_frames = self._cut(recorder)
@@ -195,7 +196,7 @@ def _record(kind: bytes, data: bytes) -> bytes:
 
 
 def read_records(stream: bytes) -> Iterator[tuple[str, bytes]]:
-    """(letter, bytes) of the whole records of a stream."""
+    """The whole records of a stream, as (letter, bytes)."""
     at = 0
     while at + _RECORD.size <= len(stream):
         kind, length = _RECORD.unpack_from(stream, at)

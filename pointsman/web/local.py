@@ -1,13 +1,13 @@
-"""A server for pages on this machine: it listens on loopback, and answers who has its token.
+"""A local server for pages: it listens on loopback, and answers only requests with its token.
 
     server = LocalServer(page, {("POST", "/step"): step})
     print(server.url)                  http://127.0.0.1:40123/#token=...
     server.serve()                     until `close`, from another thread, or Ctrl-C
 
-The page itself holds nothing and needs no token. Everything else needs the header "Authorization: Bearer TOKEN"; the
-page finds the token in its URL's fragment, which a browser sends to no server. Any page of the web may send a request
-to an address of this machine, or to a name that it makes lead here (DNS rebinding): so Host must be one of this
-server's names, and Origin, where a browser sends one, must be this server.
+The page itself has no data and needs no token. Every other request needs the header "Authorization: Bearer TOKEN". The
+page finds the token in its URL's fragment, which a browser sends to no server. Any web page may send a request to an
+address of this machine, or to a name that it resolves to one (DNS rebinding). So Host must be one of this server's
+names, and Origin, if a browser sends one, must be this server.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from pointsman.web.page import PAGE_HEADERS
 from pointsman.web.places import Places
 
 MAX_CONNECTIONS = 64
-"""At once; the one that has sent no request for the longest time is closed for a newer one."""
+"""Maximum at once; a newer connection replaces the one that has sent no request for the longest time."""
 MAX_BODY = 1 << 20
-"""Bytes of a request's body."""
+"""Maximum bytes of a request's body."""
 SECONDS_TO_SEND = 60.0
-"""Time for a client to send its request, or to take a part of its answer."""
+"""Time for a client to send its request, or to accept a part of the response."""
 
 
 class Refused(Exception):
-    """A request that is not answered: a status, and a sentence that says why."""
+    """A request that is refused: with a status, and a sentence with the reason."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -48,14 +48,14 @@ class Ask:
     """A request."""
 
     query: Mapping[str, str]
-    """Of its URL; of a name that is there twice, the last."""
+    """Parameters of the URL; for a repeated name, the last."""
     body: bytes
 
     def json(self) -> Any:
         """The body.
 
         Raises:
-            Refused: it is not JSON.
+            Refused: the body is not JSON.
         """
         try:
             return json.loads(self.body)
@@ -64,20 +64,20 @@ class Ask:
 
 
 Stream: TypeAlias = Iterator[bytes]
-"""Parts of an answer. An empty one asks only whether the client is still there: one that waits yields some, at least
-each second. It is closed when the client leaves."""
+"""Parts of a response. An empty part only checks that the client is still connected: a waiting stream yields one at
+least each second. The stream is closed when the client leaves."""
 Route: TypeAlias = Callable[[Ask], "bytes | dict[str, Any] | list[Any] | Stream"]
-"""Called in a thread of the request's own: bytes and streams are sent as they are, other answers as JSON. Raises
+"""Called in a thread of the request's own. Bytes and streams are sent unchanged, other results as JSON. Raises
 `Refused`."""
 
 
 class LocalServer:
-    """Listens from the beginning; answers while `serve` runs.
+    """Listens from the beginning; responds while `serve` runs.
 
     Args:
         page: the HTML at "/".
         routes: by method and path, such as ("POST", "/step").
-        port: 0: one that is free.
+        port: 0: any free port.
 
     Raises:
         OSError: the port is taken.
@@ -95,17 +95,17 @@ class LocalServer:
 
     @property
     def url(self) -> str:
-        """The page, with its token."""
+        """The URL of the page, with its token."""
         return f"http://127.0.0.1:{self.port}/#token={self.token}"
 
     def serve(self) -> None:
-        """Answer until `close` is called in another thread; Ctrl-C goes to the caller."""
+        """Respond until another thread calls `close`; Ctrl-C is raised to the caller."""
         self._serves = True
         self._server.serve_forever(poll_interval=0.1)
 
     def close(self) -> None:
-        """End `serve`, if it runs in another thread, and listen no more. Streams end with the process."""
-        if self._serves:  # else it would wait for the first time
+        """End `serve`, if it runs in another thread, and stop listening. Streams end with the process."""
+        if self._serves:  # without `serve`, it would wait forever
             self._server.shutdown()
         self._server.server_close()
 
@@ -119,19 +119,19 @@ class _Server(ThreadingHTTPServer):
         self.places = Places(MAX_CONNECTIONS)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """A client has connected."""
+        """Accept a client, if there is a place for it."""
         if self.places.take(request):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
 
     def shutdown_request(self, request: Any) -> None:
-        """Its thread has ended."""
+        """Free the place of a connection whose thread has ended."""
         self.places.give_back(request)
         super().shutdown_request(request)
 
     def handle_error(self, *_: Any) -> None:
-        """Whatever went wrong in a request has been answered, or its client is gone."""
+        """Do nothing: the error has been sent, or the client has disconnected."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -144,7 +144,7 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "pointsman", ""
 
     def log_message(self, *_: Any) -> None:
-        """Nothing: a log would fill a terminal, and hold what a URL holds."""
+        """Log nothing: a log would fill a terminal, and contain the data of URLs."""
 
     def do_GET(self) -> None:
         self._answer()
@@ -164,24 +164,24 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(error.status, json.dumps({"error": str(error)}).encode(), "application/json")
 
     def _check_names(self) -> None:
-        """Refuse other pages.
+        """Refuse requests of other pages.
 
         Raises:
             Refused: 403.
         """
         hosts = self.headers.get_all("host") or []
         if len(hosts) != 1 or hosts[0].lower() not in self.names:
-            raise Refused(403, "Host is no name of this server; open the address that was printed")
+            raise Refused(403, "Host is not this server; open the address that was printed")
         for origin in self.headers.get_all("origin") or []:
             if origin.lower() != f"http://{hosts[0].lower()}":
-                raise Refused(403, "Origin is another page, and those may not ask this server")
+                raise Refused(403, "Origin is another page, which may not use this server")
         for site in self.headers.get_all("sec-fetch-site") or []:
             if site not in ("same-origin", "none"):
-                raise Refused(403, "Sec-Fetch-Site is another page, and those may not ask this server")
+                raise Refused(403, "Sec-Fetch-Site is another page, which may not use this server")
 
     def _page(self) -> None:
         if self.command == "POST":
-            raise Refused(405, "the page is to be had with GET")
+            raise Refused(405, "the page is served with GET only")
         self._send(200, self.page, "text/html; charset=utf-8")
 
     def _route(self, path: str, query: dict[str, str]) -> None:
@@ -205,7 +205,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.headers.get("transfer-encoding") is not None or not length.isdecimal():
             raise Refused(411, "a body needs its Content-Length")
         if int(length) > MAX_BODY:
-            raise Refused(413, f"the body has {length} bytes, and {MAX_BODY} are taken")
+            raise Refused(413, f"the body has {length} bytes; the maximum is {MAX_BODY}")
         return self.rfile.read(int(length))
 
     def _head(self, status: int, content_type: str) -> None:
@@ -223,10 +223,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def _stream(self, parts: Stream) -> None:
-        with closing(parts) as open_parts:  # type: ignore[type-var]  # a generator, or what else can be closed
+        with closing(parts) as open_parts:  # type: ignore[type-var]  # a generator, or another object with close
             self._head(200, "application/octet-stream")
             self.end_headers()
-            with suppress(OSError):  # the client is gone
+            with suppress(OSError):  # the client has disconnected
                 for part in open_parts:
                     if part:
                         self.wfile.write(part)
@@ -234,6 +234,6 @@ class _Handler(BaseHTTPRequestHandler):
                         return
 
     def _is_gone(self) -> bool:
-        """Whether the client has closed the connection: it has nothing more to send."""
+        """Whether the client has closed the connection; it has nothing more to send."""
         readable, _, _ = select.select([self.connection], [], [], 0)
         return bool(readable) and not self.connection.recv(1, socket.MSG_PEEK)

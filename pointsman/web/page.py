@@ -1,10 +1,10 @@
-"""Pages, each as one HTML file that needs nothing else: no network, and no Python once it is made.
+"""Assembles pages, each as one self-contained HTML file: it needs no network, and no Python once it is made.
 
-Their parts are in `page/`: `film.js` reads films, `counts.js` counts what happened, `story.js` puts it into words,
-`line.js` and `diagram.js` draw it, `view.html` and `view.js` show one film, `frame.html` is what all pages have, and
-each has a body and a script of its own. Each page also has the words of `words.py`, so films of other versions are told
-in them as well. A page's policy (Content-Security-Policy) allows its scripts and its style sheet, by their hashes, and
-nothing else.
+Their parts are in `page/`: `film.js` reads films, `counts.js` counts their events, `story.js` puts events into words,
+`line.js` and `diagram.js` draw, `view.html` and `view.js` show one film, `frame.html` is the frame of all pages, and
+each page has a body and a script of its own. Each page also contains the words of `words.py`, which it uses for films
+of other versions too. A page's policy (Content-Security-Policy) allows only its scripts and its style sheet, by their
+hashes.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from importlib.resources import files
 from pointsman.web.words import page_words
 
 VIEW = ("film.js", "counts.js", "story.js", "line.js", "diagram.js", "view.js")
-"""The scripts of a page that shows films, before its own."""
+"""The scripts of a page that shows films; the page's own script follows."""
 PAGE_HEADERS = {
     "content-security-policy": "frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cache-control": "no-store",
 }
-"""Of a page that a server sends; what else its policy has is in the page. A policy in a page cannot say who may frame
-it."""
+"""Headers of a page that a server sends. The rest of its policy is in the page, but a page cannot restrict frames."""
 
 
 def assemble(
@@ -39,13 +38,13 @@ def assemble(
     data: Mapping[str, bytes] | None = None,
     connects: bool = False,
 ) -> str:
-    """The page of `page/NAME.html` and `page/NAME.js`.
+    """The page made of `page/NAME.html` and `page/NAME.js`.
 
     Args:
         title: plain text.
-        scripts: further ones, before the page's own.
-        data: what the page carries, by the id of its element.
-        connects: whether its script may ask the server that it came from.
+        scripts: further scripts, before the page's own.
+        data: embedded data, by the id of its element.
+        connects: whether its script may send requests to the server that it came from.
     """
     folder = files("pointsman.web").joinpath("page")
 
@@ -72,13 +71,13 @@ def assemble(
         "script": script,
     }
     text = read("frame.html").replace("{body}", read(f"{name}.html"))
-    # In one pass, so that a title may be called like a part.
+    # In one pass, so that a title may contain the name of a part.
     return re.sub(rf"\{{({'|'.join(parts)})\}}", lambda found: parts[found[1]], text)
 
 
 def words_script() -> str:
-    """The script before all others: it defines `WORDS`, and makes them strict."""
-    words = json.dumps(page_words()).replace("<", "\\u003c")  # no text ends the element of the script
+    """The first script: it defines `WORDS`, and makes all scripts strict."""
+    words = json.dumps(page_words()).replace("<", "\\u003c")  # so no text closes the script element
     return f'"use strict";\nconst WORDS = {words};'
 
 

@@ -1,6 +1,6 @@
-"""A film as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing: what each request did, and the load.
+"""Writes a film as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing: each request's states, and the load.
 
-As that of a simulation (`sim/report/perfetto.py`), with what a film knows besides: each wait and each preemption.
+Like the trace of a simulation (`sim/report/perfetto.py`), with each wait and each preemption from the film.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pointsman.web.timeline import Span, Timeline, timeline_of
 def write_trace(
     film: Film, path: Path | str, *, max_requests: int = MAX_REQUESTS, max_points: int = MAX_POINTS
 ) -> None:
-    """Write the trace: the first `max_requests` requests, and every so many frames' counters, `max_points` at most."""
+    """Write the trace: the first `max_requests` requests, and counters at up to `max_points` evenly spaced frames."""
     timeline, spans = timeline_of(film)
     shown = min(len(film.requests), max_requests)
     events = [process_name(0, "scheduler"), *_counters(timeline, film, max_points)]
@@ -67,7 +67,7 @@ def _slices(film: Film, spans: list[Span]) -> list[dict[str, Any]]:
 
 
 def _preemptions(film: Film) -> list[dict[str, Any]]:
-    """Marks across the whole process."""
+    """Marks of preemptions across the whole process."""
     teller = Teller(film)
     return [
         {"ph": "i", "s": "p", "pid": 0, "tid": 0, "name": teller.sentence(event), "ts": round(event.time * 1e6)}

@@ -1,4 +1,4 @@
-"""The page that plays a film, or compares two."""
+"""The player: a page that plays a film, or compares two."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import json
 from pointsman.web.page import assemble
 
 MAX_FILM = 256 << 20
-"""Bytes of a film that a page carries: a browser holds all of it."""
+"""Maximum bytes of an embedded film: a browser holds all of it."""
 
 
 def page_of(film: bytes | None, title: str, beside: tuple[bytes, str] | None = None) -> str:
     """The page.
 
     Args:
-        film: that it carries; None: it is opened in the browser, from a file.
+        film: to embed; None: the user opens a file in the browser.
         title: of the film.
-        beside: another film, which it is compared with, and its title.
+        beside: another film to compare with, and its title.
 
     Raises:
-        ValueError: a film is larger than a page may carry.
+        ValueError: a film is too large to embed.
     """
     films = [] if film is None else [(film, title)] if beside is None else [(film, title), beside]
     for each, name in films:
@@ -35,6 +35,6 @@ def page_of(film: bytes | None, title: str, beside: tuple[bytes, str] | None = N
 def too_large(name: str, size: int) -> str:
     """Why a film of `size` bytes is refused."""
     return (
-        f"{name} has {size:,} bytes as a film, and a page carries {MAX_FILM:,} at most; leave out its blocks "
+        f"{name} has {size:,} bytes as a film, and a page holds at most {MAX_FILM:,}; leave out its blocks "
         "(pointsman film --no-blocks), or record a shorter run"
     )

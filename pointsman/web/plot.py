@@ -1,6 +1,6 @@
-"""A film as one picture: each step's batch, the KV pool, what every request did, and why the queue waited.
+"""Draws a film as one picture: each step's batch, the KV pool, the states of every request, and why the queue waited.
 
-matplotlib draws it; it is asked for where it is needed, so that nothing else needs it.
+matplotlib draws it. It is imported only where it is used, so nothing else needs it.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 
 FloatArray = npt.NDArray[np.float64]
 
-# The palette of Okabe and Ito, which people with any colour vision tell apart.
+# The palette of Okabe and Ito: its colours differ for people with any colour vision.
 BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE, YELLOW, GREY = (
     "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#F0E442", "#999999",
 )  # fmt: skip
 COLOURS = {PREFILL: ORANGE, DECODE: BLUE, WAITING: "#DDDDDD", PARKED: PURPLE}
 OF_REASONS = (VERMILION, SKY, ORANGE, PURPLE, GREEN, YELLOW, BLUE, GREY)
 MAX_REQUESTS = 400
-"""Requests that have a line of their own; of more, evenly chosen ones do."""
+"""Maximum number of requests with a line of their own; of more, evenly spaced ones are drawn."""
 MAX_POINTS = 2000
-"""Of a curve; each is then the mean of a stretch of time."""
+"""Maximum points of a curve; with more, each point is the mean of an interval of time."""
 
 
 def draw(film: Film, title: str) -> Figure:
     """The picture, 11 by 12 inches.
 
     Raises:
-        FilmError: there is no step, or the film contradicts itself.
+        FilmError: the film has no step, or contradicts itself.
         ModuleNotFoundError: matplotlib is not installed.
     """
     from matplotlib.figure import Figure
@@ -59,8 +59,11 @@ def draw(film: Film, title: str) -> Figure:
 
 
 def means(edges: FloatArray, values: npt.NDArray[Any], most: int = MAX_POINTS) -> tuple[FloatArray, FloatArray]:
-    """A step function, `values` [n] between `edges` [n + 1], as the means over at most `most` stretches of time:
-    (edges, means)."""
+    """Resample a step function, `values` [n] between `edges` [n + 1], to means over at most `most` intervals of time.
+
+    Returns:
+        The edges and the means.
+    """
     if len(values) <= most:
         return edges, values.astype(np.float64)
     grid = np.linspace(edges[0], edges[-1], most + 1)
@@ -117,7 +120,7 @@ def _draw_requests(axes: Any, film: Film, spans: list[Span]) -> None:
 
 
 def _draw_queue(axes: Any, timeline: Timeline, edges: FloatArray) -> None:
-    """How many wait, by what the head of the queue lacks."""
+    """Number of waiting requests, by the shortage of the head of the queue."""
     seconds = np.diff(edges)
     reasons = {reason: float(seconds[np.array(timeline.blocked) == reason].sum()) for reason in set(timeline.blocked)}
     reasons.pop("", None)
@@ -129,12 +132,12 @@ def _draw_queue(axes: Any, timeline: Timeline, edges: FloatArray) -> None:
         label = f"{reason.replace('_', ' ')}, {reasons[reason]:,.1f} s"
         axes.stairs(base + values, grid, baseline=base, fill=True, color=colour, label=label)
         base = base + values
-    axes.set_ylabel("waiting, by what the\nfirst of them lacks")
+    axes.set_ylabel("waiting, by what the\nhead of the queue lacks")
     if reasons:
         axes.legend(loc="upper right")
 
 
 def _shorten(text: str, most: int = 24) -> str:
-    """An id as a label: on one line, and none of it taken for mathematics."""
+    """An id as a label: on one line, and without mathematical notation."""
     plain = "".join(letter if letter.isprintable() else " " for letter in text).replace("$", r"\$")
     return plain if len(plain) <= most else plain[: most - 1] + "…"

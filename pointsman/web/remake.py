@@ -1,7 +1,7 @@
-"""From a film to a scene: the same requests at the same times under the same settings, to ask what would have been.
+"""Converts a film to a scene: the same requests at the same times under the same settings, for what-if questions.
 
-A film has no prompt, so prefixes that requests shared are not in the scene, and a request that had not finished gets
-the output that it had. How long a step takes is fitted to the film: a constant, and one for each token.
+A film has no prompts, so the scene has no shared prefixes, and an unfinished request gets the output that it had. The
+time of a step is fitted to the film: a constant, and a time for each token.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ALONE: Mapping[str, Any] = {
     "count_common_prefix": False,
     "log_request_events": False,
 }
-"""What a scheduler has without drafts, connector and steps ahead, which a scene has not."""
+"""Settings of a scheduler without drafts, a connector and steps in flight, which a scene lacks."""
 
 
 class Remade(NamedTuple):
@@ -38,18 +38,18 @@ class Remade(NamedTuple):
 
     scene: Scene
     num_left_out: int
-    """Requests that arrived later than `scene` has."""
+    """Requests that arrived too late to be in `scene`."""
 
 
 def remake(film: Film, max_requests: int, max_prompt_tokens: int) -> Remade:
     """The scene of a film, with its first requests.
 
     Args:
-        max_requests: at most so many.
-        max_prompt_tokens: and at most so many tokens of prompts together.
+        max_requests: maximum number of requests.
+        max_prompt_tokens: maximum number of tokens of all prompts together.
 
     Raises:
-        FilmError: its settings are not those of this version, or a policy of it was an object without a name.
+        FilmError: this version lacks its settings, or one of its policies was an object without a name.
     """
     known = {field.name for field in fields(SchedulerConfig)}
     given = {name: value for name, value in film.header["config"].items() if name in known}
@@ -78,7 +78,7 @@ def _inputs(film: Film) -> list[Input]:
     names: set[str] = set()
     for number, each in enumerate(film.requests):
         name, again = each.request_id, 2
-        while name in names:  # an id may come again once its request has finished
+        while name in names:  # an id may be reused once its request has finished
             name, again = f"{each.request_id}#{again}", again + 1
         names.add(name)
         arrival = Arrival(
@@ -97,7 +97,7 @@ def _inputs(film: Film) -> list[Input]:
 
 
 def _ends(film: Film) -> tuple[dict[int, int], dict[int, float]]:
-    """By number: how many tokens a request generated, and when it was aborted."""
+    """The number of tokens that each request generated, and the time of its abort, by number."""
     reasons = film.header["names"]["finish_reasons"]
     generated: dict[int, int] = {}
     aborted: dict[int, float] = {}
@@ -113,14 +113,14 @@ def _ends(film: Film) -> tuple[dict[int, int], dict[int, float]]:
 
 
 def _step_seconds(film: Film) -> tuple[float, float]:
-    """Seconds of a step and of a token in it, by least squares over the steps that another one followed at once."""
+    """Seconds of a step and of a token in it, by least squares over the steps that were followed at once by another."""
     plain = Scene(SchedulerConfig(num_blocks=1, max_model_len=1))
     curves, _ = timeline_of(film)
     count = curves.num_steps[:-1]
     tokens = (curves.num_prefill_tokens + curves.num_decode_tokens)[:-1] / np.maximum(count, 1)
     seconds = np.diff(curves.time) / np.maximum(count, 1)
     is_busy = (tokens > 0) & (seconds > 0)
-    for _ in range(3):  # steps that were followed by a pause are left out
+    for _ in range(3):  # without the steps that were followed by a pause
         if np.count_nonzero(is_busy) < 2:
             return plain.seconds_per_step, plain.seconds_per_token
         columns = np.stack([np.ones_like(tokens), tokens], axis=1)

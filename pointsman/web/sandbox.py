@@ -1,4 +1,4 @@
-"""A scheduler to play with: requests, settings and steps that are chosen one after the other, and taken back.
+"""The sandbox: a scheduler to experiment with, by adding requests, changing settings, stepping and undoing.
 
     sandbox = Sandbox()
     sandbox.do({"do": "add", "prompt": 64, "output": 20})
@@ -6,8 +6,8 @@
     sandbox.do({"do": "settings", "settings": {"num_blocks": 4}})    # the same requests: what if?
     sandbox.do({"do": "undo"})
 
-What is there is a `Scene`, which never changes: whatever is done makes another one, which is played from its beginning,
-and to undo is to play the one before. What cannot be done raises `SandboxError`, and changes nothing.
+The state is a `Scene`, which never changes: an action makes a new scene, which is played from its beginning. Undo plays
+the scene before it. An impossible action raises `SandboxError`, and changes nothing.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ from pointsman.web.scene import MAX_STEPS, Abortion, Arrival, Cast, Input, Playe
 from pointsman.web.situations import SITUATIONS, Situation
 
 MAX_REQUESTS = 500
-"""Of a scene."""
+"""Maximum number of requests of a scene."""
 MAX_INPUTS = 1000
-"""Requests, aborts and changes of priority."""
+"""Maximum number of requests, aborts and priority changes."""
 MAX_TOKENS = 100_000
-"""Of a prompt, or an output."""
+"""Maximum tokens of a prompt, or of an output."""
 MAX_PROMPTS = 2_000_000
-"""Tokens of all prompts together."""
+"""Maximum tokens of all prompts together."""
 MAX_ID = 60
-"""Characters of an id, or a tenant."""
+"""Maximum characters of an id, or of a tenant."""
 MAX_SECONDS = 3600.0
-"""Until the last request arrives."""
+"""Maximum arrival time."""
 MAX_UNDO = 200
-"""What was done before that stays done."""
+"""Maximum number of actions that can be undone."""
 
 
 class SandboxError(ValueError):
-    """What cannot be done, in words."""
+    """An action that is impossible; the message has the reason."""
 
 
 class Setting(NamedTuple):
-    """A setting that can be changed, and what it may be."""
+    """A setting that can be changed, with its valid values."""
 
     name: str
-    """Of a field of `SchedulerConfig`, or of `Scene`."""
+    """A field of `SchedulerConfig`, or of `Scene`."""
     label: str
     kind: str
-    """"integer", "number", "flag", "choice", or "policy" (one, or none if `optional`) and "policies" (any number)."""
+    """"integer", "number", "flag", "choice", "policy" (one, or none if `optional`) or "policies" (any number)."""
     low: float | None = None
     high: float | None = None
     choices: tuple[str, ...] = ()
     policy: str = ""
-    """The kind of policy."""
+    """The kind of a policy."""
     optional: bool = False
     """Whether it may be None."""
 
@@ -67,12 +67,18 @@ SETTINGS = (
     Setting("num_blocks", "KV blocks in the pool", "integer", 1, 65_536),
     Setting("block_size", "tokens in a block", "integer", 1, 1024),
     Setting("max_num_batched_tokens", "token budget of a step", "integer", 1, 100_000),
-    Setting("max_num_seqs", "requests that run at most", "integer", 1, 1024),
-    Setting("max_model_len", "longest sequence, in tokens", "integer", 1, 200_000),
+    Setting("max_num_seqs", "maximum number of running requests", "integer", 1, 1024),
+    Setting("max_model_len", "maximum length of a sequence, in tokens", "integer", 1, 200_000),
     Setting("batching", "batching", "choice", choices=("mixed", "static")),
     Setting("enable_chunked_prefill", "chunked prefill", "flag"),
     Setting("enable_prefix_caching", "prefix caching", "flag"),
-    Setting("long_prefill_token_threshold", "prompt tokens of a request in a step; 0: no limit", "integer", 0, 100_000),
+    Setting(
+        "long_prefill_token_threshold",
+        "maximum prompt tokens of a request in a step; 0: no limit",
+        "integer",
+        0,
+        100_000,
+    ),
     Setting("watermark", "watermark, a share of the pool", "number", 0, 0.99),
     Setting("full_sequence_must_fit", "the whole known sequence must fit", "flag"),
     Setting("reserves", "further reserves", "policies", policy="reserve"),
@@ -83,34 +89,34 @@ SETTINGS = (
     Setting("seconds_per_step", "seconds of a step", "number", 0.0001, 10),
     Setting("seconds_per_token", "seconds of a token in it", "number", 0, 1),
 )
-"""What the sandbox lets be changed. Another setting of a recording that it was opened with stays as it was."""
+"""The settings that can be changed in the sandbox. Other settings of an opened recording stay as recorded."""
 _OF_THE_SCENE = frozenset({"seconds_per_step", "seconds_per_token"})
 START = SchedulerConfig(num_blocks=32, max_model_len=2048, max_num_seqs=8, max_num_batched_tokens=128)
-"""Small, so that what is scarce is seen to be."""
+"""Small, so that shortages are visible."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Moment:
-    """A scene, and what made it."""
+    """A scene, and the action that made it."""
 
     scene: Scene
     what: str
     base: Scene
-    """Has the settings that those of now are compared with: of the beginning, or of when this was asked for last."""
+    """The scene with the settings to compare with: the first scene, or the scene at the last "compare_from_here"."""
     situation: str | None = None
 
 
 class Sandbox:
-    """See the module.
+    """Holds a scene, and applies actions to it.
 
     Args:
-        scene: to begin with; None: no request, and `START`.
-        commands: gives the command lines that use a configuration, of now and of the beginning: under "change" with
-            what differs, under "all" with every setting.
-        about: where the scene is from, in words; "": nothing to say.
+        scene: to begin with; None: no requests, and `START`.
+        commands: returns the command lines for the current and the base configuration: under "change" with the
+            differences, under "all" with every setting.
+        about: source of the scene, for the user; "": none.
 
     Raises:
-        SandboxError: the scene is larger than a sandbox may be.
+        SandboxError: the scene exceeds the limits of a sandbox.
     """
 
     def __init__(
@@ -128,22 +134,22 @@ class Sandbox:
         self._now = _Moment(first, "begin", first)
         _check_size(first)
         self.played = self._play(first)
-        """The scene, played."""
-        self._base_played: Played | None = None  # the newest
+        """The current scene, played."""
+        self._base_played: Played | None = None  # the newest one
 
     @property
     def scene(self) -> Scene:
-        """What is there."""
+        """The current scene."""
         return self._now.scene
 
-    # ------------------------------------------------------------------ what is done
+    # ------------------------------------------------------------------ actions
 
     def do(self, action: Mapping[str, Any]) -> None:
-        """Do what "do" says: add, abort, priority, step, run, settings, compare_from_here, situation, what_if, reset,
-        clear, undo, redo.
+        """Perform the action in "do": add, abort, priority, step, run, settings, compare_from_here, situation, what_if,
+        reset, clear, undo, redo.
 
         Raises:
-            SandboxError: it cannot be done. Nothing has changed.
+            SandboxError: the action is impossible. Nothing has changed.
         """
         name = action.get("do")
         if name == "undo":
@@ -151,7 +157,7 @@ class Sandbox:
         if name == "redo":
             return self._return(self._future, self._past, "do again")
         handlers: dict[str, tuple[Callable[..., _Moment], tuple[str, ...], tuple[str, ...]]] = {
-            # What makes the next moment; the arguments that it needs, and those that it may have.
+            # The method that makes the next moment, its required arguments, and its optional arguments.
             "add": (
                 self._add,
                 ("prompt", "output"),
@@ -227,11 +233,11 @@ class Sandbox:
         known = {each.request_id: each for each in self.scene.arrivals}
         name = _word("id", id) if id is not None else next(each for each in _names() if each not in known)
         if name in known:
-            raise SandboxError(f"id is {name!r}, and a request has it; choose another one, or leave it out")
+            raise SandboxError(f"id is {name!r}, which another request has; choose another id, or leave it out")
         now = self.played.now
         time = now if at is None else _number("at", at, 0, MAX_SECONDS)
         if time < now:
-            raise SandboxError(f"at is {time:g} s, and it is {now:g} s; give that or later, or reset first")
+            raise SandboxError(f"at is {time:g} s, and the time is {now:g} s; give that or later, or reset first")
         num_prompt = _integer("prompt", prompt, 1, MAX_TOKENS)
         num_output = _integer("output", output, 1, MAX_TOKENS)
         num_shared = 0
@@ -262,9 +268,9 @@ class Sandbox:
         if cast.request is not None:
             return self._with(f"abort {name}", Abortion(name, self.played.now))
         if any(each.starts_like == name for each in self.scene.arrivals):
-            raise SandboxError(f"{name} has not arrived, and another request starts like it; take that away first")
+            raise SandboxError(f"{name} has not arrived, and another request starts like it; remove that request first")
         kept = tuple(each for each in self.scene.inputs if each.request_id != name)
-        return self._next(f"take away {name}", inputs=kept)
+        return self._next(f"remove {name}", inputs=kept)
 
     def _set_priority(self, id: object, priority: object) -> _Moment:
         cast = self._unfinished("priority", id)
@@ -278,7 +284,7 @@ class Sandbox:
         if cast is None:
             raise SandboxError(f"{what}: no request is called {id!r}; choose one of {_listed(self.played.cast)}")
         if cast.refusal is not None or (cast.request is not None and cast.request.status.is_finished):
-            raise SandboxError(f"{what}: {cast.arrival.request_id} has finished; undo steps to have it back")
+            raise SandboxError(f"{what}: {cast.arrival.request_id} has finished; undo steps to restore it")
         return cast
 
     # ------------------------------------------------------------------ steps
@@ -289,7 +295,7 @@ class Sandbox:
         done = self.played.num_steps
         if done + number > MAX_STEPS:
             raise SandboxError(
-                f"count is {number}, {done} steps are done, and {MAX_STEPS:,} is the most; give at most "
+                f"count is {number}, {done} steps are done, and the maximum is {MAX_STEPS:,}; give at most "
                 f"{MAX_STEPS - done}, or reset"
             )
         return self._next("step" if number == 1 else f"{number} steps", num_steps=done + number)
@@ -304,14 +310,14 @@ class Sandbox:
         if self.played.is_over:
             raise SandboxError("nothing is left to schedule; add a request, or reset")
         if self.played.num_steps >= MAX_STEPS:
-            raise SandboxError(f"{MAX_STEPS:,} steps are done, which is the most; reset, or send less")
+            raise SandboxError(f"{MAX_STEPS:,} steps are done, which is the maximum; reset, or send less")
 
     def _reset(self) -> _Moment:
-        """All requests from the beginning, without what was done to them since."""
+        """All requests from the beginning, without the actions on them."""
         return self._next("reset", inputs=tuple(self.scene.arrivals), num_steps=0, not_before=0.0)
 
     def _clear(self) -> _Moment:
-        """No request."""
+        """Remove all requests."""
         scene = replace(self.scene, inputs=(), num_steps=0, to_the_end=False, not_before=0.0)
         return _Moment(scene, "remove all requests", scene)
 
@@ -326,14 +332,14 @@ class Sandbox:
         return replace(self._now, scene=self._as_far(scene), what="settings")
 
     def _as_far(self, scene: Scene) -> Scene:
-        """A scene, to be played as far as the one that there is."""
+        """The scene, to be played as far as the current one."""
         to_the_end = self.scene.to_the_end or (self.played.is_over and self.played.num_steps > 0)
         return replace(scene, num_steps=self.played.num_steps, to_the_end=to_the_end, not_before=0.0)
 
     def _compare_from_here(self) -> _Moment:
-        """From now on, compare with the settings of now."""
+        """Compare with the current settings from now on."""
         if _same_settings(self._now.base, self.scene):
-            raise SandboxError("these are the settings that are compared with already; change one first")
+            raise SandboxError("the comparison already uses these settings; change one first")
         return replace(self._now, base=self.scene, what="compare from here")
 
     def _choose(self, name: object) -> _Moment:
@@ -341,19 +347,19 @@ class Sandbox:
         return _Moment(situation.scene, f"situation {situation.title}", situation.scene, situation.name)
 
     def _what_if(self) -> _Moment:
-        """The change of settings that the situation proposes."""
+        """Apply the change of settings that the situation proposes."""
         if self._now.situation is None:
             raise SandboxError("what_if belongs to a situation; choose one first")
         return self._set(_situation(self._now.situation).what_if)
 
-    # ------------------------------------------------------------------ what there is
+    # ------------------------------------------------------------------ results
 
     def as_test(self) -> str:
-        """Python that does the same, and asserts the state."""
+        """Python that makes the same calls, and asserts the state."""
         return as_test(self.played)
 
     def before(self) -> Played | None:
-        """The same requests under the settings that those of now are compared with, as far; None: these are those."""
+        """The same requests under the settings to compare with, played as far; None: the settings are the same."""
         base = self._now.base
         if _same_settings(base, self.scene):
             return None
@@ -363,7 +369,7 @@ class Sandbox:
         return self._base_played
 
     def answer(self) -> dict[str, Any]:
-        """What a page shows, JSON-ready; the film is in base 64."""
+        """The data for the page, JSON-ready; the film is in base 64."""
         played, now, before = self.played, self._now, self.before()
         ttft = {} if before is None else {name: cast.ttft for name, cast in before.cast.items()}
         return {
@@ -386,12 +392,12 @@ class Sandbox:
 
     def _bound(self) -> str | None:
         if self.played.num_steps >= MAX_STEPS and not self.played.is_over:
-            return f"{MAX_STEPS:,} steps are done, which is the most; reset, or send less"
+            return f"{MAX_STEPS:,} steps are done, which is the maximum; reset, or send less"
         return None
 
 
 def choices() -> dict[str, Any]:
-    """What can be chosen, JSON-ready: settings with their ranges, policies with their parameters, situations.
+    """The choices, JSON-ready: settings with their ranges, policies with their parameters, situations.
 
     Raises:
         ConfigError: an installed package's policy cannot be loaded.
@@ -417,7 +423,7 @@ def choices() -> dict[str, Any]:
 
 
 def settings_of(scene: Scene) -> dict[str, Any]:
-    """The values of `SETTINGS`, policies as they are written."""
+    """The values of `SETTINGS`; policies as text."""
     values = scene.config.to_dict()
     return {
         each.name: getattr(scene, each.name) if each.name in _OF_THE_SCENE else values[each.name] for each in SETTINGS
@@ -460,7 +466,7 @@ def _with_settings(scene: Scene, given: Mapping[str, Any]) -> Scene:
     now = settings_of(scene)
     values = {name: value for name, value in values.items() if value != now[name]}  # a policy may be an object
     if values.get("full_sequence_must_fit") is False:
-        values["count_owed_blocks"] = True  # of a preset, without effect then
+        values["count_owed_blocks"] = True  # from a preset; without effect here
     if values.get("enable_prefix_caching") is False:
         values["share_within_step"] = True
     try:
@@ -525,8 +531,8 @@ def _described(played: Played, cast: Cast, before: float | None) -> dict[str, An
         reason = request.finish_reason
         return {**found, "why": f"finished: {reason.value if reason is not None else ''}"}
     why = scheduler.explain(arrival.request_id)
-    is_told = why.reason is None and request.status is RequestStatus.RUNNING
-    return {**found, "why": "" if is_told else why.sentence}
+    is_running_normally = why.reason is None and request.status is RequestStatus.RUNNING
+    return {**found, "why": "" if is_running_normally else why.sentence}
 
 
 def _situation(name: object) -> Situation:
@@ -545,7 +551,7 @@ def _check_size(scene: Scene) -> None:
         ("tokens of prompts", prompts, MAX_PROMPTS),
     ):
         if number > most:
-            raise SandboxError(f"these are {number:,} {what}, and {most:,} is the most; remove some, or begin anew")
+            raise SandboxError(f"the scene has {number:,} {what}, and the maximum is {most:,}; remove some")
 
 
 def _first_paragraph(policy: type) -> str:
@@ -562,7 +568,7 @@ def _names() -> Any:
 
 def _listed(names: Mapping[str, object]) -> str:
     found = list(names)
-    return ", ".join(found[:20]) + (f" and {len(found) - 20} others" if len(found) > 20 else "") or "none is there"
+    return ", ".join(found[:20]) + (f" and {len(found) - 20} others" if len(found) > 20 else "") or "there are none"
 
 
 def _integer(name: str, value: object, low: int, high: int) -> int:

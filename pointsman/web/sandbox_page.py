@@ -1,8 +1,8 @@
-"""The page of the sandbox, and the server on this machine that it asks.
+"""The page of the sandbox, and its server on this machine.
 
-GET /state   what there is
-POST /do     an action (`Sandbox.do`), and then what there is, or "error": why it cannot be done
-GET /compared   the page that shows the run of now beside the one under the settings that it is compared with
+GET /state   the state of the sandbox
+POST /do     an action (`Sandbox.do`); returns the state, or "error": the reason why it is impossible
+GET /compared   a page that shows the current run beside the run under the settings to compare with
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def sandbox_server(sandbox: Sandbox, *, title: str = "Sandbox", port: int = 0) -
 
     Args:
         title: of the page.
-        port: 0: one that is free.
+        port: 0: any free port.
 
     Raises:
         OSError: the port is taken.
@@ -41,7 +41,7 @@ def sandbox_server(sandbox: Sandbox, *, title: str = "Sandbox", port: int = 0) -
         with lock:
             try:
                 sandbox.do(action)
-            except SandboxError as error:  # an answer like any other: browsers log those that are errors
+            except SandboxError as error:  # status 200, because browsers log HTTP errors
                 return {"error": str(error)}
             return sandbox.answer()
 
@@ -49,7 +49,7 @@ def sandbox_server(sandbox: Sandbox, *, title: str = "Sandbox", port: int = 0) -
         with lock:
             before, now = sandbox.before(), sandbox.played
         if before is None:
-            return {"error": "the settings are those that they are compared with; change one first"}
+            return {"error": "the comparison uses these settings already; change one first"}
         if not before.num_steps or not now.num_steps:
             return {"error": "no step has been scheduled yet; step, or run"}
         return {"page": page_of(before.film, "before", (now.film, "now"))}

@@ -1,9 +1,9 @@
-"""A scene of the sandbox: requests with their times of arrival, settings, and how many steps are done.
+"""A scene of the sandbox: requests with their arrival times, settings, and the number of steps to do.
 
-    played = play(scene)    the scene on a new scheduler: its film, its figures, and what is true in the end
+    played = play(scene)    plays the scene on a new scheduler: its film, its figures, and the final state
 
-A scene never changes, and the scheduler is deterministic: the same scene is played to the same bytes of a film. Time is
-virtual: a step takes `Scene.step_seconds`, which its tokens alone decide, so that times can be checked by hand.
+A scene never changes, and the scheduler is deterministic: the same scene always gives the same bytes of a film. Time is
+virtual: a step takes `Scene.step_seconds`, which depends only on its tokens, so times can be checked by hand.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pointsman.core.observe.film import FilmRecorder
 Int32Array = npt.NDArray[np.int32]
 
 MAX_STEPS = 20_000
-"""Of a scene: each change of it does all of them again."""
+"""Maximum number of steps of a scene: each change repeats all of them."""
 EOS_TOKEN = 1
 TEXT_OF_A_REQUEST = 1_000_000
 """The token at position p of the n-th request, from 1, is n times this plus p, in prompt and output."""
@@ -45,22 +45,22 @@ class Arrival:
     request_id: str
     num_prompt_tokens: int
     num_output_tokens: int
-    """Known to the scene alone: a request ends with an end-of-sequence token that no policy foresees."""
+    """Known only to the scene: the request ends with an end-of-sequence token that no policy can predict."""
     at: float = 0.0
     """Seconds."""
     starts_like: str | None = None
-    """The request whose first tokens are also the first of this one."""
+    """The request whose first tokens this one shares."""
     num_shared_tokens: int = 0
-    """How many; they may reach into the output of that request, as a conversation does."""
+    """Number of shared tokens; they may extend into the output of that request, as in a conversation."""
     priority: int = 0
     tenant: str = ""
     max_tokens: int | None = None
-    """What its client asked for; None: no limit but the model's."""
+    """The limit in the client's request; None: only the model's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Abortion:
-    """A request is aborted; nothing happens if it has finished."""
+    """Aborts a request; does nothing if it has finished."""
 
     request_id: str
     at: float
@@ -68,7 +68,7 @@ class Abortion:
 
 @dataclass(frozen=True, slots=True)
 class Urgency:
-    """A request gets another priority; nothing happens if it has finished."""
+    """Changes the priority of a request; does nothing if it has finished."""
 
     request_id: str
     priority: int
@@ -80,30 +80,30 @@ Input: TypeAlias = Arrival | Abortion | Urgency
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What the sandbox plays. See the module."""
+    """The input of the sandbox's player. See the module."""
 
     config: SchedulerConfig
     inputs: tuple[Input, ...] = ()
-    """In the order in which they were given; they happen by time."""
+    """In the order in which they were given; each is applied at its time."""
     num_steps: int = 0
     to_the_end: bool = False
-    """Whether it is played until nothing is left to do, or `MAX_STEPS` are done, whatever `num_steps` says."""
+    """Whether to play until nothing is left to do, or `MAX_STEPS` are done, instead of `num_steps`."""
     not_before: float = 0.0
-    """It was at least so late when its steps were done: it waited for requests that were refused."""
+    """Minimum time at the end of its steps: it waited for requests that were refused."""
     seconds_per_step: float = 0.01
     seconds_per_token: float = 0.0001
 
     @property
     def arrivals(self) -> list[Arrival]:
-        """In the order in which they were given."""
+        """The requests, in the order in which they were given."""
         return [each for each in self.inputs if isinstance(each, Arrival)]
 
     def step_seconds(self, num_tokens: int) -> float:
-        """How long a step takes that computes this number of tokens."""
+        """The time of a step that computes this number of tokens."""
         return self.seconds_per_step + self.seconds_per_token * num_tokens
 
     def max_tokens(self, arrival: Arrival) -> int:
-        """Of a request."""
+        """The `max_tokens` of a request."""
         room = max(1, self.config.max_model_len - arrival.num_prompt_tokens)
         return room if arrival.max_tokens is None else arrival.max_tokens
 
@@ -112,11 +112,11 @@ class Scene:
         return {each.request_id: number * TEXT_OF_A_REQUEST for number, each in enumerate(self.arrivals, 1)}
 
     def segments(self, request_id: str, length: int) -> list[tuple[int, int]]:
-        """(first, end) of the runs of token ids that a request's first `length` tokens are."""
+        """The first `length` tokens of a request, as (first, end) of runs of token ids."""
         arrivals, texts = {each.request_id: each for each in self.arrivals}, self.texts()
         found: list[tuple[int, int]] = []
         name: str | None = request_id
-        while name is not None and length > 0:  # from its own text back to those that it begins like
+        while name is not None and length > 0:  # from its own text back to the texts that it begins with
             shared = min(arrivals[name].num_shared_tokens, length)
             if shared < length:
                 found.insert(0, (texts[name] + shared, texts[name] + length))
@@ -124,24 +124,24 @@ class Scene:
         return found
 
     def prompt(self, arrival: Arrival) -> Int32Array:
-        """[prompt tokens] its token ids."""
+        """[prompt tokens] the token ids of a prompt."""
         runs = self.segments(arrival.request_id, arrival.num_prompt_tokens)
         return np.concatenate([np.arange(first, end, dtype=np.int32) for first, end in runs])
 
 
 class Done(NamedTuple):
-    """Something that was done to the scheduler, in order."""
+    """A call that was made to the scheduler, in order."""
 
     what: str
     """"add", "refuse" (an add that was refused), "abort", "priority", "step", or "wait" for an arrival."""
     now: float
-    """When; of a step, when it was over."""
+    """Its time; for a step, its end."""
     given: Input | None = None
 
 
 @dataclass(slots=True)
 class Cast:
-    """A request of a scene that is played."""
+    """A request of a scene during its play."""
 
     arrival: Arrival
     request: Request | None = None
@@ -156,7 +156,7 @@ class Cast:
 
     @property
     def longest_gap(self) -> float | None:
-        """Seconds between two of its tokens."""
+        """Maximum seconds between two consecutive tokens."""
         times = self.token_times
         return max((later - sooner for sooner, later in pairwise(times)), default=None)
 
@@ -169,14 +169,14 @@ class Played:
     scheduler: Scheduler
     film: bytes
     cast: dict[str, Cast]
-    """By request id, in the order in which they were given."""
+    """By request id, in the order of the scene."""
     log: list[Done]
     now: float
     num_steps: int
     newest: SchedulerOutput | None
-    """What the newest step ran."""
+    """The output of the newest step."""
     problem: str | None
-    """The policy that failed, which ended the scene."""
+    """The error of the policy that failed, which ended the scene."""
 
     @property
     def is_over(self) -> bool:
@@ -194,7 +194,7 @@ class Played:
         }
 
     def figures(self) -> dict[str, float | None]:
-        """What a change of settings may change. Times are seconds."""
+        """Figures that a change of settings may affect. Times are seconds."""
         stats = self.scheduler.stats()
         first = [each.ttft for each in self.cast.values() if each.ttft is not None]
         gaps = [each.longest_gap for each in self.cast.values() if each.longest_gap is not None]
@@ -217,7 +217,7 @@ def play(scene: Scene) -> Played:
     """Play a scene on a new scheduler.
 
     Raises:
-        ConfigError: the settings contradict each other, or name a policy that there is not.
+        ConfigError: the settings contradict each other, or name an unknown policy.
     """
     return _Player(scene).play()
 
@@ -234,7 +234,7 @@ class _Player:
         self._newest: SchedulerOutput | None = None
 
     def play(self) -> Played:
-        """Until its steps are done."""
+        """Play until its steps are done."""
         file = io.BytesIO()
         recorder = FilmRecorder(file)
         self._scheduler.start_film(recorder)
@@ -265,7 +265,7 @@ class _Player:
         )
 
     def _wait(self) -> bool:
-        """Until there is something to schedule; false: there never is."""
+        """Advance the time until there is something to schedule; False: there will be nothing."""
         while not self._scheduler.has_unfinished_requests():
             if self._next_arrival() == math.inf:
                 return False
@@ -273,7 +273,7 @@ class _Player:
         return True
 
     def _next_arrival(self) -> float:
-        """When; infinity: none is left."""
+        """The time of the next arrival; infinity: there is none."""
         return next((each.at for each in self._pending if isinstance(each, Arrival)), math.inf)
 
     def _wait_for_next(self) -> None:
@@ -282,7 +282,7 @@ class _Player:
         self._happen()
 
     def _happen(self) -> None:
-        """Everything that is due."""
+        """Apply all inputs that are due."""
         while self._pending and self._pending[0].at <= self._now:
             given = self._pending.popleft()
             if isinstance(given, Arrival):

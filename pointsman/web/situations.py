@@ -1,7 +1,7 @@
-"""Ready-made situations of the sandbox: each shows one thing, and what changes it.
+"""Ready-made situations of the sandbox: each shows one effect, and a change of settings that affects it.
 
-The tests run every one to its end, before and after the change that it proposes, and compare what it says with what the
-scheduler did.
+The tests run each situation to its end, before and after its proposed change, and compare its text with the actions of
+the scheduler.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Situation:
     about: str
     scene: Scene
     what_if: Mapping[str, Any]
-    """Settings, as `Sandbox.do` takes them."""
+    """Settings, in the form for `Sandbox.do`."""
     what_if_text: str
 
 
@@ -40,10 +40,10 @@ def _static() -> Situation:
         "static",
         "Static against continuous batching",
         "Of every eight requests one generates 100 tokens and seven generate 10. A static batch waits for its longest "
-        "request: run it, and look how few rows a step has.",
+        "request: run it, and see how few rows a step has.",
         Scene(_config(batching="static", max_num_batched_tokens=256), tuple(arrivals)),
         {"batching": "mixed"},
-        "What if a request that waits takes each place that becomes free? (batching: mixed)",
+        "What if a waiting request takes each slot as soon as it is free? (batching: mixed)",
     )
 
 
@@ -52,7 +52,7 @@ def _long_prompt() -> Situation:
     return Situation(
         "chunks",
         "A long prompt beside chats",
-        "Four chats decode, and at 0.1 s a prompt of 1,500 tokens arrives. It is computed in one step, and every chat "
+        "Four chats decode, and at 0.1 s a prompt of 1,500 tokens arrives. One step computes it, and every chat "
         "waits that long for its next token: see the longest gap.",
         Scene(
             _config(num_blocks=128, max_num_batched_tokens=2048, enable_chunked_prefill=False),
@@ -68,7 +68,7 @@ def _short_pool() -> Situation:
     return Situation(
         "preemption",
         "A pool that is too short",
-        "Six requests of 40 prompt tokens grow by 60 each: 7 blocks in the end, and the pool has 24. Blocks run out, "
+        "Six requests of 40 prompt tokens grow by 60 each, to 7 blocks; the pool has 24. Blocks run out, "
         "and the request that was admitted last is preempted: it keeps its tokens, and is the next to start.",
         Scene(_config(num_blocks=24, max_num_batched_tokens=256), tuple(arrivals)),
         {"num_blocks": 48},
@@ -81,8 +81,8 @@ def _thrash() -> Situation:
     return Situation(
         "thrash",
         "Thrash and the watermark",
-        "A request is admitted as soon as its first tokens fit, so that many are that cannot all grow: they preempt "
-        "one another again and again, and without prefix cache each preemption computes all of its tokens again.",
+        "A request is admitted as soon as its first tokens fit, so more are admitted than can grow. They preempt each "
+        "other repeatedly, and without prefix cache each preemption recomputes all tokens of the request.",
         Scene(
             _config(max_num_batched_tokens=256, enable_prefix_caching=False, full_sequence_must_fit=False),
             tuple(arrivals),
@@ -109,7 +109,7 @@ def _prefixes() -> Situation:
             (first, *others, again),
         ),
         {"enable_prefix_caching": True},
-        "What if full blocks are kept, and shared? (prefix caching)",
+        "What if full blocks are kept and shared? (prefix caching)",
     )
 
 
@@ -118,11 +118,11 @@ def _priority() -> Situation:
     return Situation(
         "priority",
         "An urgent request",
-        "Eight requests wait for four places, and at 0.2 s an urgent one arrives (priority 0, theirs is 1; smaller is "
+        "Eight requests wait for four slots, and at 0.2 s an urgent one arrives (priority 0, theirs is 1; smaller is "
         "more urgent). First come, first served: it is the last to start.",
         Scene(_config(max_num_seqs=4, max_num_batched_tokens=128), (*arrivals, Arrival("urgent", 32, 20, at=0.2))),
         {"order": "priority"},
-        "What if priority decides? It preempts one of those that run.",
+        "What if priority decides? It preempts a running request.",
     )
 
 
@@ -136,7 +136,7 @@ def _fairness() -> Situation:
         "of them.",
         Scene(_config(max_num_seqs=4, max_num_batched_tokens=128), (*flood, *light)),
         {"order": "fair"},
-        "What if the tenant that was served least is next? (order: fair)",
+        "What if the tenant with the least service is next? (order: fair)",
     )
 
 
@@ -165,4 +165,4 @@ SITUATIONS = (
     _fairness(),
     _never(),
 )
-"""In the order in which they are offered."""
+"""In the order in which the page offers them."""

@@ -1,4 +1,4 @@
-"""A film in words: what was decided in a step, and the life of one request, with what it waited for and how long."""
+"""Tells a film in words: the decisions of a step, and the life of a request with the reasons and times of its waits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pointsman.web.words import BEHIND
 
 Before = TypeVar("Before", str, None)
 RESOURCES = {reason.value: cause.resource for reason, cause in CAUSES.items()}
-"""What is short, by the name of the reason."""
+"""The short resource, by the name of the reason."""
 TEXTS = {reason.value: cause.text for reason, cause in CAUSES.items()}
 
 
@@ -29,17 +29,17 @@ class Teller:
         return self._film.requests[number].request_id
 
     def sentence(self, event: Event) -> str | None:
-        """What happened to a request, or to the scheduler as a whole; None: a step, or nothing worth a sentence."""
+        """The sentence of an event; None: a step, or an event without a sentence."""
         template = words.SENTENCES.get(event.op)
         return None if template is None else words.fill(template, self._values(event))
 
     def _values(self, event: Event) -> dict[str, Any]:
-        """What the sentence of an event is filled in with."""
+        """The values for the sentence of an event."""
         fields, names = event.fields, self._names
         if event.request is None:
             return {**fields, "num_active": fields.get("limit", 0) - 1}
         request = self._film.requests[event.request]
-        values: dict[str, Any] = {**fields, "who": request.request_id}
+        values: dict[str, Any] = {**fields, "request": request.request_id}
         match event.op:
             case Op.ADDED:
                 values |= {"tenant": request.tenant, "num_prompt_tokens": request.num_prompt_tokens}
@@ -62,7 +62,7 @@ class Teller:
         return values
 
     def _cause(self, event: Event) -> str:
-        """Whose need a preemption was, and why it is this request."""
+        """The request whose need caused a preemption, and why this victim was chosen."""
         fields = event.fields
         assert event.request is not None
         cause: str = self._names["causes"][fields["cause"]]
@@ -70,7 +70,7 @@ class Teller:
             return words.PREEMPTIONS.get(cause, cause)
         by, missing, chooser = fields["by"] - 1, fields["missing"], fields["chooser"]
         values = {
-            "who": self.name(event.request),
+            "request": self.name(event.request),
             "by": self.name(by),
             "missing": missing,
             "several": missing > 1,
@@ -80,7 +80,7 @@ class Teller:
         return words.fill(need, values)
 
     def why(self, state: State, number: int) -> str:
-        """Why a request that does not run waits."""
+        """Why a request that does not run is waiting."""
         one = state.requests[number]
         if number == state.blocker or number in state.skipped:
             holder = "" if one.holder is None else self.name(one.holder)
@@ -92,25 +92,25 @@ class Teller:
         return words.fill(words.WAITS["behind"], {"blocker": self.name(state.blocker)})
 
     def decided(self, frame: int) -> list[str]:
-        """What led to a frame's step, in order."""
+        """The events that led to a frame's step, in order."""
         told = (self.sentence(event) for event in self._film.events(frame, frame + 1))
         return [sentence for sentence in told if sentence]
 
 
 @dataclass(slots=True)
 class Preemption:
-    """A request that lost its row, and what that cost."""
+    """A request that lost its row, and the cost."""
 
     event: Event
     frame: int
-    """Which it led to; that behind the last one, if no step follows."""
+    """The frame that it led to; the number of frames, if no step follows."""
     resumed_after: float | None = None
-    """Seconds; None: it has not."""
+    """Seconds; None: it has not resumed."""
     num_recomputed_tokens: int | None = None
-    """Of the tokens whose KV it gave up, those that were not found in the cache when it resumed."""
+    """Tokens whose KV it gave up and that were not in the cache when it resumed."""
 
     def cost(self) -> str:
-        """In words."""
+        """The cost, in words."""
         if self.resumed_after is None or self.num_recomputed_tokens is None:
             return words.COSTS["open"]
         values = {"seconds": f"{self.resumed_after:.3f}", "num_again": self.num_recomputed_tokens}
@@ -118,7 +118,7 @@ class Preemption:
 
 
 def preemptions_of(film: Film) -> list[Preemption]:
-    """All of a film, in order."""
+    """All preemptions of a film, in order."""
     found: list[Preemption] = []
     open_ones: dict[int, Preemption] = {}
     frame = 0
@@ -140,13 +140,13 @@ def preemptions_of(film: Film) -> list[Preemption]:
 
 @dataclass(slots=True)
 class Life:
-    """One request from the first to the last that a film says of it."""
+    """One request, from its first event in a film to its last."""
 
     number: int
     moments: list[tuple[float, str]] = field(default_factory=list)
     """(seconds, what happened)."""
     waited: dict[str, float] = field(default_factory=dict)
-    """Seconds in the queue or parked, by reason, the longest first."""
+    """Seconds in the queue or parked, by reason, longest first."""
     ran: float = 0.0
     """Seconds as a running request."""
 
@@ -157,7 +157,8 @@ class Life:
 
 
 def life_of(film: Film, number: int) -> Life:
-    """Everything about a request; how long it waited, and why: behind others, what these lacked."""
+    """The events of a request, and its waits with their reasons; for time behind others, what the head of the queue
+    lacked."""
     teller, life = Teller(film), lives_of(film)[number]
     num_lost = 0
     for event in film.events(0, None):
@@ -173,7 +174,7 @@ def life_of(film: Film, number: int) -> Life:
 
 
 def lives_of(film: Film) -> list[Life]:
-    """How long each request of a film ran and waited, and why, by number; without the moments."""
+    """The times that each request of a film ran and waited, with reasons, by number; without the moments."""
     found = _Lives(film)
     for event in film.events(0, None):
         found.add(event)
@@ -181,8 +182,8 @@ def lives_of(film: Film) -> list[Life]:
 
 
 class _Lives:
-    """One pass over a film. What requests wait behind others is counted for all of them together, by what the first of
-    the queue lacks, and each takes the difference between the beginning of its wait and the end."""
+    """One pass over a film. The time behind others is summed for all requests together, by what the head of the queue
+    lacks. Each request takes the difference between the sums at the beginning and the end of its wait."""
 
     def __init__(self, film: Film) -> None:
         self._film = film
@@ -191,7 +192,7 @@ class _Lives:
         self._behind: dict[str, float] = {}
         self._blocked = BEHIND
         self._doing: dict[int, tuple[str, float, dict[str, float]]] = {}
-        """What each unfinished request does: "running", or why it waits; since when; and what `_behind` was then."""
+        """For each unfinished request: "running", or why it waits; since when; and `_behind` at that time."""
         begin = film.beginning()
         self._now = begin.time
         for number, one in begin.requests.items():
@@ -213,7 +214,7 @@ class _Lives:
                     self._begin(event.request, after)
 
     def end(self) -> list[Life]:
-        """At the end of the film."""
+        """End the pass."""
         self._pass(max(self._now, self._film.end))
         for number in list(self._doing):
             self._end(number)
@@ -247,7 +248,8 @@ def _add(waited: dict[str, float], reason: str, seconds: float) -> None:
 
 
 def reason_after(film: Film, event: Event, before: Before) -> str | Before:
-    """What a request does after an event of its own: "running", why it waits, "" if it is over; `before`: as before."""
+    """The state of a request after an event of its own: "running", why it waits, "" if it has finished; `before`: no
+    change."""
     names, fields = film.header["names"], event.fields
     match event.op:
         case Op.QUEUED | Op.PREEMPTED | Op.ROLLED_BACK:
@@ -264,7 +266,7 @@ def reason_after(film: Film, event: Event, before: Before) -> str | Before:
 
 
 def meaning_of(reason: str) -> str:
-    """A reason for waiting, as the keys of `Life.waited` have it, in words."""
+    """A reason for waiting (a key of `Life.waited`), in words."""
     first, _, blocked = reason.partition(", ")
     if first == BEHIND:
         return words.fill(words.NOT_ITS_TURN, {"first": meaning_of(blocked) if blocked else ""})

@@ -1,4 +1,4 @@
-"""A film as curves over time: what ran, what waited and why, what each step computed; and the spans of each request."""
+"""Converts a film to curves over time (requests by state, reasons, computed tokens) and to spans of requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PREFILL, DECODE, WAITING, PARKED = "prefill", "decode", "waiting", "parked"
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """[frames] each, when the frame had been decided."""
+    """Curves, [frames] each, after the decision of each frame."""
 
     time: FloatArray
     """Seconds since the film began."""
@@ -30,19 +30,19 @@ class Timeline:
     num_waiting: Int64Array
     num_parked: Int64Array
     num_prefill_tokens: Int64Array
-    """Of a step: tokens of rows that compute a prompt, or what a preemption lost."""
+    """Tokens of a step in rows that compute a prompt, or that recompute after a preemption."""
     num_decode_tokens: Int64Array
-    """Of a step: of all other rows, drafts included."""
+    """Tokens of a step in all other rows, including drafts."""
     num_free_blocks: Int64Array
     num_preemptions: Int64Array
-    """On the way to the frame."""
+    """Since the previous frame."""
     blocked: list[str]
-    """Why the queue was blocked; "": it was not."""
+    """Why the queue was blocked; "": it was not blocked."""
 
 
 @dataclass(slots=True)
 class Span:
-    """What a request did for a while."""
+    """An interval in which a request stays in one state."""
 
     number: int
     kind: str
@@ -57,16 +57,16 @@ class _Pass:
     film: Film
     running: list[int] = field(default_factory=list)
     places: dict[int, str] = field(default_factory=dict)
-    """What each unfinished request does, by number."""
+    """The state of each unfinished request, by number."""
     computing: set[int] = field(default_factory=set)
-    """Running requests whose prompt, or what a preemption lost, is not computed."""
+    """Running requests that still compute their prompt, or recompute after a preemption."""
     sampled: list[int] = field(default_factory=list)
-    """Requests that computed the last of it in the newest step."""
+    """Requests that finished this computation in the newest step."""
     since: dict[int, float] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
     columns: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in Timeline.__dataclass_fields__})
     counts: Counter[str] = field(default_factory=Counter)
-    """Unfinished requests by what they do."""
+    """Unfinished requests by state."""
     num_preemptions: int = 0
 
     def __post_init__(self) -> None:
@@ -100,7 +100,7 @@ class _Pass:
             self._put(number, None, self.film.end)
 
     def _put(self, number: int, kind: str | None, now: float) -> None:
-        """The request does this from now on; None: it is over."""
+        """Set the state of a request from now on; None: it has finished."""
         before = self.places.pop(number, None)
         if before is not None:
             self.counts[before] -= 1
@@ -157,7 +157,7 @@ class _Pass:
 
 
 def timeline_of(film: Film) -> tuple[Timeline, list[Span]]:
-    """The curves of a film, and what each request did when, in order of the ends."""
+    """The curves of a film, and the spans of its requests in order of their ends."""
     found = _Pass(film)
     found.walk()
     columns: dict[str, Any] = {

@@ -1,11 +1,11 @@
-"""The words of stories: what events, reasons to wait and the moves of a request are called.
+"""The words of stories: sentences for events, reasons to wait, and changes of a request's state.
 
-Sentences are templates, which `fill` fills in; `page/story.js` does the same with those of `page_words`.
+Sentences are templates that `fill` fills in; `page/story.js` does the same with the templates of `page_words`.
 
     {name}          the value
     {name:,}        the number, with commas between thousands
     {name:token}    the number of things: "1 token", "2,500 tokens"
-    [...]           left out where a value in it is empty: 0, None or ""
+    [...]           omitted if a value in it is empty: 0, None or ""
 """
 
 from __future__ import annotations
@@ -19,89 +19,90 @@ from pointsman.core.observe.film_format import Op
 
 
 class Choice(NamedTuple):
-    """Templates, one of which is chosen by the value of a field: False and 0 are the first."""
+    """Templates to choose from by the value of a field: False and 0 choose the first."""
 
     by: str
     templates: tuple[str, ...]
-    """The last is also for larger values."""
+    """Larger values choose the last."""
 
 
 SENTENCES: dict[Op, str | Choice] = {
-    Op.ADDED: "{who} is added[ of tenant {tenant}]: {num_prompt_tokens:prompt token}",
-    Op.REFUSED: "{who} is refused: {why}",
-    Op.PARKED: "{who} is parked: {why}",
-    Op.DEFERRED: "{who} waits[ for {lacks}]: {why}[; {holder} holds most]",
+    Op.ADDED: "{request} is added[ of tenant {tenant}]: {num_prompt_tokens:prompt token}",
+    Op.REFUSED: "{request} is refused: {why}",
+    Op.PARKED: "{request} is parked: {why}",
+    Op.DEFERRED: "{request} waits[ for {lacks}]: {why}[; largest holder: {holder}]",
     Op.ADMITTED: Choice(
-        "resumed", ("{who} starts[, {cached:token} of it cached]", "{who} resumes[, {cached:token} of it cached]")
+        "resumed",
+        ("{request} starts[, {cached:token} of it cached]", "{request} resumes[, {cached:token} of it cached]"),
     ),
     Op.PREEMPTED: (
-        "{who} is preempted: {why}; it gives up the KV of {lost:token}[, {share} of it still cached then]{recovery}"
+        "{request} is preempted: {why}; it gives up the KV of {lost:token}[, {share} of it still cached]{recovery}"
     ),
-    Op.ROLLED_BACK: "{who} waits again, since its step failed",
-    Op.FINISHED: "{who} finishes: {why}[ ({detail})], {generated:token} generated",
-    Op.FAILED: "{steps:step} failed and will be decided again",
-    Op.LOAD_STARTED: "{who} loads {tokens:token}",
+    Op.ROLLED_BACK: "{request} waits again, since its step failed",
+    Op.FINISHED: "{request} finishes: {why}[ ({detail})], {generated:token} generated",
+    Op.FAILED: "{steps:step} failed and will be repeated",
+    Op.LOAD_STARTED: "{request} loads {tokens:token}",
     Op.LOAD_FINISHED: Choice(
-        "failed", ("{who} has loaded: {tokens:token}", "{who} lacks some of what it loads: {tokens:token}")
+        "failed", ("{request} has loaded: {tokens:token}", "{request} could not load everything: {tokens:token}")
     ),
-    Op.PRIORITY: "{who} gets priority {priority}",
-    Op.EXTENDED: "{who} has {prompt:prompt token} now",
-    Op.PAUSED: Choice("mode", ("resumed", "paused: nobody is admitted", "paused")),
+    Op.PRIORITY: "{request} gets priority {priority}",
+    Op.EXTENDED: "{request} has {prompt:prompt token} now",
+    Op.PAUSED: Choice("mode", ("resumed", "paused: no request is admitted", "paused")),
     Op.LIMITED: Choice("limit", ("no limit of active requests", "at most {num_active} requests run")),
 }
-"""What happened, by the event. The values are the event's fields, and those that the tellers add."""
+"""The sentence of each event. Its values are the event's fields, and values that the tellers add."""
 
 SHARES = {"none": "none", "all": "all"}
-"""How much of the KV that a preempted request gives up is still cached, where it is not a number of tokens."""
-RECOVERIES = ("", ", and what is evicted of it is computed again", ", and what is evicted of it is swapped")
+"""The share of a preempted request's KV that is still cached, if it is not a number of tokens."""
+RECOVERIES = ("", ", and evicted blocks are recomputed", ", and evicted blocks are swapped")
 PREEMPTIONS = {
     "parked": "the host parked it",
-    "reset": "the prefix cache was reset, and what runs is computed again",
-    "unsampled": "no token came for it from a step that samples",
+    "reset": "the prefix cache was reset, and running requests are recomputed",
+    "unsampled": "a step that samples returned no token for it",
 }
-"""Why a request was preempted, by the cause, where it was not for a request."""
+"""Why a request was preempted, by the cause, if no request needed its resources."""
 MORE_URGENT = "{by} is more urgent and takes its place"
 NEEDS = {
     "own": Choice(
         "several",
         (
-            "it needs a block itself, and none is free; {who} {rule}",
-            "{missing:,} blocks are missing, the first of them for itself; {who} {rule}",
+            "it needs a block itself, and none is free; {request} {rule}",
+            "{missing:,} blocks are missing, the first of them for itself; {request} {rule}",
         ),
     ),
     "other": Choice(
         "several",
         (
-            "{by} needs a block, and none is free; {who} {rule}",
-            "{missing:,} blocks are missing, the first of them for {by}; {who} {rule}",
+            "{by} needs a block, and none is free; {request} {rule}",
+            "{missing:,} blocks are missing, the first of them for {by}; {request} {rule}",
         ),
     ),
 }
-"""Whose need of blocks a preemption was: the request's own, or another's."""
+"""The request that needed blocks in a preemption: the victim itself, or another one."""
 RULES = {
-    "latest": "was admitted last of those that run",
-    "lowest-priority": "is the least urgent of those that run",
-    "least-cost": "costs least to compute again, of those that free enough",
+    "latest": "was the last one admitted",
+    "lowest-priority": "is the least urgent running request",
+    "least-cost": "is the cheapest to recompute of those that free enough",
 }
-"""Why the victim is this one, by the policy that chose it."""
-OTHER_RULE = "is the choice of the policy {chooser}"
-AGAIN = ", {num_again:token} to compute again"
-"""Behind the sentence of a request that resumes."""
+"""Why this victim was chosen, by the policy."""
+OTHER_RULE = "was chosen by the policy {chooser}"
+AGAIN = ", {num_again:token} to recompute"
+"""Appended to the sentence of a request that resumes."""
 COSTS = {
     "open": "it did not resume",
-    "resumed": "it resumed after {seconds} s, with {num_again:token} to compute again",
+    "resumed": "it resumed after {seconds} s, with {num_again:token} to recompute",
 }
-"""What a preemption cost."""
+"""The cost of a preemption."""
 
 BEHIND = "behind others"
-"""Waiting before it was asked for: the queue was blocked before it, or no step came."""
-NOT_ITS_TURN = "it was not its turn[; of the first in the queue: {first}]"
+"""Waiting without having been checked: a request ahead blocked the queue, or no step came."""
+NOT_ITS_TURN = "other requests were ahead of it[; head of the queue: {first}]"
 WAITS = {
     "asked": "{why}[, most of it held by {holder}]",
     "behind": "behind {blocker}",
-    "first": "not asked yet",
+    "first": "not checked yet",
 }
-"""Why a request waits at a moment."""
+"""Why a request is waiting."""
 
 _ELSEWHERE = "it has to wait for something other than capacity"
 _OVER = "it is aborted, or its deadline passes"
@@ -112,22 +113,22 @@ MOVES = {
         "prompt"
     ),
     ("new", "refused"): "it can never run, or the queue is full",
-    ("waiting", "refused"): "it turns out that it can never run",
+    ("waiting", "refused"): "it can never run, as is found later",
     ("waiting", "parked"): _ELSEWHERE,
-    ("parked", "waiting"): "what it waited for is there",
-    ("waiting", "running"): "it is admitted: a sequence slot, tokens of the budget and blocks are there",
+    ("parked", "waiting"): "the resource it waited for is available",
+    ("waiting", "running"): "it is admitted: a sequence slot, tokens of the budget and blocks are available",
     ("running", "waiting"): "the step that admitted it failed",
     ("running", "parked"): f"{_ELSEWHERE}, and gives back its blocks",
     ("running", "preempted"): "its blocks are needed for another request, or the host takes them",
-    ("preempted", "running"): "it is admitted again, with what is still cached of it",
+    ("preempted", "running"): "it is admitted again, and reuses its cached blocks",
     ("preempted", "parked"): _ELSEWHERE,
-    ("parked", "preempted"): "what it waited for is there; it has run before",
+    ("parked", "preempted"): "the resource it waited for is available; it has run before",
     ("running", "finished"): "it stops, reaches its maximum length, or is aborted",
     ("waiting", "finished"): _OVER,
     ("preempted", "finished"): _OVER,
     ("parked", "finished"): _OVER,
 }
-"""What moves a request from one state of the diagram to another."""
+"""The cause of each change of state in the diagram."""
 
 _VALUE = re.compile(r"\{(\w+)(?::([^}]+))?\}")
 _OPTION = re.compile(r"\[([^\]]*)\]")
@@ -137,7 +138,7 @@ def fill(template: str | Choice, values: Mapping[str, Any]) -> str:
     """The sentence of a template.
 
     Args:
-        template: what is chosen by a value is chosen here.
+        template: for a `Choice`, the value of its field selects the template.
         values: by their names in the template.
     """
     if isinstance(template, Choice):
@@ -156,12 +157,12 @@ def fill(template: str | Choice, values: Mapping[str, Any]) -> str:
 
 
 def counted(count: int, what: str) -> str:
-    """A number of things, in words."""
+    """A count with its noun."""
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def page_words() -> dict[str, Any]:
-    """All of it, as JSON, for `page/story.js`."""
+    """All words, as JSON, for `page/story.js`."""
     return {
         "sentences": {op.name.lower(): template for op, template in SENTENCES.items()},
         "shares": SHARES,

@@ -90,7 +90,7 @@ def test_the_longest_waits_and_the_preemptions(pointsman: Run, recording: Path) 
             output = scheduler.schedule(1.0 + step)
             scheduler.update(output, StepResult([7] * int(output.samples.sum())), 2.0 + step)
     *_, last, count = pointsman("film", path, "--preemptions").out.splitlines()
-    assert "second is preempted: it needs a block itself, and none is free; second was admitted last" in last, last
+    assert "second is preempted: it needs a block itself, and none is free; second was the last one" in last, last
     assert last.endswith("; it did not resume") and count == "1 preemption in 6 steps, 0 tokens computed again"
     check_refused(pointsman("film", film, "--waits", "1", "--preemptions"), "--waits and --preemptions", "one of them")
 

@@ -1,4 +1,4 @@
-"""Tests with real vLLM run on several versions of it: the long form on every supported one, the short form on
+"""Versions of vLLM for the tests with real vLLM: the long form runs on every supported one, the short form on
 `VLLM_VERSION`, and tests with the mark `next_vllm` on the next one too."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `build_app` of the Ray application makes of its arguments, and when it wants more replicas; without Ray."""
+"""Arguments of the Ray application's `build_app`, its checks, and its autoscaling; without Ray."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from pointsman.cli.serve import serve_settings
 from pointsman.integrations.ray.arguments import RayError, RaySettings, read_arguments
 from pointsman.integrations.ray.autoscaling import METRIC, Load, policy, replicas_wanted
-from pointsman.integrations.ray.cluster import Node, check_model, check_room, replica_needs, wanted_address
+from pointsman.integrations.ray.cluster import Node, check_capacity, check_model, cluster_address, replica_needs
 from pointsman.integrations.ray.status import StatusWatch, is_scaled_down
 
 NODES = [Node("a", "10.0.0.1", {"CPU": 4.0}), Node("b", "10.0.0.2", {"CPU": 2.0, "GPU": 1.0})]
@@ -21,7 +21,7 @@ def read(environment: dict[str, str] | None = None, /, **arguments: Any) -> RayS
     return read_arguments(arguments, environment or {})
 
 
-def test_options_of_the_server_are_those_of_its_command() -> None:
+def test_server_options_match_the_serve_command() -> None:
     """As text, from `serve run`, and with their types, from a configuration file of Serve."""
     given = {
         "model": "demo",
@@ -44,12 +44,12 @@ def test_options_of_the_server_are_those_of_its_command() -> None:
     assert read({"POINTSMAN_API_KEY": "secret"}).serve.server.api_keys == ("secret",)
 
 
-def test_a_configuration_file_of_the_server_is_read(tmp_path: Any) -> None:
+def test_server_configuration_file_is_read(tmp_path: Any) -> None:
     (tmp_path / "serve.yaml").write_text("num-blocks: 64\n")
     assert read(config=str(tmp_path / "serve.yaml"), max_n=3).serve.engine["num_blocks"] == 64
 
 
-def test_each_replica_takes_a_core_for_each_engine_unless_told_otherwise() -> None:
+def test_each_replica_gets_one_core_per_engine_by_default() -> None:
     assert read().engine_options["ray_actor_options"] == {"num_cpus": 1}
     two = read(data_parallel_size="2", num_replicas="3")
     assert two.engine_options["ray_actor_options"] == {"num_cpus": 2} and two.num_engines == 6
@@ -89,17 +89,17 @@ def test_each_replica_takes_a_core_for_each_engine_unless_told_otherwise() -> No
         ({"preset": "fast"}, ["fast", "low-latency"]),
     ],
 )
-def test_a_wrong_argument_is_one_line_with_the_remedy(arguments: dict[str, Any], words: list[str]) -> None:
+def test_wrong_argument_is_one_line_with_the_remedy(arguments: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(RayError) as found:
         read_arguments(arguments, {})
     message = str(found.value)
     assert "\n" not in message and all(word in message for word in words), message
 
 
-def test_a_cluster_has_room_for_the_replicas_that_are_to_start() -> None:
+def test_cluster_must_have_capacity_for_the_replicas() -> None:
     def check(**arguments: Any) -> None:
         settings = read(**arguments)
-        check_room(NODES, replica_needs(settings.engine_options), settings)
+        check_capacity(NODES, replica_needs(settings.engine_options), settings)
 
     check(num_replicas=6)
     check(num_replicas=3, data_parallel_size=2)
@@ -107,42 +107,42 @@ def test_a_cluster_has_room_for_the_replicas_that_are_to_start() -> None:
     check(num_replicas=100, ray_actor_options={"num_cpus": 0})
     check(autoscaling_config={"min_replicas": 6, "max_replicas": 60})
     check(placement_group_bundles=[{"CPU": 3}, {"CPU": 3}])
-    with pytest.raises(RayError, match=r"num_replicas is 7 .* room for 6: .*CPU 1.*10.0.0.1: CPU 4; 10.0.0.2: CPU 2"):
+    with pytest.raises(RayError, match=r"num_replicas is 7 .* for 6: .*CPU 1.*10.0.0.1: CPU 4; 10.0.0.2: CPU 2"):
         check(num_replicas=7)
-    with pytest.raises(RayError, match=r"room for 2: .*CPU 1, at most 1 on a node"):
+    with pytest.raises(RayError, match=r"capacity for 2: .*CPU 1, at most 1 on a node"):
         check(num_replicas=3, max_replicas_per_node=1)
-    with pytest.raises(RayError, match=r"room for 0: .*CPU 5"):
+    with pytest.raises(RayError, match=r"capacity for 0: .*CPU 5"):
         check(ray_actor_options={"num_cpus": 5})
-    with pytest.raises(RayError, match=r"room for 1: .*GPU 1.*check_resources=false"):
+    with pytest.raises(RayError, match=r"capacity for 1: .*GPU 1.*check_resources=false"):
         check(num_replicas=2, ray_actor_options={"num_gpus": 1})
     with pytest.raises(RayError, match="min_replicas is 7"):
         check(autoscaling_config={"min_replicas": 7})
-    with pytest.raises(RayError, match="room for 1"):
+    with pytest.raises(RayError, match="capacity for 1"):
         check(num_replicas=2, placement_group_bundles=[{"CPU": 3}, {"CPU": 3}])
     needs = replica_needs({"ray_actor_options": {"num_cpus": 1, "memory": 10, "resources": {"a": 1}}})
     assert needs == {"CPU": 1, "memory": 10, "a": 1}
 
 
-def test_a_machine_without_the_model_is_named(tmp_path: Any) -> None:
+def test_node_without_the_model_is_named(tmp_path: Any) -> None:
     check_model(str(tmp_path), [Node("", "this machine", {"CPU": 1.0})])
     with pytest.raises(RayError, match=r"nowhere.*no such directory on this machine; copy it there"):
         check_model(str(tmp_path / "nowhere"), [Node("", "this machine", {"CPU": 1.0})])
 
 
-def test_replicas_are_wanted_for_the_requests_that_wait() -> None:
+def test_waiting_requests_raise_the_number_of_replicas() -> None:
     def wanted(*loads: tuple[int, int], unsent: int = 0, engines: int = 1, target: float | None = None) -> int:
         return replicas_wanted([Load(*load) for load in loads], unsent, engines, 64, target)
 
     assert wanted((0, 0)) == wanted((64, 0)) == wanted() == 1
     assert wanted((64, 1)) == 2 and wanted((64, 64)) == 2 and wanted((64, 65)) == 3
-    assert wanted((8, 4)) == 2 and wanted((8, 17)) == 4  # they wait for blocks, not for slots
+    assert wanted((8, 4)) == 2 and wanted((8, 17)) == 4  # these requests wait for blocks, not for slots
     assert wanted((40, 0), (40, 0)) == 2 and wanted((30, 0), (30, 0)) == 1
     assert wanted((64, 0), (64, 0), engines=2) == 1 and wanted((64, 1), (64, 0), engines=2) == 2
     assert wanted((10, 0), target=4) == 3 and wanted((3, 0), (1, 0), target=4) == 1
     assert wanted(unsent=65) == 2
 
 
-def test_the_policy_follows_the_mean_of_what_was_wanted() -> None:
+def test_policy_rounds_the_mean_of_the_reports() -> None:
     def decided(*reported: float) -> int:
         values = {f"replica {number}": value for number, value in enumerate(reported)}
         context = SimpleNamespace(aggregated_metrics={METRIC: values} if reported else {}, target_num_replicas=7)
@@ -153,22 +153,22 @@ def test_the_policy_follows_the_mean_of_what_was_wanted() -> None:
     assert decided(2.6, 2.4) == 3
 
 
-def test_the_cluster_is_the_one_that_serve_run_will_use(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cluster_address_is_the_one_of_serve_run(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_TMPDIR", raising=False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    assert wanted_address()[0] is None
+    assert cluster_address()[0] is None
     file = tmp_path / "ray" / "ray_current_cluster"
     file.parent.mkdir()
     file.write_text("10.0.0.1:6379\n")
-    assert wanted_address() == ("10.0.0.1:6379", str(file))
+    assert cluster_address() == ("10.0.0.1:6379", str(file))
     monkeypatch.setenv("RAY_ADDRESS", "auto")
-    assert wanted_address() == ("10.0.0.1:6379", str(file))
+    assert cluster_address() == ("10.0.0.1:6379", str(file))
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.2:6379")
-    assert wanted_address() == ("10.0.0.2:6379", "RAY_ADDRESS")
+    assert cluster_address() == ("10.0.0.2:6379", "RAY_ADDRESS")
     with click.Context(click.Command("run")) as context:
         context.params["address"] = "10.0.0.3:6379"
-        assert wanted_address() == ("10.0.0.3:6379", "--address")
+        assert cluster_address() == ("10.0.0.3:6379", "--address")
 
 
 def status(app: str, api: dict[str, int], engines: dict[str, int]) -> dict[str, Any]:
@@ -176,12 +176,12 @@ def status(app: str, api: dict[str, int], engines: dict[str, int]) -> dict[str, 
     return {"llm": SimpleNamespace(status=app, deployments=states), "other": SimpleNamespace(status="DELETING")}
 
 
-def test_the_api_notices_in_the_status_that_it_is_stopped_and_how_many_engines_are_wanted() -> None:
+def test_status_watch_reports_the_end_and_the_number_of_engines() -> None:
     running = {"RUNNING": 1}
     replacing = {"RUNNING": 1, "STOPPING": 1}
     watch = StatusWatch("llm", "api", "engines")
     watch.look(status("DEPLOYING", replacing, {"RUNNING": 2, "STARTING": 1, "STOPPING": 3}))
-    assert not watch.is_ending and watch.num_replicas == 3  # what stops is the API that this one replaces
+    assert not watch.is_ending and watch.num_replicas == 3  # the API that this one replaces is stopping
     watch.look(status("RUNNING", running, {"RUNNING": 4}))
     watch.look({})  # the controller has just started
     assert not watch.is_ending and watch.num_replicas == 4
@@ -192,7 +192,7 @@ def test_the_api_notices_in_the_status_that_it_is_stopped_and_how_many_engines_a
     assert watch.is_ending
 
 
-def test_engines_leave_where_autoscaling_stops_some_and_otherwise_with_the_api() -> None:
+def test_engines_end_early_only_when_autoscaling_stops_them() -> None:
     some, running = {"RUNNING": 1, "STOPPING": 1}, {"RUNNING": 1}
     names = "llm", "api", "engines"
     assert is_scaled_down(status("RUNNING", running, some), *names)

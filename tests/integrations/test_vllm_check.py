@@ -1,4 +1,4 @@
-"""`pointsman vllm check` answers for every supported version: it works, it does not, or it is not known."""
+"""`pointsman vllm check` on every supported version: it will work, it will not, or that is unknown."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ def check(*options: object) -> subprocess.CompletedProcess[str]:
     return vllm_parent().run("-m", "pointsman", "vllm", "check", DEMO, *options, timeout=300)
 
 
-def test_options_of_the_server_are_taken(vllm_version: str) -> None:
+def test_check_accepts_server_options(vllm_version: str) -> None:
     done = check("--port", 8000, "--api-key", "secret", "--max-num-seqs", 64)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"vLLM {vllm_version}: Pointsman " in done.stdout
     assert "it will work: vllm serve" in done.stdout and "layers of FullAttentionSpec" in done.stdout
 
 
-def test_without_the_layers_nobody_knows() -> None:
+def test_result_is_unknown_without_the_layers() -> None:
     done = check("--tensor-parallel-size", 2)
     assert done.returncode == 3, done.stdout + done.stderr
     assert "it is not known whether it will work" in done.stdout and "split among 2 devices" in done.stdout
     assert "it will work:" not in done.stdout
 
 
-def test_what_is_refused_is_refused_without_the_layers_too() -> None:
+def test_refusals_do_not_need_the_layers() -> None:
     done = check("--tensor-parallel-size", 2, "--kv-cache-metrics")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "it will not work" in done.stdout and "--kv-cache-metrics" in done.stdout

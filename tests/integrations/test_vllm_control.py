@@ -1,4 +1,4 @@
-"""The control socket: who may ask, what is answered, and that nobody who asks can hold up the scheduler."""
+"""The control socket: access, answers, and that no client can block the scheduler."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def nobody(question: dict[str, Any], client: control.Client) -> Any:
 # ------------------------------------------------------------------ the socket
 
 
-def test_only_its_owner_may_ask_and_nothing_is_left(tmp_path: Path) -> None:
+def test_only_the_owner_may_connect_and_close_removes_the_socket(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with operated(path):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -59,7 +59,7 @@ def test_only_its_owner_may_ask_and_nothing_is_left(tmp_path: Path) -> None:
 
 
 def dead_socket(path: Path) -> Path:
-    """As a process leaves it that is killed."""
+    """A socket as a killed process leaves it."""
     left = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     left.bind(str(path))
     left.close()
@@ -68,13 +68,13 @@ def dead_socket(path: Path) -> Path:
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder for temporary files; there is none for the user alone."""
+    """The folder for temporary files; the user has no private folder."""
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     return tmp_path
 
 
-def test_without_a_name_it_is_in_a_folder_of_the_users_alone(temporary: Path) -> None:
+def test_default_socket_is_in_a_private_folder(temporary: Path) -> None:
     with operated(None) as host:
         path = Path(host.control.path)
         assert path.parent == temporary / f"pointsman-{os.getuid()}" and str(os.getpid()) in path.name
@@ -83,14 +83,14 @@ def test_without_a_name_it_is_in_a_folder_of_the_users_alone(temporary: Path) ->
     assert list(path.parent.iterdir()) == []
 
 
-def test_a_process_may_have_several(temporary: Path) -> None:
+def test_a_process_may_have_several_sockets(temporary: Path) -> None:
     with operated(None) as one, operated(None) as other:
         one.add("a")
         found = [len(ask(Path(host.control.path), "explain")["requests"]) for host in (one, other)]
     assert found == [1, 0]
 
 
-def test_what_killed_processes_left_there_is_removed(temporary: Path) -> None:
+def test_sockets_of_killed_processes_are_removed(temporary: Path) -> None:
     with operated(None) as host:
         folder = Path(host.control.path).parent
         live = Path(host.control.path).rename(folder / "vllm-1.sock")
@@ -99,7 +99,7 @@ def test_what_killed_processes_left_there_is_removed(temporary: Path) -> None:
             assert live.exists() and other.exists() and not dead.exists()
 
 
-def test_a_folder_that_others_may_enter_is_not_used(temporary: Path) -> None:
+def test_a_shared_folder_is_not_used(temporary: Path) -> None:
     taken = temporary / f"pointsman-{os.getuid()}"
     taken.mkdir()
     taken.chmod(0o755)
@@ -109,7 +109,7 @@ def test_a_folder_that_others_may_enter_is_not_used(temporary: Path) -> None:
 
 
 @pytest.mark.parametrize(("mode", "used"), [(0o700, True), (0o755, False)])
-def test_the_runtime_folder_is_used_if_it_is_the_users_alone(
+def test_private_runtime_folder_is_used(
     temporary: Path, monkeypatch: pytest.MonkeyPatch, mode: int, used: bool
 ) -> None:
     runtime = temporary / "run"
@@ -127,7 +127,7 @@ def test_the_socket_of_a_dead_process_is_replaced(tmp_path: Path) -> None:
         assert ask(path, "explain")["requests"] == []
 
 
-def test_a_live_socket_is_refused_and_stays(tmp_path: Path) -> None:
+def test_a_live_socket_is_refused_and_kept(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with operated(path):
         with pytest.raises(ConfigError, match="another process listens on"):
@@ -135,7 +135,7 @@ def test_a_live_socket_is_refused_and_stays(tmp_path: Path) -> None:
         assert ask(path, "explain")["requests"] == []
 
 
-def test_one_that_took_the_place_is_not_removed(tmp_path: Path) -> None:
+def test_close_keeps_a_newer_socket_at_the_same_path(tmp_path: Path) -> None:
     path = tmp_path / "s"
     host = Operated(path)
     path.rename(tmp_path / "moved")
@@ -144,7 +144,7 @@ def test_one_that_took_the_place_is_not_removed(tmp_path: Path) -> None:
         assert ask(path, "explain")["requests"] == []
 
 
-def test_a_lock_on_its_folder_does_not_hold_up_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_locked_folder_does_not_block_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "LOCK_SECONDS", 0.3)
     folder = os.open(tmp_path, os.O_RDONLY)  # in a shared folder, as any user may
     try:
@@ -163,14 +163,14 @@ def test_a_lock_on_its_folder_does_not_hold_up_the_start(tmp_path: Path, monkeyp
         ("x" * 200, "more than 107 bytes"),
     ],
 )
-def test_a_name_that_cannot_be_used_is_refused(tmp_path: Path, name: str, words: str) -> None:
+def test_an_unusable_path_is_refused(tmp_path: Path, name: str, words: str) -> None:
     (tmp_path / "file").write_text("precious")
     with pytest.raises(ConfigError, match=words):
         ControlSocket(str(tmp_path / name), nobody)
     assert (tmp_path / "file").read_text() == "precious"
 
 
-def test_a_process_that_ends_leaves_nothing(tmp_path: Path) -> None:
+def test_exit_of_the_process_removes_the_socket(tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from tests.integrations.vllm_operated import Operated; "
         "host = Operated(Path(sys.argv[1])); assert Path(sys.argv[1]).exists()"
@@ -201,7 +201,7 @@ def test_requests_are_explained_oldest_first(tmp_path: Path) -> None:
         assert [request["id"] for request in ask(path, "explain", limit=3)["requests"]] == ["a-0-x", "a-1-y", "b"]
 
 
-def test_one_request_is_found_by_its_name_or_by_that_of_its_answer(tmp_path: Path) -> None:
+def test_a_request_is_found_by_its_id_or_its_completion_id(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with operated(path) as host:
         for name in ("a-0-x", "a-1-y", "ab", "cmpl-sent-1-0-z"):
@@ -215,7 +215,7 @@ def test_one_request_is_found_by_its_name_or_by_that_of_its_answer(tmp_path: Pat
 
 
 def watched(connection: Connection, line: dict[str, Any], num_films: int) -> list[Film]:
-    """What comes next of a live film."""
+    """The next parts of a live film."""
     header, films = b"", []
     while True:
         for kind, data in read_records(base64.b64decode(line["records"])):
@@ -228,7 +228,7 @@ def watched(connection: Connection, line: dict[str, Any], num_films: int) -> lis
         line = connection.next_line(10)
 
 
-def test_two_watch_while_the_scheduler_goes_on(tmp_path: Path) -> None:
+def test_two_clients_watch_while_the_scheduler_steps(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with operated(path) as host:
         for name in ("a", "b", "c"):
@@ -245,10 +245,10 @@ def test_two_watch_while_the_scheduler_goes_on(tmp_path: Path) -> None:
         ends = time.monotonic() + 10
         while host.core._listeners and time.monotonic() < ends:
             time.sleep(0.01)
-        assert host.core._listeners == ()  # nothing follows the scheduler when they have left
+        assert host.core._listeners == ()  # without watchers no listener is left
 
 
-def test_an_idle_scheduler_answers(tmp_path: Path) -> None:
+def test_questions_are_answered_while_idle(tmp_path: Path) -> None:
     with operated(tmp_path / "s") as host:
         host.add("a")
         host.run_to_end()
@@ -271,7 +271,7 @@ def test_an_idle_scheduler_answers(tmp_path: Path) -> None:
         (b"x" * 5000, "longer than 4096 bytes"),
     ],
 )
-def test_what_makes_no_sense_gets_an_error_and_others_go_on(tmp_path: Path, line: bytes, words: str) -> None:
+def test_malformed_questions_get_an_error_and_other_clients_continue(tmp_path: Path, line: bytes, words: str) -> None:
     path = tmp_path / "s"
     with operated(path), raw(str(path)) as sock:
         sock.sendall(line)
@@ -279,7 +279,7 @@ def test_what_makes_no_sense_gets_an_error_and_others_go_on(tmp_path: Path, line
         assert ask(path, "explain")["requests"] == []
 
 
-def test_a_client_may_ask_again_and_split_its_lines(tmp_path: Path) -> None:
+def test_clients_may_ask_repeatedly_and_split_lines(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with operated(path), raw(str(path)) as sock:
         lines = sock.makefile()
@@ -289,14 +289,14 @@ def test_a_client_may_ask_again_and_split_its_lines(tmp_path: Path) -> None:
         assert "stats" in json.loads(lines.readline())
 
 
-def test_idle_clients_keep_no_other_out(tmp_path: Path) -> None:
+def test_idle_clients_do_not_block_new_ones(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with operated(path), ExitStack() as stack:
         clients = [stack.enter_context(raw(str(path))) for _ in range(MAX_CLIENTS)]
-        for client in [*clients, clients[0]]:  # the first one has asked last
+        for client in [*clients, clients[0]]:  # the first client asks last
             client.sendall(b'{"ask": "explain"}\n')
             assert "requests" in json.loads(client.makefile().readline())
-        time.sleep(0.2)  # until its thread waits again
+        time.sleep(0.2)  # until the client's thread waits again
         clients += [stack.enter_context(raw(str(path))) for _ in range(MAX_CLIENTS // 2)]
         assert ask(path, "explain")["requests"] == []
         for replaced in clients[1 : 1 + MAX_CLIENTS // 2]:
@@ -305,7 +305,7 @@ def test_idle_clients_keep_no_other_out(tmp_path: Path) -> None:
         assert "requests" in json.loads(clients[0].makefile().readline())
 
 
-def test_so_many_clients_are_answered_at_once_and_no_more(tmp_path: Path) -> None:
+def test_the_number_of_concurrent_clients_is_bounded(tmp_path: Path) -> None:
     path, goes_on = tmp_path / "s", threading.Event()
 
     def slow(question: dict[str, Any], client: control.Client) -> Any:
@@ -331,7 +331,7 @@ def test_so_many_clients_are_answered_at_once_and_no_more(tmp_path: Path) -> Non
         listening.close()
 
 
-def test_who_is_refused_before_asking_reads_why(tmp_path: Path) -> None:
+def test_a_refused_client_gets_the_reason(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
         listening.bind(str(tmp_path / "s"))
         listening.listen()
@@ -343,9 +343,7 @@ def test_who_is_refused_before_asking_reads_why(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"x"], ids=["silent", "a byte now and then"])
-def test_a_client_that_asks_nothing_loses_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: bytes
-) -> None:
+def test_a_silent_client_is_disconnected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
     monkeypatch.setattr(control, "CLIENT_SECONDS", 0.2)
     with operated(tmp_path / "s"), raw(str(tmp_path / "s")) as sock:
         began = time.monotonic()
@@ -358,7 +356,7 @@ def test_a_client_that_asks_nothing_loses_its_place(
         assert time.monotonic() < began + 5
 
 
-def test_files_that_no_question_takes_are_closed(tmp_path: Path) -> None:
+def test_unused_file_descriptors_are_closed(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with operated(path), raw(str(path)) as sock, (tmp_path / "file").open("w") as file:
         before = len(os.listdir("/proc/self/fd"))
@@ -370,9 +368,7 @@ def test_files_that_no_question_takes_are_closed(tmp_path: Path) -> None:
         assert "requests" in json.loads(sock.makefile().readline())
 
 
-def test_it_listens_on_when_no_file_could_be_opened_for_a_while(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_listening_survives_a_shortage_of_file_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tries = []
 
     class Exhausted(socket.socket):
@@ -390,17 +386,17 @@ def test_it_listens_on_when_no_file_could_be_opened_for_a_while(
     assert len(tries) >= 4
 
 
-# ------------------------------------------------------------------ nobody holds up the scheduler
+# ------------------------------------------------------------------ clients cannot block the scheduler
 
 
-def test_a_client_that_does_not_read_holds_up_only_itself(tmp_path: Path) -> None:
+def test_a_client_that_does_not_read_delays_only_itself(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with operated(path) as host, raw(str(path)) as lazy:
         for number in range(300):
             host.add(f"r{number}")
         lazy.settimeout(0.2)
         with pytest.raises(TimeoutError):
-            while True:  # until nothing more fits between the two
+            while True:  # until the buffers between the two are full
                 lazy.sendall(b'{"ask": "explain", "limit": 1000}\n' * 50)
         began = time.monotonic()
         for _ in range(20):
@@ -409,7 +405,7 @@ def test_a_client_that_does_not_read_holds_up_only_itself(tmp_path: Path) -> Non
         assert time.monotonic() - began < control.CLIENT_SECONDS / 4
 
 
-def test_a_question_waits_for_whoever_has_the_scheduler(tmp_path: Path) -> None:
+def test_a_question_waits_for_the_scheduler_lock(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with operated(path) as host:
         answers: list[dict[str, Any]] = []
@@ -422,7 +418,7 @@ def test_a_question_waits_for_whoever_has_the_scheduler(tmp_path: Path) -> None:
         assert len(answers) == 1
 
 
-def test_answers_take_a_tenth_of_the_time(tmp_path: Path) -> None:
+def test_answers_take_at_most_a_tenth_of_the_time(tmp_path: Path) -> None:
     with operated(tmp_path / "s") as host:
         for number in range(300):
             host.add(f"r{number}")
@@ -433,7 +429,7 @@ def test_answers_take_a_tenth_of_the_time(tmp_path: Path) -> None:
         assert time.monotonic() - began > 6 * (time.thread_time() - cpu)
 
 
-def test_questions_while_steps_run_see_a_sound_scheduler(tmp_path: Path) -> None:
+def test_questions_during_steps_see_a_consistent_scheduler(tmp_path: Path) -> None:
     path = tmp_path / "s"
     errors: list[BaseException] = []
 
@@ -456,7 +452,7 @@ def test_questions_while_steps_run_see_a_sound_scheduler(tmp_path: Path) -> None
                 host.add(f"r{number}", length=6 + number % 20, max_tokens=9)
                 number += 1
             time.sleep(0.001)
-        with host.lock:  # between steps, as operators' questions are answered
+        with host.lock:  # between steps, as for operators' questions
             host.core.check_invariants()
     assert not errors, errors[0]
     assert number > 20

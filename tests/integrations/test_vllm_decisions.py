@@ -1,6 +1,6 @@
-"""With the preset "vllm", our scheduler decides in vLLM as vLLM's own: step by step, on random workloads.
+"""With the preset "vllm", our scheduler decides like vLLM's own: step by step, on random workloads.
 
-The long form compares more of them. docs/vllm.md lists what is left out.
+The long form compares more workloads. docs/vllm.md lists the exceptions.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ MET_PER_100 = {
     "with work": 500,
     "told without blocks": 4,
 }
-"""What so many workloads meet at least, so that they cannot pass by meeting nothing."""
+"""Minimum number of each event in these workloads, so that the test cannot pass without them."""
 
 pytestmark = [*NEEDS_VLLM, pytest.mark.next_vllm]
 
 
-def test_every_decision_is_that_of_vllms_own_scheduler() -> None:
+def test_every_decision_equals_vllms() -> None:
     tally = decided_alike(WORKLOADS, met_per_100=MET_PER_100)
     for what in ("resumed in chunks", "gave up drafts", "resumed a block later"):
         assert tally.get(what, 0) <= len(WORKLOADS) // 10, "the comparison of these workloads ends there"
 
 
-def test_sessions_and_their_parts_run_when_vllms_own_scheduler_runs_them() -> None:
+def test_sessions_and_their_parts_run_when_vllm_runs_them() -> None:
     decided_alike(SESSIONS, "sessions", met_per_100={"steps": 3_000, "sessions": 700, "stopped": 300, "aborts": 30})
 
 
-def test_requests_with_grammars_are_decided_as_by_vllms_own_scheduler() -> None:
+def test_decisions_about_grammars_equal_vllms() -> None:
     met = {"steps": 5_000, "grammars": 800, "refused": 100, "hits": 100, "drafts": 500, "asynchronous": 20}
     decided_alike(GRAMMARS, "grammars", met_per_100=met)

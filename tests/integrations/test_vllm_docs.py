@@ -1,4 +1,4 @@
-"""Every command of docs/vllm.md, against a real vLLM; and that installing Pointsman changes nothing of vLLM's."""
+"""Runs every command of docs/vllm.md against a real vLLM; checks that installing Pointsman changes nothing in vLLM."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.integrations.vllm_process import DEMO, NEEDS_VLLM, ROOT, vllm_parent
 from tests.test_docs import VLLM, blocks, commands
 
 MODEL, SOCKET = "Qwen/Qwen3-0.6B", "/run/pointsman.sock"
-"""In the document."""
+"""The path in the document."""
 COMMANDS = [line for _, language, text in blocks(VLLM) if language == "sh" for line in commands(text)]
 
 pytestmark = NEEDS_VLLM
@@ -36,7 +36,7 @@ pytestmark = NEEDS_VLLM
 
 @dataclass
 class Server:
-    """A vLLM that serves."""
+    """A running vLLM server."""
 
     url: str
     socket: Path
@@ -65,7 +65,7 @@ sys.argv = [path, *sys.argv[5:]]
 from vllm.entrypoints.cli.main import main
 sys.exit(main())
 """
-"""What the command `vllm` is, in a process that has imported vLLM."""
+"""The command `vllm`, in a process that has imported vLLM."""
 INFORMED = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_NO_USAGE_STATS": "1"}
 
 
@@ -128,7 +128,7 @@ def test_commands_run_in_the_order_of_the_document(tmp_path: Path, vllm_version:
         asking = [line for line in COMMANDS if SOCKET in line and line.startswith("pointsman")]
         assert len(asking) == 6
         names = ["first", "my-request", "third"]
-        lengths = [1500, 16, 16]  # the first runs while the others wait and are asked about
+        lengths = [1500, 16, 16]  # the first runs while the others wait and are explained
         threads = [threading.Thread(target=server.complete, args=args) for args in zip(names, lengths, strict=True)]
         for thread in threads:
             thread.start()
@@ -161,14 +161,14 @@ def test_commands_run_in_the_order_of_the_document(tmp_path: Path, vllm_version:
         replays = [line for line in COMMANDS if line.startswith("pointsman replay")]
         printed = run(replays[0], server, tmp_path)
         assert re.match(r"\d+ steps replayed \(\d+ calls, 1 requests, 0 preemptions\): no difference", printed)
-    run(asking[0], server, tmp_path, code=1)  # nobody is there any more
+    run(asking[0], server, tmp_path, code=1)  # the server has ended
     log = server.log.read_text()
     assert "Pointsman 0.1.0 schedules for vLLM 0.32.0" in log
     assert "order fcfs, 2048 tokens and 1 requests a step" in log and "victim latest" in log
     assert f"pointsman explain --socket {server.socket}" in log
 
 
-def test_the_start_of_the_readme_is_what_this_document_tests() -> None:
+def test_the_readme_starts_vllm_as_in_this_document() -> None:
     """Its `vllm serve` has no victim, which is the default one anyway."""
     (start,) = (text for _, language, text in blocks(ROOT / "README.md") if language == "text" and "vllm check" in text)
     given = [" ".join(shlex.split(line, comments=True)) for line in commands(start)]
@@ -177,12 +177,12 @@ def test_the_start_of_the_readme_is_what_this_document_tests() -> None:
 
 
 def check_vllm(*options: str) -> subprocess.CompletedProcess[str]:
-    """The command of the document that asks before, with further options, where vLLM is."""
+    """The document's `check` command with further options, in vLLM's environment."""
     (line,) = (line for line in COMMANDS if line.startswith("pointsman vllm check"))
     return vllm_parent().run("-m", *shlex.split(line.replace(MODEL, str(DEMO))), *options, timeout=300)
 
 
-def test_check_says_that_it_will_work_and_with_which_knobs() -> None:
+def test_check_reports_success_and_the_knobs() -> None:
     done = check_vllm("--additional-config", '{"pointsman": {"decode_reserve": "mean", "socket": ""}}')
     assert done.returncode == 0, done.stdout + done.stderr
     assert "vLLM 0.32.0: Pointsman 0.1.0 supports it (" in done.stdout
@@ -200,7 +200,7 @@ def test_check_says_that_it_will_work_and_with_which_knobs() -> None:
     assert re.search(r"  1 group: \d+ layers of FullAttentionSpec, blocks of \d+ tokens", done.stdout)
 
 
-def test_check_says_all_that_will_not_work() -> None:
+def test_check_reports_all_problems() -> None:
     done = check_vllm(
         "--kv-cache-metrics",
         "--kv-transfer-config",
@@ -222,13 +222,13 @@ def test_check_says_all_that_will_not_work() -> None:
         (["--max-num-seqs", "0"], "vLLM cannot run"),
     ],
 )
-def test_check_says_what_vllm_does_not_take(options: list[str], words: str) -> None:
+def test_check_reports_options_that_vllm_rejects(options: list[str], words: str) -> None:
     done = check_vllm(*options)
     assert done.returncode == 2 and done.stdout == ""
     assert words in done.stderr and "Traceback" not in done.stderr
 
 
-def test_installing_changes_nothing_of_vllms() -> None:
+def test_installing_changes_nothing_in_vllm() -> None:
     pip = [python_of(), "-m", "pip", "install", "--dry-run", "--no-index", "--no-build-isolation", str(ROOT)]
     done = subprocess.run(pip, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

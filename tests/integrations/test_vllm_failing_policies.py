@@ -1,4 +1,4 @@
-"""Policies of another package that fail in real vLLM: every request gets its tokens, and operators see why."""
+"""Policies of another package that fail in real vLLM: all requests complete, and operators see the failures."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, Any]:
-    """By way and version, the tokens of the requests without these policies."""
+    """The tokens of the requests without these policies, by way and version."""
     return {}
 
 
@@ -64,7 +64,7 @@ def run_vllm(folder: Path, way: str, knobs: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", short_of(ALL, SHORT))
-def test_requests_get_their_tokens_and_operators_see_why(
+def test_requests_complete_and_operators_see_the_failures(
     case: str, tmp_path: Path, expected: dict[str, Any], vllm_version: str
 ) -> None:
     kind, at, after, way = ALL[case]
@@ -109,7 +109,7 @@ def test_kv_in_groups(family: str, kind: str, at: str, tmp_path: Path, packages:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("kind", "at"), faulty_policies.WHERE)
-def test_no_method_that_fails_ends_the_engine(
+def test_no_failing_method_ends_the_engine(
     kind: str, at: str, tmp_path: Path, expected: dict[str, Any], vllm_version: str
 ) -> None:
     if ("plain", vllm_version) not in expected:

@@ -13,7 +13,7 @@ pytestmark = NEEDS_VLLM
 
 
 @pytest.mark.parametrize("feature", short_of(["offline", "online", "pooling", "lora", "drafts"], ["online"]))
-def test_features_are_as_with_vllms_own_scheduler(tmp_path: Path, feature: str) -> None:
+def test_features_give_the_same_results_as_with_vllms_scheduler(tmp_path: Path, feature: str) -> None:
     if feature == "lora":
         run_in_vllm("vllm_features.py", "adapters", "-", DEMO, tmp_path)
     theirs = run_in_vllm("vllm_features.py", feature, "theirs", DEMO, tmp_path)

@@ -1,4 +1,4 @@
-"""Every output is what the model runners of vLLM rely on, with the dataclasses of each supported version."""
+"""Every output fulfils the assumptions of vLLM's model runners, with the dataclasses of each supported version."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from tests.integrations.vllm_process import NEEDS_VLLM, run_in_vllm
 pytestmark = [*NEEDS_VLLM, pytest.mark.next_vllm]
 
 
-def test_outputs_keep_what_the_runners_rely_on(vllm_version: str) -> None:
+def test_outputs_fulfil_the_runners_assumptions(vllm_version: str) -> None:
     seen = run_in_vllm("vllm_fields.py")
     assert seen.pop("version") == vllm_version
     assert min(seen[what] for what in ("preempted", "resumed", "aborted", "skipped", "lost", "tenants")) > 100
 
 
-def test_single_requests_become_what_vllm_makes_of_them() -> None:
+def test_single_requests_end_as_in_vllm() -> None:
     found = run_in_vllm("vllm_cases.py")
     assert len(found) >= 10
     assert not any(found.values()), "\n".join(filter(None, found.values()))

@@ -60,24 +60,24 @@ CASES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
 }
 WORKLOADS = seeds(12, 330)
 MET_PER_100 = {"steps": 5_000, "preemptions": 50, "hits": 50, "chunks": 2_000, "stopped": 300, "asynchronous": 20}
-"""What so many workloads meet at least."""
+"""Minimum number of each event in these workloads."""
 
 
 @pytest.mark.parametrize("case", short_of(list(CASES), SHORT_MODELS))
-def test_tokens_are_those_of_vllms_own_scheduler(tmp_path: Path, case: str) -> None:
-    """In as many steps, with as many cached tokens; twice the same prompts, so that the second time finds them."""
+def test_tokens_equal_those_of_vllms_scheduler(tmp_path: Path, case: str) -> None:
+    """In the same number of steps, with the same cached tokens. Prompts run twice; the second run finds them cached."""
     family, options, groups = CASES[case]
     given = [f"{key}={json.dumps(value)}" for key, value in options.items()]
     theirs = run_in_vllm("vllm_groups.py", family, "theirs", tmp_path, *given)
     assert len({tuple(tokens) for tokens in theirs["tokens"]}) >= 5, "the model does not tell its prompts apart"
     ours = run_in_vllm("vllm_groups.py", family, "ours", tmp_path, *given)
     assert groups <= set(ours["groups"])
-    if case == "lfm2, n-gram drafts":  # vLLM's own gives other tokens each time, on a CPU: see docs/vllm.md
+    if case == "lfm2, n-gram drafts":  # vLLM's own varies from run to run on a CPU: see docs/vllm.md
         assert ours["usage"] == 0 and list(map(len, ours["tokens"])) == list(map(len, theirs["tokens"]))
         return
     for name in ("tokens", "cached"):
         assert ours[name] == theirs[name], name
-    if case == "lfm2, cached in parts, preempting":  # it gives back what is not needed before it preempts
+    if case == "lfm2, cached in parts, preempting":  # ours releases unneeded blocks before it preempts
         assert ours["steps"] <= theirs["steps"]
     else:
         assert ours["steps"] == theirs["steps"]
@@ -92,7 +92,7 @@ def test_tokens_are_those_of_vllms_own_scheduler(tmp_path: Path, case: str) -> N
 
 
 @pytest.mark.long
-def test_tokens_as_one_group_are_those_of_several(tmp_path: Path) -> None:
+def test_one_group_gives_the_same_tokens_as_several(tmp_path: Path) -> None:
     """With the flag that keeps all KV in one group, which the core owns."""
     several = run_in_vllm("vllm_groups.py", "gemma3", "ours", tmp_path)
     one = run_in_vllm("vllm_groups.py", "gemma3", "one", tmp_path)
@@ -111,7 +111,7 @@ def test_tokens_as_one_group_are_those_of_several(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_recording_of_windows_is_replayed(tmp_path: Path) -> None:
-    """What the core keeps itself is decided again from a recording."""
+    """A recording of layouts that the core manages itself is replayed."""
     file = tmp_path / "run.jsonl"
     settings = json.dumps({"pointsman": {"socket": "", "record": str(file)}})
     options = [f"{key}={json.dumps(value)}" for key, value in {**SMALL_POOL, "num_gpu_blocks_override": 66}.items()]
@@ -123,8 +123,8 @@ def test_a_recording_of_windows_is_replayed(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "gemma4", "falcon-h1", "llama4"])
-def test_check_tells_the_groups_that_vllm_makes(tmp_path: Path, family: str) -> None:
-    """And how many requests fit, from blocks or from a log; of no weights."""
+def test_check_reports_vllms_groups(tmp_path: Path, family: str) -> None:
+    """It also reports how many requests fit, from blocks or from a log, without weights."""
     options = NO_CACHE if family == "falcon-h1" else {}
     given = [f"{key}={json.dumps(value)}" for key, value in options.items()]
     real = run_in_vllm("vllm_groups.py", family, "ours", tmp_path, *given)
@@ -158,8 +158,8 @@ def test_check_tells_the_groups_that_vllm_makes(tmp_path: Path, family: str) -> 
 
 
 @pytest.mark.long
-def test_it_is_said_which_prompts_find_nothing(tmp_path: Path) -> None:
-    """Before and when vLLM starts, of a model that caches states."""
+def test_prompts_too_short_for_the_prefix_cache_are_reported(tmp_path: Path) -> None:
+    """For a model that caches states: by `check`, and when vLLM starts."""
     check = ["-m", "pointsman", "vllm", "check", tmp_path, "--skip-tokenizer-init"]
     for options, flags, says, least in (
         (CACHE, ["--enable-prefix-caching"], "shorter prompts find nothing", 129),
@@ -174,23 +174,23 @@ def test_it_is_said_which_prompts_find_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.next_vllm
-def test_decisions_are_those_of_vllms_own_scheduler() -> None:
+def test_decisions_equal_those_of_vllms_scheduler() -> None:
     """On random workloads and layouts, step by step; and every row reads its own KV, in every group."""
     tally = decided_alike(WORKLOADS, "groups", met_per_100=MET_PER_100)
     ended_early = tally.get("found otherwise", 0) + tally.get("did more", 0)
     assert ended_early <= len(WORKLOADS) // 5, tally  # 51 of 334 in one part
 
 
-def test_decisions_about_drafts_over_states_are_those_of_vllms_own_scheduler() -> None:
+def test_decisions_about_drafts_over_states_equal_vllms() -> None:
     """Each draft has a state of its own."""
     workloads = seeds(6, 170)
     tally, count = decided_alike(workloads, "states"), len(workloads)
-    # A budget or a threshold of one token leaves no room for a draft.
+    # A budget or a threshold of one token has no tokens for a draft.
     assert tally["with drafts"] >= count - count // 20 and tally["drafts"] >= 20 * count, tally
     assert tally.get("gave up drafts", 0) <= count // 4 + 1, tally
 
 
-def test_no_request_and_no_block_is_lost_where_a_step_fails() -> None:
+def test_failed_steps_lose_no_request_and_no_block() -> None:
     """A policy that raises in the middle of steps, and a cache that is reset while requests run."""
     tally: Counter[str] = Counter()
     for run in seeds(8, 170).runs(RUN):

@@ -1,4 +1,4 @@
-"""Images, audio and other encoder inputs inside vLLM: what is decided, and what real models make of it."""
+"""Images, audio and other encoder inputs inside vLLM: decisions, and the tokens of real models."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ ENDS = (
     "less behind a victim",
     "theirs lacks embeddings",
 )
-"""Why a comparison may end before its workload; docs/vllm.md has the reasons."""
+"""Reasons why a comparison may end before its workload; docs/vllm.md explains them."""
 MET_PER_100 = {"steps": 5_000, "preemptions": 100, "hits": 100, "chunks": 2_000, "inputs computed": 500, "freed": 200}
-"""What so many workloads meet at least."""
+"""Minimum number of each event in these workloads."""
 WITH_ENCODERS = seeds(12, 330, kept=(2026112700064,))
 MET_WITH_ENCODERS_PER_100 = {"steps": 5_000, "preemptions": 20, "inputs computed": 1_000, "freed": 1_000, "drafts": 500}
 SMALL_POOL = {"block_size": 32, "num_gpu_blocks_override": 18, "max_num_seqs": 6, "max_model_len": 448}
@@ -65,8 +65,8 @@ ENCODER_DECODERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.next_vllm
-def test_decisions_are_those_of_vllms_own_scheduler() -> None:
-    """On random workloads, step by step: which images are computed too; and no row reads embeddings that are gone."""
+def test_decisions_equal_those_of_vllms_scheduler() -> None:
+    """On random workloads, step by step, including the computed images; and no row reads dropped embeddings."""
     tally = decided_alike(WORKLOADS, "images", met_per_100=MET_PER_100)
     ended_early = [tally.get(why, 0) for why in ENDS]
     assert sum(ended_early) <= len(WORKLOADS) // 4, tally
@@ -76,22 +76,22 @@ def test_decisions_are_those_of_vllms_own_scheduler() -> None:
     ("seed", "why"),
     [(613, "lacked blocks to go further"), (850, "less behind a victim"), (913, "lacked blocks to go further")],
 )
-def test_decisions_differ_for_a_reason_that_is_documented(seed: int, why: str, vllm_version: str) -> None:
-    """Few of the workloads meet these; which, depends on the version."""
+def test_differences_have_documented_reasons(seed: int, why: str, vllm_version: str) -> None:
+    """Few workloads meet these differences, depending on the version."""
     if vllm_version != VLLM_VERSION:
         pytest.skip(f"these workloads meet them with vLLM {VLLM_VERSION}")
     found = run_in_vllm("vllm_decisions.py", seed, 1, "images")
     assert not found["differences"] and found["tally"][why] == 1, found
 
 
-def test_decisions_for_encoder_decoders_are_those_of_vllms_own_scheduler() -> None:
+def test_decisions_for_encoder_decoders_equal_vllms() -> None:
     """On random workloads, step by step, with the same embeddings computed and dropped; each row reads its own KV."""
     tally = decided_alike(WITH_ENCODERS, "encoder", met_per_100=MET_WITH_ENCODERS_PER_100)
     ended_early = [tally.get(why, 0) for why in ("resumed in chunks", "gave up drafts")]
     assert sum(ended_early) <= len(WITH_ENCODERS) // 5, tally
 
 
-def test_images_in_one_situation_after_the_other() -> None:
+def test_single_situations_with_images() -> None:
     found = run_in_vllm("vllm_image_cases.py")
     assert found["too large"] == [{"small": "length", "large": "error"}, True]
     ended, later, num_computed = found["another number"]
@@ -116,10 +116,10 @@ def test_images_in_one_situation_after_the_other() -> None:
 @pytest.mark.parametrize(
     ("family", "options"), [("qwen3", {}), ("qwen3", SMALL_POOL), ("gemma3", {}), ("qwen3", {"async_scheduling": True})]
 )
-def test_prompts_of_embeddings_get_the_tokens_that_vllms_own_scheduler_gives(
+def test_prompts_as_embeddings_get_the_same_tokens_as_in_vllm(
     tmp_path: Path, family: str, options: dict[str, Any]
 ) -> None:
-    """And those of the same prompts as tokens, beside them; found again as often."""
+    """The same tokens as the same prompts given as tokens, with as many cache hits."""
     given = [f"{key}={json.dumps(value)}" for key, value in options.items()]
     theirs, ours = (run_in_vllm("vllm_embeds.py", family, how, tmp_path, *given) for how in ("theirs", "ours"))
     assert len({tuple(tokens) for tokens in theirs["tokens"]}) >= 5
@@ -132,7 +132,7 @@ def test_prompts_of_embeddings_get_the_tokens_that_vllms_own_scheduler_gives(
 
 
 @pytest.mark.parametrize("case", short_of(list(ENCODER_DECODERS), SHORT_MODELS))
-def test_tokens_of_encoder_decoders_are_those_of_vllms_own_scheduler(tmp_path: Path, case: str) -> None:
+def test_tokens_of_encoder_decoders_equal_vllms(tmp_path: Path, case: str) -> None:
     """Whisper: in the same steps, with the same inputs computed in each."""
     options = ENCODER_DECODERS[case]
     given = [f"{key}={json.dumps(value)}" for key, value in options.items()]
@@ -140,13 +140,13 @@ def test_tokens_of_encoder_decoders_are_those_of_vllms_own_scheduler(tmp_path: P
     assert ours["asynchronous"] == theirs["asynchronous"] == ("async_scheduling" in options)
     for name in ("groups", "encoder", "cached"):
         assert ours[name] == theirs[name], name
-    if "async_scheduling" in options:  # embeddings are released a step earlier
+    if "async_scheduling" in options:  # here embeddings are released a step earlier
         assert len(ours["steps"]) <= len(theirs["steps"])
-    elif "speculative_config" in options:  # here none are made beyond max_tokens
+    elif "speculative_config" in options:  # ours makes no drafts beyond max_tokens
         assert len(ours["steps"]) == len(theirs["steps"])
     else:
         assert ours["steps"] == theirs["steps"]
-    if case == "whisper, preempting":  # vLLM's own gives rows the embeddings of others then: see docs/vllm.md
+    if case == "whisper, preempting":  # vLLM's own then gives rows wrong embeddings: see docs/vllm.md
         assert ours["preemptions"] > 0
         theirs = run_in_vllm("vllm_media.py", "whisper", "theirs", tmp_path, f"max_tokens={options['max_tokens']}")
     assert len({tuple(tokens) for tokens in theirs["tokens"]}) >= 5, "the model does not tell its prompts apart"
@@ -157,7 +157,7 @@ def test_tokens_of_encoder_decoders_are_those_of_vllms_own_scheduler(tmp_path: P
 @pytest.mark.long
 @pytest.mark.skipif(not TORCHVISION.exists(), reason="no torchvision; benchmarks/vllm_env.py makes a folder with it")
 @pytest.mark.parametrize("case", CASES)
-def test_tokens_are_those_of_vllms_own_scheduler(tmp_path: Path, case: str) -> None:
+def test_tokens_equal_those_of_vllms_scheduler(tmp_path: Path, case: str) -> None:
     """In the same steps, with the same images computed in each; twice, so that caches are used."""
     family, options = CASES[case]
     given = [f"{key}={json.dumps(value)}" for key, value in options.items()]
@@ -165,7 +165,7 @@ def test_tokens_are_those_of_vllms_own_scheduler(tmp_path: Path, case: str) -> N
     assert len({tuple(tokens) for tokens in theirs["tokens"]}) >= 5, "the model does not tell its prompts apart"
     ours = run_in_vllm("vllm_media.py", family, "ours", tmp_path, *given, packages=TORCHVISION)
     exact = ["tokens", "cached", "steps", "encoder", "groups"]
-    if case == "gemma3, groups of KV and masks":  # what is behind a window is kept for longer: see docs/vllm.md
+    if case == "gemma3, groups of KV and masks":  # ours keeps blocks behind a window longer: see docs/vllm.md
         assert all(our >= their for our, their in zip(ours["cached"], theirs["cached"], strict=True))
         assert sum(ours["cached"]) <= sum(theirs["cached"]) + 128, "one prefix more"
         exact = ["tokens", "encoder", "groups"]

@@ -20,11 +20,11 @@ from tests.integrations.vllm_process import VLLM_INSTALLED
 
 DROP_IN = Path(pointsman.__file__).parent / "integrations" / "vllm"
 UNTESTED = "9.9.0"
-"""A version that nobody has tested."""
+"""An untested version."""
 
 
 def sources_of(version: str) -> Path:
-    """The folder that a version of vLLM lies in."""
+    """The folder of a version of vLLM."""
     if version != VLLM_VERSION:
         return FOLDERS[version]
     return next(iter(ENVIRONMENT.glob("lib/python*/site-packages")), ENVIRONMENT)
@@ -59,7 +59,7 @@ def test_every_field_of_tested_versions_is_known(version: str) -> None:
 
 
 @needs(UNSUPPORTED_VERSION)
-def test_what_an_older_version_lacks_is_found() -> None:
+def test_missing_features_of_an_older_version_are_found() -> None:
     found = examine(sources_of(UNSUPPORTED_VERSION)).broken
     broken = {(each.expected.partition("(")[0], file_of(each)) for each in found}
     assert ("ModelConfig.supports_multimodal_inputs", "support.py") in broken
@@ -67,11 +67,11 @@ def test_what_an_older_version_lacks_is_found() -> None:
     assert ("KVCacheCoordinator.get_num_blocks_to_allocate", "kv_groups.py") in broken
 
 
-# ---------------------------------------------------------------------- what is read of our code
+# ---------------------------------------------------------------------- uses in our code
 
 
 def imports_of_vllm() -> set[tuple[str, str]]:
-    """(file, name) of all that the drop-in imports of vLLM, read in the simplest way."""
+    """(file, name) of all imports of vLLM in the drop-in, found in the simplest way."""
     found = set()
     for path in DROP_IN.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -81,7 +81,7 @@ def imports_of_vllm() -> set[tuple[str, str]]:
 
 
 @VLLM_INSTALLED
-def test_every_import_is_an_assumption_unless_it_is_caught() -> None:
+def test_every_uncaught_import_is_an_assumption() -> None:
     listed = {(file_of(each), each.expected) for each in installed().assumptions if each.kind == "name"}
     caught = {(file_of(each), each.expected) for each in installed().fallbacks if each.kind == "name"}
     imports = imports_of_vllm()
@@ -96,9 +96,9 @@ def test_every_import_is_an_assumption_unless_it_is_caught() -> None:
         pytest.param("settings.py", "SchedulerConfig.watermark", id="a chain from a parameter"),
         pytest.param("kv_groups.py", "KVCacheCoordinator.single_type_managers", id="an attribute of self"),
         pytest.param("kv_groups.py", "KVCacheBlock.ref_cnt", id="a comprehension"),
-        pytest.param("scheduler.py", "PrefillStats.set", id="what our request carries"),
+        pytest.param("scheduler.py", "PrefillStats.set", id="an attribute of our request"),
         pytest.param("results.py", "SamplingMaskLists.slice_request", id="a local"),
-        pytest.param("layouts.py", "ChunkedLocalAttentionSpec.attention_chunk_size", id="behind isinstance"),
+        pytest.param("layouts.py", "ChunkedLocalAttentionSpec.attention_chunk_size", id="after isinstance"),
         pytest.param("statistics.py", "PrefixCacheStats.record", id="an attribute with two types"),
         pytest.param("observation.py", "Request.is_prefill_chunk", id="values of a dictionary"),
         pytest.param("kv_events.py", "vllm.distributed.kv_events.MEDIUM_GPU", id="a module under another name"),
@@ -106,12 +106,12 @@ def test_every_import_is_an_assumption_unless_it_is_caught() -> None:
         pytest.param("scheduler_output.py", "CachedRequestData.resumed_req_ids", id="a parameter"),
     ],
 )
-def test_what_our_code_reads_is_listed(file: str, expected: str) -> None:
+def test_attributes_that_our_code_reads_are_listed(file: str, expected: str) -> None:
     assert (file, expected) in {(file_of(each), each.expected) for each in installed().assumptions}
 
 
 @VLLM_INSTALLED
-def test_each_kind_of_assumption_is_met_often() -> None:
+def test_each_kind_of_assumption_occurs_often() -> None:
     least = {"name": 100, "attribute": 500, "call": 100, "field": 20, "override": 15, "scheduler": 60}
     counts = installed().counts()
     assert {kind for kind in least if counts[kind] < least[kind]} == set()
@@ -157,7 +157,7 @@ CHANGES: list[tuple[str, str, str]] = [
     (CORE, "self.scheduler.get_request_counts()", "self.scheduler.planted_counts()"),
     ("__init__.py", '    "AsyncEngineArgs": ".engine.arg_utils:AsyncEngineArgs",\n', ""),
 ]  # fmt: skip
-"""(file, text, new text) in one copy of vLLM, far enough from each other that none hides another."""
+"""(file, text, new text) of changes in one copy of vLLM, far enough apart that none hides another."""
 MOVED = ("v1/spec_decode/metrics.py", "v1/spec_decode/statistics.py")
 
 FOUND = [
@@ -174,7 +174,7 @@ FOUND = [
         "layers.py",
         "vllm.v1.core.kv_cache_utils.get_kv_cache_configs",
         "has no get_kv_cache_configs",
-        id="neither of two names there",
+        id="both of two names missing",
     ),
     pytest.param("name", "check.py", "vllm.AsyncEngineArgs", "has no AsyncEngineArgs", id="a lazy name removed"),
     pytest.param(
@@ -216,7 +216,7 @@ FOUND = [
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a vLLM with all changes. What has none is linked."""
+    """The folder of a vLLM with all changes. Unchanged files are links."""
     target, source = tmp_path_factory.mktemp("planted"), sources_of(VLLM_VERSION)
     changed = {Path("vllm", name) for name, _, _ in CHANGES} | {Path("vllm", MOVED[0])}
     linked(source, target, changed | {parent for each in changed for parent in each.parents})
@@ -230,7 +230,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def linked(source: Path, target: Path, own: set[Path]) -> None:
-    """Copy these files, relative to the source, and link all else beside them and in their folders."""
+    """Copy the files in `own`, relative to the source, and link all other files."""
 
     def fill(folder: Path) -> None:
         (target / folder).mkdir(exist_ok=True)
@@ -256,14 +256,14 @@ def test_a_planted_change_is_found(planted: Path, kind: str, file: str, expected
 
 
 @VLLM_INSTALLED
-def test_a_new_field_with_a_default_is_told_and_breaks_nothing(planted: Path) -> None:
+def test_a_new_field_with_a_default_is_reported_as_new(planted: Path) -> None:
     found = examine(planted)
     assert "SchedulerOutput.planted" in {each.expected for each in found.new}
     assert not [each for each in found.broken if "SchedulerOutput.planted" in each.expected]
 
 
 @VLLM_INSTALLED
-def test_what_our_code_asks_for_with_a_default_breaks_nothing(planted: Path) -> None:
+def test_a_missing_attribute_with_a_default_breaks_nothing(planted: Path) -> None:
     found, name = examine(planted), "VllmConfig.aux_output_config"
     assert name in {each.expected for each in found.fallbacks}
     assert name not in {each.expected for each in [*found.assumptions, *installed().fallbacks]}
@@ -273,7 +273,7 @@ def test_what_our_code_asks_for_with_a_default_breaks_nothing(planted: Path) -> 
 
 
 @VLLM_INSTALLED
-def test_the_command_lists_what_is_broken_and_what_is_new(planted: Path) -> None:
+def test_the_command_lists_broken_and_new_assumptions(planted: Path) -> None:
     done = CliRunner().invoke(app, ["interface", "--sources", str(planted)], standalone_mode=False)
     assert done.return_value == 1
     assert f"{len(examine(planted).broken)} do not hold:" in done.output
@@ -284,7 +284,7 @@ def test_the_command_lists_what_is_broken_and_what_is_new(planted: Path) -> None
 
 
 @VLLM_INSTALLED
-def test_the_command_takes_the_package_itself_and_prints_json() -> None:
+def test_the_command_accepts_the_package_folder_and_prints_json() -> None:
     package = sources_of(VLLM_VERSION) / "vllm"
     done = CliRunner().invoke(app, ["interface", "--sources", str(package), "--json"], standalone_mode=False)
     printed = json.loads(done.output)
@@ -303,12 +303,12 @@ def test_a_folder_without_vllm_is_named_with_the_remedy(tmp_path: Path) -> None:
 
 @pytest.fixture
 def installed_as(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
-    """Takes the vLLM of a folder for the installed one: it is first on the path, as a folder in PYTHONPATH is."""
+    """Makes the vLLM in a folder the installed one: it is first on the path, like a folder in PYTHONPATH."""
     return lambda folder: monkeypatch.syspath_prepend(folder)
 
 
 @VLLM_INSTALLED
-def test_an_untested_version_is_refused_with_what_is_broken(
+def test_an_untested_version_is_refused_with_its_broken_assumptions(
     planted: Path, installed_as: Callable[[Path], None]
 ) -> None:
     installed_as(planted)
@@ -322,7 +322,7 @@ def test_an_untested_version_is_refused_with_what_is_broken(
 
 
 @VLLM_INSTALLED
-def test_an_untested_version_starts_if_it_is_allowed_and_nothing_broken(
+def test_an_untested_version_starts_if_allowed_and_nothing_is_broken(
     installed_as: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     installed_as(sources_of(VLLM_VERSION))

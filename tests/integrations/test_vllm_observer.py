@@ -1,4 +1,4 @@
-"""Observer: every decision stays vLLM's, what it records is what happened, and a capacity figure comes of it.
+"""Observer: every decision stays vLLM's, its recording is correct, and a capacity figure can be made from it.
 
 Real vLLM is observed in test_vllm_tokens.py.
 """
@@ -30,16 +30,16 @@ MET_PER_10 = {
     "requests": 100,
     "with groups": 3,
 }
-"""What so many workloads meet at least, so that they cannot pass by meeting nothing."""
+"""Minimum number of each event in these workloads, so that the test cannot pass without them."""
 OBSERVER = ("--scheduler-cls", "pointsman.integrations.vllm.Observer")
 
 pytestmark = NEEDS_VLLM
 
 
-# ------------------------------------------------------------------ decisions, and what is recorded
+# ------------------------------------------------------------------ decisions and recordings
 
 
-def test_every_decision_is_vllms_and_the_recording_is_what_happened(tmp_path: Path) -> None:
+def test_decisions_stay_vllms_and_the_recording_is_correct(tmp_path: Path) -> None:
     tally = compared("vllm_observed.py", WORKLOADS, tmp_path)
     for what, least in MET_PER_10.items():
         assert tally[what] >= least * len(WORKLOADS) // 10, f"{what}: {tally[what]}"
@@ -47,8 +47,8 @@ def test_every_decision_is_vllms_and_the_recording_is_what_happened(tmp_path: Pa
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
-def test_what_fails_is_the_recording_and_never_vllm() -> None:
-    """A full disk, a folder that is not there, and a mistake of ours."""
+def test_failures_end_the_recording_and_never_vllm() -> None:
+    """A full disk, a missing folder, and a bug of ours."""
     found = run_in_vllm("vllm_observed_faults.py")
     full, absent, mistaken = found["full disk"], found["no folder"], found["mistake"]
     assert "No space left" in full["warnings"][0]
@@ -91,13 +91,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Pat
 
 
 @pytest.mark.long
-def test_both_documented_ways_to_a_log(served: tuple[Path, Path], tmp_path: Path) -> None:
+def test_both_documented_ways_to_get_a_log(served: tuple[Path, Path], tmp_path: Path) -> None:
     log, result = served
     check_commands(log, tmp_path)
     settings = ("--max-num-seqs", 16, "--max-num-batched-tokens", 512, "--block-size", 32, "--no-async-scheduling")
     check_commands(result, tmp_path, *settings, "--train", 60)
     recorded, sent = read_measurements(log)[-150:], read_measurements(result)
-    # In any order: requests that are sent a moment apart may reach the engine the other way round.
+    # In any order: requests sent shortly after each other may reach the engine in reverse order.
     lengths = [sorted(each.request.num_output_tokens for each in requests) for requests in (recorded, sent)]
     assert lengths[0] == lengths[1]
     inside = sorted(each.e2e for each in recorded)[75]
@@ -106,9 +106,9 @@ def test_both_documented_ways_to_a_log(served: tuple[Path, Path], tmp_path: Path
 
 
 @pytest.mark.long
-def test_the_simulation_of_vllms_own_settings_is_near_what_happened(served: tuple[Path, Path]) -> None:
+def test_simulation_of_vllms_settings_is_close_to_the_run(served: tuple[Path, Path]) -> None:
     compared = last_json(pointsman("vllm", "compare", served[0], "--json", "--ttft-target", "500ms"))
-    # Single requests are off by as much as the machine changes its speed meanwhile, all together are not.
+    # Single requests differ by as much as the machine's speed varies; their totals do not.
     assert compared["check"]["e2e_mape"] < 0.25, compared["check"]
     assert abs(compared["check"]["e2e_bias"]) < 0.1, compared["check"]
     assert abs(compared["check"]["ttft_p50_error"]) < 0.25

@@ -19,7 +19,7 @@ from tests.integrations.vllm_requests import Way
 pytestmark = [*NEEDS_VLLM, pytest.mark.long]
 
 TEXTS = [text for prompts in BY_LANGUAGE.values() for text in (prompts[0], prompts[-1])]
-"""A short and a long one of each language, and of code."""
+"""A short and a long prompt in each language, and of code."""
 MAX_TOKENS = 24
 MAX_TIES = 2
 NUM_BLOCKS = {"smollm2": 14, "gemma3-270m": 76}
@@ -41,7 +41,7 @@ def check_tokens(name: str, answers: dict[str, Any], prompts: list[list[int]]) -
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_tokens_of_published_models_are_those_of_transformers(
+def test_tokens_of_published_models_equal_those_of_transformers(
     name: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     prompts = [token_ids_of(name, text) for text in TEXTS]

@@ -31,7 +31,7 @@ def end(connection: Connection) -> dict[str, object]:
 
 
 def last_line(connection: Connection) -> dict[str, object]:
-    """The line that says how the recording ended; before it one may say that it has its first step."""
+    """The line with the end of the recording; a line about its first step may precede it."""
     line = connection.next_line(30)
     return connection.next_line(30) if line == {"state": "stepping"} else line
 
@@ -49,7 +49,7 @@ def work(host: Operated, names: str) -> None:
     host.run_to_end()
 
 
-def test_an_idle_scheduler_is_recorded_at_once_and_the_recording_replays(tmp_path: Path) -> None:
+def test_recording_an_idle_scheduler_begins_at_once_and_replays(tmp_path: Path) -> None:
     with operated(tmp_path / "s", num_blocks=8, max_model_len=24) as host, connect(str(tmp_path / "s")) as connection:
         work(host, "abc")
         assert begin(connection, tmp_path / "r") == {"state": "recording"}
@@ -60,7 +60,7 @@ def test_an_idle_scheduler_is_recorded_at_once_and_the_recording_replays(tmp_pat
     assert done["num_bytes"] == (tmp_path / "r").stat().st_size and not done["ended_by"]
 
 
-def test_the_client_is_told_of_the_first_step_alone(tmp_path: Path) -> None:
+def test_the_client_is_notified_of_the_first_step_only(tmp_path: Path) -> None:
     with operated(tmp_path / "s") as host, connect(str(tmp_path / "s")) as connection:
         begin(connection, tmp_path / "r")
         assert connection.wait_for_line(0.5) is None
@@ -71,21 +71,21 @@ def test_the_client_is_told_of_the_first_step_alone(tmp_path: Path) -> None:
         assert end(connection)["state"] == "done"
 
 
-def test_while_requests_are_there_it_waits_for_the_first_moment_without(tmp_path: Path) -> None:
+def test_a_recording_waits_until_there_are_no_requests(tmp_path: Path) -> None:
     with operated(tmp_path / "s") as host, connect(str(tmp_path / "s")) as connection:
         host.add("a")
         host.step()
         host.add("b")
         assert begin(connection, tmp_path / "r") == {"state": "waiting", "num_running": 1, "num_waiting": 1}
         host.run_to_end()
-        work(host, "c")  # at once: a moment that nobody saw but the scheduler
+        work(host, "c")  # at once: only the scheduler could see the idle moment
         assert connection.next_line(30) == {"state": "recording"}
         work(host, "d")
         end(connection)
     assert replay((tmp_path / "r").read_text().splitlines()).num_requests == 2
 
 
-def test_who_gives_up_waiting_gets_nothing(tmp_path: Path) -> None:
+def test_a_cancelled_recording_is_empty(tmp_path: Path) -> None:
     with operated(tmp_path / "s") as host, connect(str(tmp_path / "s")) as connection:
         host.add("a")
         begin(connection, tmp_path / "r")
@@ -106,7 +106,7 @@ def test_a_recording_ends_with_its_client(tmp_path: Path) -> None:
     assert len((tmp_path / "r").read_text().splitlines()) == 1, "the header"
 
 
-def test_there_is_one_recording_at_a_time(tmp_path: Path) -> None:
+def test_only_one_recording_at_a_time(tmp_path: Path) -> None:
     with operated(tmp_path / "s"), connect(str(tmp_path / "s")) as first, connect(str(tmp_path / "s")) as second:
         begin(first, tmp_path / "r")
         with pytest.raises(Refused, match="a recording is under way already"):
@@ -116,8 +116,8 @@ def test_there_is_one_recording_at_a_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_busy", [False, True])
-def test_where_no_recording_can_begin_it_is_refused(tmp_path: Path, is_busy: bool) -> None:
-    """Such as with images. If it waited, the engine would fail in the moment in which it begins."""
+def test_an_impossible_recording_is_refused(tmp_path: Path, is_busy: bool) -> None:
+    """With images, for example. If it waited, the engine would fail when the recording begins."""
     with operated(tmp_path / "s", encoder_budget=8, encoder_cache_size=8) as host:
         if is_busy:
             host.add("a")
@@ -128,7 +128,7 @@ def test_where_no_recording_can_begin_it_is_refused(tmp_path: Path, is_busy: boo
         assert host.core.stats().finished["length"] == 2 + is_busy
 
 
-def test_a_pipe_could_hold_up_the_scheduler_and_is_refused(tmp_path: Path) -> None:
+def test_a_pipe_is_refused_because_it_could_block_the_scheduler(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     refused = pytest.raises(Refused, match="only be written to a regular file")
@@ -152,7 +152,7 @@ def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
             time.sleep(0.01)
 
 
-def test_at_its_limit_a_recording_ends_with_a_whole_line_and_the_scheduler_goes_on(tmp_path: Path) -> None:
+def test_a_recording_ends_with_a_whole_line_at_its_size_limit(tmp_path: Path) -> None:
     file = RecordingFile(FileIO(tmp_path / "r", "w"), "r", max_bytes=3000)
     with operated(tmp_path / "s", record=file) as host:
         work(host, "abc")
@@ -172,7 +172,9 @@ def test_a_full_disk_ends_the_recording_and_not_the_scheduler(tmp_path: Path) ->
         assert host.core.stats().finished["length"] == 1
 
 
-def test_the_client_is_told_when_a_recording_ends_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_client_is_notified_when_a_recording_ends_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("pointsman.integrations.vllm.recordings.MAX_BYTES", 2500)
     with operated(tmp_path / "s") as host, connect(str(tmp_path / "s")) as connection:
         begin(connection, tmp_path / "r")
@@ -181,7 +183,7 @@ def test_the_client_is_told_when_a_recording_ends_by_itself(tmp_path: Path, monk
         assert connection.ask("metrics")["stats"]["num_added"] == 6
 
 
-def test_a_recording_from_the_start_is_its_owners_alone(tmp_path: Path) -> None:
+def test_a_recording_from_the_start_is_private(tmp_path: Path) -> None:
     file = RecordingFile.create(tmp_path / "r")
     with operated(tmp_path / "s", record=file) as host, connect(str(tmp_path / "s")) as connection:
         with pytest.raises(Refused, match="under way already"):
@@ -193,7 +195,7 @@ def test_a_recording_from_the_start_is_its_owners_alone(tmp_path: Path) -> None:
 
 
 def test_a_recording_begins_while_another_thread_steps(tmp_path: Path) -> None:
-    """Idle moments are short: requests come as soon as the last has gone."""
+    """Idle moments are short: a request arrives as soon as the last one has finished."""
     with operated(tmp_path / "s") as host, connect(str(tmp_path / "s")) as connection:
         ended = threading.Event()
 

@@ -1,4 +1,4 @@
-"""vLLM's API server with our scheduler: its own load generator, clients that leave, and its metrics."""
+"""vLLM's API server with our scheduler: vLLM's load generator, disconnecting clients, and metrics."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def ours() -> Iterator[VllmSide]:
 
 
 def metrics(side: VllmSide) -> dict[str, float]:
-    """What /metrics says of vLLM, by name, summed over labels."""
+    """vLLM's values in /metrics, by name, summed over labels."""
     with urllib.request.urlopen(f"http://127.0.0.1:{side.port}/metrics", timeout=30) as answer:
         text = answer.read().decode()
     found: Counter[str] = Counter()
@@ -56,7 +56,7 @@ def complete(side: VllmSide, prompt: str, max_tokens: int) -> str:
 
 
 def leave_after_the_first_token(side: VllmSide) -> socket.socket:
-    """A streaming request; whoever closes the socket leaves."""
+    """A streaming request; closing the socket disconnects its client."""
     body = {"model": SERVED_MODEL_NAME, "prompt": "A", "max_tokens": 480, "stream": True, "ignore_eos": True}
     payload = json.dumps(body).encode()
     connection = socket.create_connection(("127.0.0.1", side.port), timeout=60)
@@ -69,12 +69,12 @@ def leave_after_the_first_token(side: VllmSide) -> socket.socket:
     return connection
 
 
-def test_vllms_load_generator_gets_all_its_answers(ours: VllmSide, tmp_path: Path) -> None:
+def test_vllms_load_generator_gets_all_completions(ours: VllmSide, tmp_path: Path) -> None:
     result = bench(ours, DEMO, float("inf"), NUM_REQUESTS, seed=1, folder=tmp_path)
     assert result["completed"] == NUM_REQUESTS
 
 
-def test_clients_that_leave_give_all_blocks_back(ours: VllmSide) -> None:
+def test_disconnected_clients_release_all_blocks(ours: VllmSide) -> None:
     connections = [leave_after_the_first_token(ours) for _ in range(8)]
     assert metrics(ours)["vllm:num_requests_running"] > 0
     for connection in connections:
@@ -88,7 +88,7 @@ def test_clients_that_leave_give_all_blocks_back(ours: VllmSide) -> None:
 
 
 def test_the_metrics_are_plausible(ours: VllmSide, tmp_path: Path) -> None:
-    bench(ours, DEMO, float("inf"), NUM_REQUESTS, seed=2, folder=tmp_path)  # its own: the first test may run elsewhere
+    bench(ours, DEMO, float("inf"), NUM_REQUESTS, seed=2, folder=tmp_path)  # the first test may run in another process
     long_prompt = "The import statement combines two operations. " * 8
     text = complete(ours, long_prompt, 20)
     assert text and complete(ours, long_prompt, 20) == text

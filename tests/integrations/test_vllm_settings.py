@@ -1,4 +1,4 @@
-"""Which flags of vLLM are which knobs, and what is refused before anything runs; without vLLM."""
+"""vLLM's flags as knobs, and refusals before anything runs; without vLLM."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_flags_that_vllm_accepts_are_not_refused() -> None:
     assert 0.97 < settled(scheduler_config__watermark=0.99).watermark < 1.0, "all but one of the usable blocks"
 
 
-def test_drafts_need_no_room_in_the_budget_for_all_rows() -> None:
+def test_the_budget_may_be_too_small_for_drafts_of_all_rows() -> None:
     """vLLM's default for a server is 2,048 tokens and 256 requests."""
     many = settled(
         num_speculative_tokens=15,
@@ -107,14 +107,14 @@ def test_knobs_and_presets_come_from_the_additional_config() -> None:
         ({"record": "\ud800"}, "record in --additional-config is .*; it must be a path"),
     ],
 )
-def test_what_means_nothing_is_refused(given: Any, words: str) -> None:
+def test_meaningless_values_are_refused(given: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         read_settings({"pointsman": given})
 
 
 @pytest.mark.parametrize("name", ["victim", "socket"])
 def test_a_key_outside_of_its_object_is_refused(name: str) -> None:
-    """Nothing would read it; but that of another plugin is left alone."""
+    """It would have no effect. Keys of another plugin are accepted."""
     with pytest.raises(ConfigError, match=f'{name} .* is not under the key "pointsman".*{{"{name}": "latest"}}'):
         read_settings({name: "latest", "other": 1})
     assert read_settings({name: "latest", "pointsman": {}}).knobs == {}
@@ -123,12 +123,12 @@ def test_a_key_outside_of_its_object_is_refused(name: str) -> None:
     assert read_observer_settings({name: "latest"}) is None
 
 
-def test_a_class_that_is_not_there_is_answered_with_those_that_are() -> None:
+def test_an_unknown_class_is_refused_with_the_known_ones() -> None:
     with pytest.raises(AttributeError, match=r"has no 'Schedular'.* pointsman\.integrations\.vllm\.Scheduler or \.Obs"):
         _ = pointsman.integrations.vllm.Schedular
 
 
-def test_what_a_preset_and_a_flag_mean_follows_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_presets_and_flags_follow_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pointsman.integrations.vllm.settings.encoder_sizes", lambda config: (8, 16))
     config = vllm_config(scheduler_config__disable_chunked_mm_input=True)
     found = {}
@@ -178,14 +178,14 @@ def test_every_knob_is_either_vllms_or_ours() -> None:
         ),
     ],
 )
-def test_what_is_not_supported_is_refused_with_a_remedy(changes: dict[str, Any], words: str) -> None:
+def test_unsupported_configurations_are_refused_with_a_remedy(changes: dict[str, Any], words: str) -> None:
     check_supported(vllm_config(), None)
     with pytest.raises(UnsupportedVLLM, match=words) as refused:
         check_supported(vllm_config(**changes), None)
     assert "leave --scheduler-cls out" in str(refused.value)
 
 
-def test_the_document_has_a_line_for_each_refusal_and_no_other() -> None:
+def test_the_document_lists_exactly_the_refusals() -> None:
     folder = ROOT / "pointsman" / "integrations" / "vllm"
     keys = []
     for path in sorted(folder.glob("*.py")):
@@ -199,12 +199,12 @@ def test_the_document_has_a_line_for_each_refusal_and_no_other() -> None:
     assert sorted(told) == sorted(set(keys)) and len(told) >= 10
 
 
-def test_a_refusal_is_its_text_and_has_its_key() -> None:
+def test_a_refusal_has_its_text_and_its_key() -> None:
     (refused,) = problems_of(vllm_config(kv_transfer_config=object()), None)
     assert refused.key == "kv-connector" and refused.startswith("KV connectors are not supported")
 
 
-def test_what_nobody_has_run_is_told() -> None:
+def test_untested_parts_are_reported() -> None:
     assert untested_parts(vllm_config()) == []
     speculation = SimpleNamespace(method="suffix")
     changes = {
@@ -217,13 +217,13 @@ def test_what_nobody_has_run_is_told() -> None:
         assert part in told
 
 
-def test_all_reasons_are_told_at_once() -> None:
+def test_all_reasons_are_reported_at_once() -> None:
     with pytest.raises(UnsupportedVLLM, match=r"diffusion.*--kv-transfer-config"):
         check_supported(vllm_config(model_config__is_diffusion=True, kv_transfer_config=object()), None)
 
 
 @pytest.mark.parametrize("version", ["0.31.0", "0.32.0", "0.32.1+cpu", "0.33.0"])
-def test_versions_that_are_supported(version: str) -> None:
+def test_supported_versions(version: str) -> None:
     check_version(version)
 
 
@@ -234,18 +234,18 @@ def test_other_versions_are_refused_with_the_remedy(version: str) -> None:
 
 
 @pytest.mark.parametrize("value", ["yes", 1, None])
-def test_the_permission_of_an_untested_version_is_a_boolean(value: object) -> None:
+def test_untested_version_must_be_a_boolean(value: object) -> None:
     assert read_settings({"pointsman": {"untested_version": True}}).untested_version
     assert not read_settings({}).untested_version
     with pytest.raises(ConfigError, match=r"untested_version .* must be true or false"):
         read_settings({"pointsman": {"untested_version": value}})
 
 
-def test_a_report_on_an_untested_version_that_is_allowed_says_so() -> None:
+def test_check_reports_that_an_allowed_version_is_untested() -> None:
     assert "9.9.0: not tested: no assumption about its interface is known" in Report("9.9.0", "model").lines()[0]
 
 
-def test_the_way_back_from_an_unknown_version_is_said_once() -> None:
+def test_the_way_back_from_an_unknown_version_is_given_once() -> None:
     with pytest.raises(UnsupportedVLLM, match=r"vLLM 0\.29\.1") as refused:
         check_version("0.29.1+cpu")
     problem = problem_of_version("0.29.1+cpu")
@@ -255,8 +255,8 @@ def test_the_way_back_from_an_unknown_version_is_said_once() -> None:
     assert problem_of_version("0.32.1+cpu") is None
 
 
-def test_no_flag_that_runs_by_the_document_is_refused() -> None:
-    """Flags under "Run" against the table of what is refused, and against the messages that ask to leave a flag out."""
+def test_no_flag_that_runs_according_to_the_document_is_refused() -> None:
+    """Compares the flags under "Run" with the table of refusals, and with the messages that ask to leave a flag out."""
     text = (ROOT / "docs" / "vllm.md").read_text()
     run, _, refused = text.partition("\n## Run")[2].partition("\n## What differs")[0].partition("### What is refused")
     rows = [line.split(" | ") for line in refused.splitlines() if line.startswith("| `")]

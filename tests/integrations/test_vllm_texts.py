@@ -1,6 +1,6 @@
-"""The same texts as real vLLM's, at every place of a hard text, with the tokenizers of published models.
+"""Texts equal real vLLM's at every position of a hard text, with the tokenizers of published models.
 
-Behind a prompt that ends within a character they differ, and the test says how.
+After a prompt that ends within a character they differ, as the test states.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytestmark = [*NEEDS_VLLM, pytest.mark.long]
 
 
 @pytest.mark.parametrize("name", [*NAMES, *weights.NAMES])
-def test_texts_are_those_of_vllm(name: str, tmp_path: Path) -> None:
+def test_texts_equal_those_of_vllm(name: str, tmp_path: Path) -> None:
     tokenizer = tokenizer_of(name)
     build(config_for(tokenizer)).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
@@ -38,11 +38,11 @@ def test_texts_are_those_of_vllm(name: str, tmp_path: Path) -> None:
         own = output.outputs[0].logprobs[0][token_ids[split]].decoded_token
         if not decoder.unfinished(prompt):
             num_whole += 1
-            # A character that the text leaves unfinished is a replacement character in ours, and nothing in theirs.
+            # An unfinished character is a replacement character in our text, and missing in theirs.
             assert (output.text.rstrip(REPLACEMENT), own) == (text or output.text.rstrip(REPLACEMENT), decoded)
         elif decoder.unfinished([*prompt, token_ids[split]]):
             assert (own, decoded, text) == ("", "", "") and set(output.text) == {REPLACEMENT}
-        else:  # theirs repeats the prompt's text in front of the character that the output finishes
+        else:  # theirs repeats the prompt's text before the character that the output completes
             assert text == decoder.prompt_text(prompt) + output.text and own is not None and own.endswith(output.text)
     assert num_whole > len(token_ids) / 2
     last = ours[len(token_ids) - 1].prompt_logprobs
@@ -54,7 +54,7 @@ def test_texts_are_those_of_vllm(name: str, tmp_path: Path) -> None:
 
 
 def outputs_of(engine: Engine, token_ids: list[int]) -> dict[int, RequestOutput]:
-    """By the length of the prompt."""
+    """The outputs, by the length of the prompt."""
     for split in range(1, len(token_ids)):
         params = SamplingParams(
             max_tokens=1, temperature=0, allowed_token_ids=[token_ids[split]], ignore_eos=True, logprobs=0,

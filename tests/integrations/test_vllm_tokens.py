@@ -1,6 +1,7 @@
-"""Real vLLM gives the same answers with our scheduler as with its own, however it is set up.
+"""Real vLLM gives the same outputs with our scheduler as with its own, in every configuration.
 
-Its own is observed, so that a recording of it becomes a capacity figure; the long form compares it unobserved, too.
+vLLM's own scheduler is observed, so that its recording becomes a capacity figure; the long form also compares it
+unobserved.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ def run_vllm(
     compile_seconds: float = 0.0,
     model: Path = DEMO,
 ) -> dict[str, Any]:
-    """What came of the requests in a vLLM of its own; `observed`: with Observer, which records there.
-    `compile_seconds`: how much longer each grammar takes to compile."""
+    """The outputs of the requests in a vLLM of their own; `observed`: record with Observer to this file.
+    `compile_seconds`: added to the compile time of each grammar."""
     settings = folder / f"{'ours' if ours else 'theirs'}.json"
     settings.write_text(
         json.dumps(
@@ -64,7 +65,7 @@ def is_prefix(one: list[int], other: list[int]) -> bool:
 
 @pytest.mark.next_vllm
 @pytest.mark.parametrize("name", short_of(WAYS, SHORT))
-def test_the_answers_are_those_of_vllms_own_scheduler(tmp_path: Path, name: str) -> None:
+def test_outputs_equal_those_of_vllms_scheduler(tmp_path: Path, name: str) -> None:
     way = WAYS[name]
     requests, aborts = make_requests(NUM_REQUESTS, seed=1, most_tokens=way.most_tokens)
     log = tmp_path / "observed.jsonl"
@@ -81,7 +82,7 @@ def test_the_answers_are_those_of_vllms_own_scheduler(tmp_path: Path, name: str)
     num_ended = 0
     for request_id, answer in theirs["answers"].items():
         got = ours["answers"][request_id]
-        if "aborted" in (answer["reason"], got["reason"]):  # it may end by itself in the step of its abort
+        if "aborted" in (answer["reason"], got["reason"]):  # it may finish by itself in the step of its abort
             assert is_prefix(answer["tokens"], got["tokens"])
         else:
             assert got == answer
@@ -104,7 +105,7 @@ def test_the_answers_are_those_of_vllms_own_scheduler(tmp_path: Path, name: str)
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["plain", "ngram", "async"])
-def test_tokens_that_the_model_runner_does_not_return_are_sampled_again(tmp_path: Path, name: str) -> None:
+def test_tokens_missing_from_the_runners_output_are_sampled_again(tmp_path: Path, name: str) -> None:
     way = WAYS[name]
     requests, _ = make_requests(NUM_REQUESTS // 2, seed=2, most_tokens=40)
     found = [run_vllm(tmp_path, way, ours=True, requests=requests, aborts={}, lossy=share) for share in (0.0, 0.05)]

@@ -1,6 +1,6 @@
-"""What becomes of single requests, seen from vLLM's engine core: a script for the environment with vLLM.
+"""Outcomes of single requests, seen from vLLM's engine core: a script for the environment with vLLM.
 
-python vllm_cases.py   prints one JSON line: of each case, what went wrong, or null
+python vllm_cases.py   prints one JSON line: for each case the error, or null
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ HASH = get_hash_fn_by_name("sha256")
 
 
 class Grammars:
-    """vLLM's structured output manager, where every grammar takes so many tokens and no more."""
+    """vLLM's structured output manager; every grammar accepts a fixed number of tokens."""
 
     def __init__(self, most: int) -> None:
         self.left = most
@@ -75,7 +75,7 @@ def request(name: str, prompt: list[int], *, max_tokens: int = 4, structured: bo
 
 
 def step(scheduler: Scheduler, token: int = 9, **result: Any) -> tuple[Any, dict[int, Any]]:
-    """A step in which everybody who may samples the same token, and its drafts before it."""
+    """A step in which every row that samples returns the same token, after its drafts."""
     output = scheduler.schedule(False)
     scheduler.get_grammar_bitmask(output)
     names = list(output.num_scheduled_tokens)
@@ -117,7 +117,7 @@ def ends_are_told_during_a_pause() -> None:
 
 
 def a_client_whose_fault_it_is_is_told_so_since_0_33() -> None:
-    """Then vLLM's server answers with the status 400 and this message."""
+    """For such an output vLLM's server answers with status 400 and this message."""
     scheduler = one()
     grammar = request("g", [1, 2, 3], structured=True)
     grammar.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
@@ -304,7 +304,7 @@ def models_whose_kv_vllm_manages_in_its_own_ways_are_refused() -> None:
 
 
 def step_with(scheduler: Scheduler, runs: dict[str, Any], *missing: str) -> tuple[Any, dict[int, Any]]:
-    """A step in which every row that may samples 9; rows in `runs` return that, `missing` ones nothing."""
+    """A step in which every row that samples returns 9; rows in `runs` return that, `missing` ones nothing."""
     output = scheduler.schedule(False)
     rows = zip(output.num_scheduled_tokens, scheduler._steps[-1].output.samples.tolist(), strict=True)
     sampled = {name: runs.get(name, [9] if may else []) for name, may in rows if name not in missing}
@@ -323,7 +323,7 @@ def filled() -> Scheduler:
 
 
 def check_the_others(scheduler: Scheduler, outputs: dict[int, Any], *others: str) -> None:
-    """These got their token, nothing of the scheduler is broken, and they end as if nothing had been."""
+    """These requests got their token, the scheduler is consistent, and the requests end normally."""
     scheduler.core.check_invariants()
     found: dict[str, list[int]] = {name: list(told(outputs, name).new_token_ids) for name in others}
     for _ in range(30):
@@ -352,7 +352,7 @@ def a_contradiction_ends_its_request_and_no_other() -> None:
 
 
 def a_token_of_a_row_that_samples_nothing_ends_its_request() -> None:
-    for others in ({}, {"a": []}):  # in the second case the numbers of rows and tokens agree
+    for others in ({}, {"a": []}):  # in the second case the numbers of rows and tokens are equal
         scheduler = one()
         for name, length in (("a", 3), ("long", 55)):
             scheduler.add_request(request(name, list(range(length)), max_tokens=3))
@@ -482,7 +482,7 @@ def a_grammar_that_breaks_ends_its_request_and_no_other() -> None:
 
 
 class Fails(FirstComeFirstServed):
-    """An order that cannot be asked so many times."""
+    """An order that fails after a number of calls."""
 
     name = "fails"
 
@@ -570,7 +570,7 @@ def preemptions_are_reported_for_the_causes_that_vllm_has() -> None:
 
 
 def raises(kind: type[Exception], words: str, call: Any, *arguments: Any) -> None:
-    """The call raises that, with these words."""
+    """Check that the call raises this error, with these words."""
     try:
         call(*arguments)
     except kind as error:
@@ -687,7 +687,7 @@ CASES = [
 
 
 def print_failures(cases: Sequence[Callable[[], None]]) -> None:
-    """Run each, and print one JSON line: by its name what failed, or null."""
+    """Run each case, and print one JSON line: by its name the failure, or null."""
     found = {}
     for case in cases:
         try:

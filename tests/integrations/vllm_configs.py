@@ -1,4 +1,4 @@
-"""What we read of vLLM's configuration, without vLLM."""
+"""The parts of vLLM's configuration that our code reads, without vLLM."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def vllm_config(**changes: Any) -> Any:
-    """What we read of a `VllmConfig`; changes are written like model_config__is_diffusion=True."""
+    """The parts of a `VllmConfig` that our code reads; changes are written like model_config__is_diffusion=True."""
     config = SimpleNamespace(
         model_config=SimpleNamespace(
             max_model_len=256,

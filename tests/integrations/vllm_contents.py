@@ -1,10 +1,10 @@
-"""What the KV blocks of each group hold, as workers would write and read them by what a scheduler's outputs say.
+"""Simulates the contents of each group's KV blocks, as workers write and read them by a scheduler's outputs.
 
-A token's KV is told by all tokens up to it. In a step each row writes its tokens, and then reads, for each of them,
-what its layers attend to: the whole context, a window, its chunk, or the state behind the token before. States that
-are cached for prefixes lie in one block for each stretch of tokens: a row continues from the one that it wrote last, or
-from the one behind its cached prefix, and writes the one in which its step ends. Blocks are zeroed and copied before.
-What an encoder computes for a row is written in the row's first step, and read in all.
+A token's KV is identified by all tokens up to it. In a step each row writes its tokens, and then reads, for each of
+them, the KV that its layers attend to: the whole context, a window, its chunk, or the state after the previous token.
+States cached for prefixes take one block for each run of tokens. A row continues from the state that it wrote last, or
+from the state after its cached prefix, and writes the state of the block in which its step ends. Blocks are zeroed and
+copied before that. A row's encoder outputs are written in its first step, and read in all.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class _Row:
     tokens: list[int]
     num_prompt_tokens: int
     prefixes: list[int] = field(default_factory=list)
-    """For each token, what tells it and all before it."""
+    """For each token, a value that identifies it and all tokens before it."""
     runs: bool = False
-    """Whether it has computed something since it was admitted."""
+    """Whether it has computed tokens since its admission."""
     encoded: list[int] = field(default_factory=list)
-    """What tells each embedding that layers keep KV of."""
+    """A value that identifies each embedding of which layers store KV."""
     num_drafts: int = 0
     """In this step."""
     state_column: int | None = None
-    """Where in the table of a group its newest state is; None: it has none of its own yet."""
+    """Index of its newest state in the table of a group; None: it has no state of its own yet."""
 
     def prefix(self, position: int) -> int:
         for place in range(len(self.prefixes), position + 1):
@@ -51,21 +51,21 @@ class _Row:
 
 
 class Contents:
-    """Takes outputs in order, and says what a row would read that is not its own."""
+    """Processes outputs in order, and reports reads of KV that does not belong to the row."""
 
     def __init__(self, kv_cache_config: KVCacheConfig) -> None:
         self._config = kv_cache_config
         self._specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         self._decodes = any(isinstance(spec, CrossAttentionSpec) for spec in self._specs)
-        """Whether layers keep KV of what an encoder computes."""
+        """Whether layers store KV of encoder outputs."""
         self._copied: set[int] = set()
         self._drafted: set[tuple[int, int, int]] = set()
-        """Where a draft was written last, which may have been rejected."""
+        """Place of the last written draft, which may have been rejected."""
         self._held: list[dict[tuple[int, int], int]] = [{} for _ in self._specs]
         self._rows: dict[str, _Row] = {}
 
     def take(self, output: SchedulerOutput, sample: Callable[[str, int], int]) -> None:
-        """A step; `sample(request id, position)` is the token at a position behind the prompt."""
+        """Process a step; `sample(request id, position)` is the token at a position after the prompt."""
         for name in output.finished_req_ids:
             self._rows.pop(name, None)
         self._prepare(output)
@@ -91,7 +91,7 @@ class Contents:
                     row.state_column, row.runs = None, False
                 table += ids
             steps.append((name, start, output.num_scheduled_tokens[name]))
-        if self._decodes:  # workers give embeddings to the rows that start, in the order in which they take them in
+        if self._decodes:  # workers give embeddings to starting rows, in the order in which they read the rows
             started = [name for name, start, _ in steps if start == 0 and self._rows[name].encoded]
             assert list(output.scheduled_encoder_inputs) == started, "embeddings are another row's"
         for name, start, count in steps:
@@ -112,7 +112,7 @@ class Contents:
         for name, start, count in steps:
             for group, spec in enumerate(self._specs):
                 self._read(name, group, spec, self._rows[name], start, start + count)
-        for name, drafts in output.scheduled_spec_decode_tokens.items():  # what is accepted is sampled again
+        for name, drafts in output.scheduled_spec_decode_tokens.items():  # accepted drafts are sampled again
             row = self._rows[name]
             known = len(row.tokens) - len(drafts)
             del row.tokens[known:], row.prefixes[known:]
@@ -138,7 +138,7 @@ class Contents:
         }
 
     def _continue_states(self, group: int, spec: MambaSpec, steps: list[tuple[str, int, int]]) -> None:
-        """Each row takes its newest state along into the block in which its step ends."""
+        """Each row copies its newest state into the block in which its step ends."""
         held, read, written = self._held[group], dict[int, str](), dict[int, str]()
         for name, start, count in steps:
             row = self._rows[name]
@@ -157,7 +157,7 @@ class Contents:
             assert read.get(block, name) == name, f"{name} overwrites what {read[block]} continues from"
 
     def _keep_within(self, group: int, spec: MambaSpec, row: _Row, start: int, end: int) -> None:
-        """Some layers keep one more state, from the middle of a chunk."""
+        """Some layers store one more state, from the middle of a chunk."""
         unit = getattr(self._config, "cache_hit_alignment_tokens", self._config.hash_block_size)
         position = get_mamba_prefill_checkpoint_position(end, unit, False)
         if spec.num_prefill_checkpoint_blocks and is_mamba_prefill_checkpoint_valid(
@@ -185,12 +185,12 @@ class Contents:
             return
         if isinstance(spec, MambaSpec):
             assert len(set(table)) == 1 + spec.num_speculative_blocks and 0 not in table, "each draft has a state"
-            if start:  # that of the newest token, or behind a draft that was accepted
+            if start:  # the state of the newest token, or after an accepted draft
                 assert row.prefix(start - 1) in [held.get((block, 0)) for block in table], "the state is another row's"
             for draft in range(1 + row.num_drafts):
                 held[table[draft], 0] = row.prefix(end - 1 - row.num_drafts + draft)
             return
-        if isinstance(spec, CircularBufferSpec):  # of the newest tokens, whichever they are
+        if isinstance(spec, CircularBufferSpec):  # holds the newest tokens, whatever their positions
             assert len(table) == 1 and table[0], "a request has one block"
             if row.runs:
                 assert held.get((table[0], 0)) == row.prefix(start - 1), "the ring is another request's"

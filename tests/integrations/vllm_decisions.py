@@ -2,16 +2,16 @@
 
     python vllm_decisions.py FIRST COUNT [groups|states|images|encoder|sessions|grammars]
 
-prints one JSON line: what they met, and where they differ (with the root of the repository and its benchmarks in
+prints one JSON line: counts of events, and the differences (with the root of the repository and its benchmarks in
 PYTHONPATH). With "groups", the KV is in several layouts; with "states", some of it is states that are not cached, and
 rows verify drafts; with "images", prompts have some, under small encoder budgets and caches; with "encoder", models are
 encoder-decoders; with "sessions", some prompts come in parts; with "grammars", some outputs follow a grammar, which is
 compiled meanwhile.
 
-Both are built as vLLM's engine core builds them and get the same calls; what they decide is executed by a stand-in for
-the model runner, whose token for a position of a request is a function of both. In every step the requests, their
-tokens, who is preempted and who ended must be equal, and afterwards what clients are told. Of ours, what each row reads
-must be its own KV, in every group.
+Both are built as vLLM's engine core builds them, and get the same calls. A stand-in for the model runner executes their
+decisions; its token is a function of the request and the position. In every step the requests, their tokens,
+preemptions and ends must be equal, and so must the outputs for clients. In ours each row must read its own KV, in every
+group.
 """
 
 from __future__ import annotations
@@ -79,17 +79,17 @@ READ = (
     "is_encoder_decoder",
     "use_v2_model_runner",
 )
-"""Of a scheduler, by others, and the same all the time."""
+"""Attributes of a scheduler that others read, and that never change."""
 MAX_STEPS = 3_000
 MAX_REQUESTS = 40
-NUM_TOKENS = 9  # that are sampled; 0 to 4 may be stop tokens
-MAX_EMBEDDINGS = 24  # of a request to an encoder-decoder
+NUM_TOKENS = 9  # number of different sampled tokens; 0 to 4 may be stop tokens
+MAX_EMBEDDINGS = 24  # maximum of a request to an encoder-decoder
 HASH = get_hash_fn_by_name("sha256")
 
 
 @dataclass
 class Workload:
-    """A configuration, and what happens before which step."""
+    """A configuration, and the events before each step."""
 
     seed: int
     scheduler: dict[str, Any]
@@ -100,15 +100,15 @@ class Workload:
     max_loras: int
     num_drafts: int = 0
     layout: tuple[tuple[str, int, int], ...] = ()
-    """Of each group its kind, block size, and window or chunk; none: one group of full attention."""
+    """Kind, block size, and window or chunk of each group; empty: one group of full attention."""
     hash_size: int = 0
-    """Tokens of a hash of several groups; 0: those of the smallest block."""
+    """Tokens of a hash with several groups; 0: the size of the smallest block."""
     retention: int | None = None
     """vLLM's `prefix_cache_retention_interval`."""
     is_strict: bool = False
-    """Whether no decision may differ, as nothing runs out; but see `_may_do_more`."""
+    """Whether no decision may differ, because nothing runs out; see also `_may_do_more`."""
     encoder: tuple[int, int] = (0, 0)
-    """Embeddings of a step, and of the cache."""
+    """Maximum embeddings of a step, and of the cache."""
     is_encoder_decoder: bool = False
     arrivals: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     sessions: set[str] = field(default_factory=set)
@@ -138,7 +138,7 @@ def make_layout(rng: random.Random, block_size: int) -> tuple[tuple[str, int, in
             (full, ("cached state", block_size, 0)),
             (("cached state", block_size, 0),),
             (full, windows, ("cached state", block_size, 0)),
-            (full, ("cached state", block_size, 1)),  # which keeps one more within a chunk
+            (full, ("cached state", block_size, 1)),  # this kind stores one more state within a chunk
             (("prompt and window", block_size, window),),
             (full, ("prompt and window", block_size, window)),
             (full, ("ring", half, 0)),
@@ -147,7 +147,7 @@ def make_layout(rng: random.Random, block_size: int) -> tuple[tuple[str, int, in
 
 
 def make_workload(seed: int, kind: str = "") -> Workload:
-    """Random, with small pools and budgets, and prompts that begin alike; `kind` as on the command line."""
+    """A random workload with small pools and budgets, and similar prompts; `kind` as on the command line."""
     in_groups, has_images, has_encoder = kind in ("groups", "states"), kind == "images", kind == "encoder"
     rng = random.Random(seed)
     block_size = rng.choice((2, 4, 8))
@@ -170,7 +170,7 @@ def make_workload(seed: int, kind: str = "") -> Workload:
     }
     scheduler["long_prefill_token_threshold_adaptive"] = rng.random() < 0.5
     asynchronous, caches = rng.random() < 0.4 and kind != "states", rng.random() < 0.7
-    if asynchronous and caches:  # see docs/vllm.md: what is found again where blocks run out is not the same
+    if asynchronous and caches:  # see docs/vllm.md: when blocks run out, cache hits differ
         num_usable = MAX_REQUESTS * blocks_of_longest
     layout = make_layout(rng, block_size) if in_groups else ()
     while kind == "states" and not any(each == "state" for each, _, _ in layout):
@@ -198,7 +198,7 @@ def make_workload(seed: int, kind: str = "") -> Workload:
         block_size=block_size,
         caches=caches,
         asynchronous=asynchronous,
-        max_loras=0 if asynchronous else rng.choice((0, 0, 1, 2)),  # see docs/vllm.md: when a slot is given back
+        max_loras=0 if asynchronous else rng.choice((0, 0, 1, 2)),  # see docs/vllm.md: the release of slots differs
         layout=layout,
         hash_size=hash_size,
         retention=retention,
@@ -214,9 +214,9 @@ def make_workload(seed: int, kind: str = "") -> Workload:
         most = min(threshold, scheduler["max_num_batched_tokens"], block_size) - 1
         workload.num_drafts = min(rng.choice((1, 3)), most)
         workload.num_blocks += workload.num_drafts * len(layout)
-    elif {"state", "cached state", "ring"} & kinds:  # each draft has a state of its own there
+    elif {"state", "cached state", "ring"} & kinds:  # here each draft has a state of its own
         workload.num_drafts = 0
-    if workload.num_drafts and caches:  # see docs/vllm.md: what is evicted is not the same
+    if workload.num_drafts and caches:  # see docs/vllm.md: evictions differ
         workload.num_blocks = max(workload.num_blocks, 1 + MAX_REQUESTS * blocks_of_longest)
     if has_images:
         workload.num_drafts = 0
@@ -232,7 +232,7 @@ def make_workload(seed: int, kind: str = "") -> Workload:
 
 
 def make_shared(number: int) -> Workload:
-    """Requests that begin alike and come in the same steps, over states that are cached: who waits for whose state."""
+    """Requests with common beginnings in the same steps, over cached states: they wait for each other's states."""
     rng = random.Random(number)
     block_size, max_model_len = 8, 120
     scheduler = {
@@ -293,7 +293,7 @@ def make_preempted(number: int) -> Workload:
     num_blocks = 1 + max_model_len // block_size
     workload = Workload(number, scheduler, num_blocks, block_size, caches=True, asynchronous=True, max_loras=0)
     step = 0
-    for name in range(8):  # two at a time, which fill the pool as the second one begins
+    for name in range(8):  # two at a time: they fill the pool when the second one begins
         length = rng.randrange(5, 19)
         request: dict[str, Any] = {
             "id": f"r{name}",
@@ -311,7 +311,7 @@ def make_preempted(number: int) -> Workload:
 
 
 def _blocks_of_longest(kind: str, block_size: int, max_model_len: int) -> int:
-    """At most, of a group."""
+    """Maximum number of blocks that a request holds in a group."""
     if kind == "encoder":
         return -(-MAX_EMBEDDINGS // block_size)
     if kind == "cached state":
@@ -358,7 +358,7 @@ def _add_images(workload: Workload, rng: random.Random) -> None:
 
 
 def _add_sounds(workload: Workload, rng: random.Random) -> None:
-    """What an encoder-decoder reads beside its prompts, some of it several times; some requests have none."""
+    """Inputs of an encoder-decoder, some of them repeated; some requests have none."""
     workload.is_encoder_decoder = True
     workload.scheduler["disable_chunked_mm_input"] = True  # as vLLM sets it for these models
     sizes = {f"sound{number}": rng.randrange(1, MAX_EMBEDDINGS + 1) for number in range(rng.randrange(2, 9))}
@@ -371,7 +371,7 @@ def _add_sounds(workload: Workload, rng: random.Random) -> None:
 
 
 def _add_parts(workload: Workload, rng: random.Random) -> None:
-    """Some prompts come in parts. Nothing runs out: see docs/vllm.md."""
+    """Some prompts come in parts. No resource runs out: see docs/vllm.md."""
     workload.caches, workload.num_drafts, workload.max_loras = True, 0, 0
     workload.num_blocks = 1 + MAX_REQUESTS * workload.num_blocks
     most = workload.scheduler["max_model_len"]
@@ -404,8 +404,8 @@ _NO_THRESHOLD = {"long_prefill_token_threshold": 0, "long_prefill_token_threshol
 
 def _add_grammars(workload: Workload, rng: random.Random) -> None:
     """Some outputs follow a grammar, which is ready some steps later."""
-    workload.scheduler |= _NO_THRESHOLD  # see docs/vllm.md: who is counted
-    if workload.caches:  # see docs/vllm.md: in which order blocks are released where a grammar ends its request
+    workload.scheduler |= _NO_THRESHOLD  # see docs/vllm.md: the counted requests differ
+    if workload.caches:  # see docs/vllm.md: the order of releases differs when a grammar ends its request
         most = -(-workload.scheduler["max_model_len"] // workload.block_size)
         workload.num_blocks = max(workload.num_blocks, 1 + MAX_REQUESTS * most)
     for step, requests in workload.arrivals.items():
@@ -416,7 +416,7 @@ def _add_grammars(workload: Workload, rng: random.Random) -> None:
 
 
 class Grammar:
-    """Allows what the stand-in samples; one that "refuses" does not allow the token at one place."""
+    """Allows the stand-in's samples; a grammar that "refuses" does not allow the token at one position."""
 
     def __init__(self, kind: str, seed: str) -> None:
         self._refused = random.Random(seed).randrange(1, 12) if kind == "refuses" else math.inf
@@ -430,7 +430,7 @@ class Grammar:
         return True
 
     def validate_tokens(self, token_ids: list[int]) -> list[int]:
-        valid = [token for token in token_ids if token <= NUM_TOKENS]  # drafts that are wrong are others
+        valid = [token for token in token_ids if token <= NUM_TOKENS]  # wrong drafts have larger ids
         return valid[: int(min(len(valid), self._refused - self._count))]
 
     def rollback(self, count: int) -> None:
@@ -444,7 +444,7 @@ class Grammar:
 
 
 def grammars_of(config: Any) -> StructuredOutputManager:
-    """vLLM's manager, over grammars that are given to requests."""
+    """vLLM's manager, with grammars that are assigned to requests."""
     manager = StructuredOutputManager(config)
     manager.backend = SimpleNamespace(  # type: ignore[assignment]
         allocate_token_bitmask=lambda count: torch.zeros((count, 1), dtype=torch.int32), destroy=lambda: None
@@ -465,7 +465,7 @@ def _fill(workload: Workload, rng: random.Random, max_model_len: int) -> None:
         if rng.random() < 0.2:
             params["min_tokens"] = rng.randrange(params["max_tokens"] + 1)
         if random.Random(f"{workload.seed} {number} log probabilities").random() < 0.1:
-            params["prompt_logprobs"] = 1  # such a request reads nothing of the prefix cache
+            params["prompt_logprobs"] = 1  # such a request does not read the prefix cache
         request = {"id": f"r{number}", "prompt": prompt, "params": params, "priority": rng.randrange(3)}
         request["arrival"] = random.Random(f"{workload.seed} {number}").random()  # each front end has its clock
         request["lora"] = rng.randrange(4) if workload.max_loras else 0
@@ -489,7 +489,7 @@ class Side:
             self.hash_size = workload.hash_size or min(spec.block_size for spec in specs if spec.prefix_cacheable)
             kv_cache_config.prefix_cache_retention_interval = workload.retention
             kv_cache_config.hash_block_size = self.hash_size
-            if hasattr(kv_cache_utils, "partial_hash_hits_enabled"):  # since 0.32 the engine says it
+            if hasattr(kv_cache_utils, "partial_hash_hits_enabled"):  # since 0.32 the engine sets it
                 is_partial = kv_cache_utils.partial_hash_hits_enabled(kv_cache_config.kv_cache_groups, self.hash_size)
                 kv_cache_config.cache_hit_alignment_tokens = self.hash_size if is_partial else workload.block_size
         stand_in_for_encoder(config, workload.encoder, is_encoder_decoder=workload.is_encoder_decoder)
@@ -511,16 +511,16 @@ class Side:
         self.in_flight: deque[tuple[Any, Any]] = deque()
         self.added: dict[str, Request] = {}
         self.embeddings: set[str] = set()
-        """What a worker has, by identifiers."""
+        """Embeddings of a worker, by identifier."""
         self.embeddings_before: set[str] = set()
         self.freed: set[str] = set()
         self.lacking: list[str] = []
-        """Rows that read embeddings that are not there."""
+        """Rows that read missing embeddings."""
         self.images: dict[str, list[Any]] = {}
         self.allowed: dict[str, tuple[int, set[int]]] = {}
-        """Of a request, from which position on the sampler may choose its stop tokens, and these."""
+        """Of each request: the position from which the sampler may choose stop tokens, and the stop tokens."""
         self.limits: dict[str, int] = {}
-        """The most tokens of each request."""
+        """Maximum tokens of each request."""
 
     def compile(self, names: Iterable[str]) -> None:
         """The grammars of these requests are ready."""
@@ -555,7 +555,7 @@ class Side:
         self.scheduler.add_request(made)
 
     def reads(self) -> dict[str, Any]:
-        """What others read of a scheduler between two calls, and of vLLM's requests, finished ones included."""
+        """The attributes of a scheduler and of vLLM's requests, also finished ones, that others read."""
         scheduler = self.scheduler
         manager = scheduler.kv_cache_manager
         waiting = [each.request_id for each in scheduler.waiting]
@@ -576,7 +576,7 @@ class Side:
             "settings": [getattr(scheduler, name) for name in READ],
         }
         assert scheduler.vllm_config.scheduler_config is scheduler.scheduler_config
-        if not (self.workload.layout or self.workload.sessions):  # when blocks are given back is not told
+        if not (self.workload.layout or self.workload.sessions):  # the time of a release is not reported
             pool = manager.block_pool
             found["usage"] = [round(manager.usage, 9), round(pool.get_usage(), 9), pool.get_num_free_blocks()]
         for name, each in self.added.items():
@@ -584,9 +584,9 @@ class Side:
             counts = (each.num_computed_tokens, each.num_preemptions, each.num_tokens, each.num_output_tokens)
             tokens = (len(each.all_token_ids), list(each.output_token_ids), str(each.get_finished_reason()))
             found[name] = [each.status.name, *counts, *tokens, not any(manager.get_block_ids(name))]
-            found[name][0] = found[name][0].removesuffix("_FOR_STRUCTURED_OUTPUT_GRAMMAR")  # until it is asked
+            found[name][0] = found[name][0].removesuffix("_FOR_STRUCTURED_OUTPUT_GRAMMAR")  # until checked
             if each.is_finished() or name in self.workload.sessions:
-                del found[name][1]  # where it was computed up to is not kept the same
+                del found[name][1]  # the number of computed tokens may differ
             else:
                 found[name] += [each.num_output_placeholders, list(each.spec_token_ids), each.is_prefill_chunk]
                 assert each.num_tokens_with_spec == each.num_tokens + len(each.spec_token_ids)
@@ -605,7 +605,7 @@ class Side:
         self.scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)
 
     def schedule(self) -> dict[str, Any]:
-        """Decide a step and execute it; what was decided."""
+        """Decide a step and execute it; returns the decisions."""
         output = self.scheduler.schedule()
         if isinstance(self.scheduler, Scheduler):
             self.scheduler.core.check_invariants()
@@ -614,7 +614,7 @@ class Side:
                 self._ask()
         if any(self.workload.encoder):
             self._encode(output)
-        for new in output.scheduled_new_reqs:  # the next part of a session, of which a worker forgets the one before
+        for new in output.scheduled_new_reqs:  # the next part of a session: a worker forgets the previous part
             if new.req_id in self.workload.sessions:
                 self.runner.known.pop(new.req_id, None)
         self.in_flight.append((output, self.runner.execute(output, self._sample)))
@@ -624,7 +624,7 @@ class Side:
         freed = sorted(output.free_encoder_mm_hashes) if self.workload.is_encoder_decoder else []
         tokens = output.num_scheduled_tokens
         new = [each.req_id for each in output.scheduled_new_reqs]
-        if self.workload.sessions:  # where rows end: what a part finds of those before is not the same
+        if self.workload.sessions:  # ends of rows: cache hits of later parts differ
             tokens = {name: starts[name] + count for name, count in tokens.items()}
             starts, new = {}, sorted(new)
         return {
@@ -635,13 +635,13 @@ class Side:
             "new": new,
             "resumed": sorted(cached.resumed_req_ids),
             "preempted": sorted(output.preempted_req_ids or ()),
-            "finished": sorted(output.finished_req_ids - self.workload.sessions),  # ours: where a part ends
+            "finished": sorted(output.finished_req_ids - self.workload.sessions),  # ours also reports the ends of parts
             "encoder inputs": output.scheduled_encoder_inputs,
             "masks": None if output.pending_structured_output_tokens else self._masks(output),
         }
 
     def _masks(self, output: Any) -> list[Any] | None:
-        """What sampling under grammars gets."""
+        """The bitmasks for sampling under grammars."""
         found = self.scheduler.get_grammar_bitmask(output)
         if found is None:
             return None
@@ -650,7 +650,7 @@ class Side:
         return [found.structured_output_request_ids, mask, acceptable]
 
     def _encode(self, output: Any) -> None:
-        """Do with embeddings what workers do, and look whether every row has those that it reads."""
+        """Handle embeddings like workers, and check that every row has the embeddings that it reads."""
         self.embeddings_before = set(self.embeddings)
         self.freed = set(output.free_encoder_mm_hashes)
         self.embeddings -= self.freed
@@ -674,7 +674,7 @@ class Side:
                     self.lacking.append(f"{name} lacks {feature.identifier}")
 
     def _ask(self) -> None:
-        """What operators ask has an answer."""
+        """Check that operators' questions have answers."""
         core = self.scheduler.core
         stats = core.stats()
         assert 0 <= stats.num_cached_free_blocks <= stats.num_free_blocks <= stats.num_blocks
@@ -683,7 +683,7 @@ class Side:
             assert told.sentence and (told.num_blocks > 0) == (told.status.value == "running")
 
     def close(self) -> None:
-        """The film, which has no blocks, says what was decided."""
+        """Check that the film, which has no blocks, agrees with the decisions."""
         if self.film is not None:
             self.scheduler.core.remove_listener(self.film)
             self.film.close()
@@ -694,7 +694,7 @@ class Side:
         self.scheduler.shutdown()
 
     def update(self) -> dict[str, Any]:
-        """Take in the result of the oldest step in flight; what clients are told, by request."""
+        """Process the result of the oldest step in flight; returns the outputs for clients, by request."""
         told: dict[str, Any] = {}
         output, result = self.in_flight.popleft()
         by_client = self.scheduler.update_from_output(output, result)
@@ -717,14 +717,14 @@ class Side:
                 told[each.request_id] = [list(each.new_token_ids), reason, each.stop_reason, events, prefill, refusal]
             if outputs.scheduler_stats is not None:
                 told["its loggers"] = _logged(outputs.scheduler_stats)
-                if self.workload.layout:  # when blocks are given back is not told
+                if self.workload.layout:  # the time of a release is not reported
                     del told["its loggers"][1]
-                if self.workload.sessions:  # nor what parts find of those before them
+                if self.workload.sessions:  # nor the cache hits of later parts
                     told["its loggers"] = [outputs.scheduler_stats.num_running_reqs, None]
         return dict(sorted(told.items()))
 
     def _drafts(self, output: Any, result: Any) -> DraftTokenIds:
-        """Of each row that sampled some drafts, or none; the first ones are right."""
+        """Some drafts, or none, for each row that sampled; the first ones are correct."""
         cached = output.scheduled_cached_reqs
         starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -824,7 +824,7 @@ def build_sides(base: Any, workload: Workload) -> tuple[Side, Side]:
 
 
 def compare(base: Any, workload: Workload, tally: Counter[str]) -> dict[str, Any] | None:
-    """The first difference of a workload, or None."""
+    """Run a workload; the first difference, or None."""
     sides = build_sides(base, workload)
     try:
         return run_both(sides, workload, tally)
@@ -834,14 +834,14 @@ def compare(base: Any, workload: Workload, tally: Counter[str]) -> dict[str, Any
 
 
 def run_both(sides: tuple[Side, Side], workload: Workload, tally: Counter[str]) -> dict[str, Any] | None:
-    """Both in lockstep; the first difference, or None."""
+    """Run both in lockstep; the first difference, or None."""
     arrivals = dict(workload.arrivals)
     names = {request["id"] for requests in arrivals.values() for request in requests}
     ended: set[str] = set()
     for step in range(MAX_STEPS):
         for request in arrivals.pop(step, ()):
             name = request["id"]
-            if name in sides[0].added and not sides[0].has(name):  # a part of what was aborted
+            if name in sides[0].added and not sides[0].has(name):  # a part of an aborted session
                 continue
             for side in sides:
                 side.add(request)
@@ -921,14 +921,14 @@ def run_both(sides: tuple[Side, Side], workload: Workload, tally: Counter[str]) 
 
 
 def _has_no_blocks(prefill: dict[str, Any] | None) -> bool:
-    """Whether a first output came for a request that had been preempted: nothing of its prompt counts as cached."""
+    """Whether a preempted request got its first output: none of its prompt then counts as cached."""
     if not prefill or "num_cache_creation_tokens" not in prefill:
         return False
     return prefill["num_computed_tokens"] >= 8 and not prefill["num_cache_creation_tokens"]
 
 
 def _reads_differ(sides: tuple[Side, Side], step: int, tally: Counter[str]) -> dict[str, Any] | None:
-    """What others read differently of the two, in some workloads, or None."""
+    """The first difference in the attributes of the two that others read, in some workloads, or None."""
     if sides[0].workload.seed % 3:
         return None
     theirs, ours = (side.reads() for side in sides)
@@ -940,29 +940,29 @@ def _reads_differ(sides: tuple[Side, Side], step: int, tally: Counter[str]) -> d
 
 
 def _may_do_more(workload: Workload) -> bool:
-    """Whether ours may run more: it has more blocks; or steps run ahead, where vLLM's own lets a request wait a step
-    longer for a state of another one: see docs/vllm.md."""
+    """Whether ours may run more: it has more blocks; or steps run ahead, and vLLM's own lets a request wait a step
+    longer for another request's state. See docs/vllm.md."""
     caches_states = any(kind == "cached state" for kind, _, _ in workload.layout)
     return not workload.is_strict or (workload.asynchronous and caches_states)
 
 
 def _may_find_otherwise(workload: Workload) -> bool:
-    """Whether other prefixes may be found than in vLLM's own, as what is generated can be found later: see docs.
-    Then other tokens are left to compute."""
+    """Whether other prefixes may be found than in vLLM's own, because generated tokens become findable later: see docs.
+    The tokens to compute then differ."""
     finds = workload.caches or workload.num_drafts > 0
     return bool(workload.layout) and finds and not workload.is_strict
 
 
 def _resumes_in_chunks(side: Side, theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
-    """Whether they differ in that ours resumes somebody who fits the step only in part; see docs/vllm.md."""
+    """Whether they differ in that ours resumes a request that fits the step only in part; see docs/vllm.md."""
     more = [name for name in ours["tokens"] if name not in theirs["tokens"]]
     same = theirs["tokens"].items() <= ours["tokens"].items() and theirs["preempted"] == ours["preempted"]
-    # Workers of the second runner are told of a resumed request as of a new one.
+    # Workers of the second runner get a resumed request as a new one.
     return same and bool(more) and side.scheduler.requests[more[0]].num_preemptions > 0
 
 
 def _resumes_a_block_later(workload: Workload, theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
-    """Whether they differ in that ours finds what a step in flight computed before a preemption; see docs/vllm.md."""
+    """Whether they differ in that ours finds tokens of a step in flight before a preemption; see docs/vllm.md."""
     later = [ours["starts"][name] - theirs["starts"].get(name, 0) for name in ours["resumed"]]
     others = [name for name in theirs["tokens"] if name not in ours["resumed"]]
     same = all(ours["tokens"].get(name) == theirs["tokens"][name] for name in others)
@@ -970,7 +970,7 @@ def _resumes_a_block_later(workload: Workload, theirs: dict[str, Any], ours: dic
 
 
 def _keeps_others(sides: tuple[Side, Side], theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
-    """Whether they differ in that one computes embeddings again that the other has kept; see docs/vllm.md."""
+    """Whether they differ in that one recomputes embeddings that the other has kept; see docs/vllm.md."""
     if {**theirs, "encoder inputs": None} != {**ours, "encoder inputs": None}:
         return False
     computed = [_computed(sides[0], theirs), _computed(sides[1], ours)]
@@ -979,14 +979,14 @@ def _keeps_others(sides: tuple[Side, Side], theirs: dict[str, Any], ours: dict[s
 
 
 def _computed(side: Side, decision: dict[str, Any]) -> set[str]:
-    """The identifiers of what a step computes."""
+    """The identifiers of the inputs that a step computes."""
     inputs = decision["encoder inputs"].items()
     return {side.images[name][index].identifier for name, indices in inputs for index in indices}
 
 
 def _takes_less_behind_a_victim(sides: tuple[Side, Side], theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
-    """Whether they differ in that rows with images get no tokens, or no space for embeddings, of one that is preempted
-    before; see docs/vllm.md."""
+    """Whether they differ in that rows with images get no tokens, or no embedding space, from a request that is
+    preempted before; see docs/vllm.md."""
     other = theirs.keys() - {"tokens", "starts", "encoder inputs", "preempted"}
     if not theirs["preempted"] or any(theirs[name] != ours[name] for name in other):
         return False
@@ -1000,9 +1000,9 @@ def _takes_less_behind_a_victim(sides: tuple[Side, Side], theirs: dict[str, Any]
 
 
 def _goes_further(sides: tuple[Side, Side], theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
-    """Whether the first row that differs goes on in ours where theirs ends before an image: whose embeddings ours has
-    kept, or of which the row reads none yet, or for which theirs lacks space or budget, as it computes others again
-    that ours has kept; see docs/vllm.md."""
+    """Whether the first row that differs continues in ours where theirs ends before an image. Ours has kept the image's
+    embeddings, or the row reads none of them yet, or theirs lacks space or budget for them because it recomputes others
+    that ours has kept. See docs/vllm.md."""
     if theirs["preempted"] != ours["preempted"] or theirs["finished"] != ours["finished"]:
         return False
     for name, count in ours["tokens"].items():
@@ -1022,8 +1022,8 @@ def _goes_further(sides: tuple[Side, Side], theirs: dict[str, Any], ours: dict[s
 
 
 def _lacks_blocks_to_go_further(sides: tuple[Side, Side], theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
-    """Whether they differ in that ours does not admit a request for whose first chunk it lacks blocks, while that of
-    theirs ends before an image whose embeddings ours has kept; see docs/vllm.md."""
+    """Whether they differ in that ours lacks blocks for a request's first chunk and does not admit it, while the chunk
+    in theirs ends before an image whose embeddings ours has kept; see docs/vllm.md."""
     if theirs["preempted"] != ours["preempted"] or theirs["finished"] != ours["finished"]:
         return False
     same = [name for name in ours["tokens"] if ours["tokens"][name] == theirs["tokens"].get(name)]
@@ -1048,23 +1048,23 @@ def _holds_unread(sides: tuple[Side, Side]) -> bool:
 
 
 def _gives_up_drafts(theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
-    """Whether they differ in that ours verifies fewer drafts where blocks run out; see docs/vllm.md."""
+    """Whether they differ in that ours verifies fewer drafts when blocks run out; see docs/vllm.md."""
     kept = [name for name in ours["tokens"] if name in theirs["tokens"]]
     fewer = [name for name in kept if len(ours["drafts"].get(name, ())) < len(theirs["drafts"].get(name, ()))]
     return bool(fewer) or bool(theirs["preempted"])
 
 
 def _starts_without_placeholders(theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
-    """Whether the first request that only ours admits starts with one token and no placeholders, for whose blocks it
-    waits in theirs; see docs/vllm.md."""
+    """Whether the first request that only ours admits starts with one token and no placeholders; in theirs it waits for
+    the placeholders' blocks. See docs/vllm.md."""
     more = [name for name in ours["tokens"] if name not in theirs["tokens"]]
     same = all(ours["tokens"][name] == count for name, count in theirs["tokens"].items() if name in ours["tokens"])
     return same and bool(more) and ours["tokens"][more[0]] == 1 and not ours["drafts"].get(more[0])
 
 
 def _finds_what_is_generated(side: Side, theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
-    """Whether the first request that differs begins behind tokens that a running one of theirs generated; ours finds
-    these when that one has released its blocks; see docs/vllm.md."""
+    """Whether the first request that differs begins with tokens that a running request of theirs generated. Ours finds
+    them only after that request has released its blocks. See docs/vllm.md."""
     for name in theirs["new"]:
         start = theirs["starts"][name]
         if start == ours["starts"].get(name):
@@ -1079,8 +1079,8 @@ def _finds_what_is_generated(side: Side, theirs: dict[str, Any], ours: dict[str,
 
 
 def _does_more(theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
-    """Whether ours runs all that theirs does, and preempts nobody else: it asks all rows for what is behind their
-    windows before it lets one of them give way."""
+    """Whether ours runs everything that theirs does, and preempts no other request: it releases the blocks behind all
+    windows before it preempts a row."""
     return theirs["tokens"].items() <= ours["tokens"].items() and set(ours["preempted"]) <= set(theirs["preempted"])
 
 

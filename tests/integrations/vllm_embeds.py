@@ -1,4 +1,4 @@
-"""Prompts that are given as embeddings, in real vLLM: a script for the environment with vLLM.
+"""Prompts given as embeddings, in real vLLM: a script for the environment with vLLM.
 
     python vllm_embeds.py FAMILY ours|theirs FOLDER [KEY=VALUE ...]   prints one JSON line
 
@@ -46,7 +46,7 @@ def main() -> None:
     for number in range(6):
         ids = [*shared, *(3 + index * (number + 3) % 500 for index in range(40 * number))]
         if number == 5:
-            ids[0] += 1  # another beginning: its embeddings are found by none of the others
+            ids[0] += 1  # another beginning: no other prompt has its embeddings
         prompts += [EmbedsPrompt(prompt_embeds=table[ids]), TokensPrompt(prompt_token_ids=ids)]
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, detokenize=False)
     tokens, cached = [], []

@@ -21,11 +21,11 @@ from tests import faulty_policies
 from tests.integrations.vllm_run import OURS, force_async_scheduling, sampling_params
 
 ASKED_AT = 125
-"""The step before which the engine is asked about its requests."""
+"""The step before which the requests are explained."""
 
 
 class Log(logging.Handler):
-    """Keeps what is logged, with the lines of tracebacks."""
+    """Keeps log messages, with tracebacks."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -36,7 +36,7 @@ class Log(logging.Handler):
 
 
 def answers(engine: LLMEngine, requests: list[dict[str, Any]], socket: str) -> tuple[dict[str, Any], Any]:
-    """What the requests got, and what was said about them while they ran."""
+    """The outputs of the requests, and their explanations while they ran."""
     for index, request in enumerate(requests):
         prompt = TokensPrompt(prompt_token_ids=request["prompt"])
         engine.add_request(request["id"], prompt, sampling_params(request["params"]), arrival_time=float(index))
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def run(settings: dict[str, Any]) -> dict[str, Any]:
-    """All requests in an engine with these policies."""
+    """Run all requests in an engine with these policies."""
     if settings["async"]:
         force_async_scheduling()
     log = Log()

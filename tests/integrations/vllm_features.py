@@ -1,6 +1,6 @@
 """One feature of real vLLM, with its own scheduler or ours: a script for the environment with vLLM.
 
-python vllm_features.py FEATURE ours|theirs MODEL FOLDER   prints one JSON line: what must be equal
+python vllm_features.py FEATURE ours|theirs MODEL FOLDER   prints one JSON line: the results to compare
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def rounded(value: float) -> float:
 
 
 def offline(ours: bool, model: str, folder: Path) -> Any:
-    """What one engine is asked after the other."""
+    """The calls of one engine, one after the other."""
     endpoint = f"ipc://{folder}/events-{'ours' if ours else 'theirs'}"
     config = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint)
     llm = LLM(model, **knobs(ours, kv_events_config=config, num_gpu_blocks_override=200))
@@ -87,8 +87,8 @@ def sampling(llm: LLM) -> Any:
 
 
 def drafts(ours: bool, model: str, folder: Path) -> Any:
-    """N-gram drafts, more than the budget holds for all rows at once; prompts that are cached up to their last token,
-    whose first rows are padded."""
+    """N-gram drafts, more than the budget allows for all rows at once; prompts that are cached up to their last token,
+    with padded first rows."""
     speculation = {"method": "ngram", "num_speculative_tokens": 15, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     preset = {"additional_config": {"pointsman": {"socket": "", "preset": "vllm"}}} if ours else {}
     llm = LLM(model, **knobs(ours, speculative_config=speculation, num_gpu_blocks_override=200, **preset))
@@ -112,19 +112,19 @@ def drafts(ours: bool, model: str, folder: Path) -> Any:
         found.append([list(output.outputs[0].token_ids) for output in outputs])
     assert any(tokens and set(tokens) == {-1} for step in rows for _, _, tokens in step), "no row was padded"
     assert max(sum(count for _, count, _ in step) for step in rows) == KNOBS["max_num_batched_tokens"]
-    # Beyond max_tokens vLLM's own makes drafts, see docs/vllm.md: how many a row has is not compared.
+    # vLLM's own makes drafts beyond max_tokens, see docs/vllm.md: the number in a row is not compared.
     return [found, [[[name, -1 in tokens] for name, _, tokens in step] for step in rows]]
 
 
 def pooling(ours: bool, model: str, folder: Path) -> Any:
-    """Embeddings, of prompts that take several steps too."""
+    """Embeddings, also of prompts that take several steps."""
     llm = LLM(model, runner="pooling", **knobs(ours))
     outputs = llm.embed([*TEXTS, " ".join(TEXTS * 8)], use_tqdm=False)
     return [[rounded(value) for value in output.outputs.embedding] for output in outputs]
 
 
 def lora(ours: bool, model: str, folder: Path) -> Any:
-    """Two adapters at once; then one after the other, as only one fits a step.
+    """Two adapters at once; then one after the other, because only one fits a step.
 
     (No request runs without: vLLM 0.32 on a CPU gives such a row the last slot's adapter, whoever schedules it.)
     """
@@ -162,7 +162,7 @@ def make_adapters(model: str, folder: Path) -> None:
 
 
 def online(ours: bool, model: str, folder: Path) -> Any:
-    """What one asynchronous engine is asked after the other."""
+    """The calls of one asynchronous engine, one after the other."""
 
     async def both() -> Any:
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **knobs(ours)))
@@ -177,7 +177,7 @@ def online(ours: bool, model: str, folder: Path) -> Any:
 
 
 def metrics() -> Any:
-    """What is told to Prometheus, without the figures: names and labels."""
+    """The names and labels of the Prometheus metrics, without values."""
     samples = [sample for family in REGISTRY.collect() for sample in family.samples]
     return sorted([sample.name, sorted(sample.labels.items())] for sample in samples if "vllm:" in sample.name)
 
@@ -206,7 +206,7 @@ async def sessions(engine: AsyncLLM) -> Any:
 
 
 async def pauses(engine: AsyncLLM) -> Any:
-    """What runs when generation is paused, its caches reset, and resumed, is as if nothing had happened."""
+    """Requests that run during a pause, a reset of the caches and a resume end normally."""
     asked = [
         asyncio.ensure_future(generate(engine, text, f"paused-{number}", 300)) for number, text in enumerate(TEXTS)
     ]
@@ -222,7 +222,7 @@ async def pauses(engine: AsyncLLM) -> Any:
 
 
 def kv_events(llm: LLM, endpoint: str) -> Any:
-    """What a subscriber knows to be in the prefix cache when all is done: token sequences, and their hashes."""
+    """A subscriber's view of the final prefix cache: token sequences, and their hashes."""
     socket = zmq.Context.instance().socket(zmq.SUB)
     socket.subscribe(b"")
     socket.connect(endpoint)
@@ -232,7 +232,7 @@ def kv_events(llm: LLM, endpoint: str) -> Any:
     llm.generate([" ".join(TEXTS * times) for times in (1, 3, 3, 6)], params, use_tqdm=False)
     llm.reset_prefix_cache()
     llm.generate([" ".join(TEXTS * times) for times in (2, 4)], params, use_tqdm=False)
-    llm.generate(["."], SamplingParams(max_tokens=2), use_tqdm=False)  # what the last end left is told with a step
+    llm.generate(["."], SamplingParams(max_tokens=2), use_tqdm=False)  # a step reports the rest of the events
     known: dict[int, list[int]] = {}
     num_cleared = 0
     while socket.poll(1000):
@@ -256,7 +256,7 @@ def main() -> None:
     if feature == "adapters":
         make_adapters(model, Path(folder))
         return
-    if feature != "online":  # no process of the engine's own is needed for what is asked in one thread
+    if feature != "online":  # calls from one thread need no separate engine process
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     features = {each.__name__: each for each in (offline, online, pooling, lora, drafts)}
     print(json.dumps(features[feature](whose == "ours", model, Path(folder))))

@@ -1,9 +1,10 @@
-"""Whether every `SchedulerOutput` is what vLLM's model runners rely on: a script for an environment with vLLM.
+"""Checks that every `SchedulerOutput` fulfils the assumptions of vLLM's model runners: a script for an environment with
+vLLM.
 
-    python vllm_fields.py   prints one JSON line: what was seen in how many steps
+    python vllm_fields.py   prints one JSON line: counts of events in all steps
 
-The runners here compute nothing: each keeps of a request what vLLM's keeps, in the way that vLLM's does, and samples a
-token that depends on all tokens before it, so that a request which the two sides see differently ends with others.
+The runners here compute nothing. Each keeps the same state of a request as vLLM's, in the same way, and samples a token
+that depends on all tokens before it. So a request that the two sides see differently gets different tokens.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def next_token(tokens: list[int]) -> int:
 
 @dataclass
 class State:
-    """What a runner knows of a request."""
+    """A runner's state of a request."""
 
     prompt_len: int
     tokens: list[int]
@@ -49,13 +50,13 @@ class State:
 
 @dataclass
 class Runner:
-    """What vLLM's runners do with an output; `v2` is the second one."""
+    """Processes outputs like vLLM's runners; `v2` is the second one."""
 
     v2: bool
     runs_ahead: bool
     sends_tokens: bool
     loss: float = 0.0
-    """Probability that it returns no token for a row that samples."""
+    """Probability of returning no token for a row that samples."""
     lost: set[str] = field(default_factory=set)
     """Requests whose newest tokens the scheduler does not know."""
     states: dict[str, State] = field(default_factory=dict)
@@ -191,7 +192,7 @@ def make_request(rng: random.Random, name: str) -> Request:
 
 
 def run(seed: int, loss: float = 0.0, **kind: Any) -> Counter[str]:
-    """Random requests, some aborted, some of a name that was just aborted."""
+    """Random requests, some aborted, some with the id of a request that was just aborted."""
     rng = random.Random(seed)
     scheduler = make_scheduler(**kind)
     depth = scheduler.core.config.max_steps_in_flight
@@ -204,7 +205,7 @@ def run(seed: int, loss: float = 0.0, **kind: Any) -> Counter[str]:
     while to_add or scheduler.has_requests() or open_steps:
         while to_add and rng.random() < 0.5:
             name = f"r{number}"
-            if wanted and rng.random() < 0.15:  # of a caller who thought better of it
+            if wanted and rng.random() < 0.15:  # aborted at once
                 name = rng.choice(list(wanted))
                 if scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED):
                     runner.seen["aborted"] += 1
@@ -212,7 +213,7 @@ def run(seed: int, loss: float = 0.0, **kind: Any) -> Counter[str]:
             answers[name] = []
             scheduler.add_request(request)
             said = request.sampling_params.extra_args or {}
-            for core in scheduler.core._table.queue:  # what a request says of itself reaches the policies
+            for core in scheduler.core._table.queue:  # a request's own fields reach the policies
                 if core.metadata is request:
                     runner.seen["tenants"] += bool(core.tenant)
                     assert core.tenant == said.get("pointsman_tenant", "")
@@ -244,7 +245,7 @@ def run(seed: int, loss: float = 0.0, **kind: Any) -> Counter[str]:
 def main() -> None:
     seen: Counter[str] = Counter()
     for v2 in (False, True):
-        for asynchronous, pipeline in ((False, 1), (True, 1), (False, 2)):  # what is left out is refused
+        for asynchronous, pipeline in ((False, 1), (True, 1), (False, 2)):  # other combinations are refused
             for policy in ("fcfs", "priority"):
                 for seed in range(5):
                     kind = {"v2": v2, "asynchronous": asynchronous, "pipeline": pipeline, "policy": policy}

@@ -1,10 +1,10 @@
-"""KV in one group or in several where things go wrong: a script for the environment with vLLM.
+"""KV in one group or in several under faults: a script for the environment with vLLM.
 
-    python vllm_group_faults.py FIRST COUNT   prints one JSON line: how often what happened
+    python vllm_group_faults.py FIRST COUNT   prints one JSON line: counts of events
 
 Our scheduler alone, on random workloads and layouts: a policy raises in the middle of a step, the prefix cache is reset
-while requests run, requests are aborted. After each call everything that must hold is checked, and in each step that
-every row reads its own KV; in the end no block is held.
+while requests run, requests are aborted. After each call all invariants are checked, and in each step that every row
+reads its own KV. In the end no block is held.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.integrations.vllm_decisions import HASH, MAX_STEPS, Settings, Side, b
 
 
 class Faulty(Limit):
-    """Raises now and then, when a request is about to be admitted, and when rows advance."""
+    """Raises at random, when a request is about to be admitted, and when rows advance."""
 
     name = "faulty"
     parameters = ()
@@ -54,9 +54,7 @@ def drive(base: Any, seed: int, tally: Counter[str]) -> None:
         limits.append(f"prefill-threshold:tokens={rng.randrange(1, workload.block_size + 1)}")
     config.additional_config = {"pointsman": {"token_limits": limits, "max_policy_failures": 1000}}
     side = Side(workload, config, Scheduler)
-    side.runner.block_size = (
-        0  # rows keep the blocks that they got in a step that failed, so some have more than they need
-    )
+    side.runner.block_size = 0  # rows keep their blocks of a failed step, so some have more than they need
     arrivals = dict(workload.arrivals)
     for step in range(MAX_STEPS):
         for request in arrivals.pop(step, ()):

@@ -1,10 +1,10 @@
-"""A tiny model in real vLLM, with whatever groups of KV it has: a script for the environment with vLLM.
+"""A tiny model with its groups of KV in real vLLM: a script for the environment with vLLM.
 
     python vllm_groups.py FAMILY ours|theirs|one|refused FOLDER [KEY=VALUE ...]   prints one JSON line
 
-What the requests got with our scheduler, or vLLM's own; `one`: ours, with all KV in one group; `refused`: why ours does
-not start. With ours, everything that must hold between two calls is checked after each. KEY=VALUE are options of `LLM`,
-as JSON; but `shared` is how many tokens all prompts have in common, and `max_tokens` how many each request generates.
+The outputs of the requests with our scheduler, or vLLM's own; `one`: ours, with all KV in one group; `refused`: why
+ours does not start. With ours, all invariants are checked after each call. KEY=VALUE are options of `LLM`, as JSON; but
+`shared` is the number of tokens that all prompts have in common, and `max_tokens` the output tokens of each request.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ WINDOW = {"num_hidden_layers": 4, "layer_types": PATTERN, "sliding_window": 64}
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_d_conv": 4}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"num_hidden_layers": 3}),
-    # The beginning of the names of its classes in transformers, and its configuration.
+    # The prefix of its class names in transformers, and its configuration.
     "gemma3": ("Gemma3Text", WINDOW),
     "gpt-oss": ("GptOss", {**WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "olmo3": ("Olmo3", WINDOW),
@@ -128,7 +128,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "intermediate_size": 128,
         },
     ),
-    "bert": ("Bert", {"num_hidden_layers": 2, "num_attention_heads": 2}),  # keeps no KV
+    "bert": ("Bert", {"num_hidden_layers": 2, "num_attention_heads": 2}),  # stores no KV
     "falcon-h1": ("FalconH1", {"num_hidden_layers": 3, "mamba_d_ssm": 128, "mamba_expand": 2, **MAMBA}),
 }
 
@@ -144,7 +144,7 @@ def make(family: str, folder: Path) -> None:
     model = getattr(transformers, class_name)(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # So large that layers, and not the last token, decide about the next one.
+            # So large that the layers decide about the next token, not just the last token.
             if parameter.dim() > 1 and "conv" not in name:
                 parameter.normal_(0.0, 0.2)
         model.get_input_embeddings().weight.mul_(0.1)
@@ -207,7 +207,7 @@ def main() -> None:
     prompts = [[*shared, *(3 + index * (number + 3) % 500 for index in range(40 * number))] for number in range(6)]
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
     tokens, cached = [], []
-    for _ in range(2):  # once more: what the first time left in the cache
+    for _ in range(2):  # again, with the cache of the first run
         given_prompts = [TokensPrompt(prompt_token_ids=each) for each in prompts]
         if family == "bert":
             tokens += [each.outputs.embedding for each in llm.embed(given_prompts, use_tqdm=False)]
@@ -228,7 +228,7 @@ def main() -> None:
     }
     if how != "theirs":
         found["preemptions"] = scheduler.core.stats().num_preemptions
-        found["not found"] = "" if scheduler.groups is None else scheduler.groups.why_nothing_is_found()
+        found["not found"] = "" if scheduler.groups is None else scheduler.groups.prefix_cache_limit()
     print(json.dumps(found))
 
 

@@ -1,6 +1,6 @@
 """Images in our scheduler inside vLLM, one situation after the other: a script for the environment with vLLM.
 
-    python vllm_image_cases.py   prints one JSON line: what was seen
+    python vllm_image_cases.py   prints one JSON line: the observed events
 
 The scheduler is built as vLLM's engine core builds it; a stand-in for the model runner samples, and keeps embeddings as
 workers do.
@@ -68,7 +68,7 @@ class Host:
         self.scheduler._outputs._v2_runner = v2
         self.runner = StandInRunner(BLOCK_SIZE)
         self.computed: list[list[str]] = []
-        """Of each step, the images that it computes."""
+        """The images that each step computes."""
         self.held: set[str] = set()
         self.new: dict[str, Any] = {}
         self.ended: dict[str, str] = {}
@@ -126,7 +126,7 @@ def too_large() -> list[Any]:
 
 
 def another_number() -> list[Any]:
-    """An identifier with another number of embeddings fails its request; once the embeddings are gone, it may come."""
+    """An identifier with another number of embeddings fails its request; once they are dropped, it may run."""
     host = Host((8, 12))
     host.add("one", [1] * 20, ("cat", 4, "11111"), max_tokens=4)
     host.step()
@@ -143,7 +143,7 @@ def another_number() -> list[Any]:
 
 
 def short_chunks() -> list[Any]:
-    """Budgets below a block, and less than a block between two images: every step goes on."""
+    """Budgets below a block, and less than a block between two images: every step makes progress."""
     steps = []
     for budget, encoder in ((3, (4, 4)), (5, (4, 8)), (64, (4, 4))):
         host = Host(encoder, budget=budget)
@@ -223,7 +223,7 @@ def events() -> list[bool]:
 
 
 def embeddings() -> list[Any]:
-    """Prompts that are given as embeddings, or partly: found by their bytes, under vLLM's hashes."""
+    """Prompts given as embeddings, wholly or partly: found by their bytes, under vLLM's hashes."""
     host = Host((0, 0), events=True)
     found: list[Any] = []
     host.scheduler._kv_events._publisher.publish = lambda batch: found.extend(batch.events)
@@ -253,7 +253,7 @@ def embeddings() -> list[Any]:
 
 
 def encoder_decoder() -> list[Any]:
-    """What each request reads is computed for it alone; and what can never run is refused."""
+    """Each request's inputs are computed for it alone; a request that can never run is refused."""
     host = Host((16, 16), num_blocks=6, budget=64, is_encoder_decoder=True)
     for name, prompt, size, options in (
         ("large", 4, 17, {}),

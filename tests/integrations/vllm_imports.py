@@ -14,7 +14,7 @@ from vllm.platforms.cpu import CpuPlatform
 
 
 def fork_engines() -> None:
-    """Undo what vLLM's CPU platform does: the processes of an engine would import everything again."""
+    """Undo a setting of vLLM's CPU platform: the processes of an engine would import everything again."""
     hook = CpuPlatform.check_and_update_config.__func__
 
     def forking(cls: Any, vllm_config: Any) -> None:

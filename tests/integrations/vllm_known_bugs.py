@@ -48,7 +48,7 @@ def add(each: Side, name: str, length: int, *, max_tokens: int = 2, priority: in
 
 
 def steps(each: Side, most: int = 60) -> list[dict[str, Any]]:
-    """Steps until nothing is left, or so many; each with the tokens of its rows, and what clients got."""
+    """Run all steps, or a number of them; each with the tokens of its rows, and the clients' outputs."""
     found = []
     for _ in range(most):
         if not each.scheduler.has_requests():
@@ -83,7 +83,7 @@ def a_prompt_that_never_fits_ends_and_holds_nobody_back() -> None:
 
 
 def an_output_that_outgrows_the_pool_ends() -> None:
-    """The same, met later: alone, it can get no further block."""
+    """The same at a later point: alone, it can get no further block."""
     ours = side(num_blocks=1 + 3)
     add(ours, "grows", 6, max_tokens=30)
     add(ours, "short", 5)
@@ -116,7 +116,7 @@ def what_waits_for_a_grammar_takes_no_slot_and_is_not_kept_behind_a_blocked_head
     """53130: deferred requests count as running, and once they fill max_num_seqs nothing is admitted any more."""
     ours = side(num_blocks=1 + 8, max_num_seqs=2)
     add(ours, "runs", 20, max_tokens=6)
-    add(ours, "head", 24, max_tokens=2)  # needs 6 blocks, and 3 are free
+    add(ours, "head", 24, max_tokens=2)  # needs 6 blocks; 3 are free
     grammars = []
     for number in range(3):
         params = SamplingParams(max_tokens=1, structured_outputs=StructuredOutputsParams(regex="a"))

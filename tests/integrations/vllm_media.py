@@ -28,7 +28,7 @@ from tests.integrations.vllm_run import force_async_scheduling
 
 
 def sample(kind: str, number: int) -> Any:
-    """An image, a sound or a video, each number's of its own size."""
+    """An image, a sound or a video; each number has a size of its own."""
     rng = np.random.default_rng(number)
     if kind == "audio":
         return rng.normal(size=4_000 + 6_000 * number).astype(np.float32), 16_000
@@ -38,7 +38,7 @@ def sample(kind: str, number: int) -> Any:
 
 
 def prompts(family: str) -> list[Any]:
-    """Some with the same samples at the same places, and some with others there."""
+    """Some inputs have the same samples at the same positions, some have others."""
     _, kind, placeholder = FAMILIES[family]
     shared = [12 + index * 7 % 500 for index in range(140)]
     made: list[Any] = []
@@ -85,7 +85,7 @@ def main() -> None:
     scheduler.schedule = noted
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
     tokens, cached = [], []
-    for _ in range(2):  # once more: what the first time left in the caches
+    for _ in range(2):  # again, with the caches of the first run
         outputs = llm.generate(prompts(family), params, use_tqdm=False)
         tokens += [list(each.outputs[0].token_ids) for each in outputs]
         cached += [each.num_cached_tokens for each in outputs]

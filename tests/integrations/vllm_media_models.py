@@ -37,7 +37,7 @@ VISION = {
 
 
 def tokenizer() -> Any:
-    """Of words: the special ones, and "w12" to "w511"."""
+    """A tokenizer of words: the special ones, and "w12" to "w511"."""
     words = SPECIAL + [f"w{number}" for number in range(len(SPECIAL), VOCABULARY)]
     model = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
     model.pre_tokenizer = WhitespaceSplit()
@@ -99,7 +99,7 @@ def gemma3() -> tuple[Any, Any]:
 
 
 def qwen2_vl() -> tuple[Any, Any]:
-    """Qwen 2 VL: as many embeddings as an image has patches, and positions made of their grid."""
+    """Qwen 2 VL: an embedding for each patch of an image, and positions from the grid of patches."""
     vision = {"embed_dim": 32, "hidden_size": 64, "depth": 2, "num_heads": 2, "patch_size": 14, "mlp_ratio": 2}
     text = {
         **TEXT,
@@ -138,7 +138,7 @@ def qwen2_audio() -> tuple[Any, Any]:
 
 
 def whisper() -> tuple[Any, Any]:
-    """Whisper, an encoder-decoder: 50 embeddings for what it hears, which nothing in the prompt stands for."""
+    """Whisper, an encoder-decoder: 50 embeddings of sound, without placeholders in the prompt."""
     config = transformers.WhisperConfig(
         vocab_size=VOCABULARY,
         num_mel_bins=16,
@@ -174,7 +174,7 @@ FAMILIES = {
     "qwen2-audio": (qwen2_audio, "audio", "<image>"),
     "whisper": (whisper, "audio", ""),
 }
-"""How a model is made, what its prompts have, and what stands for one there; "": nothing, it is an encoder-decoder."""
+"""The function that makes a model, its inputs, and their placeholder; "": none, it is an encoder-decoder."""
 
 
 def make(family: str, folder: Path) -> None:
@@ -183,7 +183,7 @@ def make(family: str, folder: Path) -> None:
     model, processor = FAMILIES[family][0]()
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() > 1:  # so large that layers, and not the last token, decide about the next one
+            if parameter.dim() > 1:  # so large that the layers decide about the next token, not just the last token
                 parameter.normal_(0.0, 0.2)
         if family != "whisper":
             model.get_input_embeddings().weight.mul_(0.1)

@@ -1,11 +1,11 @@
 """Random workloads through vLLM's own scheduler, observed and not: a script for the environment with vLLM.
 
-    python vllm_observed.py FIRST COUNT FOLDER   prints one JSON line: what the workloads met, and what differs
+    python vllm_observed.py FIRST COUNT FOLDER   prints one JSON line: counts of events, and the differences
 
 (with the root of the repository and its benchmarks in PYTHONPATH).
 
 The workloads and the stand-in for the model runner are those of `vllm_decisions.py`. Every decision must be equal,
-blocks included, and what clients are told. Then each recording is compared with what really happened.
+including blocks, and so must the outputs for clients. Then each recording is compared with the actual events.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.integrations.vllm_decisions import HASH, Side, Workload, configured, 
 
 
 class TruthSide(Side):
-    """A side that keeps what really happened."""
+    """A side that keeps its actual events."""
 
     def __init__(self, workload: Workload, config: Any, scheduler_class: type) -> None:
         super().__init__(workload, config, scheduler_class)
@@ -75,7 +75,7 @@ class TruthSide(Side):
 
 
 def check_recording(observed: Observed, side: TruthSide, workload: Workload, tally: Counter[str]) -> None:
-    """Whether a recording says what happened."""
+    """Check that a recording agrees with the events."""
     names = list(side.prompts)
     assert [request.request_id for request in observed.requests] == [f"r{number}" for number in range(len(names))]
     steps = observed.steps
@@ -134,7 +134,7 @@ def compare(base: Any, workload: Workload, folder: Path, tally: Counter[str]) ->
 
 
 def check_refused(observed: Observed, workload: Workload) -> None:
-    """The simulator, which lacks this layout, says so by name."""
+    """The simulator names this layout as lacking."""
     kinds = {
         "full": "FullAttentionSpec",
         "window": "SlidingWindowSpec",
@@ -161,7 +161,7 @@ def main() -> None:
     differences = []
     for seed in range(first, first + count):
         workload = make_workload(seed, "groups" if seed % 3 == 2 else "")
-        workload.num_drafts = 0  # the simulator has none
+        workload.num_drafts = 0  # the simulator has no drafts
         try:
             found = compare(base, workload, folder, tally)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""What may fail of a recording, and what may not: a script for the environment with vLLM.
+"""Faults of a recording, which must not reach vLLM: a script for the environment with vLLM.
 
 python vllm_observed_faults.py   prints one JSON line
 """

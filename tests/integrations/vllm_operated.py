@@ -1,4 +1,4 @@
-"""A real scheduler that somebody steps and operators ask: the adapter's place in the tests, without vLLM."""
+"""A real scheduler that a test steps and operators question: stands in for the adapter, without vLLM."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pointsman.integrations.vllm.recordings import RecordingFile, Recordings
 
 
 class Operated:
-    """Seats for two, and a socket."""
+    """Two sequence slots, and a socket."""
 
     def __init__(self, path: Path | None, *, record: RecordingFile | None = None, **overrides: Any) -> None:
         config = {"num_blocks": 40, "max_model_len": 64, "block_size": 4, "max_num_seqs": 2}
@@ -71,7 +71,7 @@ def operated(path: Path | None, **options: Any) -> Iterator[Operated]:
 
 @contextmanager
 def stepping(host: Operated) -> Iterator[None]:
-    """Steps without a pause, in a thread of its own, as vLLM's."""
+    """Step without a pause, in a separate thread, like vLLM."""
     ended = threading.Event()
 
     def run() -> None:

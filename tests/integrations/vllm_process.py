@@ -22,13 +22,13 @@ ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "pointsman" / "engine" / "demo"
 
 RUN = 25
-"""Random workloads in one process, behind which progress is reported."""
+"""Number of random workloads in one process; progress is reported after each process."""
 
 VLLM_INSTALLED = pytest.mark.skipif(
     not python_of().exists(), reason="vLLM is not installed in .venv-vllm; benchmarks/vllm_env.py makes it"
 )
 NEEDS_VLLM = [pytest.mark.e2e, pytest.mark.vllm, VLLM_INSTALLED]
-"""Marks of tests that run it, in this folder: on one version or on several (`conftest.py`)."""
+"""Marks of this folder's tests that run vLLM: on one version or on several (`conftest.py`)."""
 SHORT_MODELS = ("gemma3, preempting", "lfm2, cached in parts, preempting")
 """Cases with real models in the short form: one with windows and one with states, both short of blocks."""
 
@@ -38,7 +38,7 @@ _version = VLLM_VERSION
 
 @contextmanager
 def version_in_use(version: str) -> Iterator[None]:
-    """Processes that are started meanwhile have this version of vLLM."""
+    """Processes started within the context use this version of vLLM."""
     global _version
     before, _version = _version, version
     yield
@@ -58,12 +58,12 @@ def environment(*packages: Path) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
-        "TORCHDYNAMO_DISABLE": "1",  # to compile a function or two takes longer than all the tests that need them
+        "TORCHDYNAMO_DISABLE": "1",  # compiling a few functions takes longer than all tests that need them
     }
 
 
 def vllm_folders() -> list[Path]:
-    """For PYTHONPATH: where the version of vLLM that is in use lies; none: it is installed."""
+    """For PYTHONPATH: the folder of the vLLM version in use; none: it is installed."""
     return [FOLDERS[_version]] if _version in FOLDERS else []
 
 
@@ -84,7 +84,7 @@ def _parent(version: str, packages: Path | None) -> ForkingParent:
 
 
 def run_in_vllm(script: str, *arguments: object, packages: Path | None = None, timeout: float = 300) -> Any:
-    """What a script beside this file prints in its last line, as JSON; None: it prints nothing.
+    """The last line that a script beside this file prints, as JSON; None: it prints nothing.
 
     Args:
         script: its name.
@@ -99,7 +99,7 @@ def run_in_vllm(script: str, *arguments: object, packages: Path | None = None, t
 
 
 def compared(script: str, seeds: Seeds, *arguments: object) -> Counter[str]:
-    """What random workloads met, by a script beside this file that compares two schedulers; no difference is allowed.
+    """Counts of events in random workloads, by a script beside this file that compares two schedulers.
 
     Args:
         script: its name. It gets the first seed and the number of workloads, and prints "tally" and "differences".
@@ -115,7 +115,7 @@ def compared(script: str, seeds: Seeds, *arguments: object) -> Counter[str]:
 
 
 def decided_alike(seeds: Seeds, *kind: str, met_per_100: Mapping[str, int] = MappingProxyType({})) -> Counter[str]:
-    """Random workloads on which our decisions must be those of vLLM's own scheduler; what they met, and how often.
+    """Run random workloads on which our decisions must equal those of vLLM's own scheduler; the counts of events.
 
     Args:
         seeds: of the workloads.

@@ -1,4 +1,4 @@
-"""A log of real vLLM goes through the commands that make a capacity figure of it."""
+"""Runs a log of real vLLM through the commands that make a capacity figure from it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pointsman.traces import Observed, read_observed
 
 
 def pointsman(*words: object) -> str:
-    """What a command prints, in this process, which is without vLLM."""
+    """The output of a command, run in this process, without vLLM."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as ended:
         main([str(word) for word in words])
@@ -28,7 +28,7 @@ def last_json(printed: str) -> dict[str, Any]:
 
 
 def check_commands(log: Path, folder: Path, *options: object) -> dict[str, Any]:
-    """A log goes through calibrate, simulate and capacity; the report of the simulation."""
+    """Run a log through calibrate, simulate and capacity; returns the report of the simulation."""
     profile = folder / "profile.json"
     fitted = last_json(pointsman("calibrate", log, *options, "--output", profile, "--json"))
     assert fitted["num_train"] > 0 and fitted["step_time"]["per_step"] >= 0
@@ -43,7 +43,7 @@ def check_commands(log: Path, folder: Path, *options: object) -> dict[str, Any]:
 
 
 def check_observed(log: Path, requests: list[dict[str, Any]], ran: dict[str, Any]) -> Observed:
-    """A recording is of these requests, and of what became of them in a run of `vllm_run.py`."""
+    """Check that a recording has these requests, with their outcomes in a run of `vllm_run.py`."""
     observed = read_observed(log)
     sent = sorted(requests, key=lambda request: request["step"])
     assert len(observed.requests) == len(sent)
@@ -59,7 +59,7 @@ def check_observed(log: Path, requests: list[dict[str, Any]], ran: dict[str, Any
 
 
 def check_recording(log: Path, observed: Observed, folder: Path) -> None:
-    """It becomes a capacity figure and a comparison, or is refused by the name of what the simulator lacks."""
+    """It gives a capacity figure and a comparison, or is refused with the features that the simulator lacks."""
     if observed.lacking:
         with pytest.raises(SystemExit) as ended, contextlib.redirect_stderr(io.StringIO()) as said:
             main(["vllm", "compare", str(log)])

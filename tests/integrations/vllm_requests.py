@@ -1,4 +1,4 @@
-"""Made-up requests for vLLM, and the ways in which it runs them."""
+"""Made-up requests for vLLM, and the configurations that run them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ VOCABULARY = 2048  # of the demo model
 
 @dataclass(frozen=True)
 class Way:
-    """How vLLM is set up."""
+    """A configuration of vLLM."""
 
     engine: dict[str, Any] = field(default_factory=dict)
     asynchronous: bool = False
     most_tokens: int = 60
-    """Of an output."""
+    """Maximum tokens of an output."""
     least_preemptions: int = 0
 
 
@@ -43,8 +43,7 @@ ENGINE = {"max_model_len": 512, "block_size": 32, "max_num_seqs": 32, "max_num_b
 
 
 def make_requests(count: int, seed: int, most_tokens: int) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """Requests of mixed lengths with shared prefixes, priorities, stop tokens and grammars; and who is aborted at which
-    step."""
+    """Requests of mixed lengths with shared prefixes, priorities, stop tokens and grammars; and the aborts, by step."""
     rng = random.Random(seed)
 
     def tokens(number: int) -> list[int]:
@@ -57,7 +56,7 @@ def make_requests(count: int, seed: int, most_tokens: int) -> tuple[list[dict[st
         if rng.random() < 0.5:
             prompt = rng.choice(prefixes) + prompt
         if rng.random() < 0.2:
-            prompt = prompt + prompt[-10:] * 3  # something to be found again
+            prompt = prompt + prompt[-10:] * 3  # a repetition to be found
         params: dict[str, Any] = {"max_tokens": rng.randrange(1, most_tokens), "ignore_eos": rng.random() < 0.3}
         if rng.random() < 0.2:
             params["stop_token_ids"] = tokens(200)

@@ -27,7 +27,7 @@ OBSERVER = "pointsman.integrations.vllm.Observer"
 
 
 def force_async_scheduling() -> None:
-    """Undo what vLLM's CPU platform does: it turns asynchronous scheduling off."""
+    """Undo a setting of vLLM's CPU platform: it turns asynchronous scheduling off."""
     from vllm.platforms.cpu import CpuPlatform
 
     hook = CpuPlatform.check_and_update_config.__func__
@@ -48,7 +48,7 @@ def sampling_params(given: dict[str, Any]) -> SamplingParams:
 
 
 def run(engine: LLMEngine, requests: list[dict[str, Any]], aborts: dict[str, int], *, by_clock: bool) -> dict[str, Any]:
-    """All requests, each added before the step that it names; what each became.
+    """Run all requests, each added before its step; the outcome of each.
 
     Args:
         by_clock: they arrive when they are added; otherwise a second after each other.
@@ -83,15 +83,15 @@ def run(engine: LLMEngine, requests: list[dict[str, Any]], aborts: dict[str, int
                 "stop": completion.stop_reason,
             }
         step += 1
-    for _ in range(3):  # the workers are told of the last ends
+    for _ in range(3):  # the workers get the last ends
         engine.step()
     return {"answers": found, "steps": step}
 
 
 def compile_at_once(grammars: Any, seconds: float) -> None:
-    """A grammar is compiled when its request is added, which takes so many seconds longer. vLLM compiles it in another
-    thread while steps go on, so that what is admitted meanwhile would depend on the speed of the machine: with
-    priorities, whether a request that arrives is ahead of others or has yet to be compiled."""
+    """Compile a grammar when its request is added, and take this many seconds longer. vLLM compiles it in another
+    thread while steps continue, so admissions would depend on the speed of the machine: with priorities, on whether an
+    arriving request is ahead of others or has yet to be compiled."""
     submit = grammars.executor.submit
 
     def compiled(create: Any, request: Any) -> Any:
@@ -104,7 +104,7 @@ def compile_at_once(grammars: Any, seconds: float) -> None:
 
 
 def lose_tokens(scheduler: Any, share: float) -> None:
-    """Some rows that sample get an empty list, as if the model runner had discarded what it sampled."""
+    """Return an empty list for some rows that sample, as if the model runner had discarded their tokens."""
     update, rng = scheduler.update_from_output, random.Random(1)
 
     def lossy(output: Any, result: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Texts of real vLLM: one forced token behind each beginning of a token sequence. Run by `test_vllm_texts.py`.
+"""Texts of real vLLM: one forced token after each prefix of a token sequence. Run by `test_vllm_texts.py`.
 
 vllm_texts.py MODEL_DIRECTORY TOKEN_IDS_AS_JSON
 """
@@ -16,7 +16,7 @@ from vllm import LLM, SamplingParams, TokensPrompt
 
 
 def main(model: str, token_ids: list[int]) -> dict[str, Any]:
-    """Of each split: the text, and what the token and its prompt's tokens are decoded to."""
+    """For each split: the text, and the decoded token and prompt tokens."""
     llm = LLM(model, max_model_len=512, max_num_seqs=16, enforce_eager=True, dtype="float32", seed=0)
     splits = range(1, len(token_ids))
     prompts = [TokensPrompt(prompt_token_ids=token_ids[:split]) for split in splits]

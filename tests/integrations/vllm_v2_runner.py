@@ -1,10 +1,10 @@
-"""What vLLM's second model runner reads of outputs, by its own code: a script for the environment with vLLM.
+"""Reads outputs with the code of vLLM's second model runner: a script for the environment with vLLM.
 
-    python vllm_v2_runner.py FIRST COUNT   prints one JSON line: what was met, and where ours and vLLM's own differ
+    python vllm_v2_runner.py FIRST COUNT   prints one JSON line: counts of events, and differences from vLLM's own
     python vllm_v2_runner.py fields        prints the fields that its sources read
 
-Random workloads as in `vllm_decisions.py`. The second runner needs a GPU to compute; what it makes of an output before
-that runs here: which slot a request has, its tokens, blocks and positions, the order of the batch, and whether a step
+Random workloads as in `vllm_decisions.py`. The second runner needs a GPU to compute. Its preparation of
+an output runs here: the slot of a request, its tokens, blocks and positions, the order of the batch, and whether a step
 is a uniform decode. Only the kernel that copies staged writes is replaced by a loop.
 """
 
@@ -35,14 +35,14 @@ from tests.integrations.vllm_decisions import HASH, Side, Workload, configured, 
 
 
 class Ignores:
-    """What is told about sampling, adapters and models is not kept here."""
+    """Values about sampling, adapters and models are not kept here."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_: None
 
 
 def apply(tensor: Any) -> None:
-    """As vLLM's kernel does: copy what was staged for a tensor to its place."""
+    """Copy staged values of a tensor to their place, like vLLM's kernel."""
     begin = 0
     staged = tensor._staged_write_indices, tensor._staged_write_starts, tensor._staged_write_cu_lens
     for index, start, end in zip(*staged, strict=True):
@@ -153,7 +153,7 @@ class V2Runner:
         return found
 
     def _row(self, name: str, output: Any) -> tuple[str, bool, int, int]:
-        """A row's name, whether it samples, its first position, and the one behind its last."""
+        """A row's name, whether it samples, its first position, and the position after its last."""
         states = self._states
         slot = states.req_id_to_index[name]
         start = int(states.num_computed_tokens_np[slot])
@@ -224,7 +224,7 @@ def main() -> None:
     first, count = int(sys.argv[1]), int(sys.argv[2])
     init_none_hash(HASH)
     base = build_config(Settings(num_blocks=100, max_model_len=1 << 12, max_num_seqs=8, max_num_batched_tokens=1 << 12))
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # vLLM refuses it where Triton is missing, when it makes `base`
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # vLLM refuses it without Triton, when it makes `base`
     tally: Counter[str] = Counter()
     differences = []
     for seed in range(first, first + count):

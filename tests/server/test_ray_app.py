@@ -391,7 +391,7 @@ def test_a_port_that_is_taken(ray_python: Path) -> None:
 
 def test_more_than_the_cluster_has_and_a_node_without_the_model(running: Cluster, tmp_path: Path) -> None:
     error = refused(running.python, "model=demo", "num_replicas=3", address=running.address)
-    assert "num_replicas is 3 and the cluster has room for 2" in error and "CPU 2" in error and "lower" in error
+    assert "num_replicas is 3 and the cluster has capacity for 2" in error and "CPU 2" in error and "lower" in error
     actors = 'ray_actor_options={"num_gpus": 1}'
     assert "GPU 0" in refused(running.python, "model=demo", actors, address=running.address)
     error = refused(running.python, f"model={tmp_path}/nowhere", address=running.address)

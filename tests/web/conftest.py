@@ -14,7 +14,7 @@ CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Of one module: Playwright keeps an event loop in this thread, beside which no other may run."""
+    """A browser for one module: Playwright holds an event loop in this thread, and no other may run beside it."""
     playwright = pytest.importorskip("playwright.sync_api", reason="pages are tried with Playwright")
     if shutil.which(CHROMIUM) is None:
         pytest.skip(f"pages are tried in {CHROMIUM}, which is not there")
@@ -27,7 +27,7 @@ def browser() -> Iterator[Any]:
 @pytest.fixture
 def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
     """Opens a page by its address, with options of a browser's context. The test fails if the page logs an error, or
-    asks anybody for anything but the server that it came from."""
+    sends a request to any server but its own."""
     complaints: list[str] = []
     contexts = []
 

@@ -1,5 +1,5 @@
-// Prints what the page's reader says of films: a line of JSON for each line of JSON on stdin, {film, steps, requests}.
-// steps: [frame, step], or [frame, null] for what was true when all its steps were over. Its argument: the words of pages.
+// Prints the page reader's view of films: a line of JSON for each line of JSON on stdin, {film, steps, requests}.
+// steps: [frame, step], or [frame, null] for the state after all its steps. Its argument: the words of pages.
 
 "use strict";
 
@@ -61,7 +61,7 @@ async function answer({ film: file, steps, requests }) {
   return { curves, itl, behindGap, notDrawn, after: teller.sentences(film.eventsAfter()), frames: film.frames.map((one) => [one.step, one.numSteps, one.time]), end: film.end, states, lives };
 }
 
-// Counts that see the first chunks first, and then the others, less those that are missing.
+// Counts that get the first chunks first, and then the others without the missing ones.
 function grown(film, first, missing = 0) {
   const { chunks } = film;
   film.chunks = chunks.slice(0, first);
@@ -72,7 +72,7 @@ function grown(film, first, missing = 0) {
   return counts;
 }
 
-// How many requests each place gained in the moves until a frame.
+// The number of requests that each state gained in the moves up to a frame.
 function placesAt(counts, frame) {
   const found = Object.fromEntries(PLACES.map((place) => [place, 0]));
   for (const key of counts.moves.keys()) {

@@ -66,7 +66,7 @@ def move(page: Any, which: str, to: int) -> None:
     page.press(f"#{which} [data-part=number]", "Enter")
 
 
-def test_figures_are_those_of_the_runs(visit: Callable[..., Any], static: Any, continuous: Any) -> None:
+def test_figures_match_the_runs(visit: Callable[..., Any], static: Any, continuous: Any) -> None:
     page = visit()
     rows = {
         cells[0]: cells[1:]
@@ -91,9 +91,7 @@ def test_figures_are_those_of_the_runs(visit: Callable[..., Any], static: Any, c
     assert page.inner_text("#gained").startswith("Of 40 requests that finished in both, ")
 
 
-def test_requests_are_ranked_by_the_time_that_is_chosen(
-    visit: Callable[..., Any], static: Any, continuous: Any
-) -> None:
+def test_requests_are_ranked_by_the_chosen_time(visit: Callable[..., Any], static: Any, continuous: Any) -> None:
     page = visit()
     timings = [outcome.timings for _, outcome in (static, continuous)]
     names = [f"request-{index}" for index in range(40)]
@@ -113,7 +111,7 @@ def test_requests_are_ranked_by_the_time_that_is_chosen(
 
 
 def aborted(names: list[str], gone: str) -> bytes:
-    """A film of requests that come one after the other, an id more than once, and of which one is aborted."""
+    """A film of requests that arrive one after the other; ids may repeat, and one request is aborted."""
     scheduler = Scheduler(SchedulerConfig(num_blocks=60, max_model_len=256))
     recorder = FilmRecorder(file := io.BytesIO())
     scheduler.start_film(recorder)
@@ -132,15 +130,13 @@ def aborted(names: list[str], gone: str) -> bytes:
     return file.getvalue()
 
 
-def test_requests_of_one_run_alone_are_named(open_page: Callable[..., Any], tmp_path: Path) -> None:
-    """An id that comes again is another request; who is aborted has not finished."""
+def test_requests_of_only_one_run_are_listed(open_page: Callable[..., Any], tmp_path: Path) -> None:
+    """A repeated id is another request; an aborted request has not finished."""
     one, two = aborted(["a", "b", "a", "c"], "c"), aborted(["a", "b", "d"], "b")
     path = tmp_path / "page.html"
     path.write_text(page_of(one, "one", (two, "two")), encoding="utf-8")
     page = open_page(path.as_uri())
-    playwright.expect(page.locator("#alone")).to_have_text(
-        "Finished in “one” alone: b, a. Finished in “two” alone: d. "
-    )
+    playwright.expect(page.locator("#alone")).to_have_text("Finished only in “one”: b, a. Finished only in “two”: d. ")
     rows = {
         cells[0]: cells[1:]
         for cells in (row.locator("th, td").all_inner_texts() for row in page.locator("#figures tr").all()[1:])
@@ -151,19 +147,21 @@ def test_requests_of_one_run_alone_are_named(open_page: Callable[..., Any], tmp_
     assert page.inner_text("#gained").startswith("Of 1 request that finished in both, 0 finished sooner")
 
 
-def test_one_follows_the_other_in_step_and_in_time(visit: Callable[..., Any], static: Any, continuous: Any) -> None:
+def test_one_view_follows_the_other_in_step_and_in_time(
+    visit: Callable[..., Any], static: Any, continuous: Any
+) -> None:
     films = {name: Film(io.BytesIO(data)) for name, (data, _) in (("first", static), ("second", continuous))}
     page = visit("#step=9&by=step")
     playwright.expect(page.locator("#second [data-part=number]")).to_have_value("9")
     for leader, follower, to in (("first", "second", 30), ("second", "first", 12)):
         move(page, leader, to)
         playwright.expect(page.locator(f"#{follower} [data-part=number]")).to_have_value(str(to))
-    page.locator("#second [data-part=line]").press("ArrowRight")  # keys are of the view that has the focus
+    page.locator("#second [data-part=line]").press("ArrowRight")  # keys go to the focused view
     playwright.expect(page.locator("#first [data-part=number]")).to_have_value("13")
     playwright.expect(page).to_have_url(re.compile("step=13&by=step$"))
     page.select_option("#by", "time")
     move(page, "first", films["first"].num_steps - 1)
-    last = films["second"].frames[-1]  # it is over before the first one is
+    last = films["second"].frames[-1]  # the second film ends before the first one
     playwright.expect(page.locator("#second [data-part=number]")).to_have_value(str(last.step_id + last.num_steps - 1))
     page.set_viewport_size({"width": 1000, "height": 700})
     page.wait_for_timeout(150)
@@ -176,7 +174,7 @@ def test_one_follows_the_other_in_step_and_in_time(visit: Callable[..., Any], st
     page.click("#first [data-part=play]")
 
 
-def test_a_request_is_chosen_in_both(visit: Callable[..., Any]) -> None:
+def test_a_request_is_chosen_in_both_views(visit: Callable[..., Any]) -> None:
     page = visit()
     button = page.locator("#gains button").first
     button.focus()
@@ -193,7 +191,7 @@ def test_a_request_is_chosen_in_both(visit: Callable[..., Any]) -> None:
 def test_a_second_film_is_opened_beside_the_first(
     open_page: Callable[..., Any], tmp_path: Path, continuous: Any, static: Any
 ) -> None:
-    """Also one with other requests, one that was cut off, and none."""
+    """Also a film with other requests, a truncated one, and a file that is not a film."""
     path = tmp_path / "page.html"
     path.write_text(page_of(continuous[0], "continuous"), encoding="utf-8")
     other, _ = run(3)
@@ -210,11 +208,11 @@ def test_a_second_film_is_opened_beside_the_first(
     page.set_input_files("#other", tmp_path / "cut")
     playwright.expect(page.locator("#settings")).to_contain_text("cut was cut off.")
     page.set_input_files("#other", tmp_path / "none")
-    playwright.expect(page.locator("#problem")).to_contain_text("none: it is no film")
+    playwright.expect(page.locator("#problem")).to_contain_text("none: it is not a film")
     playwright.expect(page.locator("#title")).to_have_text("continuous and cut")
 
 
-def test_a_file_that_is_too_large_is_refused_before_it_is_read(open_page: Callable[..., Any], tmp_path: Path) -> None:
+def test_too_large_a_file_is_refused_before_it_is_read(open_page: Callable[..., Any], tmp_path: Path) -> None:
     path, large = tmp_path / "page.html", tmp_path / "large"
     path.write_text(page_of(None, "no film"), encoding="utf-8")
     with large.open("wb") as file:

@@ -1,4 +1,4 @@
-"""The course: what its lessons say is computed again here, from the films alone."""
+"""The course: recomputes the statements of its lessons, from the films alone."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def names_in(template: str) -> set[str]:
 
 
 @pytest.mark.parametrize("lesson", LESSONS, ids=[lesson.title for lesson in LESSONS])
-def test_a_lesson_is_whole(lesson: Lesson, course: dict[str, Performed]) -> None:
+def test_a_lesson_is_complete(lesson: Lesson, course: dict[str, Performed]) -> None:
     one = course[lesson.title]
     assert len(lesson.paragraphs) == 3 and 2 <= len(lesson.variants) <= 5 and lesson.questions
     for paragraph in lesson.paragraphs:
@@ -66,7 +66,7 @@ def test_a_lesson_is_whole(lesson: Lesson, course: dict[str, Performed]) -> None
 
 @pytest.mark.parametrize("lesson", LESSONS, ids=[lesson.title for lesson in LESSONS])
 def test_no_number_is_written_by_hand(lesson: Lesson) -> None:
-    """What is not a figure of a run is listed: it is quoted from a document, or the name of something."""
+    """Numbers that no run computes are listed as quotations from a document, or as names."""
     for template in templates(lesson):
         literal = "".join(text for text, *_ in string.Formatter().parse(template))
         numbers = set(re.findall(r"[A-Z]?\d[\d,.]*\d|[A-Z]?\d", re.sub(r"`[^`]*`|patient-\d", "", literal)))
@@ -74,7 +74,7 @@ def test_no_number_is_written_by_hand(lesson: Lesson) -> None:
 
 
 @pytest.mark.parametrize("lesson", LESSONS, ids=[lesson.title for lesson in LESSONS])
-def test_a_moment_is_in_its_film(lesson: Lesson, course: dict[str, Performed]) -> None:
+def test_every_moment_is_in_its_film(lesson: Lesson, course: dict[str, Performed]) -> None:
     one = course[lesson.title]
     for name, figure in one.figures.items():
         if isinstance(figure, Moment):
@@ -90,7 +90,7 @@ def test_the_documents_questions_are_asked(title: str, words: str, course: dict[
 
 
 def test_two_builds_are_equal(course: dict[str, Performed]) -> None:
-    """So a page can be compared and cached."""
+    """So pages can be compared and cached."""
     pages = [course_page(performed) for performed in (list(course.values()), perform_all())]
     assert pages[0] == pages[1]
     assert len(pages[0]) < 2_000_000
@@ -103,7 +103,7 @@ def test_the_documentation_names_every_lesson() -> None:
     assert rows == ["lesson", "---", *(lesson.title for lesson in LESSONS)]
 
 
-# ------------------------------------------------------------------ what each lesson says
+# ------------------------------------------------------------------ single lessons
 
 
 def test_why_batches_wait(course: dict[str, Performed]) -> None:
@@ -335,7 +335,7 @@ def test_speculation(course: dict[str, Performed]) -> None:
     assert first.known(2, "A") - first.known(1, "A") == 2 == one.figures["gained_one"]
     assert wrong.known(2, "A") - wrong.known(1, "A") == 1
     tables = [len(first.table(step, "A")) for step in range(first.num_steps)]
-    assert tables == sorted(tables), "drafts that are taken back move no block"
+    assert tables == sorted(tables), "rejected drafts move no block"
     assert [run.num_steps for run in one.runs] == [24, 7, 13, 24]
     assert right.seconds < 0.4 * none.seconds and wrong.seconds > none.seconds
     drafts = [sum(r.num_draft_tokens for r in first.requests.values()), one.figures["verified"]]
@@ -466,7 +466,7 @@ def test_every_lesson_variant_and_answer(visit: Callable[..., Any], course: dict
 
 
 def shown(page: Any) -> list[Any]:
-    """Lesson and variant, from 0, the step, and the request that is followed, once the film is there."""
+    """Lesson and variant, from 0, the step, and the followed request, once the film is loaded."""
     found: list[Any] = page.evaluate("""async () => {
       await opening;
       const chosen = view.chosen === null ? null : view.film.requests[view.chosen].id;
@@ -477,19 +477,19 @@ def shown(page: Any) -> list[Any]:
 
 
 def in_lesson(page: Any, title: str) -> None:
-    """Waits until a lesson is there."""
+    """Waits until a lesson is shown."""
     sync_api = pytest.importorskip("playwright.sync_api")
     sync_api.expect(page.locator("#lesson")).to_have_text(title)
 
 
 @pytest.mark.e2e
-def test_keys_do_all_of_it(visit: Callable[..., Any]) -> None:
-    """To another lesson, to a step, to another variant, and an answer, without a mouse."""
+def test_the_course_works_with_keys_only(visit: Callable[..., Any]) -> None:
+    """Open another lesson, a step, another variant, and answer a question, without a mouse."""
     page = visit("#lesson=7")
     page.locator("#contents summary").press("Enter")
     page.locator("#lessons a").nth(7).press("Enter")
     in_lesson(page, "8. Preemption")
-    assert page.evaluate("document.activeElement.id") == "lesson", "it is read from there on"
+    assert page.evaluate("document.activeElement.id") == "lesson", "screen readers continue there"
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")
     assert shown(page) == [7, 0, 8, None]
@@ -508,19 +508,19 @@ def test_keys_do_all_of_it(visit: Callable[..., Any]) -> None:
 
 
 @pytest.mark.e2e
-def test_a_link_carries_the_place(visit: Callable[..., Any]) -> None:
+def test_a_link_contains_lesson_and_step(visit: Callable[..., Any]) -> None:
     page = visit("#lesson=8&variant=2&step=9&request=C")
     assert shown(page) == [7, 1, 9, "C"]
     assert page.locator("[data-part=lifeTitle]").inner_text() == "The life of C"
     assert page.locator("#variant").input_value() == "1"
-    page.goto(page.url.split("#")[0] + "#lesson=99&variant=x&step=-4&request=<b>")  # what is not there is not shown
+    page.goto(page.url.split("#")[0] + "#lesson=99&variant=x&step=-4&request=<b>")  # missing targets are ignored
     in_lesson(page, "13. Reading explain")
     assert shown(page) == [12, 0, 0, None] and page.locator("#problem").is_hidden()
 
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(("lesson", "width", "scheme"), [(4, 360, "light"), (9, 360, "dark"), (9, 1280, "dark")])
-def test_it_fits_and_can_be_read(visit: Callable[..., Any], lesson: int, width: int, scheme: str) -> None:
+def test_the_page_fits_and_is_accessible(visit: Callable[..., Any], lesson: int, width: int, scheme: str) -> None:
     """No sideways scrolling at a phone's width, and nothing serious that axe-core finds, with a question answered."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright")
     page = visit(f"#lesson={lesson}", color_scheme=scheme, viewport={"width": width, "height": 800}, bypass_csp=True)
@@ -534,7 +534,7 @@ def test_it_fits_and_can_be_read(visit: Callable[..., Any], lesson: int, width: 
 
 
 @pytest.mark.e2e
-def test_it_works_without_storage(visit: Callable[..., Any]) -> None:
+def test_the_course_works_without_storage(visit: Callable[..., Any]) -> None:
     """A file may have none: progress then lasts as long as the page."""
     page = visit()
     page.add_init_script("Object.defineProperty(window, 'localStorage', { get() { throw new Error('none') } })")

@@ -1,4 +1,4 @@
-"""Films: what is in one, and what is refused."""
+"""Films: their content, and refusals."""
 
 from __future__ import annotations
 
@@ -76,11 +76,11 @@ def read(data: bytes, **options: Any) -> Film:
     return Film(io.BytesIO(data), **options)
 
 
-# ------------------------------------------------------------------ what is in it
+# ------------------------------------------------------------------ content
 
 
 @pytest.mark.parametrize("differences", [False, True])
-def test_numbers_survive(differences: bool) -> None:
+def test_numbers_are_decoded_as_encoded(differences: bool) -> None:
     rng = np.random.default_rng(3)
     for values in (
         np.zeros(0, dtype=np.int64),
@@ -105,8 +105,8 @@ def test_a_film_has_every_step_and_its_time(short_pool: bytes) -> None:
     ]
 
 
-def test_what_a_step_shows(short_pool: bytes) -> None:
-    """The first step has the whole first prompt and what is left of the budget for the second."""
+def test_the_state_of_a_step(short_pool: bytes) -> None:
+    """The first step has the whole first prompt, and the remaining budget for the second."""
     state = read(short_pool).state_at(0)
     assert [(row.number, row.num_tokens, row.samples) for row in state.batch] == [(0, 14, True), (1, 2, False)]
     assert state.running == [0, 1] and state.waiting == [2]
@@ -114,7 +114,7 @@ def test_what_a_step_shows(short_pool: bytes) -> None:
     assert state.blocker == 2 and state.requests[2].reason == "budget"
 
 
-def test_the_words_of_a_step(short_pool: bytes) -> None:
+def test_the_sentences_of_a_step(short_pool: bytes) -> None:
     film = read(short_pool)
     teller = Teller(film)
     told = [sentence for frame in range(len(film.frames)) for sentence in teller.decided(frame)]
@@ -122,14 +122,13 @@ def test_the_words_of_a_step(short_pool: bytes) -> None:
     assert "r0 starts" in told and "r2 waits for 1 more token of the step's budget: the step is full" in told
     preempted = [sentence for sentence in told if "is preempted" in sentence]
     assert preempted and preempted[0].startswith(
-        "r2 is preempted: r0 needs a block, and none is free; r2 was admitted last of those that run; it gives up the "
-        "KV of "
+        "r2 is preempted: r0 needs a block, and none is free; r2 was the last one admitted; it gives up the KV of "
     )
     assert any(sentence.startswith("r2 resumes, ") for sentence in told)
 
 
 def preemptions(data: bytes) -> list[str]:
-    """What is told of each, up to what it gives up."""
+    """The sentence of each preemption, up to its lost tokens."""
     film = read(data)
     told = [Teller(film).sentence(event) or "" for event in film.events(0, None) if event.op is Op.PREEMPTED]
     return [sentence.partition("; it gives up the KV of ")[0] for sentence in told]
@@ -138,35 +137,31 @@ def preemptions(data: bytes) -> list[str]:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({}, "r2 is preempted: r0 needs a block, and none is free; r2 was admitted last of those that run"),
+        ({}, "r2 is preempted: r0 needs a block, and none is free; r2 was the last one admitted"),
         (
             {"victim": "lowest-priority"},
-            "r2 is preempted: r0 needs a block, and none is free; r2 is the least urgent of those that run",
+            "r2 is preempted: r0 needs a block, and none is free; r2 is the least urgent running request",
         ),
         (
             {"victim": "least-cost", "enable_prefix_caching": False},
-            "r2 is preempted: r0 needs a block, and none is free; r2 costs least to compute again, of those that free "
+            "r2 is preempted: r0 needs a block, and none is free; r2 is the cheapest to recompute of those that free "
             "enough",
         ),
     ],
 )
-def test_a_preemption_names_whose_need_it_is_and_why_this_request(settings: dict[str, Any], expected: str) -> None:
+def test_a_preemption_names_the_needing_request_and_the_rule(settings: dict[str, Any], expected: str) -> None:
     assert preemptions(run([(14, 20), (10, 20), (6, 20)], **settings)[0])[0] == expected
 
 
 def test_several_blocks_are_missing_at_once() -> None:
-    """All three need a block in the same step, and none is left; later the last that runs lacks one itself."""
+    """All three need a block in the same step, and none is free; later the last running request lacks one itself."""
     told = preemptions(run([(16, 20), (16, 20), (16, 20)], max_num_batched_tokens=48, watermark=0.0)[0])
-    assert told[0] == (
-        "r2 is preempted: 3 blocks are missing, the first of them for r0; r2 was admitted last of those that run"
-    )
+    assert told[0] == ("r2 is preempted: 3 blocks are missing, the first of them for r0; r2 was the last one admitted")
     own = preemptions(run([(13, 20), (14, 20), (20, 20)], num_blocks=13, max_num_batched_tokens=48)[0])
-    assert (
-        own[0] == "r2 is preempted: it needs a block itself, and none is free; r2 was admitted last of those that run"
-    )
+    assert own[0] == "r2 is preempted: it needs a block itself, and none is free; r2 was the last one admitted"
 
 
-def test_who_is_displaced_gives_way_to_a_named_request() -> None:
+def test_a_priority_preemption_names_the_more_urgent_request() -> None:
     scheduler = Scheduler(SchedulerConfig(**{**CONFIG, "order": "priority"}))
     film = FilmRecorder(file := io.BytesIO())
     scheduler.start_film(film)
@@ -181,8 +176,8 @@ def test_who_is_displaced_gives_way_to_a_named_request() -> None:
     assert preemptions(file.getvalue()) == ["calm is preempted: urgent is more urgent and takes its place"]
 
 
-def test_what_a_preemption_cost(short_pool: bytes) -> None:
-    """Until the request resumes, and what was not found in the cache then; as its life says."""
+def test_the_cost_of_a_preemption(short_pool: bytes) -> None:
+    """The time until the request resumes, and the tokens that were not cached then; equal to its life."""
     film = read(short_pool)
     for one in preemptions_of(film):
         assert one.event.request is not None
@@ -191,19 +186,19 @@ def test_what_a_preemption_cost(short_pool: bytes) -> None:
         assert one.resumed_after == resumed.time - one.event.time > 0
         assert one.num_recomputed_tokens == one.event.fields["lost"] - resumed.fields["cached"] >= 0
         told = dict(life_of(film, one.event.request).moments)[resumed.time]
-        assert told.endswith(f" {one.num_recomputed_tokens} tokens to compute again")
+        assert told.endswith(f" {one.num_recomputed_tokens} tokens to recompute")
     assert any(one.num_recomputed_tokens for one in preemptions_of(film))
 
 
-def test_all_lives_together_are_each_of_them(short_pool: bytes) -> None:
+def test_lives_of_all_requests_equal_single_lives(short_pool: bytes) -> None:
     film = read(short_pool)
     for life in lives_of(film):
         assert (life.waited, life.ran) == (life_of(film, life.number).waited, life_of(film, life.number).ran)
         assert list(life.waited.values()) == sorted(life.waited.values(), reverse=True)
 
 
-def test_a_life_adds_up(short_pool: bytes) -> None:
-    """Running and waiting, by reason, is all the time from arrival to end."""
+def test_times_of_a_life_add_up(short_pool: bytes) -> None:
+    """Running and waiting times, by reason, add up to the time from arrival to end."""
     film = read(short_pool)
     for number in range(3):
         life = life_of(film, number)
@@ -213,7 +208,7 @@ def test_a_life_adds_up(short_pool: bytes) -> None:
     assert not life_of(film, 0).waited
 
 
-def test_who_waits_behind_others_waits_for_what_they_lack() -> None:
+def test_time_behind_others_is_counted_by_what_the_head_lacks() -> None:
     data, _ = run([(8, 6), (8, 2), (8, 2)], max_num_seqs=1)
     last = life_of(read(data), 2)
     assert last.waited == {"behind others, sequence_limit": 3.0, "sequence_limit": 1.0}
@@ -259,8 +254,8 @@ def test_a_recorder_films_once() -> None:
         scheduler.start_film(recorder)
 
 
-def test_a_step_of_several_is_shown_as_it_was() -> None:
-    """Of steps that were done at once, each is what the same step is where they were done one by one."""
+def test_steps_done_at_once_are_shown_like_single_steps() -> None:
+    """Each of several steps done at once equals the same step done alone."""
     trace = [TraceRequest(0.25 * index, 40 + 9 * index, 30 + index) for index in range(12)]
     config = SchedulerConfig(num_blocks=60, block_size=4, max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64)
     films = []
@@ -316,7 +311,7 @@ def test_a_step_within_a_run_is_found(short_pool: bytes) -> None:
         film.frame_of_step(9999)
 
 
-# ------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------ refusals
 
 
 def test_a_film_that_was_cut_off_shows_its_whole_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,7 +342,7 @@ def header_with(data: bytes, **changes: Any) -> bytes:
     return out.getvalue() + file.read()
 
 
-def test_another_version_is_refused_by_its_number(short_pool: bytes) -> None:
+def test_another_version_is_refused(short_pool: bytes) -> None:
     with pytest.raises(FilmError, match="format version 7, and this library reads 3"):
         read(header_with(short_pool, format_version=7))
 
@@ -363,13 +358,13 @@ def test_another_version_is_refused_by_its_number(short_pool: bytes) -> None:
         (MAGIC + struct.pack("<I", 1 << 31), "header is broken"),
     ],
 )
-def test_what_is_no_film(data: bytes, why: str) -> None:
+def test_files_that_are_not_films_are_refused(data: bytes, why: str) -> None:
     with pytest.raises(FilmError, match=why):
         read(data)
 
 
 def altered(data: bytes, kind: str, change: Any) -> bytes:
-    """The film with the data of its chunks of a kind changed."""
+    """The film with changed data in its chunks of one kind."""
     file = io.BytesIO(data)
     header = read_header(file)
     out = io.BytesIO()
@@ -390,7 +385,7 @@ def altered(data: bytes, kind: str, change: Any) -> bytes:
         ("max_num_batched_tokens", None),
     ],
 )
-def test_a_header_that_makes_no_sense_is_refused(short_pool: bytes, name: str, value: object) -> None:
+def test_an_invalid_header_is_refused(short_pool: bytes, name: str, value: object) -> None:
     config = read(short_pool).header["config"]
     with pytest.raises(FilmError, match=r"the film's header"):
         read(header_with(short_pool, config={**config, name: value}))
@@ -404,8 +399,8 @@ def test_a_header_without_names_is_refused(short_pool: bytes, names: object) -> 
 
 @pytest.mark.parametrize("kind", ["R", "E", "B"])
 @pytest.mark.parametrize("seed", range(short_or_long(40, 1000)))
-def test_a_broken_film_is_an_error_and_nothing_else(short_pool: bytes, kind: str, seed: int) -> None:
-    """Bytes are changed, lost or added: it is refused with a sentence, or it can be shown."""
+def test_a_broken_film_raises_only_film_errors(short_pool: bytes, kind: str, seed: int) -> None:
+    """With bytes changed, lost or added, it is refused with a sentence, or can be shown."""
     rng = np.random.default_rng(seed)
 
     def change(chunk: bytes) -> bytes:
@@ -429,7 +424,7 @@ def test_a_broken_film_is_an_error_and_nothing_else(short_pool: bytes, kind: str
         assert str(error)
 
 
-def test_a_chunk_that_claims_to_be_huge_is_not_unpacked(short_pool: bytes) -> None:
+def test_a_chunk_with_a_huge_declared_size_is_not_unpacked(short_pool: bytes) -> None:
     head = short_pool.index(b"R", len(MAGIC) + struct.unpack("<I", short_pool[len(MAGIC) : len(MAGIC) + 4])[0])
     bomb = short_pool[:head] + struct.pack("<cII", b"R", 10, 1 << 31) + bytes(10)
     with pytest.raises(FilmError, match="it is broken"):
@@ -441,7 +436,7 @@ def test_a_chunk_that_claims_to_be_huge_is_not_unpacked(short_pool: bytes) -> No
 
 
 def packed(kind: str, columns: dict[str, bytes], strings: bytes | None = None) -> bytes:
-    """The data of a chunk, of columns whose numbers are given as bytes below 128."""
+    """The data of a chunk; the numbers of its columns are given as bytes below 128."""
     parts = [(len(numbers), numbers) for numbers in (columns.get(name, b"") for name in COLUMNS[kind])]
     if strings is not None:
         parts.append((len(strings), strings))
@@ -483,7 +478,7 @@ BOMBS: dict[str, tuple[list[tuple[str, bytes]], int, str]] = {
 
 
 @pytest.mark.parametrize("what", BOMBS)
-def test_a_small_file_takes_little_memory_whatever_it_unpacks_to(short_pool: bytes, what: str) -> None:
+def test_a_small_file_takes_little_memory(short_pool: bytes, what: str) -> None:
     chunks, copies, why = BOMBS[what]
     data = bomb(read_header(io.BytesIO(short_pool)), *chunks, copies=copies)
     assert len(data) < 100_000
@@ -497,7 +492,7 @@ def test_a_small_file_takes_little_memory_whatever_it_unpacks_to(short_pool: byt
     assert peak < 1 << 30
 
 
-def test_numbers_are_read_in_parts_as_they_were_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pointsman.core.observe.film_format.NUMBERS_AT_ONCE", 7)
     chance = np.random.default_rng(3)
     for differences in (False, True):
@@ -509,7 +504,7 @@ def test_numbers_are_read_in_parts_as_they_were_written(monkeypatch: pytest.Monk
             assert found.itemsize <= max(1, 2 * (bits + 1) // 8)
 
 
-def test_ids_of_html_are_text(tmp_path: Path) -> None:
+def test_ids_with_html_are_shown_as_text(tmp_path: Path) -> None:
     scheduler = Scheduler(SchedulerConfig(**CONFIG))
     file = io.BytesIO()
     film = FilmRecorder(file)

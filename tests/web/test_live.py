@@ -1,4 +1,4 @@
-"""The page of what a scheduler decides now, in a real browser, against a real server, and against a control socket."""
+"""The live page in a real browser, against a real server, and against a control socket."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ POOL = ("--model", "demo", "--num-blocks", "64", "--max-num-seqs", "2", "--opera
 
 @pytest.fixture(scope="module")
 def visit(browser: Any) -> Iterator[Callable[[str], Any]]:
-    """Opens pages, and fails if one logs an error that is not of a refused or lost connection, or asks elsewhere."""
+    """Opens pages. Fails if one logs an error other than a refused or lost connection, or contacts another server."""
     complaints: list[str] = []
     pages = []
     with forked_processes():
@@ -59,7 +59,7 @@ def is_complaint(message: Any) -> bool:
 
 @contextmanager
 def busy(url: str, model: str, number: int = 3) -> Iterator[None]:
-    """So many requests at a time, of which an engine runs two."""
+    """Keeps `number` requests open; an engine runs two of them."""
     ended = threading.Event()
 
     def load() -> None:
@@ -96,15 +96,15 @@ def is_live(page: Any) -> None:
 
 
 def look_back(page: Any) -> None:
-    """Two steps, once there are some: nothing is before the first one."""
+    """Goes two steps back, once there are any."""
     playwright.expect(page.locator("[data-part=line]")).to_have_attribute("aria-valuenow", re.compile(r"\d\d"))
     page.keyboard.press("ArrowLeft")
     page.keyboard.press("ArrowLeft")
-    playwright.expect(page.locator("#link")).to_have_text("You look back; the scheduler goes on")
+    playwright.expect(page.locator("#link")).to_have_text("You look back; the scheduler continues")
 
 
-def test_a_server_is_watched(visit: Callable[..., Any]) -> None:
-    """Key, what runs now, looking back while it goes on, now again, and a server that ends."""
+def test_watching_a_server(visit: Callable[..., Any]) -> None:
+    """Key, current steps, looking back while it continues, back to now, and a server that ends."""
     with start_server(*POOL) as server:
         port = server.port
         page = visit(f"{server.url}/live")
@@ -115,7 +115,7 @@ def test_a_server_is_watched(visit: Callable[..., Any]) -> None:
         page.fill("#key", KEY)
         page.click("#ask button")
         is_live(page)
-        playwright.expect(page.locator("#counts")).to_contain_text("no step was decided since you watch")
+        playwright.expect(page.locator("#counts")).to_contain_text("no step was decided since you began to watch")
         with busy(server.url, "demo"):
             playwright.expect(page.locator("[data-part=waitingTitle]")).to_have_text("Waiting: 1")
             playwright.expect(page.locator("[data-part=runningTitle]")).to_have_text("Running: 2 of 2")
@@ -134,7 +134,7 @@ def test_a_server_is_watched(visit: Callable[..., Any]) -> None:
         assert page.evaluate("localStorage.length + sessionStorage.length + document.cookie.length") == 0
         assert KEY not in page.content() and page.input_value("#key") == ""
     playwright.expect(page.locator("#link")).to_contain_text("the next attempt is in", timeout=15000)
-    with start_server(*POOL, "--port", str(port)) as server:  # once more: the page has the key, and begins anew
+    with start_server(*POOL, "--port", str(port)) as server:  # again: the page has the key, and reconnects
         playwright.expect(page.locator("#link")).to_have_text(re.compile("^Live"), timeout=40000)
         with busy(server.url, "demo"):
             playwright.expect(page.locator("[data-part=runningTitle]")).to_have_text("Running: 2 of 2")
@@ -144,8 +144,8 @@ def test_a_server_is_watched(visit: Callable[..., Any]) -> None:
 
 @pytest.mark.long
 @pytest.mark.skipif(num_cores() < 2, reason="two engines need two cores")
-def test_one_of_two_engines_is_chosen_and_watched_again_after_its_death(visit: Callable[..., Any]) -> None:
-    """The film of the dead one ends, the other's can be watched meanwhile, and the new one's begins anew."""
+def test_one_engine_is_watched_again_after_its_death(visit: Callable[..., Any]) -> None:
+    """The dead engine's film ends, the other's can be watched meanwhile, and the new engine's film begins."""
     with start_server(*POOL, "--data-parallel-size", "2") as server:
         page = visit(f"{server.url}/live")
         page.fill("#key", KEY)
@@ -219,7 +219,7 @@ def test_what_is_kept_is_bounded(visit: Callable[..., Any], tmp_path: Path) -> N
                 page.press("[data-part=find]", "Enter")
                 playwright.expect(page.locator("[data-part=lifeTitle]")).to_have_text("The life of old")
                 page.evaluate("limits.seconds = 1")
-                playwright.expect(page.locator("#lost")).to_contain_text("let go", timeout=10000)
+                playwright.expect(page.locator("#lost")).to_contain_text("dropped", timeout=10000)
                 playwright.expect(page.locator("[data-part=life]")).to_be_hidden(timeout=10000)
                 page.keyboard.press("n")
                 is_live(page)

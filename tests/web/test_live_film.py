@@ -1,4 +1,4 @@
-"""A film of what a scheduler decides now: its parts, and who watches."""
+"""The live film: its parts and its watchers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Host:
 
 
 class Reader:
-    """What a watcher has."""
+    """A watcher's received records."""
 
     def __init__(self) -> None:
         self.header = b""
@@ -88,7 +88,7 @@ def test_at_most_ten_parts_a_second() -> None:
     assert 25 <= len(reader.films) <= 30
 
 
-def test_parts_come_seldom_where_they_cost_much() -> None:
+def test_expensive_parts_are_rare() -> None:
     host, reader = Host(cost=0.02), Reader()
     host.add("a")
     for _ in range(3000):
@@ -98,14 +98,14 @@ def test_parts_come_seldom_where_they_cost_much() -> None:
     assert 14 <= len(reader.films) <= 16  # 30 s
 
 
-def test_nothing_follows_the_scheduler_while_nobody_watches() -> None:
+def test_the_scheduler_is_not_filmed_without_watchers() -> None:
     host = Host()
     host.add("a")
     host.step(3)
     assert host.scheduler._listeners == ()
     host.live.take("me")
     host.live.take("you")
-    assert [type(one) for one in host.scheduler._listeners] == [FilmRecorder]  # one for both
+    assert [type(one) for one in host.scheduler._listeners] == [FilmRecorder]  # one recorder for both
     host.live.leave("me")
     assert len(host.scheduler._listeners) == host.live.num_watchers == 1
     host.live.leave("you")
@@ -117,7 +117,7 @@ def test_nothing_follows_the_scheduler_while_nobody_watches() -> None:
     assert again.read(host.live.take("me")).steps == list(range(6, 18))
 
 
-def test_who_comes_later_begins_with_the_newest_part() -> None:
+def test_a_later_watcher_begins_with_the_newest_part() -> None:
     host, me, you = Host(), Reader(), Reader()
     host.add("a")
     me.read(host.live.take("me"))
@@ -129,7 +129,7 @@ def test_who_comes_later_begins_with_the_newest_part() -> None:
     assert you.read(host.live.take("you")).steps == me.read(host.live.take("me")).steps == list(range(24))
 
 
-def test_who_is_slow_loses_whole_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_watcher_loses_whole_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_WAITING", 4000)
     host, me, slow = Host(), Reader(), Reader()
     host.add("a")
@@ -143,7 +143,7 @@ def test_who_is_slow_loses_whole_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert slow.steps == list(range(slow.state["dropped"], 360))
 
 
-def test_what_nobody_asks_for_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_that_no_watcher_takes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_PART", 2000)
     monkeypatch.setattr("pointsman.core.observe.film.EVENTS_IN_A_CHUNK", 64)
     host, reader = Host(), Reader()
@@ -156,7 +156,7 @@ def test_what_nobody_asks_for_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     assert reader.steps == list(range(reader.state["dropped"], 900))
 
 
-def test_as_many_watch_as_may() -> None:
+def test_the_number_of_watchers_is_bounded() -> None:
     host = Host()
     for number in range(MAX_WATCHERS):
         host.live.take(number)
@@ -166,7 +166,7 @@ def test_as_many_watch_as_may() -> None:
     host.live.take("one more")
 
 
-def test_a_state_is_told_each_second_when_nothing_happens() -> None:
+def test_the_state_is_sent_each_second_while_idle() -> None:
     host = Host()
     assert [kind for kind, _ in read_records(host.live.take("me"))] == ["H", "S"]
     host.now = 0.5
@@ -175,7 +175,7 @@ def test_a_state_is_told_each_second_when_nothing_happens() -> None:
     assert [kind for kind, _ in read_records(host.live.take("me"))] == ["S"]
 
 
-def test_a_stream_that_was_cut_off_has_its_whole_records() -> None:
+def test_a_truncated_stream_has_its_whole_records() -> None:
     host = Host()
     stream = host.live.take("me")
     whole = list(read_records(stream))

@@ -1,4 +1,4 @@
-"""The server for pages on this machine."""
+"""The local server for pages."""
 
 from __future__ import annotations
 
@@ -90,7 +90,9 @@ def test_a_route_gets_body_and_query(server: LocalServer) -> None:
         ({"sec_fetch_site": "same-origin"}, 200),
     ],
 )
-def test_who_is_answered(server: LocalServer, headers: dict[str, str], status: int) -> None:
+def test_only_requests_with_token_and_own_origin_are_answered(
+    server: LocalServer, headers: dict[str, str], status: int
+) -> None:
     assert ask(server, "POST", "/double", b'{"number": 1}', **headers)[0] == status
 
 
@@ -105,8 +107,8 @@ def test_a_stream_ends_with_its_client(server: LocalServer) -> None:
     assert closed.wait(10)
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET / HT"], ids=["nothing sent", "a request begun"])
-def test_idle_connections_keep_no_page_out(server: LocalServer, sent: bytes) -> None:
+@pytest.mark.parametrize("sent", [b"", b"GET / HT"], ids=["silent", "incomplete request"])
+def test_idle_connections_do_not_block_a_page(server: LocalServer, sent: bytes) -> None:
     with ExitStack() as stack:
         for _ in range(3 * MAX_CONNECTIONS):
             sock = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=10))

@@ -1,4 +1,4 @@
-"""The page's reader says of a film what the library's says; tests/property/test_film.py holds that to the scheduler."""
+"""The page's reader agrees with the library's; tests/property/test_film.py compares that with the scheduler."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def films(folder: Path, numbers: Iterable[int]) -> list[Path]:
 
 
 def counts_at(film: Film, frame: int, step: int) -> dict[str, int]:
-    """What had happened when a step had been decided, from the events up to it."""
+    """The totals after the decision of a step, from the events up to it."""
     events, timeline = list(film.events(0, frame + 1)), timeline_of(film)[0]
     names, begun = film.header["names"], film.frames[frame]
     steps = [event.fields for event in events if event.op in (Op.STEP, Op.STEPS)]
@@ -84,7 +84,7 @@ def counts_at(film: Film, frame: int, step: int) -> dict[str, int]:
 
 
 def gained(film: Film, frame: int, state: State) -> dict[str, int]:
-    """Requests in each place, less those when the film began."""
+    """Number of requests in each state, minus the number when the film began."""
     gains, counts = Counter[str](), counts_at(film, frame, film.frames[frame].step_id)
     for found, sign in ((state, 1), (film.beginning(), -1)):
         for one in found.requests.values():
@@ -95,7 +95,7 @@ def gained(film: Film, frame: int, state: State) -> dict[str, int]:
 
 
 def longest_itl(film: Film) -> list[float]:
-    """Of each step's requests the longest time since their token before."""
+    """Of each step: the maximum time since the previous token of its requests."""
     last: dict[int, float] = {}
     flight: list[tuple[int, list[tuple[int, bool]]]] = [
         (-1, [(row.number, row.samples) for row in rows]) for rows in film.beginning().in_flight
@@ -144,7 +144,7 @@ def before(film: Film, frame: int, step: int, most: int) -> list[list[Any]]:
 
 
 def some_steps(film: Film, rng: random.Random) -> list[list[int | None]]:
-    """Back and forth: single steps, each of several that were done at once, and what was true when these were over."""
+    """Back and forth: single steps, each of several steps done at once, and the state after these."""
     runs = [index for index, frame in enumerate(film.frames) if frame.num_steps > 1]
     chosen: list[list[int | None]] = []
     for _ in range(min(12, len(film.frames))):
@@ -181,7 +181,7 @@ def expected(film: Film, frame: int, step: int | None) -> dict[str, Any]:
     }
 
 
-def test_the_columns_are_those_of_the_format() -> None:
+def test_the_columns_match_the_format() -> None:
     text = (Path(__file__).parents[2] / "pointsman" / "web" / "page" / "film.js").read_text()
     for kind, columns in COLUMNS.items():
         listed = text.split(f"  {kind}: ")[1].split(",\n")[0].strip('"`').split()
@@ -207,7 +207,7 @@ def test_states_words_and_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
                 place = sum(one.num_steps for one in film.frames[:frame]) + step - film.frames[frame].step_id
                 time = film.state_at(frame, step).time
                 assert state["ways"][:4] == [place, {"frame": frame, "step": step}, frame, time]
-                assert state["ways"][4] >= place  # later, if the next steps took no time
+                assert state["ways"][4] >= place  # larger, if the next steps took no time
                 assert state["counts"] == counts_at(film, frame, step)
                 assert state["places"] == gained(film, frame, film.state_at(frame, step))
                 assert state["before"] == before(film, frame, step, 12)
@@ -217,7 +217,7 @@ def test_states_words_and_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert answer["curves"]["waiting"] == timeline.num_waiting.tolist()
         size = config["num_blocks"] - config["num_reserved_blocks"]
         assert answer["curves"]["used"] == pytest.approx(1 - timeline.num_free_blocks / size)
-        if num_behind := sum(frame.chunk > 1 for frame in film.frames):  # a chunk is missing before them
+        if num_behind := sum(frame.chunk > 1 for frame in film.frames):  # frames after a missing chunk
             behind = [timeline.num_running[-num_behind:].tolist(), timeline.num_waiting[-num_behind:].tolist()]
             assert answer["behindGap"] == behind
         assert answer["notDrawn"] == []  # moves that the diagram of states lacks
@@ -227,7 +227,7 @@ def test_states_words_and_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             assert [(time, told) for time, told, _ in moments] == life.moments
             assert all(
                 any(
-                    told.startswith(one)  # a request that resumes has its cost behind it
+                    told.startswith(one)  # for a request that resumes, the cost is appended
                     for one in (answer["after"] if at == len(film.frames) else Teller(film).decided(at))
                 )
                 for _, told, at in moments
@@ -235,9 +235,7 @@ def test_states_words_and_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             assert waited == pytest.approx(life.waited) and ran == pytest.approx(life.ran)
 
 
-def test_a_film_cut_off_among_its_last_blocks_shows_its_whole_chunks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_film_truncated_in_its_blocks_shows_its_whole_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pointsman.core.observe.film.EVENTS_IN_A_CHUNK", 40)
     path = films(tmp_path, [0])[0]
     num_frames, data = len(Film.read(path).frames), path.read_bytes()
@@ -250,7 +248,7 @@ def test_a_film_cut_off_among_its_last_blocks_shows_its_whole_chunks(
     assert answer["states"][0]["references"] == expected(film, step[0], step[1])["references"]
 
 
-def test_what_is_no_film_is_refused_with_a_sentence(tmp_path: Path) -> None:
+def test_files_that_are_not_films_are_refused_with_a_sentence(tmp_path: Path) -> None:
     good = Filmed()
     replay(recorded(8_001, {}), good.watch)
     data = good.finish()

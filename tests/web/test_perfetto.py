@@ -10,8 +10,8 @@ from pointsman.web.timeline import timeline_of
 from tests.web.test_timeline import BUSY, film_of
 
 
-def test_a_trace(tmp_path: Path) -> None:
-    """Slices of a request lie within its own, no two of a track overlap, counters are those of the film."""
+def test_trace_matches_the_film(tmp_path: Path) -> None:
+    """Slices lie within their request's slice, slices of a track do not overlap, and counters equal the film's."""
     film, path = film_of(BUSY), tmp_path / "run.json"
     write_trace(film, path)
     trace = json.loads(path.read_text())
@@ -29,10 +29,10 @@ def test_a_trace(tmp_path: Path) -> None:
     assert running == timeline.num_running.tolist()
     marks = [event["name"] for event in trace["traceEvents"] if event["ph"] == "i"]
     assert len(marks) == timeline.num_preemptions.sum() > 0
-    assert all(" is preempted: " in mark and "was admitted last of those that run" in mark for mark in marks)
+    assert all(" is preempted: " in mark and "was the last one admitted" in mark for mark in marks)
 
 
-def test_no_more_requests_and_points_than_asked_for(tmp_path: Path) -> None:
+def test_the_numbers_of_requests_and_points_are_bounded(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     write_trace(film_of(BUSY), path, max_requests=2, max_points=10)
     trace = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""Which connections have a place, and which lose it."""
+"""Places of connections: who gets one, and who loses one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def pairs() -> Iterator[list[Pair]]:
 
 
 def lost(pairs: list[Pair]) -> list[int]:
-    """Those that the server has shut down."""
+    """The connections that the server has shut down."""
     found = []
     for number, (_, client) in enumerate(pairs):
         client.settimeout(0)
@@ -35,7 +35,7 @@ def lost(pairs: list[Pair]) -> list[int]:
     return found
 
 
-def test_the_one_that_has_been_idle_longest_loses_its_place(pairs: list[Pair]) -> None:
+def test_the_longest_idle_connection_loses_its_place(pairs: list[Pair]) -> None:
     a, b, c, d = (server for server, _ in pairs)
     places = Places(2)
     assert places.take(a) and places.take(b)
@@ -45,7 +45,7 @@ def test_the_one_that_has_been_idle_longest_loses_its_place(pairs: list[Pair]) -
     assert places.take(d) and lost(pairs) == [0, 1]
 
 
-def test_one_that_is_in_use_keeps_its_place(pairs: list[Pair]) -> None:
+def test_a_connection_in_use_keeps_its_place(pairs: list[Pair]) -> None:
     a, b, c, d = (server for server, _ in pairs)
     places = Places(2)
     assert places.take(a) and places.take(b)

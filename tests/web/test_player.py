@@ -68,8 +68,8 @@ def go_to(page: Any, step: int) -> None:
     at_step(page, step)
 
 
-def test_it_shows_what_the_film_says(visit: Callable[..., Any], film: bytes) -> None:
-    """Sentences, rows, waiting requests and blocks, at steps here and there, some of them done at once with others."""
+def test_the_page_shows_the_film(visit: Callable[..., Any], film: bytes) -> None:
+    """Sentences, rows, waiting requests and blocks at several steps, some of them done at once with others."""
     found, page = Film(io.BytesIO(film)), visit(film)
     teller = Teller(found)
     longest = max(range(len(found.frames)), key=lambda index: found.frames[index].num_steps)
@@ -99,14 +99,14 @@ def test_it_shows_what_the_film_says(visit: Callable[..., Any], film: bytes) -> 
         assert page.locator("[data-part=poolTitle]").inner_text().startswith(f"KV pool: {used} of 60 blocks in use")
 
 
-def test_a_title_may_be_called_like_a_part_of_the_page(visit: Callable[..., Any], film: bytes) -> None:
+def test_a_title_may_contain_the_name_of_a_part(visit: Callable[..., Any], film: bytes) -> None:
     page = visit(film, title="{script}.film {view}")
     at_step(page, 0)
     playwright.expect(page.locator("#title")).to_have_text("{script}.film {view}")
 
 
 def test_buttons_and_keys(visit: Callable[..., Any], film: bytes) -> None:
-    """They move by steps, through those that were done at once too."""
+    """They move by single steps, also through steps done at once."""
     found, page = Film(io.BytesIO(film)), visit(film)
     steps = [frame.step_id + place for frame in found.frames for place in range(frame.num_steps)]
     run = next(frame.step_id for frame in found.frames if frame.num_steps > 3)
@@ -157,7 +157,7 @@ def test_scrubbing(visit: Callable[..., Any], film: bytes) -> None:
 
 
 def test_following_a_request(visit: Callable[..., Any], film: bytes) -> None:
-    """Found by its id, its life and what it waited for are those of the film; its moments lead to their steps."""
+    """A request is found by its id; its life and waits equal the film's; its moments lead to their steps."""
     found, page = Film(io.BytesIO(film)), visit(film)
     number = max(range(len(found.requests)), key=lambda one: sum(life_of(found, one).waited.values()))
     life, name = life_of(found, number), found.requests[number].request_id
@@ -179,7 +179,7 @@ def test_following_a_request(visit: Callable[..., Any], film: bytes) -> None:
 
 
 def test_preemptions_are_found_by_key_mark_and_list(visit: Callable[..., Any], film: bytes) -> None:
-    """Forth and back from one to the next; a mark on the time line leads to its step; all of them stand in a list."""
+    """Keys go to the next and the previous one; a mark on the time line leads to its step; the list has all."""
     found, page = Film(io.BytesIO(film)), visit(film)
     preempted = [event.op is Op.PREEMPTED for event in found.events(0, None)].count(True)
     frames = [
@@ -210,7 +210,7 @@ def test_preemptions_are_found_by_key_mark_and_list(visit: Callable[..., Any], f
     assert [text.rpartition("; ")[2] for text in entries.all_inner_texts()] == costs
     recomputed = sum(one.num_recomputed_tokens or 0 for one in preemptions_of(found))
     title = page.locator("[data-part=preemptionsTitle]")
-    playwright.expect(title).to_have_text(f"{preempted} preemptions, {recomputed:,} tokens computed again")
+    playwright.expect(title).to_have_text(f"{preempted} preemptions, {recomputed:,} tokens recomputed")
     page.locator("[data-part=preemptions] button").nth(0).click()
     at_step(page, steps[0])
     assert any(" is preempted: " in one for one in told(page))
@@ -252,7 +252,7 @@ def test_the_arrow_keys_go_from_block_to_block(visit: Callable[..., Any], film: 
     at_step(page, 30)
 
 
-def test_counters_and_what_was_before(visit: Callable[..., Any], film: bytes) -> None:
+def test_counters_and_the_log_of_earlier_steps(visit: Callable[..., Any], film: bytes) -> None:
     """Counted up to the step; the sentences of the steps before lead to them."""
     found, page = Film(io.BytesIO(film)), visit(film)
     index = 2 * len(found.frames) // 3
@@ -276,8 +276,8 @@ def test_counters_and_what_was_before(visit: Callable[..., Any], film: bytes) ->
     assert told(page) == teller.decided(last)
 
 
-def test_states_and_ladder(visit: Callable[..., Any], film: bytes) -> None:
-    """Where requests are, which moves a step made, and what answered when memory was short."""
+def test_diagram_of_states_and_memory_ladder(visit: Callable[..., Any], film: bytes) -> None:
+    """The states of requests, the moves of a step, and the responses to memory pressure."""
     found, page = Film(io.BytesIO(film)), visit(film)
     ops = [[event.op for event in found.events(index, index + 1)] for index in range(len(found.frames))]
     index = next(index for index, one in enumerate(ops) if one.count(Op.PREEMPTED) == 1)
@@ -324,7 +324,7 @@ def test_states_and_ladder(visit: Callable[..., Any], film: bytes) -> None:
 
 
 def test_itl_on_the_time_line(visit: Callable[..., Any], film: bytes) -> None:
-    """The longest gap is seen where its step is, though many steps share a column of pixels."""
+    """The longest gap is visible at its step, even if many steps share a column of pixels."""
     found = Film(io.BytesIO(film))
     gaps = longest_itl(found)
     page = visit(film, viewport={"width": 360, "height": 800})
@@ -346,7 +346,7 @@ def test_itl_on_the_time_line(visit: Callable[..., Any], film: bytes) -> None:
     assert painted[:3] == [True, True, False] and painted[3] < found.num_steps
 
 
-def test_a_link_carries_step_and_request(visit: Callable[..., Any], film: bytes) -> None:
+def test_a_link_contains_step_and_request(visit: Callable[..., Any], film: bytes) -> None:
     found = Film(io.BytesIO(film))
     step, name = max(found.frames, key=lambda frame: frame.num_steps).step_id + 1, found.requests[3].request_id
     page = visit(film, f"#step={step}&request={name}")
@@ -382,7 +382,10 @@ def test_a_film_is_opened_from_a_file(visit: Callable[..., Any], film: bytes, tm
     at_step(page, 0)
     (tmp_path / "cut.film").write_bytes(film[: len(film) // 4])
     (tmp_path / "none.film").write_bytes(b"{}")
-    for name, why in (("none.film", "none.film: it is no film"), ("cut.film", "cut.film: the film's header is broken")):
+    for name, why in (
+        ("none.film", "none.film: it is not a film"),
+        ("cut.film", "cut.film: the film's header is broken"),
+    ):
         page.set_input_files("#file", tmp_path / name)
         playwright.expect(page.locator("#problem")).to_contain_text(why)
 
@@ -415,7 +418,7 @@ def test_markup_is_text(visit: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1920])
-def test_it_fits_and_can_be_read(visit: Callable[..., Any], film: bytes, scheme: str, width: int) -> None:
+def test_the_page_fits_and_is_accessible(visit: Callable[..., Any], film: bytes, scheme: str, width: int) -> None:
     """No sideways scrolling at a phone's width, and nothing serious that axe-core finds."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright")
     page = visit(film, "#step=60", color_scheme=scheme, viewport={"width": width, "height": 900}, bypass_csp=True)
@@ -427,6 +430,6 @@ def test_it_fits_and_can_be_read(visit: Callable[..., Any], film: bytes, scheme:
     assert serious == []
 
 
-def test_a_film_that_is_too_large_is_refused() -> None:
-    with pytest.raises(ValueError, match="a page carries"):
+def test_too_large_a_film_is_refused() -> None:
+    with pytest.raises(ValueError, match="a page holds at most"):
         page_of(bytes(MAX_FILM + 1), "large")

@@ -1,4 +1,4 @@
-"""The sandbox: what is done and undone, other settings for the same requests, situations, and what is copied."""
+"""The sandbox: actions and undo, other settings for the same requests, situations, and copies."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def any_action(draw: random.Random, sandbox: Sandbox) -> dict[str, Any]:
 
 @pytest.mark.parametrize("seed", seeds(3, 60))
 def test_undo_and_redo_are_exact(seed: int) -> None:
-    """Of anything that is done: the same bytes of the film, the same requests, and a copied test that passes."""
+    """For any action: the same bytes of the film, the same requests, and a copied test that passes."""
     draw, sandbox = random.Random(seed), Sandbox()
     states = [sandbox.answer()]
     for _ in range(40):
@@ -109,7 +109,7 @@ def without_history(answer: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in answer.items() if name not in ("undo", "redo")}
 
 
-def test_what_is_done_after_an_undo_is_what_is_done_next() -> None:
+def test_an_action_after_an_undo_replaces_the_redo() -> None:
     sandbox = done(
         {"do": "add", "prompt": 10, "output": 5},
         {"do": "step"},
@@ -121,10 +121,10 @@ def test_what_is_done_after_an_undo_is_what_is_done_next() -> None:
         sandbox.do({"do": "redo"})
 
 
-# ---------------------------------------------------------------------- what the scheduler knows, and when
+# ---------------------------------------------------------------------- the scheduler's knowledge, and its times
 
 
-def test_requests_run_as_long_as_the_sandbox_says() -> None:
+def test_requests_generate_their_stated_number_of_tokens() -> None:
     sandbox = done({"do": "add", "prompt": 64, "output": 20}, {"do": "run"})
     assert request(sandbox, "A")["why"] == "finished: stop"
     assert (request(sandbox, "A")["generated"], sandbox.played.num_steps) == (20, 20)
@@ -132,7 +132,7 @@ def test_requests_run_as_long_as_the_sandbox_says() -> None:
     assert (request(capped, "A")["why"], request(capped, "A")["generated"]) == ("finished: length", 7)
 
 
-def test_a_step_takes_the_time_that_is_stated() -> None:
+def test_a_step_takes_its_stated_time() -> None:
     """10 ms, and 0.1 ms a token: 40 tokens of the prompt in the first, one in each other."""
     sandbox = done({"do": "add", "prompt": 40, "output": 3}, {"do": "step"})
     assert sandbox.played.now == pytest.approx(0.014)
@@ -143,7 +143,7 @@ def test_a_step_takes_the_time_that_is_stated() -> None:
 
 
 @pytest.mark.parametrize("order", ["fcfs", "shortest-prefill", "earliest-ttft"])
-def test_no_policy_foresees_an_output(order: str) -> None:
+def test_no_policy_can_predict_an_output(order: str) -> None:
     """Other lengths of outputs change nothing before the first request ends."""
     films = []
     for seed in (1, 2):
@@ -163,8 +163,8 @@ def test_an_idle_scheduler_waits_for_the_next_arrival() -> None:
     run_copied(sandbox.as_test())
 
 
-def test_prefixes_are_shared_into_the_output() -> None:
-    """A conversation: the second request starts with prompt and answer of the first, as far as blocks are full."""
+def test_shared_prefixes_extend_into_the_output() -> None:
+    """A conversation: the second request shares the full blocks of the first one's prompt and output."""
     sandbox = done(
         {"do": "add", "prompt": 40, "output": 30},
         {"do": "run"},
@@ -175,11 +175,11 @@ def test_prefixes_are_shared_into_the_output() -> None:
     assert request(sandbox, "B")["shared"] == 69
     assert played.figures()["cached_tokens"] == 64
     other = done({"do": "add", "prompt": 100, "output": 5}, {"do": "step"}, sandbox=sandbox)
-    assert other.played.figures()["cached_tokens"] == 64  # C is like nothing
+    assert other.played.figures()["cached_tokens"] == 64  # C shares nothing
 
 
-def test_an_abort_and_a_priority_happen_when_they_did() -> None:
-    """Other settings do not move them, and a reset takes them away."""
+def test_aborts_and_priorities_keep_their_times() -> None:
+    """Other settings do not move them, and a reset removes them."""
     sandbox = done(
         *({"do": "add", "prompt": 64, "output": 50} for _ in range(3)),
         {"do": "settings", "settings": {"max_num_seqs": 1, "order": "priority"}},
@@ -199,7 +199,7 @@ def test_an_abort_and_a_priority_happen_when_they_did() -> None:
     assert [request(sandbox, name)["why"] for name in "ABC"] == ["finished: stop"] * 3
 
 
-def test_a_request_that_has_not_arrived_is_taken_away() -> None:
+def test_aborting_a_future_request_removes_it() -> None:
     sandbox = done({"do": "add", "prompt": 8, "output": 2}, {"do": "add", "prompt": 8, "output": 2, "at": 5})
     sandbox.do({"do": "add", "prompt": 8, "output": 2, "at": 6, "like": "B"})
     with pytest.raises(SandboxError, match="starts like it"):
@@ -220,15 +220,15 @@ def test_other_settings_play_the_same_requests() -> None:
     assert after["before"] == before["figures"]
     assert [each["ttft_before"] for each in after["requests"]] == [each["ttft"] for each in before["requests"]]
     assert (before["figures"]["preemptions"], after["figures"]["preemptions"]) == (3, 0)
-    assert after["figures"]["steps"] == 60  # as many as were done
+    assert after["figures"]["steps"] == 60  # the same number as before
     sandbox.do({"do": "run"})
     sandbox.do({"do": "settings", "settings": {"num_blocks": 24}})
-    assert sandbox.played.is_over  # what was run to its end is run to its end
+    assert sandbox.played.is_over  # a complete run stays complete
     assert sandbox.scene.inputs == situation("preemption").scene.inputs
 
 
-def test_settings_are_compared_with_those_of_the_beginning() -> None:
-    """However often they change, and with the same requests and steps; until it is asked for otherwise."""
+def test_settings_are_compared_with_the_first_ones() -> None:
+    """However often they change, with the same requests and steps, until the base is changed."""
     sandbox = done({"do": "situation", "name": "preemption"}, {"do": "run"})
     begin = sandbox.answer()
     assert begin["before"] is None and begin["changed"] == []
@@ -264,8 +264,8 @@ def test_time_does_not_go_back_after_waiting_for_a_refused_request() -> None:
     assert sandbox.played.now == 0
 
 
-def test_who_is_taken_away_leaves_nothing_behind() -> None:
-    """What was done to it under other settings does not meet the next request of its id."""
+def test_a_removed_request_leaves_no_inputs_behind() -> None:
+    """Its inputs under other settings do not apply to the next request with its id."""
     sandbox = done(
         {"do": "add", "prompt": 20, "output": 40},
         {"do": "add", "prompt": 20, "output": 40, "at": 0.2},
@@ -280,7 +280,7 @@ def test_who_is_taken_away_leaves_nothing_behind() -> None:
     assert request is not None and request.priority == 0
 
 
-def test_a_chain_of_shared_prefixes_is_played_at_once() -> None:
+def test_a_chain_of_shared_prefixes_is_played_quickly() -> None:
     """Each of 500 requests begins like the one before; a longer one has more of its own text."""
     arrivals = [Arrival("r0", 4, 1)]
     arrivals += [Arrival(f"r{n}", 4 + n, 1, starts_like=f"r{n - 1}", num_shared_tokens=3 + n) for n in range(1, 500)]
@@ -291,8 +291,8 @@ def test_a_chain_of_shared_prefixes_is_played_at_once() -> None:
     assert len({tuple(each) for each in prompts}) == 500
 
 
-def test_every_setting_can_be_set_to_what_it_is_and_to_its_bounds() -> None:
-    """Whatever is refused is refused in words."""
+def test_every_setting_accepts_its_value_and_its_bounds() -> None:
+    """Every refusal has a remedy."""
     sandbox = done({"do": "add", "prompt": 30, "output": 3}, {"do": "run"})
     now = sandbox.answer()["settings"]
     assert set(now) == {each.name for each in SETTINGS}
@@ -328,8 +328,12 @@ OUT_OF_RANGE: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
     ([], {**A, "at": math.nan}, "at is nan; it must be a number between 0 and 3600"),
     ([], {**A, "at": 10**400}, "at is 1000.*it must be a number between 0 and 3600"),
     ([], {**A, "at": -1}, "at is -1; it must be between 0 and 3600"),
-    ([A, {"do": "step"}], {**A, "at": 0.001}, "at is 0.001 s, and it is 0.0164 s; give that or later, or reset first"),
-    ([A], {**A, "id": "A"}, "id is 'A', and a request has it; choose another one"),
+    (
+        [A, {"do": "step"}],
+        {**A, "at": 0.001},
+        "at is 0.001 s, and the time is 0.0164 s; give that or later, or reset first",
+    ),
+    ([A], {**A, "id": "A"}, "id is 'A', which another request has; choose another id"),
     ([], {**A, "id": "x" * 61}, "it must be 1 to 60 printable characters"),
     ([A], {**A, "like": "B"}, "like is 'B', and no request has that id; choose one of A"),
     ([A], {**A, "like": "A", "shared": 65}, "shared is 65; it must be between 1 and 64"),
@@ -339,11 +343,11 @@ OUT_OF_RANGE: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
     ([A], {"do": "step", "count": MAX_STEPS + 1}, f"count is {MAX_STEPS + 1}; it must be between 1 and {MAX_STEPS}"),
     ([A, {"do": "step"}], {"do": "step", "count": MAX_STEPS}, f"give at most {MAX_STEPS - 1}, or reset"),
     ([A, {"do": "run"}], {"do": "run"}, "nothing is left to schedule"),
-    ([A, {"do": "run"}], {"do": "abort", "id": "A"}, "A has finished; undo steps to have it back"),
+    ([A, {"do": "run"}], {"do": "abort", "id": "A"}, "A has finished; undo steps to restore it"),
     ([A], {"do": "abort", "id": "B"}, "no request is called 'B'; choose one of A"),
     ([A], {"do": "priority", "id": "A", "priority": "high"}, "priority is 'high'; it must be an integer"),
     ([], {"do": "situation", "name": "peace"}, "no situation is called 'peace'; choose one of static"),
-    ([], {"do": "compare_from_here"}, "compared with already; change one first"),
+    ([], {"do": "compare_from_here"}, "already uses these settings; change one first"),
     ([], {"do": "what_if"}, "what_if belongs to a situation; choose one first"),
     ([], {"do": "settings", "settings": {}}, "these are the settings already; change one"),
     ([], {"do": "settings", "settings": 3}, "settings is 3; give an object"),
@@ -363,8 +367,8 @@ OUT_OF_RANGE: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("before", "action", "why"), OUT_OF_RANGE)
-def test_what_cannot_be_done_is_refused_in_words(before: list[Any], action: dict[str, Any], why: str) -> None:
-    """Value, limit and remedy; and nothing changes."""
+def test_impossible_actions_are_refused_with_a_reason(before: list[Any], action: dict[str, Any], why: str) -> None:
+    """The error has value, limit and remedy; nothing changes."""
     sandbox = done(*before)
     answer = sandbox.answer()
     with pytest.raises(SandboxError, match=why):
@@ -372,15 +376,15 @@ def test_what_cannot_be_done_is_refused_in_words(before: list[Any], action: dict
     assert sandbox.answer() == answer
 
 
-def test_a_sandbox_is_bounded() -> None:
+def test_the_size_of_a_sandbox_is_bounded() -> None:
     many = tuple(Arrival(f"{n}", 1, 1) for n in range(MAX_REQUESTS))
     sandbox = Sandbox(Scene(START, many))
-    with pytest.raises(SandboxError, match=r"these are 501 requests, and 500 is the most; remove some"):
+    with pytest.raises(SandboxError, match=r"the scene has 501 requests, and the maximum is 500; remove some"):
         sandbox.do(A)
     endless = Sandbox(Scene(START, tuple(Arrival(f"{n}", 1, 9_000) for n in range(4)), num_steps=MAX_STEPS + 5))
     assert endless.played.num_steps <= MAX_STEPS
     long = tuple(Arrival(f"{n}", 100_000, 1) for n in range(21))
-    with pytest.raises(SandboxError, match="2,100,000 tokens of prompts, and 2,000,000 is the most"):
+    with pytest.raises(SandboxError, match="2,100,000 tokens of prompts, and the maximum is 2,000,000"):
         Sandbox(Scene(START, long))
 
 
@@ -415,7 +419,7 @@ PROMISES: dict[str, Callable[[dict[str, Any], dict[str, Any], Figures, Figures],
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_situation_shows_what_it_promises(name: str) -> None:
+def test_a_situation_shows_its_stated_effect(name: str) -> None:
     sandbox = done({"do": "run"}, sandbox=situation(name))
     before = sandbox.answer()
     sandbox.do({"do": "what_if"})
@@ -427,7 +431,7 @@ def test_a_situation_shows_what_it_promises(name: str) -> None:
     assert PROMISES[name](before, after, before["figures"], after["figures"])
 
 
-def test_a_request_that_never_fits_says_so() -> None:
+def test_a_request_that_never_fits_is_refused() -> None:
     sandbox = done({"do": "run"}, sandbox=situation("never"))
     assert request(sandbox, "too-long")["state"] == "refused"
     assert "needs 19 KV blocks of 16, and the pool has 16" in request(sandbox, "too-long")["why"]
@@ -436,7 +440,7 @@ def test_a_request_that_never_fits_says_so() -> None:
     assert "pytest.raises(RequestRefused)" in sandbox.as_test()
 
 
-# ---------------------------------------------------------------------- what is copied
+# ---------------------------------------------------------------------- copies
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -451,7 +455,7 @@ def test_the_copied_test_passes_midway_and_can_fail(name: str) -> None:
         run_copied(other)
 
 
-def test_the_copied_test_keeps_ids_as_they_are() -> None:
+def test_the_copied_test_keeps_ids() -> None:
     name = 'it\'s "so" {x} \\ </script>'
     sandbox = done({**A, "id": name, "tenant": "t'"}, {**A, "like": name, "shared": 40}, {"do": "step", "count": 2})
     run_copied(sandbox.as_test())
@@ -462,7 +466,7 @@ def test_the_copied_test_keeps_ids_as_they_are() -> None:
 
 @pytest.mark.parametrize("name", ["static", "chunks", "thrash", "priority", "fairness"])
 def test_a_film_becomes_a_scene_that_plays_to_the_same_decisions(name: str) -> None:
-    """Step times included: those of the scene are a constant and one for each token, which the fit finds."""
+    """Including step times: the scene has a constant and a time for each token, which the fit finds."""
     played = done({"do": "run"}, sandbox=situation(name)).played
     remade = remake(Film(io.BytesIO(played.film)), MAX_REQUESTS, MAX_PROMPTS)
     assert remade.num_left_out == 0
@@ -473,14 +477,14 @@ def test_a_film_becomes_a_scene_that_plays_to_the_same_decisions(name: str) -> N
     assert [sandbox.played.figures()[each] for each in names] == [played.figures()[each] for each in names]
 
 
-def test_of_a_long_film_the_first_requests_are_taken() -> None:
+def test_a_long_film_gives_a_scene_of_its_first_requests() -> None:
     played = done({"do": "run"}, sandbox=situation("static")).played
     remade = remake(Film(io.BytesIO(played.film)), 5, 10_000)
     assert (len(remade.scene.arrivals), remade.num_left_out) == (5, 19)
     assert len(remake(Film(io.BytesIO(played.film)), 500, 50).scene.arrivals) == 3
 
 
-def test_an_abort_of_a_film_is_one_of_the_scene() -> None:
+def test_aborts_of_a_film_are_in_the_scene() -> None:
     sandbox = done(A, A, {"do": "step", "count": 5}, {"do": "abort", "id": "A"}, {"do": "run"})
     remade = remake(Film(io.BytesIO(sandbox.played.film)), MAX_REQUESTS, MAX_PROMPTS)
     again = done({"do": "run"}, sandbox=Sandbox(remade.scene))
@@ -488,7 +492,7 @@ def test_an_abort_of_a_film_is_one_of_the_scene() -> None:
     assert request(again, "A")["generated"] in (4, 5)  # its time is rounded to a microsecond
 
 
-def test_settings_that_a_scene_has_not_are_left_out() -> None:
+def test_settings_that_a_scene_lacks_are_dropped() -> None:
     config = SchedulerConfig(num_blocks=32, max_model_len=256, max_steps_in_flight=2, num_draft_tokens=2)
     played = play(Scene(config.replace(max_steps_in_flight=1), (Arrival("A", 20, 5),), to_the_end=True))
     scene = remake(Film(io.BytesIO(played.film)), MAX_REQUESTS, MAX_PROMPTS).scene

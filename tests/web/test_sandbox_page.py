@@ -86,7 +86,7 @@ def test_requests_steps_and_undo(visit: Callable[..., Any]) -> None:
 
 
 def test_other_settings_play_the_same_requests(visit: Callable[..., Any]) -> None:
-    """Proposed by a situation, and set by hand; figures of before stand beside those of now."""
+    """Proposed by a situation, and set by hand; the earlier figures are shown beside the current ones."""
     page = visit()
     page.select_option("#situation", "preemption")
     page.click("#do-situation")
@@ -107,7 +107,7 @@ def test_other_settings_play_the_same_requests(visit: Callable[..., Any]) -> Non
     playwright.expect(page.locator("#changed")).to_have_text("")
     playwright.expect(page.locator("[data-part=about]")).to_contain_text("12 blocks of 16 tokens")
     playwright.expect(page.locator("[data-part=about]")).to_contain_text("order shortest-prefill")
-    assert int(preempted.nth(1).inner_text().removeprefix("before: ")) > 0  # those of the beginning
+    assert int(preempted.nth(1).inner_text().removeprefix("before: ")) > 0  # under the first settings
     page.press("[name=num_blocks]", "Enter")  # nothing to apply
     playwright.expect(page.locator("#changed")).to_have_text("")
     playwright.expect(page.locator("#problem")).to_be_hidden()
@@ -115,8 +115,8 @@ def test_other_settings_play_the_same_requests(visit: Callable[..., Any]) -> Non
     playwright.expect(page.locator("#comparing")).to_be_hidden()
 
 
-def test_what_came_out_is_saved(visit: Callable[..., Any], tmp_path: Path, open_page: Callable[..., Any]) -> None:
-    """As a film, and as a page with the run of before beside it, which needs no server."""
+def test_the_outcome_can_be_saved(visit: Callable[..., Any], tmp_path: Path, open_page: Callable[..., Any]) -> None:
+    """As a film, and as a page that compares it with the earlier run and needs no server."""
     page = visit()
     page.select_option("#situation", "preemption")
     page.click("#do-situation")
@@ -126,7 +126,7 @@ def test_what_came_out_is_saved(visit: Callable[..., Any], tmp_path: Path, open_
     says(page, "6 finished")
     page.click("#do-what-if")
     preempted = page.locator("#outcome div", has_text="preemptions").locator("dd")
-    playwright.expect(preempted.first).to_have_text("0")  # "6 finished" is said of the run before, too
+    playwright.expect(preempted.first).to_have_text("0")  # the earlier run also has "6 finished"
     with page.expect_download() as saved:
         page.click("#save-film")
     film = Film.read(saved.value.path())
@@ -141,7 +141,7 @@ def test_what_came_out_is_saved(visit: Callable[..., Any], tmp_path: Path, open_
     assert int(row[0]) > 0 and row[1] == "0"
 
 
-def test_what_is_on_the_form_is_played_before_it_is_copied_or_saved(visit: Callable[..., Any]) -> None:
+def test_changed_settings_must_be_played_before_copying_or_saving(visit: Callable[..., Any]) -> None:
     page = visit()
     page.select_option("#situation", "preemption")
     page.click("#do-situation")
@@ -158,8 +158,8 @@ def test_what_is_on_the_form_is_played_before_it_is_copied_or_saved(visit: Calla
     playwright.expect(page.locator("#copy")).to_have_value(re.compile("--watermark 0.1"))
 
 
-def test_what_was_tried_is_kept_in_a_table(visit: Callable[..., Any]) -> None:
-    """For the same requests: one more, and the table begins anew."""
+def test_attempts_are_listed_in_a_table(visit: Callable[..., Any]) -> None:
+    """For the same requests: after another request the table begins again."""
     page = visit()
     page.select_option("#situation", "preemption")
     page.click("#do-situation")
@@ -178,7 +178,7 @@ def test_what_was_tried_is_kept_in_a_table(visit: Callable[..., Any]) -> None:
     playwright.expect(page.locator("#attempts")).to_be_hidden()
 
 
-def test_what_cannot_be_is_said(visit: Callable[..., Any]) -> None:
+def test_impossible_actions_show_an_error(visit: Callable[..., Any]) -> None:
     page = visit()
     add(page, 0, 3)
     playwright.expect(page.locator("#problem")).to_contain_text("prompt is 0; it must be between 1 and 100000")
@@ -188,7 +188,7 @@ def test_what_cannot_be_is_said(visit: Callable[..., Any]) -> None:
     says(page, ": 1 waiting")
 
 
-def test_test_and_settings_are_copied(visit: Callable[..., Any], server: Any) -> None:
+def test_copying_the_test_and_the_settings(visit: Callable[..., Any], server: Any) -> None:
     origin = server.url.partition("/#")[0]
     page = visit()
     page.context.grant_permissions(["clipboard-read", "clipboard-write"], origin=origin)
@@ -211,7 +211,7 @@ def test_test_and_settings_are_copied(visit: Callable[..., Any], server: Any) ->
     assert vllm[vllm.index("--max-num-batched-tokens") + 1] == "128"
 
 
-def test_keys_alone(visit: Callable[..., Any]) -> None:
+def test_the_sandbox_works_with_keys_only(visit: Callable[..., Any]) -> None:
     page = visit()
     page.focus("#add [name=prompt]")
     page.keyboard.press("Control+a")
@@ -227,7 +227,7 @@ def test_keys_alone(visit: Callable[..., Any]) -> None:
     says(page, "After 1 step, ")
     page.keyboard.press("r")
     says(page, "1 finished")
-    page.keyboard.press("ArrowLeft")  # in the film of what was done
+    page.keyboard.press("ArrowLeft")  # in the film
     playwright.expect(page.locator("[data-part=number]")).not_to_have_value(re.compile("^0$"))
 
 
@@ -246,8 +246,8 @@ def test_sizes_and_accessibility(visit: Callable[..., Any], width: int, scheme: 
     assert [each["id"] for each in found if each["impact"] in ("serious", "critical")] == []
 
 
-def test_nobody_acts_without_the_token(server: Any) -> None:
-    """It is in no request of the page itself, and each action needs it."""
+def test_actions_need_the_token(server: Any) -> None:
+    """The page's own request lacks it, and every action needs it."""
     origin = server.url.partition("/#")[0]
     with urllib.request.urlopen(origin + "/", timeout=10) as answer:
         assert server.token not in answer.read().decode()

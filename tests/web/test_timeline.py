@@ -27,7 +27,7 @@ def film_of(lengths: list[tuple[int, int]], **changes: Any) -> Film:
 
 
 def test_tokens_add_up() -> None:
-    """Every prompt token, and what preemptions lost, is prefilled once; every other token is decoded."""
+    """Every prompt token, and every token lost to a preemption, is prefilled once; every other token is decoded."""
     film = film_of(BUSY, enable_prefix_caching=False)
     timeline, _ = timeline_of(film)
     lost = sum(event.fields["lost"] for event in film.events(0, None) if event.op is Op.PREEMPTED)
@@ -36,11 +36,11 @@ def test_tokens_add_up() -> None:
     total = timeline.num_prefill_tokens.sum() + timeline.num_decode_tokens.sum()
     generated = sum(output for _, output in BUSY)
     assert total == sum(prompt for prompt, _ in BUSY) + generated - len(BUSY) + lost
-    # One that had its first token computes the newest one along with what it lost.
+    # A request that had its first token computes the newest one together with its lost tokens.
     assert 0 <= timeline.num_prefill_tokens.sum() - sum(prompt for prompt, _ in BUSY) - lost <= resumed
 
 
-def test_curves_are_the_states_of_the_film() -> None:
+def test_curves_match_the_states_of_the_film() -> None:
     film = film_of(BUSY)
     timeline, _ = timeline_of(film)
     for frame in range(0, len(film.frames), 3):
@@ -54,7 +54,7 @@ def test_curves_are_the_states_of_the_film() -> None:
             assert timeline.blocked[frame] == state.requests[state.blocker].reason
 
 
-def test_spans_are_the_lives() -> None:
+def test_spans_match_the_lives() -> None:
     film = film_of(BUSY)
     _, spans = timeline_of(film)
     seconds: dict[tuple[int, bool], float] = defaultdict(float)
@@ -76,7 +76,7 @@ def test_means_keep_the_area() -> None:
 
 
 @pytest.mark.parametrize("kind", ["png", "svg"])
-def test_a_picture(tmp_path: Path, kind: str) -> None:
+def test_a_picture_can_be_drawn(tmp_path: Path, kind: str) -> None:
     pytest.importorskip("matplotlib")
     figure = draw(film_of(BUSY), "a $title$")
     path = tmp_path / f"run.{kind}"
@@ -91,7 +91,7 @@ def test_a_picture(tmp_path: Path, kind: str) -> None:
 
 
 def assert_legible(figure: Any) -> None:
-    """Each part has room of its own."""
+    """No two parts overlap."""
     assert [round(axes.get_position().height, 2) for axes in figure.axes] == [0.17, 0.17, 0.38, 0.17]
 
 
@@ -113,8 +113,8 @@ def test_a_picture_of_a_run_without_preemptions(tmp_path: Path) -> None:
         draw(Film(io.BytesIO(file.getvalue())), "nothing")
 
 
-def test_a_picture_of_nothing_much() -> None:
-    """A film of one step, with an id that is no label."""
+def test_a_picture_of_one_step() -> None:
+    """A film of one step, with an id that is not a valid label."""
     pytest.importorskip("matplotlib")
     scheduler = Scheduler(SchedulerConfig(**CONFIG))
     file = io.BytesIO()

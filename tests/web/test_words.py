@@ -1,4 +1,4 @@
-"""What events and reasons to wait are called stands once, in `words.py`; pages have it from there."""
+"""The words for events and reasons exist once, in `words.py`; pages use them from there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAGE = files("pointsman.web").joinpath("page")
 
 
 def texts(words: Any) -> Iterator[str]:
-    """Every text of two words or more, and 10 letters, that a template is made of."""
+    """Every text in the templates that has at least two words and 10 letters."""
     if isinstance(words, dict):
         words = list(words.values())
     if isinstance(words, str):
@@ -52,7 +52,7 @@ def test_every_event_but_steps_has_a_sentence() -> None:
     assert len(RECOVERIES) == 3 and len(set(MOVES)) == len(MOVES)
 
 
-def test_no_script_of_a_page_has_a_text_of_its_own_for_them() -> None:
+def test_no_script_has_its_own_copy_of_a_text() -> None:
     every = set(texts(page_words()))
     assert len(every) > 60 and " is preempted: " in every
     for script in PAGE.iterdir():
@@ -61,7 +61,7 @@ def test_no_script_of_a_page_has_a_text_of_its_own_for_them() -> None:
             assert [text for text in every if text in source] == [], script.name
 
 
-def test_a_page_carries_the_words_before_its_scripts() -> None:
+def test_a_page_contains_the_words_before_its_scripts() -> None:
     page = assemble("player", "a film", scripts=("figures.js",))
     strict, words = page.split("<script>")[-1].splitlines()[:2]
     assert strict == '"use strict";'

@@ -4,18 +4,19 @@
 
     client -> Serve's proxy -> Api (one replica) -> engines, in the replicas of EngineHost, on any node
 
-`Api` is the API process of `pointsman serve`, and its engines are processes on the nodes of the cluster, which connect
-to it (`server/service/remote.py`). So requests are routed by exact blocks of tokens, and when an engine, its replica or
-its node dies, its requests go on in another one. Serve places the replicas, replaces those that die or whose engines
-did, and scales them by the requests that wait.
+`Api` is the API process of `pointsman serve`. Its engines are processes on the nodes of the cluster, which connect to
+it (`server/service/remote.py`). So requests are routed by exact blocks of tokens, and when an engine, its replica or
+its node dies, another engine continues its requests. Serve places the replicas, scales them by the number of waiting
+requests, and replaces replicas that die or whose engines died.
 
-    arguments.py    what `serve run` passes: the options of `pointsman serve`, and Serve's own
-    cluster.py      what is checked before anything starts
+    arguments.py    the arguments of `serve run`: options of `pointsman serve`, and Serve's own
+    cluster.py      checks of the cluster before anything starts
     deployments.py  the two deployments
-    status.py       what the API reads from the application's status
-    autoscaling.py  how many replicas are wanted
+    status.py       reads the application's status for the API
+    autoscaling.py  the number of replicas
 
-The one entry point that is not below `pointsman.cli`: to a cluster it is what `pointsman serve` is to a machine.
+This is the one entry point that is not below `pointsman.cli`: it is for a cluster what `pointsman serve` is for a
+machine.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from pointsman.integrations.ray.arguments import RayError, read_arguments
 
 
 def build_app(arguments: Mapping[str, Any]) -> Any:
-    """The Serve application. For `serve run`, `serve build` and the configuration files of Serve.
+    """Build the Serve application, for `serve run`, `serve build` and the configuration files of Serve.
 
     Args:
-        arguments: options by name, as text (`serve run`) or with their types (a configuration file): those of
-            `pointsman serve`, which hold for each replica, and those of a deployment (`arguments.py`).
+        arguments: options by name, as text (`serve run`) or with their types (a configuration file): the options of
+            `pointsman serve`, which apply to each replica, and the options of a deployment (`arguments.py`).
 
     Raises:
-        RayError: an option is wrong, the cluster cannot be reached, is too small for the replicas, has not the model,
+        RayError: an option is wrong; the cluster cannot be reached, is too small for the replicas, or lacks the model;
             or the port of Serve's proxy is taken.
     """
     try:
@@ -50,11 +51,11 @@ def build_app(arguments: Mapping[str, Any]) -> Any:
         check_cluster(settings)
         return application(settings)
     except RayError as error:
-        raise for_the_caller(error) from None
+        raise for_caller(error) from None
 
 
-def for_the_caller(error: RayError) -> Exception:
-    """The error as one line, where the caller is a command line; else as it is."""
+def for_caller(error: RayError) -> Exception:
+    """The error as one line if the caller is a command line; otherwise unchanged."""
     import click
 
     if click.get_current_context(silent=True) is None:

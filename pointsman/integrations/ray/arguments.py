@@ -1,9 +1,9 @@
-"""The arguments of `build_app`: options of `pointsman serve` by their names there, and of the deployments.
+"""The arguments of `build_app`: options of `pointsman serve`, under their names there, and options of the deployments.
 
-    model=demo num_blocks=512 order=priority               each replica's; the same checks as on the command line
-    num_replicas=2 ray_actor_options='{"num_cpus": 2}'     of the deployment of engines, as Serve calls them
+    model=demo num_blocks=512 order=priority               of each replica; the same checks as on the command line
+    num_replicas=2 ray_actor_options='{"num_cpus": 2}'     of the deployment of engines, under Serve's names
 
-`serve run` passes text: numbers and yes/no are read from it, and what is a mapping, or a list, is JSON. A configuration
+`serve run` passes text. Numbers and yes/no are parsed from it, and mappings and lists are read as JSON. A configuration
 file of Serve passes values with their types.
 """
 
@@ -24,7 +24,7 @@ NO_MEANING = {
     "port": "Serve's proxies listen; give http_options in a configuration file of Serve, or serve start --http-port",
     "drain_delay": "Serve's proxies stop sending by themselves; leave it out",
 }
-"""Options of `pointsman serve` without a meaning here, and the remedy."""
+"""Options of `pointsman serve` that have no meaning here, each with the remedy."""
 SERVE_OPTIONS: dict[str, Any] = {
     "num_replicas": int,
     "autoscaling_config": dict,
@@ -37,7 +37,7 @@ SERVE_OPTIONS: dict[str, Any] = {
     "api_ray_actor_options": dict,
     "check_resources": bool,
 }
-"""Options of the deployments: those of Serve, and two more."""
+"""Options of the deployments: Serve's own, and two more."""
 WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -47,22 +47,24 @@ class RayError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaySettings:
-    """What `build_app` was asked for, checked as far as possible without a cluster."""
+    """The arguments of `build_app`, checked as far as possible without a cluster."""
 
     serve: ServeSettings
-    """Of each replica, and of the API."""
+    """Settings of each replica, and of the API."""
     num_replicas: int = 1
-    """Replicas of engines; of those that autoscaling may start, the most."""
+    """Number of replicas of engines; with autoscaling, the maximum."""
     autoscaling: dict[str, Any] | None = None
-    """Serve's `autoscaling_config` without what this application sets itself; None: a fixed number of replicas."""
+    """Serve's `autoscaling_config` without the keys that this application sets itself; None: a fixed number of
+    replicas.
+    """
     target_ongoing_requests: float | None = None
-    """Open requests for each replica, from `autoscaling_config`; None: as many as its engines run at once."""
+    """Open requests for each replica, from `autoscaling_config`; None: the number that its engines run at once."""
     engine_options: dict[str, Any] = field(default_factory=dict)
     """Options of the deployment of engines."""
     api_actor_options: dict[str, Any] = field(default_factory=dict)
     """`ray_actor_options` of the API."""
     check_resources: bool = True
-    """Whether it is an error that the cluster has not the nodes for all replicas."""
+    """Whether it is an error if the cluster lacks the nodes for all replicas."""
 
     @property
     def engines_per_replica(self) -> int:
@@ -71,7 +73,7 @@ class RaySettings:
 
     @property
     def num_engines(self) -> int:
-        """All that there may be at once."""
+        """Maximum number of engines at once."""
         return self.num_replicas * self.engines_per_replica
 
 
@@ -80,7 +82,7 @@ def read_arguments(arguments: Mapping[str, Any], environment: Mapping[str, str])
 
     Args:
         arguments: as Serve passes them.
-        environment: environment variables, which may hold secrets.
+        environment: environment variables; these may hold secrets.
 
     Raises:
         RayError: an argument is unknown, has another type, or is out of range.
@@ -116,10 +118,10 @@ def read_arguments(arguments: Mapping[str, Any], environment: Mapping[str, str])
 
 
 def read_value(name: str, value: Any, kind: Any) -> Any:
-    """A value of an argument. Text is read as the kind of value that is wanted.
+    """The value of an argument. Text is converted to the expected type.
 
     Raises:
-        RayError: the text is no such value, or the value has another type.
+        RayError: the text cannot be converted, or the value has another type.
     """
     if not isinstance(value, str) or kind is str:
         read = value
@@ -168,7 +170,7 @@ def with_deployments(serve: ServeSettings, own: dict[str, Any]) -> RaySettings:
     target = None
     if autoscaling is not None:
         if num_replicas is not None:
-            raise RayError("num_replicas and autoscaling_config both say how many replicas there are; give one of them")
+            raise RayError("num_replicas and autoscaling_config both set the number of replicas; give one of them")
         autoscaling, target = _autoscaling(autoscaling)
         num_replicas = autoscaling["max_replicas"]
     elif num_replicas is None:
@@ -198,7 +200,7 @@ def with_deployments(serve: ServeSettings, own: dict[str, Any]) -> RaySettings:
 
 
 HEALTH_CHECK_PERIOD = 1.0
-"""Seconds between questions whether the engines of a replica live; Serve replaces it after three bad answers."""
+"""Seconds between checks that the engines of a replica live; Serve replaces it after three failed checks."""
 
 
 def _autoscaling(config: dict[str, Any]) -> tuple[dict[str, Any], float | None]:

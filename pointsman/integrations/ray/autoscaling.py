@@ -1,8 +1,8 @@
-"""How many replicas of engines are wanted: by the requests that wait.
+"""Autoscaling: the number of replicas of engines, from the number of waiting requests.
 
-The API, which has all requests, says it (`replicas_wanted`); each replica of engines reports that as a custom metric of
-Serve's (`record_autoscaling_stats`), and Serve asks `policy`. The bounds, delays and factors of `autoscaling_config`
-are Serve's.
+The API knows all requests and computes the number (`replicas_wanted`). Each replica of engines reports it as a custom
+metric of Serve's (`record_autoscaling_stats`), and Serve asks `policy`. The bounds, delays and factors of
+`autoscaling_config` are Serve's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ POLICY = "pointsman.integrations.ray.autoscaling:policy"
 
 
 class Load(NamedTuple):
-    """Of one engine."""
+    """The load of one engine."""
 
     running: int
     waiting: int
@@ -25,28 +25,28 @@ class Load(NamedTuple):
 def replicas_wanted(
     loads: list[Load], num_unsent: int, engines_per_replica: int, max_running: int, target: float | None
 ) -> int:
-    """The number of replicas for the requests that are open.
+    """The number of replicas for the open requests.
 
     Args:
         loads: of the engines that live.
-        num_unsent: requests that wait for an engine, as none lives.
+        num_unsent: requests that wait for an engine because none lives.
         engines_per_replica: at least 1.
-        max_running: requests that an engine runs at once, at most.
-        target: open requests for each replica; None: as many as it can run at once.
+        max_running: maximum number of requests that an engine runs at once.
+        target: open requests for each replica; None: the number that it can run at once.
     """
     waiting = num_unsent + sum(load.waiting for load in loads)
     running = sum(load.running for load in loads)
     wanted = math.ceil((running + waiting) / (target or max_running * engines_per_replica))
     if waiting and loads:
-        # They wait though there may be free slots: for KV blocks, say. As many engines more as would run them.
+        # Requests wait although slots may be free: for KV blocks, say. Add the engines that would run them.
         each = max(1.0, running / len(loads))
         wanted = max(wanted, math.ceil((len(loads) + waiting / each) / engines_per_replica))
     return max(1, wanted)
 
 
 def policy(context: Any) -> tuple[int, dict[str, Any]]:
-    """The decision for a deployment of engines, by the mean over `look_back_period_s`: a request that waits for a step
-    or two moves nothing.
+    """Serve's decision for the deployment of engines, from the mean over `look_back_period_s`. A request that waits
+    for only a step or two changes nothing.
 
     Args:
         context: Serve's `AutoscalingContext`.

@@ -1,4 +1,4 @@
-"""What is checked before anything starts: the cluster answers, has room for the replicas, its nodes have the model, and
+"""Checks before anything starts: the cluster answers and has capacity for the replicas, its nodes have the model, and
 the port of Serve's proxy is free.
 """
 
@@ -18,9 +18,9 @@ from pointsman.integrations.ray.arguments import RayError, RaySettings
 
 SECONDS_TO_CONNECT = 10.0
 SECONDS_TO_LOOK = 60.0
-"""In which each node says whether it has the model; a process starts there first."""
+"""Time for each node to report whether it has the model; a process starts on the node first."""
 AMOUNTS = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}
-"""Names of resources in actors' options, and of nodes."""
+"""Names of resources: in actors' options, and on nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,34 +28,34 @@ class Node:
     """A node that is up."""
 
     id: str
-    """None of Ray's: "", where the cluster is not started yet."""
+    """Ray's; "": the cluster is not started yet."""
     address: str
     resources: Mapping[str, float]
 
 
 def check_cluster(settings: RaySettings) -> None:
-    """Raise where the replicas could not start.
+    """Raise if the replicas could not start.
 
     Raises:
-        RayError: the cluster cannot be reached, has not enough for the replicas, a node has not the model, or the port
+        RayError: the cluster cannot be reached, or has too little for the replicas; a node lacks the model; or the port
             is taken.
     """
-    with nodes_of(*wanted_address()) as nodes:
+    with nodes_of(*cluster_address()) as nodes:
         needs = replica_needs(settings.engine_options)
         if settings.check_resources:
-            check_room(nodes, needs, settings)
+            check_capacity(nodes, needs, settings)
         model = str(settings.serve.engine["model"])
         if Path(model).is_absolute():
             api = replica_needs({"ray_actor_options": settings.api_actor_options})
-            check_model(model, [one for one in nodes if room(one, needs) or room(one, api)])
+            check_model(model, [one for one in nodes if num_fitting(one, needs) or num_fitting(one, api)])
         elif is_path(model) or (model != "demo" and Path(model).exists()):
             raise RayError(f"model is {model!r}; nodes do not share a working directory, so give an absolute path")
         check_port(nodes)
 
 
-def wanted_address() -> tuple[str | None, str]:
-    """The cluster that `serve run` will use, and what names it: its --address, RAY_ADDRESS, or the file in which
-    `ray start` writes it; None: it starts one.
+def cluster_address() -> tuple[str | None, str]:
+    """The address of the cluster that `serve run` will use, and its source: --address, RAY_ADDRESS, or the file that
+    `ray start` writes. Address None: `serve run` starts a cluster.
     """
     context = command()
     own = os.environ.get("RAY_ADDRESS") or None
@@ -70,13 +70,13 @@ def wanted_address() -> tuple[str | None, str]:
 
 
 def address_file() -> Path:
-    """Where `ray start` writes the address of the cluster of this machine, and `ray stop` removes it."""
+    """The file to which `ray start` writes the address of this machine's cluster; `ray stop` removes it."""
     folder = os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp"))
     return Path(folder, "ray", "ray_current_cluster")
 
 
 def command() -> Any:
-    """The command that builds the application, as click knows it; None: it is built in the cluster, or by a program."""
+    """click's context of the command that builds the application; None: a program builds it, or the cluster does."""
     import click
 
     return click.get_current_context(silent=True)
@@ -84,14 +84,14 @@ def command() -> Any:
 
 @contextmanager
 def nodes_of(address: str | None, named_by: str) -> Iterator[list[Node]]:
-    """The nodes of a cluster, to which this process is connected meanwhile, if there is one.
+    """The nodes of a cluster. If there is one, this process is connected to it within the context.
 
     Args:
-        address: of its head; None, "local": there is none yet.
-        named_by: what the address is from.
+        address: of its head; None, "local": there is no cluster yet.
+        named_by: the source of the address.
 
     Raises:
-        RayError: it cannot be reached.
+        RayError: the cluster cannot be reached.
     """
     import ray
     from ray.exceptions import AuthenticationError
@@ -128,18 +128,18 @@ def nodes_of(address: str | None, named_by: str) -> Iterator[list[Node]]:
 
 
 def this_machine() -> Node:
-    """As it is, if Ray is started here without options."""
+    """This machine as a node, if Ray is started here without options."""
     return Node("", "this machine", {"CPU": float(num_cores())})
 
 
 def check_that_it_answers(address: str) -> None:
-    """Ray itself tries for minutes to reach an address, and prints a line every few seconds.
+    """Raise at once if nothing answers. Ray itself tries for minutes, and prints a line every few seconds.
 
     Raises:
         ConnectionError: nothing answers there.
     """
     host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not (host and port.isdecimal()):  # a word, such as auto
+    if not (host and port.isdecimal()):  # a word such as auto
         return
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=SECONDS_TO_CONNECT).close()
@@ -148,8 +148,8 @@ def check_that_it_answers(address: str) -> None:
 
 
 def check_port(nodes: Sequence[Node]) -> None:
-    """Raise where `serve run` is about to start Serve's proxies, and cannot here. A configuration file has the port of
-    its own and is read in the cluster, once the proxies have started.
+    """Raise if `serve run` is about to start Serve's proxies and cannot listen here. A configuration file has a port of
+    its own, and is read in the cluster after the proxies have started.
 
     Raises:
         RayError: another program has the port.
@@ -180,7 +180,7 @@ def check_port(nodes: Sequence[Node]) -> None:
 
 
 def replica_needs(options: Mapping[str, Any]) -> dict[str, float]:
-    """What a replica takes of a node, by Ray's names; of one with a placement group, what all its bundles take."""
+    """The resources of one replica, under Ray's names. With a placement group: the sum of its bundles."""
     needs: dict[str, float] = {}
     for bundle in options.get("placement_group_bundles") or ():
         for name, amount in bundle.items():
@@ -192,18 +192,18 @@ def replica_needs(options: Mapping[str, Any]) -> dict[str, float]:
     return {**amounts, **actor.get("resources", {})}
 
 
-def room(node: Node, needs: Mapping[str, float]) -> float:
-    """Replicas for which a node has all that each needs; infinity where they need nothing."""
+def num_fitting(node: Node, needs: Mapping[str, float]) -> float:
+    """Number of replicas that fit a node; infinity if they need nothing."""
     return min(
         (node.resources.get(name, 0.0) // amount for name, amount in needs.items() if amount), default=float("inf")
     )
 
 
-def check_room(nodes: Sequence[Node], needs: Mapping[str, float], settings: RaySettings) -> None:
-    """Raise where the nodes, empty, have not enough for the replicas that are to start.
+def check_capacity(nodes: Sequence[Node], needs: Mapping[str, float], settings: RaySettings) -> None:
+    """Raise if the nodes, empty, have too little for the replicas that are to start.
 
     Raises:
-        RayError: with what each replica needs, and what there is.
+        RayError: with the needs of each replica, and the resources of each node.
     """
     options = settings.engine_options
     if options.get("placement_group_bundles"):  # may spread over nodes
@@ -211,10 +211,10 @@ def check_room(nodes: Sequence[Node], needs: Mapping[str, float], settings: RayS
         for node in nodes:
             for name, amount in node.resources.items():
                 everything[name] = everything.get(name, 0.0) + amount
-        fitting = room(Node("", "", everything), needs)
+        fitting = num_fitting(Node("", "", everything), needs)
     else:
         most = options.get("max_replicas_per_node") or float("inf")
-        fitting = sum(min(room(node, needs), most) for node in nodes)
+        fitting = sum(min(num_fitting(node, needs), most) for node in nodes)
     scaling = settings.autoscaling
     name, wanted = (
         ("num_replicas", settings.num_replicas) if scaling is None else ("min_replicas", scaling["min_replicas"])
@@ -230,9 +230,9 @@ def check_room(nodes: Sequence[Node], needs: Mapping[str, float], settings: RayS
     limit = options.get("max_replicas_per_node")
     at_most = "" if limit is None else f", at most {limit} on a node"
     raise RayError(
-        f"{name} is {wanted} and the cluster has room for {fitting:g}: each replica takes {each}{at_most}, and there "
-        f"is {have}; lower {name} or what each takes (ray_actor_options), add nodes, or give check_resources=false "
-        "where the cluster adds nodes by itself"
+        f"{name} is {wanted} and the cluster has capacity for {fitting:g}: each replica takes {each}{at_most}, and "
+        f"there is {have}; lower {name} or what each takes (ray_actor_options), add nodes, or give "
+        "check_resources=false where the cluster adds nodes by itself"
     )
 
 
@@ -240,7 +240,7 @@ def check_room(nodes: Sequence[Node], needs: Mapping[str, float], settings: RayS
 
 
 def check_model(model: str, nodes: Sequence[Node]) -> None:
-    """Raise where a node has no such directory, or file.
+    """Raise if a node lacks the directory or file of the model.
 
     Raises:
         RayError: with the nodes that lack it.
@@ -258,7 +258,7 @@ def check_model(model: str, nodes: Sequence[Node]) -> None:
 
 
 def nodes_without(path: str, nodes: Sequence[Node]) -> list[str]:
-    """The addresses of the nodes that have no directory or file of this name, or do not say in time."""
+    """The addresses of the nodes that have no directory or file of this name, or do not report in time."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

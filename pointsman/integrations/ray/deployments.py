@@ -1,11 +1,11 @@
 """The two deployments of the Serve application: `Api`, and `EngineHost`, whose replicas run its engines.
 
-`Api` calls `EngineHost.host` once for each engine that there may be, and each call lasts as long as its engine. A
-replica takes as many calls as it has engines; the others wait in Serve's queue for a replica that is started. So Serve
-itself finds the replicas, and reports those that are lost.
+`Api` calls `EngineHost.host` once for each possible engine, and each call lasts as long as its engine. A replica
+accepts one call for each of its engines; further calls wait in Serve's queue until another replica starts. So Serve
+itself finds the replicas, and reports lost ones.
 
-An end: Serve stops both deployments at once, and says so to neither. `Api` looks at the application's status, and when
-it is stopped, ends as `pointsman serve` does (`status.py`); its engines stay until then, and end with it.
+Shutdown: Serve stops both deployments at once, and notifies neither. `Api` polls the application's status and, when it
+is stopped, ends as `pointsman serve` does (`status.py`); its engines stay until then, and end with it.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ logger = logging.getLogger(__name__)
 API, ENGINES = "api", "engines"
 """Names of the deployments."""
 MAX_ONGOING_REQUESTS = 100_000
-"""Of the API, which refuses by itself what is too much (`service/backlog.py`)."""
+"""Maximum of the API, which refuses excess requests itself (`service/backlog.py`)."""
 SECONDS_TO_CLOSE = 10.0
-"""That a replica has beside `drain_timeout` when Serve stops it."""
+"""Time that a replica has beyond `drain_timeout` when Serve stops it."""
 SECONDS_TO_ANSWER = 1.0
-"""That the exit code of an engine has to reach the API before its replica ends."""
+"""Time for the exit code of an engine to reach the API before its replica ends."""
 SECONDS_BETWEEN_LOOKS = 2.0
-"""At the status of the application."""
+"""Interval at which the status of the application is read."""
 PERIODS_OF_SILENCE = 5
-"""Of health checks: a replica of engines that Serve asks no more may be one that it stops."""
+"""Number of missed health checks after which a replica of engines checks whether Serve stops it."""
 SECONDS_BETWEEN_LOADS = 1.0
-"""For which an answer to `replicas_wanted` holds."""
+"""Time for which an answer to `replicas_wanted` is reused."""
 NEVER_GIVES_UP = sys.maxsize
 
 
@@ -63,7 +63,7 @@ class Api:
     """The API process of `pointsman serve`, with engines that run in replicas of `EngineHost`."""
 
     async def __init__(self, settings: RaySettings, engines: Any) -> None:  # type: ignore[misc]  # Serve awaits it
-        """Returns when the first engine has loaded its model.
+        """Return when the first engine has loaded its model.
 
         Args:
             settings: of the application.
@@ -117,7 +117,7 @@ class Api:
         return self._app
 
     async def _launch(self, invitation: Invitation) -> int:
-        """Have a replica host an engine; returns its exit code when it has ended."""
+        """Have a replica host an engine; return its exit code when it has ended."""
         from ray.exceptions import RayActorError
 
         response = self._engines.host.remote(invitation)
@@ -129,14 +129,14 @@ class Api:
             raise
         except RayActorError as error:
             raise HostLostError(f"{type(error).__name__}: {first_line(error)}") from error
-        except Exception as error:  # any other of Ray's, or what the replica raised
+        except Exception as error:  # another error of Ray's, or an exception of the replica
             cause = getattr(error, "cause", None) or error
             if isinstance(cause, ValueError):
                 raise ValueError(first_line(cause)) from None
             raise EngineStartError(f"{type(cause).__name__}: {first_line(cause)}") from error
 
     async def replicas_wanted(self) -> int:
-        """Replicas of engines that the open requests need."""
+        """Number of replicas of engines that the open requests need."""
         fleet, now = self._fleet, time.monotonic()
         if fleet is not None and now - self._wanted_at >= SECONDS_BETWEEN_LOADS:
             self._wanted_at = now
@@ -153,7 +153,7 @@ class Api:
         return self._wanted
 
     async def _watch(self, fleet: EngineFleet) -> None:
-        """Notice what Serve does with the application: how many engines are wanted, and when it stops."""
+        """Follow Serve's changes to the application: the number of engines, and its end."""
         from ray import serve
 
         watch = StatusWatch(serve.get_replica_context().app_name, API, ENGINES)
@@ -180,7 +180,7 @@ class Api:
         await fleet.shutdown()
 
     async def check_health(self) -> None:
-        """Serve replaces the replica where this raises."""
+        """Raise if Serve should replace the replica."""
         if self._fleet is not None:
             self._fleet.check_health()
 
@@ -199,7 +199,7 @@ class Api:
 
 
 class WithoutRequestId:
-    """ASGI: a response has one `x-request-id`, that of Serve's proxy, which is part of the server's own."""
+    """ASGI middleware: removes the server's `x-request-id`. Serve's proxy sets one, which the server's own contains."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -221,7 +221,7 @@ class EngineHost:
         """Check what can be checked on this node.
 
         Raises:
-            ValueError: the node is too small for the engines, or has not the model and cannot download it.
+            ValueError: the node is too small for the engines, or lacks the model and cannot download it.
         """
         log_to_stderr()
         wait_briefly()  # for the engine processes, which inherit it
@@ -229,7 +229,7 @@ class EngineHost:
         count = settings.engines_per_replica
         try:
             options = with_model_found(serve.engine)
-        except ModelLoadError as error:  # the node has come after `build_app` looked, or a hub refuses it
+        except ModelLoadError as error:  # the node joined after the checks of `build_app`, or a hub refuses it
             raise ValueError(
                 f"on {socket.gethostname()}: {error}; or keep replicas off this node with a resource that it lacks "
                 "(ray_actor_options)"
@@ -249,14 +249,14 @@ class EngineHost:
         self._api: Any = None
 
     async def host(self, invitation: Invitation) -> int:
-        """Run an engine until it ends; returns its exit code.
+        """Run an engine until it ends; return its exit code.
 
         Raises:
             RuntimeError: this replica has all its engines already.
             ConnectionError: the API cannot be reached from here.
         """
         if self._is_leaving:
-            await asyncio.Event().wait()  # until this replica ends, and the call is repeated in another
+            await asyncio.Event().wait()  # until this replica ends and another one gets the call
         if not self._free:
             raise RuntimeError("all engines of this replica are in use; one more comes with the next replica")
         if self._watching is None:
@@ -278,9 +278,9 @@ class EngineHost:
         return code
 
     def _note_failure(self, code: int) -> None:
-        """End this replica if more of its engines died than may be started again: Serve starts another at once.
+        """End this replica if more of its engines died than may be restarted: Serve then starts another at once.
 
-        A `check_health` that raises says the same, three times with a traceback and for seconds.
+        Raising in `check_health` would have the same effect, but takes seconds and logs three tracebacks.
         """
         import ray
 
@@ -301,17 +301,17 @@ class EngineHost:
             asyncio.get_running_loop().call_later(SECONDS_TO_ANSWER, partial(ray.kill, actor, no_restart=True))
 
     async def check_health(self) -> None:
-        """Serve asks replicas that it does not stop, and replaces one where this raises.
+        """Called by Serve in replicas that it does not stop. Serve replaces a replica if this raises.
 
         Raises:
-            RuntimeError: this replica took itself for one that is stopped.
+            RuntimeError: this replica wrongly took itself for a stopped one.
         """
         self._asked_at = time.monotonic()
         if self._is_leaving:
             raise RuntimeError("the engines of this replica have been ended")
 
     async def _watch(self) -> None:
-        """End the engines when autoscaling stops this replica, so that their requests go on in others now."""
+        """End the engines when autoscaling stops this replica, so that other replicas continue its requests now."""
         from ray import serve
 
         app = serve.get_replica_context().app_name
@@ -321,25 +321,25 @@ class EngineHost:
                 continue
             try:
                 applications = (await asyncio.to_thread(serve.status)).applications
-            except Exception as error:  # any of Ray's: the controller, which asks, is being started again
+            except Exception as error:  # an error of Ray's: the controller, which answers, is being restarted
                 logger.debug("no status: %s", first_line(error))
                 continue
             if is_scaled_down(applications, app, API, ENGINES):
                 break
-        logger.info("Serve stops this replica; its requests go on in others")
+        logger.info("Serve stops this replica; others continue its requests")
         self._is_leaving = True
         for hosting in self._hosting:
             hosting.cancel()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """The number of replicas that the API wants."""
+        """The number of replicas that the API computes."""
         from ray import serve
 
         if self._api is None:
             self._api = serve.get_deployment_handle(API, app_name=serve.get_replica_context().app_name)
         try:
             return {METRIC: float(await asyncio.wait_for(self._api.replicas_wanted.remote(), SECONDS_BETWEEN_LOADS))}
-        except Exception:  # the API is not there yet, or is being replaced
+        except Exception:  # the API has not started yet, or is being replaced
             return {}
 
 
@@ -358,7 +358,7 @@ def application(settings: RaySettings) -> Any:
         name=ENGINES,
         max_ongoing_requests=settings.engines_per_replica,
         graceful_shutdown_timeout_s=seconds_to_end,
-        logging_config={"enable_access_log": False},  # its calls are engines, which it logs by itself
+        logging_config={"enable_access_log": False},  # its calls are engines, which log by themselves
         **options,
     )
     api = serve.deployment(
@@ -368,6 +368,6 @@ def application(settings: RaySettings) -> Any:
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
         ray_actor_options=settings.api_actor_options,
         graceful_shutdown_timeout_s=seconds_to_end,
-        logging_config={"enable_access_log": False},  # a line for each request, as `pointsman serve` has none
+        logging_config={"enable_access_log": False},  # no line for each request, as in `pointsman serve`
     )
     return api.bind(settings, engines.bind(settings))

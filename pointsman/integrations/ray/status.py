@@ -1,5 +1,5 @@
-"""What replicas read from the status of their application: whether it ends, how many engines there should be,
-and whether some are stopped. Serve calls nothing in a replica that it stops before all its requests have finished.
+"""Reads an application's status in its replicas: whether it ends, its number of engines, and whether replicas of
+engines are being stopped. Serve notifies a replica that it stops only after all the replica's requests have finished.
 """
 
 from __future__ import annotations
@@ -8,19 +8,19 @@ from collections.abc import Mapping
 from typing import Any
 
 DELETING, STOPPING = "DELETING", "STOPPING"
-"""Serve's names for states of an application and of a replica."""
+"""Serve's names of states of an application and of a replica."""
 
 
 class StatusWatch:
-    """Made in a replica of the API when it begins to serve.
+    """Follows the status in a replica of the API. Make it when the replica begins to serve.
 
     Args:
         app: the application's name.
-        api, engines: the names of its deployments; that of the API has one replica.
+        api, engines: the names of its deployments; the API's has one replica.
 
     Attributes:
         is_ending: whether this replica of the API is being stopped.
-        num_replicas: of engines, that run or should; None before the first look.
+        num_replicas: of engines, running or starting; None before the first look.
     """
 
     def __init__(self, app: str, api: str, engines: str) -> None:
@@ -32,18 +32,18 @@ class StatusWatch:
         self._num_stopping: int | None = None
 
     def look(self, applications: Mapping[str, Any]) -> None:
-        """Take in a status.
+        """Process a status.
 
         Args:
             applications: of Serve's `ServeStatus`.
         """
         app = applications.get(self._app)
-        if app is None:  # the controller has just started, and does not know it yet
+        if app is None:  # the controller has just started, and does not have it yet
             return
         states = {name: deployment.replica_states for name, deployment in app.deployments.items()}
         if engines := states.get(self._engines):
             self.num_replicas = sum(engines.values()) - engines.get(STOPPING, 0)
-        # One may be stopping that this one replaces. It is this one's turn when there is one more.
+        # A replica that this one replaces may still be stopping. A further one is this replica.
         num_stopping = states.get(self._api, {}).get(STOPPING, 0)
         before = num_stopping if self._num_stopping is None else self._num_stopping
         self.is_ending = app.status == DELETING or num_stopping > before
@@ -51,7 +51,7 @@ class StatusWatch:
 
 
 def is_scaled_down(applications: Mapping[str, Any], app: str, api: str, engines: str) -> bool:
-    """Whether replicas of engines are being stopped, and the API, which would end them, is not.
+    """Whether replicas of engines are being stopped while the API, which would end them, is not.
 
     Args:
         applications: of Serve's `ServeStatus`.

@@ -1,5 +1,5 @@
-"""Whether vLLM can run a model with this scheduler, from vLLM's own configuration of it and its layers, without loading
-its weights.
+"""Checks whether vLLM can run a model with this scheduler, from vLLM's configuration and layers of the model, without
+loading its weights.
 
 report = check("MODEL", ["--max-num-seqs", "64"])
 """
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 SCHEDULER_CLS = "pointsman.integrations.vllm.Scheduler"
 OBSERVER_CLS = "pointsman.integrations.vllm.Observer"
-_STAND_IN_BLOCKS = 1 << 20  # the real number is known when the weights are loaded
+_STAND_IN_BLOCKS = 1 << 20  # the real number is known once the weights are loaded
 
 
 class CannotCheck(Exception):
@@ -58,19 +58,19 @@ class Report:
     version: str
     model: str
     problems: list[str] = field(default_factory=list)
-    """Why it will not work, each with its remedy."""
+    """Reasons why it will not work, each with its remedy."""
     unknown: str = ""
-    """Why nobody knows here whether it will work; "": nothing stayed open."""
+    """Reason why it is unknown whether it will work; "": it is known."""
     not_run: list[str] = field(default_factory=list)
     """Parts of the configuration that this project's tests do not run."""
     command: str = ""
-    """What starts vLLM so."""
+    """The command that starts vLLM with this configuration."""
     not_simulated: list[str] | None = None
-    """What a recording of `Observer` would have that the simulator lacks; None: it is not known."""
+    """Features that a recording by `Observer` would have and the simulator lacks; None: unknown."""
     kv_cache: str = ""
-    """What is known about the KV cache before the weights are loaded."""
+    """The properties of the KV cache that are known before the weights are loaded."""
     groups: list[str] = field(default_factory=list)
-    """How the layers share it, and how many requests it holds."""
+    """How the layers share the KV cache, and how many requests it holds."""
     knobs: dict[str, str] = field(default_factory=dict)
     """The scheduler's knobs with their values, each with the flag that sets it."""
     socket: str = ""
@@ -84,7 +84,7 @@ class Report:
             found.append(f"  - or {GO_BACK}")
         elif self.unknown:
             found.append(f"it is not known whether it will work, as the layers were not built here: {self.unknown}")
-            found.append(f"what is not supported is refused when vLLM starts: {self.command}")
+            found.append(f"unsupported features are refused when vLLM starts: {self.command}")
         else:
             found.append(f"it will work: {self.command}")
         if self.not_run:
@@ -119,11 +119,12 @@ def check(model: str, options: list[str], log: Path | None = None) -> Report:
 
     Args:
         model: as vLLM's command line takes it.
-        options: further options of it.
-        log: what a vLLM that has started with them wrote: it says how many requests fit.
+        options: further options of vLLM's command line.
+        log: the log of a vLLM that has started with them, which has the number of requests that fit.
 
     Raises:
-        CannotCheck: vLLM is not installed here, rejects the options, or cannot read the model; or the log says nothing.
+        CannotCheck: vLLM is not installed here, rejects the options, or cannot read the model; or the log lacks the
+            number.
     """
     if importlib.util.find_spec("vllm") is None:
         raise CannotCheck(
@@ -138,7 +139,7 @@ def check(model: str, options: list[str], log: Path | None = None) -> Report:
     if problem is not None:
         report.problems.append(problem)
         return report
-    told = None if log is None else _read_log(log)
+    from_log = None if log is None else _read_log(log)
     vllm_config = _vllm_config(model, options)
     problem = problem_of_version(vllm.__version__, allows_untested=_allows_untested(vllm_config))
     if problem is not None:
@@ -155,7 +156,7 @@ def check(model: str, options: list[str], log: Path | None = None) -> Report:
         report.not_simulated = lacking_in_simulator(vllm_config, _layout(groups))
     report.not_run = untested_parts(vllm_config)
     _read_knobs(report, vllm_config, groups)
-    report.groups += _capacity(vllm_config, groups, told)
+    report.groups += _capacity(vllm_config, groups, from_log)
     return report
 
 
@@ -167,10 +168,10 @@ def _allows_untested(vllm_config: VllmConfig) -> bool:
 
 
 def _read_log(path: Path) -> str:
-    """What the log of a vLLM says of the requests that fit.
+    """The number of requests that fit, from the log of a vLLM.
 
     Raises:
-        CannotCheck: it cannot be read, or says nothing.
+        CannotCheck: the log cannot be read, or lacks the number.
     """
     try:
         text = path.read_text(errors="replace")
@@ -186,8 +187,8 @@ def _read_log(path: Path) -> str:
     return f"{float(requests):g} requests of {length} tokens fit, by the log"
 
 
-def _capacity(vllm_config: VllmConfig, groups: Groups | None, told: str | None) -> list[str]:
-    """What a request of the model's whole length takes, and how many of them fit."""
+def _capacity(vllm_config: VllmConfig, groups: Groups | None, from_log: str | None) -> list[str]:
+    """The blocks of a request of the model's maximum length, and the number of such requests that fit."""
     lines = []
     cache, length = vllm_config.cache_config, vllm_config.model_config.max_model_len
     memory = cache.kv_cache_memory_bytes
@@ -200,8 +201,8 @@ def _capacity(vllm_config: VllmConfig, groups: Groups | None, told: str | None) 
             fit = max(0, num_blocks - 1) / groups.request_blocks  # one block is vLLM's null block
             shown = f"{fit:.3g}" if fit < 100 else f"{fit:,.0f}"
             lines.append(f"{shown} such requests fit {num_blocks:,} blocks")
-    if told is not None:
-        lines.append(told)
+    if from_log is not None:
+        lines.append(from_log)
     elif not (memory or cache.num_gpu_blocks_override):
         lines.append(
             "how many requests fit is known from --kv-cache-memory-bytes, --num-gpu-blocks-override, or --log with the "
@@ -262,7 +263,7 @@ def _has_states(vllm_config: VllmConfig) -> bool:
 
 
 def _groups(vllm_config: VllmConfig) -> str:
-    """What the model's configuration shows of its groups of KV; "": one of full attention."""
+    """The groups of KV that the model's configuration shows; "": one group of full attention."""
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     if _has_states(vllm_config):
         return f"states of some layers{_where_cached(vllm_config.cache_config)}"
@@ -279,7 +280,7 @@ def _groups(vllm_config: VllmConfig) -> str:
 
 
 def _where_cached(cache: CacheConfig) -> str:
-    """Where the states of layers are cached for prefixes; "": nowhere."""
+    """Where the states of layers are cached for prefixes; "": they are not cached."""
     if getattr(cache, "mamba_cache_mode", "none") != "align":
         return ""
     unit = getattr(cache, "prefix_match_unit", None)
@@ -292,12 +293,12 @@ def _where_cached(cache: CacheConfig) -> str:
 
 
 def _layout(groups: Groups) -> Any:
-    """As vLLM's `KVCacheConfig` has it."""
+    """The groups as vLLM's `KVCacheConfig` has them."""
     return SimpleNamespace(kv_cache_groups=groups.groups)
 
 
 def _read_knobs(report: Report, vllm_config: VllmConfig, made: Groups | None) -> None:
-    """Read the knobs into the report, and problems of those in `--additional-config`."""
+    """Read the knobs into the report, and the problems of knobs in `--additional-config`."""
     cache = vllm_config.cache_config
     blocks = cache.num_gpu_blocks_override
     size = getattr(cache, "block_size", None) or 16
@@ -331,7 +332,7 @@ def _read_knobs(report: Report, vllm_config: VllmConfig, made: Groups | None) ->
             report.problems.append(str(error))
     report.knobs = _knobs(config, settings.knobs, has_blocks=bool(blocks))
     socket = settings.socket
-    report.socket = "no socket" if socket == "" else f"--socket {socket or 'PATH, which the log has at the start'}"
+    report.socket = "no socket" if socket == "" else f"--socket {socket or 'PATH, which vLLM logs at the start'}"
 
 
 def _knobs(config: SchedulerConfig, own: Mapping[str, Any], *, has_blocks: bool) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The client of the control socket, with which the command line asks a running vLLM. Importable without vLLM."""
+"""The client of the control socket: the command line asks a running vLLM with it. Importable without vLLM."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ANSWER_SECONDS = 30.0
 
 
 class ControlUnavailable(Exception):
-    """There is no answer. The message says why, and what to do."""
+    """There is no answer. The message has the reason and the remedy."""
 
 
 class Refused(Exception):
@@ -54,7 +54,7 @@ class Connection:
             else:
                 socket.send_fds(self._socket, [line], [file])
         except BrokenPipeError:
-            pass  # it was refused before it asked, and the line that says why has come
+            pass  # the server refused before the question, and its line with the reason has arrived
         except OSError as error:
             raise ControlUnavailable(_why(self._path, error)) from None
         return self.next_line(ANSWER_SECONDS)
@@ -74,7 +74,7 @@ class Connection:
         return answer
 
     def wait_for_line(self, seconds: float | None) -> dict[str, Any] | None:
-        """As `next_line`, or None if no line begins within this time. Must not be called in the middle of a line."""
+        """As `next_line`, or None if no line begins within this time. Must not be called within a line."""
         self._socket.settimeout(seconds)
         try:
             self._socket.recv(1, socket.MSG_PEEK)

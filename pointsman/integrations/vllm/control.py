@@ -1,12 +1,12 @@
-"""A Unix socket that answers questions of operators, in JSON lines.
+"""The control socket: a Unix socket that answers questions of operators, in JSON lines.
 
     -> {"ask": "explain", "limit": 100}
     <- {"requests": [...], "counts": {...}}        or {"error": "..."}
 
-A thread accepts connections, and each client has its own thread, so a client that reads slowly, or not at all, delays
-no other, and is disconnected after `CLIENT_SECONDS`. When there are `MAX_CLIENTS`, another one replaces the one that
-has asked nothing for the longest time. The questions and answers are in `operation.py`; this module is independent of
-vLLM and of the scheduler.
+One thread accepts connections, and each client has its own thread. So a client that reads slowly or not at all delays
+no other client; it is disconnected after `CLIENT_SECONDS`. When there are `MAX_CLIENTS`, a new client replaces the one
+that has asked nothing for the longest time. The questions and answers are in `operation.py`; this module is independent
+of vLLM and of the scheduler.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from pointsman.web.places import Places
 
 MAX_CLIENTS = 16
 BACKLOG = 128
-"""Clients that may connect at once, before the thread accepts them; further ones are refused by the system."""
+"""Maximum number of connections that wait to be accepted; the system refuses further ones."""
 MAX_QUESTION = 4096
 """Maximum bytes of a line that a client sends."""
 CLIENT_SECONDS = 60.0
-"""Maximum time for a client to read an answer, or to send its next question."""
+"""Maximum time for a client to read an answer or to send its next question."""
 MAX_FILES = 4
-"""File descriptors that a client has sent, and that no question has taken; further ones are closed."""
+"""Maximum number of file descriptors that a client has sent and no question has taken; further ones are closed."""
 SECONDS_BETWEEN_TRIES = 0.1
-"""To accept a connection, where the process can open no file; and to lock a folder."""
+"""To accept a connection when the process can open no file, and to lock a folder."""
 LOCK_SECONDS = 5.0
-"""Maximum time that another process's lock on the folder of a socket holds up the start."""
+"""Maximum delay of the start by another process's lock on the folder of a socket."""
 MAX_PATH = 107
 """Maximum bytes of a socket's path on Linux."""
 
 
 class ControlError(ValueError):
-    """A question that cannot be answered. The message goes to the client."""
+    """A question that cannot be answered. The client gets the message."""
 
 
 class Client:
@@ -58,11 +58,11 @@ class Client:
         self._files: list[int] = []
 
     def questions(self) -> Iterator[dict[str, Any]]:
-        """Its questions, until it closes the connection.
+        """The client's questions, until it closes the connection.
 
         Raises:
-            ControlError: a question is too long, or not a JSON object; what follows cannot be parsed.
-            OSError: the client is gone, or silent for too long.
+            ControlError: a question is too long, or not a JSON object; later input cannot be parsed.
+            OSError: the client has disconnected, or was silent for too long.
         """
         ends = time.monotonic() + CLIENT_SECONDS
         while True:
@@ -79,19 +79,19 @@ class Client:
                 return
 
     def has_input(self, seconds: float) -> bool:
-        """Whether it sends something, or closes the connection, within this time."""
+        """Whether the client sends something, or closes the connection, within this time."""
         try:
             return bool(self._buffer) or not self._receive(seconds) or bool(self._buffer)
         except TimeoutError:
             return False
 
     def send(self, answer: dict[str, Any]) -> None:
-        """One line."""
+        """Send one line."""
         self._connection.settimeout(CLIENT_SECONDS)
         self._connection.sendall(json.dumps(answer, separators=(",", ":")).encode() + b"\n")
 
     def take_file(self) -> int | None:
-        """A file descriptor that it sent, which the caller owns from now on; None: there is none."""
+        """A file descriptor that the client sent, which the caller now owns; None: there is none."""
         return self._files.pop(0) if self._files else None
 
     def close_files(self) -> None:
@@ -111,7 +111,7 @@ class Client:
 
 
 Answer = Callable[[dict[str, Any], Client], Generator[dict[str, Any], None, None]]
-"""From a question to the lines of its answer. Raises ControlError."""
+"""Turns a question into the lines of its answer. Raises ControlError."""
 
 
 class ControlSocket:
@@ -143,7 +143,7 @@ class ControlSocket:
             self._listening.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listening.close()
         with suppress(OSError):
-            if os.stat(self.path).st_ino == self._inode:  # not the socket of a process that has taken the path since
+            if os.stat(self.path).st_ino == self._inode:  # not the socket of a process that has since taken the path
                 os.unlink(self.path)
 
     def _accept(self) -> None:
@@ -153,7 +153,7 @@ class ControlSocket:
             except OSError:
                 if self._is_closed:
                     return
-                time.sleep(SECONDS_BETWEEN_TRIES)  # the process can open no file, for the moment
+                time.sleep(SECONDS_BETWEEN_TRIES)  # the process can open no file at the moment
                 continue
             if self._places.take(connection):
                 try:
@@ -170,7 +170,7 @@ class ControlSocket:
     def _serve(self, connection: socket.socket) -> None:
         client = Client(connection)
         try:
-            with connection, suppress(OSError):  # the client is gone
+            with connection, suppress(OSError):  # the client has disconnected
                 try:
                     for question in client.questions():
                         self._places.use(connection)
@@ -224,7 +224,7 @@ def _listen(path: str) -> socket.socket:
     try:
         with _locked_folder(os.path.dirname(path)):
             _remove_dead(path)
-            os.fchmod(listening.fileno(), 0o600)  # on Linux the mode it is bound with, so that others never have access
+            os.fchmod(listening.fileno(), 0o600)  # Linux binds with this mode, so other users never have access
             listening.bind(path)
             os.chmod(path, 0o600)
         listening.listen(BACKLOG)
@@ -239,9 +239,9 @@ def _listen(path: str) -> socket.socket:
 
 @contextmanager
 def _locked_folder(folder: str) -> Iterator[None]:
-    """A lock among processes that remove and create sockets in the folder. Who may read the folder may hold it, so
-    after `LOCK_SECONDS` the caller goes on without it."""
-    import fcntl  # Windows has none; clients, which it does have, import this module
+    """A lock among processes that remove and create sockets in the folder. Any user with read access to the folder can
+    hold it, so after `LOCK_SECONDS` the caller continues without it."""
+    import fcntl  # Windows lacks it, but has clients, which import this module
 
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -281,7 +281,7 @@ def _remove_dead(path: str) -> None:
 def _parse(line: bytes) -> dict[str, Any]:
     try:
         question = json.loads(line)
-    except (ValueError, RecursionError):  # the latter: nested too deeply
+    except (ValueError, RecursionError):  # RecursionError: nested too deeply
         raise ControlError("the question is not JSON") from None
     if not isinstance(question, dict):
         raise ControlError("the question is not a JSON object")

@@ -1,11 +1,11 @@
-"""vLLM's multimodal inputs (images, audio, video) as the core's encoder inputs.
+"""Encoder inputs: converts vLLM's multimodal inputs (images, audio, video) to the core's.
 
-An input is known by vLLM's identifier: a digest of its content, or what the client named it. Requests with equal
-identifiers share embeddings and cached prefixes, and the workers keep embeddings by them alone. So an identifier that
-comes with another number of embeddings than before names another content, and its request is refused.
+vLLM identifies an input by a digest of its content, or by the name that the client gave it. Requests with equal
+identifiers share embeddings and cached prefixes, and the workers store embeddings by identifier alone. So a request is
+refused if its identifier was seen with another number of embeddings: the content differs.
 
-Embeddings that stand for a prompt, or for a part of it, need no encoder. Where prefixes are cached, each block of such
-a prompt is an input of which nothing is computed, and whose key is a digest of the block's bytes.
+A prompt, or a part of it, may be given as embeddings, which need no encoder. Where prefixes are cached, each block of
+such a prompt is an input that needs no computation, and its key is a digest of the block's bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MORE_EMBEDDINGS = "raise --max-num-batched-tokens, which bounds both, or send a 
 
 
 def encoder_sizes(vllm_config: VllmConfig) -> tuple[int, int]:
-    """The embeddings that a step may compute, and those that the encoder cache holds, as vLLM computes them.
+    """The maximum embeddings of a step, and of the encoder cache, as vLLM computes them.
 
     Raises:
         ConfigError: vLLM cannot compute them for this model and these limits.
@@ -45,34 +45,34 @@ def encoder_sizes(vllm_config: VllmConfig) -> tuple[int, int]:
             "--language-model-only"
         ) from error
     if not budget.encoder_compute_budget or not budget.encoder_cache_size:
-        return 0, 0  # each kind of input is limited to none
+        return 0, 0  # the limit of each kind of input is 0
     return budget.encoder_compute_budget, budget.encoder_cache_size
 
 
 class EncoderInputs:
-    """The encoder inputs of all unfinished requests, and those whose embeddings are cached.
+    """The encoder inputs of all unfinished requests, and the inputs whose embeddings are cached.
 
     Args:
-        budget: embeddings that a step may compute.
-        cache_size: embeddings that the cache holds.
+        budget: maximum number of embeddings that a step computes.
+        cache_size: maximum number of embeddings in the cache.
     """
 
     def __init__(self, budget: int, cache_size: int) -> None:
         self._budget, self._cache_size = budget, cache_size
         self._most = min(budget, cache_size)
         self._num_embeddings: dict[str, int] = {}
-        """Of each identifier that an unfinished request has, or whose embeddings are cached."""
+        """By identifier: of each that an unfinished request has, or whose embeddings are cached."""
         self._num_users: dict[str, int] = {}
-        """Unfinished requests that have it."""
+        """Number of unfinished requests, by identifier."""
         self._of_request: dict[str, dict[str, int]] = {}
-        """By request id, its identifiers with their embeddings."""
+        """By request id: its identifiers with their numbers of embeddings."""
         self._cached: set[str] = set()
 
     def begin(self, request: VLLMRequest) -> list[EncoderInput]:
-        """The core's encoder inputs for those of a request of vLLM's.
+        """Convert the inputs of a request of vLLM's.
 
         Raises:
-            RequestRefused: one can never be computed, or its identifier names another content.
+            RequestRefused: an input can never be computed, or its identifier belongs to other content.
         """
         inputs = [_to_input(feature) for feature in request.mm_features]
         own: dict[str, int] = {}
@@ -104,7 +104,7 @@ class EncoderInputs:
         return inputs
 
     def end(self, name: str) -> None:
-        """A request has finished, or its turn has."""
+        """Forget a request, or a turn of it, that has finished."""
         for key in self._of_request.pop(name, ()):
             self._num_users[key] -= 1
             if not self._num_users[key]:
@@ -113,7 +113,7 @@ class EncoderInputs:
                     del self._num_embeddings[key]
 
     def scheduled(self, output: Output) -> dict[str, list[int]]:
-        """The inputs that a step computes, by vLLM's request ids, as indices."""
+        """The inputs that a step computes: by vLLM's request id, as indices."""
         found: dict[str, list[int]] = {}
         for request, index in output.encoder_inputs:
             found.setdefault(request.metadata.request_id, []).append(index)
@@ -121,7 +121,7 @@ class EncoderInputs:
         return found
 
     def freed(self, output: Output) -> list[str]:
-        """The identifiers whose embeddings workers drop before a step."""
+        """The identifiers whose embeddings the workers drop before a step."""
         keys = [entry.key for entry in output.freed_encoder_entries]
         for key in keys:
             self._cached.discard(key)
@@ -131,14 +131,14 @@ class EncoderInputs:
 
 
 class EncoderDecoderInputs:
-    """The encoder inputs of encoder-decoder models, as `EncoderInputs` for others.
+    """The encoder inputs of encoder-decoder models, in the place of `EncoderInputs`.
 
-    Nothing of the prompt stands for them: their embeddings are computed in the first step of a request, and again in
-    that behind a preemption, and its layers keep KV of them. So all of a request are one input of the core's, at its
-    first token, which no other request shares.
+    No placeholders in the prompt stand for them. Their embeddings are computed in the first step of a request, and
+    again in the first step after a preemption; the request's layers store KV of them. So all inputs of a request are
+    one input of the core, at the first token, and no other request shares it.
 
     Args:
-        budget: embeddings that a step may compute.
+        budget: maximum number of embeddings that a step computes.
         v2_runner: whether vLLM's second model runner reads the outputs.
     """
 
@@ -147,13 +147,13 @@ class EncoderDecoderInputs:
         self._v2_runner = v2_runner
         self._num_begun = 0
         self._identifiers: dict[str, list[str]] = {}
-        """vLLM's, of the inputs whose embeddings workers have, by the core's key."""
+        """vLLM's identifiers of the inputs whose embeddings the workers have, by the core's key."""
 
     def begin(self, request: VLLMRequest) -> list[EncoderInput]:
-        """The core's encoder input for those of a request of vLLM's.
+        """Convert the inputs of a request of vLLM's to one input.
 
         Raises:
-            RequestRefused: it can never be computed, or the prompt comes in parts.
+            RequestRefused: the input can never be computed, or the prompt comes in parts.
         """
         count = sum(feature.mm_position.get_num_embeds() for feature in request.mm_features)
         if request.resumable:
@@ -168,10 +168,10 @@ class EncoderDecoderInputs:
         return [EncoderInput(f"{self._num_begun}", 0, 1, count)] if count else []
 
     def end(self, name: str) -> None:
-        """A request has finished."""
+        """Do nothing: other requests share no input of a finished one."""
 
     def scheduled(self, output: Output) -> dict[str, list[int]]:
-        """The inputs that a step computes, by vLLM's request ids, as indices. The first runner gives them to the new
+        """The inputs that a step computes: by vLLM's request id, as indices. The first runner assigns them to the new
         requests and then to the resumed ones, in the order of this dictionary."""
         rows = [*zip(output.admitted, output.is_resumed.tolist(), strict=True)]
         if not self._v2_runner:
@@ -185,7 +185,7 @@ class EncoderDecoderInputs:
         return found
 
     def freed(self, output: Output) -> list[str]:
-        """The identifiers whose embeddings workers drop before a step."""
+        """The identifiers whose embeddings the workers drop before a step."""
         return [name for entry in output.freed_encoder_entries for name in self._identifiers.pop(entry.key, ())]
 
 
@@ -210,11 +210,11 @@ def _to_input(feature: MultiModalFeatureSpec) -> EncoderInput:
 
 
 GIVEN = "embeddings:"
-"""Begins the key of a block of a prompt that is given as embeddings."""
+"""Prefix of the key of a block that is given as embeddings."""
 
 
 def given_embeddings(request: VLLMRequest, block_size: int) -> list[EncoderInput]:
-    """What identifies the blocks of a prompt that is given as embeddings: all bytes of each, as vLLM does."""
+    """The inputs that identify the blocks of a prompt given as embeddings, by all bytes of each, as vLLM does."""
     from vllm.v1.utils import tensor_data
 
     embeddings, end = request.prompt_embeds, request.num_prompt_tokens
@@ -229,7 +229,7 @@ def given_embeddings(request: VLLMRequest, block_size: int) -> list[EncoderInput
 
 
 def shift_inputs(features: Sequence[MultiModalFeatureSpec], num_tokens: int) -> list[MultiModalFeatureSpec]:
-    """The inputs of a further part of a prompt, behind that many tokens."""
+    """The inputs of a further part of a prompt, shifted by `num_tokens` earlier tokens."""
     return [
         replace(feature, mm_position=replace(feature.mm_position, offset=feature.mm_position.offset + num_tokens))
         for feature in features

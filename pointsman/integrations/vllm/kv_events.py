@@ -1,7 +1,7 @@
-"""Blocks that enter and leave the prefix cache, on vLLM's own publisher, as vLLM's events.
+"""Publishes the core's prefix-cache events (blocks stored and removed) as vLLM's events, through vLLM's own publisher.
 
-Their hashes are vLLM's own, with the function and the seed of its configuration: a router may compute them from the
-tokens of a prompt, and compare. The core's hashes identify the blocks.
+The published hashes are vLLM's, with the function and the seed of its configuration, so a router can compute them from
+the tokens of a prompt and compare. The core's hashes identify the blocks.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class KVEvents:
     """Converts and publishes the core's events.
 
     Args:
-        vllm_config: its `kv_events_config` says where to publish.
+        vllm_config: its `kv_events_config` has the address to publish to.
         block_size: tokens per block.
-        anchor: the group of full attention: of every cached block, the others' included, it has the one before.
+        anchor: index of the full-attention group. It caches the parent of every cached block, also of other groups.
     """
 
     def __init__(self, vllm_config: VllmConfig, block_size: int, anchor: int = 0) -> None:
@@ -38,11 +38,11 @@ class KVEvents:
         self._anchor = anchor
         self._hash = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
         self._hashes: dict[bytes, BlockHash] = {}
-        """vLLM's hashes by the core's, of the cached blocks."""
+        """vLLM's hash of each cached block, by the core's hash."""
 
     @property
     def config(self) -> KVEventsConfig:
-        """The publisher's configuration, which vLLM passes on to its clients."""
+        """The publisher's configuration, which vLLM passes to its clients."""
         return self._publisher.get_publisher_config()
 
     def publish(self, events: list[KVEvent]) -> None:
@@ -50,7 +50,7 @@ class KVEvents:
             converted = [self._convert(event) for event in events]
             self._publisher.publish(of_vllm.KVEventBatch(ts=time.time(), events=converted))
 
-    def publish_as_they_are(self, events: list[of_vllm.KVCacheEvent]) -> None:
+    def publish_unchanged(self, events: list[of_vllm.KVCacheEvent]) -> None:
         """Publish events of vLLM's own manager."""
         if events:
             self._publisher.publish(of_vllm.KVEventBatch(ts=time.time(), events=events))
@@ -64,7 +64,7 @@ class KVEvents:
             return of_vllm.AllBlocksCleared()
         if not isinstance(event, BlockStored):
             hashes = [maybe_convert_block_hash(self._hashes[name]) for name in event.block_hashes]
-            if event.group == self._anchor:  # it is removed after the others
+            if event.group == self._anchor:  # removed after the other groups
                 for name in event.block_hashes:
                     del self._hashes[name]
             return of_vllm.BlockRemoved(block_hashes=hashes, medium=of_vllm.MEDIUM_GPU, group_idx=event.group)
@@ -78,12 +78,12 @@ class KVEvents:
             lora_id=lora_number(adapter) if adapter is not None else None,
             medium=of_vllm.MEDIUM_GPU,
             lora_name=event.adapter_name,
-            extra_keys=[_as_told(each) for each in keys] if any(keys) else None,
+            extra_keys=[_event_keys(each) for each in keys] if any(keys) else None,
             group_idx=event.group,
         )
 
     def _keys(self, event: BlockStored) -> list[tuple[Any, ...]]:
-        """For each block, what identifies its content beside tokens, in vLLM's terms and order."""
+        """For each block, the identity of its content apart from the tokens, in vLLM's form and order."""
         adapter, salt = event.root.adapter, event.root.cache_salt
         of_adapter = () if adapter is None else (("lora", adapter.name, lora_path(adapter)),)
         found = []
@@ -101,7 +101,7 @@ class KVEvents:
         return found
 
     def _of_vllm(self, event: BlockStored, parent: BlockHash | None, keys: list[tuple[Any, ...]]) -> list[BlockHash]:
-        """vLLM's hashes of these blocks, the first of which follows `parent`."""
+        """vLLM's hashes of these blocks; the first block follows `parent`."""
         found = []
         for at, name in enumerate(event.block_hashes):
             tokens = event.token_ids[at * self._block_size : (at + 1) * self._block_size]
@@ -110,6 +110,6 @@ class KVEvents:
         return found
 
 
-def _as_told(keys: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Of one block, as events list them: the name of the adapter, inputs with their offsets, the salt, digests."""
+def _event_keys(keys: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """The keys of one block in the form of events: the adapter's name, inputs with their offsets, the salt, digests."""
     return tuple(key[1:] if key[0] == "mm" else key[1] for key in keys) or None

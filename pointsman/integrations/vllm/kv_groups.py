@@ -1,14 +1,14 @@
-"""KV in several layouts: the core's `KVCache` over vLLM's own `KVCacheManager`.
+"""KV in several layouts: implements the core's `KVCache` with vLLM's own `KVCacheManager`.
 
-A model may keep its KV in groups of layers: full attention, attention within a window or a chunk, states of Mamba or
-of convolutions, of what an encoder computed (cross-attention), blocks of different sizes; all from one pool. vLLM's
-manager knows each kind: what a number of tokens takes, which blocks are no longer needed, and what of a prefix can be
-found again. It is asked when a request is looked up or admitted, and about the few rows that run out of slots; a step
-in which none does asks nothing.
+A model may store its KV in groups of layers, all from one pool: full attention, attention within a window or a chunk,
+states of Mamba or of convolutions, KV of encoder outputs (cross-attention), blocks of different sizes. vLLM's manager
+knows for each kind the blocks that a number of tokens takes, the blocks that are no longer needed, and the part of a
+prefix that can be found again. It is called when a request is looked up or admitted, and for the few rows that run out
+of slots. A step in which no row does calls nothing.
 
-What is generated can be found again when its request releases its blocks, as everywhere in this scheduler, and not as
-soon as a block is full: in vLLM's own that is a large part of what its manager takes in a step. The exception are
-states that are cached for prefixes: a row keeps the newest two, so each is published before it is given back.
+Generated tokens can be found again once their request releases its blocks, as everywhere in this scheduler, and not as
+soon as a block is full: in vLLM's own scheduler that is a large part of its manager's time in a step. The exception are
+states that are cached for prefixes: a row holds the newest two, so each is published before it is released.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class GroupPool:
 
 
 class _Group:
-    """One of vLLM's managers of a kind of KV, and what a step asks of it most."""
+    """One of vLLM's managers of a kind of KV, with the values that a step needs most."""
 
     __slots__ = (
         "extra",
@@ -95,13 +95,13 @@ class _Group:
         self.tables: dict[str, list[KVCacheBlock]] = manager.req_to_blocks
         self.size = int(manager.block_size)
         self.extra = self.size * int(getattr(manager, "num_speculative_blocks", 0))
-        """Tokens of the blocks that drafts have."""
+        """Tokens of the blocks reserved for drafts."""
         self.is_ring = isinstance(manager, CircularBufferManager)
         """Whether each request has one block, whatever its length."""
         self.is_of_encoder = isinstance(manager, CrossAttentionManager)
-        """Whether each request has the blocks of its encoder inputs from its first step on, and no others."""
+        """Whether each request has just the blocks of its encoder inputs, from its first step."""
         self.window_behind_prompt: int | None = getattr(manager, "rswa_window", None)
-        """How many of the newest tokens are kept besides the prompt; None: not these alone."""
+        """Number of newest tokens kept besides the prompt; None: not this kind of window."""
         skipped = manager.get_num_skipped_tokens(max_model_len)
         self.gives_back = skipped >= self.size or self.window_behind_prompt is not None
         """Whether blocks are released while a request runs."""
@@ -109,16 +109,16 @@ class _Group:
             n - manager.get_num_skipped_tokens(n) for n in range(max(0, max_model_len - self.size), max_model_len + 1)
         }
         self.lag = lags.pop() if len(lags) == 1 else None
-        """How many of the newest tokens are kept; None: it differs."""
+        """Number of newest tokens kept; None: it varies."""
 
     def _num_returned(self, final: int) -> int:
-        """Blocks that are not needed once so many tokens are final."""
+        """Number of leading blocks that are no longer needed when `final` tokens are final."""
         if self.lag is not None:
             return max(0, final - self.lag) // self.size
         return int(self.manager.get_num_skipped_tokens(final)) // self.size
 
     def give_back(self, name: str, final: int, num_prompt_tokens: int) -> None:
-        """Release what a request needs no more; what steps in flight read is not final."""
+        """Release the blocks that a request no longer needs. Tokens that steps in flight read are not final."""
         if self.window_behind_prompt is not None:
             self.manager.remove_skipped_blocks(name, final, num_prompt_tokens)
             return
@@ -128,7 +128,7 @@ class _Group:
             self.manager.remove_skipped_blocks(name, final, num_prompt_tokens)
 
     def next_return(self, final: int, limit: int) -> int:
-        """The least number of final tokens, up to `limit`, with which one block more is released; `limit`: none is."""
+        """The least number of final tokens, up to `limit`, that releases one more block; `limit`: none does."""
         if self.window_behind_prompt is not None:
             num_left = max(0, final - self.window_behind_prompt)
             return min(limit, (num_left // self.size + 1) * self.size + self.window_behind_prompt)
@@ -136,13 +136,13 @@ class _Group:
         if self.lag is not None:
             return min(limit, (now + 1) * self.size + self.lag)
         low, high = final, limit
-        while high - low > 1:  # it never becomes less
+        while high - low > 1:  # the number never decreases
             middle = (low + high) // 2
             low, high = (middle, high) if self._num_returned(middle) == now else (low, middle)
         return high
 
     def lacks_a_block(self, name: str, num_computed: int, num_prompt_tokens: int) -> bool:
-        """Whether a block is gone that a row reads or writes."""
+        """Whether a row has lost a block that it reads or writes."""
         blocks = self.tables[name]
         first, end = 0, int(self.manager.get_num_skipped_tokens(num_computed)) // self.size
         if self.window_behind_prompt is not None:
@@ -158,7 +158,7 @@ class KVGroups(KVCache):
         vllm_config: vLLM's `VllmConfig`.
         kv_cache_config: its `KVCacheConfig`.
         block_size: the least common multiple of the groups' block sizes.
-        hash_block_size: tokens of a hash.
+        hash_block_size: tokens covered by a hash.
     """
 
     def __init__(
@@ -191,26 +191,26 @@ class KVGroups(KVCache):
         self._states: list[MambaManager] = [
             each for each in self._managers if getattr(each, "mamba_cache_mode", "none") == "align"
         ]
-        """The managers of states that are cached for prefixes: these rows are asked in each step of their prefill."""
+        """The managers of states that are cached for prefixes. Their rows are checked in each step of the prefill."""
         self.ends = self._make_ends(vllm_config, block_size, hash_block_size) if self._states else None
-        """Where their chunks end; None: anywhere."""
+        """Positions at which their chunks end; None: anywhere."""
         self.cuts_chunks = self.ends is not None
         self._nothing: tuple[Sequence[KVCacheBlock], ...] = tuple(() for _ in self._managers)
         self._max_model_len: int = vllm_config.model_config.max_model_len
         self._row_of: dict[int, Request] = {}
-        """The requests by row."""
+        """Requests by row."""
         self._new: dict[str, list[list[int]]] = {}
-        """Blocks of each group that continued requests got, and no output has reported, by vLLM's request id."""
+        """New blocks of continued requests that no output has reported, by group, by vLLM's request id."""
         self._published: dict[str, int] = {}
-        """Of requests that were released since the newest step began, and have had no output, the published tokens."""
+        """Published tokens of requests that were released since the newest step began and have had no output."""
         self._mute: set[str] = set()
-        """Requests that publish no more."""
+        """Requests that no longer publish."""
         self._num_publications = 0
         self._is_ahead = False
         self._admitted = 0  # tokens of the newest admission in its first step
         self._num_spare = self._num_spare_blocks(vllm_config)
         self._num_usable_tokens: dict[int, int] = {}
-        """The longest sequence that the pool can hold, by the number of its encoder's embeddings."""
+        """Maximum length of a sequence in the pool, by its number of encoder embeddings."""
 
     def _make_ends(self, vllm_config: VllmConfig, block_size: int, hash_block_size: int) -> StateEnds:
         scheduler = vllm_config.scheduler_config
@@ -229,8 +229,8 @@ class KVGroups(KVCache):
         )
 
     def _num_spare_blocks(self, vllm_config: VllmConfig) -> int:
-        """The most that a request holds, or is asked for, beyond what its sequence takes: the states that its steps in
-        flight continue from, and copies of blocks that it shares a part of."""
+        """Maximum number of blocks that a request holds or asks for beyond those of its sequence: the states from which
+        its steps in flight continue, and copies of partially shared blocks."""
         if self.ends is None:
             return 0
         spare = len(self._states) * int(vllm_config.max_concurrent_batches)
@@ -240,7 +240,7 @@ class KVGroups(KVCache):
         return spare
 
     def _longest(self, num_embeddings: int) -> int:
-        """The longest sequence that the pool can hold beside the KV of that many embeddings."""
+        """Maximum length of a sequence in the pool beside the KV of this many embeddings."""
 
         def needed(num_tokens: int) -> int:
             own = self._count("", num_tokens, self._nothing, 0, is_whole=True, num_embeddings=num_embeddings)
@@ -252,19 +252,19 @@ class KVGroups(KVCache):
             self._num_usable_tokens[num_embeddings] = longest
         return longest
 
-    def why_nothing_is_found(self) -> str:
-        """Which prompts can never find a prefix in the cache, and why; "": there is no cache."""
+    def prefix_cache_limit(self) -> str:
+        """The prompts that can never find a prefix in the cache, and why; "": no such limit."""
         if not self.caches or not self._managers:
             return ""
         unit = self._managers[0].cache_hit_alignment_tokens
         remedy = ""
         if self.ends is not None and not self.ends.finds_parts:
-            remedy = f" (with --prefix-match-unit, a divisor of {unit}, also where a prompt ends)"
+            remedy = f" (with --prefix-match-unit, a divisor of {unit}, also at the end of a prompt)"
         elif self.ends is not None:
-            remedy = f", of prompts where they end and where blocks of {self.ends.size} do"
+            remedy = f", or, in prompts, at their end or at the end of a block of {self.ends.size}"
         return (
-            f"prompts of fewer than {unit + 1} tokens find nothing in the prefix cache: what is found in it "
-            f"ends at a multiple of {unit} tokens{remedy}, and one token is left to compute"
+            f"prompts of fewer than {unit + 1} tokens find nothing in the prefix cache: a cached prefix "
+            f"ends at a multiple of {unit} tokens{remedy}, and one token is always computed"
         )
 
     @property
@@ -275,7 +275,7 @@ class KVGroups(KVCache):
         return self._longest(self._num_embeddings(request))
 
     def _num_embeddings(self, request: Request) -> int:
-        """Embeddings that the layers with cross-attention keep KV of."""
+        """Number of embeddings of which the cross-attention layers store KV."""
         if not self._has_encoder:
             return 0
         return sum(item.entry.num_embeddings for item in request._state.encoder_inputs)
@@ -336,7 +336,7 @@ class KVGroups(KVCache):
             num_embeddings=self._num_embeddings(request),
         )
         if request.row is None:
-            for each in self._states:  # they note who asks
+            for each in self._states:  # they record which request asks
                 each.free(name)
         return count + self.pool.num_in_use(match.blocks)
 
@@ -351,9 +351,9 @@ class KVGroups(KVCache):
         prefill_end: int = 0,
         num_embeddings: int = 0,
     ) -> int:
-        """Free blocks that a request needs for its first tokens, of which the first ones are computed or found, and
-        for the embeddings of its encoder; `is_whole`: the most that it holds at a time, of groups that give blocks
-        back."""
+        """The free blocks that a request needs for its first `num_tokens` tokens and the embeddings of its encoder. Its
+        first `num_computed` tokens are computed or found. `is_whole`: the maximum that it holds at a time, in groups
+        that release blocks."""
         count: int = self._coordinator.get_num_blocks_to_allocate(
             request_id=name,
             num_tokens=min(num_tokens, self._max_model_len),
@@ -387,14 +387,14 @@ class KVGroups(KVCache):
         return NO_BLOCKS
 
     def num_slots(self, request: Request, blocks: Int64Array) -> int:
-        """Less than the blocks hold where a block falls behind its window before: then the row is asked, and gives it
-        back."""
+        """Fewer than the blocks hold if a block leaves its window earlier: the row is then checked, and releases the
+        block."""
         if self.ends is not None:
             return self._admitted
         return self._slots(request.metadata.request_id, 0, self._admitted)
 
     def _slots(self, name: str, final: int, end: int) -> int:
-        """Up to where a row need not be asked that has blocks for `end` tokens, of which the first ones are final."""
+        """The end up to which a row needs no check, if it has blocks for `end` tokens and `final` of them are final."""
         slots = min(
             [len(tables[name]) * size - extra for _, tables, size, extra in self._shapes], default=self._max_model_len
         )
@@ -415,7 +415,7 @@ class KVGroups(KVCache):
         for index in (ends > batch.num_slots[rows]).nonzero()[0].tolist():
             row, end = rows.item(index), ends.item(index)
             name = self._row_of[row].metadata.request_id
-            if is_whole:  # it may have got its tokens of this step, for which it reads what would be given back
+            if is_whole:  # its tokens of this step may be scheduled, and they read blocks that would be released
                 needed[index] = self._count_row(batch, row, end, is_whole=True)
                 continue
             if self._states:
@@ -425,7 +425,7 @@ class KVGroups(KVCache):
             count = 0
             for group in self._giving:
                 group.give_back(name, final, self._row_of[row].num_prompt_tokens)
-            for _, tables, size, extra in self._shapes:  # inline: for a few thousand rows a second
+            for _, tables, size, extra in self._shapes:  # inline: a few thousand rows a second
                 missing = -(-(end + extra) // size) - len(tables[name])
                 if missing > 0:
                     count += missing
@@ -441,14 +441,14 @@ class KVGroups(KVCache):
         return self._count(name, end, self._nothing, start, is_whole=is_whole, prefill_end=prefill_end)
 
     def _ask_for_states(self, batch: Batch, row: int, end: int) -> int:
-        """Of a row with cached states, the free blocks that it needs; what it needs no more is given back."""
+        """The free blocks that a row with cached states needs; the blocks that it no longer needs are released."""
         request, final = self._row_of[row], self._final(batch, row)
         name, start = request.metadata.request_id, batch.num_computed_tokens.item(row)
         self._publish_filled(request, final)
         self.manager.remove_skipped_blocks(name, final, request.num_prompt_tokens)
         prefill_end = _prefill_end(request) if self._coordinator.retention_interval == 0 else 0
         count: int = sum(
-            # With a cap, which states do not have, they do not note where a state is kept within the chunk.
+            # A cap, which states lack, keeps them from recording where a state is kept within the chunk.
             each.get_num_blocks_to_allocate(name, end, (), start, start, end, each in self._states, prefill_end)
             for each in self._managers
         )
@@ -458,7 +458,7 @@ class KVGroups(KVCache):
         return count
 
     def _publish_filled(self, request: Request, num_tokens: int) -> None:
-        """Publish the blocks that the first tokens of a row with cached states fill. Inside a block there is only the
+        """Publish the blocks that the first tokens of a row with cached states fill. A partial block holds only the
         state of the newest token, which a step in flight may be about to change."""
         states = self._states[0]
         num_filled = num_tokens // states.block_size
@@ -467,7 +467,7 @@ class KVGroups(KVCache):
             self._publish(request, num_filled * states.block_size)
 
     def _set_slots(self, batch: Batch, row: int, final: int, end: int) -> None:
-        """A row has blocks for `end` tokens, of which it is about to compute the last ones."""
+        """Set the slots of a row that has blocks for `end` tokens and is about to compute the last of them."""
         request = self._row_of[row]
         if self._states and batch.num_computed_tokens.item(row) < _prefill_end(request):
             batch.num_slots[row] = end
@@ -475,7 +475,7 @@ class KVGroups(KVCache):
             batch.num_slots[row] = self._slots(request.metadata.request_id, final, end)
 
     def _final(self, batch: Batch, row: int) -> int:
-        """Tokens of a row that no step in flight computes, or may have to compute again; before its share of a step."""
+        """Tokens of a row that no step in flight computes or may have to recompute, before the row's part of a step."""
         computed = min(batch.num_computed_tokens.item(row), batch.num_tokens.item(row))
         return min(computed, self.num_sound_tokens(self._row_of[row])) if self._is_ahead else computed
 
@@ -490,7 +490,7 @@ class KVGroups(KVCache):
             name = self._row_of[row].metadata.request_id
             end = min(end, self._max_model_len)
             if self._states:
-                self._count_row(batch, row, end, is_whole=False)  # which notes where a state is kept within the chunk
+                self._count_row(batch, row, end, is_whole=False)  # records where a state is kept within the chunk
             for place, tables, size, extra in self._shapes:
                 if self._states or -(-(end + extra) // size) > len(tables[name]):
                     given = self._managers[place].allocate_new_blocks(name, end, end)
@@ -503,7 +503,7 @@ class KVGroups(KVCache):
     def grow_for_steps(
         self, batch: Batch, rows: Int64Array, num_computed: Int64Array, num_steps: int
     ) -> tuple[Int32Array, Int64Array, Int64Array]:
-        raise NotImplementedError("steps are not done at once without block tables; see `Scheduler.guaranteed_steps`")
+        raise NotImplementedError("steps cannot be done at once without block tables; see `Scheduler.guaranteed_steps`")
 
     def num_blocks_of(self, batch: Batch, rows: Int64Array) -> Int64Array:
         return np.array([len(self.table(batch, row)) for row in rows.tolist()], dtype=np.int64)
@@ -568,7 +568,7 @@ class KVGroups(KVCache):
         self._row_of.pop(request.row, None)
 
     def num_published_tokens(self, request: Request) -> int:
-        """Of a request that runs, or was released since the newest step began, the tokens that can be found again."""
+        """Tokens that can be found again, of a request that runs or was released since the newest step began."""
         name = request.metadata.request_id
         if request.row is None:
             return self._published.get(name, 0)
@@ -583,15 +583,15 @@ class KVGroups(KVCache):
                     each.num_cached_block[name] = count  # they are published again when they are recomputed
 
     def retract(self, journals: Iterable[Journal], publisher: Request, running: Iterable[Request]) -> None:
-        """Whatever is cached may follow it: nothing stays."""
+        """Evict everything if the publisher published anything: any cached block may depend on it."""
         if any(entry[0] is publisher for journal in journals for entry in journal):
             self.reset()
 
     def reset(self) -> None:
         if not self._row_of:
-            self.take_copies()  # of a step that nobody executed
+            self.take_copies()  # of a step that was not executed
             self.manager.reset_prefix_cache()
-        else:  # vLLM's own refuses then
+        else:  # vLLM's own method refuses now
             pool = self.manager.block_pool
             self.manager.evict_blocks({block.block_id for block in pool.blocks if block.block_hash is not None})
             self._mute |= {request.metadata.request_id for request in self._row_of.values()}
@@ -623,27 +623,27 @@ class KVGroups(KVCache):
     # ------------------------------------------------------------------ for the workers
 
     def blocks_of(self, request: Request) -> tuple[list[int], ...]:
-        """The blocks of an admitted request by group, as workers get them."""
+        """The blocks of an admitted request by group, in the form for workers."""
         name = request.metadata.request_id
         self._new.pop(name, None)
         found: tuple[list[int], ...] = self.manager.get_block_ids(name)
         return found
 
     def take_new(self, names: Sequence[str]) -> list[tuple[list[int], ...] | None]:
-        """The new blocks of continued requests by group; None: there are none."""
+        """The new blocks of continued requests, by group; None: no new blocks."""
         if not self._new:
             return [None] * len(names)
         taken = [self._new.pop(name, None) for name in names]
         return [None if new is None else tuple(new) for new in taken]
 
     def take_to_zero(self) -> list[int] | None:
-        """New blocks that workers have to zero; None: none."""
+        """New blocks that workers must zero; None: none."""
         ids: list[int] = self.manager.take_new_block_ids()
         return ids if ids and self.manager.kv_cache_config.needs_kv_cache_zeroing else None
 
     def take_copies(self) -> list[KVCacheBlockCopy] | None:
-        """Blocks that workers have to copy before a step, of which requests share a part; None: there are none. A later
-        step may use the sources for something else: workers execute steps in order."""
+        """Blocks that workers must copy before a step because requests share a part of them; None: none. A later step
+        may reuse the sources, because workers execute steps in order."""
         self.manager.take_boundary_state_offloads()  # for connectors
         copies, retained = self.manager.take_kv_cache_block_copies()
         self.manager.block_pool.free_blocks(retained)
@@ -651,13 +651,13 @@ class KVGroups(KVCache):
 
 
 def _prefill_end(request: Request) -> int:
-    """What vLLM calls the end of a prefill; of a resumed request, before its newest token."""
+    """vLLM's end of a prefill; for a resumed request it is before the newest token."""
     return max(request.num_prompt_tokens, request.num_tokens - 1)
 
 
 def _sync(request: Request) -> None:
-    """vLLM's request gets the tokens that the core's has more: its block hashes are of these."""
+    """Append to vLLM's request the tokens that only the core's has: its block hashes need them."""
     of_vllm = request.metadata
     more = request.num_tokens - of_vllm.num_tokens
-    if more > 0 and not of_vllm.use_structured_output:  # those get them when their grammar takes them
+    if more > 0 and not of_vllm.use_structured_output:  # these get them when their grammar accepts them
         of_vllm.append_output_token_ids(request.all_token_ids[-more:].tolist())

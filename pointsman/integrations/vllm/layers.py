@@ -1,7 +1,7 @@
-"""The KV groups that vLLM makes of a model, from its layers without their weights.
+"""Builds a model's layers without weights, to find the KV groups that vLLM makes of them.
 
-vLLM knows how layers keep KV when it has built them. Here they are built on the device "meta", which holds no data, and
-asked as vLLM's model runner asks them. That takes seconds, and no GPU.
+vLLM knows the KV of layers only when it has built them. Here they are built on the device "meta", which holds no data,
+and then read as vLLM's model runner reads them. That takes seconds, and no GPU.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 _PLENTY = 1 << 60
-"""Bytes with which every model fits."""
+"""Bytes that suffice for every model."""
 
 
 class LayersUnknown(Exception):
-    """The layers cannot be built here; the message says why."""
+    """The layers cannot be built here; the message has the reason."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class Groups:
 
     groups: list[KVCacheGroupSpec]
     block_bytes: int
-    """Of a block of the pool."""
+    """Bytes of a block of the pool."""
     request_blocks: int
-    """Blocks that a request of `max_model_len` tokens holds at most."""
+    """Maximum number of blocks of a request of `max_model_len` tokens."""
 
     def lines(self) -> list[str]:
-        """Each kind of group in words."""
+        """A line for each kind of group."""
         found: dict[str, int] = {}
         for group in self.groups:
             spec = group.kv_cache_spec
@@ -55,13 +55,13 @@ def groups_of(vllm_config: VllmConfig) -> Groups:
         raise LayersUnknown(f"its layers are split among {parallel.world_size} devices")
     try:
         return _grouped(vllm_config, _specs(vllm_config))
-    except Exception as error:  # of the model's code, or because this version of vLLM builds it in another way
+    except Exception as error:  # from the model's code, or a vLLM that builds models differently
         said = str(error).strip().splitlines() or [""]
         raise LayersUnknown(f"vLLM does not build them without weights: {type(error).__name__}: {said[0]}") from error
 
 
 def _specs(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
-    """vLLM's `KVCacheSpec` of each layer that keeps KV."""
+    """vLLM's `KVCacheSpec` of each layer that stores KV."""
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
@@ -114,7 +114,7 @@ def _grouped(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> Groups:
 
 
 def _kv_cache_config(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> KVCacheConfig:
-    """What vLLM would allocate in memory for all."""
+    """vLLM's allocation of memory for all layers."""
     try:
         from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
     except ImportError:  # before 0.33

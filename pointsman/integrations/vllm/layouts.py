@@ -1,6 +1,6 @@
-"""Which layouts of KV does the core keep itself? Full attention, windows and chunks in groups of one block size.
+"""Selects the KV layouts that the core manages itself: full attention, windows and chunks in groups of one block size.
 
-Every other layout stays with vLLM's own manager (`kv_groups.py`).
+vLLM's own manager keeps every other layout (`kv_groups.py`).
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 def own_groups(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: SchedulerConfig, hash_block_size: int
 ) -> tuple[KVGroup, ...] | None:
-    """The groups that the core keeps itself with this configuration; None: it cannot."""
+    """The groups that the core manages itself with this configuration; None: it cannot."""
     groups = tuple(_own_group(group, config.block_size) for group in kv_cache_config.kv_cache_groups)
     if getattr(kv_cache_config, "needs_kv_cache_zeroing", False) or hash_block_size != config.block_size:
         return None
-    if vllm_config.model_config.enable_prompt_embeds:  # its windows may miss what vLLM's manager finds of such prompts
+    if vllm_config.model_config.enable_prompt_embeds:  # its windows may miss prefixes that vLLM's manager finds
         return None
     own = tuple(group for group in groups if group is not None)
     if not own or len(own) < len(groups):
         return None
-    # vLLM's hash of a block is made of the one before it: of windows alone, nothing may know that one any more.
+    # vLLM's hash of a block includes the hash of the block before it, which windows alone may no longer have.
     return None if config.enable_kv_cache_events and not any(group.is_full for group in own) else own
 
 
 def _own_group(group: KVCacheGroupSpec, block_size: int) -> KVGroup | None:
-    """A group of vLLM's as one of the core's; None: it is of another kind."""
+    """A group of vLLM's as a group of the core's; None: the core lacks this kind."""
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
         FullAttentionSpec,

@@ -1,11 +1,11 @@
-"""What vLLM's own scheduler does, written down as an observed recording (`core/recording.py`). Importable without vLLM.
+"""Records the actions of vLLM's own scheduler as an observed recording (`core/recording.py`). Importable without vLLM.
 
-    Observation        what steps and requests were, noted while vLLM runs: a tuple a step, a few facts a request
-    RecordingThread    turns notes into lines and writes them, in a thread of its own
+    Observation        notes steps and requests while vLLM runs: a tuple a step, a few facts a request
+    RecordingThread    turns notes into lines and writes them, in its own thread
     BlockNumbers       numbers in place of block hashes
 
-The engine's thread only appends to lists, and hands them over now and then. In steady decode a step costs it two reads
-of the clock and one sum; only steps that begin, end, skip or preempt a request are looked at row by row.
+The engine's thread only appends to lists, and hands them over at intervals. A step of steady decode costs two reads of
+the clock and one sum. Only steps that begin, end, skip or preempt a request are read row by row.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ logger = logging.getLogger("vllm.pointsman")  # vLLM's log configuration applies
 
 STEPS_A_LINE = 512
 SECONDS_A_LINE = 1.0
-"""A kill loses this much, and what is in the queue of the thread."""
+"""Killing the process loses this many seconds, and the queue of the thread."""
 MAX_QUEUED = 256
-"""Notes that wait for the thread, in lines of steps; a thread that is slower ends the recording."""
+"""Notes that wait for the thread, in lines of steps; if the thread is slower, the recording ends."""
 MIN_BLOCKS_KNOWN = 1 << 16
 SECONDS_TO_CLOSE = 2.0
 
@@ -45,11 +45,11 @@ SECONDS_TO_CLOSE = 2.0
 
 
 class BlockNumbers:
-    """Numbers blocks by their hashes, in the order in which they are first seen. Nothing of a hash is in its number.
+    """Numbers blocks by their hashes, in the order in which they are first seen. A number reveals nothing of its hash.
 
     Args:
-        num_known: of the blocks that were seen last, at least this number are known again; memory is bounded by twice
-            that.
+        num_known: minimum number of most recently seen blocks that are remembered; memory is bounded by twice this
+            number.
     """
 
     def __init__(self, num_known: int) -> None:
@@ -59,10 +59,13 @@ class BlockNumbers:
         self._old: dict[bytes, int] = {}
 
     def take(self, hashes: Sequence[bytes]) -> tuple[int | None, int, int]:
-        """The blocks of a prompt, whose hashes each cover all before: (last known block, first new one, new ones).
+        """Number the blocks of a prompt, given hashes that each cover all earlier tokens.
 
-        Every request touches its whole prompt, so what is forgotten of a prompt is its end, and the known blocks are
-        found by bisection.
+        Every request touches its whole prompt, so a prompt is forgotten from its end, and the known blocks are found by
+        bisection.
+
+        Returns:
+            The number of the last known block, the number of the first new block, and the count of new blocks.
         """
         young, old, count = self._young, self._old, len(hashes)
         num_young = _num_in(young, hashes, 0)
@@ -80,7 +83,7 @@ class BlockNumbers:
 
 
 def _num_in(known: dict[bytes, int], hashes: Sequence[bytes], low: int) -> int:
-    """The number of hashes from the start that are known, of which `low` are."""
+    """The number of leading hashes that are known; the first `low` are."""
     high = len(hashes)
     while low < high:
         middle = (low + high) // 2
@@ -95,12 +98,12 @@ def _num_in(known: dict[bytes, int], hashes: Sequence[bytes], low: int) -> int:
 
 
 class RecordingThread:
-    """Writes notes to a file, in a thread that nothing waits for.
+    """Writes notes to a file, in a thread that no other thread waits for.
 
     Args:
-        file: where to.
+        file: to write to.
         header: the first line.
-        numbers: of the prompts' blocks; None: they have no hashes.
+        numbers: for the prompts' blocks; None: the prompts have no hashes.
         start_ns: the zero of the recording's clock, as `time.monotonic_ns`.
     """
 
@@ -117,21 +120,21 @@ class RecordingThread:
 
     @property
     def ended_by(self) -> str:
-        """Why no more is written; empty: it is."""
+        """Why writing has ended; empty: it continues."""
         if not self._file.ended_by and self._queue.qsize() > MAX_QUEUED:
             self._file.end_early("the thread that writes is slower than the steps")
         return self._file.ended_by
 
     def put(self, events: list[Any], steps: list[Any]) -> None:
-        """Notes to write: requests that came or ended, and steps. The lists are the thread's from here on."""
+        """Queue notes to write: requests that were added or finished, and steps. The thread now owns the lists."""
         self._queue.put((events, steps))
 
     def end(self) -> None:
-        """Write what is queued, and end; returns at once."""
+        """Write the queue, then end. Returns at once."""
         self._queue.put(None)
 
     def wait(self) -> None:
-        """Until it has ended; a disk that hangs is not waited for."""
+        """Wait until it has ended, but not for a disk that hangs."""
         self._thread.join(SECONDS_TO_CLOSE)
 
     def _run(self, header: dict[str, Any]) -> None:
@@ -143,7 +146,7 @@ class RecordingThread:
                 if steps:
                     lines.append(self._steps(steps))
                 self._file.write("".join(lines))
-        except Exception as error:  # of this recording alone
+        except Exception as error:  # ends this recording only
             self._file.end_early(f"{type(error).__name__}: {error}")
         finally:
             self._file.close()
@@ -175,7 +178,7 @@ def _line(fields: dict[str, Any]) -> str:
 
 
 class _Request:
-    """An unfinished request of vLLM's, and what was seen of it."""
+    """An unfinished request of vLLM's, with the observed facts."""
 
     __slots__ = ("is_decoding", "num_cached", "number", "of_vllm", "scheduled", "steps")
 
@@ -185,25 +188,25 @@ class _Request:
         self.scheduled: int | None = None
         self.num_cached = 0
         self.steps: list[list[int]] = []
-        """[first, last] of runs of steps in which it samples; the newest last is not set while it decodes."""
+        """[first, last] of each run of steps in which it samples; the newest last is unset while it decodes."""
         self.is_decoding = False
 
     def stop(self, last: int) -> None:
-        """It does not sample after step `last`."""
+        """Note that it does not sample after step `last`."""
         self.is_decoding = False
         self.steps[-1][1] = last
 
 
 class Observation:
-    """Notes what a scheduler of vLLM's does, whose methods call those of this class.
+    """Notes the actions of a scheduler of vLLM's; the scheduler's methods call the methods of this class.
 
     Args:
         scheduler: vLLM's.
-        file: where the recording goes.
-        header: fields of its first line beside those of the format.
+        file: for the recording.
+        header: fields of its first line besides those of the format.
         block_size: tokens that a block hash covers; None: prompts have no hashes.
         num_known: see `BlockNumbers`.
-        reason_of: of a finished request of vLLM's.
+        reason_of: returns the reason of a finished request of vLLM's.
     """
 
     def __init__(
@@ -217,19 +220,19 @@ class Observation:
         reason_of: Callable[[VLLMRequest], str],
     ) -> None:
         self.ended_by = ""
-        """Why the recording ended; empty: it goes on."""
+        """Why the recording ended; empty: it continues."""
         self._scheduler = scheduler
         self._reason_of = reason_of
         self._block_size = block_size
         self._num_free_blocks = scheduler.kv_cache_manager.block_pool.get_num_free_blocks
         self._finishes_late = scheduler.connector is not None  # a finished request may stay known
         self._requests: dict[str, _Request] = {}
-        self._unsettled: dict[str, _Request] = {}  # of these, those that do not sample in every step
+        self._unsettled: dict[str, _Request] = {}  # the subset that does not sample in every step
         self._num_added = 0
         self._num_steps = 0  # scheduled
         self._num_updated = 0
         self._in_flight: deque[tuple[SchedulerOutput, int, tuple[int, ...] | None]] = deque()
-        self._end_before: int | None = None  # of the last step; None: the engine was idle since
+        self._end_before: int | None = None  # end of the last step; None: the engine has been idle since
         self._events: list[Any] = []
         self._steps: list[Any] = []
         start = self._last_put = time.monotonic_ns()
@@ -240,12 +243,12 @@ class Observation:
         atexit.register(self.close)
 
     def abandon(self) -> None:
-        """End the recording where it is, at once."""
+        """End the recording at once, without the rest of the notes."""
         atexit.unregister(self.close)
         self._thread.end()
 
     def close(self) -> None:
-        """Write what was noted, and end."""
+        """Write the notes, and end."""
         self._put()
         self.abandon()
         self._thread.wait()
@@ -259,8 +262,8 @@ class Observation:
     # ------------------------------------------------------------------ requests
 
     def added(self, request: VLLMRequest, now: int) -> None:
-        """vLLM queued a request."""
-        if request.resumable:  # a session, whose parts are no requests
+        """Note that vLLM queued a request."""
+        if request.resumable:  # a session: its parts are not requests
             return
         seen = self._requests[request.request_id] = _Request(request, self._num_added)
         self._num_added += 1
@@ -276,7 +279,7 @@ class Observation:
         self._events.append((now, "add", {"request": fields, "park": None}, hashes, num_blocks))
 
     def finished(self, request_id: str, now: int) -> None:
-        """A request finished; one that is not known is ignored."""
+        """Note that a request finished; an unknown one is ignored."""
         seen = self._requests.pop(request_id, None)
         if seen is None:
             return
@@ -299,7 +302,7 @@ class Observation:
     # ------------------------------------------------------------------ steps
 
     def scheduled(self, output: SchedulerOutput, now: int) -> None:
-        """vLLM decided a step, beginning at `now`."""
+        """Note that vLLM decided a step that begins at `now`."""
         total = output.total_num_scheduled_tokens
         num_rows = len(output.num_scheduled_tokens)
         computed = output.scheduled_cached_reqs.num_computed_tokens
@@ -320,7 +323,7 @@ class Observation:
     def _load(
         self, output: SchedulerOutput, total: int, num_rows: int, computed: list[int], now: int
     ) -> tuple[int, ...] | None:
-        """What a step computes that is not plain decode; None: nothing. Also follows which requests sample."""
+        """The load of a step that is not plain decode; None: it computes nothing. Updates which requests sample."""
         step, rows, requests = self._num_steps, output.num_scheduled_tokens, self._requests
         for name in output.preempted_req_ids or ():
             self._pause(name, step)
@@ -358,7 +361,7 @@ class Observation:
         return total, num_rows, context, attended, num_samples
 
     def _pause(self, name: str, step: int) -> None:
-        """A request does not run in this step."""
+        """Note that a request does not run in this step."""
         seen = self._requests.get(name)
         if seen is not None:
             self._unsettled[name] = seen
@@ -368,7 +371,7 @@ class Observation:
     def updated(
         self, output: SchedulerOutput, outputs: dict[int, EngineCoreOutputs], now: int, num_before: int
     ) -> None:
-        """vLLM took in the result of a step, which came at `now`; before, it knew `num_before` requests."""
+        """Note that vLLM processed the result of a step at `now`; before that it had `num_before` requests."""
         of_step, scheduled, load = self._in_flight.popleft()
         if of_step is not output:
             raise ValueError("steps were updated in another order than they were scheduled")
@@ -391,5 +394,5 @@ class Observation:
             self._put()
 
     def idled(self) -> None:
-        """The engine pauses: the next step does not begin when the last one ended."""
+        """Note that the engine pauses: the next step does not begin at the end of the last."""
         self._end_before = None

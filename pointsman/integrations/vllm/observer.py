@@ -1,8 +1,7 @@
 """vLLM's own scheduler, recorded: `--scheduler-cls pointsman.integrations.vllm.Observer`.
 
-Every decision is vLLM's: each method calls that of vLLM's class first, with the same arguments, and returns what it
-returned. What is noted beside it is in `observation.py`. An error there ends the recording with one warning, and vLLM
-goes on.
+Every decision is vLLM's: each method first calls the method of vLLM's class with the same arguments, and returns its
+result. `observation.py` notes the rest. An error there ends the recording with one warning, and vLLM continues.
 """
 
 from __future__ import annotations
@@ -36,15 +35,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.pointsman")  # vLLM's log configuration applies to it
 
 BLOCKS_KNOWN = 4
-"""Times the pool: prompts whose blocks fill it as often are forgotten, and count as new if they come again."""
+"""In pools: prompts are forgotten, and count as new, after blocks of this many pools were seen since."""
 _VLLM_DECISIONS = {"pointsman": {"preset": "vllm"}}
 
 
 class Observer:
-    """vLLM's scheduler, synchronous or asynchronous as vLLM's configuration has it, with a recording of what it does.
+    """vLLM's scheduler, synchronous or asynchronous by vLLM's configuration, with a recording of its actions.
 
     Raises:
-        ConfigError: `--additional-config` has another key for Pointsman than `record`.
+        ConfigError: `--additional-config` has a key for Pointsman other than `record`.
     """
 
     def __new__(cls, *, vllm_config: VllmConfig, **arguments: Any) -> Any:
@@ -54,7 +53,7 @@ class Observer:
 
 
 def _observed(base: type[Scheduler]) -> Any:
-    """A subclass of one of vLLM's schedulers that is observed."""
+    """An observed subclass of one of vLLM's schedulers."""
 
     class Observed(base):  # type: ignore[misc]
         _observation: Observation | None = None
@@ -128,11 +127,11 @@ def _observed(base: type[Scheduler]) -> Any:
                 observation.close()
 
         def _end_observation(self) -> None:
-            """Stop recording, with one warning; called where an error is handled, or the recording has ended, which is
-            in the log then."""
+            """Stop recording, with one warning. Called when an error is handled, or when the recording has ended and
+            the log already has the reason."""
             observation, self._observation = self._observation, None
             if observation is None or not observation.ended_by:
-                logger.warning("Pointsman records no more, because of an error; vLLM goes on", exc_info=True)
+                logger.warning("Pointsman stopped recording because of an error; vLLM continues", exc_info=True)
             if observation is not None:
                 observation.abandon()
 
@@ -146,12 +145,12 @@ _ObservedAsync = _observed(AsyncScheduler)
 def _begin(
     scheduler: Scheduler, path: str | None, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_size: int
 ) -> Observation | None:
-    """The recording from here on; None, with a warning: its file cannot be written."""
+    """Begin the recording; None, with a warning: its file cannot be written."""
     path = of_rank(path or time.strftime("pointsman-recording-%Y%m%d-%H%M%S.jsonl"), vllm_config)
     try:
         file = RecordingFile.create(path)
     except OSError as error:
-        logger.warning("Pointsman records nothing: cannot write %s: %s; vLLM goes on", path, error.strerror)
+        logger.warning("Pointsman records nothing: cannot write %s: %s; vLLM continues", path, error.strerror)
         return None
     caches = bool(vllm_config.cache_config.enable_prefix_caching)
     hash_block_size = getattr(scheduler, "hash_block_size", block_size) if caches else None
@@ -182,7 +181,7 @@ def _begin(
 def _config(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_size: int, lacks: list[str]
 ) -> dict[str, Any]:
-    """The settings as vLLM resolved them, in our terms, with vLLM's decisions; what cannot be said in them goes to
+    """vLLM's resolved settings under our names, with vLLM's decisions. Settings that cannot be expressed are added to
     `lacks`."""
     try:
         return scheduler_config(

@@ -1,5 +1,5 @@
-"""What operators have of a scheduler inside vLLM: a control socket that answers questions, recordings, and lines in the
-log at the start.
+"""Operation of a scheduler inside vLLM: a control socket that answers questions, recordings, and log lines at the
+start.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ logger = logging.getLogger("vllm.pointsman")  # vLLM's log configuration applies
 MAX_REQUESTS = 1000
 """Maximum number of requests in an answer."""
 SECONDS_HELD = 0.0005
-"""For this time the lock is held to explain requests, before it is released for the engine's thread."""
+"""Maximum time of one hold of the lock while requests are explained; the engine's thread can take it in between."""
 POLL_SECONDS = 0.2
-"""Between two looks at a recording."""
+"""Interval between checks of a recording."""
 PAUSE = 9.0
-"""Behind an answer no other is computed for so many times its own CPU time: answers take a tenth of the time at most,
-however many ask."""
+"""Pause after an answer, as a multiple of its CPU time: answers take at most a tenth of the time, however many clients
+ask."""
 MIN_PAUSE = 0.001
-"""Seconds; they cover the parsing of a question and the sending of a short answer."""
+"""Seconds; covers the parsing of a question and the sending of a short answer."""
 
 
 class Adapter(Protocol):
@@ -105,7 +105,7 @@ class Operation:
             f"order {config.order}, {config.max_num_batched_tokens} tokens and {config.max_num_seqs} requests a step, "
             f"{blocks}, {config.max_steps_in_flight} step(s) in flight{f'; {changed}' if changed else ''}",
         ]
-        if groups is not None and (found := groups.why_nothing_is_found()):
+        if groups is not None and (found := groups.prefix_cache_limit()):
             lines.append(found)
         if self._control is not None:
             lines.append(f"ask it why requests wait: pointsman explain --socket {self._control.path}")
@@ -118,7 +118,7 @@ class Operation:
 
 
 def rank_of(vllm_config: VllmConfig) -> int:
-    """Index of the engine among those behind one server; 0 where there is one."""
+    """Index of the engine among those behind one server; 0 if there is only one."""
     return int(getattr(vllm_config.parallel_config, "data_parallel_index", 0) or 0)
 
 
@@ -138,7 +138,7 @@ def open_record(path: str | None, vllm_config: VllmConfig) -> RecordingFile | No
     """The file of a recording from the start; None: `path` is None.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
     if path is None:
         return None
@@ -150,7 +150,7 @@ def open_record(path: str | None, vllm_config: VllmConfig) -> RecordingFile | No
 
 
 def _listen(path: str | None, vllm_config: VllmConfig, questions: Questions) -> ControlSocket | None:
-    """The control socket: a requested path that cannot be used is an error, a default path is not."""
+    """The control socket. A requested path that cannot be used is an error; a default path that cannot is a warning."""
     if path == "":
         return None
     if path is not None:
@@ -166,22 +166,22 @@ def _listen(path: str | None, vllm_config: VllmConfig, questions: Questions) -> 
 
 
 class Questions:
-    """Answers the questions of clients, each in its thread: where requests stand, metrics, recordings, the live film.
+    """Answers the questions of clients, each in its thread: states of requests, metrics, recordings, the live film.
 
-    Everything is read under the one lock that every changing call of vLLM takes as well. A queue that the engine's
-    thread empties would be no cheaper, as one side waits for the answer in either case, and would need the lock all the
-    same: while vLLM is idle it does not call the scheduler, and questions must be answered then, too. Taking a free
-    lock costs a call 0.1 us. It is held for half a millisecond at a time, for one explanation, or for one part of a
-    film, and never while an answer is sent. Python runs one thread at a time, so answers are computed one by one, with
-    pauses between them (`PAUSE`).
+    Everything is read under the one lock that every changing call of vLLM also takes. A queue emptied by the engine's
+    thread would be no cheaper, because one side waits for the answer in either case. It would also need the lock: an
+    idle vLLM does not call the scheduler, and questions must still be answered. Taking a free lock costs a call 0.1 us.
+    The lock is held for half a millisecond at a time, for one explanation, or for one part of a film, and never while
+    an answer is sent. Python runs one thread at a time, so answers are computed one by one, with pauses between them
+    (`PAUSE`).
 
     Args:
-        scheduler: the one that is asked.
-        requests: the unfinished ones, in order of adding, by the ids that clients know.
-        recordings: those of the scheduler.
-        lock: to be held while the scheduler is used.
-        facts: fields of every answer that say where it comes from.
-        seconds: returns the time that the scheduler's steps have taken, in seconds.
+        scheduler: to ask.
+        requests: the unfinished requests, in order of adding, by the ids that clients know.
+        recordings: of the scheduler.
+        lock: to hold while the scheduler is used.
+        facts: fields of every answer that identify its source.
+        seconds: returns the total time of the scheduler's steps, in seconds.
     """
 
     def __init__(
@@ -202,11 +202,11 @@ class Questions:
         self._live = LiveFilm(scheduler)
         self._turn = threading.Lock()
         """Held while an answer is computed."""
-        self._resumes = 0.0  # the end of the pause behind the newest answer, on the monotonic clock
+        self._resumes = 0.0  # end of the pause after the newest answer, on the monotonic clock
 
     @contextmanager
     def _paced(self) -> Iterator[None]:
-        """Compute an answer in here: alone, and behind the pause that the one before it requires."""
+        """Compute an answer within the context: alone, and after the pause that the previous answer requires."""
         with self._turn:
             time.sleep(max(0.0, self._resumes - time.monotonic()))
             began = time.thread_time()
@@ -263,7 +263,7 @@ class Questions:
         return {**self._facts, "counts": counts, "requests": found}
 
     def _explain_some(self, names: list[str], found: list[dict[str, Any]]) -> None:
-        """Move some from `names` to `found`."""
+        """Move some requests from `names` to `found`, explained."""
         with self._lock:
             now = time.monotonic()
             while names and time.monotonic() - now < SECONDS_HELD:
@@ -273,7 +273,7 @@ class Questions:
                     found.append(self._described(name, request, now))
 
     def _described(self, name: str, request: Request, now: float) -> dict[str, Any]:
-        """A request, in the words of `GET /v1/requests` of `pointsman serve`."""
+        """A request in the form of `GET /v1/requests` of `pointsman serve`."""
         explanation: Explanation = self._scheduler.explain(request.request_id)
         holders = [
             {"id": self._shown(holder.request_id), "amount": holder.amount, "what": holder.what}
@@ -319,8 +319,8 @@ class Questions:
     # ------------------------------------------------------------------ the live film
 
     def _film(self, client: Client) -> Generator[dict[str, Any], None, None]:
-        """Records of a live film (`web/live.py`) in base 64, until the client sends anything or disconnects. While it
-        does not read, it is sent nothing, and what it misses is dropped."""
+        """Records of a live film (`web/live.py`) in base 64, until the client sends anything or disconnects. A client
+        that does not read gets nothing, and the records it misses are dropped."""
         watcher = object()
         try:
             while True:
@@ -340,8 +340,8 @@ class Questions:
     # ------------------------------------------------------------------ recordings
 
     def _record(self, client: Client) -> Generator[dict[str, Any], None, None]:
-        """A line when the recording has to wait, one when it begins, one when its first step is in the file, and one
-        when it ends: when the client sends anything or disconnects, or when it ends by itself."""
+        """A line when the recording has to wait, when it begins, when its first step is in the file, and when it ends.
+        It ends when the client sends anything or disconnects, or by itself."""
         descriptor = client.take_file()
         if descriptor is None:
             raise ControlError("no file came with the question; pointsman record sends one")
@@ -380,8 +380,7 @@ class Questions:
 
 
 def _called(name: Any, requests: Sequence[str]) -> Iterator[str]:
-    """Those of the ids that are this one; else those of the completion with this id, or of what its client sent as
-    X-Request-Id."""
+    """The id that equals `name`; otherwise the ids of the completion with this id, or of the client's X-Request-Id."""
     if name in requests:
         return iter([name])
     start = f"{name}-"

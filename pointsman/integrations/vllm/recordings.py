@@ -1,8 +1,8 @@
 """Recordings that begin and end while vLLM runs, in files that cannot fail or stall the scheduler.
 
 A replay starts with an empty scheduler, so a recording begins when there are no requests (`Scheduler.start_recording`).
-That moment may be short, so a requested recording waits here, and begins with the next request that finds the scheduler
-idle, or at once.
+That moment may be short, so a requested recording waits here. It begins at once, or with the next request that finds
+the scheduler idle.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class RecordingFile(BackgroundFile):
 
     def __init__(self, file: FileIO, name: str, max_bytes: int | None = None) -> None:
         self.num_steps = 0
-        """In the file."""
+        """Number of steps in the file."""
         super().__init__(file, name, max_bytes=MAX_BYTES if max_bytes is None else max_bytes)
 
     def _wrote(self, pieces: list[bytes]) -> None:
@@ -35,15 +35,15 @@ class RecordingFile(BackgroundFile):
         self.num_steps += sum(piece.startswith(b'{"call":"schedule"') for piece in pieces)
 
     def _report(self, why: str) -> None:
-        logger.warning("Pointsman records no more: %s; vLLM goes on, and the file can be read up to there", why)
+        logger.warning("Pointsman stopped recording: %s; vLLM continues, and the file can be read up to there", why)
 
 
 class Recordings:
     """The recording of one scheduler. Callers hold the lock of the adapter.
 
     Args:
-        scheduler: the one that is recorded.
-        on_start: called when a recording begins; the scheduler knows nothing of earlier steps from then on.
+        scheduler: to record.
+        on_start: called when a recording begins; the scheduler then knows nothing of earlier steps.
     """
 
     def __init__(self, scheduler: Scheduler, on_start: Callable[[], None]) -> None:
@@ -54,7 +54,7 @@ class Recordings:
         self.current: RecordingFile | None = None
 
     def note(self, file: RecordingFile) -> None:
-        """The scheduler was constructed with a recorder that writes to this file."""
+        """Note that the scheduler was constructed with a recorder that writes to this file."""
         self.current = file
         file.on_end = self._scheduler.stop_recording
 
@@ -62,7 +62,7 @@ class Recordings:
         """Request a recording in an open file; it may have begun when this returns.
 
         Raises:
-            ControlError: there is a recording already, or the scheduler can begin none; or it is not a regular file,
+            ControlError: there is a recording already; the scheduler can begin none; or the file is not a regular file,
                 which could block the scheduler.
         """
         try:
@@ -76,7 +76,7 @@ class Recordings:
             raise ControlError("a recording can only be written to a regular file: a pipe could block the scheduler")
         other = self.current or self.waiting
         if other is not None:
-            raise ControlError(f"a recording is {'under way' if self.current else 'waited for'} already: {other.name}")
+            raise ControlError(f"a recording is {'under way' if self.current else 'waiting'} already: {other.name}")
         self.waiting = file = RecordingFile(FileIO(os.dup(descriptor), "w"), "of another client")
         self.try_to_begin()
         return file

@@ -1,8 +1,8 @@
-"""vLLM's requests as the core's, and prompts that come in parts (vLLM's streaming input).
+"""Converts vLLM's requests to the core's, and manages prompts that come in parts (vLLM's streaming input).
 
-Each part of a session is answered like a request of its own, and the next part continues behind it: behind all computed
-tokens, which is all except the one sampled last. Between two parts a session holds no blocks and no sequence slot; its
-next part finds its tokens in the prefix cache. (vLLM's own scheduler keeps both.)
+Each part of a session gets outputs like a request of its own. The next part continues after all computed tokens: all
+except the token sampled last. Between two parts a session holds no blocks and no sequence slot; its next part finds its
+tokens in the prefix cache. (vLLM's own scheduler keeps both.)
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 def to_adapter(lora_request: LoRARequest) -> Adapter:
-    """The core's adapter for one of vLLM's; another path under the same name and number (`load_inplace`) is another
-    version of it."""
+    """The core's adapter for an adapter of vLLM's. Another path under the same name and number (`load_inplace`) is
+    another version."""
     return Adapter(lora_request.lora_name, f"{lora_request.lora_int_id}:{lora_request.lora_path}")
 
 
@@ -50,7 +50,7 @@ def to_request(
     runs_ahead: bool,
     encoder_inputs: Sequence[EncoderInput] = (),
 ) -> Request:
-    """The core's request for one of vLLM's, which becomes its metadata.
+    """The core's request for a request of vLLM's, which becomes its metadata.
 
     Args:
         request: a `vllm.v1.request.Request`.
@@ -64,7 +64,7 @@ def to_request(
         RequestRefused: it could never run.
     """
     sampling, lora = request.sampling_params, request.lora_request
-    max_tokens = min_tokens = 0  # of a pooling model: nothing is sampled
+    max_tokens = min_tokens = 0  # a pooling model samples nothing
     eos_token_ids: Sequence[int] = ()
     stop_token_ids: Sequence[int] = ()
     repetition = None
@@ -99,7 +99,7 @@ def to_request(
         skip_reading_prefix_cache=request.skip_reading_prefix_cache,
         runs_ahead=runs_ahead,
         metadata=request,
-        **_said_to_policies(sampling),
+        **_policy_fields(sampling),
     )
 
 
@@ -108,11 +108,11 @@ FOR_POLICIES = {
     "pointsman_ttft_target": "ttft_target",
     "pointsman_retention": "retention",
 }
-"""Keys of a sampling parameters' `extra_args` (`vllm_xargs` of a request over HTTP), and what they are in the core."""
+"""Keys of a sampling parameters' `extra_args` (`vllm_xargs` of a request over HTTP), with their names in the core."""
 
 
-def _said_to_policies(sampling: SamplingParams | None) -> dict[str, Any]:
-    """What a request says to policies alone."""
+def _policy_fields(sampling: SamplingParams | None) -> dict[str, Any]:
+    """The fields of a request that only policies read."""
     given = None if sampling is None else sampling.extra_args
     return {name: given[key] for key, name in FOR_POLICIES.items() if key in given} if given else {}
 
@@ -131,7 +131,7 @@ def check_retention(request: Request, longest: float) -> None:
 
 
 class Sessions:
-    """The requests whose prompts come in parts, by id, each with its waiting parts."""
+    """The requests whose prompts come in parts, by id, with their waiting parts."""
 
     def __init__(self) -> None:
         self._parts: dict[str, deque[StreamingUpdate | None]] = {}
@@ -148,14 +148,14 @@ class Sessions:
         self._parts.pop(name, None)
 
     def add(self, name: str, part: VLLMRequest) -> None:
-        """Queue a part behind the one before it. A part that is not resumable ends the session."""
+        """Queue a part after the previous one. A part that is not resumable ends the session."""
         self._parts[name].append(StreamingUpdate.from_request(part))
 
     def has_part(self, name: str) -> bool:
         return bool(self._parts[name])
 
     def is_over(self, name: str) -> bool:
-        """Whether no part follows, and none will."""
+        """Whether no further part will come."""
         parts = self._parts[name]
         return bool(parts) and parts[0] is None
 

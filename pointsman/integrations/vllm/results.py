@@ -1,9 +1,9 @@
-"""From the output of vLLM's model runner to the core's `StepResult`, and from its `StepUpdate` to outputs for clients.
+"""Converts the output of vLLM's model runner to the core's `StepResult`, and its `StepUpdate` to outputs for clients.
 
-In a step where every row has a token and no output says more than tokens, the outputs are made by one `map`. Outputs
-that say more (events, log probabilities, a finish reason) are completed afterwards.
+In a step where every row has a token and no output has more than tokens, one `map` makes the outputs. Outputs with more
+(events, log probabilities, a finish reason) are completed afterwards.
 
-What a model runner returns is judged row by row only if it does not fit the step as a whole (`Judge`).
+The result of a model runner is checked row by row only if it does not fit the step as a whole (`Judge`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,12 @@ new_output = maker(
     EngineCoreOutput,
     "request_id",
     "new_token_ids",
-    left=("ec_transfer_params", "kv_transfer_params", "mm_cache_miss_hashes", "routed_experts"),  # of what is refused
+    left=(
+        "ec_transfer_params",
+        "kv_transfer_params",
+        "mm_cache_miss_hashes",
+        "routed_experts",
+    ),  # features that are refused
 )
 
 MAX_TOKEN_ID = 2**31 - 1
@@ -66,9 +71,9 @@ class Sampled:
     """Sampled tokens, in the order of the core's output rows."""
 
     lists: list[Any]
-    """[n] the tokens of each row; None: the runner returned nothing for it."""
+    """[n] the tokens of each row; None: the runner returned nothing for the row."""
     places: list[int] | None
-    """[n] index of each row in the runner's arrays; None: its own index. -1: it is not there."""
+    """[n] index of each row in the runner's arrays, -1 if the row is missing; None: its own index."""
 
     def place(self, index: int) -> int:
         return index if self.places is None else self.places[index]
@@ -85,7 +90,7 @@ def read_sampled(result: ModelRunnerOutput, ids: list[str]) -> Sampled:
     try:
         places = [index_of[name] for name in ids]
         return Sampled([lists[place] for place in places] if lists else [[] for _ in ids], places)
-    except (KeyError, IndexError):  # it lacks some of them
+    except (KeyError, IndexError):  # some rows are missing
         places = [index_of.get(name, -1) for name in ids]
         ends = len(lists) if lists else len(result.req_ids)
         places = [place if place < ends else -1 for place in places]
@@ -96,16 +101,16 @@ def to_result(output: Output, sampled: Sampled) -> StepResult:
     """The argument of the core's `update`.
 
     Raises:
-        StepResultError: a row has something else than a list of tokens.
+        StepResultError: a row has anything other than a list of tokens.
     """
     lists = sampled.lists
     has_drafts = len(output.draft_token_ids)
     try:
-        # What is too large for int32 is negative as such.
+        # A token too large for int32 becomes negative.
         tokens: npt.NDArray[np.integer] = np.frombuffer(array("I", [token for (token,) in lists]), dtype=INT32)
         if not has_drafts:  # a third of the time
             return StepResult(tokens)
-    except (ValueError, OverflowError):  # no token, or several, or one that is out of range
+    except (ValueError, OverflowError):  # no token, several, or one out of range
         tokens = _flat(lists)
     except TypeError as error:
         raise StepResultError(f"the model runner returned something else than lists of integers: {error}") from None
@@ -121,20 +126,20 @@ def _flat(lists: list[Any]) -> npt.NDArray[np.integer]:
 
 
 class Judge:
-    """Says what is wrong with a result that does not fit its step, row by row.
+    """Finds the errors of a result that does not fit its step, row by row.
 
-    No token for a row that samples happens where requests are aborted or preempted in flight, and vLLM's own scheduler
-    accepts it: the row samples again. What contradicts the step is an error of its request alone.
+    A row that samples may have no token if requests are aborted or preempted in flight. vLLM's own scheduler accepts
+    that: the row samples again. A contradiction to the step is an error of that request alone.
     """
 
     MAX_ATTEMPTS = 4
-    """Steps in a row that may have no token for a request, before that is an error."""
+    """Number of consecutive steps without a token for a request that is an error."""
 
     def __init__(self) -> None:
         self._attempts: dict[Request, tuple[int, int]] = {}  # (tokens of the request, steps without a further one)
 
     def judged(self, output: Output, sampled: Sampled) -> StepResult:
-        """The result, with an error for every row that contradicts the step. The lists of `sampled` are those kept."""
+        """The result, with an error for every row that contradicts the step. Updates `sampled` to match."""
         self._attempts = {request: value for request, value in self._attempts.items() if not request.is_finished}
         errors: dict[int, str] = {}
         unsampled: list[int] = []
@@ -154,7 +159,7 @@ class Judge:
         return StepResult(list(chain.from_iterable(sampled.lists)), counts, errors, unsampled=unsampled)
 
     def _again(self, request: Request) -> str | None:
-        """The request samples again; or why not."""
+        """Let the request sample again, or return why it cannot."""
         num_tokens, attempts = self._attempts.get(request, (0, 0))
         attempts = attempts + 1 if num_tokens == request.num_tokens else 1
         self._attempts[request] = request.num_tokens, attempts
@@ -168,7 +173,7 @@ def _length(run: Any) -> int:
 
 
 def _contradiction(run: Any, samples: bool, num_drafts: int, is_live: bool) -> str | None:
-    """Why the tokens of a row cannot be those of this step; None: they can. `is_live`: it runs as it did then."""
+    """Why the tokens of a row cannot be from this step; None: they can. `is_live`: its request still runs unchanged."""
     if run is None:
         return "the model runner returned nothing for it" if is_live else None
     most = 1 + num_drafts if samples else 0
@@ -199,7 +204,7 @@ def plain_outputs(
 ) -> tuple[list[EngineCoreOutput], Sequence[int]]:
     """One output for each row with tokens, and the indices of these rows.
 
-    Tokens behind a stop are cut off the runner's lists in place, as vLLM's own scheduler does.
+    Tokens after a stop are cut off the runner's lists in place, as in vLLM's own scheduler.
     """
     lists = sampled.lists
     if not len(output.draft_token_ids):
@@ -226,14 +231,15 @@ def finish_reason(request: Request) -> FinishReason:
 
 
 class Details:
-    """What an output for a client says beside tokens: events, log probabilities, how the prompt was computed.
+    """Adds the details of an output for a client: events, log probabilities, how the prompt was computed.
 
-    Most outputs say nothing more. The requests whose next output does are noted here, and only these are visited.
+    Most outputs have none. The requests whose next output has details are noted here, and only these are visited.
 
     Args:
         requests: vLLM's unfinished requests, by id.
-        of_id: the core's, by the ids of vLLM's.
-        count_cached: of one of the core's, the tokens that can be found again; None: prefix caching is off.
+        of_id: the core's requests, by vLLM's ids.
+        count_cached: returns the tokens of a request of the core's that can be found again; None: prefix caching is
+            off.
     """
 
     def __init__(
@@ -250,24 +256,24 @@ class Details:
         self._always: set[str] = set()  # in every output
 
     def add(self, request: VLLMRequest) -> None:
-        """One of vLLM's requests is queued."""
+        """Note a queued request of vLLM's."""
         sampling = request.sampling_params
         if request.trace_headers or (sampling is not None and sampling.num_logprobs is not None):
             self._always.add(request.request_id)
 
     def admitted(self, name: str) -> None:
-        """The next output of a request has details."""
+        """Note that the next output of a request has details."""
         self._once.add(name)
         self._without_blocks.discard(name)
 
     def preempted(self, name: str) -> None:
-        """The same, of a request that is preempted while its samples are in flight: it has no blocks when these come,
-        so nothing of it counts as cached then, as in vLLM's own scheduler."""
+        """Note the same for a request that is preempted while its samples are in flight. It has no blocks when these
+        come, so none of its tokens count as cached then, as in vLLM's own scheduler."""
         self._once.add(name)
         self._without_blocks.add(name)
 
     def forget(self, name: str) -> None:
-        """A request has no further outputs."""
+        """Note that a request has no further outputs."""
         self._once.discard(name)
         self._without_blocks.discard(name)
         self._always.discard(name)
@@ -275,13 +281,13 @@ class Details:
     def add_to(
         self, outputs: list[EngineCoreOutput], indices: Sequence[int], sampled: Sampled, result: ModelRunnerOutput
     ) -> None:
-        """Put the details into outputs; `indices` are their rows, `result` is the `ModelRunnerOutput`."""
+        """Add the details to outputs; `indices` are their rows, `result` is the `ModelRunnerOutput`."""
         masks, nans = result.sampling_masks, result.num_nans_in_logits
         if self._always or nans or masks is not None:
             self._add_tensors(outputs, indices, sampled, result)
         if not self._once:
             return
-        for output in reversed(outputs):  # mostly the last ones, which were admitted in this step
+        for output in reversed(outputs):  # mostly the last ones: they were admitted in this step
             name = output.request_id
             if name in self._once:
                 self._once.discard(name)
@@ -294,7 +300,7 @@ class Details:
     def _add_tensors(
         self, outputs: list[EngineCoreOutput], indices: Sequence[int], sampled: Sampled, result: ModelRunnerOutput
     ) -> None:
-        """What the model runner returned beside tokens."""
+        """Add the model runner's tensors."""
         masks, nans = result.sampling_masks, result.num_nans_in_logits
         for index, output in zip(indices, outputs, strict=True):
             name = output.request_id

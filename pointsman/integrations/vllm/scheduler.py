@@ -1,12 +1,12 @@
 """The scheduler that vLLM's engine core constructs and calls: vLLM's `SchedulerInterface`, implemented by the core.
 
-It is not a subclass of vLLM's abstract class, which gains abstract methods between versions; vLLM checks no type. The
-request objects of vLLM hold what clients see of a request; the state of a request is in the core. In names, `of_vllm`
-is an object of vLLM's and `ours` one of the core's.
+It is not a subclass of vLLM's abstract class, because that class gains abstract methods between versions; vLLM does not
+check the type. vLLM's request objects hold the client's view of a request; the state of a request is in the core. In
+names, `of_vllm` is an object of vLLM's and `ours` an object of the core's.
 
 One thread of vLLM calls all methods. Methods that change something hold `lock`, because operators ask from other
-threads (`operation.py`). Methods that only read need no lock: operators change nothing but an idle scheduler, when a
-recording begins, and it reads the same afterwards.
+threads (`operation.py`). Methods that only read need no lock: operators change only an idle scheduler, when a recording
+begins, and its readings stay the same.
 """
 
 from __future__ import annotations
@@ -114,9 +114,9 @@ new_outputs = maker(
     ),
 )
 new_ended = maker(EngineCoreOutput, "request_id", "new_token_ids", optional=("error",))
-"""An output that ends its request. Since vLLM 0.33 it says why, if the client is told."""
+"""An output that ends its request. Since vLLM 0.33 it has the error for the client."""
 new_error = getattr(vllm.outputs, "RequestError", None)
-"""None before vLLM 0.32, which has the class and not yet the field."""
+"""None before vLLM 0.32, which has the class but not yet the field."""
 
 PAUSES = {PauseState.PAUSED_NEW: PauseMode.ADMISSIONS, PauseState.PAUSED_ALL: PauseMode.ALL}
 
@@ -127,7 +127,7 @@ class Step:
 
     of_vllm: VLLMOutput
     output: Output | None
-    """None: a policy failed, and nothing was scheduled."""
+    """None: a policy failed, so nothing was scheduled."""
     ids: list[str]
     """[n] vLLM's ids of the rows."""
 
@@ -172,12 +172,12 @@ class Scheduler:
         self.lock = threading.Lock()
         """Held while `core` is used or changed."""
         self.step_seconds = 0.0
-        """Time in `schedule` and `update_from_output` so far."""
+        """Total time in `schedule` and `update_from_output`."""
         self._requests: dict[str, VLLMRequest] = {}
         self.requests = ReadOnlyDict(self._requests)
         """vLLM's unfinished requests, by id."""
         self.of_id: dict[str, Request] = {}
-        """The core's requests, by the ids of vLLM's."""
+        """The core's requests, by vLLM's ids."""
         self._source = Source(
             self.core, self.of_id, has_placeholders=bool(vllm_config.scheduler_config.async_scheduling)
         )
@@ -193,8 +193,8 @@ class Scheduler:
         self._sessions = Sessions()
         self._judge = Judge()
         self._refusals: dict[str, str] = {}
-        """Why a request of `_unsent` is the client's fault, by its id."""
-        self._unsent: list[VLLMRequest] = []  # finished outside `update_from_output`, whose outputs alone reach clients
+        """The error message for a request in `_unsent` that the client caused, by request id."""
+        self._unsent: list[VLLMRequest] = []  # finished outside `update_from_output`; only its outputs reach clients
         self._steps: deque[Step] = deque()
         self._max_retention = settings.max_retention
         self._last_step: Step | None = None  # the step that new drafts are for
@@ -228,31 +228,31 @@ class Scheduler:
         self._finished_ids: dict[int, set[str]] | None = defaultdict(set) if include_finished_set else None
         self._clock_offset = time.time() - time.monotonic()  # vLLM's arrival times are in wall-clock time
         self._in_order_of_adding = config.order in ("fcfs", "fcfs-front")
-        """As under vLLM's own "fcfs": front ends have clocks of their own."""
+        """As in vLLM's own "fcfs": front ends have clocks of their own."""
         self._newest_arrival = -math.inf
         self.kv_cache_config = kv_cache_config
         self.kv_cache_manager: Any = KVCacheManagerView(self.core, kv_cache_config, block_size, self.of_id)
         if groups is not None:
             self.kv_cache_manager = groups.manager
         self.groups = groups
-        """The KV in groups that vLLM's manager keeps; None: the core owns its blocks."""
+        """The KV in groups that vLLM's manager holds; None: the core owns its blocks."""
         self._pause_state = PauseState.UNPAUSED
         self._has_clients = False  # other clients than the first
         self._operation = Operation(self, vllm_config, settings, recording)
 
     def _num_full_prompt_tokens(self, ours: Request) -> int:
-        """Tokens of a prompt that fill blocks, and so have been published."""
+        """Tokens of a prompt in full blocks, which have therefore been published."""
         return ours.num_prompt_tokens - ours.num_prompt_tokens % self.core.config.block_size
 
     def forget_steps(self) -> None:
-        """A recording begins: nothing about earlier steps is kept."""
+        """Drop everything about earlier steps, because a recording begins."""
         self._last_step = None
 
     # ------------------------------------------------------------------ requests
 
     def add_request(self, request: VLLMRequest) -> None:
-        """Queue one of vLLM's requests, parked until its grammar is compiled if it has one. A request with the id of a
-        session is its next part."""
+        """Queue a request of vLLM's; if it has a grammar, park it until the grammar is compiled. A request with the id
+        of a session is the session's next part."""
         with self.lock:
             if self._operation.recordings.waiting is not None:
                 self._operation.recordings.try_to_begin()
@@ -313,12 +313,12 @@ class Scheduler:
             request.record_event(EngineCoreEventType.QUEUED)
 
     def _refuse(self, request: VLLMRequest, why: str) -> None:
-        """A request that has ended is the client's fault: status 400 over HTTP, with this message, since vLLM 0.33."""
+        """Report that the client caused the end of a request: since vLLM 0.33 as HTTP status 400 with this message."""
         self._unsent.append(request)
         self._refusals[request.request_id] = why
 
     def _read_inputs(self, request: VLLMRequest) -> Sequence[EncoderInput]:
-        """The encoder inputs of a request, or what its prompt of embeddings is found by.
+        """The encoder inputs of a request, or, for a prompt of embeddings, the inputs that identify its blocks.
 
         Raises:
             RequestRefused: it could never run.
@@ -335,15 +335,15 @@ class Scheduler:
         return self._encoder_inputs.begin(request) if request.mm_features else ()
 
     def _arrival_time(self, request: VLLMRequest, now: float) -> float:
-        """On the core's clock."""
+        """The arrival time on the core's clock."""
         arrival = float(request.arrival_time) - self._clock_offset
         if self._in_order_of_adding:
             self._newest_arrival = arrival = max(self._newest_arrival, min(arrival, now))
         return arrival
 
     def _free_id(self, name: str) -> str:
-        """The core's id for a request: vLLM's, or another one while the workers have not been informed that an earlier
-        request with it has finished."""
+        """The core's id for a request: vLLM's, or another id until the workers are notified that an earlier request
+        with vLLM's id has finished."""
         taken = self.core.is_id_in_use
         if not taken(name):
             return name
@@ -378,7 +378,7 @@ class Scheduler:
             return ended
 
     def _end(self, request: VLLMRequest, reason: FinishReason) -> None:
-        """A request of vLLM's has finished."""
+        """Record that a request of vLLM's has finished."""
         name = request.request_id
         ours = self.of_id.get(name)
         if ours is not None:
@@ -392,7 +392,7 @@ class Scheduler:
             self._finished_ids[request.client_index].add(name)
 
     def _forget(self, name: str) -> None:
-        """The core's request for one of vLLM's has finished."""
+        """Forget the core's request for a request of vLLM's."""
         self.of_id.pop(name, None)
         self._structured.discard(name)
         self._details.forget(name)
@@ -416,7 +416,7 @@ class Scheduler:
     # ------------------------------------------------------------------ the step
 
     def schedule(self, throttle_prefills: bool = False) -> VLLMOutput:
-        """Decide what runs in the next step, as vLLM's `SchedulerOutput`."""
+        """Decide the next step, as vLLM's `SchedulerOutput`."""
         with self.lock:
             began = time.monotonic()
             of_vllm = self._schedule(began)
@@ -430,7 +430,7 @@ class Scheduler:
             output = self.core.schedule(now)
         except PolicyError:
             if self.groups is not None and self.groups.cuts_chunks:
-                # What a row got in this step may not lie where its next chunk ends: states are kept at few positions.
+                # A row's tokens of this step may not end where its next chunk begins: states exist at few positions.
                 self.core.reset_prefix_cache(now, preempt_running=True)
             return self._step_without_rows()
         ids = self._outputs.ids(output)
@@ -446,15 +446,15 @@ class Scheduler:
         return of_vllm
 
     def _step_without_rows(self) -> VLLMOutput:
-        """A policy failed, and the core has undone what it had decided: no request runs in this step, and the next one
-        tries again. The core logs it, and replaces a policy that does not stop.
+        """A step without requests, after a policy failed. The core has undone its decisions, logs the failure, and
+        replaces a policy that keeps failing. The next step tries again.
         """
         of_vllm = self._outputs.without_rows()
         self._steps.append(Step(of_vllm, None, []))
         return of_vllm
 
     def _note_changes(self, output: Output, now: float) -> None:
-        """Requests that this step admits, preempts or finishes."""
+        """Note the requests that this step admits, preempts or finishes."""
         for ours in output.finished:
             request = ours.metadata
             if self.of_id.get(request.request_id) is ours:  # not reported by an update
@@ -467,7 +467,7 @@ class Scheduler:
             self._note_admissions(output, now)
 
     def _note_admissions(self, output: Output, now: float) -> None:
-        """The next output of each admitted request reports its time in the queue and its cached prompt tokens."""
+        """Note admissions: the next output of each reports its time in the queue and its cached prompt tokens."""
         hits, statistics = output.num_cached_tokens.tolist(), self._statistics
         for ours, num_hits, is_resumed in zip(output.admitted, hits, output.is_resumed.tolist(), strict=True):
             request = ours.metadata
@@ -479,9 +479,9 @@ class Scheduler:
                 statistics.looked_up(ours, num_hits, is_resumed)
 
     def _note_preemptions(self, output: Output, now: float) -> None:
-        """vLLM's metrics count PREEMPTED events, once an output has carried them to the client: `vllm:num_preemptions`
-        and `vllm:request_num_preemptions` are preemptions for memory and by a reset, because vLLM has no other cause. A
-        priority preemption gets no event; the core's counters have it (`pointsman:preemptions_total`). Until it is
+        """Note preemptions. vLLM's metrics count PREEMPTED events once an output has carried them to the client. Their
+        causes in `vllm:num_preemptions` and `vllm:request_num_preemptions` are memory and resets, as vLLM has no other.
+        A priority preemption gets no event; the core counts it (`pointsman:preemptions_total`). Until the request is
         admitted again, vLLM's count of running requests by adapter still includes it.
         """
         for ours in output.preempted:
@@ -505,7 +505,7 @@ class Scheduler:
     def update_from_output(
         self, scheduler_output: VLLMOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Take the model runner's output of the oldest step in flight.
+        """Process the model runner's output of the oldest step in flight.
 
         Returns:
             `EngineCoreOutputs` by client index, for clients with outputs.
@@ -521,7 +521,7 @@ class Scheduler:
     ) -> dict[int, EngineCoreOutputs]:
         step = self._steps.popleft()
         if step.of_vllm is not scheduler_output:
-            raise ValueError("this SchedulerOutput is not that of the oldest step in flight; update them in order")
+            raise ValueError("this SchedulerOutput is not from the oldest step in flight; update them in order")
         output, ids = step.output, step.ids
         if output is None:
             return self._by_client(step, [], [], model_runner_output)
@@ -546,13 +546,13 @@ class Scheduler:
             if self.groups is None:
                 self._kv_events.publish(self.core.take_kv_events())
             else:
-                self._kv_events.publish_as_they_are(self.groups.manager.take_events())
+                self._kv_events.publish_unchanged(self.groups.manager.take_events())
         return self._by_client(step, outputs, indices, model_runner_output)
 
     def _take(
         self, output: Output, sampled: Sampled, of_vllm: ModelRunnerOutput, now: float
     ) -> tuple[StepResult, StepUpdate]:
-        """Give the core what the model runner returned. What contradicts the step fails the requests concerned."""
+        """Pass the model runner's output to the core. A contradiction to the step fails the requests concerned."""
         try:
             result = to_result(output, sampled)
             if len(output.completes):
@@ -597,7 +597,7 @@ class Scheduler:
             if name not in self._structured or not output.new_token_ids:
                 continue
             request = self._requests[name]
-            request._output_token_ids.extend(output.new_token_ids)  # where a reasoning parser reads them
+            request._output_token_ids.extend(output.new_token_ids)  # a reasoning parser reads them here
             request._all_token_ids.extend(output.new_token_ids)
             if not self._allows(request, output.new_token_ids):
                 ours = self.of_id[name]
@@ -608,11 +608,11 @@ class Scheduler:
                 self._drafts.report(request, output)
 
     def _allows(self, request: VLLMRequest, token_ids: list[int]) -> bool:
-        """Advance the grammar of a request; whether it could."""
+        """Advance the grammar of a request; return whether that worked."""
         try:
             if self._grammars.accept_tokens(request, token_ids):
                 return True
-        except Exception:  # of the grammar's library, for this request alone
+        except Exception:  # from the grammar's library; fails this request only
             logger.exception("the grammar of request %s failed on %s; the request fails", request.request_id, token_ids)
             return False
         logger.error("the grammar of request %s does not allow %s; the request fails", request.request_id, token_ids)
@@ -621,12 +621,12 @@ class Scheduler:
     def _finish(
         self, finished: Iterable[Request], ids: list[str], outputs: list[EngineCoreOutput], indices: Sequence[int]
     ) -> None:
-        """Requests that this update finishes."""
+        """Finish requests that this update finishes."""
         at_row = None if isinstance(indices, range) else {index: at for at, index in enumerate(indices)}
         for ours in finished:
             request = ours.metadata
             name = request.request_id
-            if name not in self._requests:  # its grammar failed it
+            if name not in self._requests:  # it failed because of its grammar
                 continue
             index = ids.index(name)
             output = outputs[index if at_row is None else at_row[index]]
@@ -639,7 +639,7 @@ class Scheduler:
                 self._end(request, ours.finish_reason or FinishReason.ERROR)
 
     def _end_turn(self, session: VLLMRequest, ours: Request) -> None:
-        """A part of a session is complete."""
+        """Handle a complete part of a session."""
         name = session.request_id
         if self._sessions.is_over(name):
             self._end(session, ours.finish_reason or FinishReason.STOP)
@@ -655,7 +655,7 @@ class Scheduler:
     def _by_client(
         self, step: Step, outputs: list[EngineCoreOutput], indices: Sequence[int], result: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """The outputs by client; the first client gets the statistics too."""
+        """The outputs by client; the first client also gets the statistics."""
         stats = None if self._statistics is None else self._statistics.take(step.of_vllm, result)
         if outputs and not (self._has_clients or self._unsent or self._finished_ids):
             return {0: new_outputs(outputs=outputs, scheduler_stats=stats)}
@@ -670,7 +670,7 @@ class Scheduler:
     def _sorted(
         self, step: Step, outputs: list[EngineCoreOutput], indices: Sequence[int]
     ) -> dict[int, EngineCoreOutputs]:
-        """The outputs by client, with requests that finished outside `update_from_output` and the finished ids."""
+        """The outputs by client, with the requests that finished outside `update_from_output`, and the finished ids."""
         by_client: dict[int, list[EngineCoreOutput]] = {}
         for index, output in zip(indices, outputs, strict=True):
             assert step.output is not None
@@ -699,7 +699,7 @@ class Scheduler:
     # ------------------------------------------------------------------ drafts and grammars
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        """Drafts of vLLM's proposer for the step that was updated last."""
+        """Take the drafts of vLLM's proposer for the step that was updated last."""
         with self.lock:
             step = self._last_step
             if step is None:
@@ -719,11 +719,11 @@ class Scheduler:
             self.core.propose(step.output, proposed, counts, time.monotonic())
 
     def update_draft_token_ids_in_output(self, draft_token_ids: DraftTokenIds, scheduler_output: VLLMOutput) -> None:
-        """Called by vLLM with asynchronous speculation alone, which is refused at the start."""
+        """Called by vLLM only with asynchronous speculation, which is refused at the start."""
         raise NotImplementedError("asynchronous speculation is not supported; give --no-async-scheduling")
 
     def get_grammar_bitmask(self, scheduler_output: VLLMOutput) -> GrammarOutput | None:
-        """The bitmasks of rows that sample under a grammar; None: there are none."""
+        """The bitmasks of rows that sample under a grammar; None: no such rows."""
         if not scheduler_output.has_structured_output_requests:
             return None
         step = next(step for step in self._steps if step.of_vllm is scheduler_output)
@@ -751,7 +751,8 @@ class Scheduler:
         """Empty the prefix cache; with `reset_running_requests` running requests are preempted and recomputed.
 
         Returns:
-            True: unlike vLLM's own, this succeeds with running requests. They keep their KV, which is not shared.
+            True: unlike vLLM's own method, this also succeeds with running requests. They keep their KV, which is not
+                shared.
         """
         with self.lock:
             self.core.reset_prefix_cache(time.monotonic(), preempt_running=reset_running_requests)
@@ -760,7 +761,7 @@ class Scheduler:
             return True
 
     def reset_encoder_cache(self) -> None:
-        """Forget all embeddings, as vLLM's workers do at the same time."""
+        """Forget all embeddings; vLLM's workers do so at the same time."""
         with self.lock:
             self.core.reset_encoder_cache(time.monotonic())
 
@@ -779,7 +780,7 @@ class Scheduler:
         return self.get_num_unfinished_requests() > 0
 
     def get_num_unfinished_requests(self) -> int:
-        """Number of requests that may still advance, which excludes paused ones."""
+        """Number of requests that may still advance; paused requests may not."""
         if self._pause_state == PauseState.PAUSED_ALL:
             return 0
         if self._pause_state == PauseState.PAUSED_NEW:
@@ -800,22 +801,22 @@ class Scheduler:
 
     @property
     def waiting(self) -> ReadOnlyList:
-        """vLLM's other unfinished requests, as they are now: the queue, the next one first, and behind it those that
-        wait for something else."""
+        """vLLM's other unfinished requests, as they are now: the queue in order, then the requests that do not wait for
+        capacity."""
         queued = [ours.metadata for ours in self.core.waiting]
         return ReadOnlyList(queued + self._others(queued))
 
     @property
     def deferred_waiting(self) -> frozenset[VLLMRequest]:
-        """Of the waiting requests, those that wait for something else than capacity: a grammar, a next part."""
+        """The waiting requests that wait for something other than capacity: a grammar, a next part."""
         return frozenset(self._others([ours.metadata for ours in self.core.waiting]))
 
     skipped_waiting = deferred_waiting
-    """In other versions of vLLM."""
+    """Its name in other versions of vLLM."""
 
     @property
     def kv_holding_waiting(self) -> ReadOnlyList:
-        """Waiting requests that hold blocks: there are none."""
+        """Waiting requests that hold blocks: none do."""
         return ReadOnlyList()
 
     vllm_config = ReadOnly(lambda self: self._vllm_config)
@@ -840,7 +841,7 @@ class Scheduler:
     num_spec_tokens = ReadOnly(lambda self: self.core.config.num_draft_tokens)
     num_lookahead_tokens = ReadOnly(lambda self: self._vllm_config.num_lookahead_tokens)
     policy = ReadOnly(lambda self: SchedulingPolicy(self._vllm_config.scheduler_config.policy))
-    """That of the flag, which `order` in `--additional-config` does not change."""
+    """The flag's policy; `order` in `--additional-config` does not change it."""
     finished_req_ids = ReadOnly(lambda self: {ours.metadata.request_id for ours in self.core.unreported_ends})
     """The ids of requests whose end the next step reports to the workers."""
 

@@ -1,11 +1,11 @@
-"""The core's decisions as vLLM's `SchedulerOutput`.
+"""Converts the core's decisions to vLLM's `SchedulerOutput`.
 
-Its lists are made from the core's arrays at once; what depends only on the set of running requests is kept from the
-step before. Python loops visit rows that got blocks, were admitted, or have a grammar.
+Its lists are made from the core's arrays at once. Values that depend only on the set of running requests are reused
+from the previous step. Python loops visit only rows that got blocks, were admitted, or have a grammar.
 
-vLLM has two model runners, which read a resumed request in different ways: the first among the cached requests, with
-all its blocks and its tokens; the second as a new request, with its tokens. Both keep the lists that they get, so every
-list is made for its output.
+vLLM has two model runners, which read a resumed request in different ways: the first as a cached request, with all its
+blocks and its tokens; the second as a new request, with its tokens. Both keep the lists that they get, so every output
+gets lists of its own.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ new_output = maker(
         "num_common_prefix_blocks",
         "num_invalid_spec_tokens",
         "scheduled_encoder_input_stats",
-        # Drafters with KV of their own are refused; payloads of images stay with the workers as long as their request.
+        # Drafters with KV of their own are refused. Workers keep the payloads of images as long as their request.
         "skip_drafts",
         "encoder_input_updates",
     ),
@@ -61,7 +61,7 @@ new_output = maker(
 _NAMES_COMMON_PREFIX = any(
     each.name == "num_common_prefix_blocks" and each.default_factory is MISSING for each in fields(SchedulerOutput)
 )
-"""Whether an output must have them, as in vLLM 0.31."""
+"""Whether an output must have `num_common_prefix_blocks`, as in vLLM 0.31."""
 new_cached = maker(
     CachedRequestData,
     "req_ids",
@@ -82,7 +82,7 @@ new_request_data = maker(
     "block_ids",
     "num_computed_tokens",
     "lora_request",
-    left=("replay_start",),  # of models that are refused
+    left=("replay_start",),  # for models that are refused
 )
 
 
@@ -92,13 +92,13 @@ class OutputMaker:
     Args:
         v2_runner: whether vLLM's second model runner reads them.
         sends_tokens: whether workers need the sampled tokens (pipeline parallelism without asynchronous scheduling).
-        runs_ahead: whether steps are scheduled while others are in flight, so that a row of one step may be missing in
-            the next.
-        uses_mrope: whether positions are made of the grids of images, so that those are needed even where their
-            embeddings are not.
-        groups: the KV blocks, where vLLM's manager keeps them; None: the core's outputs have them.
-        num_groups: groups of KV that the core keeps; 0: one of full attention.
-        num_kv_groups: groups of KV that vLLM's workers keep.
+        runs_ahead: whether steps are scheduled while others are in flight, so that a row may be missing in the next
+            step.
+        uses_mrope: whether positions depend on the grids of images, so that workers need the grids even without the
+            embeddings.
+        groups: the KV blocks, if vLLM's manager holds them; None: the core's outputs have them.
+        num_groups: groups of KV in the core; 0: one of full attention.
+        num_kv_groups: groups of KV in vLLM's workers.
         may_fail: whether a policy may fail in the middle of a step.
     """
 
@@ -116,33 +116,33 @@ class OutputMaker:
     ) -> None:
         self._groups = groups
         self._num_groups = num_groups
-        self._told = _Told() if may_fail and groups is None else None
-        self._is_one_group = groups is None and not num_groups and self._told is None
-        """Whether the core's outputs have each block of each row once, in one table."""
+        self._reported = _ReportedBlocks() if may_fail and groups is None else None
+        self._is_one_group = groups is None and not num_groups and self._reported is None
+        """Whether the core's outputs have each block of each row exactly once, in one table."""
         self._new_output = new_output
-        if _NAMES_COMMON_PREFIX:  # of each group; 0: no attention over it once for all rows
+        if _NAMES_COMMON_PREFIX:  # one per group; 0: no shared attention over a common prefix
             self._new_output = partial(new_output, num_common_prefix_blocks=[0] * num_kv_groups)
         self._v2_runner = v2_runner
         self._uses_mrope = uses_mrope
         self._sends_tokens = sends_tokens
         self._sends_all_tokens = runs_ahead and not v2_runner
-        # By row of the core's batch, of the request on it; both grow with the rows.
+        # By row of the core's batch: values of the row's request. Both arrays grow with the rows.
         self._id_of: npt.NDArray[np.object_] = np.empty(64, dtype=object)
         self._prompt_end_of: Int64Array = np.zeros(64, dtype=np.int64)
-        # Of the newest output, in its order.
+        # Of the newest output, in its order:
         self._requests: Sequence[Request] = ()
         self._ids: list[str] = []
         self._prompt_ends: Int64Array = np.zeros(0, dtype=np.int64)
         """[n] position of the last prompt token."""
         self._one_each: dict[str, int] = {}
-        """1 for each of `_ones_of`."""
+        """A 1 for each id in `_ones_of`."""
         self._ones_of: list[str] = []
         self._all_sample: npt.NDArray[np.bool_] | None = None
         """The last `samples` that were all true."""
         self._ids_before: Sequence[str] = ()
 
     def ids(self, output: Output) -> list[str]:
-        """vLLM's ids of the requests of the newest output. Not to be changed."""
+        """vLLM's ids of the requests of the newest output. Read-only."""
         if output.requests is self._requests:
             return self._ids
         rows = output.rows
@@ -155,7 +155,7 @@ class OutputMaker:
         return self._ids
 
     def _place(self, row: int, request: Request) -> None:
-        """A request was admitted, to this row."""
+        """Note that a request was admitted to this row."""
         if row >= len(self._id_of):
             self._id_of.resize(2 * row, refcheck=False)
             self._prompt_end_of.resize(2 * row, refcheck=False)
@@ -178,7 +178,7 @@ class OutputMaker:
             new_blocks = self._new_block_ids(output, ids, blocks, block_rows)
         computed = output.num_computed_tokens.tolist()
         if total == count == len(ids) and ids is self._ones_of and output.samples is self._all_sample:
-            # Each row computes its newest token alone, as in the step before.
+            # Each row computes its newest token only, as in the previous step.
             numbers = (output.num_computed_tokens - self._prompt_ends).tolist()
             scheduled = self._one_each.copy()
         else:
@@ -217,14 +217,14 @@ class OutputMaker:
     def _new_block_ids(
         self, output: Output, ids: list[str], blocks: list[int], block_rows: list[int]
     ) -> list[tuple[list[int], ...] | None]:
-        """The new blocks of each continued row, by group; None: it has none."""
+        """The new blocks of each continued row, by group; None: no new blocks."""
         count = output.num_continued
         if self._groups is not None:
             return self._groups.take_new(ids[:count])
         of_groups = output.block_groups.tolist()
-        if self._told is not None and (untold := self._told.untold(output)) is not None:
-            blocks, block_rows = [blocks[at] for at in untold], [block_rows[at] for at in untold]
-            of_groups = [of_groups[at] for at in untold] if of_groups else of_groups
+        if self._reported is not None and (unreported := self._reported.unreported(output)) is not None:
+            blocks, block_rows = [blocks[at] for at in unreported], [block_rows[at] for at in unreported]
+            of_groups = [of_groups[at] for at in unreported] if of_groups else of_groups
         if not self._num_groups:
             return _new_block_ids(count, blocks, block_rows)
         found: list[tuple[list[int], ...] | None] = [None] * count
@@ -240,8 +240,8 @@ class OutputMaker:
     def _whole_tables(
         self, output: Output, request: Request, blocks: list[int], start: int, end: int
     ) -> tuple[list[int], ...]:
-        """The blocks of an admitted row by group, which are these of the output; 0, vLLM's null block, for those behind
-        a window."""
+        """The blocks of an admitted row, by group, from the output; 0, vLLM's null block, for blocks that have left a
+        window."""
         if self._groups is not None:
             return self._groups.blocks_of(request)
         if not self._num_groups:
@@ -252,7 +252,7 @@ class OutputMaker:
         return tuple(tables.tolist())
 
     def without_rows(self) -> SchedulerOutput:
-        """The output of a step in which no request runs, and nothing is reported. Continued rows skip it."""
+        """The output of a step that runs no request and reports nothing. Continued rows skip it."""
         self._ids_before = ()
         return SchedulerOutput.make_empty()
 
@@ -267,27 +267,27 @@ class OutputMaker:
         return found
 
     def _decodes(self, output: Output) -> bool:
-        """Whether each continued row computes one token."""
+        """Whether every continued row computes one token."""
         count, total = output.num_continued, output.total_num_scheduled_tokens
         return total == output.num_rows or total - sum(output.num_scheduled_tokens[count:].tolist()) == count
 
     def _ones(self, output: Output, ids: list[str]) -> dict[str, int]:
-        """1 for each id, in order: those of an earlier output with what has changed since, as making all of them takes
-        ten times as long."""
+        """1 for each id, in order. Updates the ones of an earlier output, because making all of them takes ten times as
+        long."""
         ones = self._one_each
         if ids is not self._ones_of:
             for request in chain(output.preempted, output.finished):
                 ones.pop(request.metadata.request_id, None)
             for name in ids[output.num_continued :]:
                 ones[name] = 1
-            if list(ones) != ids:  # rows were left out, or are back
+            if list(ones) != ids:  # rows were skipped, or have returned
                 ones = dict.fromkeys(ids, 1)
-            self._one_each = ones = ones.copy()  # without the gaps that keep copies from being quick
+            self._one_each = ones = ones.copy()  # without gaps, which slow down copies
             self._ones_of = ids
         return ones
 
     def _num_output_tokens(self, output: Output) -> list[int]:
-        """Number of output tokens of each continued row at the end of this step, those in flight included."""
+        """Number of output tokens of each continued row at the end of this step, including tokens in flight."""
         count = output.num_continued
         numbers: list[int]
         if self._decodes(output):
@@ -307,7 +307,7 @@ class OutputMaker:
         return numbers
 
     def _tokens_of_skipped(self, output: Output, ids: list[str]) -> dict[str, list[int]]:
-        """All tokens of continued requests that were not in the output before this one."""
+        """All tokens of continued requests that were not in the previous output."""
         if ids is self._ids_before:
             return {}
         before = set(self._ids_before)
@@ -357,9 +357,9 @@ class OutputMaker:
         return new
 
     def _inputs(self, features: list[MultiModalFeatureSpec], num_hits: int) -> list[MultiModalFeatureSpec]:
-        """The encoder inputs of an admitted request. The second runner gets those within the cached prefix without
-        their payload. The first keeps what it gets here as long as the request lives, and needs the payload if the
-        request is preempted and the prefix evicted."""
+        """The encoder inputs of an admitted request. The second runner gets the inputs within the cached prefix without
+        their payload. The first keeps its inputs as long as the request lives, and needs the payload if the request is
+        preempted and the prefix evicted."""
         if self._v2_runner:
             return list(strip_covered_mm_data(features, num_hits, uses_mrope=self._uses_mrope))
         return list(features)
@@ -382,19 +382,20 @@ class OutputMaker:
             cached.new_token_ids.append(request.tokens(start, end).tolist())
 
 
-class _Told:
-    """How many blocks of each row the workers have been told of.
+class _ReportedBlocks:
+    """The number of blocks of each row that have been reported to the workers. Used only where a policy may fail.
 
-    After a step in which a policy failed the core's output has the whole tables of its rows, as hosts do not know which
-    blocks the rows got in that step. Workers append what they get. Kept where a policy may fail alone.
+    After a step in which a policy failed, the core's output has the whole tables of its rows, because hosts do not know
+    which blocks the rows got in that step. Workers append the blocks that they get.
     """
 
     def __init__(self) -> None:
         self._places: Int64Array = np.zeros(64, dtype=np.int64)
-        """By row, how long its tables are."""
+        """Length of the tables, by row."""
 
-    def untold(self, output: Output) -> list[int] | None:
-        """Which blocks of an output with whole tables are to be told, by index; None: all. Sees every output, once."""
+    def unreported(self, output: Output) -> list[int] | None:
+        """Indices of the blocks that were not reported, if the output has whole tables; None: all. Call it exactly once
+        for every output."""
         rows = output.rows
         if len(rows) and (most := int(rows.max())) >= len(self._places):
             self._places.resize(2 * most, refcheck=False)
@@ -410,9 +411,9 @@ class _Told:
             places = np.arange(len(block_rows)) - block_rows.searchsorted(block_rows)
             if not output.resync:
                 places += known[of_blocks]
-        untold = (places >= known[of_blocks]).nonzero()[0].tolist() if output.resync else None
+        unreported = (places >= known[of_blocks]).nonzero()[0].tolist() if output.resync else None
         np.maximum.at(known, of_blocks, places + 1)
-        return untold
+        return unreported
 
 
 def _names(requests: Sequence[Request]) -> set[str]:
@@ -420,7 +421,7 @@ def _names(requests: Sequence[Request]) -> set[str]:
 
 
 def _new_block_ids(count: int, blocks: list[int], block_rows: list[int]) -> list[tuple[list[int], ...] | None]:
-    """The new blocks of each of the `count` continued rows, or None."""
+    """The new blocks of each of the `count` continued rows; None: no new blocks."""
     found: list[tuple[list[int], ...] | None] = [None] * count
     start, end = 0, bisect_left(block_rows, count)
     while start < end:
@@ -433,7 +434,7 @@ def _new_block_ids(count: int, blocks: list[int], block_rows: list[int]) -> list
 
 
 def _drafts(output: Output, ids: list[str]) -> dict[str, list[int]]:
-    """The drafts of the rows that have some."""
+    """The drafts of the rows that have any."""
     drafts = output.draft_token_ids.tolist()
     counts = output.num_draft_tokens.tolist()
     found, start = {}, 0

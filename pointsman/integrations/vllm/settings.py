@@ -1,4 +1,4 @@
-"""From vLLM's flags to the core's `SchedulerConfig`, and the further knobs in `--additional-config`.
+"""Settings: converts vLLM's flags, and the further knobs in `--additional-config`, to the core's `SchedulerConfig`.
 
     vllm serve MODEL --scheduler-cls pointsman.integrations.vllm.Scheduler \\
         --additional-config '{"pointsman": {"decode_reserve": "mean", "victim": "latest"}}'
@@ -46,7 +46,7 @@ FLAGS = {
     "keep_embeddings": "",
     "enable_kv_cache_events": "--kv-events-config",
 }
-"""Knobs that a flag of vLLM sets. The flags keep their meaning."""
+"""Knobs that are set by a flag of vLLM. The flags keep their meaning."""
 _NOT_HERE = {
     "share_within_step",
     "log_request_events",
@@ -58,7 +58,7 @@ _NOT_HERE = {
 }
 
 KNOBS = frozenset(field.name for field in fields(SchedulerConfig)) - FLAGS.keys() - _NOT_HERE
-"""Knobs that `--additional-config` may set, beside those of the drop-in itself."""
+"""Knobs that `--additional-config` may set, besides the knobs of the drop-in itself."""
 _OF_DROP_IN = frozenset({"preset", "socket", "record", "max_retention", "untested_version"})
 MAX_RETENTION = 600.0
 """The default, in seconds."""
@@ -69,13 +69,13 @@ class Settings:
     """The content of `--additional-config`."""
 
     knobs: Mapping[str, Any]
-    """Fields of `SchedulerConfig`, those of a preset included."""
+    """Fields of `SchedulerConfig`, including the fields of a preset."""
     socket: str | None
     """Path of the control socket; "": none, None: a path in a private folder."""
     record: str | None
     """File of a recording from the start; None: none."""
     max_retention: float = MAX_RETENTION
-    """The longest retention that a request may ask for, in seconds."""
+    """Maximum retention of a request, in seconds."""
     untested_version: bool = False
     """Whether to start with a version of vLLM that was not tested, if no assumption about it is known to be broken."""
 
@@ -85,11 +85,11 @@ def read_settings(additional_config: Any, version: str = NEWEST) -> Settings:
 
     Args:
         additional_config: vLLM's.
-        version: of vLLM, whose decisions the preset "vllm" makes.
+        version: of vLLM; the preset "vllm" makes the decisions of this version.
 
     Raises:
-        ConfigError: it is not an object, or has a key that is unknown or that a flag of vLLM sets; or such a key stands
-            beside it.
+        ConfigError: it is not an object, or has a key that is unknown or set by a flag of vLLM; or such a key is
+            outside of the object.
     """
     given = _given(additional_config, KNOBS | _OF_DROP_IN)
     if not isinstance(given, Mapping):
@@ -135,7 +135,7 @@ def read_observer_settings(additional_config: Any) -> str | None:
     """The file of `Observer`, from the object under the key "pointsman" in vLLM's `additional_config`; None: a default.
 
     Raises:
-        ConfigError: it is not an object, or has another key than "record"; or that key stands beside it.
+        ConfigError: it is not an object, or has a key other than "record"; or that key is outside of the object.
     """
     given = _given(additional_config, {"record"})
     if not isinstance(given, Mapping):
@@ -154,7 +154,7 @@ def read_observer_settings(additional_config: Any) -> str | None:
 
 
 def _is_path(value: Any) -> bool:
-    """Whether it can be the name of a file."""
+    """Whether the value can be the name of a file."""
     try:
         return isinstance(value, str) and b"\0" not in os.fsencode(value)
     except UnicodeEncodeError:
@@ -162,10 +162,10 @@ def _is_path(value: Any) -> bool:
 
 
 def _given(additional_config: Any, keys: Set[str]) -> Any:
-    """What is under the key "pointsman"; without it, an empty object.
+    """The value under the key "pointsman"; an empty object without the key.
 
     Raises:
-        ConfigError: the key is missing, and one of `keys` stands where it should be, so that nothing would read it.
+        ConfigError: the key is missing, and one of `keys` is outside of it, where it has no effect.
     """
     if not isinstance(additional_config, Mapping):
         return {}
@@ -185,7 +185,7 @@ def scheduler_config(
     knobs: Mapping[str, Any],
     version: str = NEWEST,
 ) -> SchedulerConfig:
-    """The core's configuration for vLLM's flags and the further knobs. Flags mean what they mean in `version`.
+    """The core's configuration for vLLM's flags and the further knobs. Flags have the meaning of `version`.
 
     Raises:
         ConfigError: a knob is out of range, or has no effect.
@@ -194,12 +194,12 @@ def scheduler_config(
     budget = scheduler.max_num_scheduled_tokens
     budget = scheduler.max_num_batched_tokens if budget is None else budget
     threshold = scheduler.long_prefill_token_threshold
-    threshold = threshold if threshold < budget else 0  # vLLM allows it without effect
+    threshold = threshold if threshold < budget else 0  # vLLM accepts it, without effect
     events = vllm_config.kv_events_config
     encoder_budget, encoder_cache_size = encoder_sizes(vllm_config)
     order = "priority" if scheduler.policy == "priority" else "fcfs"
     num_blocks = kv_cache_config.num_blocks
-    if getattr(kv_cache_config, "kv_cache_groups", None) == []:  # nothing is kept, so blocks never run out
+    if getattr(kv_cache_config, "kv_cache_groups", None) == []:  # no KV is stored, so blocks never run out
         num_blocks = 1 + scheduler.max_num_seqs * -(-vllm_config.model_config.max_model_len // block_size)
     values: dict[str, Any] = {
         "num_blocks": num_blocks,
@@ -227,23 +227,23 @@ def scheduler_config(
         "order": order,
     }
     settled = {**values, **knobs}
-    if settled["order"] == "fcfs-front" and order == "priority":  # of the preset "vllm"
+    if settled["order"] == "fcfs-front" and order == "priority":  # from the preset "vllm"
         settled["order"] = "priority-by-arrival"
-    # As vLLM's own does, for the graphs that its workers capture of decodes.
+    # As in vLLM's own scheduler, for the graphs of decodes that its workers capture.
     settled["pad_first_decodes"] = bool(settled["num_draft_tokens"]) and not settled.get("draft_table")
-    if not settled["full_sequence_must_fit"]:  # of a preset, without effect then
+    if not settled["full_sequence_must_fit"]:  # from a preset; without effect here
         settled.pop("count_owed_blocks", None)
     return SchedulerConfig(**settled)
 
 
 def _splits(vllm_config: VllmConfig, version: str) -> bool | Literal["begun"]:
-    """Where a chunk of a prompt may end within an image."""
+    """Whether a chunk of a prompt may end within an image."""
     if not getattr(vllm_config.scheduler_config, "disable_chunked_mm_input", False):
         return True
     return "begun" if is_before(version, "0.33") else False
 
 
 def _watermark(share: float, num_blocks: int) -> float:
-    """The share of the usable blocks that equals vLLM's `share` of all `num_blocks` in blocks, rounded down."""
+    """The share of the usable blocks that is as many blocks as vLLM's `share` of all `num_blocks`, rounded down."""
     blocks = int(share * num_blocks)
     return min(math.nextafter(1.0, 0.0), (blocks + 0.5) / (num_blocks - 1)) if blocks else 0.0

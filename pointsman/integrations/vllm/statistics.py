@@ -1,6 +1,4 @@
-"""Statistics in vLLM's form: what its loggers and its Prometheus metrics read from a scheduler, and the draft counts of
-single requests.
-"""
+"""Statistics in vLLM's form, for its loggers and Prometheus metrics, and the draft counts of single requests."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ new_stats = maker(
     "num_running_reqs",
     "num_waiting_reqs",
     "num_skipped_waiting_reqs",
-    left=(  # the engine core or its clients set them, or they are of what is refused
+    left=(  # the engine core or its clients set them, or the feature is refused
         "connector_prefix_cache_stats",
         "current_wave",
         "ec_connector_stats",
@@ -47,9 +45,9 @@ class Statistics:
     """Counts between two reports.
 
     Args:
-        scheduler: the one that is measured.
+        scheduler: to measure.
         num_drafts: maximum drafts of a request in a step.
-        vllm_config: says whether the work of each step is estimated (`--enable-mfu-metrics`).
+        vllm_config: decides whether the work of each step is estimated (`--enable-mfu-metrics`).
     """
 
     def __init__(self, scheduler: Scheduler, num_drafts: int, vllm_config: VllmConfig) -> None:
@@ -63,14 +61,14 @@ class Statistics:
         self._work = work if work is not None and work.is_enabled() else None
 
     def looked_up(self, request: Request, num_hits: int, is_resumed: bool) -> None:
-        """A request was admitted, with `num_hits` of its tokens from the prefix cache."""
+        """Count an admitted request, with `num_hits` tokens from the prefix cache."""
         if self._counts_lookups and request.reads_prefix_cache:
             if self._prefix is self._no_lookups:
                 self._prefix = PrefixCacheStats()
             self._prefix.record(request.num_admitted_tokens, num_hits, is_resumed)
 
     def verified(self, proposed: npt.NDArray[np.integer], accepted: npt.NDArray[np.integer]) -> None:
-        """Drafts were verified: [n] drafts of each row, and [n] how many of them were accepted."""
+        """Count verified drafts: [n] drafts of each row, and [n] the accepted drafts of each row."""
         if not len(proposed):
             return
         if self._drafts is None:
@@ -84,7 +82,7 @@ class Statistics:
             stats.num_draft_tokens_per_pos[place] += int((proposed > place).sum())
 
     def reset_prefix_cache(self) -> None:
-        """The prefix cache is empty, and the counts of its hits restart."""
+        """Restart the counts of cache hits, because the prefix cache is empty."""
         self._prefix = PrefixCacheStats()
         self._prefix.reset = True
 
@@ -118,9 +116,9 @@ class Drafts:
 
     Args:
         num_drafts: maximum drafts of a request in a step.
-        detail: what the completion of a request says about its drafts (`--per-request-spec-decode-metrics`): "none",
-            "summary" or "detailed".
-        statistics: those of all requests; None: not logged.
+        detail: the draft metrics in a request's completion (`--per-request-spec-decode-metrics`): "none", "summary" or
+            "detailed".
+        statistics: of all requests; None: not logged.
     """
 
     def __init__(self, num_drafts: int, detail: str, statistics: Statistics | None) -> None:
@@ -129,12 +127,12 @@ class Drafts:
         self._statistics = statistics
 
     def begin(self, request: VLLMRequest) -> None:
-        """One of vLLM's requests, or the next part of one, is queued."""
+        """Note a queued request of vLLM's, or its next part."""
         if self._detail != "none" and request.spec_decode_metrics is None:
             request.spec_decode_metrics = RequestSpecDecodeMetrics.new(self._num_drafts)
 
     def verified(self, output: SchedulerOutput, result: StepResult, update: StepUpdate) -> None:
-        """Count the drafts of a step. Drafts behind a stop count, as in vLLM; those of requests that have finished
+        """Count the drafts of a step. Drafts after a stop count, as in vLLM; drafts of requests that have finished
         meanwhile do not."""
         assert result.counts is not None
         which = ((output.num_draft_tokens > 0) & (update.counts > 0)).nonzero()[0]
@@ -148,6 +146,6 @@ class Drafts:
             metrics.observe(num_drafts, num_accepted, detailed=self._detail == "detailed")
 
     def report(self, request: VLLMRequest, output: EngineCoreOutput) -> None:
-        """Put the draft counts of a request into its last output."""
+        """Add the draft counts of a request to its last output."""
         if request.spec_decode_metrics is not None:
             output.spec_decode_metrics = request.spec_decode_metrics

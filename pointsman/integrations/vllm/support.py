@@ -1,5 +1,5 @@
-"""Which versions and configurations of vLLM are supported; whatever is not is found before anything runs, each with its
-remedy. Importable without vLLM.
+"""Support: finds unsupported versions and configurations of vLLM before anything runs, each with its remedy. Importable
+without vLLM.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Refusal(str):
     """Why something is refused, and its remedy. docs/vllm.md has a line for each `key`.
 
     Args:
-        key: a name that stays.
-        text: what the user reads.
+        key: a stable name.
+        text: for the user.
     """
 
     __slots__ = ("key",)
@@ -56,17 +56,17 @@ UNTESTED = (
     "no assumption about its interface is known to be broken, but its behaviour may have changed in ways that a "
     "comparison of interfaces does not show"
 )
-"""Of a version that runs because `--additional-config` allows it."""
+"""Warning about a version that runs because `--additional-config` allows it."""
 MAX_SHOWN = 3
-"""Broken assumptions in an error; `pointsman vllm interface` lists all."""
+"""Maximum number of broken assumptions in an error; `pointsman vllm interface` lists all."""
 
 
 class UnsupportedVLLM(RuntimeError):
-    """This version of vLLM, or its configuration, is not supported. The message says what to do instead."""
+    """This version of vLLM, or its configuration, is not supported. The message has the remedy."""
 
 
 def minor_version(version: str) -> str:
-    """Of "0.32.0+cpu": "0.32"."""
+    """The minor version: "0.32" for "0.32.0+cpu"."""
     return ".".join(version.split("+")[0].split(".")[:2])
 
 
@@ -75,7 +75,7 @@ def is_tested(version: str) -> bool:
 
 
 def is_before(version: str, minor: str) -> bool:
-    """Whether a version such as "0.32.0+cpu" is older than all of a minor version such as "0.33"."""
+    """Whether a version such as "0.32.0+cpu" is older than a minor version such as "0.33"."""
     return _numbers(version) < _numbers(minor)
 
 
@@ -84,11 +84,11 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def problem_of_version(version: str, *, allows_untested: bool = False) -> Refusal | None:
-    """Why the installed version of vLLM is not supported; None: it is. Of a version that was not tested the sources are
-    read, which takes seconds.
+    """Why the installed version of vLLM is not supported; None: it is. For an untested version this reads the sources,
+    which takes seconds.
 
     Args:
-        allows_untested: a version that was not tested is supported if no assumption about it is known to be broken.
+        allows_untested: accept an untested version if no assumption about it is known to be broken.
     """
     if is_tested(version):
         return None
@@ -96,7 +96,7 @@ def problem_of_version(version: str, *, allows_untested: bool = False) -> Refusa
 
     try:
         broken = [f"{each.expected} ({each.place})" for each in examine().broken]
-    except NoVLLM:  # the version is not that of this environment
+    except NoVLLM:  # the version is not from this environment
         found = remedy = ""
     else:
         if allows_untested and not broken:
@@ -110,7 +110,7 @@ def problem_of_version(version: str, *, allows_untested: bool = False) -> Refusa
 
 
 def _found_in_sources(broken: Sequence[str]) -> tuple[str, str]:
-    """What a comparison of the interfaces found, and the remedy that follows from it."""
+    """The result of a comparison of the interfaces, and its remedy."""
     if not broken:
         remedy = ', or try it all the same with {"pointsman": {"untested_version": true}} in --additional-config'
         return " (no assumption about it is known to be broken)", remedy
@@ -133,18 +133,18 @@ def check_version(version: str, *, allows_untested: bool = False) -> None:
 
 
 def maker(kind: Any, *names: str, optional: Collection[str] = (), left: Collection[str] = ()) -> Callable[..., Any]:
-    """A constructor of one of vLLM's records from the values of these fields, in this order: with keywords it takes
-    twice as long. Further fields are given by their names.
+    """A constructor of one of vLLM's records from the values of these fields, in this order. Positional arguments take
+    half the time of keywords. Further fields are given by name.
 
     Args:
-        kind: a dataclass, or a structure of msgspec's.
-        names: the fields that are given by place.
-        optional: of all that is given, the fields that some supported versions lack. They are dropped there.
+        kind: a dataclass, or a msgspec structure.
+        names: the fields given by position.
+        optional: given fields that some supported versions lack; they are omitted there.
         left: fields that keep their defaults on purpose. `pointsman vllm interface` reads them here, and reports any
             other field with a default that our code does not set as new.
 
     Returns:
-        `kind` itself, or, where the installed version has other fields there, a function that gives all by their names.
+        `kind` itself; if the installed version orders its fields differently, a function that passes all by name.
     """
     known = [field.name for field in fields(kind) if field.init] if is_dataclass(kind) else [*kind.__struct_fields__]
     if known[: len(names)] == list(names) and set(optional) <= set(known):
@@ -165,7 +165,7 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | No
         kv_cache_config: its `KVCacheConfig`; None: not known yet, so its groups are not checked.
 
     Raises:
-        UnsupportedVLLM: something in it is not supported; the message has every reason with its remedy.
+        UnsupportedVLLM: a part of it is not supported; the message has every reason with its remedy.
     """
     problems = problems_of(vllm_config, kv_cache_config)
     if problems:
@@ -181,7 +181,7 @@ def problems_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) 
 
 
 def untested_parts(vllm_config: VllmConfig) -> list[str]:
-    """Parts of the configuration that follow vLLM's interface but have not been run by this project's tests."""
+    """Parts of the configuration that follow vLLM's interface but are not run by this project's tests."""
     parallel = vllm_config.parallel_config
     found = []
     if vllm_config.device_config.device_type != "cpu":
@@ -196,11 +196,11 @@ def untested_parts(vllm_config: VllmConfig) -> list[str]:
 
 
 _MERGED_BY_VLLM = {"FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec"}
-"""Kinds of KV that vLLM keeps in one group, of full attention, with `--disable-hybrid-kv-cache-manager`."""
+"""Kinds of KV that vLLM merges into one group of full attention with `--disable-hybrid-kv-cache-manager`."""
 
 
 def lacking_in_simulator(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[str]:
-    """What of this configuration Pointsman's simulator does not have, each by its name; empty: nothing."""
+    """Names of the parts of this configuration that Pointsman's simulator lacks; empty: it lacks none."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     groups = kv_cache_config.kv_cache_groups
     kinds = [type(group.kv_cache_spec).__name__ for group in groups]
@@ -254,7 +254,7 @@ def _model_problems(vllm_config: VllmConfig) -> list[Refusal]:
         problems.append(
             Refusal(
                 "ec-manager",
-                f"the encoder cache manager {manager.encoder_cache_manager_cls} would not be asked: leave "
+                f"the encoder cache manager {manager.encoder_cache_manager_cls} would not be used: leave "
                 "--ec-manager-config out",
             )
         )
@@ -333,7 +333,7 @@ def _speculation_problems(vllm_config: VllmConfig) -> list[Refusal]:
             problems.append(
                 Refusal(
                     "parallel-drafting",
-                    "parallel_drafting with the method 'ngram' takes slots of each step that nothing uses, and is not "
+                    "parallel_drafting with the method 'ngram' takes unused slots in each step, and is not "
                     "supported: leave parallel_drafting out of --speculative-config",
                 )
             )
@@ -365,7 +365,7 @@ def _speculation_problems(vllm_config: VllmConfig) -> list[Refusal]:
 
 
 def kv_cache_problems(kv_cache_config: KVCacheConfig) -> list[Refusal]:
-    """What of vLLM's `KVCacheConfig` is not supported."""
+    """The unsupported parts of vLLM's `KVCacheConfig`."""
     groups = kv_cache_config.kv_cache_groups
     others = sorted({name for group in groups for name in managers_of(group) if name not in _KNOWN_MANAGERS})
     if others:
@@ -396,7 +396,7 @@ def _replay_problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
     return [
         Refusal(
             "window-replay",
-            f"of a cached prefix this model computes the last {max(windows)} tokens again, which is not supported: "
+            f"this model recomputes the last {max(windows)} tokens of a cached prefix, which is not supported: "
             "give --no-enable-prefix-caching",
         )
     ]
@@ -413,11 +413,11 @@ _KNOWN_MANAGERS = frozenset(
         "CrossAttentionManager",
     }
 )
-"""Of vLLM: what manages the KV of a group, as far as it was tried here."""
+"""vLLM's managers of a group's KV that were tried here."""
 
 
 def is_one_full_group(kv_cache_config: KVCacheConfig) -> bool:
-    """Whether all KV is of full attention in one group, whose blocks the core owns."""
+    """Whether all KV is full attention in one group whose blocks the core owns."""
     groups = kv_cache_config.kv_cache_groups
     return (
         len(groups) == 1
@@ -428,20 +428,20 @@ def is_one_full_group(kv_cache_config: KVCacheConfig) -> bool:
 
 
 def check_recording(record: str | None) -> None:
-    """Raises ConfigError: a recording is asked for, of KV in groups."""
+    """Raise ConfigError if a recording is requested for KV in groups."""
     if record is not None:
         raise ConfigError(
             Refusal(
                 "record",
                 f"record in --additional-config is {record!r}, and the model keeps its KV in several groups, whose "
-                "blocks vLLM's manager owns, so that what is decided cannot be replayed: leave it out, and watch the "
+                "blocks vLLM's manager owns, so decisions cannot be replayed: leave it out, and watch the "
                 "run with pointsman play --socket",
             )
         )
 
 
 def _mamba_mode(group: KVCacheGroupSpec) -> str | None:
-    """How the states of a group are cached; None: it has none."""
+    """The cache mode of a group's states; None: it has no states."""
     from vllm.v1.kv_cache_interface import MambaSpec, iter_layer_specs
 
     modes = {spec.mamba_cache_mode for spec in iter_layer_specs(group.kv_cache_spec) if isinstance(spec, MambaSpec)}
@@ -449,7 +449,7 @@ def _mamba_mode(group: KVCacheGroupSpec) -> str | None:
 
 
 def _may_be_one_group(groups: Sequence[KVCacheGroupSpec]) -> bool:
-    """Whether vLLM can keep this KV as one group: of full attention, and of windows and chunks as if they were."""
+    """Whether vLLM can store this KV as one group: full attention, including windows and chunks."""
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
         FullAttentionSpec,

@@ -1,11 +1,11 @@
-"""What loggers, plugins and tests read of vLLM's scheduler, such as `scheduler.running` or the state of a request: of
-this one.
+"""Views: the attributes of vLLM's scheduler that loggers, plugins and tests read, such as `scheduler.running` or the
+state of a request.
 
-Nothing here is kept up: each value is made when it is read, from the core, and is that of the moment between two calls.
-A step does nothing for it. What is read cannot be written, because the core would not know.
+Nothing here is updated: each value is computed from the core when it is read, and is valid until the next call. Steps
+do no work for it. The values cannot be written, because the core would not notice.
 
-A request of vLLM's that is queued gets a subclass of its class, whose properties read the core's request. Its own
-attributes are used again once it has finished, and hold what it ended with.
+A queued request of vLLM's gets a subclass of its class, whose properties read the core's request. Once it has finished,
+its own attributes are used again, and hold its final state.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _STATUS = {
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where the state of vLLM's requests comes from.
+    """The source of the state of vLLM's requests.
 
     Args:
         core: the scheduler.
-        of_id: the core's requests by the ids of vLLM's.
-        has_placeholders: whether vLLM's own scheduler counts samples in flight as placeholders: under asynchronous
+        of_id: the core's requests by vLLM's ids.
+        has_placeholders: whether vLLM's own scheduler would count samples in flight as placeholders: under asynchronous
             scheduling.
     """
 
@@ -53,7 +53,7 @@ class Source:
 
 
 class _Live:
-    """Before vLLM's class of requests: its state, from the core."""
+    """Base before vLLM's class of requests; reads the state from the core."""
 
     request_id: str
     _all_token_ids: list[int]
@@ -71,7 +71,7 @@ class _Live:
         return source
 
     def _take_tokens(self) -> None:
-        """Bring the lists of tokens up to date. Those of a request with a grammar are, for its grammar."""
+        """Update the lists of tokens. For a request with a grammar they are always up to date."""
         if self.use_structured_output:
             return
         ours = self._ours()
@@ -84,7 +84,7 @@ class _Live:
 
     def _refuse(self, name: str, value: Any) -> NoReturn:
         raise AttributeError(
-            f"{name} of request {self.request_id!r} is what Pointsman's scheduler decides, and cannot be set to "
+            f"{name} of request {self.request_id!r} is decided by Pointsman's scheduler, and cannot be set to "
             f"{value!r}: call finish_requests to end the request"
         )
 
@@ -105,12 +105,12 @@ class _Live:
 
     @num_computed_tokens.setter
     def num_computed_tokens(self, value: int) -> None:
-        if value != self.num_computed_tokens:  # what is told to vLLM's KV manager is true
+        if value != self.num_computed_tokens:  # vLLM's KV manager sets the current value
             self._refuse("num_computed_tokens", value)
 
     @property
     def num_preemptions(self) -> int:
-        """For any cause."""
+        """For all causes."""
         ours = self._ours()
         return int(vars(self)["num_preemptions"] + (0 if ours is None else ours.num_preemptions))
 
@@ -120,7 +120,7 @@ class _Live:
 
     @property
     def num_output_placeholders(self) -> int:
-        """Tokens that steps in flight sample, under asynchronous scheduling; 0 while it does not run."""
+        """Tokens that steps in flight sample, under asynchronous scheduling; 0 while the request does not run."""
         ours = self._ours()
         return 0 if ours is None or ours.row is None or not self._source().has_placeholders else ours.num_pending
 
@@ -130,7 +130,7 @@ class _Live:
 
     @property
     def spec_token_ids(self) -> list[int]:
-        """Drafts for its next step: a list of that moment."""
+        """Drafts for its next step, as a new list."""
         ours = self._ours()
         return [] if ours is None else self._source().core.waiting_drafts(ours.request_id)
 
@@ -140,7 +140,7 @@ class _Live:
 
     @property
     def is_prefill_chunk(self) -> bool:
-        """Whether the newest step with tokens of it left some of its known tokens to compute."""
+        """Whether the newest step with tokens of the request left some of its known tokens to compute."""
         ours = self._ours()
         if ours is None or ours.num_tokens + ours.num_pending != ours.num_admitted_tokens:
             return False
@@ -179,7 +179,7 @@ def _live_class(of_vllm: type[VLLMRequest]) -> Any:
 
 
 def show(request: VLLMRequest, source: Source) -> None:
-    """One of vLLM's requests is queued: from now on it shows the state of the core's."""
+    """Make a queued request of vLLM's show the state of the core's request from now on."""
     if not isinstance(request, _Live):
         vars(request)["_pointsman"] = source
         kind: Any = type(request)
@@ -187,12 +187,12 @@ def show(request: VLLMRequest, source: Source) -> None:
 
 
 def set_status(request: VLLMRequest, status: RequestStatus) -> None:
-    """What a request shows while it is not one of the core's."""
+    """Set the status that a request shows while the core has no request for it."""
     vars(request)["status"] = status
 
 
 def keep_last(request: VLLMRequest, ours: Request, *, tokens: bool) -> None:
-    """The core's request has finished, and is dropped: keep what it ended with. `tokens`: these too."""
+    """Keep the final state of the core's request, which has finished and is dropped; `tokens`: including its tokens."""
     values = vars(request)
     values["num_computed_tokens"] = ours.num_computed_tokens if tokens else 0
     values["num_preemptions"] += ours.num_preemptions
@@ -204,7 +204,7 @@ class ReadOnly:
     """An attribute of the scheduler that is computed when it is read, and cannot be set.
 
     Args:
-        read: from the scheduler to the value.
+        read: computes the value from the scheduler.
     """
 
     def __init__(self, read: Callable[[Any], Any]) -> None:
@@ -225,13 +225,13 @@ class ReadOnly:
 
 
 class ReadOnlyList(list["VLLMRequest"]):
-    """Requests in order, as they are when this is read; a `RequestQueue` of vLLM's, as far as that reads."""
+    """Requests in order, at the time of reading; supports the reading methods of vLLM's `RequestQueue`."""
 
     def peek_request(self) -> VLLMRequest:
-        """The next one.
+        """The first request.
 
         Raises:
-            IndexError: there is none.
+            IndexError: the list is empty.
         """
         if not self:
             raise IndexError("no request waits")
@@ -249,7 +249,7 @@ class ReadOnlyList(list["VLLMRequest"]):
 
 
 class ReadOnlyDict(Mapping[str, "VLLMRequest"]):
-    """vLLM's unfinished requests, by id, at any time."""
+    """vLLM's unfinished requests, by id; always current."""
 
     def __init__(self, requests: Mapping[str, VLLMRequest]) -> None:
         self._requests = requests
@@ -276,7 +276,7 @@ class ReadOnlyDict(Mapping[str, "VLLMRequest"]):
 
 
 class BlockPoolView:
-    """vLLM's `BlockPool`, where the core owns the blocks, as far as others read it."""
+    """The readable part of vLLM's `BlockPool`, if the core owns the blocks."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
@@ -284,7 +284,7 @@ class BlockPoolView:
         self.enable_caching = core.config.enable_prefix_caching
 
     def get_num_free_blocks(self) -> int:
-        """Blocks that no request holds, cached ones included."""
+        """Blocks that no request holds, including cached ones."""
         return self._core.stats().num_free_blocks
 
     def get_usage(self) -> float:
@@ -293,13 +293,13 @@ class BlockPoolView:
 
 
 class KVCacheManagerView:
-    """vLLM's `KVCacheManager`, where the core owns the blocks: what vLLM's engine core reads, and others.
+    """The readable part of vLLM's `KVCacheManager`, if the core owns the blocks.
 
     Args:
         core: the scheduler.
         kv_cache_config: vLLM's `KVCacheConfig`.
         block_size: tokens of a block.
-        of_id: the core's requests by the ids of vLLM's.
+        of_id: the core's requests by vLLM's ids.
     """
 
     def __init__(
@@ -324,7 +324,7 @@ class KVCacheManagerView:
         return self._core.kv_cache_usage
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
-        """The block table of a request in each group, 0 where a block was given back; empty: it holds no blocks."""
+        """The block table of a request in each group, 0 for released blocks; empty: it holds no blocks."""
         ours = self._of_id.get(request_id)
         if ours is None:
             return tuple([] for _ in range(self.num_kv_cache_groups))

@@ -8,11 +8,11 @@ from pointsman.web.course.lesson import Answer, Figures, Lesson, Moment, Questio
 from pointsman.web.course.stage import Run, Stage
 
 SLOTS, LONG, SHORT, EQUAL = 8, 500, 10, 70
-_GROUPS = 12  # more than the steps that are filmed can serve
+_GROUPS = 12  # more than the filmed steps can serve
 
 
 def _run(batching: str, long: int = LONG, short: int = SHORT) -> Run:
-    """Groups of one long and seven short requests, all there from the start; the first 500 steps."""
+    """Groups of one long and seven short requests, all added at the start; the first 500 steps."""
     stage = Stage(batching=batching, max_num_seqs=SLOTS, num_blocks=512)
     for group in range(1, _GROUPS + 1):
         for index in range(SLOTS):
@@ -46,7 +46,7 @@ def _figures(runs: list[Run]) -> Figures:
 
 
 def _served(run: Run) -> int:
-    """Requests that have all their tokens."""
+    """Number of requests that have all their tokens."""
     return sum(request.num_output_tokens == request.max_tokens for request in run.requests.values())
 
 

@@ -1,4 +1,4 @@
-"""Lesson: blocks, and the token with which a request needs another one."""
+"""Lesson: blocks, and the token at which a request needs another block."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def _figures(runs: list[Run]) -> Figures:
 LESSON = Lesson(
     title="Blocks, and when a request needs another",
     paragraphs=(
-        "The KV of a token has its place in a block of {block} tokens, and a request holds whole blocks: a table of "
-        "them. Look at KV pool at {start}: a prompt of {exact} tokens fills {first_exact} blocks to the last place. By "
-        "the end of that step A has its first output token, and still {first_exact} blocks: a token that has been "
-        "sampled has no KV yet. It is computed in the next step, and that needs a place.",
-        "So the third block comes at {grows}, when {known} tokens are known. A compact engine asks just this: `len % "
+        "The KV of a token takes a slot in a block of {block} tokens, and a request holds whole blocks: its table. "
+        "Look at KV pool at {start}: a prompt of {exact} tokens fills {first_exact} blocks to the last slot. By the "
+        "end of that step A has its first output token, and still {first_exact} blocks: a token that has been sampled "
+        "has no KV yet. The next step computes it, and that needs a slot.",
+        "So the third block comes at {grows}, when {known} tokens are known. A compact engine checks just this: `len % "
         "block_size == 1`, is the newest token the first of a new block? Here {known} % {block} is {remainder}. It "
-        "reads like an error, as one expects 0. But at a length of {exact}, remainder 0, the last place was just taken "
-        "and nothing more is asked for. The block is needed by the token after it.",
+        "looks like an error, as one expects 0. But at a length of {exact}, remainder 0, the last slot was just taken, "
+        "and no block is needed yet. The token after it needs the block.",
         "Choose a prompt of {below}: at {last_fit} the {known_fit} known tokens fit exactly, and at {grows_below} with "
         "{known_below} the block is added. With {above} the prompt itself needs {first_above} blocks at once, and the "
         "next comes only at {grows_above}, with {known_above} tokens. A running request asks for one block in {block} "
@@ -90,16 +90,16 @@ LESSON = Lesson(
                 ),
                 Answer(
                     "{exact}",
-                    "The step computes token number {exact}, which is the last place of block number {first_exact}. "
-                    "That block is there.",
+                    "The step computes token number {exact}, which takes the last slot of block number {first_exact}, "
+                    "and the request has that block.",
                 ),
                 Answer(
                     "{below}",
-                    "There is still a place in block number {first_below} for the token after this one.",
+                    "There is still a free slot in block number {first_below} for the token after this one.",
                 ),
                 Answer(
                     "At every length: each token needs memory.",
-                    "Each token needs a place, and {block} places come at once, as a block.",
+                    "Each token needs a slot, and {block} slots come at once, as a block.",
                 ),
             ),
         ),

@@ -1,4 +1,4 @@
-"""Lesson: the token budget, with the worked example of a document on vLLM, step by step, and its corrections."""
+"""Lesson: the token budget, with the worked example of a document on vLLM, step by step, and corrections of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pointsman.web.course.stage import Run, Stage
 
 BUDGET, SMALL_BUDGET, BLOCKS, DOCUMENT_BLOCKS = 2048, 512, 128, 100
 _OUTPUTS = 50
-"""Of A, before the step of the example."""
+"""Output tokens of A before the step of the example."""
 
 
 class _FirstChunk(Limit):
@@ -33,7 +33,7 @@ class _FirstChunk(Limit):
 
 
 def _run(num_blocks: int, budget: int) -> Run:
-    """A earlier request leaves 256 tokens of D's prompt in the cache; A decodes; B and C come, and then D and E."""
+    """An earlier request leaves 256 tokens of D's prompt in the cache; A decodes; B and C arrive, then D and E."""
     limit = _FirstChunk()
 
     def drafts(request: Request, most: int) -> list[int]:
@@ -99,7 +99,7 @@ LESSON = Lesson(
     paragraphs=(
         "A step is bounded in tokens. A document on vLLM works an example with a budget of {budget:,} tokens and "
         "{seqs} sequences: go to {example} and read This step. Running requests come first: A asks for {a} tokens, "
-        "which leaves {after_a:,}; B for {b}, {after_b:,} left; C for the {c} that its prompt lacks, {after_c:,} left. "
+        "which leaves {after_a:,}; B for {b}, {after_b:,} left; C for the other {c} of its prompt, {after_c:,} left. "
         "Then the queue: of D's {d_prompt:,} tokens {cached} are cached, so it takes {d}, and {after_d:,} are left. E "
         "would fit, but the {seqs} sequences are taken. The step has {total} tokens.",
         "These are the document's numbers, and its account of A needs a correction. Its A has 150 tokens, all "
@@ -135,7 +135,7 @@ LESSON = Lesson(
             "In the example {after_d:,} tokens of the budget are left, and E has fewer. Why does E not start?",
             (
                 Answer(
-                    "The number of sequences is a limit of its own, and D took the last place.",
+                    "The number of sequences is a limit of its own, and D took the last slot.",
                     "Budget, sequences and blocks are three limits; a request must fit all of them. Waiting names the "
                     "one that E lacks: sequence limit.",
                     is_right=True,
@@ -151,8 +151,8 @@ LESSON = Lesson(
                 ),
                 Answer(
                     "The rest of the budget is kept for the running requests.",
-                    "They were served first and have all that they asked for. What is left of a step's budget is not "
-                    "used.",
+                    "They were served first and have all that they asked for. The remaining budget of a step is "
+                    "not used.",
                 ),
             ),
         ),
@@ -162,7 +162,7 @@ LESSON = Lesson(
                 Answer(
                     "D waits until enough blocks are free.",
                     "Only a running request that lacks a block leads to a preemption. Under the order `priority` a "
-                    "more urgent waiting request may displace others; D is not more urgent.",
+                    "more urgent waiting request may preempt others; D is not more urgent.",
                     is_right=True,
                 ),
                 Answer(

@@ -46,12 +46,12 @@ LESSONS = tuple(
 
 
 def perform_all() -> list[Performed]:
-    """Every lesson with its runs."""
+    """Run all lessons."""
     return [perform(lesson) for lesson in LESSONS]
 
 
 def course_page(performed: list[Performed]) -> str:
-    """The page: one HTML file that needs nothing else."""
+    """The page: one self-contained HTML file."""
     data = {"lessons-data": json.dumps([_content(one) for one in performed], ensure_ascii=False).encode()}
     for number, one in enumerate(performed):
         data |= {f"film-{number}-{variant}": run.film for variant, run in enumerate(one.runs)}
@@ -78,7 +78,7 @@ def _question(one: Performed, question: Question) -> dict[str, Any]:
 
 
 def _pieces(one: Performed, template: str) -> list[Any]:
-    """A text as `course.js` shows it: strings, and what becomes a button."""
+    """A text as `course.js` expects it: strings, and the data of buttons."""
     return [
         piece
         if isinstance(piece, str)

@@ -1,4 +1,4 @@
-"""Lesson: a long prompt in chunks, and the time between tokens that this saves."""
+"""Lesson: a long prompt in chunks, and the shorter time between tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PROMPT, BUDGETS, ARRIVES = 2000, (2048, 1024, 512, 256, 128), 10
 
 
 def _run(budget: int) -> Run:
-    """Four requests decode when a long prompt comes."""
+    """Four requests decode when a long prompt arrives."""
     stage = Stage(num_blocks=192, max_num_batched_tokens=budget)
     for name in "ABCD":
         stage.add(name, 16, max_tokens=40)
@@ -47,7 +47,7 @@ def _figures(runs: list[Run]) -> Figures:
 
 
 def _chunks(run: Run) -> int:
-    """Steps over which the long prompt is computed."""
+    """Number of steps that compute the long prompt."""
     return sum(run.tokens(step).get("long", 0) > 1 for step in range(run.num_steps))
 
 
@@ -63,7 +63,7 @@ LESSON = Lesson(
         "With a budget of {middle_budget} tokens a step the prompt is cut. Running requests are served first, so at "
         "{first} they have their {decoding} tokens and the prompt gets the {chunk} that remain; it is complete at "
         "{last}, after {chunks} chunks. The longest wait of A is now {middle}. No part of the scheduler knows about "
-        "chunks: a prompt that does not fit simply stays behind, and the next step continues.",
+        "chunks: a prompt that does not fit is computed in part, and the next step continues.",
         "The price is paid by the long prompt: its first token comes after {ttft_middle} instead of {ttft_whole}, and "
         "after {ttft_small} with a budget of {small_budget} ({small_chunks} steps, each with its own {per_step}). A "
         "document recommends chunks to shorten the time to the first token. They shorten the time between the tokens "

@@ -1,4 +1,4 @@
-"""Lesson: reading `explain`, which says why a request waits, for how much of what, and which requests hold it."""
+"""Lesson: reading `explain`: why a request waits, how much of which resource it lacks, and the holders."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pointsman.web.course.lesson import Answer, Figure, Figures, Lesson, Moment,
 from pointsman.web.course.stage import Run, Stage
 
 ASKED = 6
-"""The step that was decided last when `explain` is asked."""
+"""The last step that was decided before `explain` is called."""
 
 
 def _stage(**settings: Any) -> Stage:
@@ -91,11 +91,11 @@ LESSON = Lesson(
         "share first: {holder} holds {held}. So it helps when {first_done} is done: C starts at {start_blocks}.",
         "The same request, other limits. All slots taken: “{c_slots}” More blocks would not help. The step full: "
         "“{c_budget}” That is over soon: C starts at {start_budget}. The reason names the first limit that keeps the "
-        "request out; more of anything else does not help.",
+        "request out; more of another resource does not help.",
         "D came after C. In the first film it would fit, as it needs {d_blocks} block. But: “{behind}” Under first "
-        "come, first served the first request that does not fit blocks the queue, or small ones would pass it for "
-        "ever. So look for the blocker. And where C waits for a grammar (“{c_grammar}”), it blocks nothing: D starts "
-        "at {d_start}.",
+        "come, first served the first request that does not fit blocks the queue. Otherwise small requests could "
+        "bypass it forever. So look for the blocker. And where C waits for a grammar (“{c_grammar}”), it blocks "
+        "nothing: D starts at {d_start}.",
     ),
     choice="C waits for",
     variants=(
@@ -120,7 +120,7 @@ LESSON = Lesson(
                 ),
                 Answer(
                     "A shorter prompt for D.",
-                    "D is not asked: the queue is blocked before it.",
+                    "D is not checked: the queue is blocked before it.",
                 ),
                 Answer(
                     "Aborting D and sending it again.",

@@ -1,8 +1,8 @@
-"""What a lesson is: three paragraphs, films to step through, and questions. Its figures come from the films.
+"""The parts of a lesson: three paragraphs, films to step through, and questions. Its figures come from the films.
 
-Texts are templates. `{name}` stands for a figure of the lesson: a number, formatted as `{name:,}` says, or a `Moment`,
-which becomes a button that shows a step. Digits that no run computes are quotations, and listed as such (`stated`), so
-that a test can tell the two apart.
+Texts are templates. `{name}` stands for a figure of the lesson: a number, formatted as in `{name:,}`, or a `Moment`,
+which becomes a button that shows a step. Digits that no run computes are quotations, and are listed in `stated`, so
+that a test can tell them from figures.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Moment(NamedTuple):
 
     step: int
     variant: int = 0
-    """The variant whose film it is of."""
+    """The variant that the film belongs to."""
     request: str | None = None
-    """The request that is followed there."""
+    """The request to follow."""
 
 
 Figure: TypeAlias = int | float | str | Moment
@@ -31,11 +31,11 @@ Figures: TypeAlias = Mapping[str, Figure]
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One choice, with the film of what it leads to."""
+    """One choice, with the film of its effect."""
 
     name: str
     shows: str
-    """Template: what there is to see."""
+    """Template: what to look for."""
     run: Callable[[], Run]
 
 
@@ -45,7 +45,7 @@ class Answer:
 
     text: str
     why: str
-    """Why it is right, or wrong: shown when it is chosen."""
+    """Why it is right or wrong; shown when it is chosen."""
     is_right: bool = False
 
 
@@ -64,10 +64,10 @@ class Lesson:
     title: str
     paragraphs: tuple[str, str, str]
     choice: str
-    """What the variants differ in: the label of the select."""
+    """The difference between the variants: the label of the select."""
     variants: tuple[Variant, ...]
     figures: Callable[[list[Run]], Figures]
-    """From the runs of the variants, in their order."""
+    """Computed from the runs of the variants, in their order."""
     questions: tuple[Question, ...]
     stated: tuple[str, ...] = ()
     """Digits in the texts that are quoted from a document, or part of a name."""
@@ -88,7 +88,7 @@ class Performed:
         """A template as text and moments, in order.
 
         Raises:
-            KeyError: it names a figure that the lesson does not have.
+            KeyError: it contains a figure that the lesson lacks.
         """
         found: list[Piece] = []
         for text, name, spec, _ in string.Formatter().parse(template):
@@ -104,7 +104,7 @@ class Performed:
 
 
 def label(moment: Moment) -> str:
-    """What stands on the button."""
+    """The text of the button."""
     return f"step {moment.step}"
 
 

@@ -1,4 +1,4 @@
-"""Lesson: three things that beginners believe of schedulers, after a course on nano-vLLM."""
+"""Lesson: three beginners' beliefs about schedulers, after a course on nano-vLLM."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BLOCKS, ENOUGH = 9, 32
 
 
 def _run(num_blocks: int) -> Run:
-    """Three requests that come, and go, at different times."""
+    """Three requests that arrive and finish at different times."""
     stage = Stage(num_blocks=num_blocks, max_num_seqs=4, max_num_batched_tokens=32)
     stage.add("A", 30, max_tokens=44)
     stage.add("B", 20, max_tokens=10, step=8)
@@ -20,7 +20,7 @@ def _run(num_blocks: int) -> Run:
 
 
 def changes(run: Run) -> list[int]:
-    """The steps whose requests are others than those of the step before."""
+    """The steps whose requests differ from those of the step before."""
     return [step for step in range(1, run.num_steps) if run.tokens(step).keys() != run.tokens(step - 1).keys()]
 
 
@@ -88,7 +88,7 @@ LESSON = Lesson(
             (
                 Answer(
                     "A pause, and then the next token.",
-                    "Its tokens are kept, so the stream goes on where it stopped: after {kept} tokens comes the next "
+                    "Its tokens are kept, so the stream continues where it stopped: after {kept} tokens comes the next "
                     "one.",
                     is_right=True,
                 ),

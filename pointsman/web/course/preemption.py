@@ -1,4 +1,4 @@
-"""Lesson: preemption. Which request, why it comes first again, and what the cache gives back."""
+"""Lesson: preemption, the choice of the victim, its place in the queue, and the help of the cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BLOCKS, ENOUGH = 13, 24
 
 
 def _run(num_blocks: int, caches: bool = True) -> Run:
-    """A, B and C fill the pool; D comes while they run."""
+    """A, B and C fill the pool; D arrives while they run."""
     stage = Stage(num_blocks=num_blocks, max_num_seqs=4, enable_prefix_caching=caches)
     stage.add("A", 40, max_tokens=14)
     stage.add("B", 40, max_tokens=30)
@@ -61,8 +61,8 @@ LESSON = Lesson(
         "here.) The oldest are kept, so there is always one that runs to its end. C releases {released} blocks; A and "
         "B take {taken} of them.",
         "C goes to the front of the queue. D has waited since before, and its {d_blocks} blocks would fit into the "
-        "{free} that are now free; yet it waits behind C, at {d_waits}. C has had its turn already, and at the end of "
-        "the queue every later arrival would pass it. It resumes at {resumed}, and D starts at {d_starts}.",
+        "{free} that are now free; yet it waits behind C, at {d_waits}. C was admitted before, and at the end of "
+        "the queue every later arrival would bypass it. It resumes at {resumed}, and D starts at {d_starts}.",
         "C keeps its {generated} generated tokens (the course discards them), and the caller notices nothing but a "
         "pause. Only the KV of {lost} tokens was released, and not even that is gone: free blocks keep their content "
         "until they are needed. At {resumed} C finds {cached} tokens in the cache and computes {computes}. Without the "
@@ -89,14 +89,14 @@ LESSON = Lesson(
             "A preempted request goes to the front of the waiting queue, not to the end. Why?",
             (
                 Answer(
-                    "It has been admitted before those that wait, and at the end all later arrivals would pass it.",
+                    "It was admitted before the waiting requests, and at the end all later arrivals would bypass it.",
                     "Order of arrival is kept, and its blocks are more likely to be cached still when it resumes soon.",
                     is_right=True,
                 ),
                 Answer(
                     "Its KV is still in its blocks, so it can continue at once.",
-                    "Its blocks are free, and others may take them: A and B took {taken} of {released} at {step}. What "
-                    "is left is found through the prefix cache, if there is one.",
+                    "Its blocks are free, and others may take them: A and B took {taken} of {released} at {step}. The "
+                    "rest is found through the prefix cache, if there is one.",
                 ),
                 Answer(
                     "It is more urgent than the others.",

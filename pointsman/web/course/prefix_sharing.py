@@ -11,7 +11,7 @@ SYSTEM, OWN, BLOCK = 70, 20, 16
 
 
 def _run(caches: bool = True, stamped: bool = False) -> Run:
-    """A and B come together, C later; all begin with the same system prompt, or with a time stamp before it."""
+    """A and B arrive together, C later; all begin with the same system prompt, or with a time stamp before it."""
     stage = Stage(num_blocks=32, max_num_seqs=4, enable_prefix_caching=caches)
     system = stage.prompt(SYSTEM)
     for name, step in (("A", 0), ("B", 0), ("C", 4)):
@@ -86,7 +86,7 @@ LESSON = Lesson(
             (
                 Answer(
                     "After the instruction.",
-                    "What is equal comes first and is shared; behind the first difference nothing is.",
+                    "The equal part comes first and is shared; nothing after the first difference is.",
                     is_right=True,
                 ),
                 Answer(

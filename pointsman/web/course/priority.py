@@ -1,4 +1,4 @@
-"""Lesson: priority, displacement, and starvation."""
+"""Lesson: priority, priority preemption, and starvation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SLOTS, URGENT, EVERY = 2, 16, 4
 
 
 def _run(**settings: Any) -> Run:
-    """Two patient requests run, a third waits, and urgent ones come in a stream that fills both slots."""
+    """Two patient requests run, a third waits, and a stream of urgent ones fills both slots."""
     stage = Stage(max_num_seqs=SLOTS, num_blocks=64, **settings)
     for name in ("patient-1", "patient-2", "patient-3"):
         stage.add(name, 32, max_tokens=24, priority=5, tenant="patient")
@@ -56,34 +56,34 @@ LESSON = Lesson(
         "There are {slots} slots. Three patient requests have priority {patient_number}; from {waits} on an urgent one "
         "of priority {urgent_number} comes every {every} steps (a smaller number is more urgent). Under `fcfs` the "
         "first of them starts at {served}, when the patient ones are done. Under `priority` it does not wait: at "
-        "{displaces} {victim} is preempted for it, which is called displacement, and loses {lost} tokens. Of several, "
-        "the least urgent one is displaced, and of equals the one that was admitted last.",
+        "{displaces} {victim} is preempted for it, which is called priority preemption, and loses {lost} tokens. The "
+        "victim is the least urgent request, and of equals the one that was admitted last.",
         "Now follow the patient ones. {victim} resumes at {resumes}, when the stream of {urgent} urgent requests has "
         "come to its end, and patient-3, which came before all of them, starts at {starved} instead of {fcfs_start}. "
-        "Were the stream endless, they would wait for ever: that is starvation. Without displacement what runs is left "
-        "alone, the first urgent request starts at {calm_urgent}, and patient-3 starves all the same, until "
+        "Were the stream endless, they would wait forever: that is starvation. Without priority preemption the running "
+        "requests stay, the first urgent request starts at {calm_urgent}, and patient-3 starves all the same, until "
         "{starved_calm}.",
         "Every order here states its bound: what may start before a request that came earlier. Under `fcfs` nothing "
-        "may; under `priority` everything more urgent, without end. Between them is, for one, `fair`: the tenant that "
-        "was served least is next. The first urgent request starts at {fair_urgent} and patient-3 at {fair_start}. The "
-        "price is paid by the stream: its last request is done at {last_fair} and not at {last_urgent}.",
+        "may; under `priority` everything more urgent, without end. Between them is, for one, `fair`: the tenant with "
+        "the least service is next. The first urgent request starts at {fair_urgent} and patient-3 at {fair_start}. "
+        "The price is paid by the stream: its last request is done at {last_fair} and not at {last_urgent}.",
     ),
     choice="Order",
     variants=(
         Variant("fcfs", "In order of arrival: patient-3 starts at {fcfs_start}.", _run),
         Variant(
             "priority",
-            "Urgent requests displace patient ones; patient-3 starts at {starved}.",
+            "Urgent requests preempt patient ones; patient-3 starts at {starved}.",
             partial(_run, order="priority"),
         ),
         Variant(
-            "priority, without displacement",
-            "Urgent requests start first, and displace nothing; patient-3 starts at {starved_calm}.",
+            "priority, without preemption",
+            "Urgent requests start first, and preempt nothing; patient-3 starts at {starved_calm}.",
             partial(_run, order="priority", displace=False),
         ),
         Variant(
             "fair",
-            "The urgent and the patient requests are two tenants, served in turns; patient-3 starts at {fair_start}.",
+            "Urgent and patient requests are two tenants, served alternately; patient-3 starts at {fair_start}.",
             partial(_run, order="fair"),
         ),
     ),
@@ -105,8 +105,9 @@ LESSON = Lesson(
                     "To the front of those of its urgency. More urgent ones are before it.",
                 ),
                 Answer(
-                    "Yes: displacement should be off.",
-                    "That protects what runs. What waits starves as before: patient-3 starts at {starved_calm}.",
+                    "Yes: priority preemption should be off.",
+                    "That protects running requests. Waiting ones starve as before: patient-3 starts at "
+                    "{starved_calm}.",
                 ),
             ),
         ),

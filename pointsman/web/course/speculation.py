@@ -14,7 +14,7 @@ DRAFTS, OUTPUT = 3, 24
 
 
 def _run(num_right: int | None) -> Run:
-    """Two requests; of each proposal the first `num_right` are what the model samples itself. None: no drafts."""
+    """Two requests; in each proposal the first `num_right` drafts are the model's own samples. None: no drafts."""
 
     def draft(request: Request, most: int) -> list[int]:
         tokens, found = request.all_token_ids, list[int]()
@@ -79,7 +79,7 @@ LESSON = Lesson(
         "instead of {steps_none}, {time_right} instead of {time_none}.",
         "The first wrong draft ends it: what comes after it was computed for a text that does not exist. If only the "
         "first draft is right, a step yields {gained_one} tokens, that draft and the one sampled after it. See "
-        "{second}: the {rejected} others are taken back, which is a subtraction from the computed tokens; no block "
+        "{second}: the {rejected} others are rejected, which is a subtraction from the computed tokens; no block "
         "moves. Of {verified} verified drafts {accepted} are accepted, and the run takes {steps_one} steps.",
         "The output is the same in all variants: {equal} of {outputs} outputs are equal, token for token. So drafts "
         "can cost time, never text. If all are wrong the run takes {steps_wrong} steps as without, and computes "
@@ -96,7 +96,7 @@ LESSON = Lesson(
     figures=_figures,
     questions=(
         Question(
-            "Of {drafts} drafts the first is right, the second wrong, and the third what the model would say after the "
+            "Of {drafts} drafts the first is right, the second wrong, and the third is the model's token after the "
             "wrong one. How many tokens does the step yield?",
             (
                 Answer(
@@ -114,7 +114,7 @@ LESSON = Lesson(
                 ),
                 Answer(
                     "{row}",
-                    "That many are computed. What the step yields ends at the first wrong draft.",
+                    "So many are computed. The step's yield ends at the first wrong draft.",
                 ),
             ),
         ),

@@ -1,12 +1,12 @@
-"""Runs a scheduler for a lesson: requests come when the lesson says, a made-up model samples, and all of it is filmed.
+"""Runs a scheduler for a lesson: the lesson adds requests, a simulated model samples, and the run is filmed.
 
     stage = Stage(num_blocks=20, max_num_seqs=4)
     stage.add("A", 40, max_tokens=8)
     stage.add("B", 40, max_tokens=8, step=3)      # arrives before step 3 is decided
     run = stage.run()
 
-The scheduler is the real one. What is made up is the model: a step takes the time of `STEP_TIME`, and the token that it
-samples is a function of all tokens before it, as that of a model at temperature 0 is.
+The scheduler is the real one. Only the model is simulated: a step takes the time of `STEP_TIME`, and each sampled token
+is a function of all tokens before it, like that of a model at temperature 0.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ STEP_TIME = LinearStepTime(per_step=6e-3, per_token=8e-5)
 _DEFAULTS: Mapping[str, Any] = {"num_blocks": 128, "max_model_len": 4096, "max_num_seqs": 8}
 
 Drafter = Callable[[Request, int], list[int]]
-"""The drafts for a request, at most so many, after its newest token."""
+"""Proposes the drafts for a request after its newest token, at most the given number."""
 
 
 class Preemption(NamedTuple):
     """One preemption of a run."""
 
     step: int
-    """In whose decision it happened."""
+    """The step in whose decision it happened."""
     request_id: str
     lost: int
     """Computed tokens whose blocks were released."""
     cached: int
-    """Of these, still cached at that moment."""
+    """Computed tokens that were still cached at that moment."""
 
 
 class Wait(NamedTuple):
-    """A reason for which a request waits, from the step on in which it began."""
+    """A reason for which a request waits, beginning at a step."""
 
     step: int
     request_id: str
     reason: str
     missing: int
-    """How much it lacks of what the reason names; 0 where nothing is counted."""
+    """The missing amount of the reason's resource; 0 if nothing is counted."""
     holder: str | None
-    """The request that holds most of it."""
+    """The request that holds the largest amount of it."""
 
 
 class Run:
-    """What happened on a stage: the film, and what the lesson's figures are computed from."""
+    """The results of a stage: the film, and the data for the lesson's figures."""
 
     def __init__(
         self,
@@ -72,21 +72,21 @@ class Run:
         self.film = film
         self.config = config
         self.outputs = [output for output, _ in steps]
-        """Of each step, in order; step i is number i."""
+        """The output of each step; step i is number i."""
         self.requests = requests
         self.notes = notes
-        """What the lesson noted while it ran."""
+        """Notes that the lesson made while it ran."""
         self._steps = steps
         self._times = times
 
     @cached_property
     def opened(self) -> Film:
-        """The film, to be read."""
+        """The film, open for reading."""
         return Film(io.BytesIO(self.film))
 
     @cached_property
     def events(self) -> list[tuple[int, Event]]:
-        """(step, what led to it), from the film."""
+        """The film's events, each as (step that it led to, event)."""
         found: list[tuple[int, Event]] = []
         steps = iter(self.opened.frames)
         step = next(steps, None)
@@ -100,20 +100,20 @@ class Run:
 
     @cached_property
     def names(self) -> list[str]:
-        """The ids of the film's requests, by their numbers there."""
+        """The ids of the film's requests, by their numbers."""
         return [request.request_id for request in self.opened.requests]
 
     def state(self, step: int) -> State:
-        """What was true when a step had been decided."""
+        """The state after the decision of a step."""
         return self.opened.state_at(self.opened.frame_of_step(step))
 
     def known(self, step: int, request_id: str) -> int:
-        """Tokens of a request that were known when a step was decided, prompt and output."""
+        """Known tokens of a request (prompt and output) at the decision of a step."""
         one = self.state(step).requests[self.names.index(request_id)]
         return one.num_prompt_tokens + one.num_generated_tokens
 
     def table(self, step: int, request_id: str) -> list[int]:
-        """The blocks of a request when a step had been decided."""
+        """The blocks of a request after the decision of a step."""
         return self.state(step).requests[self.names.index(request_id)].table
 
     def _of(self, op: Op, request_id: str | None = None) -> Iterator[tuple[int, str, dict[str, Any]]]:
@@ -126,20 +126,20 @@ class Run:
         return [step for step, _, _ in self._of(Op.ADMITTED, request_id)]
 
     def cached(self, request_id: str) -> list[int]:
-        """Tokens that each of these admissions found in the prefix cache."""
+        """Tokens that each admission found in the prefix cache."""
         return [fields["cached"] for _, _, fields in self._of(Op.ADMITTED, request_id)]
 
     def end(self, request_id: str) -> int:
-        """The first step that is decided without a request, as it has finished."""
+        """The first step that is decided without a request that has finished."""
         return next(step for step, _, _ in self._of(Op.FINISHED, request_id))
 
     def preemptions(self, request_id: str | None = None) -> list[Preemption]:
-        """All of them, in order."""
+        """All preemptions, in order."""
         found = self._of(Op.PREEMPTED, request_id)
         return [Preemption(step, name, fields["lost"], fields["cached"]) for step, name, fields in found]
 
     def waits(self, request_id: str | None = None) -> list[Wait]:
-        """The reasons for which requests wait, in order; a reason stands until the next one, or the start."""
+        """The reasons for which requests wait, in order; a reason applies until the next one, or the start."""
         reasons = self.opened.header["names"]["reasons"]
         return [
             Wait(step, name, reasons[e["reason"]], e["missing"], self.names[e["holder"] - 1] if e["holder"] else None)
@@ -165,7 +165,7 @@ class Run:
 
     @property
     def num_recomputed(self) -> int:
-        """Of these, computed before and lost to a preemption."""
+        """Computed tokens that had been computed before and were lost to a preemption."""
         lost: dict[int | None, int] = {}
         total = 0
         for _, event in self.events:
@@ -187,7 +187,7 @@ class Run:
         return self._times[-1] - self._times[0]
 
     def token_times(self, request_id: str) -> list[float]:
-        """When each of its tokens came back."""
+        """The time at which each of its tokens came back."""
         found: list[float] = []
         for (output, update), end in zip(self._steps, self._times[1:], strict=True):
             for request, count in zip(output.requests, update.counts.tolist(), strict=True):
@@ -208,8 +208,8 @@ class Stage:
     """A scheduler with its host, filmed.
 
     Args:
-        drafter: proposes drafts after each step; None: none are proposed.
-        ahead: whether each step is scheduled before the result of the one before it is back.
+        drafter: proposes drafts after each step; None: no drafts.
+        ahead: whether each step is scheduled before the result of the previous one is back.
         settings: of the `SchedulerConfig`.
     """
 
@@ -229,7 +229,7 @@ class Stage:
         self._next_token = 1_000
         self.now = 0.0
 
-    # ------------------------------------------------------------------ what a lesson says
+    # ------------------------------------------------------------------ the lesson's actions
 
     def prompt(self, length: int) -> list[int]:
         """Tokens that no other prompt has."""
@@ -237,7 +237,7 @@ class Stage:
         return list(range(self._next_token - length, self._next_token))
 
     def at(self, step: int, action: Callable[[], object]) -> None:
-        """Do something before a step is decided."""
+        """Run an action before a step is decided."""
         self._events.setdefault(step, []).append(action)
 
     def add(
@@ -250,7 +250,7 @@ class Stage:
         park: ParkReason | None = None,
         **asked: Any,
     ) -> None:
-        """Let a request arrive before a step; a prompt that is a length has tokens of its own."""
+        """Add a request before a step. A prompt given as a length gets tokens of its own."""
         tokens = self.prompt(prompt) if isinstance(prompt, int) else prompt
 
         def arrive() -> None:
@@ -265,7 +265,7 @@ class Stage:
     def run(self, num_steps: int | None = None) -> Run:
         """Run to the end, or for a number of steps, and close the film.
 
-        The film has one step more, in which nothing runs: what finished with the last one is shown there.
+        The film has one more step, which runs nothing: it shows the requests that finished with the last step.
         """
         while self._events or self.scheduler.has_unfinished_requests():
             if num_steps is not None and len(self._steps) + len(self._open) >= num_steps:
@@ -303,12 +303,12 @@ class Stage:
 
 
 def next_token(tokens: npt.NDArray[np.integer]) -> int:
-    """What the model samples after these: a function of all of them."""
+    """The model's sample after these tokens: a function of all of them."""
     return int(tokens.sum(dtype=np.int64) * 31 + len(tokens)) % 997
 
 
 def _sampled(output: SchedulerOutput) -> StepResult:
-    """Of each row that samples, the next token, with the drafts before it that are what the model samples itself."""
+    """For each row that samples: the correct drafts, and the next token."""
     sampled: list[list[int]] = []
     drafts, offset = output.draft_token_ids.tolist(), 0
     for request, samples, count in zip(

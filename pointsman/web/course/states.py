@@ -7,11 +7,11 @@ from pointsman.web.course.lesson import Answer, Figures, Lesson, Moment, Questio
 from pointsman.web.course.stage import Run, Stage
 
 _READY = 5
-"""The step before which what a parked request waits for is there."""
+"""The step before which the resource of the parked request becomes available."""
 
 
 def _plain() -> Run:
-    """Room for one request at a time, and a budget that cuts the prompt of R in two."""
+    """One slot, and a budget that splits the prompt of R in two."""
     stage = Stage(max_num_seqs=1, max_num_batched_tokens=32, num_blocks=16)
     stage.add("A", 16, max_tokens=3)
     stage.add("R", 48, max_tokens=4)
@@ -36,7 +36,7 @@ def _in_parts() -> Run:
 
 
 def _preempted() -> Run:
-    """A and R fill the pool; A needs the first block more, and R, admitted last, loses its blocks."""
+    """A and R fill the pool; A needs another block first, and R, admitted last, loses its blocks."""
     stage = Stage(max_num_seqs=2, num_blocks=5)
     stage.add("A", 30, max_tokens=8)
     stage.add("R", 40, max_tokens=8)

@@ -1,14 +1,14 @@
-// What had happened up to each step of a film, counted in one walk over its events: for counters, time line and diagram.
+// Counts a film's events up to each of its steps, in one walk over them: for counters, time line and diagram.
 //
 //     const counts = new Counts(film)
-//     counts.at(17, 890)                             what had happened when step 890, of frame 17, had been decided
-//     counts.taken("waiting", "running", 17)         how often requests did that on the way to frame 17, and until then
-//     counts.itl[film.placeOf(17, 890)]              seconds; see below
-//     counts.grow()                                  the film has got more chunks
+//     counts.at(17, 890)                             totals after the decision of step 890, in frame 17
+//     counts.taken("waiting", "running", 17)         number of such moves of requests: on the way to frame 17, and in
+// total     counts.itl[film.placeOf(17, 890)]              seconds; see below
+//     counts.grow()                                  call it after the film has got more chunks
 
 "use strict";
 
-const BEHIND = WORDS.behind; // waiting before it was asked for
+const BEHIND = WORDS.behind; // waiting without having been checked
 const PLACES = ["new", "waiting", "parked", "running", "preempted", "finished", "refused"];
 // Reasons to wait that more memory would remove.
 const OF_MEMORY = new Set(["watermark", "full_sequence", "decode_reserve", "reserve", "bypass", "blocks", "preemption"]);
@@ -16,24 +16,24 @@ const OF_MEMORY = new Set(["watermark", "full_sequence", "decode_reserve", "rese
 class Counts {
   constructor(film) {
     this.film = film;
-    // When each frame had been decided; of several steps at once, when they were over. Up to then, but for the first three.
+    // After each frame's decision; for steps done at once, after their end. Totals, except the first three.
     Object.assign(this, {
       running: [], waiting: [], used: [], prefill: [], decode: [], cached: [], preempted: [], finished: [], evicted: [],
       waited: [], outOfMemory: [], refused: [],
     });
-    // Of each step, by its place: when it was decided, when its tokens came, and of its requests the longest time since
-    // the token before, their inter-token latency; 0: no request had one before.
+    // Of each step, by its place: its decision time, the time of its tokens, and the maximum inter-token latency of its
+    // requests; 0: no request had an earlier token.
     Object.assign(this, { begins: [], ends: [], itl: [] });
-    this.ofRequest = []; // its events, and the frame that each led to
+    this.ofRequest = []; // its events, each with the frame that it led to
     this.preemptions = []; // {event, frame, resumedAfter, recomputed}, in order; the last two null: it has not resumed
-    this.firstToken = []; // when it came, by request; NaN: never, or before the film
-    this.lastToken = []; // when it came; NaN: not known
-    this.tokens = []; // how many came, by request
-    this.longestGap = []; // between two of them, by request
-    this.generated = 0; // tokens that came, of all requests
-    this.finishes = []; // these events, in order, and their frames
-    this.told = []; // frames to which something led that can be told, or a request
-    this.moves = new Map(); // "waiting running" -> the frame that each led to
+    this.firstToken = []; // its time, by request; NaN: never, or before the film
+    this.lastToken = []; // its time; NaN: unknown
+    this.tokens = []; // their number, by request
+    this.longestGap = []; // between two tokens, by request
+    this.generated = 0; // tokens of all requests
+    this.finishes = []; // finish events, in order, with their frames
+    this.eventFrames = []; // frames that an event with a sentence, or about a request, led to
+    this.moves = new Map(); // "waiting running" -> the frames that such moves led to
     this.counting = new Counting(this);
     this.grow();
   }
@@ -42,10 +42,10 @@ class Counts {
     this.counting.walk();
   }
 
-  // Up to a step.
+  // The totals up to a step.
   at(frame, step) {
     const { numSteps, step: first } = this.film.frames[frame];
-    const left = numSteps - 1 - (step - first); // steps that are not over
+    const left = numSteps - 1 - (step - first); // steps that have not ended
     const isBlocked = this.waited[frame] > (frame ? this.waited[frame - 1] : 0);
     return {
       steps: this.film.placeOf(frame, step) + 1, prefill: this.prefill[frame],
@@ -55,7 +55,7 @@ class Counts {
     };
   }
 
-  // Of a count, how much of it came with a frame.
+  // The part of a total that one frame added.
   within(name, frame) {
     return this[name][frame] - (frame ? this[name][frame - 1] : 0);
   }
@@ -66,25 +66,26 @@ class Counts {
     return { now: until - firstOf(frames, (one) => one >= frame), until };
   }
 
-  // How long a request ran and waited, and why: {ran, waited: reason -> seconds, the longest first, total}.
+  // How long a request ran and waited, and why: {ran, waited: reason -> seconds, longest first, total}.
   lifeOf(number) {
     return this.counting.lives.of(number, this.film.end);
   }
 
-  // Those that waited longest, at most so many: {number, ran, waited, total}.
+  // The requests with the longest waits, at most `most`: {number, ran, waited, total}.
   longestWaits(most) {
     const all = this.ofRequest.map((_, number) => ({ number, ...this.lifeOf(number) })).filter((one) => one.total > 0);
     return all.sort((one, other) => other.total - one.total).slice(0, most);
   }
 
-  // Frames before one to which something led, the last one first.
-  *toldBefore(frame) {
-    for (let index = firstOf(this.told, (one) => one >= frame) - 1; index >= 0; index--) yield this.told[index];
+  // Frames before `frame` that an event led to, newest first.
+  *framesBefore(frame) {
+    for (let index = firstOf(this.eventFrames, (one) => one >= frame) - 1; index >= 0; index--) yield this.eventFrames[index];
   }
 }
 
-// How long requests ran and waited, and for what. What they wait behind others is counted for all of them together, by what
-// the first of the queue lacks, and each takes the difference between the beginning of its wait and the end.
+// How long requests ran and waited, and for what. The time behind others is summed for all requests together, by what
+// the head of the queue lacks. Each request takes the difference between the sums at the beginning and the end of its
+// wait.
 class Lives {
   constructor(names) {
     this.names = names;
@@ -124,7 +125,7 @@ class Lives {
     if (reason !== null) this.begin(number, reason);
   }
 
-  // Up to a time that is not before the newest event.
+  // Up to a time at or after the newest event.
   of(number, now) {
     let { ran, waited } = this.past[number] ?? { ran: 0, waited: new Map() };
     const doing = this.doing.get(number);
@@ -144,21 +145,21 @@ class Lives {
   }
 }
 
-// The walk.
+// The walk over the events.
 class Counting {
   constructor(counts) {
     this.counts = counts;
     this.film = counts.film;
     this.names = this.film.header.names;
-    this.chunk = 0; // the next one
-    this.frame = 0; // that the next event leads to
+    this.chunk = 0; // index of the next chunk
+    this.frame = 0; // the frame that the next event leads to
     this.place = 0; // of the next step
     this.places = []; // of requests, by number
     this.admissions = [];
-    this.preempted = []; // the newest preemption of each request that had one
+    this.preempted = []; // the newest preemption of each request
     this.total = { prefill: 0, decode: 0, cached: 0, preempted: 0, finished: 0, evicted: 0, waited: 0, outOfMemory: 0, refused: 0 };
-    this.running = []; // replaced, not changed: steps in flight keep theirs
-    this.before = new Set(); // requests that may have had a token that is not in the film
+    this.running = []; // replaced, not changed: steps in flight keep the old list
+    this.before = new Set(); // requests that may have had a token before the film
     this.numIn = PLACES.map(() => 0);
     this.lives = new Lives(this.names);
   }
@@ -184,7 +185,7 @@ class Counting {
     }
   }
 
-  // Whether nothing is missing before a key frame.
+  // Whether no event is missing before a key frame.
   _agreesWith(key) {
     const numIn = (name) => this.numIn[PLACES.indexOf(name)];
     const isIn = (...names) => (number) => names.includes(PLACES[this.places[number]]);
@@ -200,8 +201,8 @@ class Counting {
     this.counts.lastToken.fill(NaN);
     this.running = [...key.running];
     this.lives.now = key.time;
-    this.lives.doing.clear(); // what was missed is not known
-    this.computing = new Set(); // running requests whose prompt, or what a preemption lost, is not computed
+    this.lives.doing.clear(); // missed events are unknown
+    this.computing = new Set(); // running requests that still compute their prompt, or recompute
     for (const one of key.requests.values()) {
       this.before.add(one.number);
       const known = one.prompt + one.generated;
@@ -221,7 +222,7 @@ class Counting {
     const { counts, total } = this;
     counts.ofRequest[number].push({ event, frame: this.frame });
     this.lives.change(event);
-    this._tell();
+    this._noteFrame();
     switch (event.op) {
       case "rolled_back":
         this.admissions[number]--;
@@ -262,7 +263,7 @@ class Counting {
         break;
       }
       case "extended":
-        this.counts.lastToken[number] = NaN; // what comes next is the first token of another part
+        this.counts.lastToken[number] = NaN; // the next token is the first one of another part
         break;
     }
   }
@@ -329,10 +330,10 @@ class Counting {
     this.counts.itl[place] = longest;
   }
 
-  // So many tokens came at once; how long after the one before.
+  // `count` tokens came at once; returns the time since the previous token.
   _token(number, time, count) {
     const { counts } = this;
-    const gap = Math.max(0, time - counts.lastToken[number]) || 0; // NaN: it is the first
+    const gap = Math.max(0, time - counts.lastToken[number]) || 0; // NaN: the first token
     counts.lastToken[number] = time;
     counts.longestGap[number] = Math.max(counts.longestGap[number], gap);
     counts.tokens[number] += count;
@@ -363,19 +364,19 @@ class Counting {
 
   _failed(event) {
     this.flight.splice(Math.max(0, this.flight.length - event.steps));
-    this._tell();
+    this._noteFrame();
   }
 
   _paused() {
-    this._tell();
+    this._noteFrame();
   }
 
   _limited() {
-    this._tell();
+    this._noteFrame();
   }
 
-  _tell() {
-    if (this.counts.told.at(-1) !== this.frame) this.counts.told.push(this.frame);
+  _noteFrame() {
+    if (this.counts.eventFrames.at(-1) !== this.frame) this.counts.eventFrames.push(this.frame);
   }
 
   _frame(event, count) {

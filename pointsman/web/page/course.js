@@ -1,19 +1,19 @@
-// The course: one lesson at a time, with its films. The texts come with the page; what a film shows is the view's.
+// The course: shows one lesson at a time, with its films. The texts come with the page; the view shows the films.
 //
-// A link carries the place: #lesson=3&variant=2&step=7&request=C, lesson and variant counted from 1.
+// A link contains the place: #lesson=3&variant=2&step=7&request=C, lesson and variant counted from 1.
 
 "use strict";
 
-const KEPT = "pointsman-course"; // the questions that were answered right, in localStorage
+const KEPT = "pointsman-course"; // correctly answered questions, in localStorage
 const lessons = JSON.parse(new TextDecoder().decode(carriedBytes($("lessons-data"))));
 const keys = lessons.flatMap((one, lesson) => one.questions.map((_, index) => `${lesson}.${index}`));
 const right = new Set(kept());
 const at = { lesson: null, variant: 0 };
-let opened = null; // the film that the view holds
-let wanted = 0; // counts what was asked of the view: only the last is shown
+let opened = null; // the film in the view
+let wanted = 0; // counts calls of choose: only the last one is shown
 let opening = Promise.resolve();
 
-// A page that is opened as a file may have no storage.
+// A page opened as a file may have no storage.
 function kept() {
   try {
     return JSON.parse(localStorage.getItem(KEPT) ?? "[]").filter((key) => keys.includes(key));
@@ -26,7 +26,7 @@ function keep() {
   try {
     localStorage.setItem(KEPT, JSON.stringify([...right]));
   } catch {
-    // then it lasts as long as the page
+    // without storage, answers last as long as the page
   }
 }
 
@@ -40,7 +40,7 @@ const view = new View($("film"), { onProblem: problem, onShow: remember });
 
 // ------------------------------------------------------------------------------------------------------ texts
 
-// Text, with what stands between ` as code.
+// Text, with the parts between ` as code.
 function plain(text) {
   return text.split("`").map((part, index) => {
     if (index % 2 === 0) return part;
@@ -91,7 +91,7 @@ function open(number, { variant = 0, step = null, request = null, focus = true }
   $("lesson").focus();
 }
 
-// Shows a variant's film, at a step; null: at its first.
+// Shows a variant's film at a step; null: at its first step.
 function choose(variant, { step = null, request = null } = {}) {
   at.variant = variant;
   const { lesson } = at;

@@ -1,16 +1,16 @@
-// The states of a request as a diagram, and the responses to memory pressure as a ladder: where requests are, what happened
-// in this step, and how often it has happened.
+// The states of a request as a diagram, and the responses to memory pressure as a ladder: number of requests in each
+// state, moves in this step, and moves so far.
 
 "use strict";
 
 const SVG = "http://www.w3.org/2000/svg";
 const STATE_SIZE = { width: 96, height: 38 };
-// Where the middle of each state is, in a picture of 360 by 364.
+// The centre of each state, in a picture of 360 by 364.
 const STATES = {
   new: [180, 24], refused: [304, 24], parked: [56, 118], waiting: [180, 118], running: [180, 222], preempted: [304, 222],
   finished: [180, 336],
 };
-// From, to, and how it is drawn.
+// From, to, and the path of the arrow.
 const MOVES = [
   ["new", "waiting", "M180 43 V99"],
   ["new", "parked", "M150 43 L82 99"],
@@ -31,10 +31,10 @@ const MOVES = [
   ["parked", "finished", "M44 137 C44 290 90 336 132 336"],
 ];
 const RUNGS = [
-  ["evicted", "Evict", "cached blocks that no request uses give up their content", "block", "blocks"],
+  ["evicted", "Evict", "cached blocks that no request uses lose their content", "block", "blocks"],
   ["waited", "Wait", "waiting requests are not admitted, since memory is short", "step", "steps"],
-  ["outOfMemory", "Preempt", "a running request gives back its blocks, and waits", "preemption", "preemptions"],
-  ["refused", "Refuse", "a request that cannot be served is refused, for whatever reason", "request", "requests"],
+  ["outOfMemory", "Preempt", "a running request releases its blocks, and waits", "preemption", "preemptions"],
+  ["refused", "Refuse", "a request that cannot be served is refused, for any reason", "request", "requests"],
 ];
 
 let numDiagrams = 0;
@@ -47,7 +47,7 @@ function drawn(name, attributes, ...parts) {
 }
 
 class Diagram {
-  // root: gets the picture; says: an element for the text of what is pointed at.
+  // root: gets the picture; says: the element for the text of the move under the pointer.
   constructor(root, says) {
     const id = ++numDiagrams;
     this.says = says;
@@ -77,7 +77,7 @@ class Diagram {
     root.replaceChildren(this.picture);
   }
 
-  // isFirst: the step is the first of its frame, which all that led to the frame led to.
+  // isFirst: the step is the first of its frame; all events that led to the frame led to it.
   draw(counts, frame, isFirst, numIn) {
     for (const [name, number] of this.numbers) number.textContent = name in numIn ? thousands(numIn[name]) : "";
     const states = Object.entries(numIn).map(([name, number]) => `${thousands(number)} ${name}`).join(", ");
@@ -98,7 +98,7 @@ class Diagram {
   }
 }
 
-// The rungs, each with what it did in this step, and so far.
+// The rungs, each with its count in this step, and so far.
 function ladderOf(film, counts, frame, step) {
   const { step: first, numSteps } = film.frames[frame];
   const until = counts.at(frame, step);

@@ -1,17 +1,18 @@
-// How two runs differ: what each request waited for its first token and took in all, the figures of a whole run, settings.
+// Compares two runs: the times of each request (first token, end to end), the figures of the whole runs, and the
+// settings.
 
 "use strict";
 
-const MAX_GAINS = 8; // requests that gained most, and as many that lost most
+const MAX_GAINS = 8; // number of requests with the largest gains, and with the largest losses
 
-const NOT_DONE = new Set(["abort", "refused", "error", "deadline"]); // reasons to finish without an answer
+const NOT_DONE = new Set(["abort", "refused", "error", "deadline"]); // reasons to finish without a completion
 
 class Figures {
   constructor(film, counts) {
     this.film = film;
     this.counts = counts;
     const times = new Map();
-    this.keys = film.requests.map(({ id }) => { // an id may come again, once its request has finished
+    this.keys = film.requests.map(({ id }) => { // an id may be reused once its request has finished
       times.set(id, (times.get(id) ?? 0) + 1);
       return JSON.stringify([id, times.get(id)]);
     });
@@ -22,7 +23,7 @@ class Figures {
     this.perToken = nothing(); // seconds between two tokens, on average
     this.numUndone = 0;
     const names = film.header.names.finish_reasons;
-    const begun = film.beginning().requests; // came before the film begins
+    const begun = film.beginning().requests; // arrived before the film
     for (const { event: { request: number, reason, time } } of counts.finishes) {
       if (NOT_DONE.has(names[reason])) this.numUndone++;
       else if (!begun.has(number)) {
@@ -33,7 +34,7 @@ class Figures {
     }
   }
 
-  // [name, value, how it is written], of the whole run.
+  // [name, value, how it is written], for the whole run.
   rows() {
     const { film, counts } = this;
     const last = film.frames.length - 1;
@@ -64,7 +65,7 @@ class Figures {
 const whole = (value) => thousands(Math.round(value));
 const mean = (values) => values.reduce((sum, one) => sum + one, 0) / values.length;
 
-// Linear between the values, as NumPy's.
+// Linear interpolation, as in NumPy.
 function percentile(values, share) {
   if (!values.length) return NaN;
   const sorted = [...values].sort((one, other) => one - other);
@@ -73,7 +74,7 @@ function percentile(values, share) {
   return sorted[low] + (place - low) * (sorted[Math.min(low + 1, sorted.length - 1)] - sorted[low]);
 }
 
-// "+12 %" of the first value.
+// The change in percent of the first value, such as "+12 %".
 function change(one, other) {
   if (Number.isNaN(one) || Number.isNaN(other)) return "";
   if (one === other) return "the same";
@@ -82,7 +83,7 @@ function change(one, other) {
   return `${share > 0 ? "+" : "−"}${Math.abs(share) < 10 ? Math.abs(share).toFixed(1) : whole(Math.abs(share))} %`;
 }
 
-// [name, of the first, of the second] of every setting that differs.
+// [name, first value, second value] of every setting that differs.
 function differences(one, other) {
   const found = [];
   for (const name of new Set([...Object.keys(one.header.config), ...Object.keys(other.header.config)])) {
@@ -92,8 +93,8 @@ function differences(one, other) {
   return found;
 }
 
-// Of the requests that finished in both: those for which a time (ttft, perToken or e2e) is shorter in the second one, and
-// those for which it is longer; and those that finished in one alone.
+// Of the requests that finished in both runs: those whose time (ttft, perToken or e2e) is shorter in the second run,
+// and those whose time is longer. Also the requests that finished in only one run.
 function gains(one, other, by) {
   const both = [];
   const alone = [[], []];

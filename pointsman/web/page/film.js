@@ -1,10 +1,10 @@
-// Reads a film: which frames it has, and what was true at any of them. As pointsman/web/film.py, which tests compare it with.
+// Reads a film: its frames, and the state at any of them. Like pointsman/web/film.py, which tests compare it with.
 //
 //     const film = await Film.read(arrayBuffer)
-//     film.frames                 one for each step that was decided alone, and for each run of steps
-//     film.stateAt(17)            requests, queue, blocks, when frame 17 had been decided
-//     film.stateAt(17, 890)       when step 890 had been, one of the run of steps that is frame 17
-//     film.eventsOf(17)           what led to it, in order
+//     film.frames                 one for each step that was decided alone, and one for each run of steps
+//     film.stateAt(17)            requests, queue and blocks after the decision of frame 17
+//     film.stateAt(17, 890)       after step 890, one of the run of steps in frame 17
+//     film.eventsOf(17)           the events that led to it, in order
 //
 // Nothing is decided here: a state is the key frame of its chunk with the events since then applied.
 
@@ -13,11 +13,11 @@
 const MAGIC = "pointsman film\n";
 const FORMAT_VERSION = 3;
 const MAX_CHUNK = 2 ** 25;
-const MAX_UNPACKED = 16; // chunks that keep their blocks, and how far their events are applied
+const MAX_UNPACKED = 16; // chunks whose unpacked blocks and applied events are kept
 
 class FilmError extends Error {}
 
-// The columns of each kind of chunk, in order; those with + hold differences. As COLUMNS in film_format.py.
+// The columns of each kind of chunk, in order; a + marks columns of differences. As COLUMNS in film_format.py.
 const COLUMNS = {
   R: "id tenant +arrival prompt_tokens max_tokens priority",
   E: `key_time +key_running +key_waiting +key_parked key_status key_reason key_computed key_cached key_generated
@@ -36,7 +36,7 @@ for (const [kind, names] of Object.entries(COLUMNS)) {
   COLUMNS[kind] = names.split(/\s+/).map((name) => ({ name: name.replace("+", ""), differences: name[0] === "+" }));
 }
 
-// What each event has besides its time, and its request unless it is of none.
+// The fields of each event besides its time and, for most events, its request.
 const OF_STEPS = ["step_id", "step_blocked", "step_free", "step_evicted", "step_blocker", "step_skipped"];
 const FIELDS = {
   added: [], refused: ["refused_why"], queued: [], parked: ["parked_status"],
@@ -54,7 +54,7 @@ const OF_NO_REQUEST = new Set(["step", "update", "steps", "failed", "paused", "l
 
 // ---------------------------------------------------------------------------------------------------------- bytes
 
-// Numbers of seven bits a byte, the lowest first.
+// Numbers of seven bits a byte, lowest first.
 class Reader {
   constructor(bytes) {
     this.bytes = bytes;
@@ -95,7 +95,7 @@ class Reader {
     try {
       return JSON.parse(text);
     } catch {
-      throw new FilmError("the strings of a chunk are no JSON; the film is broken");
+      throw new FilmError("the strings of a chunk are not JSON; the film is broken");
     }
   }
 }
@@ -131,7 +131,7 @@ function unpack(kind, bytes) {
   return { columns, strings: reader.strings() };
 }
 
-// The first of the places for which something holds that holds from one of them on; the length if there is none.
+// The first index whose value satisfies `holds`, if all later values do too; the length if there is none.
 function firstOf(values, holds) {
   let low = 0;
   let high = values.length;
@@ -143,19 +143,19 @@ function firstOf(values, holds) {
   return low;
 }
 
-// The last of the places for which something holds that holds up to one of them; 0 if there is none.
+// The last index whose value satisfies `holds`, if all earlier values do too; 0 if there is none.
 function lastOf(values, holds) {
   return Math.max(0, firstOf(values, (value) => !holds(value)) - 1);
 }
 
-// What has passed at the beginning of each of steps that take so long, and at the end of the last one.
+// The time passed at the beginning of each step, given the steps' lengths, and at the end of the last one.
 function passed(lengths) {
   const found = new Float64Array(lengths.length + 1);
   lengths.forEach((length, index) => (found[index + 1] = found[index] + length));
   return found;
 }
 
-// Of the columns of a chunk's events what remains when these are decoded.
+// The columns of a chunk that are still needed once its events are decoded.
 function keyFrameOf(columns) {
   return Object.fromEntries(Object.entries(columns).filter(([name]) => name.startsWith("key_")));
 }
@@ -171,7 +171,7 @@ class Film {
 
   async _read(bytes) {
     const head = new TextDecoder("latin1").decode(bytes.subarray(0, MAGIC.length));
-    if (head !== MAGIC) throw new FilmError("it is no film (pointsman film makes one from a recording)");
+    if (head !== MAGIC) throw new FilmError("it is not a film (pointsman film makes one from a recording)");
     const view = new DataView(bytes.buffer, bytes.byteOffset, bytes.byteLength);
     let at = MAGIC.length;
     try {
@@ -189,14 +189,14 @@ class Film {
     }
     this.requests = [];
     this.chunks = [];
-    this.unpacked = []; // those shown last, the last one at the end
+    this.unpacked = []; // most recently shown chunks, the newest last
     this.isComplete = false;
     let added = null;
     while (at + 9 <= bytes.length) {
       const kind = String.fromCharCode(bytes[at]);
       const length = view.getUint32(at + 1, true);
       const size = view.getUint32(at + 5, true);
-      if (size > MAX_CHUNK || !"REBZ".includes(kind)) throw new FilmError("a chunk is none of a film; it is broken");
+      if (size > MAX_CHUNK || !"REBZ".includes(kind)) throw new FilmError("a chunk does not belong in a film; it is broken");
       if (at + 9 + length > bytes.length) break;
       const packed = bytes.subarray(at + 9, at + 9 + length);
       at += 9 + length;
@@ -214,7 +214,7 @@ class Film {
     }
     if (!this.chunks.length) throw new FilmError("the film has no events; it was cut off at once");
     const isCut = !this.isComplete && this.chunks.length > 1 && this.chunks[0].packedBlocks !== null;
-    if (isCut && this.chunks.at(-1).packedBlocks === null) this.chunks.pop(); // cut off between its events and its blocks
+    if (isCut && this.chunks.at(-1).packedBlocks === null) this.chunks.pop(); // the film ends between its events and its blocks
     this.hasBlocks = this.chunks.every((chunk) => chunk.packedBlocks !== null);
     this._index();
   }
@@ -244,10 +244,10 @@ class Film {
     }
   }
 
-  // Every event, decoded once, and the frames among them.
+  // Decodes every event once, and lists the frames.
   _index() {
     const ops = this.header.names.ops;
-    this.frames = []; // before: how many steps were decided before it
+    this.frames = []; // before: number of steps decided before it
     this.numSteps = 0;
     for (const [index, chunk] of this.chunks.entries()) {
       const at = {};
@@ -266,7 +266,7 @@ class Film {
       };
       chunk.list = chunk.events.op.map((number, place) => {
         const op = ops[number];
-        if (!(op in FIELDS)) throw new FilmError("an event is of no known kind; the film is broken");
+        if (!(op in FIELDS)) throw new FilmError("an event has an unknown kind; the film is broken");
         const event = { op, time: chunk.events.time[place] / 1e6, request: OF_NO_REQUEST.has(op) ? null : next("request") };
         if (event.request !== null && !(event.request in this.requests)) {
           throw new FilmError("an event names a request that is not in the film; it is broken");
@@ -314,13 +314,13 @@ class Film {
     if (event?.op === "steps") this.end += event.passed.at(-1) / 1e6;
   }
 
-  // What came after the last step.
+  // The events after the last step.
   eventsAfter() {
     const { chunk, event } = this.frames.at(-1);
     return this.chunks.slice(chunk).flatMap(({ list }, index) => (index ? list : list.slice(event + 1)));
   }
 
-  // What led to a frame, its own step last.
+  // The events that led to a frame, its own step last.
   eventsOf(frame) {
     const { chunk, event } = this.frames[frame];
     const before = frame > 0 ? this.frames[frame - 1] : null;
@@ -330,7 +330,7 @@ class Film {
     return [...this.chunks[before.chunk].list.slice(before.event + 1), ...this.chunks[chunk].list.slice(0, event + 1)];
   }
 
-  // What was true when the film, or a later one of its chunks, began.
+  // The state at the beginning of the film, or of a later chunk.
   beginning(chunk = 0) {
     return new Walk(this, { ...this.chunks[chunk], blocks: null }).state;
   }
@@ -340,7 +340,7 @@ class Film {
     return 0;
   }
 
-  // The frame that was decided last at a time.
+  // The last frame decided up to a time.
   frameAt(time) {
     return lastOf(this.frames, (frame) => frame.time <= time);
   }
@@ -352,7 +352,7 @@ class Film {
     return first <= step && step < first + numSteps ? found : null;
   }
 
-  // The place of a step among all steps, from 0, and what is there: places have no gaps, ids may.
+  // The index of a step among all steps, from 0, and the reverse: indices have no gaps, ids may.
   placeOf(frame, step) {
     return this.frames[frame].before + step - this.frames[frame].step;
   }
@@ -362,14 +362,14 @@ class Film {
     return { frame, step: this.frames[frame].step + place - this.frames[frame].before };
   }
 
-  // When a step of a frame was decided.
+  // The decision time of a step of a frame.
   timeOf(frame, step) {
     const { step: first, time } = this.frames[frame];
     const { passed } = this.eventOf(frame);
     return passed === undefined ? time : time + passed[step - first] / 1e6;
   }
 
-  // The place of the step that was decided last at a time.
+  // The index of the last step decided up to a time.
   placeAt(time) {
     const frame = this.frameAt(time);
     const { before, numSteps, time: begin } = this.frames[frame];
@@ -382,8 +382,8 @@ class Film {
     return this.chunks[this.frames[frame].chunk].list[this.frames[frame].event];
   }
 
-  // What was true when a step of a frame had been decided; without a step, when all of them were over. The caller only
-  // reads it, until the next call. With blocks, `loadBlocks` comes before it.
+  // The state after the decision of a step of a frame; without a step, after the end of all of them. The caller may
+  // only read it, and only until the next call. Call `loadBlocks` first if blocks are needed.
   stateAt(frame, step = null) {
     const { chunk, event, step: first } = this.frames[frame];
     const of = this.chunks[chunk];
@@ -401,7 +401,7 @@ class Film {
 
 // ---------------------------------------------------------------------------------------------------------- a state
 
-// Rows of one token that is sampled from. Most rows are: they are objects where they are looked at.
+// Rows that compute and sample one token, as most rows do; made only where they are needed.
 function plainRows(numbers) {
   return numbers.map((number) => ({ number, tokens: 1, samples: true, drafts: 0, admission: 0 }));
 }
@@ -413,9 +413,9 @@ class Walk {
     this.next = 0;
     this.numEnds = 0;
     this.numFrames = 0;
-    this.numDone = 0; // of steps at once, the next event: those that are applied already
-    this.numbers = null; // of what runs, while that stays the same
-    this.plain = []; // those of the newest step, if it has plain rows alone
+    this.numDone = 0; // number of applied steps of the next event, if that is several steps at once
+    this.numbers = null; // of the running requests, while these stay the same
+    this.plain = []; // requests of the newest step, if all its rows are plain
     this.hasBlocks = chunk.blocks !== null;
     this.blocks = null;
     this._keyFrame(chunk.events);
@@ -597,7 +597,7 @@ class Walk {
     });
   }
 
-  // Of several steps at once the first `count`; the last of them is decided, and its tokens are yet to come.
+  // Applies the first `count` of several steps at once; the last of them is decided, without its tokens.
   advance(event, count) {
     const state = this.state;
     const more = count - this.numDone;
@@ -640,7 +640,7 @@ class Walk {
   _openBlocks(columns) {
     const numBlocks = this.film.header.config.num_blocks;
     const state = this.state;
-    this.blocks = { columns, at: 0, block: 0, value: 0, taken: [] }; // taken: in steps at once that are yet to come
+    this.blocks = { columns, at: 0, block: 0, value: 0, taken: [] }; // taken: in later steps of the same event
     state.references = new Int32Array(numBlocks);
     state.isCached = new Uint8Array(numBlocks);
     let at = 0;

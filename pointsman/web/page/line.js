@@ -1,12 +1,12 @@
-// The time line of a film, on a canvas. A column of pixels shows the least and the most of all its steps.
+// The time line of a film, on a canvas. A column of pixels shows the minimum and the maximum of all its steps.
 
 "use strict";
 
 const LINE_HEIGHT = 156;
-const LOW = 98; // of the upper part: pool, waiting, running; below it the marks of preemptions
+const LOW = 98; // bottom of the upper part (pool, waiting, running); the marks of preemptions are below it
 const TOP_OF_ITL = 112;
-const MARK = 5; // pixels from the middle of a mark that are its own
-const MIN_OF_ITL = 1e-5; // of the longest: a shorter one is drawn as this
+const MARK = 5; // pixels from the centre of a mark within which it is hit
+const MIN_OF_ITL = 1e-5; // minimum share of the longest that is drawn
 
 class TimeLine {
   constructor(film, counts) {
@@ -23,7 +23,7 @@ class TimeLine {
     this.shortestItl = Math.max(least, this.longestItl * MIN_OF_ITL);
   }
 
-  // Where a time is on the line, 0 to 1.
+  // The position of a time on the line, 0 to 1.
   shareOf(time) {
     const { begin, end } = this.film;
     return end > begin ? (time - begin) / (end - begin) : 0;
@@ -34,8 +34,8 @@ class TimeLine {
     return begin + share * (end - begin);
   }
 
-  // columns: of the canvas, in its own pixels; the context's scale is that of `width`. chosen: the number of a request whose
-  // time, from its arrival to its end, is marked; null: none.
+  // columns: of the canvas, in its own pixels; the context's scale is that of `width`. chosen: the number of a request;
+  // the time from its arrival to its end is marked; null: none.
   draw(context, width, columns, chosen = null) {
     const { counts } = this;
     const perFrame = (values) => this._extremes(values, this.begins, this.ends, columns);
@@ -64,7 +64,7 @@ class TimeLine {
     context.fillRect(0, TOP_OF_ITL - 2, width, 1);
   }
 
-  // The frame of the preemption whose mark is at a point, or next to it; null: none.
+  // The frame of the preemption whose mark is at or next to a point; null: none.
   markAt(x, y, width) {
     if (y < LOW || y > LOW + 12) return null;
     let found = null;
@@ -87,7 +87,7 @@ class TimeLine {
     ].flat();
   }
 
-  // What holds in each column: value i from begins[i] to ends[i]. NaN: none.
+  // The value of each column: value i applies from begins[i] to ends[i]. NaN: none.
   _extremes(values, begins, ends, columns, skipsZero = false) {
     const low = new Float64Array(columns).fill(NaN);
     const high = new Float64Array(columns).fill(NaN);
@@ -137,7 +137,7 @@ class TimeLine {
     context.globalAlpha = 1;
   }
 
-  // A triangle for a preemption; those that would cover each other are one.
+  // A triangle for a preemption; triangles that would overlap are merged.
   _marks(context, width) {
     context.fillStyle = colour("--red");
     let last = -Infinity;

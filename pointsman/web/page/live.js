@@ -1,15 +1,15 @@
-// The page that shows what a scheduler decides now. It asks /live/film, with the key that was typed, or with the token in its
-// own address (#token=...), and gets records as pointsman/web/live.py writes them: H a header, P a part, S counts. A part is
-// a film of its own behind the header, with numbers of its own for requests; here parts are joined.
+// The live page: shows the current decisions of a scheduler. It requests /live/film, with the key that the user typed
+// or the token in its own address (#token=...). The records are those of pointsman/web/live.py: H a header, P a part, S
+// counts. A part and the header are a film with request numbers of its own; here the parts are joined.
 
 "use strict";
 
-const limits = { seconds: 300, bytes: 32 * 2 ** 20 }; // of what is kept; bytes of parts as they came
-const SLACK = 1.1; // so much more is there before some is let go
-const SILENCE = 30e3; // milliseconds after which a connection is given up
+const limits = { seconds: 300, bytes: 32 * 2 ** 20 }; // of the film that is kept; bytes of parts as received
+const SLACK = 1.1; // excess over the limits before old chunks are dropped
+const SILENCE = 30e3; // milliseconds of silence after which a connection is closed
 const FIRST_WAIT = 1; // seconds until the next attempt, doubled each time
 const LONGEST_WAIT = 30;
-const SELDOM = 500; // milliseconds between two drawings of what takes long
+const SELDOM = 500; // milliseconds between two drawings of expensive parts
 
 // ---------------------------------------------------------------------------------------------------- parts as one film
 
@@ -23,11 +23,11 @@ class LiveFilm extends Film {
     this.unpacked = [];
     this.counts = null;
     this.isComplete = true;
-    this.numLetGo = 0; // frames
-    this.known = new Map(); // requests by what they are called and when they came
+    this.numDropped = 0; // frames
+    this.known = new Map(); // requests by id and arrival
   }
 
-  // Puts a part behind the others; it is used up.
+  // Appends a part, and uses it up.
   join(film, numBytes) {
     this.header = film.header;
     this.hasBlocks = film.hasBlocks;
@@ -60,8 +60,8 @@ class LiveFilm extends Film {
     return number;
   }
 
-  // Lets go of the oldest chunks if there is too much. What became of frames and of the numbers of requests; null: nothing.
-  letGo() {
+  // Drops the oldest chunks if there is too much. Returns the changes of frames and of request numbers; null: none.
+  dropOldest() {
     let numBytes = this.chunks.reduce((sum, chunk) => sum + chunk.numBytes, 0);
     const beginOf = (chunk) => chunk.events.key_time[0] / 1e6;
     if (numBytes <= SLACK * limits.bytes && this.end - beginOf(this.chunks[0]) <= SLACK * limits.seconds) return null;
@@ -79,7 +79,7 @@ class LiveFilm extends Film {
       frame.chunk -= count;
       frame.before -= numSteps;
     }
-    this.numLetGo += numFrames;
+    this.numDropped += numFrames;
     const numbers = [];
     const kept = [...new Set(this.chunks.flatMap((chunk) => chunk.numbers))].sort((one, other) => one - other);
     const requests = kept.map((number) => this.requests[number]);
@@ -102,7 +102,7 @@ class LiveFilm extends Film {
     }
   }
 
-  // A part's key frame has the reason of each request that waits, and not the one that it waits for: that was said before.
+  // A part's key frame has the reason of each waiting request, but not its holder, which an earlier part has.
   stateAt(frame, ...more) {
     const state = super.stateAt(frame, ...more);
     const wanted = new Set([...state.skipped, state.blocker].filter((number) => state.requests.get(number)?.holder === null));
@@ -119,7 +119,7 @@ class LiveFilm extends Film {
   }
 }
 
-// Gives the requests of a chunk the numbers that they have among all.
+// Gives the requests of a chunk their numbers among all requests.
 function renumber(chunk, numbers) {
   const of = (number) => numbers[number];
   const orNone = (number) => (number ? numbers[number - 1] + 1 : 0);
@@ -143,7 +143,7 @@ function renumber(chunk, numbers) {
 class LiveView extends View {
   constructor(root, options) {
     super(root, options);
-    this.isHeld = false; // a pointer is down: what it points at stays
+    this.isHeld = false; // a pointer is down: its target must stay
     this.drawn = -Infinity;
     this.part("decided").setAttribute("aria-live", "off"); // it changes too often to be read out
     root.addEventListener("pointerdown", () => (this.isHeld = true));
@@ -154,7 +154,7 @@ class LiveView extends View {
     return this.film === null || this.place + 1 >= this.film.numSteps;
   }
 
-  // Whether what is shown must stay as it is: it is not seen, is pointed at, or has the focus.
+  // Whether the view must stay unchanged: it is not visible, or has the pointer or the focus.
   get rests() {
     const focus = document.activeElement;
     const isOnEntry = this.root.contains(focus) && focus.closest(".requests, [data-part=moments]") !== null;
@@ -182,10 +182,10 @@ class LiveView extends View {
     this.step = frames[this.frame].step + frames[this.frame].numSteps - 1;
   }
 
-  // More has come; the page shows the newest frame if it did before.
+  // More has arrived; the page shows the newest frame if it did before.
   async grow(wasAtEnd) {
     const { film } = this;
-    const gone = film.letGo();
+    const gone = film.dropOldest();
     if (gone !== null) {
       this._count();
       const chosen = this.chosen === null ? undefined : gone.numbers[this.chosen];
@@ -234,30 +234,30 @@ function setText(id, text) {
 
 const view = new LiveView($("live"), { onProblem: problem, onShow: () => tell() });
 let film = null; // that grows
-let counts = null; // of the newest S
-let arrived = performance.now(); // when the newest part came
+let counts = null; // from the newest S
+let arrived = performance.now(); // time of the newest part
 let isLinked = false;
-let note = ""; // why the film begins anew
+let note = ""; // why the film begins again
 let engine = 0; // whose scheduler is watched
 let watching = null; // ends the connection
-let jumps = false; // to the next part that comes, whatever is looked at
+let jumps = false; // to the next part, whatever is shown
 
 function tell() {
-  const isNow = view.follows && (view.film === film || film === null); // null: nothing has come since the connection
+  const isNow = view.follows && (view.film === film || film === null); // null: nothing has arrived since the connection
   $("now").hidden = isNow;
-  if (isLinked) setText("link", isNow ? `Live${note}` : "You look back; the scheduler goes on");
+  if (isLinked) setText("link", isNow ? `Live${note}` : "You look back; the scheduler continues");
   if (counts === null) return;
   const silence = (performance.now() - arrived) / 1e3;
   const isSilent = film === null || silence > Math.max(2, 2 * counts.interval);
-  const since = film === null ? "since you watch" : `for ${silence.toFixed(0)} s`;
+  const since = film === null ? "since you began to watch" : `for ${silence.toFixed(0)} s`;
   const seldom = counts.interval > 0.15
     ? `. A picture each ${counts.interval.toFixed(1)} s: with so many requests, more would cost over 1 % of the time` : "";
   setText("counts", `${thousands(counts.running)} running, ${thousands(counts.waiting)} waiting, ` +
     `${thousands(counts.parked)} parked now${isSilent ? `; no step was decided ${since}` : ""}${seldom}`);
   const told = [];
-  if (counts.dropped) told.push(`${counted(counts.dropped, "frame")} dropped: this page, or the way to it, is too slow.`);
-  if (film?.numLetGo) {
-    told.push(`The last ${limits.seconds / 60} minutes are kept, of at most ${limits.bytes / 2 ** 20} MB; ${counted(film.numLetGo, "older frame")} let go.`);
+  if (counts.dropped) told.push(`${counted(counts.dropped, "frame")} dropped: this page, or the connection, is too slow.`);
+  if (film?.numDropped) {
+    told.push(`The last ${limits.seconds / 60} minutes are kept, at most ${limits.bytes / 2 ** 20} MB; ${counted(film.numDropped, "older frame")} dropped.`);
   }
   setText("lost", told.join(" "));
 }
@@ -288,7 +288,7 @@ async function* recordsOf(body, onBytes) {
   }
 }
 
-// The engines that the server says it has, where there are several.
+// Lists the engines that the server reports, if there are several.
 function offerEngines(number) {
   if (number < 2 || $("engine").options.length === number) return;
   $("engine").replaceChildren(...Array.from({ length: number }, (_, index) => new Option(index, index)));
@@ -350,7 +350,7 @@ async function take(header, part) {
   film.join(more, part.length);
   if (view.film === film) await view.grow(follows);
   else if (follows) await toNow();
-  else film.letGo(); // what was before an interruption is looked at
+  else film.dropOldest(); // the user looks at the film before an interruption
 }
 
 async function toNow() {
@@ -374,7 +374,7 @@ function pause(time) {
   });
 }
 
-// Watches as long as it may; after an interruption again.
+// Watches until it ends; reconnects after an interruption.
 async function stay(key) {
   let wait = FIRST_WAIT;
   for (;;) {

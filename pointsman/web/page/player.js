@@ -1,15 +1,15 @@
-// The page that plays a film: the one that it carries, or one that is opened or dropped on it. A second one is compared
-// with the first: moving one moves the other, to the same time or the same step.
+// The page that plays a film: an embedded one, or one that is opened or dropped on it. A second film is compared with
+// the first: moving one moves the other, to the same time or the same step.
 
 "use strict";
 
 const REMEMBER_EACH = 400; // milliseconds
-const MAX_ALONE = 5; // ids that are named of the requests that finished in one run alone
+const MAX_ALONE = 5; // maximum number of ids listed of requests that finished in one run only
 const RANKED = { e2e: "finished sooner", ttft: "had their first token sooner", perToken: "had less time between tokens" };
-const MAX_BYTES = 256 * 2 ** 20; // of a film: a browser holds all of it
+const MAX_BYTES = 256 * 2 ** 20; // maximum size of a film: a browser holds all of it
 
-const panes = [{ root: "first", name: "" }, { root: "second", name: "" }]; // each with its view, once it has one
-const following = new Map(); // views that are being moved after the other one, and how often at once
+const panes = [{ root: "first", name: "" }, { root: "second", name: "" }]; // each gets a view
+const following = new Map(); // views that follow the other one, with the number of pending moves
 
 const other = (view) => panes.find((pane) => pane.view && pane.view !== view && pane.view.film !== null)?.view;
 
@@ -21,8 +21,8 @@ function shown(view) {
   }
 }
 
-// A link carries step and request, of the first film as the second one follows; and what they have in common. Browsers
-// take few changes of it a second.
+// A link contains the step and the request of the first film; the second film follows. Browsers allow few changes of it
+// a second.
 let remembered = -Infinity;
 let toRemember = null;
 
@@ -51,7 +51,7 @@ async function follow(view, leader) {
   remember(panes[0].view);
 }
 
-// The number of one view's chosen request in the other; -1: it is not there.
+// The number of one view's chosen request in the other view; -1: missing there.
 function sameIn(view, second) {
   const figuresOf = (one) => panes.find((pane) => pane.view === one).figures;
   const [mine, theirs] = [figuresOf(view), figuresOf(second)];
@@ -109,17 +109,17 @@ function compare() {
   rank();
 }
 
-// Who gained and lost most, by the time that is chosen.
+// The requests with the largest gains and losses, by the chosen time.
 function rank() {
   const [one, two] = panes.map((pane) => pane.figures);
   const by = $("rank").value;
   const found = gains(one, two, by);
   $("gained").textContent = found.count === 0 ? "No request finished in both."
     : `Of ${counted(found.count, "request")} that finished in both, ${thousands(found.numSooner)} ${RANKED[by]} in ` +
-      `“${panes[1].name}”, and ${thousands(found.numLater)} in “${panes[0].name}”${found.most.length ? "; those that gained and lost most:" : "."}`;
+      `“${panes[1].name}”, and ${thousands(found.numLater)} in “${panes[0].name}”${found.most.length ? "; the largest gains and losses:" : "."}`;
   $("alone").textContent = found.alone.map((ids, index) => {
     const more = ids.length > MAX_ALONE ? `, and ${thousands(ids.length - MAX_ALONE)} more` : "";
-    return ids.length ? `Finished in “${panes[index].name}” alone: ${ids.slice(0, MAX_ALONE).join(", ")}${more}. ` : "";
+    return ids.length ? `Finished only in “${panes[index].name}”: ${ids.slice(0, MAX_ALONE).join(", ")}${more}. ` : "";
   }).join("");
   $("gains").hidden = !found.most.length;
   const pair = (values) => values.map((value) => (Number.isNaN(value) ? "none" : value.toFixed(3))).join(" → ");
@@ -136,7 +136,7 @@ function rank() {
 async function take(pane, file) {
   if (!file) return;
   if (file.size > MAX_BYTES) {
-    problem(`${file.name} has ${thousands(file.size)} bytes, and a page shows ${thousands(MAX_BYTES)} at most; leave out its ` +
+    problem(`${file.name} has ${thousands(file.size)} bytes, and a page shows at most ${thousands(MAX_BYTES)}; leave out its ` +
       "blocks (pointsman film --no-blocks), or record a shorter run");
     return;
   }

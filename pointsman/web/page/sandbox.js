@@ -1,4 +1,4 @@
-// The sandbox: sends what is done to the scheduler in the Python process, and shows the film that comes back.
+// The sandbox: sends the user's actions to the scheduler in the Python process, and shows the film that comes back.
 
 "use strict";
 
@@ -10,27 +10,27 @@ const FIGURES = [
   ["ttft_mean", "time to first token, mean", seconds], ["ttft_p99", "time to first token, 99th percentile", seconds],
   ["ttft_max", "time to first token, longest", seconds],
   ["longest_gap", "longest gap between two tokens of a request", seconds], ["preemptions", "preemptions", String],
-  ["recomputed_tokens", "tokens computed again", thousands], ["cached_tokens", "tokens found in the prefix cache", thousands],
+  ["recomputed_tokens", "recomputed tokens", thousands], ["cached_tokens", "tokens found in the prefix cache", thousands],
 ];
 const IN_ATTEMPTS = new Set(["preemptions", "recomputed_tokens", "tokens_per_second", "ttft_mean", "ttft_p99", "longest_gap"]);
-const HAVE_A_SETTING = new Set(["watermark", "full-sequence"]); // reserves: as settings of their own, both would add up
+const HAVE_A_SETTING = new Set(["watermark", "full-sequence"]); // reserves with a setting of their own; listing both would add them up
 const MAX_ATTEMPTS = 50;
-const IN_BRIEF = new Set(["seconds", "ttft_mean", "longest_gap", "preemptions"]); // where it is always seen
+const IN_BRIEF = new Set(["seconds", "ttft_mean", "longest_gap", "preemptions"]); // always visible
 
-let attempts = []; // runs to the end with the same requests: {key, changed, figures}
+let attempts = []; // complete runs of the same requests: {key, changed, figures}
 let attempted = ""; // these requests
-let answer = null; // the newest
+let answer = null; // the newest one
 let isChanged = false; // whether settings were typed and not applied
 let busy = Promise.resolve(); // one action after the other
 
 const view = new View($("player"), { onProblem: problem });
-view.part("reset").textContent = "⇤ Look at the first"; // beside the buttons that do a step, and reset
+view.part("reset").textContent = "⇤ Look at the first"; // the page has other buttons that step and reset
 view.part("back").textContent = "◀ Look back";
 view.part("step").textContent = "Look on ▶";
 
 // ------------------------------------------------------------------------------------------------------------ asking
 
-// What the server says; throws what it refuses, in words.
+// The server's response; throws an error with its message if it refuses.
 async function ask(path, body) {
   let response;
   try {
@@ -50,7 +50,7 @@ async function ask(path, body) {
   return found;
 }
 
-// Does one thing, and shows what came of it; true: it was done.
+// Performs one action, and shows the result; true: it was performed.
 function perform(action) {
   const next = busy.then(async () => {
     try {
@@ -83,7 +83,7 @@ async function take(found) {
   noteAttempt(found);
   $("about").hidden = found.about === "";
   $("about").textContent = found.about;
-  if (found.about !== "" && !$("situations").hidden) { // a run that somebody brought: its settings first
+  if (found.about !== "" && !$("situations").hidden) { // an opened recording: show its settings first
     $("situations").hidden = true;
     $("requests-card").before($("settings-card"));
   }
@@ -135,7 +135,7 @@ function requestItem(one) {
   name.title = "Follow it in the steps below";
   name.addEventListener("click", () => {
     const found = view.film === null || $("player").hidden ? -1 : view.film.requests.findIndex((other) => other.id === one.id);
-    if (found < 0) problem(`${one.id} is in no step yet`);
+    if (found < 0) problem(`no step has ${one.id} yet`);
     else view.choose(found);
   });
   const found = item(name, span("state", ` ${one.state === "arrives" ? "yet to arrive" : one.state}`), span("why", ` ${parts.join("; ")}`));
@@ -178,11 +178,11 @@ function drawSituation(name) {
   $("do-what-if").textContent = found?.what_if ?? "";
 }
 
-// before: of the same requests, as far, under the settings of the beginning; null: the settings are those.
+// before: figures of the same requests under the base settings, played as far; null: the settings are the same.
 function drawOutcome(now, { before, before_is_over: isOver, changed }) {
   $("comparing").hidden = before === null;
   $("changes").textContent = `Before: the same requests under the settings of the beginning, ` +
-    `${isOver ? "to their end" : `as many steps, where they are not at their end`}. Changed since: ${changed.join("; ")}.`;
+    `${isOver ? "to their end" : `for the same number of steps`}. Changed since: ${changed.join("; ")}.`;
   const text = (value, write) => (value === null ? "none yet" : write(value));
   const differs = ([key]) => before !== null && IN_BRIEF.has(key) && now[key] !== before[key];
   const brief = FIGURES.filter(differs).map(([key, name, write]) => `${name} ${text(before[key], write)} → ${text(now[key], write)}`);
@@ -199,7 +199,7 @@ function drawOutcome(now, { before, before_is_over: isOver, changed }) {
   }));
 }
 
-// Keeps the outcome of each setting that was played to the end, for the requests that there are.
+// Keeps the outcome of each setting that was played to the end, for the current requests.
 function noteAttempt(found) {
   const requests = JSON.stringify(found.requests.map((one) => [one.id, one.prompt, one.output, one.at, one.priority, one.state === "arrives"]));
   if (requests !== attempted) [attempts, attempted] = [[], requests];
@@ -243,7 +243,7 @@ function parsed(text) {
 
 const boundsOf = ({ low, high }) => (low === null ? "" : ` (${low} ${high === null || high >= 2 ** 31 - 1 ? "or more" : `to ${high}`})`);
 
-// The parameters of a policy: inputs, and how it is written with what they have.
+// The parameters of a policy: inputs, and the policy's text with their values.
 function parametersOf(policy, given) {
   const box = document.createElement("div");
   box.className = "controls";
@@ -306,7 +306,7 @@ function policiesField(setting, values) {
   return [field, () => fields.filter(([box]) => box.checked).map(([, written]) => written())];
 }
 
-let readers = new Map(); // of each setting: what its controls say
+let readers = new Map(); // of each setting: reads its controls
 
 function drawSettings(settings) {
   readers = new Map();
@@ -361,7 +361,7 @@ async function apply() {
 
 // ------------------------------------------------------------------------------------------------------------ copying
 
-// Whether what is on the form has been played; says so if not.
+// Whether the settings in the form have been played; reports it if not.
 function isPlayed() {
   if (isChanged) problem("settings are changed and not played yet: press “Play again with these settings”, or discard them");
   return !isChanged;

@@ -1,4 +1,4 @@
-// A film in words, as pointsman/web/story.py puts it: what was decided in a step, and the life of one request. The words
+// Tells a film in words, like pointsman/web/story.py: the decisions of a step, and the life of one request. The words
 // are in WORDS, which pointsman/web/words.py makes and pointsman/web/page.py puts before the scripts.
 
 "use strict";
@@ -7,7 +7,7 @@ const words = (name) => name.replaceAll("_", " ");
 const thousands = (count) => String(count).replace(/\B(?=(\d{3})+$)/g, ",");
 const counted = (count, what) => `${thousands(count)} ${what}${count === 1 ? "" : "s"}`;
 
-// The sentence of a template of WORDS, as `fill` in pointsman/web/words.py, which says what a template is.
+// The sentence of a template of WORDS, as `fill` in pointsman/web/words.py, which describes templates.
 function fill(template, values) {
   if (Array.isArray(template)) {
     const [by, templates] = template;
@@ -23,7 +23,7 @@ function lacking(missing, resource) {
   return fill(WORDS.lacking, { missing, resource: resource[missing === 1 ? 0 : 1] });
 }
 
-// A reason for waiting, as the keys of a life's `waited` have it, in words.
+// A reason for waiting (a key of a life's `waited`), in words.
 function meaningOf(reason) {
   const [first, blocked] = reason.split(", ");
   if (first === BEHIND) return fill(WORDS.notItsTurn, { first: blocked ? meaningOf(blocked) : "" });
@@ -41,18 +41,18 @@ class Teller {
     return this.film.requests[number].id;
   }
 
-  // What happened; null: a step, or nothing worth a sentence.
+  // The sentence of an event; null: a step, or an event without a sentence.
   sentence(event) {
     const template = WORDS.sentences[event.op];
     return template === undefined ? null : fill(template, this.valuesOf(event));
   }
 
-  // What the sentence of an event is filled in with.
+  // The values for the sentence of an event.
   valuesOf(event) {
     if (event.request === null) return { ...event, num_active: event.limit - 1 };
     const { names } = this;
     const request = this.film.requests[event.request];
-    const values = { ...event, who: request.id };
+    const values = { ...event, request: request.id };
     switch (event.op) {
       case "added":
         return { ...values, tenant: request.tenant, num_prompt_tokens: request.promptTokens };
@@ -80,14 +80,14 @@ class Teller {
     }
   }
 
-  // Whose need a preemption was, and why it is this request.
+  // The request whose need caused a preemption, and why this victim was chosen.
   causeOf(event) {
     const cause = this.names.causes[event.cause];
     if (!event.by) return WORDS.preemptions[cause] ?? cause;
     const by = event.by - 1;
     const need = event.missing ? WORDS.needs[by === event.request ? "own" : "other"] : WORDS.moreUrgent;
     return fill(need, {
-      who: this.name(event.request),
+      request: this.name(event.request),
       by: this.name(by),
       missing: event.missing,
       several: event.missing > 1,
@@ -95,7 +95,7 @@ class Teller {
     });
   }
 
-  // What a preemption cost, of those in `counts.preemptions`.
+  // The cost of a preemption in `counts.preemptions`.
   costOf({ resumedAfter, recomputed }) {
     return resumedAfter === null ? WORDS.costs.open
       : fill(WORDS.costs.resumed, { seconds: resumedAfter.toFixed(3), num_again: recomputed });
@@ -109,17 +109,17 @@ class Teller {
     return events.map((event) => this.sentence(event)).filter((told) => told !== null);
   }
 
-  // What was decided before a step, the newest first: at most so many sentences, each with its frame.
+  // The decisions before a step, newest first: at most `most` sentences, each with its frame.
   before(frame, step, most) {
     const found = [];
-    for (const one of this.counts.toldBefore(step > this.film.frames[frame].step ? frame + 1 : frame)) {
+    for (const one of this.counts.framesBefore(step > this.film.frames[frame].step ? frame + 1 : frame)) {
       for (const told of this.decided(one).reverse()) found.push([one, told]);
       if (found.length >= most) break;
     }
     return found.slice(0, most);
   }
 
-  // Why a request that does not run waits.
+  // Why a request that does not run is waiting.
   why(state, number) {
     const one = state.requests.get(number);
     if (number === state.blocker || state.skipped.includes(number)) {
@@ -130,7 +130,7 @@ class Teller {
     return state.blocker === null ? WORDS.waits.first : fill(WORDS.waits.behind, { blocker: this.name(state.blocker) });
   }
 
-  // What happened to a request, with the frame that each moment led to; how long it ran and waited, and why.
+  // The events of a request, each with the frame that it led to; how long it ran and waited, and why.
   life(number) {
     const moments = [];
     let lost = 0;

@@ -1,16 +1,17 @@
-// One view of a film: time line, controls, counters, decisions, queue, running requests, batch, pool, states, one request's
-// life. What it shows comes from film.js and counts.js, what it says from story.js. A page may hold several.
+// One view of a film: time line, controls, counters, decisions, queue, running requests, batch, pool, states, one
+// request's life. Its data comes from film.js and counts.js, its sentences from story.js. A page may hold several
+// views.
 //
 //     const view = new View(element, { onProblem: (text) => ..., onShow: (view) => ... })
 //     await view.open(arrayBuffer, "run.film")
 //     await view.show(17)          frame 17, at its first step
-//     await view.show(17, 890)     at step 890, which is one of its steps
-//     view.frame, view.step        what is shown
+//     await view.show(17, 890)     at step 890, one of its steps
+//     view.frame, view.step        the shown frame and step
 
 "use strict";
 
-const MAX_ROWS = 200; // requests that a list names
-const MAX_CELLS = 4096; // blocks that have a cell of their own; of more, a cell stands for several
+const MAX_ROWS = 200; // requests in a list
+const MAX_CELLS = 4096; // maximum cells; with more blocks, a cell shows several
 const MAX_FINISHED = 50;
 const MAX_OF_LOG = 40; // sentences of the log
 const MAX_DRAWS = 50; // a second, while it plays
@@ -18,9 +19,9 @@ const COUNTERS = [
   ["steps", "steps"], ["prefill", "tokens prefilled"], ["decode", "tokens decoded"], ["cached", "tokens cached"],
   ["preempted", "preemptions"], ["evicted", "blocks evicted"], ["finished", "finished"], ["refused", "refused"],
 ];
-const MAX_IDS = 2000; // ids that are offered while one is typed
-const MAX_WAITS = 20; // requests that waited longest
-const MAX_REASONS = 3; // of a wait, in their table
+const MAX_IDS = 2000; // maximum ids offered while typing
+const MAX_WAITS = 20; // rows of the longest waits
+const MAX_REASONS = 3; // reasons of a wait in this table
 
 const $ = (id) => document.getElementById(id);
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -68,13 +69,13 @@ function tableRow(kind, ...cells) {
   return found;
 }
 
-// Says what is wrong, at the place that every page has for it; null: nothing is.
+// Shows an error in the page's place for errors; null: clears it.
 function problem(text) {
   $("problem").hidden = text === null;
   $("problem").textContent = text ?? "";
 }
 
-// What is written in base 64.
+// The bytes of base64 text.
 function bytesOf(base64) {
   const text = atob(base64.trim());
   const bytes = new Uint8Array(text.length);
@@ -82,14 +83,14 @@ function bytesOf(base64) {
   return bytes.buffer;
 }
 
-// What a page carries in a data block of its own.
+// The bytes of a data block that the page carries.
 const carriedBytes = (element) => bytesOf(element.textContent);
 
 let numViews = 0;
 
 class View {
-  // root: gets the markup of the template "view". onProblem: told what is wrong, or null; onShow: after a frame was shown;
-  // onChoose: after a request was chosen, or let go.
+  // root: gets the markup of the template "view". onProblem: called with an error, or null; onShow: after a frame was
+  // shown; onChoose: after a request was chosen or deselected.
   constructor(root, { onProblem, onShow = () => {}, onChoose = () => {} }) {
     root.append($("view").content.cloneNode(true));
     root.classList.add("view");
@@ -103,13 +104,13 @@ class View {
     this.counts = null;
     this.line = null;
     this.frame = 0;
-    this.step = 0; // its id: one of the frame's
+    this.step = 0; // step id, within the frame
     this.chosen = null; // the number of a request
     this.timer = null;
-    this.plays = 0; // counts calls of play: a slow step of before does not go on
-    this.shown = 0; // counts calls of show: a slower one of before is dropped
-    this.opens = 0; // likewise of open
-    this.cell = 0; // of the pool, that the keyboard is at
+    this.plays = 0; // counts calls of play: a slow step of an earlier call stops
+    this.shown = 0; // counts calls of show: a slower earlier one is dropped
+    this.opens = 0; // counts calls of open, likewise
+    this.cell = 0; // cell of the pool with the keyboard focus
     this.cells = null; // of the pool: {columns, size, perCell, count}
     this.part("ids").id = `ids-${++numViews}`;
     this.part("find").setAttribute("list", this.part("ids").id);
@@ -117,7 +118,7 @@ class View {
     this.listen();
   }
 
-  // The place of the step among all, from 0.
+  // The index of the step among all steps, from 0.
   get place() {
     return this.film.placeOf(this.frame, this.step);
   }
@@ -147,14 +148,14 @@ class View {
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
   }
 
-  // Shows a film at its beginning; false: it is none, and what was shown before stays.
+  // Shows a film at its beginning; false: it is not a film, and the previous one stays.
   async open(buffer, name) {
     this.stop();
     const call = ++this.opens;
     let film;
     try {
       film = await Film.read(buffer);
-      if (call !== this.opens) return false; // another one was opened since
+      if (call !== this.opens) return false; // another one has been opened since
       const counts = new Counts(film);
       const line = new TimeLine(film, counts);
       Object.assign(this, { film, counts, line, teller: new Teller(film, counts) });
@@ -204,7 +205,7 @@ class View {
     this.part("lineLegend").replaceChildren(...legend);
   }
 
-  // On the mark of a preemption: to its step. Else to the step under the pointer.
+  // On the mark of a preemption: to its step. Otherwise to the step under the pointer.
   press(event) {
     const frame = this.markAt(event);
     if (frame === null) this.scrub(event);
@@ -224,7 +225,7 @@ class View {
     return this.line.markAt(event.clientX - box.left, event.clientY - box.top, box.width);
   }
 
-  // To the next step that preempted, or with -1 the one before.
+  // To the next step that preempted, or with -1 to the previous one.
   toPreemption(by) {
     this.stop();
     const { preemptions } = this.counts;
@@ -242,7 +243,7 @@ class View {
 
   // ---------------------------------------------------------------------------------------------------- a frame
 
-  // A step of a frame, by default its first; behind the last frame, the last step of all.
+  // Shows a step of a frame, by default its first; after the last frame, the last step of all.
   async show(index, step = null) {
     const { frames } = this.film;
     this.frame = Math.min(Math.max(index, 0), frames.length - 1);
@@ -251,7 +252,7 @@ class View {
     if (await this.redraw()) this.onShow(this);
   }
 
-  // Where the whole film is listed, if that is open.
+  // The lists about the whole film, if they are open.
   drawMost() {
     if (!this.part("most").open) return;
     const waits = this.counts.longestWaits(MAX_WAITS);
@@ -262,7 +263,7 @@ class View {
     }));
     const { preemptions } = this.counts;
     const recomputed = preemptions.reduce((sum, one) => sum + (one.recomputed ?? 0), 0);
-    this.part("preemptionsTitle").textContent = `${counted(preemptions.length, "preemption")}, ${counted(recomputed, "token")} computed again`;
+    this.part("preemptionsTitle").textContent = `${counted(preemptions.length, "preemption")}, ${counted(recomputed, "token")} recomputed`;
     this.list("preemptions", preemptions, (one) => {
       const { event, frame } = one;
       const button = document.createElement("button");
@@ -280,7 +281,7 @@ class View {
     return button;
   }
 
-  // What is shown, in the size and colours of now; false: it was not drawn, since something else is shown by now.
+  // Draws the shown step in the current size and colours; false: not drawn, because another step is shown by now.
   async redraw() {
     const call = ++this.shown;
     try {
@@ -300,13 +301,13 @@ class View {
     return this.show(frame, step);
   }
 
-  // A step by its id; the first one, if it is null or the film has none of this id.
+  // Shows a step by its id; the first one, if it is null or the film lacks this id.
   async showFrom(step) {
     const frame = step === null ? null : this.film.frameOfStep(step);
     return frame === null ? this.show(0) : this.show(frame, step);
   }
 
-  // A step by its id.
+  // Shows a step by its id.
   async showStep(step) {
     const found = this.film.frameOfStep(step);
     if (found === null) return this.problem(`the film has no step ${step}`);
@@ -399,7 +400,7 @@ class View {
     this.part("batch").replaceChildren(about, bar(["decode", (total - prefill) / budget], ["prefill", prefill / budget]), rows);
   }
 
-  // The requests that finished last, newest first.
+  // The most recently finished requests, newest first.
   drawFinished() {
     const { finishes } = this.counts;
     const total = firstOf(finishes, ({ frame }) => frame > this.frame);
@@ -436,7 +437,7 @@ class View {
     });
   }
 
-  // States and ladder, where they are open.
+  // States and ladder, if they are open.
   drawDiagram(state) {
     if (!this.part("diagram").open) return;
     const numIn = { waiting: 0, parked: state.parked.length, running: state.running.length, preempted: 0 };
@@ -518,7 +519,7 @@ class View {
     this.redraw();
   }
 
-  // A cell that the keyboard is at: its frame, and what is in it.
+  // The cell with the keyboard focus: its frame, and its content.
   sayCell(cell) {
     const { columns, size } = this.cells;
     const context = this.part("pool").getContext("2d");
@@ -588,7 +589,7 @@ class View {
     const speed = () => Number(this.part("speed").value);
     const wait = () => 1000 / Math.min(speed(), MAX_DRAWS);
     const mine = ++this.plays;
-    let due = performance.now() + wait(); // of the next step: what drawing takes is part of it
+    let due = performance.now() + wait(); // of the next step; drawing time is part of it
     const next = async () => {
       if (this.place + 1 >= this.film.numSteps) return this.stop();
       await this.showPlace(this.place + Math.max(1, Math.round(speed() / MAX_DRAWS)));
@@ -605,7 +606,7 @@ class View {
     this.part("play").textContent = "▶ Play";
   }
 
-  // A key that the page hears; true: it was one of the view's.
+  // Handles a key of the page; true: it was a key of the view.
   handleKey(event) {
     if (this.film === null || event.ctrlKey || event.metaKey || event.altKey) return false;
     const typing = ["INPUT", "SELECT", "TEXTAREA", "SUMMARY"].includes(event.target.tagName);

@@ -1,14 +1,14 @@
-"""Which of the drop-in's assumptions about vLLM hold, from the sources of both; vLLM is not imported.
+"""Checks the drop-in's assumptions about vLLM against vLLM's sources, without importing vLLM.
 
 found = examine()
 found.broken
 
     sources.py    reads packages: modules, names, classes, signatures
     types.py      infers the types of expressions
-    uses.py       what our code reads, calls, constructs and overrides of vLLM's
-    calls.py      what vLLM reads and calls of a scheduler
+    uses.py       lists the uses of vLLM in our code: reads, calls, constructions, overrides
+    calls.py      lists vLLM's uses of a scheduler: reads and calls
 
-The list of assumptions is made from the code of the drop-in each time: a new line there needs no entry elsewhere.
+The assumptions are collected from the drop-in's code each time, so a new line there needs no entry elsewhere.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ KINDS = {
     "override": "members overridden",
     "scheduler": "uses of the scheduler by vLLM",
 }
-"""The kinds of assumptions, each in the words of a report."""
+"""The kinds of assumptions, with their names in a report."""
 
 
 class NoVLLM(Exception):
-    """There is no vLLM; the message says where it was looked for."""
+    """No vLLM was found; the message has the places searched."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class Findings:
 
     version: str
     path: str
-    """The folder of its package."""
+    """Folder of its package."""
     assumptions: Sequence[Assumption]
     new: Sequence[Assumption]
-    """What vLLM has and our code does not know, and what works without."""
+    """Features that vLLM has and our code does not use; it works without them."""
     fallbacks: Sequence[Assumption]
-    """What vLLM lacks and our code does without."""
+    """Features that vLLM lacks, and for which our code has a fallback."""
 
     @property
     def broken(self) -> list[Assumption]:
@@ -92,10 +92,10 @@ def examine(folder: Path | None = None) -> Findings:
     """Compare the drop-in with vLLM.
 
     Args:
-        folder: of vLLM's sources: its package, or what the package is in; None: the installed one.
+        folder: of vLLM's sources: the package, or its parent; None: the installed one.
 
     Raises:
-        NoVLLM: it is not there.
+        NoVLLM: there is no vLLM in the folder.
     """
     return _examine(_package(folder))
 
@@ -136,7 +136,7 @@ def _examine(package: Path) -> Findings:
 
 
 def _modules_of_ours(sources: Sources) -> list[Module]:
-    """The modules of the drop-in, without those of this package."""
+    """The modules of the drop-in, without the modules of this package."""
     found = sources.modules_under(PACKAGE)
     return [module for module in found if not module.name.startswith(__name__) and module.name != PACKAGE]
 
@@ -150,7 +150,7 @@ def _class(sources: Sources, module: str, name: str) -> Class:
 
 
 def _with_homes(sources: Sources, assumptions: Sequence[Assumption]) -> list[Assumption]:
-    """The assumptions; where an imported name is missing, with the modules that define it now."""
+    """The assumptions. If an imported name is missing, its entry lists the modules that define it now."""
     found = []
     for each in assumptions:
         if each.kind == "name" and each.holds is False:
@@ -162,7 +162,7 @@ def _with_homes(sources: Sources, assumptions: Sequence[Assumption]) -> list[Ass
 
 
 def _version(package: Path) -> str:
-    """The version that the sources say; "?": they do not."""
+    """The version in the sources; "?": they have none."""
     path = package / "_version.py"
     if path.is_file():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -1,6 +1,7 @@
-"""The other direction: what vLLM expects of a scheduler, and whether ours has it.
+"""Checks that our scheduler has every attribute and method that vLLM expects of one.
 
-Expected is what vLLM's interface of schedulers declares, and what its engine core, executors and workers read of one.
+Expected are the abstract methods of vLLM's scheduler interface, and all uses of a scheduler in its engine core,
+executors and workers.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from pointsman.integrations.vllm.interface.uses import Assumption, misfit
 
 INTERFACE = ("vllm.v1.core.sched.interface", "SchedulerInterface")
 READERS = ("vllm.v1.engine", "vllm.v1.executor", "vllm.v1.worker")
-"""Packages of vLLM's in which something called `scheduler` is one."""
+"""Packages of vLLM's in which a variable named `scheduler` is a scheduler."""
 
 
 def expected_of_scheduler(sources: Sources, ours: Class) -> Iterator[Assumption]:
-    """What vLLM expects of a scheduler of this class."""
+    """vLLM's expectations of a scheduler of this class."""
     yield from _declared(sources, ours)
     for package in READERS:
         for module in sources.modules_under(package, word="scheduler"):
@@ -26,7 +27,7 @@ def expected_of_scheduler(sources: Sources, ours: Class) -> Iterator[Assumption]
 
 
 def new_arguments(sources: Sources, ours: Class) -> Iterator[Assumption]:
-    """Arguments with defaults that vLLM's interface declares and ours does not take."""
+    """Arguments with defaults that vLLM's interface declares and ours does not accept."""
     for name, kind in _methods(sources):
         own, theirs = ours.member(name), kind.member(name)
         if own is None or own.function is None or theirs is None or theirs.function is None or name == "__init__":
@@ -48,7 +49,7 @@ def _methods(sources: Sources) -> Iterator[tuple[str, Class]]:
 
 
 def _declared(sources: Sources, ours: Class) -> Iterator[Assumption]:
-    """The abstract methods of vLLM's interface."""
+    """Check the abstract methods of vLLM's interface."""
     found = False
     for name, kind in _methods(sources):
         found = True
@@ -57,7 +58,7 @@ def _declared(sources: Sources, ours: Class) -> Iterator[Assumption]:
         if own is None:
             problem = f"abstract in {kind.name}, which ours lacks"
         elif own.function is not None and theirs.function is not None and not theirs.is_property:
-            if name == "__init__":  # which vLLM calls with keywords
+            if name == "__init__":  # vLLM calls it with keywords
                 names = frozenset(each.name for each in Signature.of(theirs.function.node, bound=True).parameters)
                 problem = Signature.of(own.function.node, bound=True).problem(Arguments(0, names))
             else:
@@ -69,7 +70,7 @@ def _declared(sources: Sources, ours: Class) -> Iterator[Assumption]:
 
 
 def _read(module: Module, ours: Class) -> Iterator[Assumption]:
-    """What a module of vLLM's reads of a scheduler."""
+    """Check a module of vLLM's: its reads and calls of a scheduler."""
     nodes = list(ast.walk(module.tree))
     asked = {name for node in nodes if isinstance(node, ast.Call) for name in _asked(node)}
     for node in nodes:
@@ -90,14 +91,14 @@ def _read(module: Module, ours: Class) -> Iterator[Assumption]:
 
 
 def _given(place: str, name: str, signature: Signature | None, given: Arguments) -> Assumption:
-    """That ours takes what vLLM gives."""
+    """Check that ours accepts the arguments of vLLM."""
     problem = None if signature is None else signature.problem(given)
     found = f"ours {problem}, with {signature}" if problem else ""
     return Assumption("scheduler", place, f"{name}({given})", problem is None, found)
 
 
 def _asked(node: ast.Call) -> Iterator[str]:
-    """The attribute of a scheduler that a call of `hasattr`, or of `getattr` with a default, asks for."""
+    """The attribute of a scheduler that a call of `hasattr`, or of `getattr` with a default, reads."""
     name = node.func.id if isinstance(node.func, ast.Name) else ""
     if name == "hasattr" or (name == "getattr" and len(node.args) == 3):
         attribute = node.args[1]
@@ -111,7 +112,7 @@ def _is_scheduler(node: ast.expr) -> bool:
 
 
 def _place(path: Path, node: ast.AST) -> str:
-    """Of a file of vLLM's: from its package on."""
+    """The place in a file of vLLM's; the path begins with vLLM's package."""
     parts = path.parts
     start = len(parts) - 1 - parts[::-1].index("vllm")
     return f"{'/'.join(parts[start:])}:{getattr(node, 'lineno', 0)}"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """A name that a module takes from elsewhere."""
+    """A name that a module imports."""
 
     module: str
     name: str | None
@@ -23,7 +23,7 @@ class Imported:
 
 @dataclass(frozen=True, slots=True)
 class External:
-    """Something outside of the packages, or that cannot be read. Nothing is known about it."""
+    """An object outside of the packages, or in a file that cannot be read. Nothing is known about it."""
 
     name: str
 
@@ -55,7 +55,7 @@ class Variable:
 
 
 class Module:
-    """A parsed module. Of several definitions of a name, the first counts, as that is the one for type checkers."""
+    """A parsed module. If a name has several definitions, the first counts, as it is the one for type checkers."""
 
     def __init__(self, name: str, path: Path, text: str) -> None:
         self.name = name
@@ -63,9 +63,9 @@ class Module:
         self.tree = ast.parse(text)
         self.names: dict[str, ast.stmt | Imported] = {}
         self.runtime: set[str] = set()
-        """Names that exist when the module runs, and not for type checkers alone."""
+        """Names that exist when the module runs, not only for type checkers."""
         self.stars: list[str] = []
-        """Modules of which every name is imported."""
+        """Modules imported with `*`."""
         for node, for_types_alone in _bindings(self.tree.body):
             self._bind(node, for_types_alone)
 
@@ -97,7 +97,7 @@ class Module:
                 self.runtime.add(name)
 
     def absolute(self, node: ast.ImportFrom) -> str:
-        """The module that an import names."""
+        """The absolute name of an import's module."""
         if not node.level:
             return node.module or ""
         parts = self.package.split(".")
@@ -106,7 +106,7 @@ class Module:
 
     @cached_property
     def lazy(self) -> dict[str, Imported]:
-        """Names that its `__getattr__` imports, by a table "name": "module:name"."""
+        """Names that the module's `__getattr__` imports, from a table "name": "module:name"."""
         found: dict[str, Imported] = {}
         if "__getattr__" not in self.names:
             return found
@@ -123,22 +123,22 @@ class Module:
 
 
 Definition = Module | Function | Variable | External
-"""And `Class`, which is below."""
+"""Also `Class`, which is defined below."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """Something that a class has under a name."""
+    """A named member of a class."""
 
     owner: Class
     name: str
     node: ast.stmt
     method: Function | None = None
-    """Where it is assigned, as an attribute of `self`; or, of a method or property, itself."""
+    """The method that assigns it, if it is an attribute of `self`; a method or property itself."""
 
     @property
     def function(self) -> Function | None:
-        """The method or property; None: it is neither."""
+        """The method or property; None: the member is neither."""
         return self.method if self.method is not None and self.node is self.method.node else None
 
     @property
@@ -162,7 +162,7 @@ _PLAIN = {
     "IntEnum": ("name", "value", "bit_count", "to_bytes"),
     "StrEnum": ("name", "value"),
 }
-"""Bases outside of the packages that bring no fields: what they bring."""
+"""Bases outside of the packages that add no fields, with the members that they add."""
 _ENUMS = {"Enum", "IntEnum", "StrEnum"}
 
 
@@ -170,10 +170,10 @@ class Class:
     """A class, whose bases may be in other modules.
 
     Args:
-        sources: which resolve them.
-        module: where it stands.
-        node: its definition.
-        bases: where they are known otherwise than by their names in the module.
+        sources: resolve the bases.
+        module: that defines the class.
+        node: the definition.
+        bases: if they cannot be resolved by their names in the module.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class Class:
 
     @cached_property
     def lineage(self) -> tuple[Class, ...]:
-        """The class and its bases within the packages, in the order in which attributes are looked up."""
+        """The class and its bases within the packages, in the order of attribute lookup."""
         found: dict[Class, None] = {}
         for base in reversed(self.bases):
             if isinstance(base, Class):
@@ -211,12 +211,12 @@ class Class:
 
     @cached_property
     def external_bases(self) -> frozenset[str]:
-        """The names of bases of which nothing is known."""
+        """Names of the bases about which nothing is known."""
         return frozenset(base.name for each in self.lineage for base in each.bases if isinstance(base, External))
 
     @cached_property
     def is_open(self) -> bool:
-        """Whether it may have members that nothing here shows."""
+        """Whether it may have members that the sources do not show."""
         return bool(self.external_bases - _PLAIN.keys()) or self.member("__getattr__") is not None
 
     @cached_property
@@ -248,7 +248,7 @@ class Class:
         return None
 
     def has(self, name: str) -> bool | None:
-        """Whether its instances have an attribute; None: it is not known."""
+        """Whether its instances have an attribute; None: unknown."""
         if self.member(name) is not None or name in dir(object):
             return True
         if any(name in _PLAIN.get(base, ()) for base in self.external_bases):
@@ -268,7 +268,7 @@ class Class:
 
     @cached_property
     def fields(self) -> Mapping[str, Parameter]:
-        """Of a record: the arguments of its constructor, in order."""
+        """The arguments of a record's constructor, in order."""
         found: dict[str, Parameter] = {}
         for each in reversed(self.lineage):
             is_named = _is_keyword_only(each.node)
@@ -291,21 +291,21 @@ class Class:
 
     @cached_property
     def constructor(self) -> Signature | None:
-        """The signature of its constructor; None: it is not known."""
+        """The signature of its constructor; None: unknown."""
         for each in self.lineage:
             made = each.own_members.get("__init__") or each.own_members.get("__new__")
             if made is not None and made.function is not None:
                 return Signature.of(made.function.node, bound=True)
             if each.is_record:
                 return Signature(list(self.fields.values()))
-        if self.external_bases & _ENUMS:  # the member of a value
+        if self.external_bases & _ENUMS:  # looks up a member by value
             return Signature([Parameter("value", has_default=False)])
         return None if self.is_open or self.external_bases - {"object", "ABC"} else Signature([])
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """An argument that something takes."""
+    """An argument of a function."""
 
     name: str
     has_default: bool
@@ -315,14 +315,14 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """What a call gives."""
+    """The arguments of a call."""
 
     num_positional: int
     keywords: frozenset[str]
     has_more_positional: bool = False
-    """It has `*values`."""
+    """The call has `*values`."""
     has_more_keywords: bool = False
-    """It has `**values`."""
+    """The call has `**values`."""
 
     @staticmethod
     def of(node: ast.Call) -> Arguments:
@@ -350,7 +350,7 @@ class Signature:
 
     @staticmethod
     def of(node: ast.FunctionDef | ast.AsyncFunctionDef, *, bound: bool) -> Signature:
-        """Of a function; `bound`: without its first argument."""
+        """The signature of a function; `bound`: without its first argument."""
         given = node.args
         before = [*given.posonlyargs, *given.args]
         num_required = len(before) - len(given.defaults)
@@ -367,7 +367,7 @@ class Signature:
         return Signature(parameters, given.vararg is not None, given.kwarg is not None)
 
     def problem(self, given: Arguments) -> str | None:
-        """Why a call with these arguments fails; None: it does not."""
+        """Why a call with these arguments fails; None: it succeeds."""
         by_place = [each for each in self.parameters if not each.is_keyword_only]
         if given.num_positional > len(by_place) and not self.takes_more_positional:
             return f"takes {len(by_place)} arguments by place, and not {given.num_positional}"
@@ -400,7 +400,7 @@ class Signature:
 
 @dataclass
 class Sources:
-    """The modules of packages, each read when it is asked for.
+    """The modules of packages, each read on first use.
 
     Args:
         packages: the folder of each, by its name.
@@ -411,7 +411,7 @@ class Sources:
     _classes: dict[ast.ClassDef, Class] = field(default_factory=dict)
 
     def module(self, name: str) -> Module | External | None:
-        """A module; None: the packages do not have it."""
+        """A module; None: the packages lack it."""
         if name not in self._modules:
             self._modules[name] = self._read(name)
         return self._modules[name]
@@ -425,13 +425,13 @@ class Sources:
             if path.is_file():
                 try:
                     return Module(name, path, path.read_text(encoding="utf-8"))
-                except (SyntaxError, UnicodeDecodeError):  # of a newer Python
+                except (SyntaxError, UnicodeDecodeError):  # for a newer Python
                     return External(name)
         is_compiled = rest and base.parent.is_dir() and any(base.parent.glob(f"{base.name}.*"))
         return External(name) if base.is_dir() or is_compiled else None
 
     def modules_under(self, name: str, word: str = "") -> Iterator[Module]:
-        """The modules of a package and of those within it, in order; only those whose text has this word."""
+        """The modules below a package, in order; with `word`, only modules whose text has it."""
         top, *rest = name.split(".")
         folder = self.packages[top]
         for path in sorted(folder.joinpath(*rest).rglob("*.py")):
@@ -448,10 +448,10 @@ class Sources:
         return self._classes[node]
 
     def find(self, module: Module, name: str, *, at_runtime: bool = False) -> Definition | Class | None:
-        """What a name is in a module; None: it is not there.
+        """The definition of a name in a module; None: there is none.
 
         Args:
-            at_runtime: what only type checkers see does not count.
+            at_runtime: ignore definitions for type checkers only.
         """
         return self._find(module, name, at_runtime, frozenset())
 
@@ -504,7 +504,7 @@ class Sources:
         return self._find(target, what.name, at_runtime, seen)
 
     def evaluated(self, module: Module, node: ast.expr) -> Definition | Class | None:
-        """What a name with dots is in a module."""
+        """The definition of a name with dots in a module."""
         if isinstance(node, ast.Name):
             return self.find(module, node.id)
         if isinstance(node, ast.Attribute):
@@ -530,19 +530,19 @@ class Sources:
 
 
 def _last_name(node: ast.expr) -> str:
-    """Of `a.b(c)`: "b"."""
+    """The last name of an expression: "b" of `a.b(c)`."""
     if isinstance(node, ast.Call):
         node = node.func
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
 def is_for_types(node: ast.If) -> bool:
-    """Whether it is `if TYPE_CHECKING`."""
+    """Whether the statement is `if TYPE_CHECKING`."""
     return _last_name(node.test) == "TYPE_CHECKING"
 
 
 def _bindings(body: list[ast.stmt], for_types_alone: bool = False) -> Iterator[tuple[ast.stmt, bool]]:
-    """Statements that run when a body does, those of branches too, and whether only type checkers see them."""
+    """The statements that run with a body, also in branches, and whether only type checkers see each."""
     for node in body:
         if isinstance(node, ast.If):
             yield from _bindings(node.body, for_types_alone or is_for_types(node))

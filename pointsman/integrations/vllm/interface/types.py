@@ -1,6 +1,6 @@
-"""Types of expressions, as far as annotations, constructors and assignments show them.
+"""Infers types of expressions from annotations, constructors and assignments.
 
-A type is a tuple of options. None has no option; where something is not known, one of them is `UNKNOWN`.
+A type is a tuple of options. The type of None has no options; an unknown type has the option `UNKNOWN`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A function as a value; `is_bound`: its first argument is given."""
+    """A function as a value; `is_bound`: its first argument is already given."""
 
     function: Function
     is_bound: bool
@@ -40,8 +40,8 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """A "list" (whatever is iterated over) of one type, a "dict" of two, a "tuple" of one for each place, or a
-    "callable" that returns one."""
+    """A "list" (any iterable) of one type, a "dict" of two types, a "tuple" of one type for each place, or a "callable"
+    with its return type."""
 
     kind: str
     items: tuple[Type, ...]
@@ -57,27 +57,27 @@ class MethodOf:
 
 @dataclass(frozen=True, slots=True)
 class Attributes:
-    """What `vars` returns of an object."""
+    """The value of `vars(object)`."""
 
     of: Type
 
 
 @dataclass(frozen=True, slots=True)
 class Bases:
-    """What `super()` returns in a class."""
+    """The value of `super()` in a class."""
 
     kind: Class
 
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """What `support.maker` returns."""
+    """The value of `support.maker`."""
 
     kind: Class
     fields: tuple[str, ...]
-    """Given by place."""
+    """Given by position."""
     optional: frozenset[str]
-    """Dropped where a version lacks them."""
+    """Omitted in versions that lack them."""
     left: frozenset[str]
     """Left at their defaults on purpose."""
     given: frozenset[str] = frozenset()
@@ -98,25 +98,25 @@ Local = Callable[["Scope"], Type]
 
 @dataclass
 class Scope:
-    """Where names are looked up: a function, a comprehension, a branch behind `isinstance`; without a parent, a module.
+    """Resolves names: a function, a comprehension, or a branch after `isinstance`; without a parent, a module.
 
-    Of a name that is bound several times in a function, the type has the options of all.
+    If a name is bound several times in a function, its type has the options of all bindings.
     """
 
     module: Module
     parent: Scope | None = None
     owner: Class | None = None
-    """The class whose method this is."""
+    """The class, if this is a method's scope."""
     names: dict[str, list[Local]] = field(default_factory=dict)
     known: dict[str, Type] = field(default_factory=dict)
 
     def within(self, known: Mapping[str, Type]) -> Scope:
-        """A part of it, where names have these types."""
+        """A scope within this one, in which names have these types."""
         return Scope(self.module, self, self.owner, known=dict(known))
 
 
 def joined(types: Iterable[Type]) -> Type:
-    """The options of all."""
+    """The options of all types."""
     return tuple(dict.fromkeys(option for each in types for option in each))
 
 
@@ -130,27 +130,27 @@ class Types:
     """Infers types.
 
     Args:
-        sources: of the code, and of all that it imports.
+        sources: of the code and of all its imports.
     """
 
     def __init__(self, sources: Sources) -> None:
         self.sources = sources
         self.carried: dict[tuple[Class, str], Type] = {}
-        """Types of attributes whose annotations do not say them, by what constructors are given."""
+        """Types of attributes without a usable annotation, from the arguments of constructors."""
         self.mixed_into: dict[Class, Class] = {}
-        """Classes that become a base before another class, when the code runs."""
+        """Classes that the code combines with another class at run time, each before it in the bases."""
         self._attributes: dict[tuple[Class, str], Type] = {}
         self._functions: dict[ast.AST, Scope] = {}
 
     def forget(self) -> None:
-        """Infer everything anew, with what has been learned since."""
+        """Drop all inferred types, to infer them again with the knowledge gained since."""
         self._attributes.clear()
         self._functions.clear()
 
     # ------------------------------------------------------------------ annotations
 
     def annotated(self, module: Module, node: ast.expr | None, owner: Class | None = None, depth: int = 0) -> Type:
-        """The type that an annotation names."""
+        """The type in an annotation."""
         if node is None or depth > 20:
             return (UNKNOWN,)
         if isinstance(node, ast.Constant):
@@ -279,13 +279,13 @@ class Types:
         return () if what is None else self._of_definition(what)
 
     def local_class(self, node: ast.ClassDef, scope: Scope) -> Class:
-        """A class within a function, whose bases may be arguments of it."""
+        """A class within a function; its bases may be arguments of the function."""
         bases = [option for base in node.bases for option in self.infer(base, scope)]
         known = [base if isinstance(base, Class) else External("?") for base in bases]
         return self.sources.class_of(scope.module, node, known)
 
     def _of_definition(self, what: Definition | Class | None) -> Type:
-        """The type of what a module has under a name."""
+        """The type of a definition in a module."""
         if isinstance(what, Function):
             return (Bound(what, False),)
         if isinstance(what, Class | Module):
@@ -303,7 +303,7 @@ class Types:
             if name in at.known:
                 return at.known[name]
             if name in at.names:
-                at.known[name] = ()  # while it is looked for
+                at.known[name] = ()  # during the lookup
                 at.known[name] = joined(each(at) for each in at.names[name])
                 return at.known[name]
             at = at.parent
@@ -333,7 +333,7 @@ class Types:
     def _of_instance(self, kind: Class, name: str) -> Type:
         key = kind, name
         if key not in self._attributes:
-            self._attributes[key] = ()  # while it is looked for
+            self._attributes[key] = ()  # during the lookup
             found = self._found_in(kind, name)
             if UNKNOWN in found:
                 found = next((self.carried[each, name] for each in kind.lineage if (each, name) in self.carried), found)
@@ -365,7 +365,7 @@ class Types:
         )
 
     def _part_of(self, node: ast.Assign, name: str, value: Type) -> Type:
-        """Of `self.a, self.b = value`, the part for one attribute."""
+        """The part for one attribute in `self.a, self.b = value`."""
         for target in node.targets:
             if isinstance(target, ast.Tuple):
                 for at, each in enumerate(target.elts):
@@ -386,7 +386,7 @@ class Types:
     # ------------------------------------------------------------------ containers
 
     def element(self, kind: Type) -> Type:
-        """What iteration over it yields."""
+        """The type of the elements in an iteration."""
         found: list[Type] = []
         for option in kind:
             if isinstance(option, Container) and option.kind in ("list", "dict"):
@@ -400,7 +400,7 @@ class Types:
         return joined(found)
 
     def _item(self, kind: Type, at: int | None) -> Type:
-        """What `kind[at]` is; None: the index is not known."""
+        """The type of `kind[at]`; None: the index is unknown."""
         found: list[Type] = []
         for option in kind:
             if isinstance(option, Container) and option.kind == "tuple" and at is not None and at < len(option.items):
@@ -427,7 +427,7 @@ class Types:
     # ------------------------------------------------------------------ calls
 
     def _called(self, kind: Type) -> Type:
-        """What a call returns."""
+        """The type of a call's result."""
         found: list[Type] = []
         for option in kind:
             if isinstance(option, Class):
@@ -549,7 +549,7 @@ class Types:
         return scope
 
     def narrowed(self, test: ast.expr, scope: Scope) -> Scope:
-        """The scope where a test has been true: of `isinstance(name, classes)`."""
+        """The scope after a test was true, for tests with `isinstance(name, classes)`."""
         if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
             for each in test.values:
                 scope = self.narrowed(each, scope)
@@ -565,7 +565,7 @@ class Types:
 
 
 def _maker(node: ast.Call, kind: Class) -> Maker:
-    """What a call of `maker` says."""
+    """The type of a call of `maker`."""
     lists = {each.arg: getattr(each.value, "elts", []) for each in node.keywords}
     optional, left = (frozenset(_strings(lists.get(name, []))) for name in ("optional", "left"))
     return Maker(kind, tuple(_strings(node.args[1:])), optional, left)
@@ -576,7 +576,7 @@ def _strings(nodes: list[ast.expr]) -> Iterator[str]:
 
 
 def _own_statements(body: list[ast.stmt]) -> Iterator[ast.AST]:
-    """All nodes of a body, without those of functions and classes within."""
+    """All nodes of a body, without the nodes of functions and classes within it."""
     for node in body:
         yield from _own_nodes(node)
 

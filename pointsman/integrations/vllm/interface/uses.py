@@ -1,7 +1,7 @@
-"""Reads the code of the drop-in: what it assumes about vLLM, and whether vLLM's sources have it.
+"""Collects the drop-in's assumptions about vLLM, and checks them against vLLM's sources.
 
-What the code guards is no assumption: imports in `try` with `except ImportError`, and attributes that a function asks
-for by `hasattr` or by `getattr` with a default. Where such a thing is missing, it is noted as a fallback.
+Guarded uses are no assumptions: imports in `try` with `except ImportError`, and attributes that a function tests with
+`hasattr`, or reads with `getattr` and a default. A guarded use of a missing name is noted as a fallback.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _CATCHES_IMPORT = {"ImportError", "ModuleNotFoundError"}
 
 @dataclass(frozen=True, slots=True)
 class Assumption:
-    """Something that the drop-in assumes about vLLM."""
+    """An assumption of the drop-in about vLLM."""
 
     kind: str
     """"name", "attribute", "call", "field", "override" or "scheduler"."""
@@ -48,16 +48,16 @@ class Assumption:
     """File and line."""
     expected: str
     holds: bool | None
-    """None: it is not known."""
+    """None: unknown."""
     found: str = ""
-    """What vLLM has instead."""
+    """The actual state of vLLM, if it differs."""
 
 
 class Reader:
-    """Reads modules of ours.
+    """Reads modules of the drop-in.
 
     Args:
-        sources: of ours and of vLLM's.
+        sources: of the drop-in and of vLLM.
     """
 
     def __init__(self, sources: Sources) -> None:
@@ -65,20 +65,22 @@ class Reader:
         self.types = Types(sources)
         self.assumptions: dict[tuple[str, str, str], Assumption] = {}
         self.fallbacks: list[Assumption] = []
-        """What is guarded and not there."""
+        """Guarded uses of missing names."""
         self.made: dict[Class, set[str]] = {}
-        """Classes of vLLM's that a `maker` constructs: the fields that our code knows."""
+        """Classes of vLLM's that a `maker` constructs, with the fields that our code knows."""
         self.made_at: dict[Class, str] = {}
-        """Where."""
+        """Place of the `maker`."""
         self._module: Module
         self._learns = False
         self._guarded: set[tuple[str, str]] = set()
-        self._ours: set[str] = set()  # private names under which our code keeps something in vLLM's objects
+        self._ours: set[str] = set()  # private names that our code sets on vLLM's objects
         self._may_fail = False  # within a `try` that catches a failing import
-        self._has_failed = False  # one there has failed
+        self._has_failed = False  # an import there has failed
 
     def read(self, modules: list[Module]) -> None:
-        """Read modules twice: first for what objects carry, which others of them read, and then for assumptions."""
+        """Read modules twice: first for the types of objects' attributes, which other modules read, then for
+        assumptions.
+        """
         for self._learns in (True, False):
             self.types.forget()
             for module in modules:
@@ -115,7 +117,7 @@ class Reader:
             holds = None if isinstance(what, External) and what.name.startswith(VLLM) else what is not None
             found = "" if holds else f"{module} has no {name}"
             if holds is False and not at_runtime:
-                found += ", which only annotations name: what our code reads of it was not compared"
+                found += ", which only annotations name: our code's uses of it were not compared"
         elif isinstance(target, External):
             holds = None
         if holds is None:
@@ -127,7 +129,7 @@ class Reader:
             self._note("name", node, expected, holds, found)
 
     def _note_attribute(self, node: ast.AST, kind: Type, name: str, *, is_set: bool = False) -> None:
-        """An attribute of an object is read or set. Of several possible types one has to have it."""
+        """Note that an attribute of an object is read or set. It is enough if one of several possible types has it."""
         if isinstance(node, ast.Attribute) and (ast.unparse(node.value), name) in self._guarded:
             return
         theirs: list[Class] = []
@@ -154,7 +156,7 @@ class Reader:
         self._note("attribute", node, f"{theirs[0].name}.{name}", holds, found)
 
     def _asked(self, option: Option, name: str) -> tuple[Class | None, bool | None]:
-        """Which class of vLLM's is asked for an attribute, and whether it has it."""
+        """The class of vLLM's whose attribute is used, and whether it has the attribute."""
         kind = option.kind if isinstance(option, Instance) else option
         if not isinstance(kind, Class):
             return None, None
@@ -171,7 +173,7 @@ class Reader:
             function, given = node.args[0], Arguments(len(node.args) - 1, frozenset())
         options = self.types.infer(function, scope)
         makers = [(option.kind, self._by_names(node, option, given)) for option in options if isinstance(option, Maker)]
-        if makers:  # of several, a version takes one
+        if makers:  # with several, each version fits one
             fits = [each for each in makers if each[0].constructor is None or not each[0].constructor.problem(each[1])]
             self._note_made(node, *(fits or makers)[0])
         for option in options:
@@ -183,7 +185,7 @@ class Reader:
                 self._check(node, name, Signature.of(function_node, bound=option.is_bound), given)
 
     def _by_names(self, node: ast.Call, maker: Maker, given: Arguments) -> Arguments:
-        """What a maker gives, by the names of the fields."""
+        """The arguments of a maker's call, by the names of the fields."""
         names = frozenset(maker.fields[: given.num_positional]) | given.keywords | maker.given
         lacking = names & maker.optional - maker.kind.fields.keys()
         for name in sorted(lacking):
@@ -191,7 +193,7 @@ class Reader:
         return Arguments(0, names - lacking)
 
     def _note_made(self, node: ast.Call, kind: Class, given: Arguments) -> None:
-        """An object is constructed."""
+        """Note that an object is constructed."""
         if not _is_of_vllm(kind):
             return
         if kind in self.made:
@@ -228,7 +230,7 @@ class Reader:
         self._note("field", node, f"{kind.name}.{name}", is_there, found)
 
     def _note_overrides(self, node: ast.ClassDef, kind: Class, base: Class) -> None:
-        """Public members of a class that stands before `base` override those of `base`."""
+        """Note the public members of a class that precedes `base` in a lineage: they override those of `base`."""
         for name, member in kind.own_members.items():
             is_declared = isinstance(member.node, ast.AnnAssign) and member.node.value is None
             if member.owner is not kind or (name.startswith("_") and not is_declared):
@@ -246,7 +248,7 @@ class Reader:
             self._note("override", member.node, expected, problem is None, problem or "")
 
     def _learn(self, node: ast.Call, scope: Scope) -> None:
-        """The types of what our own classes are given."""
+        """Learn types of attributes from the arguments of our own classes."""
         for option in self.types.infer(node.func, scope):
             if not isinstance(option, Class) or _is_of_vllm(option):
                 continue
@@ -292,7 +294,7 @@ class Reader:
             self._visit(node, scope)
 
     def _visit_try(self, node: ast.Try, scope: Scope) -> None:
-        """Where a failing import is caught, what runs depends on whether vLLM has the name."""
+        """If a failing import is caught, visit only the branch that runs with this vLLM."""
         if not {name for each in node.handlers for name in _names(each.type)} & _CATCHES_IMPORT:
             self._visit_all([*node.body, *node.handlers, *node.orelse, *node.finalbody], scope)
             return
@@ -318,7 +320,9 @@ class Reader:
         self._guarded = before
 
     def _guards(self, node: ast.AST, scope: Scope) -> Iterator[tuple[str, str]]:
-        """What a function asks for by `hasattr`, or by `getattr` with a default: (object, attribute)."""
+        """The attributes that a function tests with `hasattr`, or reads with `getattr` and a default: (object,
+        attribute).
+        """
         for each in ast.walk(node):
             if not (isinstance(each, ast.Call) and isinstance(each.func, ast.Name) and len(each.args) >= 2):
                 continue
@@ -365,7 +369,7 @@ class Reader:
             self._visit_call(node, scope)
 
     def _note_variable(self, node: ast.Subscript, scope: Scope) -> None:
-        """`vars(x)["name"]` is read or set; what our code sets under a private name is ours."""
+        """Note that `vars(x)["name"]` is read or set. Private names that our code sets are ours."""
         if not isinstance(node.slice, ast.Constant) or not isinstance(node.slice.value, str):
             return
         name = node.slice.value
@@ -395,7 +399,7 @@ class Reader:
             self._note_call(node, scope)
 
     def _note_mixed(self, node: ast.Call, scope: Scope) -> None:
-        """`type(name, (ours, theirs), ...)`: a class that stands before one of vLLM's."""
+        """Note `type(name, (ours, theirs), ...)`: a class that precedes one of vLLM's."""
         bases = node.args[1]
         if not isinstance(bases, ast.Tuple):
             return
@@ -418,15 +422,15 @@ def _names(node: ast.expr | None) -> Iterator[str]:
 
 
 def _similar(name: str, names: set[str]) -> str:
-    """Of the names, those that look alike."""
+    """The most similar names."""
     return ", ".join(get_close_matches(name, sorted(names), n=3, cutoff=0.6)) or "nothing like it"
 
 
 def misfit(ours: Function, theirs: Function, *, with_defaults: bool) -> str | None:
-    """Why a method of ours cannot be called as one of vLLM's; None: it can.
+    """Why a method of ours cannot be called like one of vLLM's; None: it can.
 
     Args:
-        with_defaults: with the arguments that have defaults there, too.
+        with_defaults: also with the arguments that have defaults in vLLM.
     """
     signature = Signature.of(ours.node, bound=True)
     wanted = Signature.of(theirs.node, bound="staticmethod" not in theirs.decorators)
@@ -440,6 +444,6 @@ def misfit(ours: Function, theirs: Function, *, with_defaults: bool) -> str | No
 
 
 def now(signature: Signature) -> str:
-    """The arguments that vLLM's has, where they are few."""
+    """The arguments of vLLM's signature, if they are few."""
     shown = str(signature)
     return f"; vLLM has {shown}" if len(shown) <= 120 else ""
