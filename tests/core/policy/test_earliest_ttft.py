@@ -75,9 +75,7 @@ def test_a_prefill_that_would_end_too_late_is_late_as_far_as_steps_have_shown() 
     view.now = 3.0
     assert order.peek() is short, "50 tokens take 10 seconds, 9 take 2"
     assert [order.position(request) for request in (short, long)] == [0, 1]
-    assert order.reason(long) == (
-        "its first token cannot be there within 10 s, and those that can be on time come first"
-    )
+    assert order.reason(long) == ("it can no longer meet its TTFT target of 10 s, and requests that can come first")
     assert order.reason(short) == ""
     order.remove(short)
     assert order.peek() is long

@@ -103,8 +103,8 @@ def test_shortest_prefill_admits_the_shortest_prompt_and_a_second_of_waiting_cou
     host.step()
     told = host.explain("long").sentence
     assert told == (
-        "long waits behind c, which waits: all sequence slots are taken. shortest-prefill: its 30 tokens to prefill "
-        "wait for fewer ones (4 of the next)."
+        "long waits behind c, which waits: all sequence slots are taken. shortest-prefill: it has 30 tokens to "
+        "prefill, the head of the queue 4."
     )
     assert admission_order(host) == ["c", "b", "long", "d"]
 
@@ -161,7 +161,7 @@ def test_what_is_cached_when_a_request_is_queued_counts(order: str, expected: li
     host.schedule()
     if order == "longest-prefix":
         assert host.explain("new").sentence.endswith(
-            "longest-prefix: 0 of its tokens were cached when it came, and 20 of the next."
+            "longest-prefix: it had 0 cached tokens when queued, the head of the queue 20."
         )
     assert [host.explain(name).position for name in expected[1:]] == [0, 1]
 
