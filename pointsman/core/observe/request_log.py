@@ -1,7 +1,7 @@
-"""What happened to a request, and when? A log per request, for traces and for explanations. Off by default.
+"""Logs the events of each request with their times, for traces and explanations. Off by default.
 
-The log listens to the scheduler's events, so its cost is per move of a request, not per step or token. The first token
-is the one entry that is no move: after an update, the running requests without a token so far are checked.
+The log listens to the scheduler's events, so its cost is per change of state of a request, not per step or token. Only
+the first token is not such a change: after each update, the running requests without a token so far are checked.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class RequestLog(Listener):
     """Logs what happens to requests in `Request.events`."""
 
     def __init__(self) -> None:
-        self._silent: dict[Request, None] = {}  # admitted once, and without a token so far
+        self._silent: dict[Request, None] = {}  # requests that were admitted, and have no token so far
 
     def on_queued(self, request: Request, now: float) -> None:
         self._note(request, RequestEventType.QUEUED, now)
@@ -33,13 +33,13 @@ class RequestLog(Listener):
             self._silent[event.request] = None
 
     def on_preempted(self, event: Preempted) -> None:
-        if event.cause is not PreemptionCause.PARKED:  # which is logged as such
+        if event.cause is not PreemptionCause.PARKED:  # `on_parked` logs these
             recovery = event.recovery
             decision = "" if recovery is None else "swap" if recovery.swaps else "recompute"
             self._note(event.request, RequestEventType.PREEMPTED, event.now, decision)
 
     def on_parked(self, request: Request, now: float) -> None:
-        """A first token that completed its part of the prompt is logged first."""
+        """If its first token completed its part of the prompt, the token is logged before."""
         if request in self._silent and request.num_output_tokens:
             self._first_token(request, now)
         self._note(request, RequestEventType.PARKED, now, request.status.value)
@@ -49,7 +49,7 @@ class RequestLog(Listener):
 
     def on_update(self, output: SchedulerOutput, update: StepUpdate, now: float) -> None:
         begun = [request for request in self._silent if request.num_output_tokens]
-        if update.completed_parts:  # of one that was parked already, the output may be prompt by now
+        if update.completed_parts:  # the output of a parked request may be part of its prompt by now
             sampled = {output.requests[index] for index in update.counts.nonzero()[0].tolist()}
             taken = [request for request in update.completed_parts if not request.num_output_tokens]
             begun += [request for request in taken if request in self._silent and request in sampled]
@@ -57,10 +57,10 @@ class RequestLog(Listener):
             self._first_token(request, now)
 
     def on_steps(self, run: StepRun) -> None:
-        """Every request that decodes has its first token already."""
+        """Nothing to do: every request that decodes has its first token already."""
 
     def on_finished(self, request: Request, now: float) -> None:
-        """A first token that finished it is logged first."""
+        """If its first token finished it, the token is logged before."""
         if request in self._silent:
             if request.num_output_tokens:
                 self._first_token(request, now)

@@ -165,7 +165,7 @@ def test_more_tenants_than_blocks_lose_what_expires_first() -> None:
     pool = retaining(host)
     assert pool.num_retained == 4 and pool.most_of_a_tenant() == 1
     assert pool.retained_by_tenant() == {"t0": 1, "t1": 1, "t3": 1, "t4": 1}
-    assert "of 1 at most now" in explained(host)
+    assert "of at most 1 KV blocks" in explained(host)
 
 
 def test_tenants_who_share_a_prompt_leave_the_others_their_part() -> None:

@@ -264,7 +264,7 @@ def test_a_displacer_is_named() -> None:
     told = host.explain("low")
     assert (told.reason, told.blocker) == (Reason.DISPLACEMENT, "urgent")
     assert told.sentence == (
-        "low waits: a more urgent request is admitted alone into what was preempted for it. Held by urgent."
+        "low waits: requests were preempted for a more urgent one, which is admitted alone. Held by urgent."
     )
 
 
@@ -297,7 +297,7 @@ def test_a_row_for_which_no_budget_is_left_names_those_who_took_it() -> None:
         host.add(name, 1)
     host.step()
     host.step()
-    assert host.explain("a").sentence == "a waits: prompts go before decoding, and the step is theirs. Held by c (1)."
+    assert host.explain("a").sentence == "a waits: the step is for prompts, which come before decode. Held by c (1)."
     assert host.explain("c").since is None
     host.step()
     began = host.now - 1

@@ -259,7 +259,7 @@ def test_a_running_row_says_that_it_stands_before_an_input_and_since_when() -> N
         assert tokens_of(host.step()) == {"a": 2}
         told = host.explain("b")
         assert (told.phase, told.reason, told.missing, told.since) == ("prefill", Reason.ENCODER_CACHE, 4, began)
-        assert told.sentence == "b waits for 4 more embeddings: others hold the encoder cache. Held by a (8)."
+        assert told.sentence == "b waits for 4 more embeddings: other requests hold the encoder cache. Held by a (8)."
     host.pause()
     host.step()
     assert host.explain("b").reason is Reason.PAUSED

@@ -131,8 +131,8 @@ def test_explain_says_what_becomes_of_a_prefix() -> None:
     host.add("plain", 9)
     host.step()
     words = "Its prefix is retained for 30 s after its end; its tenant retains"
-    assert host.explain("now").sentence == f"now runs. {words} 2 KV blocks, of 8 at most now."
-    assert host.explain("other").sentence.endswith(f"{words} 0 KV blocks, of 4 at most now.")
+    assert host.explain("now").sentence == f"now runs. {words} 2 of at most 8 KV blocks."
+    assert host.explain("other").sentence.endswith(f"{words} 0 of at most 4 KV blocks.")
     assert "retained" not in host.explain("plain").sentence
 
 

@@ -247,7 +247,7 @@ def test_an_explanation_says_what_was_decided() -> None:
     host.step()
     told = host.scheduler.explain(victim.request_id)
     lost, cached = host.preempted[0].num_lost_tokens, host.preempted[0].num_cached_tokens
-    assert f"had computed {lost} tokens, {cached} of them in full blocks; what is evicted is swapped" in told.sentence
+    assert f"had computed {lost} tokens, {cached} of them in full blocks; evicted tokens are swapped" in told.sentence
     assert [event.detail for event in victim.events if event.type.name == "PREEMPTED"] == ["swap"]
     while victim.row is None:
         host.step()
