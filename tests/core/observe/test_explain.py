@@ -1,4 +1,4 @@
-"""`explain`: why does this request not advance, for whom does it wait, since when, and what would it take?"""
+"""`explain`: why a request does not advance, for which requests it waits, since when, and how much it lacks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_head_waits_for_the_running_request_that_holds_most_blocks() -> None
     told = host.explain("head")
     assert (told.reason, told.blocker) == (Reason.BLOCKS, "large")
     assert told.missing == 3, (
-        "5 blocks, of which the first chunk alone needs 4; both running ones have taken a further one"
+        "it needs 5 blocks, 4 of them for the first chunk; both running requests have taken another one"
     )
 
 
@@ -66,7 +66,7 @@ def test_since_is_when_the_reason_began_and_missing_is_as_of_now() -> None:
         host.step()
     later = host.explain("b")
     assert (later.reason, later.since) == (Reason.FULL_SEQUENCE, began)
-    assert later.missing == 2, "a has taken a further block"
+    assert later.missing == 2, "a has taken another block"
 
 
 def test_since_starts_again_when_the_reason_changes() -> None:
@@ -195,7 +195,7 @@ def test_asking_changes_no_decision() -> None:
     assert decisions(ask=True) == decisions(ask=False)
 
 
-# ------------------------------------------------------------------------------------- who holds what it lacks
+# ------------------------------------------------------------------------------------- holders
 
 
 def test_every_reason_has_a_meaning_and_so_has_all_that_one_can_be_parked_for() -> None:
@@ -235,7 +235,7 @@ def test_the_budget_is_held_by_what_the_last_step_computed() -> None:
     assert (told.reason, told.resource) == (Reason.BUDGET, "tokens of the step's budget")
     assert told.holders == (Holder("b", 5), Holder("a", 3))
     host.abort("b")
-    assert host.explain("c").holders == (Holder("a", 3),), "who has ended holds nothing"
+    assert host.explain("c").holders == (Holder("a", 3),), "a finished request holds nothing"
 
 
 def test_a_token_limit_that_keeps_the_step_small_is_named() -> None:
@@ -288,7 +288,7 @@ def test_a_preempted_request_with_samples_in_flight_waits_for_them() -> None:
     host.update(output)
 
 
-# ------------------------------------------------------------------------- who runs, and got nothing in the last step
+# ------------------------------------------------------------------------- running requests that were left out
 
 
 def test_a_row_for_which_no_budget_is_left_names_those_who_took_it() -> None:
@@ -375,7 +375,7 @@ def test_rows_behind_one_that_gave_way_in_order_wait_for_blocks() -> None:
     told = host.explain("c")
     assert (told.reason, told.blocker, told.resource) == (Reason.BLOCKS, "a", "KV blocks")
     assert told.since == host.now - 1
-    assert told.holders == (Holder("a", 1),), "others: it holds one, too"
+    assert told.holders == (Holder("a", 1),), "others: it also holds one"
 
 
 def test_the_time_of_one_that_is_left_out_outlasts_the_growth_of_the_batch() -> None:

@@ -1,4 +1,4 @@
-"""The log of a request: what happened to it, in order, with the times of the calls."""
+"""The log of a request: its events in order, with the times of the calls."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_the_first_token_may_come_after_the_preemption() -> None:
 
 @pytest.mark.parametrize(("max_tokens", "first"), [(1, ["FIRST_TOKEN"]), (0, [])])
 def test_the_first_token_may_complete_a_part_while_the_request_is_parked(max_tokens: int, first: list[str]) -> None:
-    """The next part, given already, then takes the place of the output before the update returns."""
+    """The next part is already there, and replaces the output before the update returns."""
     host = logging_host(max_steps_in_flight=2)
     request = host.add("a", 8, max_tokens=max_tokens, more_input=True)
     output = host.schedule()

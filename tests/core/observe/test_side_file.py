@@ -1,4 +1,4 @@
-"""Files that are written beside the serving: what a full, slow or vanished disk does to them, and to their writer."""
+"""Recording and film files: the effect of a full, slow or missing disk on them and on their writer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ needs_full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there i
 
 
 class Disk(FileIO):
-    """A file on a disk with so many free bytes."""
+    """A file on a disk with `free` free bytes."""
 
     room = 0
     error = errno.ENOSPC
@@ -120,7 +120,7 @@ def test_a_file_that_waits_ends_when_too_much_would_wait(tmp_path: Path, monkeyp
     raw.room = 1 << 20
     file.write(LINE)
     file.close()
-    assert (tmp_path / "f").read_text() == LINE * 4, "what waited is written, and nothing behind a gap"
+    assert (tmp_path / "f").read_text() == LINE * 4, "the waiting pieces are written, and nothing after a gap"
 
 
 def test_a_file_that_waits_ends_with_the_program(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The counters and gauges: what an operator reads off them."""
+"""The counters and gauges."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_preemptions_are_counted_by_what_they_were_for() -> None:
     host.reset_prefix_cache(preempt_running=True)
     stats = host.stats()
     assert (stats.num_preempted_by_parking, stats.num_preempted_by_reset, stats.num_displaced) == (1, 1, 0)
-    assert stats.num_preemptions == 3, "one for memory: who waits loses nothing when it is parked"
+    assert stats.num_preemptions == 3, "one for memory: parking a waiting request preempts nothing"
     causes = [cause for request in requests for cause in request.preemption_causes]
     assert sorted(cause.value for cause in causes) == ["memory", "parked", "reset"]
 
@@ -102,7 +102,7 @@ def test_a_snapshot_does_not_change_afterwards() -> None:
 
 
 def test_the_response_to_growing_memory_pressure_can_be_read_from_the_counters() -> None:
-    """The same load in ever smaller pools: first nothing, then waiting, then preemption; evictions in between."""
+    """The same load in smaller and smaller pools: no waiting, then waiting, then preemption; evictions in between."""
     seen = {}
     for num_blocks in (64, 24, 8):
         host = Host(num_blocks=num_blocks, max_num_seqs=8, max_num_batched_tokens=64)
@@ -114,7 +114,7 @@ def test_the_response_to_growing_memory_pressure_can_be_read_from_the_counters()
         seen[num_blocks] = (memory > 0, stats.num_preemptions > 0, stats.num_recomputed_tokens > 0)
     assert seen[64] == (False, False, False)
     assert seen[8] == (True, True, True)
-    assert seen[24][0], "at three blocks each all start, and as they grow those that gave way wait"
+    assert seen[24][0], "with three blocks each all start, and as they grow the preempted ones wait"
 
 
 def test_one_deferral_is_counted_per_step_for_the_head_alone() -> None:

@@ -1,4 +1,4 @@
-"""`stalled`: which requests stand where they stood a while ago?"""
+"""`stalled`: finds requests without progress."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tests.core.helpers import Host, connected
 
 
 def stalled(host: Host, seconds: float) -> list[tuple[str, float]]:
-    """(request, for how long), of those that stall now."""
+    """(request, seconds) of the stalled requests."""
     return [
         (stall.explanation.request_id, host.now - stall.since) for stall in host.scheduler.stalled(host.now, seconds)
     ]
 
 
 def wait(host: Host, seconds: float) -> None:
-    """Time goes by, and nobody calls."""
+    """Let time pass without calls."""
     host.now += seconds
 
 
@@ -65,7 +65,7 @@ def test_one_that_waits_for_its_caller_does_not_stall_and_its_time_begins_anew()
     host.extend("a", 4)
     assert stalled(host, 10.0) == []
     wait(host, 10.0)
-    assert [name for name, _ in stalled(host, 10.0)] == ["a"], "nobody runs the step that its part needs"
+    assert [name for name, _ in stalled(host, 10.0)] == ["a"], "the step that its part needs is not executed"
 
 
 def test_a_load_that_does_not_end_is_a_stall_that_names_the_transfer() -> None:

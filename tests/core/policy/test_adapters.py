@@ -1,4 +1,4 @@
-"""Adapters (LoRA): how many run at once, who is passed over, and that everybody gets a turn."""
+"""Adapters (LoRA): the cap on running adapters, skipped requests, and claims, which bound the wait."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.core.helpers import Host, cached_of, names, tokens_of
 
 
 def roomy(**overrides: Any) -> Host:
-    """Seats, tokens and blocks for everybody, and two adapter slots."""
+    """A host with two adapter slots, and enough sequence slots, tokens and blocks for all requests."""
     values = {"num_blocks": 4000, "max_num_seqs": 128, "max_num_batched_tokens": 512, "max_loras": 2}
     return Host(**{**values, **overrides})
 
@@ -103,7 +103,7 @@ def test_a_preempted_request_needs_a_slot_again() -> None:
     assert (told.reason, told.position) == (Reason.ADAPTER_SLOTS, 0)
 
 
-# ------------------------------------------------------------------ passing over
+# ------------------------------------------------------------------ skipped requests
 
 
 def test_who_has_no_slot_is_no_wall_to_those_behind() -> None:
@@ -179,11 +179,11 @@ def test_a_head_that_lacks_a_seat_is_a_wall_even_if_it_also_lacks_a_slot() -> No
     assert host.explain("b").reason is Reason.SEQUENCE_LIMIT
 
 
-# ------------------------------------------------------------------ everybody gets a turn
+# ------------------------------------------------------------------ claims
 
 
 def test_an_endless_stream_with_the_adapter_that_runs_does_not_starve_another() -> None:
-    """At most `max_overtakes` go by, then the claim; it is served when those that run with the other adapter end."""
+    """After `max_overtakes` bypasses it claims a slot, and starts when the running requests of another adapter end."""
     host = roomy(max_loras=1, max_overtakes=5)
     add(host, "x0", "x", max_tokens=3)
     host.step()
@@ -206,13 +206,13 @@ def test_a_claim_retires_the_adapter_that_has_run_longest_and_no_other() -> None
     host.step()
     for request_id, adapter in (("claims", "z"), ("x2", "x"), ("y2", "y"), ("z2", "z")):
         add(host, request_id, adapter, max_tokens=2)
-    assert names(host.step().admitted) == ["y2"], "x runs longest, so nobody starts with it"
+    assert names(host.step().admitted) == ["y2"], "x has run longest, so no request starts with it"
     add(host, "second claim", "w", max_tokens=2)
     add(host, "y3", "y")
     assert names(host.step().admitted) == [], "now y is retired too"
     assert host.explain("y3").reason is Reason.ADAPTER_SLOTS
     order = [request.request_id for output in host.run_to_end() for request in output.admitted]
-    assert order == ["claims", "x2", "z2", "second claim", "y3"], "each behind the claims that stand before it"
+    assert order == ["claims", "x2", "z2", "second claim", "y3"], "each waits behind the claims before it"
 
 
 def test_what_ran_with_a_retired_adapter_comes_back_and_finishes() -> None:
@@ -272,7 +272,7 @@ def test_with_all_slots_retired_requests_without_an_adapter_still_run() -> None:
     host.run_to_end()
 
 
-# ------------------------------------------------------------------ displacement
+# ------------------------------------------------------------------ priority preemption
 
 
 def test_a_more_urgent_request_displaces_the_adapter_with_the_fewest_requests() -> None:
@@ -337,7 +337,7 @@ def test_requests_of_one_step_share_a_prefix_only_with_an_equal_adapter() -> Non
     assert cached_of(host.step()) == {"a": 0, "b": 0, "c": 8}
 
 
-# ------------------------------------------------------------------ explaining, refusing
+# ------------------------------------------------------------------ explanations, refusals
 
 
 def test_explain_names_the_adapters_that_hold_the_slots() -> None:

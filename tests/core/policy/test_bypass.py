@@ -1,4 +1,4 @@
-"""Who may pass a request that waits for blocks, how many may, and what is kept for it."""
+"""The reserve "bypass": requests that bypass one that waits for blocks, their bound, and the blocks kept for it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_what_is_released_while_it_waits_is_kept_for_it() -> None:
     host = host_with_a_long_head(reserves=("bypass:kept=1",))
     host.add("a", 16, max_tokens=2)  # 5 blocks in the end; 6 are free
     assert names(host.step().admitted) == ["a"]
-    host.step()  # a ends with this step, and 6 blocks are free again, of which the head keeps what a released
+    host.step()  # a ends with this step, and 6 blocks are free again; those that a released are kept for the head
     assert host.scheduler.num_running == 1
     host.add("b", 12, max_tokens=2)
     host.step()
@@ -73,7 +73,7 @@ def test_the_bound_holds_within_one_step() -> None:
     for _ in range(3):
         host.step()
         assert long._state.num_bypassed <= 2
-    assert host.scheduler.num_running == 3, "first, and two that passed"
+    assert host.scheduler.num_running == 3, "first, and two that bypassed"
 
 
 def test_an_urgent_request_displaces_as_without_it() -> None:
@@ -100,7 +100,7 @@ def test_a_request_that_is_aborted_keeps_nothing() -> None:
 
 
 def decisions(monkeypatch: pytest.MonkeyPatch, seed: int, *, keeps_searches: bool) -> list[Any]:
-    """What a random workload leads to."""
+    """The decisions of a random workload."""
     with monkeypatch.context() as patch:
         if not keeps_searches:
             patch.setattr(Search, "is_done", lambda *_: False)

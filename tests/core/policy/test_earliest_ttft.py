@@ -1,4 +1,4 @@
-"""Earliest TTFT deadline first: who is late gives way, and still has its turn."""
+"""The order "earliest-ttft": late requests come last, within a bound."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ def test_a_prefill_that_would_end_too_late_is_late_as_far_as_steps_have_shown() 
     order.push(long)
     order.push(short)
     view.now = 1.0
-    assert order.peek() is long, "nothing is known of steps, and there are nine seconds left"
+    assert order.peek() is long, "step times are unknown, and nine seconds remain"
     order.on_step_time(StepLoad(100, 1, 100, 0, 0), 100.0)
     view.now = 2.0
-    assert order.peek() is long, "a step without prompts shows nothing"
+    assert order.peek() is long, "a step without prompts teaches nothing"
     order.on_step_time(StepLoad(100, 1, 100, 99, 5050), 20.0)
     view.now = 3.0
     assert order.peek() is short, "50 tokens take 10 seconds, 9 take 2"
@@ -92,7 +92,7 @@ def test_asking_between_steps_changes_no_decision() -> None:
     )
     order.push(first)
     order.push(second)
-    assert order.peek() is first, "it is late, but that is found in a step"
+    assert order.peek() is first, "it is late, but only a step finds that"
     view.now = 21.0
     assert order.peek() is second
 
@@ -123,7 +123,7 @@ def test_parameters_out_of_range_are_refused(spec: str) -> None:
     arrivals=st.lists(st.tuples(st.integers(0, 30), st.sampled_from([1.0, 4.0, 20.0])), min_size=1, max_size=40),
 )
 def test_a_late_request_has_its_turn_within_the_bound(every: int, arrivals: list[tuple[int, float]]) -> None:
-    """One with n more overdue before it is one of the next (n + 1) * every that are admitted."""
+    """A request with n more overdue ones before it is among the next (n + 1) * every admissions."""
     order = EarliestTTFT(every=every)
     view = Scheduler(small_config())._parts.view
     order.attach(view)

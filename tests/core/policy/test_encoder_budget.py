@@ -1,4 +1,4 @@
-"""Encoder inputs: computed when their tokens are reached, within a budget, kept in a cache, part of the prefix key."""
+"""Encoder inputs: computed within a budget when their tokens are reached, cached, and part of the prefix key."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.property.embeddings import ShadowEncoder
 
 
 class ImageHost(Host):
-    """A host whose encoder refuses a step that needs embeddings that are not there."""
+    """A host whose encoder rejects steps that need missing embeddings."""
 
     def __init__(self, **overrides: Any) -> None:
         values = {"num_blocks": 64, "max_num_batched_tokens": 64, "encoder_budget": 8, "encoder_cache_size": 16}
@@ -60,7 +60,7 @@ def image(
 
 
 def computed(output: SchedulerOutput) -> list[str]:
-    """What the step's encoder is told to compute, as request:key."""
+    """The encoder inputs that the step computes, as request:key."""
     return [f"{request.request_id}:{request.encoder_inputs[index].key}" for request, index in output.encoder_inputs]
 
 
@@ -68,7 +68,7 @@ def freed(output: SchedulerOutput) -> list[str]:
     return [entry.key for entry in output.freed_encoder_entries]
 
 
-# ------------------------------------------------------------------ when, and how far
+# ------------------------------------------------------------------ when inputs are computed
 
 
 def test_an_input_is_computed_in_the_step_that_reaches_its_placeholders() -> None:
@@ -144,7 +144,7 @@ def test_placeholders_behind_the_last_embedding_need_none() -> None:
     host.scheduler.reset_encoder_cache(0.0)
     host.add("b", prompt[:8], encoder_inputs=[cat], max_tokens=1)
     output = host.step()
-    assert (cached_of(output), computed(output)) == ({"b": 4}, []), "found are the embeddings, and the text behind"
+    assert (cached_of(output), computed(output)) == ({"b": 4}, []), "the embeddings are found, and the text behind them"
 
 
 def test_inputs_without_embeddings_need_no_encoder() -> None:
@@ -152,9 +152,7 @@ def test_inputs_without_embeddings_need_no_encoder() -> None:
     for name, key, hit in (("a", "x", 0), ("b", "y", 0), ("c", "x", 8), ("d", "z", 0)):
         host.add(name, [5] * 12, encoder_inputs=[image(key, 0, 4, 0)], max_tokens=1)
         output = host.step()
-        assert (cached_of(output), computed(output)) == ({name: hit}, []), (
-            "the key is part of what a prefix is found by"
-        )
+        assert (cached_of(output), computed(output)) == ({name: hit}, []), "the key is part of the prefix key"
 
 
 def test_a_chunk_ends_before_an_input_that_it_would_split() -> None:
@@ -162,7 +160,7 @@ def test_a_chunk_ends_before_an_input_that_it_would_split() -> None:
     host.add("a", 30, encoder_inputs=[image("cat", 6, 4), image("long", 12, 8, 8), image("dog", 21, 9, 4)])
     told = [(tokens_of(output)["a"], computed(output)) for output in (host.step() for _ in range(5))]
     assert told == [(6, []), (6, ["a:cat"]), (8, ["a:long"]), (1, []), (8, ["a:dog"])], (
-        "and the next one begins with it; one that no chunk can hold is split"
+        "the next chunk begins with the input; an input larger than any chunk is split"
     )
 
 
@@ -173,7 +171,7 @@ def test_a_request_waits_for_a_step_with_room_for_its_whole_input() -> None:
     host.add("plain", 2, max_tokens=1)
     assert tokens_of(host.step()) == {"a": 5, "plain": 2}
     told = [tokens_of(host.step()), tokens_of(host.step())]
-    assert told == [{"a": 1, "b": 4}, {"a": 1}], "beside a's token, no step has room for eight"
+    assert told == [{"a": 1, "b": 4}, {"a": 1}], "beside a's token, no step fits eight"
     waits = host.explain("b")
     assert (waits.reason, waits.missing) == (Reason.BUDGET, 1)
     assert [tokens_of(host.step()) for _ in range(2)] == [{"a": 1}, {"b": 8}]
@@ -232,7 +230,7 @@ def test_who_is_passed_over_too_often_for_embeddings_is_a_wall() -> None:
     host.add("c", 1)
     assert names(host.step().requests) == ["a", "c"]
     host.add("d", 1)
-    assert names(host.step().admitted) == [], "a computes its second image, and b was overtaken once already"
+    assert names(host.step().admitted) == [], "a computes its second image, and b was bypassed once already"
     assert (host.explain("b").reason, host.explain("d").reason) == (Reason.ENCODER_BUDGET, Reason.BEHIND)
     assert names(host.step().admitted) == ["b", "d"]
 
@@ -279,7 +277,7 @@ def test_a_running_row_that_lost_its_place_waits_for_what_any_request_waits_for(
     host.park("b", ParkReason.GRAMMAR)
     assert host.explain("b").reason is Reason.PARKED
     host.ready("b")
-    assert host.explain("b").reason is None, "no step has tried it"
+    assert host.explain("b").reason is None, "no step has checked it"
     host.run_to_end()
 
 
@@ -290,7 +288,7 @@ def test_rows_in_the_middle_of_their_inputs_do_not_wait_for_each_other() -> None
     assert len(host.run_to_end()) < 20
 
 
-# ------------------------------------------------------------------ sharing and making room
+# ------------------------------------------------------------------ sharing and eviction
 
 
 def test_requests_with_an_equal_key_share_an_entry() -> None:
@@ -331,12 +329,12 @@ def test_an_entry_of_this_step_is_never_evicted_in_it() -> None:
     assert (computed(output), freed(output)) == (["a:dog"], [])
 
 
-# ------------------------------------------------------------------ who waits holds nothing
+# ------------------------------------------------------------------ waiting requests hold no entries
 
 
 @pytest.mark.parametrize("leave", ["park", "abort", "preempt"])
 def test_who_does_not_run_holds_no_embeddings(leave: str) -> None:
-    """Seen in a released scheduler: a request that waited kept encoder cache, and the ones it waited for needed it."""
+    """Seen in a released scheduler: a waiting request kept entries of the encoder cache that running ones needed."""
     overrides: dict[str, Any] = {"order": "priority"} if leave == "preempt" else {}
     host = ImageHost(max_num_batched_tokens=4, max_num_seqs=1, encoder_cache_size=8, **overrides)
     host.add("a", 12, encoder_inputs=[image("cat", 0, 8)], priority=5)
@@ -415,7 +413,7 @@ def test_a_reset_forgets_embeddings_also_in_the_middle_of_an_input() -> None:
     assert (tokens_of(output), computed(output), freed(output)) == ({"a": 4}, ["a:cat"], ["cat"])
 
 
-# ------------------------------------------------------------------ displacement
+# ------------------------------------------------------------------ priority preemption
 
 
 def test_nobody_is_displaced_by_a_request_that_would_then_lack_embeddings() -> None:
@@ -463,7 +461,7 @@ def test_tokens_that_are_no_placeholders_are_not_taken_for_one() -> None:
 
 
 def test_the_tokens_of_placeholders_count_too() -> None:
-    """A model may read some of them as what they are, such as the end of a line of an image."""
+    """A model may read some of them as tokens, such as the end of a line of an image."""
     host = ImageHost()
     prompt = np.array([7] * 9)
     for request_id, newline in (("a", 7), ("b", 8), ("c", 8), ("d", 7)):

@@ -1,4 +1,4 @@
-"""Which cached prefix is evicted first: what each policy retains."""
+"""Eviction policies: the blocks that each policy retains."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def run(host: Host, name: str, prompt: Any, max_tokens: int = 1, **fields: Any) 
 
 
 def questions_beside_chats(eviction: str, num_rounds: int) -> tuple[int, int]:
-    """Three documents, each asked about twice in a row by requests of one output token, beside prompts of one shot with
-    longer outputs. Returns the cached tokens of the first question of each pair, in the first and the second half."""
+    """Three documents, each used twice in a row by requests of one output token, beside unique prompts with longer
+    outputs. Returns the cached tokens of the first request of each pair, in the first and the second half."""
     host = Host(eviction=eviction, num_blocks=24)
     documents = [host.prompt(12) for _ in range(3)]
     cached = []
@@ -46,7 +46,7 @@ def test_reuse_retains_nothing_where_nothing_is_reused() -> None:
 
 
 def test_reuse_forgets_what_was_true_before() -> None:
-    """Questions come no more: the chats, which are reused now, are retained in their place."""
+    """When questions stop and chats are reused, chats are retained instead."""
     host = Host(eviction="reuse", num_blocks=24)
     document = host.prompt(12)
     for index in range(10):
@@ -82,7 +82,7 @@ def test_nothing_is_retained_of_a_request_outside_the_prefix_cache(eviction: str
 
 @pytest.mark.parametrize("eviction", ["lru", "retention", "reuse"])
 def test_what_is_admitted_depends_on_it_only_through_what_is_cached(eviction: str) -> None:
-    """Without a prefix in common every policy decides the same steps."""
+    """Without shared prefixes every policy decides the same steps."""
     seen = []
     for each in ("lru", eviction):
         host = Host(eviction=each, num_blocks=10)
@@ -137,7 +137,7 @@ def test_explain_says_what_becomes_of_a_prefix() -> None:
 
 
 class Everything(LRU):
-    """Retains all for ever."""
+    """Retains all blocks for ever."""
 
     name = "everything"
     share = 1.0
@@ -185,7 +185,7 @@ def test_a_policy_that_fails_fails_the_next_step_and_retains_nothing(answer: Any
         host.schedule()
     policy.answer = None
     host.run_to_end()
-    assert host.stats().num_retained_blocks == 3, "of the request that finished since"
+    assert host.stats().num_retained_blocks == 3, "the request that finished since"
 
 
 def test_an_object_that_lacks_a_part_is_refused() -> None:

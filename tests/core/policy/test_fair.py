@@ -1,4 +1,4 @@
-"""Fair to tenants: the virtual token counter, what counts, and the bound on the difference of service."""
+"""The order "fair": the virtual token counter, the tokens that count, and the bound on the difference of service."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_it_tells_for_how_long_the_next_tenant_stays_the_next() -> None:
     host.step()
     assert (order.served("a"), order.served("b")) == (20, 18)
     assert (names([order.peek()]), order.guaranteed_steps(30)) == (["b1"], 1), (
-        "18 + 2 is not below 20, as far as is sure"
+        "18 + 2 is not below 20, so one step is guaranteed"
     )
 
 
@@ -195,8 +195,8 @@ def test_a_name_may_have_a_slash() -> None:
 @settings(max_examples=short_or_long(12, 120), deadline=None)
 @given(data=st.data())
 def test_two_backlogged_tenants_are_served_alike_within_the_bound(data: st.DataObject) -> None:
-    """Of any interval in which both have requests waiting: 2 max(w_in L, w_out M) / the lesser weight, in a pool so
-    small that requests are preempted."""
+    """In any interval in which both have waiting requests, the difference is at most 2 max(w_in L, w_out M) / the lower
+    weight. The pool is so small that requests are preempted."""
     weight = data.draw(st.sampled_from([1, 2, 3]))
     host, order = fair_host(
         order=f"fair:weights=a/{weight}",
@@ -211,7 +211,7 @@ def test_two_backlogged_tenants_are_served_alike_within_the_bound(data: st.DataO
         for index, (prompt, output) in enumerate(data.draw(lengths)):
             host.add(f"{tenant}{index}", prompt, max_tokens=output, tenant=tenant)
             longest = max(longest, prompt)
-    series: list[tuple[float, float]] = []  # what a and b have been served while both wait
+    series: list[tuple[float, float]] = []  # served to a and b while both wait
     most = 0
     while True:
         output = host.schedule()

@@ -1,4 +1,4 @@
-"""One protocol for every gate: a deferral stays one for as many decode steps as the gate says."""
+"""The protocol of gates: a deferral stays a deferral for the guaranteed steps of its gate."""
 
 from __future__ import annotations
 

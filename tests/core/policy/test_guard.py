@@ -1,4 +1,4 @@
-"""A policy of another package that raises, or breaks its contract: the step fails with its name, nothing is lost."""
+"""Policies of other packages that raise, or break their contract: the step fails with the name, no request is lost."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.core.helpers import Host, names, reference_output, small_config
 
 
 class Switch:
-    """Lets a policy fail at the moments a test chooses."""
+    """Makes a policy fail when a test chooses."""
 
     def __init__(self) -> None:
         self.fails = False
@@ -54,7 +54,7 @@ def host_with(kind: str, policy: Any, **config: Any) -> Host:
 
 
 def finish_all(host: Host, requests: list[Request]) -> None:
-    """Everything still runs to its right end."""
+    """Run all requests to their end, and check their tokens."""
     host.run_to_end()
     for request in requests:
         assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, request.max_tokens)
@@ -87,7 +87,9 @@ def test_an_order_that_fails_while_a_step_admits_loses_no_request(method: str, a
     with pytest.raises(PolicyError, match=f"order 'mine': {method}"):
         host.schedule()
     host.scheduler.check_invariants()
-    assert (host.scheduler.num_queued, host.scheduler.num_running) == (3, 0), "also the one that was admitted before"
+    assert (host.scheduler.num_queued, host.scheduler.num_running) == (3, 0), (
+        "also the request that was admitted before"
+    )
     switch.fails = False
     output = host.step()
     assert names(output.admitted) == ["a", "b", "c"]
@@ -107,7 +109,7 @@ def test_an_order_that_does_not_take_a_request_gets_the_blame_and_the_request_ru
     requests = [host.add(name, 3, max_tokens=4) for name in ("a", "b", "c")]
     with pytest.raises(PolicyError, match="order 'picky': push raised ZeroDivisionError: boom"):
         host.schedule()
-    assert names(host.step().admitted) == ["a", "b", "c"], "those that were queued then are served as they came"
+    assert names(host.step().admitted) == ["a", "b", "c"], "requests queued at the failure are served by arrival"
     finish_all(host, requests)
 
 
@@ -177,7 +179,7 @@ def test_places_are_known_while_the_policy_is_not_trusted() -> None:
 
 
 def test_a_failed_step_leaves_nothing_for_the_next_one() -> None:
-    """An order raises after one admission; that request is aborted before its blocks were published."""
+    """An order raises after one admission, whose request is aborted before its blocks are published."""
 
     class Second(FirstComeFirstServed):
         name = "second"
@@ -185,7 +187,7 @@ def test_a_failed_step_leaves_nothing_for_the_next_one() -> None:
 
         def peek(self) -> Request:
             self.num_asked += 1
-            if self.num_asked == 3:  # the guard asks once more when it pops
+            if self.num_asked == 3:  # `pop` of the guard peeks once more
                 raise BOOM
             return super().peek()
 
@@ -283,7 +285,7 @@ def test_a_reserve_that_fails_admits_nobody(answer: Any) -> None:
     with pytest.raises(PolicyError, match="reserve 'mine': blocks"):
         host.schedule()
     assert (host.scheduler.num_running, host.scheduler.num_queued) == (1, 1)
-    assert requests[0].num_computed_tokens == 3, "what the running part of the step did is undone"
+    assert requests[0].num_computed_tokens == 3, "the running part of the step is undone"
     switch.fails = False
     finish_all(host, requests)
 
@@ -328,7 +330,7 @@ def test_a_limit_that_fails_loses_no_request(method: str) -> None:
         host.scheduler.check_invariants()
     assert failures >= 1
     switch.fails = False
-    with contextlib.suppress(PolicyError):  # of what it was told before
+    with contextlib.suppress(PolicyError):  # the failure of an earlier `commit`
         host.step()
     finish_all(host, requests)
 
@@ -359,7 +361,7 @@ def test_a_limit_says_whether_others_may_give_way_to_a_request(lacks_time: Any) 
             host.step()
         return
     assert len(host.step().preempted) == (not lacks_time)
-    assert asked == [("urgent", 1, 4)], "beside the one that stays"
+    assert asked == [("urgent", 1, 4)], "beside the remaining request"
     switch.fails = False
     finish_all(host, requests)
 
@@ -379,7 +381,7 @@ def test_a_step_budget_below_the_running_requests_still_lets_each_decode() -> No
     finish_all(host, requests)
 
 
-# ---------------------------------------------------------------------- whatever fails, whenever
+# ---------------------------------------------------------------------- random failures
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -454,7 +456,7 @@ def test_a_policy_without_a_part_of_its_kind_is_refused_by_name() -> None:
             host_with(kind, Half())
 
 
-# ---------------------------------------------------------------------- horizons
+# ---------------------------------------------------------------------- guaranteed steps
 
 
 def scheduler_with(order: Any, **config: Any) -> Scheduler:
@@ -501,7 +503,7 @@ def test_an_order_whose_head_changes_within_its_horizon_is_found() -> None:
 def test_a_reserve_that_gives_way_within_its_horizon_is_found() -> None:
     class Fading(Reserve):
         name = "fading"
-        num_changes = 1  # so it says
+        num_changes = 1  # claims that it never changes
 
         def blocks(self, request: Request, demand: Any, view: Any) -> int:
             return 100 if demand.others_run and view.now < 7.0 else 0
@@ -527,11 +529,11 @@ def test_sound_horizons_pass_the_check() -> None:
         scheduler.check_invariants()
 
 
-# ---------------------------------------------------------------------- policies that fail again and again
+# ---------------------------------------------------------------------- policies that fail repeatedly
 
 
 class AlwaysOrder(FirstComeFirstServed):
-    """Fails where a step asks it."""
+    """Fails whenever a step calls it."""
 
     name = "always-order"
 
@@ -581,7 +583,7 @@ ALWAYS = {
 
 
 def schedule_on(host: Host) -> int:
-    """Run to the end, as a host that schedules a failed step again; how many steps failed."""
+    """Run to the end, as a host that repeats failed steps. Returns the number of failed steps."""
     failures = 0
     for _ in range(400):
         if not host.scheduler.has_unfinished_requests():

@@ -1,4 +1,4 @@
-"""How many tokens a request advances in a step, where its sequence ends, and what can never run."""
+"""Limits of the tokens in a step, the end of a sequence, and requests that can never run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_the_long_prefill_threshold_bounds_every_request_so_that_a_long_prompt_l
 def test_the_threshold_is_for_the_sake_of_others() -> None:
     host = Host(long_prefill_token_threshold=2)
     host.add("a", 20)
-    assert tokens_of(host.step()) == {"a": 16}, "nobody else is there"
+    assert tokens_of(host.step()) == {"a": 16}, "no other request runs or waits"
     host.add("b", 20)
     assert tokens_of(host.step()) == {"a": 2, "b": 2}
     host.abort("a")
@@ -68,7 +68,7 @@ def test_requests_that_are_parked_want_no_share() -> None:
 
 
 def test_a_head_whose_chunk_became_smaller_is_looked_at_again() -> None:
-    """Without the full sequence a verdict depends on the chunk, and so on how many others are there."""
+    """Without the full-sequence reserve a verdict depends on the chunk, and so on the number of requests."""
     config = {"long_prefill_token_threshold": 4, "long_prefill_token_threshold_adaptive": True}
     host = Host(num_blocks=6, max_num_batched_tokens=16, full_sequence_must_fit=False, **config)
     host.add("a", 18)
@@ -138,7 +138,7 @@ def test_without_chunking_a_prompt_that_waits_keeps_those_behind_it_waiting() ->
     assert host.explain("c").reason is Reason.BEHIND
 
 
-# ---------------------------------------------------------------------- where a sequence ends
+# ---------------------------------------------------------------------- the end of a sequence
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Who comes next: the orders, where a preempted request goes, and what it costs to leave a long queue."""
+"""Orders: the next request, the place of a preempted request, and the cost of leaving a long queue."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.forms import short_or_long
 
 
 def admission_order(host: Host) -> list[str]:
-    """The ids in the order in which they are admitted, one seat at a time."""
+    """The ids in admission order, with one sequence slot."""
     return [name for output in host.run_to_end() for name in names(output.admitted)]
 
 
@@ -80,7 +80,7 @@ def test_requests_preempted_together_come_back_in_the_order_in_which_they_were_a
         host.park(request_id)
     for request_id in ("c", "a", "b"):
         host.ready(request_id)
-    assert names(host.step().resumed) == ["a", "b", "c"], "not by arrival, and not by when they were ready"
+    assert names(host.step().resumed) == ["a", "b", "c"], "not by arrival, and not by time of queueing"
 
 
 def test_a_request_that_left_the_queue_can_return_to_it_with_the_same_key() -> None:
@@ -200,7 +200,7 @@ def test_an_ageing_that_is_none_is_refused(value: str) -> None:
 
 
 class CountingTime(float):
-    """An arrival time that counts how often it is compared: what a queue does, without a clock."""
+    """An arrival time that counts its comparisons, which measure the work of a queue without a clock."""
 
     comparisons = 0
 
@@ -216,7 +216,7 @@ class CountingTime(float):
 
 
 class CountingOrder(FirstComeFirstServed):
-    """First come, first served; counts walks over the whole queue."""
+    """First come, first served; counts iterations over the whole queue."""
 
     walks = 0
 
@@ -285,7 +285,7 @@ def test_an_object_that_is_no_whole_order_is_refused_by_what_it_lacks() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_queue_is_a_sorted_list_whatever_comes_and_goes(seed: int) -> None:
-    """Among few, and among more than are kept sorted."""
+    """With few requests, and with more than the sorted list can have."""
     chance = random.Random(seed)
     queue = FirstComeFirstServed()
     expected: list[Request] = []

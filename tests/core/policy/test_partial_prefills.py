@@ -1,4 +1,4 @@
-"""Caps on prompts that are half done: who waits, who goes first, and for how long."""
+"""Caps on partial prefills: requests that wait, requests that bypass them, and the bound."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.core.helpers import Host, names, tokens_of
 
 
 def capped(**config: Any) -> Host:
-    """A budget of 16, of which a request gets at most 6."""
+    """A host with a budget of 16, and at most 6 tokens for a request."""
     values = {"num_blocks": 80, "max_model_len": 100, "max_num_seqs": 8, "long_prefill_token_threshold": 6}
     return Host(**{**values, **config})
 
@@ -20,7 +20,7 @@ def test_a_prompt_that_would_be_half_done_too_waits_and_short_ones_go_first() ->
     host.add("second", 13)
     host.add("short", 4)
     host.add("third", 7)
-    assert tokens_of(host.step()) == {"first": 6, "short": 4}, "6 are left for the third, and it has 7"
+    assert tokens_of(host.step()) == {"first": 6, "short": 4}, "6 tokens remain for the third, and it has 7"
     waiting = host.explain("second")
     assert (waiting.reason, waiting.missing, waiting.blocker) == (Reason.PARTIAL_PREFILLS, 1, "first")
     assert host.explain("third").reason is Reason.PARTIAL_PREFILLS
@@ -66,7 +66,7 @@ def test_with_several_and_no_threshold_a_long_prompt_is_one_of_4_per_cent_of_the
 
 
 def test_nobody_overtakes_it_for_ever() -> None:
-    """At most `max_overtakes` go by; then it is a wall, though they would fit."""
+    """After `max_overtakes` bypasses it blocks the queue, even for requests that would fit."""
     host = capped(max_num_partial_prefills=1, max_overtakes=3, max_num_seqs=3)
     host.add("first", 90, max_tokens=2)
     second = host.add("second", 90, max_tokens=2)
@@ -111,7 +111,7 @@ def test_nobody_is_displaced_for_one_that_could_not_begin() -> None:
     host.add("lazy", 2, priority=5, max_tokens=30)
     host.step()
     host.add("urgent", 20, priority=1)
-    assert not host.step().preempted, "the seat of the lazy one would be free, and the place of the long one taken"
+    assert not host.step().preempted, "the sequence slot of lazy would be free, but the cap would still be reached"
     host.add("short", 6, priority=2)
     host.abort("urgent")
     assert names(host.step().preempted) == ["lazy"]

@@ -1,4 +1,4 @@
-"""Prompts are cut to a gap between the tokens of requests that decode, and nothing else is decided otherwise."""
+"""The limit "prefill-gap": prompts are cut to keep the gap of decoding requests, and no other decision changes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def server(scale: float = 10.0, **settings: Any) -> Server:
 
 
 def with_chats(served: Server, number: int, num_steps: int = 40) -> Server:
-    """With requests that decode."""
+    """Add requests that decode."""
     for index in range(number):
         served.add(f"chat{index}", 24, max_tokens=100_000)
     for _ in range(num_steps):
@@ -37,7 +37,7 @@ def with_chats(served: Server, number: int, num_steps: int = 40) -> Server:
 
 
 def until_first_token(served: Server, *requests: Request) -> tuple[list[float], list[int]]:
-    """The seconds and prompt tokens of the steps until all of them have one."""
+    """The seconds and prompt tokens of the steps until all of these requests have a token."""
     before = len(served.seconds)
     while not all(each.num_output_tokens for each in requests):
         served.step()
@@ -52,7 +52,7 @@ def test_the_gap_beside_a_long_prompt_keeps_the_target(num_chats: int) -> None:
     served = with_chats(server(scale=4.0), num_chats)
     seconds, tokens = until_first_token(served, served.add("long", 8000))
     assert max(seconds) < 1.15 * TARGET
-    assert sum(tokens) / sum(seconds) > 0.25 / (4 * PER_TOKEN), "a fourth of the speed of prompt tokens alone"
+    assert sum(tokens) / sum(seconds) > 0.25 / (4 * PER_TOKEN), "a quarter of the speed without decode"
 
 
 def test_prompts_alone_have_the_whole_budget() -> None:
@@ -115,8 +115,8 @@ def test_a_short_prompt_does_not_wait_behind_a_long_one() -> None:
 
 
 def test_steps_that_all_fill_the_target_teach_no_wrong_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where attention costs as much as on a CPU: with steps of equal time nearly any share of decoding explains them,
-    and the next prompt would be cut by the wrong one."""
+    """Attention costs as much as on a CPU. Steps of equal time fit nearly any share of decode, and a wrong share would
+    cut the next prompt too much."""
     costs = {"BASE": 3e-3, "PER_REQUEST": 1e-4, "PER_CONTEXT": 2e-7, "PER_TOKEN": 1e-4, "PER_ATTENDED": 1e-7}
     for name, seconds in costs.items():
         monkeypatch.setattr(test_target_itl, name, seconds)
@@ -167,8 +167,8 @@ def test_a_short_prompt_passes_a_long_one_also_at_the_least() -> None:
 
 
 def test_under_load_decoding_is_not_taken_for_the_cost_of_prompt_tokens() -> None:
-    """Requests arrive all the time and decoding takes longer than the target, so no step is without prompt tokens by
-    itself. Where its time counts for these, fewer and fewer fit."""
+    """Requests arrive all the time and decode takes longer than the target, so every step would have prompt tokens. If
+    the time of decode were attributed to them, fewer and fewer would fit."""
     served = Server(LIMIT, scale=3.0, settings={"max_num_seqs": 2048})
     for number in range(2000):
         served.add(f"r{number}", 24, max_tokens=100_000)
@@ -204,7 +204,7 @@ def test_a_clock_that_stands_still_holds_nothing_up() -> None:
 @pytest.mark.parametrize("num_chats", [16, 20])
 @pytest.mark.parametrize("limit", ["prefill-gap:seconds=0.001", "target-itl:seconds=0.001,least=32,patience=0"])
 def test_drafts_leave_a_prompt_the_least(limit: str, num_chats: int) -> None:
-    """With 7 drafts each, requests verify more tokens than a step has for prompts."""
+    """With 7 drafts each, requests verify more tokens than a step may use for prompts."""
     config = SchedulerConfig(num_blocks=2000, max_model_len=4096, max_num_batched_tokens=512, num_draft_tokens=7)
     scheduler = Scheduler(config.replace(token_limits=(limit,)))
     for number in range(num_chats):
@@ -253,7 +253,7 @@ def test_noise_that_has_passed_is_forgotten() -> None:
     assert max(served.step().get("again", 0) for _ in range(12)) > 0.5 * usual
 
 
-# ---------------------------------------------------------------------- beside the rest of the scheduler
+# ---------------------------------------------------------------------- fast-forward and parameters
 
 
 def test_steps_at_once_leave_what_single_ones_do() -> None:

@@ -1,4 +1,4 @@
-"""Policies by name: with parameters, of installed packages, and what is said of names that are not there."""
+"""Policies by name, with parameters, and from installed packages; errors for unknown names."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LastComeFirstServed(FirstComeFirstServed):
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes entry points of the group stand for these objects."""
+    """Installs these objects as entry points of the group."""
 
     def install(**policies: Any) -> None:
         entries = []
@@ -133,7 +133,7 @@ def test_a_configuration_keeps_names_and_tells_objects_by_theirs() -> None:
         "lcfs (object)",
         ["watermark:share=0.1"],
         [],
-    ), "its parameters are not known, so nothing is replayed by its name"
+    ), "its parameters are unknown, so a replay cannot construct it"
     with pytest.raises(ConfigError, match="reserves is 'watermark'; give a list of names or objects"):
         small_config(reserves="watermark")
     assert SchedulerConfig(**{**values, "order": "fcfs"}).reserves == ("watermark:share=0.1",)
@@ -150,7 +150,7 @@ def test_a_reserve_by_name_is_the_same_as_the_knob() -> None:
 
 
 def test_a_full_sequence_reserve_by_name_replaces_the_knob() -> None:
-    """Kept twice, it would keep a prompt out for ever that fills more than half of the pool."""
+    """With both, a prompt of more than half of the pool would wait for ever."""
     host = Host(reserves=["full-sequence"], num_blocks=8)
     request = host.add("long", 28, max_tokens=2)
     host.run_to_end(20)

@@ -1,4 +1,5 @@
-"""Policies of an installed package that cannot be constructed, or fail for ever: the default of their kind decides."""
+"""Policies of an installed package that cannot be constructed, or always fail: the default of their kind replaces
+them."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def installed(tmp_path: Path) -> Iterator[None]:
 
 
 def run(host: Host, most_failures: int = 3) -> list[Request]:
-    """Requests that preempt each other, on to their right ends."""
+    """Run requests that preempt each other to their end, and check their tokens."""
     requests = [host.add(name, 4 + index, max_tokens=8) for index, name in enumerate("abcdef")]
     failures = 0
     while host.scheduler.has_unfinished_requests():
@@ -94,7 +95,7 @@ def test_a_run_without_the_constructed_policy_replays(
     kind: str, is_mended: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def mended(self: Any, **_: Any) -> None:
-        """Works, and the policy would decide otherwise: it raises where it is asked."""
+        """A constructor that works now. The policy itself would raise when it is called."""
         super(faulty_policies.Sound, self).__init__()
         self._at, self._num_left = self.methods[0], 0
 
@@ -152,7 +153,7 @@ def test_the_default_victim_goes_by_the_order() -> None:
     [("order", "peek"), ("order", "guaranteed_steps"), ("limit", "guaranteed_steps"), ("reserve", "blocks")],
 )
 def test_a_look_ahead_fails_for_no_policy(kind: str, at: str) -> None:
-    """The step that comes then can fail, and says so in recordings."""
+    """The following step can fail, and the recording has its failure."""
     host = Host(max_num_seqs=1, **knob(kind, at, after=2))
     for name in "ab":
         host.add(name, 3, max_tokens=9)

@@ -1,4 +1,4 @@
-"""How much must stay free when a request is admitted, and which rung of the ladder stopped it."""
+"""Reserves: the blocks that must stay free at an admission, and the reported reason."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.forms import short_or_long
 
 
 def with_a_running(prompt_tokens: int, **config: Any) -> Host:
-    """A host on which "a" runs with a prompt of that many tokens, all computed."""
+    """A host on which "a" runs, with a computed prompt of this number of tokens."""
     host = Host(**{"max_num_batched_tokens": 64, **config})
     host.add("a", prompt_tokens, max_tokens=20)
     host.step()
@@ -49,7 +49,7 @@ def test_cached_blocks_that_somebody_holds_cost_nothing() -> None:
     host.step()
     host.add("b", [*shared[:12], *host.prompt(8)])
     output = host.step()
-    assert cached_of(output) == {"b": 12}, "5 blocks, of which a holds 3: the 4 free ones suffice"
+    assert cached_of(output) == {"b": 12}, "b needs 5 blocks; a holds 3 of them, and 4 are free"
 
 
 def test_cached_blocks_that_nobody_holds_are_free_blocks_and_cost_one_each() -> None:
@@ -86,7 +86,7 @@ def test_a_prompt_admitted_in_this_step_is_owed_its_rest_too() -> None:
     host = Host(num_blocks=8, max_num_batched_tokens=16, long_prefill_token_threshold=4)
     for request_id in ("a", "b", "c"):
         host.add(request_id, 12)
-    assert tokens_of(host.step()) == {"a": 4, "b": 4}, "3 + 3 blocks are spoken for, so c would lack one"
+    assert tokens_of(host.step()) == {"a": 4, "b": 4}, "3 + 3 blocks are reserved, so c lacks one"
     assert host.explain("c").missing == 1
 
 
@@ -183,7 +183,7 @@ def test_when_two_reserves_stand_in_the_way_together_the_fuller_one_is_named() -
 
 
 def finish(host: Host, request_id: str, num_tokens: int) -> None:
-    """A request that ends by itself after so many tokens."""
+    """Run a request that finishes by itself after this number of tokens."""
     host.add(request_id, 1, max_tokens=num_tokens)
     while host.scheduler.get_request(request_id) is not None:
         host.step()
@@ -227,11 +227,11 @@ def test_the_mean_follows_the_last_ends() -> None:
         assert reserve.num_changes - changes == (reserve.num_tokens != before)
         means.append(reserve.num_tokens)
     assert means[:4] == [1000, 1000, 1000, 753]
-    assert means[-2:] == [18, 10], "the first 3 have left: (1000 + 127 * 10) / 128, rounded up, and then 10"
+    assert means[-2:] == [18, 10], "the first 3 no longer count: (1000 + 127 * 10) / 128, rounded up, and then 10"
 
 
 def test_a_blocked_head_is_looked_at_again_when_less_is_expected() -> None:
-    """The verdict on a head is remembered; nothing but the mean changes here."""
+    """The verdict on a head is kept; only the mean changes here."""
     host = Host(num_blocks=8, decode_reserve="mean", enable_prefix_caching=False)
     finish(host, "long", 16)
     short = host.add("short", 1, max_tokens=2, arrival_time=0.0)
@@ -250,7 +250,7 @@ def test_a_blocked_head_is_looked_at_again_when_less_is_expected() -> None:
 
 
 class _View:
-    """What a reserve reads when it is attached, how many wait, and what runs."""
+    """A view with everything that a reserve reads."""
 
     block_size, num_usable_blocks, has_prefix_cache, num_waiting = 16, 2_588, False, 100
     rows = num_tokens = np.array([], dtype=np.int64)
@@ -260,7 +260,7 @@ class _View:
 
 
 def growth_after(lengths: list[tuple[int, int]], scale: float = 1.0, **view: Any) -> GrowthReserve:
-    """The reserve, once requests with such prompts and outputs have finished."""
+    """The reserve after requests with these prompts and outputs have finished."""
     reserve, seen = GrowthReserve(scale), _View()
     for name, value in view.items():
         setattr(seen, name, value)
@@ -283,19 +283,19 @@ def test_growth_is_what_the_formula_of_mean_prompt_and_output_says() -> None:
     assert kept(growth_after([(960, 240)])) == 49
     assert kept(growth_after([(900, 200), (1020, 280)])) == 49, "means"
     assert kept(growth_after([(960, 240)], 2.0)) == 99, "scaled"
-    # What is lost with a cache are 248 tokens: 15 ln(248 / 1680 * 2588 / 60 * (1 - e^-4)) = 27.5.
+    # With a cache 248 tokens are lost: 15 ln(248 / 1680 * 2588 / 60 * (1 - e^-4)) = 27.5.
     assert kept(growth_after([(960, 240)], has_prefix_cache=True)) == 27
     assert kept(growth_after([(300, 3000)], 8.0)) == 2_588 // 8, "capped"
     assert kept(growth_after([(960, 240)], num_usable_blocks=60)) == 0, "a block costs more than it saves"
 
 
 def slots_of(*sizes: int) -> Any:
-    """What a view says of groups of KV with such windows; 0: full attention."""
+    """`num_slots_for` of a view with groups of these windows; 0: full attention."""
     return lambda tokens: sum(np.minimum(tokens, size) if size else tokens for size in sizes)
 
 
 def test_growth_counts_the_blocks_of_every_group() -> None:
-    """As above: twice of each with two groups; with a window that the prompt fills, D = 15 and S = 92."""
+    """As above, with everything doubled for two groups; with a window that the prompt fills, D = 15 and S = 92."""
     both = growth_after([(960, 240)], num_slots_for=slots_of(0, 0), num_usable_blocks=2 * 2_588)
     assert kept(both) == 99
     # 15 ln(1080 / 1680 * 2588 / 92 * (1 - e^-6.13)) = 43.4
@@ -345,21 +345,21 @@ def test_growth_follows_the_last_ends_and_tells_of_every_change() -> None:
     request._state.append_output([7] * 240)
     request._state.finish_reason = FinishReason.ABORT
     reserve.on_finished(request, 0.0)
-    assert (kept(reserve), reserve.num_changes) == before, "it was not its own end"
+    assert (kept(reserve), reserve.num_changes) == before, "the host ended it"
     request._state.finish_reason = FinishReason.STOP
     reserve.on_finished(request, 0.0)
     assert kept(reserve) == kept(growth_after([(960, 240)])) == 49
     reserve.attach(reserve._view)
-    assert kept(reserve) == 0, "a recording begins without what was learned"
+    assert kept(reserve) == 0, "a recording begins without learned values"
 
 
 def running(*rows: tuple[int, int]) -> dict[str, Any]:
-    """What a view says of running requests with so many prompt and output tokens."""
+    """The columns of a view for running requests with these prompt and output tokens."""
     return {"rows": np.arange(len(rows)), "num_tokens": np.array([sum(each) for each in rows], dtype=np.int64)}
 
 
 def paced(outputs: list[int], *rows: tuple[int, int]) -> int:
-    """Blocks that are kept beside these running requests, once such outputs, of prompts of 320, have finished."""
+    """The reserve beside these running requests, after requests with prompts of 320 and these outputs have finished."""
     reserve = GrowthReserve()
     seen = _View()
     for name, value in running(*rows).items():
@@ -382,9 +382,11 @@ def test_growth_keeps_less_where_running_requests_are_near_their_ends() -> None:
     outputs = list(range(100, 1_650, 50))
     usual = paced(outputs)
     assert paced(outputs, (320, 1_350), (320, 1_400)) < usual < paced(outputs, (320, 50), (320, 100))
-    assert paced(outputs, (1_370, 0), (1_420, 0)) > usual, "what counts is their outputs, not their length"
-    assert paced(outputs, (600, 1_100), (200, 50)) < paced(outputs, (200, 1_100), (600, 50)), "and what they release"
-    assert paced(outputs, *[(320, 9_000)] * 200) >= usual // 3, "within a factor, whatever runs"
+    assert paced(outputs, (1_370, 0), (1_420, 0)) > usual, "their outputs count, not their length"
+    assert paced(outputs, (600, 1_100), (200, 50)) < paced(outputs, (200, 1_100), (600, 50)), (
+        "and the blocks they release"
+    )
+    assert paced(outputs, *[(320, 9_000)] * 200) >= usual // 3, "within a factor"
 
 
 @settings(max_examples=short_or_long(100, 600), deadline=None)
@@ -398,7 +400,7 @@ def test_growth_keeps_less_where_running_requests_are_near_their_ends() -> None:
 def test_growth_is_bounded_and_the_same_for_the_same_changes(
     ends: list[tuple[int, int]], pool: int, has_cache: bool, rows: list[tuple[int, int]], waiting: list[int]
 ) -> None:
-    """At most an eighth; more waiting never lower it; where `num_changes` is the same, so are the blocks."""
+    """It is at most an eighth, does not fall with more waiting requests, and is equal while `num_changes` is."""
     reserve = growth_after(ends, num_usable_blocks=pool, has_prefix_cache=has_cache, **running(*rows))
     found = {}
     for number in sorted(waiting):
@@ -410,7 +412,7 @@ def test_growth_is_bounded_and_the_same_for_the_same_changes(
 
 
 def test_a_blocked_head_is_looked_at_again_when_fewer_wait() -> None:
-    """The verdict on a head is remembered; nothing but the number of those behind it changes here."""
+    """The verdict on a head is kept; only the number of requests behind it changes here."""
     host = Host(num_blocks=24, reserves=("growth:scale=8",), enable_prefix_caching=False, max_num_batched_tokens=99)
     finish(host, "first", 12)
     assert host.scheduler._parts.gates.reserves.policies[-1]._enough > 1

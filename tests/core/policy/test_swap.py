@@ -1,4 +1,4 @@
-"""Preempted requests that swap: which blocks are copied out and back, what is decided, and by which times."""
+"""Preempted requests that swap: the copied blocks, the decisions, and the times behind them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ BLOCK_SIZE = 4
 
 
 class HostMemory:
-    """Host memory of 1,000 blocks, and a device: a step takes 10 ms and 1 ms a prompt token, a block its time."""
+    """Host memory of 1,000 blocks, and a device. A step takes 10 ms, and 1 ms per prompt token; a copy
+    `block_seconds`."""
 
     saves_evicted = False
 
@@ -87,7 +88,7 @@ class HostMemory:
             self.step()
 
     def run_at_once(self) -> None:
-        """As `run`, but plain decodes are done at once."""
+        """As `run`, but with fast-forward for plain decodes."""
         while self.scheduler.has_unfinished_requests():
             self.step()
             if num_steps := self.scheduler.guaranteed_steps():
@@ -118,7 +119,7 @@ class _Preemptions(Listener):
 
 
 def short_of_blocks(host: HostMemory, count: int = 2) -> None:
-    """Requests that together grow beyond the pool."""
+    """Add requests that together outgrow the pool."""
     for number in range(count):
         host.add(f"r{number}", 20, 50)
 
@@ -144,7 +145,7 @@ def test_blocks_are_copied_out_when_they_are_evicted_and_back_when_the_request_r
 
 
 def test_no_victim_recomputes_more_than_a_block() -> None:
-    """Though some resume with the step that evicts their last cached block, or are preempted again and again."""
+    """Some resume with the step that evicts their last cached block, or are preempted repeatedly."""
     host = HostMemory()
     for group in range(8):
         for number in range(4):
@@ -160,7 +161,7 @@ def test_no_victim_recomputes_more_than_a_block() -> None:
 
 def test_what_no_preempted_request_needs_is_not_copied() -> None:
     host = HostMemory()
-    for number in range(6):  # one after the other, so that the pool evicts what finished ones leave
+    for number in range(6):  # one after the other, so that the pool evicts blocks of finished requests
         host.add(f"r{number}", 40, 4)
         host.run()
     stats = host.scheduler.stats()
@@ -188,7 +189,7 @@ def test_a_connector_that_saves_all_that_is_evicted_still_does() -> None:
 
 @pytest.mark.parametrize(("block_seconds", "decided"), [(1e-4, "swap"), (1.0, "recompute")])
 def test_the_cheaper_way_by_the_times_of_steps_and_copies(block_seconds: float, decided: str) -> None:
-    """A block of 4 tokens takes 4 ms to compute again, so 2 ms each way is the limit."""
+    """A block of 4 tokens takes 4 ms to recompute, so a swap is cheaper below 2 ms each way."""
     host = HostMemory(block_seconds, preemption_mode="cheaper")
     for group in range(12):
         for number in range(3):
@@ -205,12 +206,12 @@ def test_the_cheaper_way_by_the_times_of_steps_and_copies(block_seconds: float, 
     assert last.swap_seconds == pytest.approx(2 * blocks * block_seconds, rel=0.01)
     assert last.recompute_seconds == pytest.approx(0.001 * last.num_cached_tokens, rel=0.3)
     if decided == "recompute":
-        assert host.scheduler.stats().num_saved_blocks < 12, "those that showed how long it takes"
+        assert host.scheduler.stats().num_saved_blocks < 12, "those that measured the copies"
         assert host.scheduler.stats().num_loaded_tokens == 0
 
 
 def test_steps_done_at_once_after_a_copy_say_as_much_as_single_ones() -> None:
-    """What the step before them copied is no part of their time."""
+    """The copies of the step before are no part of their time."""
     decided = []
     for runs in (HostMemory.run, HostMemory.run_at_once):
         host = HostMemory(0.0023, preemption_mode="cheaper")

@@ -1,4 +1,5 @@
-"""Who gives way when blocks run out, where it goes, and that nobody who waits for its tokens can tell."""
+"""Victim policies: the request that is preempted when blocks run out, its place in the queue, and its unchanged
+tokens."""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ def test_the_one_that_asks_may_be_its_own_victim() -> None:
     host.add("a", 5)
     host.add("b", 8)
     host.step()
-    output = host.step()  # a has room in its second block, b needs a third
+    output = host.step()  # a has a free slot in its second block, b needs a third
     assert tokens_of(output) == {"a": 1}
     assert names(output.preempted) == ["b"]
 
@@ -79,7 +80,7 @@ def test_nothing_senior_gives_way_so_the_first_of_them_is_never_preempted() -> N
     for output in host.run_to_end():
         lost = names(output.preempted)
         seniors = [name for name in running if name not in lost]
-        assert running[: len(seniors)] == seniors, "whoever gave way was admitted after all who stayed"
+        assert running[: len(seniors)] == seniors, "each victim was admitted after all remaining requests"
         running = [r.request_id for r in output.requests if not r.is_finished]
     assert requests[0].num_preemptions == 0
     assert sum(request.num_preemptions for request in requests) == host.stats().num_preemptions > 0
@@ -240,7 +241,7 @@ def test_preemption_does_not_change_a_single_token(
 
 
 def three_in_a_full_pool(first: int, second: int, third: int, **config: Any) -> Host:
-    """ "a", "b" and "c" with prompts of that many tokens hold all blocks of 4; who lacks one asks in the next step."""
+    """The requests "a", "b" and "c" with prompts of these numbers of tokens hold all blocks of 4 tokens."""
     num_blocks = sum(-(-length // 4) for length in (first, second, third))
     host = Host(**{"victim": "least-cost", "num_blocks": num_blocks, "enable_prefix_caching": False, **config})
     for name, length in (("a", first), ("b", second), ("c", third)):
@@ -263,7 +264,7 @@ def test_without_prefix_cache_the_one_with_the_fewest_computed_tokens_gives_way(
 def test_it_must_free_what_all_rows_lack_together() -> None:
     host = three_in_a_full_pool(12, 3, 12, **CAN_HOLD)
     output = host.step()  # a and c lack a block each, and b has but one
-    assert names(output.preempted) == ["c"], "of two that cost the same, the one admitted last"
+    assert names(output.preempted) == ["c"], "of two with equal cost, the one admitted last"
     assert tokens_of(output) == {"a": 1, "b": 1}
 
 
@@ -310,7 +311,7 @@ def test_who_opts_out_of_the_cache_keeps_its_place(option: dict[str, bool]) -> N
     host.add("b", 8, max_tokens=9)
     host.add("c", 5, max_tokens=9, **option)
     host.step()
-    assert names(host.step().preempted)[0] == "b", "all that c has computed would be lost"
+    assert names(host.step().preempted)[0] == "b", "all computed tokens of c would be lost"
 
 
 def test_who_was_preempted_often_enough_is_exempt() -> None:
@@ -354,9 +355,9 @@ def test_a_bad_number_of_preemptions_is_refused(value: str) -> None:
 def test_preemptions_are_bounded(
     lengths: list[tuple[int, int]], num_blocks: int, most: int, knobs: dict[str, Any]
 ) -> None:
-    """The exempt are preempted only where all are exempt, and then not the one that was admitted first. Every step
-    runs something, and all requests end. (Where shortage is "in-order", those behind a row that gives way itself wait
-    for the next step.)"""
+    """Exempt requests are preempted only if all are exempt, and then not the one admitted first. Every step runs
+    something, and all requests finish. (With "in-order" shortage, rows behind one that preempts itself wait for the
+    next step.)"""
     victim = Watched(most)
     host = Host(
         **{"num_blocks": num_blocks, "max_model_len": 40, "enable_prefix_caching": False, **knobs}, victim=victim
@@ -387,7 +388,7 @@ class Watched(LeastCost):
         self.chosen.append(index)
         if min(before) >= self.most:
             self.num_among_exempt += 1
-            assert index == len(before) - 1 > 0, "the first one stays, and it is never alone"
+            assert index == len(before) - 1 > 0, "the first one is never preempted, nor a request that runs alone"
         else:
             assert before[index] < self.most
         return index

@@ -1,4 +1,4 @@
-"""What policies read of the running requests, compared with the scheduler's own bookkeeping."""
+"""The view of policies, compared with the scheduler's own state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.forms import seeds
 
 
 class Reader:
-    """A victim policy that keeps what it reads."""
+    """A victim policy that keeps the columns that it reads."""
 
     name = "reader"
 
@@ -58,7 +58,9 @@ def test_columns_of_requests_that_share_a_prefix() -> None:
         "priority": [3, 0],
     }
     host.abort("a")
-    assert (view.num_own_blocks.tolist(), view.num_kept_tokens.tolist()) == ([3], [0]), "nobody else holds them now"
+    assert (view.num_own_blocks.tolist(), view.num_kept_tokens.tolist()) == ([3], [0]), (
+        "no other request holds them now"
+    )
     assert (view.num_running, view.num_waiting, view.block_size, view.num_usable_blocks) == (1, 0, 4, 32)
 
 
@@ -81,7 +83,7 @@ def test_with_groups_what_lies_behind_a_window_is_kept_by_those_that_hold_it() -
     assert view.num_kept_tokens.tolist() == [12, 12]
     for _ in range(8):
         host.step()
-    assert view.num_kept_tokens.tolist() == [0, 0], "of the window nobody holds what token 12 attends to"
+    assert view.num_kept_tokens.tolist() == [0, 0], "no request holds the part of the window that token 12 attends to"
     host.add("c", [*shared, 3], max_tokens=1)
     host.schedule()
     assert view.num_kept_tokens.tolist() == [12, 12, 0], "until c has passed it"
@@ -89,7 +91,7 @@ def test_with_groups_what_lies_behind_a_window_is_kept_by_those_that_hold_it() -
 
 @pytest.mark.parametrize("groups", GROUPS, ids=lambda groups: "+".join(group.kind for group in groups))
 def test_what_is_kept_is_found_once_all_free_blocks_are_evicted(groups: tuple[KVGroup, ...]) -> None:
-    """And no more is, of a request that loses its blocks at any moment."""
+    """And no other blocks are found of a request that loses its blocks at any moment."""
     num_kept = 0
     for seed in seeds(20, 500):
         rng = random.Random(seed)
