@@ -53,7 +53,7 @@ def test_every_reason_has_a_line_with_a_remedy(document: str, expected: list[set
     assert [reason for table in found for reason, cells in table.items() if not all(cells)] == []
 
 
-def test_the_labels_of_the_metrics_are_these_reasons() -> None:
+def test_the_reasons_are_the_labels_of_the_metrics() -> None:
     stats = Scheduler(SchedulerConfig(num_blocks=4, max_model_len=32)).stats()
     (reasons, _) = tables("metrics.md")
     assert set(stats.deferrals) - {"parked"} == set(reasons) - NOT_TRIED

@@ -40,7 +40,7 @@ def test_an_output_names_the_adapter_of_each_row() -> None:
     assert host.step().adapters == [None, Adapter("x", 1)]
 
 
-def test_a_request_that_computes_its_prompt_in_chunks_holds_a_slot() -> None:
+def test_a_request_holds_an_adapter_slot_during_chunked_prefill() -> None:
     host = roomy(max_loras=1, max_num_batched_tokens=128, long_prefill_token_threshold=4)
     add(host, "long", "x", prompt=20)
     add(host, "other", "y")
@@ -106,7 +106,7 @@ def test_a_preempted_request_needs_a_slot_again() -> None:
 # ------------------------------------------------------------------ skipped requests
 
 
-def test_who_has_no_slot_is_no_wall_to_those_behind() -> None:
+def test_a_request_without_an_adapter_slot_does_not_block_the_queue() -> None:
     host = roomy()
     for request_id, adapter in (("a", "x"), ("b", "y"), ("c", "z"), ("d", "x"), ("e", "w"), ("f", None)):
         add(host, request_id, adapter)
@@ -114,7 +114,7 @@ def test_who_has_no_slot_is_no_wall_to_those_behind() -> None:
     assert [host.explain(name).position for name in "ce"] == [0, 1]
 
 
-def test_a_wall_behind_somebody_passed_over_is_still_a_wall() -> None:
+def test_a_blocked_request_behind_a_skipped_one_blocks_the_queue() -> None:
     host = Host(max_loras=1, num_blocks=6, max_model_len=24)
     add(host, "a", "x", prompt=8)
     add(host, "b", "y", prompt=1)
@@ -130,7 +130,7 @@ def test_a_wall_behind_somebody_passed_over_is_still_a_wall() -> None:
 
 
 @pytest.mark.parametrize("order", ["fcfs", "priority", "fcfs-front", "priority-by-arrival"])
-def test_who_was_passed_over_keeps_its_place_in_every_order(order: str) -> None:
+def test_a_skipped_request_keeps_its_place_in_every_order(order: str) -> None:
     host = roomy(order=order, max_loras=1)
     add(host, "first", "x", max_tokens=4)
     for request_id in ("a", "b", "c"):
@@ -148,7 +148,7 @@ def test_who_was_passed_over_keeps_its_place_in_every_order(order: str) -> None:
     assert names(host.step().requests) == sorted("abc", key=lambda name: places["abc".index(name)])
 
 
-def test_a_step_passes_over_a_bounded_number() -> None:
+def test_a_step_skips_a_bounded_number_of_requests() -> None:
     class Counting(FirstComeFirstServed):
         pops = 0
 
@@ -170,7 +170,7 @@ def test_a_step_passes_over_a_bounded_number() -> None:
     assert host.explain(f"r{MAX_SKIPPED + 1}").blocker == f"r{MAX_SKIPPED}"
 
 
-def test_a_head_that_lacks_a_seat_is_a_wall_even_if_it_also_lacks_a_slot() -> None:
+def test_a_head_without_sequence_slot_blocks_the_queue() -> None:
     host = Host(max_num_seqs=1, max_loras=1)
     add(host, "a", "x")
     add(host, "b", "y")
@@ -182,7 +182,7 @@ def test_a_head_that_lacks_a_seat_is_a_wall_even_if_it_also_lacks_a_slot() -> No
 # ------------------------------------------------------------------ claims
 
 
-def test_an_endless_stream_with_the_adapter_that_runs_does_not_starve_another() -> None:
+def test_an_endless_stream_of_one_adapter_does_not_starve_another() -> None:
     """After `max_overtakes` bypasses it claims a slot, and starts when the running requests of another adapter end."""
     host = roomy(max_loras=1, max_overtakes=5)
     add(host, "x0", "x", max_tokens=3)
@@ -198,7 +198,7 @@ def test_an_endless_stream_with_the_adapter_that_runs_does_not_starve_another() 
     assert Adapter("x", 1) not in output.adapters
 
 
-def test_a_claim_retires_the_adapter_that_has_run_longest_and_no_other() -> None:
+def test_a_claim_retires_only_the_adapter_that_has_run_longest() -> None:
     host = roomy(max_overtakes=0)
     add(host, "x1", "x", max_tokens=20)
     host.step()
@@ -215,7 +215,7 @@ def test_a_claim_retires_the_adapter_that_has_run_longest_and_no_other() -> None
     assert order == ["claims", "x2", "z2", "second claim", "y3"], "each waits behind the claims before it"
 
 
-def test_what_ran_with_a_retired_adapter_comes_back_and_finishes() -> None:
+def test_preempted_requests_of_a_retired_adapter_resume_and_finish() -> None:
     host = roomy(max_loras=1, max_overtakes=0)
     add(host, "a", "x", max_tokens=9)
     add(host, "b", "x", max_tokens=4)
@@ -231,7 +231,7 @@ def test_what_ran_with_a_retired_adapter_comes_back_and_finishes() -> None:
     assert order == ["claims", "new"]
 
 
-def test_a_more_urgent_request_is_not_held_up_by_the_claim_of_a_less_urgent_one() -> None:
+def test_a_claim_does_not_delay_more_urgent_requests() -> None:
     host = roomy(order="priority", displace=False, max_loras=1, max_overtakes=0)
     add(host, "a", "x", priority=0, max_tokens=20)
     host.step()
@@ -241,7 +241,7 @@ def test_a_more_urgent_request_is_not_held_up_by_the_claim_of_a_less_urgent_one(
     assert names(host.step().requests) == ["a", "urgent"]
 
 
-def test_a_claim_goes_with_the_request() -> None:
+def test_a_claim_ends_with_its_request() -> None:
     host = roomy(max_loras=1, max_overtakes=0)
     add(host, "a", "x")
     add(host, "claims", "y")
@@ -251,7 +251,7 @@ def test_a_claim_goes_with_the_request() -> None:
     assert names(host.step().requests) == ["a", "b"]
 
 
-def test_the_count_begins_anew_when_a_request_loses_its_row() -> None:
+def test_bypasses_are_counted_again_after_a_preemption() -> None:
     host = roomy(max_loras=1, max_overtakes=1)
     add(host, "x1", "x", max_tokens=2)
     y = add(host, "y", "y")
@@ -275,7 +275,7 @@ def test_with_all_slots_retired_requests_without_an_adapter_still_run() -> None:
 # ------------------------------------------------------------------ priority preemption
 
 
-def test_a_more_urgent_request_displaces_the_adapter_with_the_fewest_requests() -> None:
+def test_priority_preempts_the_adapter_with_the_fewest_requests() -> None:
     host = roomy(order="priority")
     for request_id, adapter in (("x1", "x"), ("x2", "x"), ("y1", "y")):
         add(host, request_id, adapter, priority=5)
@@ -285,7 +285,7 @@ def test_a_more_urgent_request_displaces_the_adapter_with_the_fewest_requests() 
     assert (names(output.preempted), names(output.admitted)) == (["y1"], ["urgent"])
 
 
-def test_nobody_is_displaced_for_a_slot_that_an_equally_urgent_request_keeps() -> None:
+def test_no_preemption_for_a_slot_that_an_equally_urgent_request_holds() -> None:
     host = roomy(order="priority", max_loras=1)
     add(host, "x1", "x", priority=5)
     add(host, "x2", "x", priority=0)
@@ -296,7 +296,7 @@ def test_nobody_is_displaced_for_a_slot_that_an_equally_urgent_request_keeps() -
     assert (names(output.preempted), names(output.admitted)) == ([], ["x3"])
 
 
-def test_a_slot_and_a_seat_are_displaced_together() -> None:
+def test_priority_preemption_frees_adapter_and_sequence_slot_together() -> None:
     host = roomy(order="priority", max_loras=1, max_num_seqs=2)
     add(host, "x", "x", priority=1)
     add(host, "plain", priority=9)
@@ -354,7 +354,7 @@ def test_explain_names_the_adapters_that_hold_the_slots() -> None:
     assert host.explain("a").adapter_slots == {}
 
 
-def test_a_parked_request_has_no_claim_on_a_reason() -> None:
+def test_a_parked_request_is_not_deferred_for_adapter_slots() -> None:
     host = roomy(max_loras=1)
     add(host, "a", "x")
     add(host, "b", "y")
@@ -370,7 +370,7 @@ def test_without_slots_an_adapter_is_refused() -> None:
 
 
 @pytest.mark.parametrize("adapter", ["x", ("x",), ("", 1), ("x", None), ("x", True), (1, "x"), ("x", 1.0), 5])
-def test_an_adapter_that_is_none_is_refused(adapter: Any) -> None:
+def test_an_invalid_adapter_is_refused(adapter: Any) -> None:
     with pytest.raises(RequestRefused, match=r"adapter is .*give \(name, version\)"):
         Request("a", [1], arrival_time=0.0, max_tokens=1, adapter=adapter)
 
@@ -383,6 +383,6 @@ def test_an_adapter_that_is_none_is_refused(adapter: Any) -> None:
         ({"max_overtakes": 3}, "max_overtakes is 3, and nobody is passed over without adapters"),
     ],
 )
-def test_knobs_that_make_no_sense(values: dict[str, int], message: str) -> None:
+def test_invalid_knobs_are_refused(values: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Host(**values)

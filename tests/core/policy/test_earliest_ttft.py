@@ -20,7 +20,7 @@ def admission_order(host: Host) -> list[str]:
     return [name for output in host.run_to_end() for name in names(output.admitted)]
 
 
-def test_the_earliest_deadline_is_next_and_who_has_no_target_has_the_default() -> None:
+def test_earliest_deadline_is_next_with_a_default_target() -> None:
     host = Host(order=ORDER, max_num_seqs=1)
     for request_id, arrival, target in [("c", 0.0, 200.0), ("b", 50.0, None), ("a", 40.0, 90.0)]:
         host.add(request_id, 2, max_tokens=1, arrival_time=arrival, ttft_target=target)
@@ -38,7 +38,7 @@ def test_a_preempted_request_is_first() -> None:
     assert admission_order(host) == ["a", "urgent"]
 
 
-def test_who_is_late_waits_behind_those_that_can_be_on_time() -> None:
+def test_late_requests_wait_behind_requests_on_time() -> None:
     host = Host(order=ORDER, max_num_seqs=1)
     host.add("late", 2, max_tokens=1, arrival_time=-10.0, ttft_target=5.0)
     host.add("later", 2, max_tokens=1, arrival_time=-5.0, ttft_target=5.0)
@@ -57,7 +57,7 @@ def test_every_kth_admission_is_the_most_overdue() -> None:
     assert admission_order(host) == ["a", "b", "late-1", "c", "d", "late-2", "e", "f"]
 
 
-def test_a_prefill_that_would_end_too_late_is_late_as_far_as_steps_have_shown() -> None:
+def test_lateness_includes_the_learned_prefill_time() -> None:
     order = EarliestTTFT(default=10.0)
     view = Scheduler(small_config())._parts.view
     order.attach(view)
@@ -97,7 +97,7 @@ def test_asking_between_steps_changes_no_decision() -> None:
     assert order.peek() is second
 
 
-def test_only_a_head_that_is_on_time_keeps_steps_from_being_done_at_once() -> None:
+def test_only_a_head_on_time_prevents_fast_forward() -> None:
     host = Host(order="earliest-ttft:default=30", max_num_seqs=1)
     host.add("a", 4, max_tokens=50)
     host.step()
@@ -122,7 +122,7 @@ def test_parameters_out_of_range_are_refused(spec: str) -> None:
     every=st.integers(1, 5),
     arrivals=st.lists(st.tuples(st.integers(0, 30), st.sampled_from([1.0, 4.0, 20.0])), min_size=1, max_size=40),
 )
-def test_a_late_request_has_its_turn_within_the_bound(every: int, arrivals: list[tuple[int, float]]) -> None:
+def test_a_late_request_is_admitted_within_the_bound(every: int, arrivals: list[tuple[int, float]]) -> None:
     """A request with n more overdue ones before it is among the next (n + 1) * every admissions."""
     order = EarliestTTFT(every=every)
     view = Scheduler(small_config())._parts.view

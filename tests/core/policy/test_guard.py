@@ -96,7 +96,7 @@ def test_an_order_that_fails_while_a_step_admits_loses_no_request(method: str, a
     finish_all(host, requests)
 
 
-def test_an_order_that_does_not_take_a_request_gets_the_blame_and_the_request_runs() -> None:
+def test_an_order_that_loses_a_request_fails_and_the_request_runs() -> None:
     class Picky(FirstComeFirstServed):
         name = "picky"
 
@@ -114,7 +114,7 @@ def test_an_order_that_does_not_take_a_request_gets_the_blame_and_the_request_ru
 
 
 @pytest.mark.parametrize("method", ["push", "pop", "remove", "put_back"])
-def test_an_order_that_raises_after_it_did_something_blocks_nobody(method: str) -> None:
+def test_an_order_that_raises_after_a_change_blocks_no_request(method: str) -> None:
     class Late(FirstComeFirstServed):
         name = "late"
         is_due = True
@@ -157,7 +157,7 @@ def test_an_order_that_raises_after_it_did_something_blocks_nobody(method: str) 
         assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 4)
 
 
-def test_places_are_known_while_the_policy_is_not_trusted() -> None:
+def test_positions_are_known_after_an_order_has_failed() -> None:
     class Once(FirstComeFirstServed):
         name = "once"
         is_due = True
@@ -201,7 +201,7 @@ def test_a_failed_step_leaves_nothing_for_the_next_one() -> None:
     assert b.is_finished
 
 
-def test_a_reserve_that_does_not_say_when_it_changes_is_asked_in_every_step() -> None:
+def test_a_reserve_without_num_changes_is_called_in_every_step() -> None:
     class Until(Reserve):
         name = "until"
 
@@ -217,7 +217,7 @@ def test_a_reserve_that_does_not_say_when_it_changes_is_asked_in_every_step() ->
     assert b.num_output_tokens > 0
 
 
-def test_what_a_policy_raises_when_it_is_told_something_fails_the_next_step() -> None:
+def test_an_error_in_an_event_fails_the_next_step() -> None:
     class Deaf(FirstComeFirstServed):
         name = "deaf"
 
@@ -240,7 +240,7 @@ def test_what_a_policy_raises_when_it_is_told_something_fails_the_next_step() ->
 
 @pytest.mark.parametrize("shortage", ["replan", "in-order", "look-ahead"])
 @pytest.mark.parametrize("answer", [BOOM, -1, 2, None, "a"], ids=["raises", "negative", "too large", "none", "text"])
-def test_a_victim_policy_that_fails_preempts_nobody(answer: Any, shortage: str) -> None:
+def test_a_victim_policy_that_fails_preempts_no_request(answer: Any, shortage: str) -> None:
     switch = Switch()
     switch.answer = answer
 
@@ -267,7 +267,7 @@ def test_a_victim_policy_that_fails_preempts_nobody(answer: Any, shortage: str) 
 
 
 @pytest.mark.parametrize("answer", [BOOM, -1, None])
-def test_a_reserve_that_fails_admits_nobody(answer: Any) -> None:
+def test_a_reserve_that_fails_admits_no_request(answer: Any) -> None:
     switch = Switch()
     switch.answer = answer
 
@@ -336,7 +336,7 @@ def test_a_limit_that_fails_loses_no_request(method: str) -> None:
 
 
 @pytest.mark.parametrize("lacks_time", [False, True, BOOM])
-def test_a_limit_says_whether_others_may_give_way_to_a_request(lacks_time: Any) -> None:
+def test_a_limit_can_forbid_priority_preemption(lacks_time: Any) -> None:
     switch = Switch()
     switch.answer = lacks_time
     asked = []
@@ -385,7 +385,7 @@ def test_a_step_budget_below_the_running_requests_still_lets_each_decode() -> No
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_policies_that_fail_at_random_cost_steps_and_nothing_else(seed: int) -> None:
+def test_policies_that_fail_at_random_only_cost_steps(seed: int) -> None:
     chance = random.Random(seed)
 
     def perhaps() -> None:
@@ -447,7 +447,7 @@ def test_policies_that_fail_at_random_cost_steps_and_nothing_else(seed: int) -> 
         assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, request.max_tokens)
 
 
-def test_a_policy_without_a_part_of_its_kind_is_refused_by_name() -> None:
+def test_a_policy_without_a_required_method_is_refused_by_name() -> None:
     class Half(Policy):
         name = "half"
 
@@ -472,7 +472,7 @@ def scheduler_with(order: Any, **config: Any) -> Scheduler:
     return scheduler
 
 
-def test_an_order_whose_head_changes_within_its_horizon_is_found() -> None:
+def test_an_order_that_breaks_its_guaranteed_steps_is_found() -> None:
     class Restless(FirstComeFirstServed):
         name = "restless"
 
@@ -500,7 +500,7 @@ def test_an_order_whose_head_changes_within_its_horizon_is_found() -> None:
     assert "order 'restless': horizon said that its head stays for 2 steps, and then it is" in found
 
 
-def test_a_reserve_that_gives_way_within_its_horizon_is_found() -> None:
+def test_a_reserve_that_breaks_its_guaranteed_steps_is_found() -> None:
     class Fading(Reserve):
         name = "fading"
         num_changes = 1  # claims that it never changes
@@ -520,7 +520,7 @@ def test_a_reserve_that_gives_way_within_its_horizon_is_found() -> None:
         scheduler.advance([6.0, 7.0, 8.0, 9.0, 10.0], [7])
 
 
-def test_sound_horizons_pass_the_check() -> None:
+def test_correct_guaranteed_steps_pass_the_check() -> None:
     for knobs in ({}, {"max_num_seqs": 4, "reserves": ("watermark:share=0.99",)}):
         scheduler = scheduler_with("fcfs", **knobs)
         assert scheduler.num_queued
@@ -617,7 +617,7 @@ def test_a_policy_that_always_fails_is_replaced_by_the_default(
     assert ["in its place from now on" in line for line in told] == [False, False, True]
 
 
-def test_the_order_in_the_place_of_another_has_its_whole_queue() -> None:
+def test_the_order_that_replaces_another_has_its_whole_queue() -> None:
     class Reversed(FirstComeFirstServed):
         name = "reversed"
         fails = False
@@ -646,7 +646,7 @@ def test_the_order_in_the_place_of_another_has_its_whole_queue() -> None:
     host.run_to_end()
 
 
-def test_the_order_in_the_place_of_one_that_displaces_is_by_priority() -> None:
+def test_a_preemptive_order_is_replaced_by_priority() -> None:
     class Mine(PriorityOrder):
         name = "mine"
 
@@ -665,7 +665,7 @@ def test_the_order_in_the_place_of_one_that_displaces_is_by_priority() -> None:
     host.run_to_end()
 
 
-def test_an_order_that_takes_nothing_and_never_answers_serves_all() -> None:
+def test_with_an_order_that_always_fails_all_requests_run() -> None:
     def fail(*_: Any) -> Any:
         raise BOOM
 
@@ -679,7 +679,7 @@ def test_an_order_that_takes_nothing_and_never_answers_serves_all() -> None:
     assert [request.is_finished for request in requests] == [True] * 3
 
 
-def test_failures_far_apart_replace_no_policy() -> None:
+def test_rare_failures_replace_no_policy() -> None:
     class Rare(FirstComeFirstServed):
         name = "rare"
         is_due = False

@@ -70,7 +70,7 @@ def test_a_prompt_has_the_whole_budget_again_when_streams_have_ended() -> None:
     assert served.step()["long"] == 8192
 
 
-def test_on_a_fast_device_it_decides_as_without() -> None:
+def test_on_a_fast_device_nothing_is_limited() -> None:
     """A step with the whole budget takes a fifth of the target."""
     sides = {limits: Server(scale=0.05, settings={"token_limits": limits}) for limits in ((LIMIT,), ())}
     for each in sides.values():
@@ -83,7 +83,7 @@ def test_on_a_fast_device_it_decides_as_without() -> None:
         assert mine == others
 
 
-def test_a_device_that_becomes_slow_is_noticed() -> None:
+def test_limits_apply_when_a_fast_device_becomes_slow() -> None:
     served = with_chats(server(scale=0.02), 4)
     for number in range(30):
         until_first_token(served, served.add(f"prompt{number}", 9000, max_tokens=2))
@@ -114,7 +114,7 @@ def test_a_short_prompt_does_not_wait_behind_a_long_one() -> None:
     assert served.step()["short"] == 40
 
 
-def test_steps_that_all_fill_the_target_teach_no_wrong_share(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_all_fill_the_target_do_not_distort_the_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention costs as much as on a CPU. Steps of equal time fit nearly any share of decode, and a wrong share would
     cut the next prompt too much."""
     costs = {"BASE": 3e-3, "PER_REQUEST": 1e-4, "PER_CONTEXT": 2e-7, "PER_TOKEN": 1e-4, "PER_ATTENDED": 1e-7}
@@ -148,7 +148,7 @@ def test_no_request_waits_for_step_time() -> None:
     assert reasons <= {Reason.BUDGET}
 
 
-def test_beside_slow_decoding_a_step_computes_at_least_the_least() -> None:
+def test_beside_slow_decode_a_step_computes_the_minimum() -> None:
     served = with_chats(server(scale=200.0), 4)
     seconds, tokens = until_first_token(served, served.add("long", 2000))
     assert len(seconds) <= 2000 / MIN + 2
@@ -156,7 +156,7 @@ def test_beside_slow_decoding_a_step_computes_at_least_the_least() -> None:
     assert max(seconds[2:]) < 2.2 * 200 * 6.1e-3
 
 
-def test_a_short_prompt_passes_a_long_one_also_at_the_least() -> None:
+def test_a_short_prompt_bypasses_a_long_one_also_at_the_minimum() -> None:
     served = with_chats(server(scale=200.0), 4)
     long = served.add("long", 4000)
     for _ in range(4):
@@ -166,7 +166,7 @@ def test_a_short_prompt_passes_a_long_one_also_at_the_least() -> None:
     assert not long.num_output_tokens
 
 
-def test_under_load_decoding_is_not_taken_for_the_cost_of_prompt_tokens() -> None:
+def test_under_load_decode_time_is_not_attributed_to_prompts() -> None:
     """Requests arrive all the time and decode takes longer than the target, so every step would have prompt tokens. If
     the time of decode were attributed to them, fewer and fewer would fit."""
     served = Server(LIMIT, scale=3.0, settings={"max_num_seqs": 2048})
@@ -178,7 +178,7 @@ def test_under_load_decoding_is_not_taken_for_the_cost_of_prompt_tokens() -> Non
     assert served.seconds[-1] > TARGET
 
 
-def test_steps_without_prompt_tokens_are_as_few_as_doublings_of_the_load() -> None:
+def test_one_step_without_prompt_tokens_for_each_doubling_of_load() -> None:
     served = Server(LIMIT, scale=10.0, settings={"max_num_seqs": 512})
     for number in range(400):
         served.add(f"r{number}", 100, max_tokens=100_000)
@@ -188,7 +188,7 @@ def test_steps_without_prompt_tokens_are_as_few_as_doublings_of_the_load() -> No
     assert len(waits) < 20 and len(bare) <= 9
 
 
-def test_a_clock_that_stands_still_holds_nothing_up() -> None:
+def test_a_clock_that_stands_still_delays_no_request() -> None:
     config = SchedulerConfig(num_blocks=400, max_model_len=4096, max_num_batched_tokens=64, max_num_seqs=8)
     scheduler = Scheduler(config.replace(token_limits=("prefill-gap",)))
     scheduler.add(Request("chat", [1] * 4, arrival_time=0.0, max_tokens=500), 1.0)
@@ -203,7 +203,7 @@ def test_a_clock_that_stands_still_holds_nothing_up() -> None:
 
 @pytest.mark.parametrize("num_chats", [16, 20])
 @pytest.mark.parametrize("limit", ["prefill-gap:seconds=0.001", "target-itl:seconds=0.001,least=32,patience=0"])
-def test_drafts_leave_a_prompt_the_least(limit: str, num_chats: int) -> None:
+def test_drafts_leave_the_minimum_to_a_prompt(limit: str, num_chats: int) -> None:
     """With 7 drafts each, requests verify more tokens than a step may use for prompts."""
     config = SchedulerConfig(num_blocks=2000, max_model_len=4096, max_num_batched_tokens=512, num_draft_tokens=7)
     scheduler = Scheduler(config.replace(token_limits=(limit,)))
@@ -229,7 +229,7 @@ def test_drafts_leave_a_prompt_the_least(limit: str, num_chats: int) -> None:
 # ---------------------------------------------------------------------- noise
 
 
-def test_a_stalled_machine_does_not_leave_the_least_behind() -> None:
+def test_after_a_stall_steps_compute_more_than_the_minimum() -> None:
     served = with_chats(server(scale=2.0), 4)
     served.add("long", 20_000)
     for _ in range(10):
@@ -256,7 +256,7 @@ def test_noise_that_has_passed_is_forgotten() -> None:
 # ---------------------------------------------------------------------- fast-forward and parameters
 
 
-def test_steps_at_once_leave_what_single_ones_do() -> None:
+def test_fast_forward_equals_single_steps() -> None:
     rng = np.random.default_rng(4)
     arrivals, now = [], 0.0
     for index in range(60):
@@ -280,6 +280,6 @@ def test_steps_at_once_leave_what_single_ones_do() -> None:
         ("prefill-gap:patience=1", "no parameter 'patience'"),
     ],
 )
-def test_bad_parameters(limit: str, message: str) -> None:
+def test_invalid_parameters_are_refused(limit: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Host(token_limits=(limit,))

@@ -47,7 +47,7 @@ def run(host: Host, most_failures: int = 3) -> list[Request]:
 
 
 @pytest.mark.parametrize(("kind", "at"), WHERE)
-def test_requests_get_what_they_get_without_the_policy(kind: str, at: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_tokens_are_the_same_as_without_the_policy(kind: str, at: str, caplog: pytest.LogCaptureFixture) -> None:
     host = Host(**TIGHT, **knob(kind, at))
     run(host)
     assert sum(record.exc_info is not None for record in caplog.records) <= 1
@@ -64,7 +64,7 @@ def test_requests_get_what_they_get_without_the_policy(kind: str, at: str, caplo
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_explanation_says_what_decides_instead_and_why(kind: str) -> None:
+def test_every_explanation_names_the_replacement_and_the_error(kind: str) -> None:
     host = Host(**knob(kind, CONSTRUCTOR))
     host.add("a", 4, max_tokens=2)
     words = (
@@ -78,7 +78,7 @@ def test_every_explanation_says_what_decides_instead_and_why(kind: str) -> None:
         host.step()
 
 
-def test_a_refusal_of_parameters_stays_an_error_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_parameters_stay_an_error_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: Any, **_: Any) -> None:
         raise ConfigError("at and after do not go together")
 
@@ -91,7 +91,7 @@ def test_a_refusal_of_parameters_stays_an_error_at_the_start(monkeypatch: pytest
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_mended", [False, True])
-def test_a_run_without_the_constructed_policy_replays(
+def test_a_run_with_a_policy_replaced_at_the_start_replays(
     kind: str, is_mended: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def mended(self: Any, **_: Any) -> None:
@@ -109,7 +109,7 @@ def test_a_run_without_the_constructed_policy_replays(
     assert replay(lines).num_steps > 10
 
 
-def test_a_policy_that_decided_must_be_usable_in_a_replay() -> None:
+def test_a_replay_needs_every_policy_that_decided() -> None:
     file = io.StringIO()
     run(Host(recorder=Recorder(file), **TIGHT, **knob("victim", "nothing")))
     text = file.getvalue().replace("faulty-victim:at=nothing", "faulty-victim:at=constructor")
@@ -118,7 +118,7 @@ def test_a_policy_that_decided_must_be_usable_in_a_replay() -> None:
 
 
 @pytest.mark.parametrize("at", [CONSTRUCTOR, "choose"])
-def test_a_recording_that_begins_later_leaves_the_default_in_place(at: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_later_recording_keeps_the_default(at: str, caplog: pytest.LogCaptureFixture) -> None:
     host = Host(**TIGHT, **knob("victim", at))
     run(host)
     before, num_lines = host.scheduler.replaced_policies, len(caplog.records)
@@ -133,7 +133,7 @@ def test_a_recording_that_begins_later_leaves_the_default_in_place(at: str, capl
     assert replay(lines).num_steps > 10
 
 
-def test_the_default_of_an_order_that_displaces_is_by_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_of_a_preemptive_order_is_priority(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faulty_policies.Order, "is_preemptive", True)
     host = Host(max_num_seqs=1, **knob("order", CONSTRUCTOR))
     host.add("low", 3, max_tokens=8, priority=5)
@@ -143,7 +143,7 @@ def test_the_default_of_an_order_that_displaces_is_by_priority(monkeypatch: pyte
     assert isinstance(host.scheduler._parts.policies[0].policy, PriorityOrder)
 
 
-def test_the_default_victim_goes_by_the_order() -> None:
+def test_the_default_victim_depends_on_the_order() -> None:
     host = Host(order="priority", **knob("victim", CONSTRUCTOR))
     assert [each.by for each in host.scheduler.replaced_policies] == ["lowest-priority"]
 
@@ -152,7 +152,7 @@ def test_the_default_victim_goes_by_the_order() -> None:
     ("kind", "at"),
     [("order", "peek"), ("order", "guaranteed_steps"), ("limit", "guaranteed_steps"), ("reserve", "blocks")],
 )
-def test_a_look_ahead_fails_for_no_policy(kind: str, at: str) -> None:
+def test_a_look_ahead_never_fails(kind: str, at: str) -> None:
     """The following step can fail, and the recording has its failure."""
     host = Host(max_num_seqs=1, **knob(kind, at, after=2))
     for name in "ab":
@@ -167,7 +167,7 @@ def test_a_look_ahead_fails_for_no_policy(kind: str, at: str) -> None:
     assert host.scheduler.stats().num_policy_failures == failures <= 3
 
 
-def test_an_answer_that_has_no_hash_fails_the_step_as_others_do() -> None:
+def test_an_unhashable_result_fails_the_step() -> None:
     class Lists(FirstComeFirstServed):
         name = "lists"
 
@@ -181,7 +181,7 @@ def test_an_answer_that_has_no_hash_fails_the_step_as_others_do() -> None:
     assert host.scheduler.guaranteed_steps(3) == 0
 
 
-def test_an_object_without_a_sound_attribute_is_replaced_at_the_start() -> None:
+def test_an_object_with_an_invalid_attribute_is_replaced_at_the_start() -> None:
     class Odd(Latest):
         name = "odd"
 
@@ -193,7 +193,7 @@ def test_an_object_without_a_sound_attribute_is_replaced_at_the_start() -> None:
     run(host, most_failures=0)
 
 
-def test_a_failing_policy_is_no_reason_to_schedule_twice() -> None:
+def test_schedule_again_works_with_a_failing_policy() -> None:
     host = Host(**TIGHT, **knob("order", "peek"))
     host.add("a", 3, max_tokens=2)
     scheduler: Scheduler = host.scheduler

@@ -28,7 +28,7 @@ def with_a_running(prompt_tokens: int, **config: Any) -> Host:
 # ---------------------------------------------------------------------- full sequence
 
 
-def test_a_prompt_whose_first_chunk_fits_waits_until_all_of_it_does() -> None:
+def test_a_prompt_waits_until_all_of_it_fits() -> None:
     host = with_a_running(13, num_blocks=8, max_num_batched_tokens=16)
     host.add("b", 20)
     assert tokens_of(host.step()) == {"a": 1}, "4 blocks are free: enough for 15 tokens, not for 20"
@@ -36,13 +36,13 @@ def test_a_prompt_whose_first_chunk_fits_waits_until_all_of_it_does() -> None:
     assert (head.reason, head.missing, head.blocker) == (Reason.FULL_SEQUENCE, 1, "a")
 
 
-def test_without_the_full_sequence_rule_the_first_chunk_is_enough() -> None:
+def test_without_full_sequence_the_first_chunk_is_enough() -> None:
     host = with_a_running(13, num_blocks=8, max_num_batched_tokens=16, full_sequence_must_fit=False)
     host.add("b", 20)
     assert tokens_of(host.step()) == {"a": 1, "b": 15}
 
 
-def test_cached_blocks_that_somebody_holds_cost_nothing() -> None:
+def test_held_cached_blocks_cost_nothing() -> None:
     host = Host(num_blocks=8)
     shared = host.prompt(13)
     host.add("a", shared, max_tokens=20)
@@ -52,7 +52,7 @@ def test_cached_blocks_that_somebody_holds_cost_nothing() -> None:
     assert cached_of(output) == {"b": 12}, "b needs 5 blocks; a holds 3 of them, and 4 are free"
 
 
-def test_cached_blocks_that_nobody_holds_are_free_blocks_and_cost_one_each() -> None:
+def test_free_cached_blocks_cost_one_block_each() -> None:
     host = Host(num_blocks=8, max_num_batched_tokens=32)
     shared = host.prompt(13)
     host.add("a", shared, max_tokens=1)
@@ -64,7 +64,7 @@ def test_cached_blocks_that_nobody_holds_are_free_blocks_and_cost_one_each() -> 
     assert host.explain("b").missing == 1
 
 
-def test_what_partly_computed_prompts_are_owed_is_kept_for_them() -> None:
+def test_blocks_owed_to_partial_prefills_are_kept() -> None:
     host = Host(num_blocks=8, max_num_batched_tokens=8, long_prefill_token_threshold=4)
     host.add("a", 24)
     host.add("b", 12)
@@ -75,14 +75,14 @@ def test_what_partly_computed_prompts_are_owed_is_kept_for_them() -> None:
     assert host.explain("b").missing == 1
 
 
-def test_what_is_left_beside_the_owed_blocks_may_be_taken() -> None:
+def test_blocks_beyond_the_owed_ones_may_be_taken() -> None:
     host = Host(num_blocks=8, max_num_batched_tokens=8, long_prefill_token_threshold=4)
     host.add("a", 24)
     host.add("b", 8)
     assert tokens_of(host.step()) == {"a": 4, "b": 4}
 
 
-def test_a_prompt_admitted_in_this_step_is_owed_its_rest_too() -> None:
+def test_a_prompt_admitted_in_this_step_is_owed_its_remaining_blocks() -> None:
     host = Host(num_blocks=8, max_num_batched_tokens=16, long_prefill_token_threshold=4)
     for request_id in ("a", "b", "c"):
         host.add(request_id, 12)
@@ -93,7 +93,7 @@ def test_a_prompt_admitted_in_this_step_is_owed_its_rest_too() -> None:
 # ---------------------------------------------------------------------- watermark
 
 
-def test_the_watermark_keeps_a_share_of_the_pool_free_while_something_runs() -> None:
+def test_the_watermark_keeps_blocks_free_while_requests_run() -> None:
     host = with_a_running(13, num_blocks=10, watermark=0.2)
     host.add("b", 20)
     assert names(host.step().admitted) == [], "6 blocks are free; 5 and the watermark of 2 are 7"
@@ -108,13 +108,13 @@ def test_an_admission_may_go_down_to_the_watermark() -> None:
     assert host.stats().num_free_blocks == 2
 
 
-def test_the_watermark_does_not_hold_when_nothing_runs_or_a_large_request_could_never_start() -> None:
+def test_the_watermark_does_not_apply_when_nothing_runs() -> None:
     host = Host(num_blocks=10, max_num_batched_tokens=64, watermark=0.9)
     host.add("a", 39, max_tokens=1)
     assert names(host.step().admitted) == ["a"]
 
 
-def test_the_watermark_holds_for_the_second_admission_of_a_step() -> None:
+def test_the_watermark_applies_to_the_second_admission_of_a_step() -> None:
     host = Host(num_blocks=10, max_num_batched_tokens=64, watermark=0.2)
     host.add("a", 16)
     host.add("b", 20)
@@ -129,7 +129,7 @@ def test_running_requests_grow_into_the_watermark() -> None:
     assert (host.stats().num_free_blocks, host.stats().num_preemptions) == (0, 0)
 
 
-def test_the_watermark_holds_for_a_preempted_request_too() -> None:
+def test_the_watermark_applies_to_a_preempted_request() -> None:
     host = with_a_running(13, num_blocks=10, watermark=0.3)
     host.add("b", 12, max_tokens=20)
     assert names(host.step().admitted) == ["b"]
@@ -156,7 +156,7 @@ def test_the_watermark_holds_for_a_preempted_request_too() -> None:
     ],
     ids=["watermark", "full sequence", "blocks", "sequence limit", "sequence limit before memory"],
 )
-def test_the_rung_counted_is_the_one_whose_removal_alone_would_let_the_request_in(
+def test_the_counted_reason_is_the_one_whose_removal_would_admit(
     prompt: int, config: dict[str, Any], rung: Reason, missing: int
 ) -> None:
     host = with_a_running(17, **{"num_blocks": 8, "max_model_len": 32, **config})
@@ -171,7 +171,7 @@ def test_the_rung_counted_is_the_one_whose_removal_alone_would_let_the_request_i
     assert (head.reason, head.missing) == (rung, missing)
 
 
-def test_when_two_reserves_stand_in_the_way_together_the_fuller_one_is_named() -> None:
+def test_of_two_reserves_that_defer_together_the_last_is_named() -> None:
     host = with_a_running(13, num_blocks=10, max_num_batched_tokens=16, watermark=0.2)
     host.add("b", 28)
     host.step()  # 6 free; the first chunk of 15 needs 4, the whole 7, with the watermark 9
@@ -189,7 +189,7 @@ def finish(host: Host, request_id: str, num_tokens: int) -> None:
         host.step()
 
 
-def test_the_mean_of_what_ended_is_kept_free_for_the_next() -> None:
+def test_the_mean_of_finished_outputs_is_kept_free() -> None:
     host = Host(num_blocks=8, decode_reserve="mean")
     finish(host, "short", 3)
     finish(host, "long", 8)  # 5.5 on average: 6 tokens, 2 blocks
@@ -203,7 +203,7 @@ def test_the_mean_of_what_ended_is_kept_free_for_the_next() -> None:
     assert names(host.step().admitted) == ["b"], "a has ended"
 
 
-def test_nothing_is_expected_before_anything_has_ended_by_itself() -> None:
+def test_no_output_is_expected_before_a_request_finishes_by_itself() -> None:
     host = Host(num_blocks=8, decode_reserve="mean")
     host.add("aborted", 1, max_tokens=30)
     for _ in range(9):
@@ -215,7 +215,7 @@ def test_nothing_is_expected_before_anything_has_ended_by_itself() -> None:
     assert names(host.step().admitted) == ["b"], "the 9 tokens of the aborted one do not count"
 
 
-def test_the_mean_follows_the_last_ends() -> None:
+def test_the_mean_follows_the_last_finished_requests() -> None:
     reserve = MeanDecodeReserve()
     means = []
     for length in [1000] * 3 + [10] * (MEAN_OVER - 1) + [10]:
@@ -230,7 +230,7 @@ def test_the_mean_follows_the_last_ends() -> None:
     assert means[-2:] == [18, 10], "the first 3 no longer count: (1000 + 127 * 10) / 128, rounded up, and then 10"
 
 
-def test_a_blocked_head_is_looked_at_again_when_less_is_expected() -> None:
+def test_a_blocked_head_is_checked_again_when_the_mean_falls() -> None:
     """The verdict on a head is kept; only the mean changes here."""
     host = Host(num_blocks=8, decode_reserve="mean", enable_prefix_caching=False)
     finish(host, "long", 16)
@@ -278,7 +278,7 @@ def kept(reserve: GrowthReserve, num_waiting: int = 100, others_run: bool = True
     return reserve.blocks(Request("b", [1], arrival_time=0.0, max_tokens=9), demand, reserve._view)
 
 
-def test_growth_is_what_the_formula_of_mean_prompt_and_output_says() -> None:
+def test_growth_follows_the_formula() -> None:
     """960 and 240 tokens: D = 15, S = 60, W = 1,680, c = 1,080: 15 ln(1080 / 1680 * 2588 / 60 * (1 - e^-4)) = 49.6."""
     assert kept(growth_after([(960, 240)])) == 49
     assert kept(growth_after([(900, 200), (1020, 280)])) == 49, "means"
@@ -310,13 +310,13 @@ def test_growth_counts_the_blocks_of_every_group() -> None:
     )
 
 
-def test_with_few_waiting_growth_keeps_less() -> None:
+def test_growth_keeps_less_when_few_requests_wait() -> None:
     reserve = growth_after([(300, 1000)])  # 2 W / c = 6,600 / 800: 8 requests
     full = kept(reserve)
     assert [kept(reserve, waiting) for waiting in (2, 4, 6, 8, 9)] == [full // 4, full // 2, full * 3 // 4, full, full]
 
 
-def test_growth_keeps_nobody_out_where_nothing_runs_or_nothing_has_finished() -> None:
+def test_growth_is_0_when_nothing_runs_or_has_finished() -> None:
     assert kept(growth_after([(960, 240)]), others_run=False) == 0
     assert kept(growth_after([])) == kept(growth_after([(960, 0)])) == 0
     host = Host(num_blocks=8, reserves=("growth:scale=8",), enable_prefix_caching=False)
@@ -326,7 +326,7 @@ def test_growth_keeps_nobody_out_where_nothing_runs_or_nothing_has_finished() ->
     assert names(host.step().admitted) == ["whole"], "all 8 blocks are for it"
 
 
-def test_growth_keeps_blocks_free_and_says_so() -> None:
+def test_growth_keeps_blocks_free_and_is_the_reason() -> None:
     host = Host(num_blocks=24, reserves=("growth:scale=8",), enable_prefix_caching=False, max_num_batched_tokens=99)
     finish(host, "first", 12)
     host.add("a", 60, max_tokens=40)
@@ -338,7 +338,7 @@ def test_growth_keeps_blocks_free_and_says_so() -> None:
     assert kept(host.scheduler._parts.gates.reserves.policies[-1], 12) == 24 // 8
 
 
-def test_growth_follows_the_last_ends_and_tells_of_every_change() -> None:
+def test_growth_follows_the_last_requests_and_counts_changes() -> None:
     reserve = growth_after([(50, 10)] + [(960, 240)] * (LEARNED_OVER - 1))
     before = (kept(reserve), reserve.num_changes)
     request = Request("a", [1] * 960, arrival_time=0.0, max_tokens=500)
@@ -378,7 +378,7 @@ def paced(outputs: list[int], *rows: tuple[int, int]) -> int:
     return kept(reserve)
 
 
-def test_growth_keeps_less_where_running_requests_are_near_their_ends() -> None:
+def test_growth_keeps_less_when_running_requests_are_near_their_end() -> None:
     outputs = list(range(100, 1_650, 50))
     usual = paced(outputs)
     assert paced(outputs, (320, 1_350), (320, 1_400)) < usual < paced(outputs, (320, 50), (320, 100))
@@ -411,7 +411,7 @@ def test_growth_is_bounded_and_the_same_for_the_same_changes(
     assert few != many or less == more
 
 
-def test_a_blocked_head_is_looked_at_again_when_fewer_wait() -> None:
+def test_a_blocked_head_is_checked_again_when_fewer_requests_wait() -> None:
     """The verdict on a head is kept; only the number of requests behind it changes here."""
     host = Host(num_blocks=24, reserves=("growth:scale=8",), enable_prefix_caching=False, max_num_batched_tokens=99)
     finish(host, "first", 12)

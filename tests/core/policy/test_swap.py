@@ -124,7 +124,7 @@ def short_of_blocks(host: HostMemory, count: int = 2) -> None:
         host.add(f"r{number}", 20, 50)
 
 
-def test_blocks_are_copied_out_when_they_are_evicted_and_back_when_the_request_resumes() -> None:
+def test_blocks_are_copied_out_at_eviction_and_back_at_resumption() -> None:
     host = HostMemory()
     short_of_blocks(host)
     victim = host.step_until_preempted()
@@ -159,7 +159,7 @@ def test_no_victim_recomputes_more_than_a_block() -> None:
     assert any(keys & others for keys, others in zip(saved, resumed, strict=True)), "saved and loaded by one step"
 
 
-def test_what_no_preempted_request_needs_is_not_copied() -> None:
+def test_blocks_that_no_preempted_request_needs_are_not_copied() -> None:
     host = HostMemory()
     for number in range(6):  # one after the other, so that the pool evicts blocks of finished requests
         host.add(f"r{number}", 40, 4)
@@ -175,7 +175,7 @@ def test_what_no_preempted_request_needs_is_not_copied() -> None:
     assert host.scheduler.stats().num_saved_blocks == before, "it does not resume any more"
 
 
-def test_a_connector_that_saves_all_that_is_evicted_still_does() -> None:
+def test_a_connector_that_saves_all_evicted_blocks_still_does() -> None:
     host = HostMemory(preemption_mode="recompute")
     host.saves_evicted = True
     host.scheduler = Scheduler(host.scheduler.config, connector=host)
@@ -188,7 +188,7 @@ def test_a_connector_that_saves_all_that_is_evicted_still_does() -> None:
 
 
 @pytest.mark.parametrize(("block_seconds", "decided"), [(1e-4, "swap"), (1.0, "recompute")])
-def test_the_cheaper_way_by_the_times_of_steps_and_copies(block_seconds: float, decided: str) -> None:
+def test_cheaper_compares_the_times_of_steps_and_copies(block_seconds: float, decided: str) -> None:
     """A block of 4 tokens takes 4 ms to recompute, so a swap is cheaper below 2 ms each way."""
     host = HostMemory(block_seconds, preemption_mode="cheaper")
     for group in range(12):
@@ -210,7 +210,7 @@ def test_the_cheaper_way_by_the_times_of_steps_and_copies(block_seconds: float, 
         assert host.scheduler.stats().num_loaded_tokens == 0
 
 
-def test_steps_done_at_once_after_a_copy_say_as_much_as_single_ones() -> None:
+def test_fast_forward_after_a_copy_teaches_the_same_as_single_steps() -> None:
     """The copies of the step before are no part of their time."""
     decided = []
     for runs in (HostMemory.run, HostMemory.run_at_once):
@@ -224,7 +224,7 @@ def test_steps_done_at_once_after_a_copy_say_as_much_as_single_ones() -> None:
     assert decided[0] == decided[1]
 
 
-def test_a_slow_spell_is_not_believed_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_copies_are_forgotten_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(swap, "TRIED_AGAIN", 8)
     host = HostMemory(1.0, preemption_mode="cheaper")
 
@@ -315,7 +315,7 @@ def _without_copies(line: str) -> str:
         ({"preemption_mode": "swap", "enable_prefix_caching": False}, "turn it on"),
     ],
 )
-def test_settings_that_cannot_work(overrides: dict[str, Any], words: str) -> None:
+def test_invalid_swap_settings_are_refused(overrides: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         SchedulerConfig(num_blocks=8, max_model_len=16, **overrides)
 

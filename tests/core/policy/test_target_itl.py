@@ -104,7 +104,7 @@ class Server:
 # ---------------------------------------------------------------------- what it does
 
 
-def test_prompt_tokens_fill_what_decoding_leaves_of_the_target() -> None:
+def test_prompt_tokens_fill_the_target_time_beside_decode() -> None:
     server = Server()
     server.warm()
     before = len(server.seconds)
@@ -132,7 +132,7 @@ def test_the_configured_budget_is_the_upper_bound() -> None:
     assert sum(server.step().values()) == 500
 
 
-def test_every_request_that_decodes_gets_its_token_even_behind_a_partial_prefill() -> None:
+def test_every_decoding_request_gets_its_token_behind_a_partial_prefill() -> None:
     limits = ("prefill-threshold:tokens=64", f"target-itl:seconds={TARGET}")
     server = Server(settings={"token_limits": limits}, scale=5.0)
     server.add("long", 4000)
@@ -146,7 +146,7 @@ def test_every_request_that_decodes_gets_its_token_even_behind_a_partial_prefill
         assert decoding <= tokens.keys() and "long" in tokens
 
 
-def test_a_prefill_that_fits_the_target_leaves_each_request_its_token_of_the_configured_budget() -> None:
+def test_a_prefill_leaves_each_request_a_token_of_the_budget() -> None:
     server = Server(f"target-itl:seconds={TARGET},least=8", settings={"max_num_batched_tokens": 40, "max_num_seqs": 40})
     prefill = server.add("long", 1500)
     for index in range(2):
@@ -159,7 +159,7 @@ def test_a_prefill_that_fits_the_target_leaves_each_request_its_token_of_the_con
     assert num_steps > 5
 
 
-def test_where_decodes_wait_for_prefills_these_leave_them_no_tokens() -> None:
+def test_prefill_first_steps_leave_no_tokens_for_decode() -> None:
     budget = {"max_num_batched_tokens": 40, "max_num_seqs": 40, "max_num_active_seqs": 40}
     server = Server(settings={"batching": "prefill-first", "shortage": "in-order", **budget})
     for index in range(36):
@@ -187,7 +187,7 @@ def crowded(**settings: Any) -> tuple[Server, Request, float]:
     return server, head, since
 
 
-def test_where_decoding_alone_takes_longer_nobody_is_admitted_and_the_reason_is_step_time() -> None:
+def test_a_request_waits_for_step_time_when_decode_takes_too_long() -> None:
     server, waiting, since = crowded()
     num_running = server.scheduler.num_running
     while waiting.status is RequestStatus.WAITING:
@@ -198,7 +198,7 @@ def test_where_decoding_alone_takes_longer_nobody_is_admitted_and_the_reason_is_
     assert tokens[waiting.request_id] == 64, "with `least` tokens"
 
 
-def test_it_admits_again_when_requests_have_left() -> None:
+def test_admission_continues_when_requests_have_left() -> None:
     server, waiting, _ = crowded()
     for request in server.scheduler.running[:5]:
         server.scheduler.abort(request.request_id, server.now)
@@ -233,7 +233,7 @@ def test_a_second_long_prompt_waits_and_costs_the_first_one_half_a_step() -> Non
     )
 
 
-def test_many_prompts_of_a_few_tokens_are_not_taken_for_long_contexts() -> None:
+def test_many_short_prompts_do_not_count_as_long_contexts() -> None:
     """No other steps were observed. If their time were attributed to positions, no token would fit a step."""
     server = Server()
     for index in range(250):
@@ -244,7 +244,7 @@ def test_many_prompts_of_a_few_tokens_are_not_taken_for_long_contexts() -> None:
 
 
 @pytest.mark.parametrize("max_num_seqs", [24, 256])
-def test_prompt_tokens_are_spread_only_while_the_queue_waits_for_sequence_slots(max_num_seqs: int) -> None:
+def test_prompt_tokens_are_spread_while_the_queue_waits_for_slots(max_num_seqs: int) -> None:
     server = Server(settings={"max_num_seqs": max_num_seqs})
     server.warm()
     for index in range(4):
@@ -262,7 +262,7 @@ def test_prompt_tokens_are_spread_only_while_the_queue_waits_for_sequence_slots(
 
 
 @pytest.mark.parametrize("target", [0.025, 0.01])
-def test_a_target_near_what_one_request_takes_or_below_it_does_not_serve_one_at_a_time(target: float) -> None:
+def test_a_very_short_target_still_runs_several_requests(target: float) -> None:
     """The cost of one more request is unknown until two ran."""
     server = Server(f"target-itl:seconds={target}", scale=2.5)  # one takes 15 ms
     for index in range(12):
@@ -272,7 +272,7 @@ def test_a_target_near_what_one_request_takes_or_below_it_does_not_serve_one_at_
     assert server.scheduler.num_running >= 11 and server.now < 10
 
 
-def test_a_long_step_where_only_short_ones_were_seen_is_known_before_the_next() -> None:
+def test_an_unusually_long_step_is_learned_before_the_next() -> None:
     server = Server(hidden=0.4)
     for index in range(32):
         server.add(f"chat{index}", 100, max_tokens=5000)
@@ -321,7 +321,7 @@ def test_one_slow_step_changes_no_budget_by_a_tenth() -> None:
         assert after > 0.9 * without
 
 
-def test_a_device_that_slows_down_for_good_is_followed() -> None:
+def test_a_permanent_slowdown_is_learned() -> None:
     server = Server()
     server.warm()
     server.scale = 2.0
@@ -333,7 +333,7 @@ def test_a_device_that_slows_down_for_good_is_followed() -> None:
     assert np.median(server.seconds[-60:]) > 0.85 * TARGET
 
 
-def test_coefficients_are_found() -> None:
+def test_coefficients_are_fitted() -> None:
     times, rng = StepTimes(TARGET), np.random.default_rng(1)
     for _ in range(300):
         requests, start = int(rng.integers(1, 100)), int(rng.integers(0, 30_000))
@@ -400,7 +400,7 @@ def loads_heard(host: Host) -> list[StepLoad]:
     return heard
 
 
-def test_what_a_step_computed_is_told() -> None:
+def test_policies_get_the_load_of_each_step() -> None:
     host = Host(num_blocks=40, enable_prefix_caching=False)
     heard, expected = loads_heard(host), []
     host.add("a", 21, max_tokens=9)
@@ -420,7 +420,7 @@ def test_what_a_step_computed_is_told() -> None:
 # ---------------------------------------------------------------------- fast-forward
 
 
-def test_the_budget_is_kept_while_nobody_comes_or_goes() -> None:
+def test_the_budget_is_kept_while_running_requests_stay_the_same() -> None:
     server = Server(settings={"max_num_seqs": 4})
     for index in range(5):
         server.add(f"r{index}", 100, max_tokens=50)
@@ -433,7 +433,7 @@ def test_the_budget_is_kept_while_nobody_comes_or_goes() -> None:
 
 
 @pytest.mark.parametrize("overrides", [{}, {"max_num_seqs": 5}, {"num_blocks": 90}])
-def test_steps_at_once_leave_what_single_ones_do(overrides: dict[str, Any]) -> None:
+def test_fast_forward_equals_single_steps(overrides: dict[str, Any]) -> None:
     rng = np.random.default_rng(4)
     arrivals, now = [], 0.0
     for index in range(60):
@@ -467,7 +467,7 @@ def test_steps_at_once_leave_what_single_ones_do(overrides: dict[str, Any]) -> N
         ("target-itl:ms=50", "no parameter 'ms'"),
     ],
 )
-def test_bad_parameters(limit: str, message: str) -> None:
+def test_invalid_parameters_are_refused(limit: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Host(token_limits=(limit,))
 
@@ -475,12 +475,12 @@ def test_bad_parameters(limit: str, message: str) -> None:
 @pytest.mark.parametrize(
     "setting", [{"enable_chunked_prefill": False, "max_num_batched_tokens": 64}, {"first_chunk_only": True}]
 )
-def test_prompts_must_be_cut(setting: dict[str, Any]) -> None:
+def test_target_itl_needs_chunked_prefill(setting: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="prompts must be cut to it"):
         Host(token_limits=("target-itl",), **setting)
 
 
-def test_short_prompts_do_not_wait_for_a_step_that_was_merely_never_seen() -> None:
+def test_short_prompts_do_not_wait_beyond_observed_steps() -> None:
     """All prompts are shorter than the minimum chunk, so no step shows that more would fit."""
     server = Server("target-itl:seconds=0.05,least=64,patience=10")
     added = []
@@ -492,7 +492,7 @@ def test_short_prompts_do_not_wait_for_a_step_that_was_merely_never_seen() -> No
     assert len(waits) <= 2
 
 
-def test_no_request_is_displaced_for_one_that_lacks_step_time() -> None:
+def test_no_preemption_for_a_request_that_lacks_step_time() -> None:
     host = Host(order="priority", token_limits=("target-itl:seconds=0.5,patience=30",), max_num_seqs=2)
     for name, priority in (("urgent", 0), ("patient", 2)):
         host.add(name, 4, max_tokens=40, priority=priority)
@@ -505,7 +505,7 @@ def test_no_request_is_displaced_for_one_that_lacks_step_time() -> None:
 
 
 @pytest.mark.parametrize("num_urgent", [0, 3])
-def test_less_urgent_ones_give_way_though_decoding_takes_too_long_with_them(num_urgent: int) -> None:
+def test_less_urgent_requests_are_preempted_in_steps_that_are_too_long(num_urgent: int) -> None:
     """The remaining requests and the urgent one together decode within the target."""
     server, _, _ = crowded(order="priority")
     num_running = server.scheduler.num_running

@@ -73,7 +73,7 @@ GROUPS = [
 ]
 
 
-def test_with_groups_what_lies_behind_a_window_is_kept_by_those_that_hold_it() -> None:
+def test_with_groups_window_blocks_are_kept_by_their_holders() -> None:
     host, view = reading(num_blocks=64, kv_groups=(KVGroup(), WINDOW))
     shared = host.prompt(12)
     host.add("a", [*shared, 1], max_tokens=30)
@@ -90,7 +90,7 @@ def test_with_groups_what_lies_behind_a_window_is_kept_by_those_that_hold_it() -
 
 
 @pytest.mark.parametrize("groups", GROUPS, ids=lambda groups: "+".join(group.kind for group in groups))
-def test_what_is_kept_is_found_once_all_free_blocks_are_evicted(groups: tuple[KVGroup, ...]) -> None:
+def test_kept_tokens_are_found_after_all_free_blocks_are_evicted(groups: tuple[KVGroup, ...]) -> None:
     """And no other blocks are found of a request that loses its blocks at any moment."""
     num_kept = 0
     for seed in seeds(20, 500):
@@ -125,7 +125,7 @@ def test_slots_of_groups() -> None:
     assert view.num_slots_for(tokens).tolist() == [12.0, 26.5, 320.0]
 
 
-def test_without_a_prefix_cache_every_block_is_its_own() -> None:
+def test_without_a_prefix_cache_no_blocks_are_shared() -> None:
     host, view = reading(enable_prefix_caching=False)
     host.add("a", 7, max_tokens=5)
     host.step()
@@ -134,13 +134,13 @@ def test_without_a_prefix_cache_every_block_is_its_own() -> None:
     assert not view.has_prefix_cache
 
 
-def test_nothing_runs() -> None:
+def test_columns_are_empty_when_nothing_runs() -> None:
     _, view = reading()
     assert all(column == [] for column in columns(view).values())
 
 
 @pytest.mark.parametrize("cached", [True, False])
-def test_what_a_preemption_frees_is_what_the_view_said(cached: bool) -> None:
+def test_a_preemption_frees_the_own_blocks_of_the_view(cached: bool) -> None:
     host, view = reading(enable_prefix_caching=cached, num_blocks=24)
     shared = host.prompt(8)
     for index in range(4):
