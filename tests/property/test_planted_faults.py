@@ -282,7 +282,7 @@ def expected_output_is_ignored(patch: Patch) -> None:
 
 def first_token_is_missed_if_it_is_the_last(patch: Patch) -> None:
     def on_finished(original: Any, log: Any, request: Any, now: float) -> None:
-        log._silent.pop(request, None)
+        log._without_token.pop(request, None)
         original(log, request, now)
 
     around(patch, "RequestLog.on_finished", on_finished)

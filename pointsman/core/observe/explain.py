@@ -89,14 +89,14 @@ def explain(request: Request, parts: Parts, config: SchedulerConfig) -> Explanat
     why = own[0] if own is not None else why_left_out(request, parts, config)
     reason = why.reason if why else None
     position = table.queue.position(request) if request in table.queue else None
-    if position and reason is not Reason.PAUSED and not _was_asked(request, position, parts):
+    if position and reason is not Reason.PAUSED and not _was_checked(request, position, parts):
         reason = Reason.BEHIND
     has_own = why is not None and reason is why.reason
     missing = why.missing if why is not None and has_own else 0
     holders = CAUSES[reason].holders(request, parts) if reason is not None else []
     holding = request._state.holding
     replaced = replaced_among(parts.policies)
-    words = _words_of_the_order(request, parts) if reason is Reason.BEHIND else ""
+    words = _order_reason(request, parts) if reason is Reason.BEHIND else ""
     words += "".join(f" {in_words(each)}" for each in replaced)
     return Explanation(
         request_id=request.request_id,
@@ -150,7 +150,7 @@ def _deferral(request: Request, parts: Parts) -> tuple[Deferral, float] | None:
     return None if own is None else (own, state.deferred_since)
 
 
-def _was_asked(request: Request, position: int, parts: Parts) -> bool:
+def _was_checked(request: Request, position: int, parts: Parts) -> bool:
     """Whether it was checked although requests are before it: these were skipped, or it was."""
     table = parts.table
     return request in table.skipped or (request is table.blocker and position == len(table.skipped))
@@ -227,14 +227,16 @@ def _of_blocks(request: Request, parts: Parts) -> list[Holder]:
     blocks = parts.kv.num_blocks_of(batch, members.rows)
     pairs = zip(members.requests, blocks.tolist(), strict=True)
     running = [Holder(other.request_id, n) for other, n in pairs if other is not request]
-    return _most([*running, *_of_transfers(request, parts)])
+    return _largest_first([*running, *_of_transfers(request, parts)])
 
 
 def _of_transfers(request: Request, parts: Parts) -> list[Holder]:
     """Blocks held for transfers, without a row; their requests may have finished."""
     holdings = parts.transfers.holdings() if parts.transfers is not None else []
     others = [holding for holding in holdings if holding.request is not request]
-    return _most(Holder(holding.request_id, len(holding.blocks), transfer=holding.transfer_id) for holding in others)
+    return _largest_first(
+        Holder(holding.request_id, len(holding.blocks), transfer=holding.transfer_id) for holding in others
+    )
 
 
 def _of_sequence_slots(request: Request, parts: Parts) -> list[Holder]:
@@ -252,7 +254,7 @@ def _of_budget(request: Request, parts: Parts) -> list[Holder]:
     if output is None:
         return []
     tokens = zip(output.requests, output.num_scheduled_tokens.tolist(), strict=True)
-    return _most(Holder(other.request_id, n) for other, n in tokens if not other.is_finished)
+    return _largest_first(Holder(other.request_id, n) for other, n in tokens if not other.is_finished)
 
 
 def _of_adapters(request: Request, parts: Parts) -> list[Holder]:
@@ -274,7 +276,9 @@ def _of_embeddings(request: Request, parts: Parts) -> list[Holder]:
     if encoder is None:
         return []
     held = {other: encoder.holds(other) for other in encoder.holders() if other is not request}
-    return _most(Holder(r.request_id, sum(item.entry.num_embeddings for item in items)) for r, items in held.items())
+    return _largest_first(
+        Holder(r.request_id, sum(item.entry.num_embeddings for item in items)) for r, items in held.items()
+    )
 
 
 def _of_encoder_budget(request: Request, parts: Parts) -> list[Holder]:
@@ -283,7 +287,7 @@ def _of_encoder_budget(request: Request, parts: Parts) -> list[Holder]:
     for other, index in output.encoder_inputs if output is not None else ():
         if not other.is_finished:
             counts[other.request_id] += other.encoder_inputs[index].entry.num_embeddings
-    return _most(Holder(name, count) for name, count in counts.items())
+    return _largest_first(Holder(name, count) for name, count in counts.items())
 
 
 def _preemptor(request: Request, parts: Parts) -> list[Holder]:
@@ -292,7 +296,7 @@ def _preemptor(request: Request, parts: Parts) -> list[Holder]:
     return [Holder(other.request_id, 0) for other in admitted if not other.is_finished]
 
 
-def _before_it(request: Request, parts: Parts) -> list[Holder]:
+def _blocker(request: Request, parts: Parts) -> list[Holder]:
     """The request that blocks the queue, or else the head of the queue."""
     blocker, queue = parts.table.blocker, parts.table.queue
     stands = blocker is not None and blocker is not request and blocker in queue
@@ -300,7 +304,7 @@ def _before_it(request: Request, parts: Parts) -> list[Holder]:
     return [Holder(before.request_id, 0)]
 
 
-def _most(holders: Iterable[Holder]) -> list[Holder]:
+def _largest_first(holders: Iterable[Holder]) -> list[Holder]:
     return sorted(holders, key=lambda holder: -holder.amount)
 
 
@@ -339,7 +343,7 @@ CAUSES: dict[Reason, Cause] = {
     Reason.KV_CONNECTOR: Cause(None, "the connector does not know yet which KV it can load", _no_request),
     Reason.KV_ROOM: Cause(_BLOCKS, "transfers hold the maximum number of blocks, and it is next", _of_transfers),
     Reason.KV_LOAD: Cause(None, "its KV is being loaded", _no_request),
-    Reason.BEHIND: Cause(None, "it is not the head of the queue", _before_it),
+    Reason.BEHIND: Cause(None, "it is not the head of the queue", _blocker),
     Reason.PARKED: Cause(None, "it is parked", _no_request),
     Reason.STATE: Cause(None, "the state behind its cached prefix is computed in this step", _no_request),
 }
@@ -427,7 +431,7 @@ def _of_recovery(request: Request, parts: Parts) -> str:
     return f"{kept} evicted tokens are swapped{times}, {num_swapped} so far."
 
 
-def _words_of_the_order(request: Request, parts: Parts) -> str:
+def _order_reason(request: Request, parts: Parts) -> str:
     """A sentence about why it is not first, if the order gives a reason."""
     queue = parts.table.queue
     if request not in queue or not hasattr(queue, "reason"):

@@ -133,7 +133,7 @@ class FilmRecorder(Listener):
         for request in [*parts.batch.members.requests, *parts.table.queue, *parts.table.parked.values()]:
             self._number(request)
         self._running = dict.fromkeys(parts.batch.members.requests)
-        waiting = sorted(parts.table.queue, key=_came)
+        waiting = sorted(parts.table.queue, key=_sequence_number)
         self._waiting, self._parked = dict.fromkeys(waiting), dict.fromkeys(parts.table.parked.values())
         for request in self._numbers:
             if request._state.serial:
@@ -181,7 +181,7 @@ class FilmRecorder(Listener):
         parts = self._parts()
         self._events = Columns("E")
         self._ops, self._times = self._events.data["op"], self._events.data["time"]
-        self._whom = self._events.data["request"]
+        self._request_column = self._events.data["request"]
         self._write_key(parts)
         if self._mirror is not None:
             self._mirror.open_chunk(parts, self._running)
@@ -248,7 +248,7 @@ class FilmRecorder(Listener):
         self._ops.append(op)
         self._times.append(self._micros(now))
         if request is not None:
-            self._whom.append(self._numbers[request])
+            self._request_column.append(self._numbers[request])
         return self._events.data
 
     def _number(self, request: Request) -> int:
@@ -397,17 +397,17 @@ class FilmRecorder(Listener):
         data = self._add(Op.STEP, step.now)
         data["step_id"].append(step.step_id)
         data["step_blocked"].append(0 if step.blocked_by is None else _REASON[step.blocked_by] + 1)
-        self._tell_queue(data, parts)
+        self._write_queue(data, parts)
         num_rows = len(self._running)
         is_plain = output.num_rows == num_rows == output.total_num_scheduled_tokens and output.samples.all()
-        data["step_exceptions"].append(0 if is_plain else self._tell_rows(output))
+        data["step_exceptions"].append(0 if is_plain else self._write_rows(output))
         self._flight.append(output)
         if self._mirror is not None:
             self._mirror.step(self._num_frames, parts, step, self._numbers)
         self._num_frames += 1
         self.num_frames += 1
 
-    def _tell_queue(self, data: dict[str, list[int]], parts: Parts) -> None:
+    def _write_queue(self, data: dict[str, list[int]], parts: Parts) -> None:
         """Write the numbers of free and evicted blocks, and the checked requests that were not admitted."""
         data["step_free"].append(parts.kv.pool.num_free)
         data["step_evicted"].append(parts.kv.num_evictions - self._num_evictions)
@@ -422,7 +422,7 @@ class FilmRecorder(Listener):
             data["skipped_request"] += skipped
             self._skipped = skipped
 
-    def _tell_rows(self, output: SchedulerOutput) -> int:
+    def _write_rows(self, output: SchedulerOutput) -> int:
         """Write the rows that do not compute one token and sample. Rows with 0 tokens are not in the step. Returns
         their number."""
         tokens, flags = output.num_scheduled_tokens, output.samples | output.num_draft_tokens << 1
@@ -463,7 +463,7 @@ class FilmRecorder(Listener):
         num_evicted = parts.kv.num_evictions - self._num_evictions
         data["step_id"].append(run.first_step_id)
         data["step_blocked"].append(0 if run.blocked_by is None else _REASON[run.blocked_by] + 1)
-        self._tell_queue(data, parts)
+        self._write_queue(data, parts)
         data["steps_count"].append(run.num_steps)
         start = self._start
         assert start is not None
@@ -489,7 +489,11 @@ class FilmRecorder(Listener):
         if len(self._ops) < 2 or self._ops[-2] not in (Op.PARKED, Op.QUEUED):
             return count
         numbers = {self._numbers[request] for request in requests}
-        while count < len(self._whom) and self._ops[-2 - count] < Op.STEP and self._whom[-1 - count] in numbers:
+        while (
+            count < len(self._request_column)
+            and self._ops[-2 - count] < Op.STEP
+            and self._request_column[-1 - count] in numbers
+        ):
             count += 1
         if count:
             for column in (self._ops, self._times):
@@ -508,7 +512,7 @@ class FilmRecorder(Listener):
         self._next_chunk()
 
 
-def _came(request: Request) -> int:
+def _sequence_number(request: Request) -> int:
     return request.sequence_number
 
 
@@ -575,7 +579,7 @@ class _Mirror:
             data["request"] += [numbers[requests[index]] for index in rows.tolist()]
             data["count"] += np.diff(starts, append=len(output.block_ids)).tolist()
             data["block"] += output.block_ids.tolist()
-        self._settle(frame, parts, output.block_ids, is_sure=not output.resync)
+        self._settle(frame, parts, output.block_ids, trusts_counts=not output.resync)
 
     def steps(self, frame: int, parts: Parts, run: StepRun, numbers: dict[Request, int], num_evicted: int) -> None:
         """Write the blocks of a fast-forward, with the step of each; `num_evicted` of them were cached before."""
@@ -625,12 +629,12 @@ class _Mirror:
         self._num_cached -= len(blocks)
         self._put(frame, BlockOp.BLANK, 0, blocks)
 
-    def _settle(self, frame: int, parts: Parts, taken: IntArray, *, is_sure: bool = True) -> None:
+    def _settle(self, frame: int, parts: Parts, taken: IntArray, *, trusts_counts: bool = True) -> None:
         """Write the differences between reader and pool. Without transfers equal counts mean equal sets, since the only
         change that the columns lack is that cached blocks became blank."""
         pool = parts.kv.pool
         if (
-            is_sure
+            trusts_counts
             and parts.transfers is None
             and parts is self._parts
             and pool.num_free == self._num_free

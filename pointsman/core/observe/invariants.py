@@ -307,8 +307,8 @@ def _check_drafts(config: SchedulerConfig, batch: Batch, drafts: Drafts) -> None
     wanted, rows = drafts.wanted(batch.members.rows), batch.members.rows
     for row, request, waiting in zip(rows.tolist(), batch.members.requests, wanted.tolist(), strict=True):
         if waiting:
-            room = int(batch.token_limit[row] - batch.num_tokens[row]) - 1
-            _require(0 < waiting <= min(room, config.num_draft_tokens), 2, "{} has {} drafts", request, waiting)
+            max_waiting = int(batch.token_limit[row] - batch.num_tokens[row]) - 1
+            _require(0 < waiting <= min(max_waiting, config.num_draft_tokens), 2, "{} has {} drafts", request, waiting)
             decodes = batch.num_pending[row] == 0 and batch.num_computed_tokens[row] == batch.num_tokens[row] - 1
             _require(bool(decodes), 2, "{} has drafts and does not decode", request)
 

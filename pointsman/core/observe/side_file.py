@@ -33,7 +33,7 @@ SECONDS_BETWEEN_WRITES = 0.05
 SECONDS_BETWEEN_TRIES = 0.5
 """Between two tries on a full disk, with "wait"."""
 SECONDS_TO_CLOSE = 5.0
-_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+_DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class Writable(Protocol):
@@ -178,10 +178,10 @@ class BackgroundFile(SideFile):
         if self._is_closing.is_set():
             self.ended_by = "it is closed"
         elif self._max_bytes is not None and self._num_put + size > self._max_bytes:
-            self._end_behind(f"it would be longer than {self._max_bytes} bytes")
+            self._end_after_waiting(f"it would be longer than {self._max_bytes} bytes")
         elif self._num_waiting + size > self._max_waiting:
             what = "the disk is full" if self._is_full else "the disk is too slow"
-            self._end_behind(f"{what}, and more than {self._max_waiting:,} bytes would wait in memory")
+            self._end_after_waiting(f"{what}, and more than {self._max_waiting:,} bytes would wait in memory")
         else:
             with self._lock:
                 self._pieces.append(piece)
@@ -190,7 +190,7 @@ class BackgroundFile(SideFile):
             if not self._has_pieces.is_set():
                 self._has_pieces.set()
 
-    def _end_behind(self, why: str) -> None:
+    def _end_after_waiting(self, why: str) -> None:
         """End the file after the waiting pieces, which are still written if possible."""
         self.end_early(why)
         self._has_pieces.set()
@@ -233,8 +233,8 @@ class BackgroundFile(SideFile):
                 self._is_full = False
             except OSError as error:
                 is_last_try = self._is_closing.is_set()
-                if error.errno in _NO_ROOM and self._when_full == "wait" and not is_last_try:
-                    self._wait_for_room()
+                if error.errno in _DISK_FULL and self._when_full == "wait" and not is_last_try:
+                    self._wait_for_space()
                     continue
                 self._cut(pieces, total - len(left))
                 self.end_early(reason_of(error))
@@ -242,7 +242,7 @@ class BackgroundFile(SideFile):
         self._wrote(pieces)
         return True
 
-    def _wait_for_room(self) -> None:
+    def _wait_for_space(self) -> None:
         if not self._is_full:
             self._is_full = True
             _log(

@@ -40,7 +40,7 @@ class Bypass(Reserve):
 
     def _forget(self) -> None:
         self._head: Request | None = None
-        self._room = 0
+        self._num_free_before = 0
         self._asked: tuple[Request, int] | None = None
         self._is_first = True  # no request lacked blocks in this step yet
 
@@ -59,7 +59,7 @@ class Bypass(Reserve):
     def lets_pass(self, request: Request, num_free: int) -> bool:
         """Whether requests behind this one, which lacks blocks, may be admitted."""
         if self._is_first and request is not self._head:
-            self._head, self._room = request, num_free
+            self._head, self._num_free_before = request, num_free
         self._is_first = False
         return request._state.num_bypassed < self.bound
 
@@ -72,15 +72,15 @@ class Bypass(Reserve):
         return 0 if self._is_first or request is self._head else self._num_kept(view.num_free_blocks)
 
     def _num_kept(self, num_free: int) -> int:
-        if self._head is None or num_free <= self._room:
+        if self._head is None or num_free <= self._num_free_before:
             return 0
-        return math.ceil(self._kept * (num_free - self._room))
+        return math.ceil(self._kept * (num_free - self._num_free_before))
 
     def on_admitted(self, event: Admitted) -> None:
         if event.request is self._head:
             self._head = None
         elif self._asked is not None and self._asked[0] is event.request:
-            self._room -= self._asked[1]
+            self._num_free_before -= self._asked[1]
 
     def on_finished(self, request: Request, now: float) -> None:
         if request is self._head:

@@ -92,7 +92,7 @@ class EncoderCache(Limit):
             self.revision += 1
         for request in sorted(self._holds, key=_serial):  # in admission order
             computed = request._state.num_computed_tokens
-            self._let_go(
+            self._release_inputs(
                 request, [item for item in self._holds[request] if item.start < computed < item.start + item.length]
             )
 
@@ -119,16 +119,16 @@ class EncoderCache(Limit):
         starts, wanted = batch.num_computed_tokens[rows[reaching]], want[reaching]
         granted: list[int] = []
         num_cut = 0
-        for index, start, most, room in zip(
+        for index, start, most, available in zip(
             reaching.tolist(), starts.tolist(), wanted.tolist(), left.tolist(), strict=True
         ):
             tokens, blocked = 0, None
-            if room + num_cut > 0:
-                tokens, blocked = plan.reach(requests[index], start, min(most, room + num_cut))
+            if available + num_cut > 0:
+                tokens, blocked = plan.reach(requests[index], start, min(most, available + num_cut))
             granted.append(tokens)
             num_cut += most - tokens
             if blocked is not None and tokens == 0:
-                self._waits(requests[index], blocked)
+                self._note_wait(requests[index], blocked)
         want[reaching] = granted
 
     def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
@@ -165,7 +165,7 @@ class EncoderCache(Limit):
             plan.reach(requests[row], int(batch.num_computed_tokens[row]), tokens)
         sizes = [entry.num_embeddings for entry in {item.entry for item in request.encoder_inputs}]
         whole = not self._chunked and request.status is not RequestStatus.PREEMPTED
-        return (sum(sizes) if whole else max(sizes, default=0)) <= min(plan.budget, plan.room)
+        return (sum(sizes) if whole else max(sizes, default=0)) <= min(plan.budget, plan.available)
 
     # ------------------------------------------------------------------ releasing
 
@@ -173,13 +173,13 @@ class EncoderCache(Limit):
         """Release the entries of a request that loses its row."""
         self._waiting.pop(request, None)
         if request in self._holds:
-            self._let_go(request, [])
+            self._release_inputs(request, [])
 
     def void(self, first_step: int, freed: list[EncoderEntry]) -> None:
         """Undo this step and all after it. `freed` has the entries that their outputs freed."""
         self._waiting.clear()
         for request in list(self._holds):
-            self._let_go(request, [])
+            self._release_inputs(request, [])
         for entry in [entry for entry, (step, _) in self._origin.items() if step >= first_step]:
             self._drop(entry)
         self._freed = dict.fromkeys([*freed, *self._freed])
@@ -195,7 +195,7 @@ class EncoderCache(Limit):
 
     def _remove(self, entries: set[EncoderEntry]) -> None:
         for request in list(self._holds):
-            self._let_go(request, [item for item in self._holds[request] if item.entry not in entries])
+            self._release_inputs(request, [item for item in self._holds[request] if item.entry not in entries])
         for entry in [entry for entry in self._origin if entry in entries]:
             self._drop(entry)
 
@@ -226,7 +226,7 @@ class EncoderCache(Limit):
         """All cached entries."""
         return list(self._origin)
 
-    def _waits(self, request: Request, blocked: Deferral) -> None:
+    def _note_wait(self, request: Request, blocked: Deferral) -> None:
         before = self._waited.get(request)
         since = before[1] if before is not None and before[0].reason is blocked.reason else self._now
         self._waiting[request] = (blocked, since)
@@ -250,7 +250,7 @@ class EncoderCache(Limit):
         self._num_holds[entry] = num_holds + 1
         self._holds.setdefault(request, []).append(item)
 
-    def _let_go(self, request: Request, stays: list[EncoderInput]) -> None:
+    def _release_inputs(self, request: Request, stays: list[EncoderInput]) -> None:
         held = self._holds.pop(request)
         self.revision += 1
         if stays:
@@ -288,7 +288,7 @@ class _Plan:
         self._held, self._cached = cache._num_holds, cache._origin
         self._taken: set[tuple[str, int]] = set()  # entries as plain tuples, which are equal and faster
         self.budget = cache.budget
-        self.room = cache.size - cache.num_held
+        self.available = cache.size - cache.num_held
 
     def reach(self, request: Request, start: int, want: int) -> tuple[int, Deferral | None]:
         """How many of `want` tokens from `start` on the row can compute, and why not the remaining tokens."""
@@ -312,9 +312,9 @@ class _Plan:
             cost = 0 if entry in self._cached else size
             if cost > self.budget:
                 return max(first - start, 0), Deferral(Reason.ENCODER_BUDGET, cost - self.budget)
-            if size > self.room:
-                return max(first - start, 0), Deferral(Reason.ENCODER_CACHE, size - self.room)
+            if size > self.available:
+                return max(first - start, 0), Deferral(Reason.ENCODER_CACHE, size - self.available)
             self._taken.add(entry)
             self.budget -= cost
-            self.room -= size
+            self.available -= size
         return want, None

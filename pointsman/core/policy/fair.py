@@ -246,13 +246,13 @@ class Fair(Policy):
     def pop(self) -> Request:
         tenant = self._first().tenant
         request = tenant.queue.pop()
-        self._took(tenant)
+        self._left_queue(tenant)
         return request
 
     def remove(self, request: Request) -> None:
         tenant = self._tenants[request.tenant]
         tenant.queue.remove(request)
-        self._took(tenant)
+        self._left_queue(tenant)
 
     def position(self, request: Request) -> int:
         """The number of requests before it at the present counters: those of tenants served less, and earlier ones of
@@ -274,7 +274,7 @@ class Fair(Policy):
         tenant.queue.push(request)
         self._length += 1
 
-    def _took(self, tenant: _Tenant) -> None:
+    def _left_queue(self, tenant: _Tenant) -> None:
         """Update the counts after a request has left the queue of a tenant."""
         self._length -= 1
         if not len(tenant.queue):
@@ -436,11 +436,11 @@ class Fair(Policy):
             self._forget(level, tenant)
         return lifted
 
-    def _forget(self, level: int, but: _Tenant) -> None:
+    def _forget(self, level: int, kept: _Tenant) -> None:
         """Remove idle tenants below `level`: they would be lifted anyway, as the level only rises."""
         for tenant in list(self._tenants.values()):
             is_idle = tenant.entry is None and not tenant.num_requests and tenant is not self._last
-            if is_idle and tenant is not but and self._counter(tenant) <= level:
+            if is_idle and tenant is not kept and self._counter(tenant) <= level:
                 del self._tenants[tenant.name]
                 self._outputs[tenant.number] = 0
                 self._free_numbers.append(tenant.number)

@@ -131,7 +131,7 @@ class Guard:
         if cause is not None and self.replaced is not None:
             _log(
                 "error",
-                f"{self._described()} cannot be used ({self.replaced.error}), and {self._standing_in()}; correct the "
+                f"{self._described()} cannot be used ({self.replaced.error}), and {self._takeover()}; correct the "
                 "policy and start again",
                 cause,
             )
@@ -158,7 +158,7 @@ class Guard:
         self._replace(failure.what)
         _log(
             "error",
-            f"{failure}. It failed in {self._num_failures} steps, and {self._standing_in()}; correct the policy and "
+            f"{failure}. It failed in {self._num_failures} steps, and {self._takeover()}; correct the policy and "
             "start again",
             cause,
         )
@@ -175,7 +175,7 @@ class Guard:
     def _described(self) -> str:
         return f"{self.kind} {self.spec!r}"
 
-    def _standing_in(self) -> str:
+    def _takeover(self) -> str:
         return f"{self.policy.name or f'no {self.kind}'} decides in its place from now on"
 
     def _default(self) -> Any:
@@ -199,9 +199,9 @@ class Guard:
             raise self._broken(f"guaranteed_steps({num_steps}) is {answer!r}; it must be between 0 and {num_steps}")
         return answer
 
-    def hearing(self) -> Policy:
+    def as_listener(self) -> Policy:
         """The policy as a listener. Its errors are raised at the next call in a step, which can fail."""
-        return _hearing(self)
+        return _as_listener(self)
 
     def _call(self, method: str, *arguments: Any) -> Any:
         self._raise_what_failed()
@@ -216,7 +216,7 @@ class Guard:
         except Exception as error:
             raise self._broken(raised(attribute, error)) from error
 
-    def _tell(self, method: str, *arguments: Any) -> None:
+    def _notify(self, method: str, *arguments: Any) -> None:
         """Like `_call`, but an error is raised later, at the next call in a step, which can fail."""
         try:
             getattr(self.policy, method)(*arguments)
@@ -263,8 +263,8 @@ class GuardedOrder(Guard):
     def _insert(self, method: str, argument: Any, requests: Sequence[Request]) -> None:
         """Queue these requests, even if the policy fails. Requests that it may have lost come first, by arrival."""
         if self._strays:  # a request that arrived before a stray, and returns from a failed step
-            newest = max(map(_came, self._strays))
-            self._strays |= dict.fromkeys(each for each in requests if _came(each) < newest)
+            newest = max(map(_arrival, self._strays))
+            self._strays |= dict.fromkeys(each for each in requests if _arrival(each) < newest)
         try:
             getattr(self.policy, method)(argument)
         except Exception as error:
@@ -284,11 +284,11 @@ class GuardedOrder(Guard):
     def peek(self) -> Request:
         self._raise_what_failed()
         if self._strays:
-            return min(self._strays, key=_came)
+            return min(self._strays, key=_arrival)
         head = self._call("peek")
         if not self._is_queued(head):
             self._distrust()
-            raise self._broken(f"peek returned {_named(head)}, which is not queued")
+            raise self._broken(f"peek returned {_head_in_words(head)}, which is not queued")
         return head  # type: ignore[no-any-return]
 
     def glance(self) -> Request:
@@ -297,7 +297,7 @@ class GuardedOrder(Guard):
         with contextlib.suppress(Exception):
             if not self._strays and self._is_queued(head := self.policy.peek()):
                 return head  # type: ignore[no-any-return]
-        return min(self._strays or self._queued, key=_came)
+        return min(self._strays or self._queued, key=_arrival)
 
     def is_sound(self) -> bool:
         if self._strays or not self._queued or not super().is_sound():
@@ -322,7 +322,7 @@ class GuardedOrder(Guard):
                 raise
             if head is not expected:
                 self._distrust()
-                raise self._broken(f"pop returned {_named(head)}, and peek {_named(expected)}")
+                raise self._broken(f"pop returned {_head_in_words(head)}, and peek {_head_in_words(expected)}")
         del self._queued[expected]
         return expected
 
@@ -343,20 +343,20 @@ class GuardedOrder(Guard):
     def _replace(self, error: str) -> None:
         super()._replace(error)
         self._strays.clear()
-        for request in sorted(self._queued, key=_came):
+        for request in sorted(self._queued, key=_arrival):
             request._state.queue_entry = None  # an entry of the replaced order
             self.policy.push(request)
 
     def position(self, request: Request) -> int:
         """The number of requests before it; by arrival if the policy fails."""
         if request in self._strays:
-            return sum(_came(other) < _came(request) for other in self._strays)
+            return sum(_arrival(other) < _arrival(request) for other in self._strays)
         if self._strays:  # the policy's own queue may still have some of these
-            behind = sum(_came(other) < _came(request) for other in self._queued if other not in self._strays)
+            behind = sum(_arrival(other) < _arrival(request) for other in self._queued if other not in self._strays)
             return len(self._strays) + behind
         with contextlib.suppress(Exception):  # an explanation fails no step, as it is in no recording
             return int(self.policy.position(request))
-        return sum(_came(other) < _came(request) for other in self._queued)
+        return sum(_arrival(other) < _arrival(request) for other in self._queued)
 
     def reason(self, request: Request) -> str:
         """Why the request is not first, in words; "": the policy gives no reason."""
@@ -466,7 +466,7 @@ class GuardedLimit(Guard, Limit):
         )
 
     def open_step(self, num_requests: int) -> None:
-        self._tell("open_step", num_requests)
+        self._notify("open_step", num_requests)
 
     def open_queue(self) -> None:
         self._call("open_queue")
@@ -495,10 +495,10 @@ class GuardedLimit(Guard, Limit):
         raise self._broken(f"check returned {answer!r} of {want} tokens; it must be 1 to {want}, or a Deferral")
 
     def commit(self, request: Request, start: int, num_tokens: int) -> None:
-        self._tell("commit", request, start, num_tokens)
+        self._notify("commit", request, start, num_tokens)
 
     def release(self, request: Request) -> None:
-        self._tell("release", request)
+        self._notify("release", request)
 
 
 class GuardedEviction(Guard):
@@ -521,7 +521,7 @@ class GuardedEviction(Guard):
         self._raise_what_failed()
 
     def started(self, request: Request, labels: Int64Array) -> None:
-        self._tell("started", request, labels)
+        self._notify("started", request, labels)
 
     def retained(self, request: Request, num_blocks: int, now: float) -> tuple[int, float, int]:
         try:
@@ -544,17 +544,17 @@ class GuardedEviction(Guard):
         return int(count), float(until), int(label)
 
 
-def _hearing(guard: Guard) -> Policy:
+def _as_listener(guard: Guard) -> Policy:
     """A listener with only those events that the guarded policy overrides."""
     inner = guard.policy
 
     def safe(name: str) -> Callable[..., None]:
-        return lambda self, *arguments: guard._tell(name, *arguments)
+        return lambda self, *arguments: guard._notify(name, *arguments)
 
     names = [name for name in dir(Policy) if name.startswith("on_")]
     own = {name: safe(name) for name in names if getattr(type(inner), name) is not getattr(Policy, name)}
-    hearing: Policy = type("Hearing", (Policy,), own)()
-    return hearing
+    listener: Policy = type("GuardedListener", (Policy,), own)()
+    return listener
 
 
 def raised(method: str, error: Exception) -> str:
@@ -574,11 +574,11 @@ def _default_order(order: Any) -> Any:
     return PriorityOrder() if getattr(order, "is_preemptive", False) is True else FirstComeFirstServed()
 
 
-def _came(request: Request) -> tuple[float, int]:
+def _arrival(request: Request) -> tuple[float, int]:
     return request.arrival_time, request.sequence_number
 
 
-def _named(request: object) -> str:
+def _head_in_words(request: object) -> str:
     return f"request {request.request_id!r}" if isinstance(request, Request) else repr(request)
 
 

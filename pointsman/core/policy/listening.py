@@ -29,12 +29,12 @@ def listeners_of(policies: Iterable[Any]) -> list[Listener]:
         if not isinstance(inner, Policy):
             continue
         # The error of a guarded policy in an event is raised at its next call in a step.
-        heard = policy.hearing() if isinstance(policy, Guard) else inner
-        found.append(heard)
+        listener = policy.as_listener() if isinstance(policy, Guard) else inner
+        found.append(listener)
         if type(inner).on_advanced is not Policy.on_advanced:
-            advanced.append(heard.on_advanced)
+            advanced.append(listener.on_advanced)
         if type(inner).on_step_time is not Policy.on_step_time:
-            step_time.append(heard.on_step_time)
+            step_time.append(listener.on_step_time)
     if advanced:
         found.append(_Advances(advanced))
     if step_time:
@@ -92,7 +92,7 @@ class _StepTimes(Listener):
             if total > num_rows:
                 attended = output.num_attended_tokens
         self._decoding, self._context = serials if total == num_rows else None, context
-        self._tell(StepLoad(total, num_rows, context, total - num_rows, attended), now - began)
+        self._report(StepLoad(total, num_rows, context, total - num_rows, attended), now - began)
 
     def on_steps(self, run: StepRun) -> None:
         num_rows = len(run.rows)
@@ -100,10 +100,10 @@ class _StepTimes(Listener):
         times = np.asarray(run.times).tolist()
         for began, ended in pairwise(times):
             context += num_rows
-            self._tell(StepLoad(num_rows, num_rows, context, 0, context), ended - began)
+            self._report(StepLoad(num_rows, num_rows, context, 0, context), ended - began)
         self._ended = times[-1]
         self._decoding = None
 
-    def _tell(self, load: StepLoad, seconds: float) -> None:
+    def _report(self, load: StepLoad, seconds: float) -> None:
         for method in self._methods:
             method(load, seconds)

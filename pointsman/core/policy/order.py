@@ -83,7 +83,7 @@ class _ByPrefill(FirstComeFirstServed):
         view = self._view
         return view.num_cached_tokens(request) if view is not None and view.has_prefix_cache else 0
 
-    def _told(self, request: Request) -> tuple[int, int] | None:
+    def _compared_tokens(self, request: Request) -> tuple[int, int] | None:
         """Tokens in the keys of a request and of the head, if the request waits for fewer tokens; otherwise None."""
         own, first = request._state.queue_entry, self.top
         return None if own is None or own[0] == 0 or first[0] == 0 or first[3] >= own[3] else (own[3], first[3])
@@ -115,8 +115,8 @@ class ShortestPrefill(_ByPrefill):
         return max(1, request.num_tokens - self._num_cached(request))
 
     def reason(self, request: Request) -> str:
-        told = self._told(request)
-        return f"it has {told[0]:,} tokens to prefill, the head of the queue {told[1]:,}" if told else ""
+        tokens = self._compared_tokens(request)
+        return f"it has {tokens[0]:,} tokens to prefill, the head of the queue {tokens[1]:,}" if tokens else ""
 
 
 class LongestPrefix(_ByPrefill):
@@ -144,8 +144,10 @@ class LongestPrefix(_ByPrefill):
         return -self._num_cached(request)
 
     def reason(self, request: Request) -> str:
-        told = self._told(request)
-        return f"it had {-told[0]:,} cached tokens when queued, the head of the queue {-told[1]:,}" if told else ""
+        tokens = self._compared_tokens(request)
+        return (
+            f"it had {-tokens[0]:,} cached tokens when queued, the head of the queue {-tokens[1]:,}" if tokens else ""
+        )
 
 
 class ArrivalPriority(PriorityOrder):

@@ -59,9 +59,9 @@ class PrefillGap(TargetItl):
         super()._forget()
         self._is_open = False
         """Whether the step has the whole budget, since no request decodes in it."""
-        self._is_bare = False
+        self._measures_decode = False
         """Whether the step leaves out prompt tokens (beyond one for each running request), to measure decode."""
-        self._most_bare = 0
+        self._num_measured = 0
         """Number of requests of the last such step."""
         self._is_fast = False
         """Whether the device is fast, see `FAST`."""
@@ -80,7 +80,7 @@ class PrefillGap(TargetItl):
         if self._is_fast:
             return most
         num_prefilling = view.num_prefilling
-        self._is_bare = False
+        self._measures_decode = False
         self._is_open = num_prefilling == len(view.rows) and (num_prefilling > 0 or view.num_waiting > 0)
         if self._is_open:
             self._key = None
@@ -90,26 +90,30 @@ class PrefillGap(TargetItl):
     def _decide(self, most: int, view: View) -> int:
         tokens = super()._decide(most, view)
         num_requests = self._num_requests
-        if tokens < most and num_requests > max(self.times.most_predicted, GROWTH * self._most_bare):
-            self._is_bare, self._most_bare, self._key = True, num_requests, None
+        if tokens < most and num_requests > max(self.times.max_predicted_requests, GROWTH * self._num_measured):
+            self._measures_decode, self._num_measured, self._key = True, num_requests, None
             return num_requests
         deepest = int(view.num_computed_tokens.max()) if num_requests else 0
-        if tokens == most and self._takes_little(most, deepest):
+        if tokens == most and self._is_known_fast(most, deepest):
             self._is_fast, self._is_open, self._key = True, True, None
             return most
-        if not self._held:
+        if not self._kept_seconds:
             return tokens
         rest = most - num_requests
         if tokens == most and self.times.fitting_tokens(self._left_at_first, deepest) >= rest:
-            self._held, self._is_cut, self._most_running = 0.0, False, rest
-        elif self._most_running == self._least:
-            self._most_running = (self._least + 1) // 2
+            self._kept_seconds, self._is_cut, self._max_running_tokens = 0.0, False, rest
+        elif self._max_running_tokens == self._least:
+            self._max_running_tokens = (self._least + 1) // 2
         return tokens
 
-    def _takes_little(self, num_tokens: int, deepest: int) -> bool:
+    def _is_known_fast(self, num_tokens: int, deepest: int) -> bool:
         """Whether a step of these requests and `num_tokens` prompt tokens behind `deepest` ones is known to be fast."""
         times = self.times
-        if num_tokens > times.most_tokens or times.num_mixed < MIN_FITTED or self._num_requests > times.most_predicted:
+        if (
+            num_tokens > times.max_predicted_tokens
+            or times.num_mixed < MIN_FITTED
+            or self._num_requests > times.max_predicted_requests
+        ):
             return False
         alone = times.decode_seconds(self._num_requests, self._num_future_tokens)
         return alone + times.prefill_seconds(num_tokens, deepest) <= FAST * self._target
@@ -119,7 +123,7 @@ class PrefillGap(TargetItl):
         return max(left, (UNREACHABLE - 1) * self.times.share * alone, least, MIN_SECONDS)
 
     def clip(self, batch: Batch, rows: Int64Array, want: Int64Array) -> None:
-        if self._is_bare:
+        if self._measures_decode:
             np.minimum(want, 1, out=want)
         elif not self._is_open:
             super().clip(batch, rows, want)
@@ -129,7 +133,7 @@ class PrefillGap(TargetItl):
             return want
         if not self._is_decided:  # the queue was empty when the step began: the request was preempted in it
             self._decide(view.budget, view)
-        if self._is_bare:
+        if self._measures_decode:
             return Deferral(Reason.BUDGET, 1)
         fitting = self.times.fitting_tokens(self._left, start)
         if self._left >= self._left_at_first:  # the step has no prompt tokens yet

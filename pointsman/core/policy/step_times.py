@@ -79,11 +79,11 @@ class StepTimes:
         self.margin = FIRST_MARGIN
         """The relative error of the prediction at the 99th percentile. It is that of a normal distribution with the
         median and the median absolute deviation of recent errors, so that a single slow step does not count."""
-        self.most_tokens = FIRST_CHUNK
+        self.max_predicted_tokens = FIRST_CHUNK
         """Number of prompt tokens up to which a step is predicted."""
         self._decode = (0.0, 0.0, 0.0)
-        self._least_target = 0.0
-        self._most_requests = self._most_context = 0.0
+        self._min_target = 0.0
+        self._max_requests = self._max_context = 0.0
         self._mixed = (0.0, 0.0, 0.0)
         self._groups: deque[tuple[float, float, float]] = deque(maxlen=NUM_GROUPS)  # requests, context, seconds
         # A column for each step: its number, requests, context, prompt tokens, positions they attend to, seconds; 0 if
@@ -122,7 +122,7 @@ class StepTimes:
         self._group_size = size + 1
         self._group_context += load.num_context_tokens
         self._group_seconds += seconds
-        if num_requests > self._most_requests:  # beyond predictions: fit before the next step
+        if num_requests > self._max_requests:  # beyond predictions: fit before the next step
             self._num_new_groups = REFIT_AT_LATEST
         if seconds > self._group_slowest:
             self._group_slowest = seconds
@@ -135,7 +135,7 @@ class StepTimes:
         predicted = share * alone + per_token * num_tokens + per_attended * num_attended
         index = min((num_attended // num_tokens >> 9).bit_length(), NUM_CLASSES - 1)
         number = self.num_mixed
-        if seconds > max(self._target, self._least_target):  # over the target: fit before the next step
+        if seconds > max(self._target, self._min_target):  # over the target: fit before the next step
             self._num_new = REFIT_AT_LATEST
         near = NEAR * self.limit
         if predicted > near:
@@ -157,8 +157,8 @@ class StepTimes:
         slot = index * PER_CLASS + size % PER_CLASS
         self._steps[:, slot] = number, num_requests, num_context, num_tokens, num_attended, seconds
         self.num_mixed = number + 1
-        if GROWTH * num_tokens > self.most_tokens:
-            self.most_tokens = GROWTH * num_tokens
+        if GROWTH * num_tokens > self.max_predicted_tokens:
+            self.max_predicted_tokens = GROWTH * num_tokens
             self._num_new = REFIT_AT_LATEST
 
     def _follow_shift(self) -> None:
@@ -170,7 +170,7 @@ class StepTimes:
         self._steps[5, self._steps[0] < self._judged[-SHIFT_STEPS]] *= factor
         for index, (requests, context, seconds) in enumerate(self._groups):
             self._groups[index] = requests, context, factor * seconds
-        self._least_target *= factor
+        self._min_target *= factor
         self._errors.clear()
         self._num_new_groups = REFIT_AT_LATEST
 
@@ -179,7 +179,7 @@ class StepTimes:
             requests, context, seconds = group = self._group()
             self._groups.append(group)
             predicted = self.decode_seconds(requests, context)
-            is_beyond = GROWTH * requests > self._most_requests or GROWTH * context > self._most_context
+            is_beyond = GROWTH * requests > self._max_requests or GROWTH * context > self._max_context
             if is_beyond or abs(seconds - predicted) > OFF * predicted:
                 self._num_new_groups = REFIT_AT_LATEST
             self._num_new_groups += 1
@@ -194,7 +194,7 @@ class StepTimes:
 
     def refit(self) -> None:
         """Fit the coefficients if there are enough new or unexpected observations."""
-        if self._num_new_groups >= REFIT_AT_LATEST or (self._group_size and not self._most_requests):
+        if self._num_new_groups >= REFIT_AT_LATEST or (self._group_size and not self._max_requests):
             self._fit_decode()
             self._fit_mixed()
         elif self._num_new and (
@@ -209,8 +209,8 @@ class StepTimes:
             return
         known = np.array(groups).T
         if len(lone := known[2, known[0] <= LONE]):
-            self._least_target = UNREACHABLE * lone.item(-1)
-        self._most_requests, self._most_context, _ = (GROWTH * known.max(axis=1)).tolist()
+            self._min_target = UNREACHABLE * lone.item(-1)
+        self._max_requests, self._max_context, _ = (GROWTH * known.max(axis=1)).tolist()
         weights = np.where(np.arange(len(groups)) >= len(groups) - RECENT_GROUPS, 1.0, MEMORY)
         columns = np.stack((np.ones(len(groups)), known[0], known[1]))
         self._decode = _fitted(columns, known[2], weights, (0.0, 0.0, 0.0))
@@ -222,7 +222,7 @@ class StepTimes:
             is_near = taken >= NUM_CLASSES * PER_CLASS
             number, requests, context, tokens, attended, seconds = self._steps[:, taken]
             base, per_request, per_context = self._decode
-            requests, context = np.minimum(requests, self._most_requests), np.minimum(context, self._most_context)
+            requests, context = np.minimum(requests, self._max_requests), np.minimum(context, self._max_context)
             alone = base + per_request * requests + per_context * context
             recent = number >= (self._near[0] if knows_near else self.num_mixed - RECENT)
             columns = np.stack((alone, tokens, attended / POSITION_SCALE))
@@ -234,7 +234,7 @@ class StepTimes:
                 weights[is_near] = MIN_FITTED
             share, per_token, per_attended = _fitted(columns, seconds, weights, (1.0, 0.0, 0.0), is_mixed=True)
             self._mixed = share, per_token, per_attended / POSITION_SCALE
-            self.most_tokens = GROWTH * int(tokens.max())
+            self.max_predicted_tokens = GROWTH * int(tokens.max())
         if len(self._errors) >= MIN_ERRORS:
             middle, self._deviation = _middle_and_deviation(list(self._errors))
             self.margin = max(middle + PERCENTILE_99 * self._deviation, self.margin - MARGIN_FALLS)
@@ -245,23 +245,23 @@ class StepTimes:
     @property
     def limit(self) -> float:
         """The predicted time of a step whose 99th percentile is the target."""
-        return max(self._target, self._least_target) / (1 + max(self.margin, MIN_MARGIN))
+        return max(self._target, self._min_target) / (1 + max(self.margin, MIN_MARGIN))
 
     def decode_seconds(self, num_requests: float, num_context_tokens: float) -> float:
         """The time of a step in which all these requests decode; 0: unknown."""
         base, per_request, per_context = self._decode
-        requests, context = min(num_requests, self._most_requests), min(num_context_tokens, self._most_context)
+        requests, context = min(num_requests, self._max_requests), min(num_context_tokens, self._max_context)
         return base + per_request * requests + per_context * context
 
     @property
-    def most_predicted(self) -> float:
+    def max_predicted_requests(self) -> float:
         """Number of requests up to which decode is predicted."""
-        return self._most_requests
+        return self._max_requests
 
     @property
-    def most_seen(self) -> float:
+    def max_observed_requests(self) -> float:
         """Number of requests of the largest observed step without prompt tokens."""
-        return self._most_requests / GROWTH
+        return self._max_requests / GROWTH
 
     @property
     def share(self) -> float:
@@ -280,8 +280,8 @@ class StepTimes:
         _, per_token, per_attended = self._mixed
         first = per_token + per_attended * start
         divisor = first + math.sqrt(first * first + 2 * per_attended * seconds)
-        if divisor * self.most_tokens <= 2 * seconds:
-            return self.most_tokens
+        if divisor * self.max_predicted_tokens <= 2 * seconds:
+            return self.max_predicted_tokens
         return int(2 * seconds / divisor)
 
 

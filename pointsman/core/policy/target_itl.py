@@ -80,20 +80,20 @@ class TargetItl(Limit):
         self.times = StepTimes(self._target)
         self._num_departures = 0
         self._key: tuple[int, int] | None = None
-        self._tokens = self._most_running = 0
+        self._tokens = self._max_running_tokens = 0
         self._left = self._left_at_first = 0.0
-        self._held = 0.0
+        self._kept_seconds = 0.0
         """Seconds of the step that are kept for waiting requests."""
         self._is_cut = False
         """Whether a running prefill continues after the step."""
         self._is_head_long = False
         """Whether the prompt at the head of the queue does not fit the kept seconds."""
-        self._had_queue = self._was_asked = False
+        self._had_queue = self._was_checked = False
         """Whether requests waited when the last step began, and whether `check` was called for one."""
         self._has_preempted = False
         """Whether requests were preempted for one that has not started yet. It is not deferred, or the preemption would
         be in vain."""
-        self._scarce = 0
+        self._num_spread_steps = 0
         """Remaining steps with spread prompt tokens."""
         self._limit = self._target
         self._is_full = self._is_decided = self._has_deferred = False
@@ -146,12 +146,12 @@ class TargetItl(Limit):
         is_spread = left < limit - beside
         num_prefilling = view.num_prefilling
         has_queue = view.num_waiting > 0
-        self._had_queue, self._was_asked = has_queue, False
+        self._had_queue, self._was_checked = has_queue, False
         self._left = self._left_at_first = left
-        self._held = KEPT_FOR_QUEUE * left if num_prefilling and has_queue and not self._is_head_long else 0.0
+        self._kept_seconds = KEPT_FOR_QUEUE * left if num_prefilling and has_queue and not self._is_head_long else 0.0
         running, self._is_cut = 0, False  # prompt tokens of running requests, beyond one of each
         if num_prefilling:
-            left -= self._held
+            left -= self._kept_seconds
             lacks = known - computed - 1
             for index in (lacks > 0).nonzero()[0].tolist():
                 lack, start = int(lacks[index]), int(computed[index])
@@ -163,15 +163,15 @@ class TargetItl(Limit):
                     break
                 running += lack
                 left -= times.prefill_seconds(lack, start)
-            left += self._held
+            left += self._kept_seconds
         tokens = running + times.fitting_tokens(left, 0)
         # Not full if tokens are few only because larger steps were never observed, or because they are spread.
-        self._is_full = tokens < min(self._least, times.most_tokens) and not is_spread
-        most_prefill = max(min(tokens, times.most_tokens), self._least)
-        self._tokens = min(num_requests + most_prefill, most)
-        if self._held:
+        self._is_full = tokens < min(self._least, times.max_predicted_tokens) and not is_spread
+        max_prefill = max(min(tokens, times.max_predicted_tokens), self._least)
+        self._tokens = min(num_requests + max_prefill, most)
+        if self._kept_seconds:
             running = min(running, int((1 - KEPT_FOR_QUEUE) * (self._tokens - num_requests)))
-        self._most_running = max(running, self._least)
+        self._max_running_tokens = max(running, self._least)
         self._limit = limit
         self._num_requests, self._num_future_tokens = num_requests, num_known
         self._is_decided, self._has_deferred, self._num_kept = True, False, 0
@@ -181,11 +181,11 @@ class TargetItl(Limit):
     def _for_prompts(self, left: float, alone: float, view: View) -> float:
         """The part of the `left` seconds that prompt tokens may use, less if they are spread. Decode takes `alone`."""
         has_queue = view.num_waiting > 0
-        if has_queue and self._had_queue and not (self._was_asked or self._is_head_long):
-            self._scarce = SCARCE_STEPS
-        elif self._scarce:
-            self._scarce -= 1
-        if not (has_queue and self._scarce and len(view.rows) > 2 * view.num_prefilling):
+        if has_queue and self._had_queue and not (self._was_checked or self._is_head_long):
+            self._num_spread_steps = SCARCE_STEPS
+        elif self._num_spread_steps:
+            self._num_spread_steps -= 1
+        if not (has_queue and self._num_spread_steps and len(view.rows) > 2 * view.num_prefilling):
             return left
         hidden = (1 - self.times.share) * alone  # reading for decode overlaps with prompt tokens
         num_even = max(SPREAD * self.times.mean_tokens, self._least) + 0.5  # 0.5: rounding down loses no token
@@ -201,12 +201,12 @@ class TargetItl(Limit):
         num_decoding = len(rows) - len(prefilling)
         num_others = int(np.add.reduce(want)) - int(np.add.reduce(want[prefilling]))
         if num_others > num_decoding:
-            most_drafts = max(self._tokens - len(rows) - self._least, 0)
-            if num_others - num_decoding > most_drafts:
+            max_drafts = max(self._tokens - len(rows) - self._least, 0)
+            if num_others - num_decoding > max_drafts:
                 decoding = (~is_prefilling).nonzero()[0]
-                want[decoding] = np.minimum(want[decoding], 1 + most_drafts // num_decoding)
+                want[decoding] = np.minimum(want[decoding], 1 + max_drafts // num_decoding)
                 num_others = int(np.add.reduce(want[decoding]))
-        left = min(self._most_running, max(self._tokens - num_others - len(prefilling), 0))
+        left = min(self._max_running_tokens, max(self._tokens - num_others - len(prefilling), 0))
         for index in prefilling.tolist():
             more = want.item(index) - 1
             if more > left:
@@ -218,7 +218,7 @@ class TargetItl(Limit):
     def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
         if not self._is_decided:  # the queue was empty when the step began: the request was preempted in it
             self._decide(view.budget, view)
-        self._was_asked = True
+        self._was_checked = True
         fitting = self.times.fitting_tokens(self._left, start)
         if not view.num_running or self._has_preempted:
             return min(want, max(fitting, self._least))
@@ -236,7 +236,7 @@ class TargetItl(Limit):
         lack = request._state.num_tokens - start if self._is_cut else 1
         if fitting >= lack:
             return fitting
-        if self._held and self.times.fitting_tokens(self._held, start) < lack:
+        if self._kept_seconds and self.times.fitting_tokens(self._kept_seconds, start) < lack:
             self._is_head_long = True
         return Deferral(Reason.BUDGET, lack - fitting)
 
@@ -246,13 +246,13 @@ class TargetItl(Limit):
             return False
         times = self.times
         left = self._limit - times.share * times.decode_seconds(num_running, num_tokens)
-        is_full = times.fitting_tokens(left, 0) < min(self._least, times.most_tokens)
+        is_full = times.fitting_tokens(left, 0) < min(self._least, times.max_predicted_tokens)
         return is_full or self._would_be_full(request, num_running, num_tokens)
 
     def _would_be_full(self, request: Request, num_requests: int, num_tokens: int) -> bool:
         """Whether decode alone would take longer than the target with this request beside the others."""
         times = self.times
-        if num_requests < times.most_seen:  # beyond the observed number, one more is tried
+        if num_requests < times.max_observed_requests:  # beyond the observed number, one more is tried
             num_requests, num_tokens = num_requests + 1, num_tokens + request._state.num_tokens
         return times.decode_seconds(num_requests, num_tokens) > self._limit
 

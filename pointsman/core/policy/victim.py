@@ -39,8 +39,8 @@ class LowestPriority(Policy):
 
     def choose(self, view: View, asking: int) -> int:
         priority, requests = view.priority, view.requests
-        least_urgent: list[int] = (priority == priority.max()).nonzero()[0].tolist()
-        return max(least_urgent, key=lambda index: (requests[index].arrival_time, requests[index].sequence_number))
+        candidates: list[int] = (priority == priority.max()).nonzero()[0].tolist()
+        return max(candidates, key=lambda index: (requests[index].arrival_time, requests[index].sequence_number))
 
 
 class LeastCost(Policy):
