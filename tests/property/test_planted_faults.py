@@ -379,7 +379,7 @@ def stall_begins_anew_at_every_look(patch: Patch) -> None:
 
 
 def holder_is_not_the_one_that_holds_most(patch: Patch) -> None:
-    replace(patch, "_most", list)
+    replace(patch, "_largest_first", list)
 
 
 def prefix_is_not_found(patch: Patch) -> None:

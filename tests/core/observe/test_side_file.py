@@ -27,22 +27,22 @@ needs_full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there i
 
 
 class Disk(FileIO):
-    """A file on a disk with `free` free bytes."""
+    """A file on a disk with `num_free` free bytes."""
 
-    room = 0
+    num_free = 0
     error = errno.ENOSPC
 
     def write(self, data: Any, /) -> int:
-        if not self.room:
+        if not self.num_free:
             raise OSError(self.error, os.strerror(self.error))
-        written = super().write(memoryview(data)[: self.room])
-        self.room -= written
+        written = super().write(memoryview(data)[: self.num_free])
+        self.num_free -= written
         return written
 
 
-def disk(path: Path, room: int, error: int = errno.ENOSPC) -> Disk:
+def disk(path: Path, num_free: int, error: int = errno.ENOSPC) -> Disk:
     made = Disk(path, "w")
-    made.room, made.error = room, error
+    made.num_free, made.error = num_free, error
     return made
 
 
@@ -74,7 +74,7 @@ def test_all_pieces_are_in_the_file_after_close(tmp_path: Path) -> None:
 
 def test_a_full_disk_ends_the_file_after_its_last_whole_piece(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ends: list[int] = []
-    file = BackgroundFile(disk(tmp_path / "f", room=50), "the file")
+    file = BackgroundFile(disk(tmp_path / "f", num_free=50), "the file")
     file.on_end = lambda: ends.append(threading.get_ident())
     for _ in range(10):
         file.write(LINE)
@@ -93,15 +93,15 @@ def test_a_file_that_waits_for_free_space_continues_without_a_gap(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pointsman.core.observe.side_file.SECONDS_BETWEEN_TRIES", 0.01)
-    raw = disk(tmp_path / "f", room=50)
+    raw = disk(tmp_path / "f", num_free=50)
     file = BackgroundFile(raw, when_full="wait")
     lines = [f"line {number}\n" for number in range(500)]
     for line in lines:
         file.write(line)
-    until(lambda: raw.room == 0)
+    until(lambda: raw.num_free == 0)
     time.sleep(0.1)
     assert not file.ended_by and file.num_waiting_bytes > 0
-    raw.room = 1 << 20
+    raw.num_free = 1 << 20
     file.close()
     assert (tmp_path / "f").read_text() == "".join(lines)
     assert not file.ended_by
@@ -109,7 +109,7 @@ def test_a_file_that_waits_for_free_space_continues_without_a_gap(
 
 def test_a_file_that_waits_ends_when_too_much_would_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pointsman.core.observe.side_file.SECONDS_BETWEEN_TRIES", 0.01)
-    raw = disk(tmp_path / "f", room=0)
+    raw = disk(tmp_path / "f", num_free=0)
     file = BackgroundFile(raw, when_full="wait", max_waiting_bytes=100)
     file.write(LINE)
     until(lambda: file._is_full)
@@ -117,14 +117,14 @@ def test_a_file_that_waits_ends_when_too_much_would_wait(tmp_path: Path, monkeyp
         file.write(LINE)
     assert file.ended_by == "the disk is full, and more than 100 bytes would wait in memory"
     assert file.num_waiting_bytes <= 100
-    raw.room = 1 << 20
+    raw.num_free = 1 << 20
     file.write(LINE)
     file.close()
     assert (tmp_path / "f").read_text() == LINE * 4, "the waiting pieces are written, and nothing after a gap"
 
 
 def test_a_file_that_waits_ends_with_the_program(tmp_path: Path) -> None:
-    file = BackgroundFile(disk(tmp_path / "f", room=30), when_full="wait")
+    file = BackgroundFile(disk(tmp_path / "f", num_free=30), when_full="wait")
     for _ in range(10):
         file.write(LINE)
     began = time.monotonic()
@@ -136,7 +136,7 @@ def test_a_file_that_waits_ends_with_the_program(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.EROFS, errno.ESTALE, errno.EFBIG])
 def test_only_a_full_disk_makes_the_file_wait(tmp_path: Path, error: int) -> None:
-    file = BackgroundFile(disk(tmp_path / "f", room=0, error=error), when_full="wait")
+    file = BackgroundFile(disk(tmp_path / "f", num_free=0, error=error), when_full="wait")
     file.write(LINE)
     until(lambda: file.ended_by)
     assert file.ended_by == os.strerror(error)
@@ -261,9 +261,9 @@ def test_a_recording_on_a_full_disk_does_not_affect_the_scheduler() -> None:
     file.close()
 
 
-@pytest.mark.parametrize("room", [0, 10, 700, 1500, 2000, 3333])
-def test_a_recording_that_ended_early_replays_up_to_its_end(tmp_path: Path, room: int) -> None:
-    file = BackgroundFile(disk(tmp_path / "f", room))
+@pytest.mark.parametrize("num_free", [0, 10, 700, 1500, 2000, 3333])
+def test_a_recording_that_ended_early_replays_up_to_its_end(tmp_path: Path, num_free: int) -> None:
+    file = BackgroundFile(disk(tmp_path / "f", num_free))
     work(Host(recorder=Recorder(file)))
     file.close()
     assert file.ended_by
@@ -309,7 +309,7 @@ def test_a_film_on_a_full_disk_has_all_steps_before(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("pointsman.core.observe.film.EVENTS_IN_A_CHUNK", 8)
     whole = io.BytesIO()
     filmed(whole)
-    file = BackgroundFile(disk(tmp_path / "f", room=len(whole.getvalue()) - 100))
+    file = BackgroundFile(disk(tmp_path / "f", num_free=len(whole.getvalue()) - 100))
     filmed(file)
     file.close()
     assert file.ended_by == "No space left on device"

@@ -44,7 +44,7 @@ def until_first_token(served: Server, *requests: Request) -> tuple[list[float], 
     return served.seconds[before:], [load.num_prefill_tokens for load in served.loads[before:]]
 
 
-# ---------------------------------------------------------------------- what it does
+# ---------------------------------------------------------------------- the rule
 
 
 @pytest.mark.parametrize("num_chats", [1, 4])

@@ -30,7 +30,7 @@ def installed(tmp_path: Path) -> Iterator[None]:
         yield
 
 
-def run(host: Host, most_failures: int = 3) -> list[Request]:
+def run(host: Host, max_failures: int = 3) -> list[Request]:
     """Run requests that preempt each other to their end, and check their tokens."""
     requests = [host.add(name, 4 + index, max_tokens=8) for index, name in enumerate("abcdef")]
     failures = 0
@@ -39,7 +39,7 @@ def run(host: Host, most_failures: int = 3) -> list[Request]:
             host.step()
         except PolicyError:
             failures += 1
-            assert failures <= most_failures
+            assert failures <= max_failures
             host.scheduler.check_invariants()
     for request in requests:
         assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, request.max_tokens)
@@ -101,7 +101,7 @@ def test_a_run_with_a_policy_replaced_at_the_start_replays(
 
     file = io.StringIO()
     host = Host(recorder=Recorder(file), **TIGHT, **knob(kind, CONSTRUCTOR))
-    run(host, most_failures=0)
+    run(host, max_failures=0)
     lines = file.getvalue().splitlines()
     if is_mended:
         monkeypatch.setattr(faulty_policies.Sound, "__init__", mended)
@@ -126,7 +126,7 @@ def test_a_later_recording_keeps_the_default(at: str, caplog: pytest.LogCaptureF
     file = io.StringIO()
     host.scheduler.start_recording(Recorder(file))
     assert host.scheduler.replaced_policies == before
-    run(host, most_failures=0)
+    run(host, max_failures=0)
     assert len(caplog.records) == num_lines, "nothing new is logged"
     lines = file.getvalue().splitlines()
     assert json.loads(lines[0])["start"]["replaced"] == [list(before[0])]
@@ -190,7 +190,7 @@ def test_an_object_with_an_invalid_attribute_is_replaced_at_the_start() -> None:
 
     host = Host(victim=Odd(), **TIGHT)
     assert [each[1:3] for each in host.scheduler.replaced_policies] == [("odd", "latest")]
-    run(host, most_failures=0)
+    run(host, max_failures=0)
 
 
 def test_schedule_again_works_with_a_failing_policy() -> None:

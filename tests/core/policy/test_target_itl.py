@@ -101,7 +101,7 @@ class Server:
             self.step()
 
 
-# ---------------------------------------------------------------------- what it does
+# ---------------------------------------------------------------------- the rule
 
 
 def test_prompt_tokens_fill_the_target_time_beside_decode() -> None:
@@ -351,7 +351,7 @@ def test_coefficients_are_fitted() -> None:
     assert times.fitting_tokens(-1.0, 0) == 0
 
 
-# ---------------------------------------------------------------------- what is promised
+# ---------------------------------------------------------------------- bounds
 
 
 @settings(max_examples=15, deadline=None)
