@@ -1,5 +1,7 @@
-"""Failing policies of another package, one of each kind: from call number `after` + 1 of the method named by `at` on,
-it always fails. `install` makes a package of them, which hosts find by its entry points.
+"""Policies of another package that fail, one of each kind. Each works until its method `at` was called `after` times,
+and always fails then.
+
+`install` makes a package of them, which hosts find by its entry points.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ EVENTS = ("on_added", "on_queued", "on_admitted", "on_preempted", "on_finished",
 
 
 class Sound:
-    """The common part of all kinds."""
+    """Base of all kinds."""
 
     parameters: ClassVar[tuple[Parameter, ...]] = (
         Parameter("at", "nothing", doc="the method that fails"),
@@ -113,14 +115,14 @@ CASES = [
 
 
 def knob(kind: str, at: str, after: int = 0) -> dict[str, Any]:
-    """The fields of a configuration with this policy."""
+    """The configuration fields for this policy."""
     spec = f"faulty-{kind}:at={at}" + (f",after={after}" if after else "")
     field = OPTIONS[kind]
     return {field: [spec] if field in ("reserves", "token_limits") else spec}
 
 
 def install(folder: Path) -> Path:
-    """A folder for `sys.path` with the package of these policies; it needs the root of the repository there too."""
+    """Make a folder for `sys.path` with the package of these policies; `sys.path` also needs the repository root."""
     information = folder / "faulty_policies-1.0.dist-info"
     information.mkdir(parents=True)
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty-policies\nVersion: 1.0\n")
@@ -146,12 +148,12 @@ def installed(folder: Path) -> Iterator[None]:
 
 
 def formatted(records: Iterable[logging.LogRecord]) -> list[str]:
-    """The log text of these records, each with its traceback."""
+    """These records as in a log, each with its traceback."""
     return [logging.Formatter().format(record) for record in records]
 
 
 def check_log(log: list[str], kind: str, *, at_start: bool) -> None:
-    """The log has one traceback, of the policy's own error, and then names the policy's replacement."""
+    """Check that the log has one traceback, of the policy's own error, and then the replacement."""
     about = [line for line in log if f"{kind} 'faulty-{kind}:at=" in line]
     assert "".join(log).count("Traceback") == 1 and Path(__file__).name in about[0]
     assert ["decides in its place from now on" in line for line in about] == [False] * (len(about) - 1) + [True]

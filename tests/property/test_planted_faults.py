@@ -282,7 +282,7 @@ def expected_output_is_ignored(patch: Patch) -> None:
 
 def first_token_is_missed_if_it_is_the_last(patch: Patch) -> None:
     def on_finished(original: Any, log: Any, request: Any, now: float) -> None:
-        log._silent.pop(request, None)
+        log._without_token.pop(request, None)
         original(log, request, now)
 
     around(patch, "RequestLog.on_finished", on_finished)
@@ -379,7 +379,7 @@ def stall_begins_anew_at_every_look(patch: Patch) -> None:
 
 
 def holder_is_not_the_one_that_holds_most(patch: Patch) -> None:
-    replace(patch, "_most", list)
+    replace(patch, "_largest_first", list)
 
 
 def prefix_is_not_found(patch: Patch) -> None:

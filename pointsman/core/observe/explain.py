@@ -1,7 +1,8 @@
-"""Why does this request wait, for which resource, which requests hold it, and since when?
+"""Explains why a request waits: the resource that it lacks, the requests that hold it, and since when.
 
 A request is deferred in the step, mostly by `step/admission.py` (see `Reason`). `CAUSES` defines the meaning of each
-`Reason`: which resource is short, which requests hold it, and its text. Everything here is computed only on request.
+`Reason`: the missing resource, the requests that hold it, and a text. Explanations are computed only when they are
+asked for.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pointsman.core.step.assembly import Parts
 MAX_HOLDERS = 8
 """Maximum number of holders named in an explanation."""
 LACKING = "{missing:,} more {resource}"
-"""How much of a resource is short."""
+"""Text for the missing amount of a resource."""
 _ENDING = re.compile(r"s\b")
 
 
@@ -38,65 +39,64 @@ class Explanation:
     status: RequestStatus
     phase: str
     reason: Reason | None
-    """Why it waits; None if it has finished, if no step has been scheduled since it was added, or if it runs and was
-    not left out of the newest step."""
+    """Why it waits; None if it has finished, if no step was scheduled since it was added, or if it runs and is in the
+    newest step."""
     sentence: str
     """The explanation as text."""
     policy_words: str
-    """The end of `sentence` in the words of policies, which may speak of tenants: what the order says, and what became
-    of policies that failed. "": they say nothing."""
+    """The end of `sentence`, from policies: the order's reason, and replaced policies. It may name tenants."""
     replaced_policies: tuple[Replaced, ...]
-    """Policies of other packages that failed, of the scheduler: the default decides in the place of each."""
+    """Policies of the scheduler that failed and were replaced by the default of their kind."""
     resource: str | None
-    """What it lacks, such as "KV blocks" or "sequence slots": the unit of `missing`, and of what the holders hold.
-    None: nothing that is counted."""
+    """The resource that it lacks, such as "KV blocks" or "sequence slots": the unit of `missing` and of the holders'
+    amounts. None: nothing that is counted."""
     holders: tuple[Holder, ...]
-    """What holds that, largest share first, at most 8 of them: running requests for blocks and sequence slots,
-    transfers for blocks, the requests of the last step for the budget, one for each adapter; of a request that is not
-    the head, the one that it waits behind."""
+    """The holders of the resource, largest share first, at most 8. For blocks and sequence slots, running requests, and
+    for blocks also transfers; for the budget, the requests of the last step; for adapter slots, one request for each
+    adapter. If the request only waits behind another one, that one."""
     num_holders: int
     """The number of all holders."""
     blocker: str | None
     """The first of the holders."""
     adapter_slots: dict[Adapter, int]
-    """The adapters that hold the slots, longest first, each with its running requests, if that is the reason."""
+    """For missing adapter slots: the adapters that hold them, longest first, with their numbers of running requests."""
     missing: int
-    """How much of `resource` it lacked in the newest step; 0 where nothing is counted. One that became the head of the
-    queue after that step was last asked in an earlier one."""
+    """How much of `resource` it lacked when a step last checked it; 0 where nothing is counted. That is the newest
+    step, unless it became the head of the queue after that step."""
     since: float | None
-    """When this reason began, on the caller's clock: behind others, when it entered the queue; for one that runs, the
-    first of the steps that have left it out. None where there is no reason."""
+    """When this reason began, on the caller's clock. If it waits behind others: when it entered the queue. If it runs:
+    the first of the steps that left it out. None without a reason."""
     position: int | None
     """The number of requests before it in the queue."""
     num_tokens: int
     num_computed_tokens: int
     num_cached_tokens: int
     num_blocks: int
-    """Blocks that it holds, in its row or for its load."""
+    """Blocks that it holds, in its row or for a load."""
     transfer: int | None
     """The load that it waits for."""
     num_preemptions: int
     recovery: Recovery | None
-    """While it is preempted: what `preemption_mode` decided for it; None: nothing."""
+    """While it is preempted: the decision of `preemption_mode`, if any."""
     events: tuple[RequestEvent, ...]
     """Its events with their times; empty unless `log_request_events` is on."""
 
 
 def explain(request: Request, parts: Parts, config: SchedulerConfig) -> Explanation:
-    """The state of a request, why it waits, for which requests and since when."""
+    """Explain the state of a request: why it waits, for which requests, and since when."""
     table = parts.table
     own = _deferral(request, parts)
     why = own[0] if own is not None else why_left_out(request, parts, config)
     reason = why.reason if why else None
     position = table.queue.position(request) if request in table.queue else None
-    if position and reason is not Reason.PAUSED and not _was_asked(request, position, parts):
+    if position and reason is not Reason.PAUSED and not _was_checked(request, position, parts):
         reason = Reason.BEHIND
     has_own = why is not None and reason is why.reason
     missing = why.missing if why is not None and has_own else 0
     holders = CAUSES[reason].holders(request, parts) if reason is not None else []
     holding = request._state.holding
     replaced = replaced_among(parts.policies)
-    words = _words_of_the_order(request, parts) if reason is Reason.BEHIND else ""
+    words = _order_reason(request, parts) if reason is Reason.BEHIND else ""
     words += "".join(f" {in_words(each)}" for each in replaced)
     return Explanation(
         request_id=request.request_id,
@@ -129,7 +129,7 @@ def explain(request: Request, parts: Parts, config: SchedulerConfig) -> Explanat
 
 
 def _since(request: Request, reason: Reason | None, own: tuple[Deferral, float] | None, parts: Parts) -> float | None:
-    """When the reason began."""
+    """The time at which the reason began."""
     if reason is None:
         return None
     if reason is Reason.BEHIND:
@@ -138,7 +138,7 @@ def _since(request: Request, reason: Reason | None, own: tuple[Deferral, float] 
 
 
 def _deferral(request: Request, parts: Parts) -> tuple[Deferral, float] | None:
-    """Why it waits other than for requests before it, and since when; a pause that affects it comes first."""
+    """Its own deferral, which is not for requests before it, and since when. A pause that affects it comes first."""
     pause, state = parts.admission.pause, request._state
     if pause is not None:
         is_held = request in parts.table.queue or (state.row is not None and pause.mode is PauseMode.ALL)
@@ -150,8 +150,8 @@ def _deferral(request: Request, parts: Parts) -> tuple[Deferral, float] | None:
     return None if own is None else (own, state.deferred_since)
 
 
-def _was_asked(request: Request, position: int, parts: Parts) -> bool:
-    """Whether it was checked although others are before it: those were skipped, or it was."""
+def _was_checked(request: Request, position: int, parts: Parts) -> bool:
+    """Whether it was checked although requests are before it: these were skipped, or it was."""
     table = parts.table
     return request in table.skipped or (request is table.blocker and position == len(table.skipped))
 
@@ -164,15 +164,15 @@ def _num_blocks(request: Request, parts: Parts) -> int:
 
 
 def find_holder(request: Request, reason: Reason, parts: Parts) -> str | None:
-    """The request that holds the largest share of what another one waits for, or that it waits behind."""
+    """The request that holds the largest share of the missing resource, or that `request` waits behind."""
     holders = CAUSES[reason].holders(request, parts)
     return holders[0].request_id if holders else None
 
 
 def why_left_out(request: Request, parts: Parts, config: SchedulerConfig) -> Deferral | None:
-    """Why a running request is not in the newest output, and how much it needs at least.
+    """Why a running request is not in the newest output, and the minimum that it lacks.
 
-    None: it is, or has no row, or it waited for samples that have been returned since.
+    None: it is in the output, or has no row, or waited for samples that have returned since.
     """
     batch, output = parts.batch, parts.emission.last_output
     if request.row is None or output is None or request in output.requests:
@@ -189,11 +189,11 @@ def why_left_out(request: Request, parts: Parts, config: SchedulerConfig) -> Def
         return Deferral(Reason.SEQUENCE_LIMIT, 1)
     if output.preempted:
         return Deferral(Reason.BLOCKS, int(batch.num_computed_tokens[request.row] >= batch.num_slots[request.row]))
-    return Deferral(Reason.PREFILL_FIRST, 0) if decodes_alone else None  # for prompts that lacked one token each
+    return Deferral(Reason.PREFILL_FIRST, 0) if decodes_alone else None  # prompts with one remaining token each
 
 
 def _is_for_prompts(output: SchedulerOutput) -> bool:
-    """Whether a "prefill-first" step is for prompts, not for decoding, as far as its rows show."""
+    """Whether a "prefill-first" step is for prompts and not for decode, judged by its rows."""
     is_long = np.any(output.num_scheduled_tokens - output.num_draft_tokens > 1)
     return bool(output.admitted) or bool(is_long) or not bool(output.samples.all())
 
@@ -202,19 +202,19 @@ class Cause(NamedTuple):
     """The meaning of a reason."""
 
     resource: str | None
-    """What is short, as the unit of `missing` and `Holder.amount`; None: nothing that can be counted."""
+    """The missing resource, as the unit of `missing` and `Holder.amount`; None: nothing that can be counted."""
     text: str
     """The cause, as the end of a sentence that begins "it waits: ..."."""
     holders: Callable[[Request, Parts], list[Holder]]
-    """Which requests hold the resource, largest share first."""
+    """The requests that hold the resource, largest share first."""
 
 
 PARKED_FOR: dict[RequestStatus, str] = {
     RequestStatus.WAITING_FOR_GRAMMAR: "its grammar is being compiled",
-    RequestStatus.WAITING_FOR_REMOTE_KVS: "its KV is on its way from elsewhere",
+    RequestStatus.WAITING_FOR_REMOTE_KVS: "its KV is being loaded",
     RequestStatus.WAITING_FOR_STREAMING_REQ: "its caller has more input to send",
 }
-"""What a parked request waits for."""
+"""The cause for a parked request, by its status."""
 
 
 def _no_request(request: Request, parts: Parts) -> list[Holder]:
@@ -222,23 +222,26 @@ def _no_request(request: Request, parts: Parts) -> list[Holder]:
 
 
 def _of_blocks(request: Request, parts: Parts) -> list[Holder]:
-    """The other running requests, by the KV blocks in their tables, and the transfers; shared blocks count for each."""
+    """The other running requests and the transfers, by their KV blocks; shared blocks count for each."""
     batch, members = parts.batch, parts.batch.members
     blocks = parts.kv.num_blocks_of(batch, members.rows)
     pairs = zip(members.requests, blocks.tolist(), strict=True)
     running = [Holder(other.request_id, n) for other, n in pairs if other is not request]
-    return _most([*running, *_of_transfers(request, parts)])
+    return _largest_first([*running, *_of_transfers(request, parts)])
 
 
 def _of_transfers(request: Request, parts: Parts) -> list[Holder]:
-    """Holdings without a row; their requests may have finished."""
+    """Blocks held for transfers, without a row; their requests may have finished."""
     holdings = parts.transfers.holdings() if parts.transfers is not None else []
     others = [holding for holding in holdings if holding.request is not request]
-    return _most(Holder(holding.request_id, len(holding.blocks), transfer=holding.transfer_id) for holding in others)
+    return _largest_first(
+        Holder(holding.request_id, len(holding.blocks), transfer=holding.transfer_id) for holding in others
+    )
 
 
 def _of_sequence_slots(request: Request, parts: Parts) -> list[Holder]:
-    """The running requests, one sequence slot each, longest running first; for a running one, those of the step."""
+    """The running requests, one sequence slot each, longest running first; for a running one, those of the last
+    step."""
     output = parts.emission.last_output
     if request.row is None or output is None:
         return [Holder(other.request_id, 1) for other in parts.batch.members.requests]
@@ -251,11 +254,11 @@ def _of_budget(request: Request, parts: Parts) -> list[Holder]:
     if output is None:
         return []
     tokens = zip(output.requests, output.num_scheduled_tokens.tolist(), strict=True)
-    return _most(Holder(other.request_id, n) for other, n in tokens if not other.is_finished)
+    return _largest_first(Holder(other.request_id, n) for other, n in tokens if not other.is_finished)
 
 
 def _of_adapters(request: Request, parts: Parts) -> list[Holder]:
-    """For every adapter that holds a slot, longest first: a request that runs with it, and how many do."""
+    """For each adapter that holds a slot, longest first: one running request of it, and their number."""
     first: dict[object, str] = {}
     for other in parts.batch.members.requests:
         first.setdefault(other.adapter, other.request_id)
@@ -273,16 +276,18 @@ def _of_embeddings(request: Request, parts: Parts) -> list[Holder]:
     if encoder is None:
         return []
     held = {other: encoder.holds(other) for other in encoder.holders() if other is not request}
-    return _most(Holder(r.request_id, sum(item.entry.num_embeddings for item in items)) for r, items in held.items())
+    return _largest_first(
+        Holder(r.request_id, sum(item.entry.num_embeddings for item in items)) for r, items in held.items()
+    )
 
 
 def _of_encoder_budget(request: Request, parts: Parts) -> list[Holder]:
-    """The requests for whose inputs the last step computed embeddings, by how many."""
+    """The requests for which the last step computed embeddings, by their number."""
     output, counts = parts.emission.last_output, Counter[str]()
     for other, index in output.encoder_inputs if output is not None else ():
         if not other.is_finished:
             counts[other.request_id] += other.encoder_inputs[index].entry.num_embeddings
-    return _most(Holder(name, count) for name, count in counts.items())
+    return _largest_first(Holder(name, count) for name, count in counts.items())
 
 
 def _preemptor(request: Request, parts: Parts) -> list[Holder]:
@@ -291,28 +296,28 @@ def _preemptor(request: Request, parts: Parts) -> list[Holder]:
     return [Holder(other.request_id, 0) for other in admitted if not other.is_finished]
 
 
-def _before_it(request: Request, parts: Parts) -> list[Holder]:
-    """The request that blocks the queue; if none was found yet, the head of the queue."""
+def _blocker(request: Request, parts: Parts) -> list[Holder]:
+    """The request that blocks the queue, or else the head of the queue."""
     blocker, queue = parts.table.blocker, parts.table.queue
     stands = blocker is not None and blocker is not request and blocker in queue
     before = blocker if blocker is not None and stands else head_of(queue)
     return [Holder(before.request_id, 0)]
 
 
-def _most(holders: Iterable[Holder]) -> list[Holder]:
+def _largest_first(holders: Iterable[Holder]) -> list[Holder]:
     return sorted(holders, key=lambda holder: -holder.amount)
 
 
 _BLOCKS = "KV blocks"
 
 CAUSES: dict[Reason, Cause] = {
-    Reason.WATERMARK: Cause(_BLOCKS, "the KV blocks left are headroom for what runs (watermark)", _of_blocks),
+    Reason.WATERMARK: Cause(_BLOCKS, "the free KV blocks are headroom for running requests (watermark)", _of_blocks),
     Reason.FULL_SEQUENCE: Cause(
-        _BLOCKS, "its whole sequence does not fit beside what partial prefills are owed", _of_blocks
+        _BLOCKS, "its whole sequence does not fit beside the blocks that partial prefills still need", _of_blocks
     ),
-    Reason.DECODE_RESERVE: Cause(_BLOCKS, "the output that is expected of it would not fit", _of_blocks),
-    Reason.RESERVE: Cause(_BLOCKS, "the KV blocks left are kept for what runs, by a reserve", _of_blocks),
-    Reason.BYPASS: Cause(_BLOCKS, "the KV blocks released are kept for a request before it", _of_blocks),
+    Reason.DECODE_RESERVE: Cause(_BLOCKS, "its expected output does not fit", _of_blocks),
+    Reason.RESERVE: Cause(_BLOCKS, "the free KV blocks are kept for running requests by a reserve", _of_blocks),
+    Reason.BYPASS: Cause(_BLOCKS, "the released KV blocks are kept for a request before it", _of_blocks),
     Reason.STEP_TIME: Cause(None, "it would make the step longer than its target time", _of_sequence_slots),
     Reason.BLOCKS: Cause(_BLOCKS, "the KV cache is full", _of_blocks),
     Reason.SEQUENCE_LIMIT: Cause("sequence slots", "all sequence slots are taken", _of_sequence_slots),
@@ -323,24 +328,22 @@ CAUSES: dict[Reason, Cause] = {
         _of_blocks,
     ),
     Reason.DISPLACEMENT: Cause(
-        None, "a more urgent request is admitted alone into what was preempted for it", _preemptor
+        None, "requests were preempted for a more urgent one, which is admitted alone", _preemptor
     ),
     Reason.STATIC_BATCH: Cause(None, "the static batch still runs", _of_sequence_slots),
     Reason.ADAPTER_SLOTS: Cause(
-        "adapter slots", "other adapters hold them, or a request that waited longer has claimed the next", _of_adapters
+        "adapter slots", "other adapters hold them, or a request before it has claimed the next one", _of_adapters
     ),
-    Reason.PREFILL_FIRST: Cause(None, "prompts go before decoding, and the step is theirs", _of_budget),
-    Reason.PARTIAL_PREFILLS: Cause("places", "as many prefills as allowed are partial", _of_prefills),
-    Reason.ENCODER_BUDGET: Cause("embeddings", "the step's budget for its encoder inputs is spent", _of_encoder_budget),
-    Reason.ENCODER_CACHE: Cause("embeddings", "others hold the encoder cache", _of_embeddings),
+    Reason.PREFILL_FIRST: Cause(None, "the step is for prompts, which come before decode", _of_budget),
+    Reason.PARTIAL_PREFILLS: Cause("places", "the maximum number of prefills is partial", _of_prefills),
+    Reason.ENCODER_BUDGET: Cause("embeddings", "the encoder budget of the step is spent", _of_encoder_budget),
+    Reason.ENCODER_CACHE: Cause("embeddings", "other requests hold the encoder cache", _of_embeddings),
     Reason.PAUSED: Cause(None, "the scheduler is paused", _no_request),
-    Reason.IN_FLIGHT: Cause(
-        "samples", "steps in flight sample for it, and what they sample has to come back first", _no_request
-    ),
-    Reason.KV_CONNECTOR: Cause(None, "the connector has yet to say what KV it could load", _no_request),
-    Reason.KV_ROOM: Cause(_BLOCKS, "the blocks that transfers may own are taken, and it is next", _of_transfers),
+    Reason.IN_FLIGHT: Cause("samples", "its samples in flight must return first", _no_request),
+    Reason.KV_CONNECTOR: Cause(None, "the connector does not know yet which KV it can load", _no_request),
+    Reason.KV_ROOM: Cause(_BLOCKS, "transfers hold the maximum number of blocks, and it is next", _of_transfers),
     Reason.KV_LOAD: Cause(None, "its KV is being loaded", _no_request),
-    Reason.BEHIND: Cause(None, "it is not its turn", _before_it),
+    Reason.BEHIND: Cause(None, "it is not the head of the queue", _blocker),
     Reason.PARKED: Cause(None, "it is parked", _no_request),
     Reason.STATE: Cause(None, "the state behind its cached prefix is computed in this step", _no_request),
 }
@@ -352,7 +355,7 @@ def lacking(missing: int, resource: str) -> str:
 
 
 def one_of(resource: str) -> str:
-    """The name of one: "KV block", of "KV blocks"."""
+    """The singular of a resource: "KV block" for "KV blocks"."""
     return _ENDING.sub("", resource, count=1)
 
 
@@ -384,8 +387,8 @@ def _sentence(request: Request, reason: Reason | None, missing: int, holders: li
 
 
 def _cause_text(request: Request, reason: Reason, parts: Parts) -> str:
-    """The cause; where token limits make a step smaller than the budget, a larger `max_num_batched_tokens` would not
-    help, so it names them."""
+    """The text of the cause. If token limits make a step smaller than the budget, it names them, since a larger
+    `max_num_batched_tokens` would not help."""
     budget, output = parts.budget, parts.emission.last_output
     is_limited = reason is Reason.BUDGET and budget.tokens < budget.full
     if is_limited and output is not None and not parts.gates.budget.may_have_to_fit(request):
@@ -396,14 +399,14 @@ def _cause_text(request: Request, reason: Reason, parts: Parts) -> str:
 
 
 def _retention(request: Request, parts: Parts) -> str:
-    """What becomes of its blocks when it has finished, where it asked for that and tenants share what is retained."""
+    """A sentence about the retention of its blocks, if it asks for one and tenants share the retained blocks."""
     pool, eviction = parts.kv.retaining, parts.kv.eviction
     if pool is None or eviction is None or not eviction.per_tenant or not request.retention or request.is_finished:
         return ""
     retained = pool.num_retained_of(request.tenant)
     return (
-        f" Its prefix is retained for {request.retention:g} s after its end; its tenant retains {retained} KV blocks, "
-        f"of {pool.max_of_a_tenant(request.tenant)} at most now."
+        f" Its prefix is retained for {request.retention:g} s after its end; its tenant retains {retained} of at most "
+        f"{pool.max_of_a_tenant(request.tenant)} KV blocks."
     )
 
 
@@ -412,7 +415,7 @@ def _recovery(request: Request) -> Recovery | None:
 
 
 def _of_recovery(request: Request, parts: Parts) -> str:
-    """What becomes of its KV while it is preempted, as a sentence of its own; "": as always."""
+    """A sentence about the KV of a preempted request; "" without `preemption_mode`."""
     recovery = _recovery(request)
     if recovery is None or parts.swap is None:
         return ""
@@ -421,15 +424,15 @@ def _of_recovery(request: Request, parts: Parts) -> str:
     copy, compute = recovery.swap_seconds, recovery.recompute_seconds
     times = ""
     if copy is not None and compute is not None:
-        times = f" (copies of all {1e3 * copy:.3g} ms, computing {1e3 * compute:.3g} ms)"
+        times = f" (copying all takes {1e3 * copy:.3g} ms, recomputing {1e3 * compute:.3g} ms)"
     if not recovery.swaps:
-        return f"{kept} what is evicted is computed again{times}."
+        return f"{kept} evicted tokens are recomputed{times}."
     num_swapped = size * parts.swap.num_evicted(request)
-    return f"{kept} what is evicted is swapped{times}, {num_swapped} tokens so far."
+    return f"{kept} evicted tokens are swapped{times}, {num_swapped} so far."
 
 
-def _words_of_the_order(request: Request, parts: Parts) -> str:
-    """Why it is not first, as a sentence of its own, where the order has words for that."""
+def _order_reason(request: Request, parts: Parts) -> str:
+    """A sentence about why it is not first, if the order gives a reason."""
     queue = parts.table.queue
     if request not in queue or not hasattr(queue, "reason"):
         return ""
@@ -438,7 +441,7 @@ def _words_of_the_order(request: Request, parts: Parts) -> str:
 
 
 def in_words(replaced: Replaced) -> str:
-    """What became of a policy, as a sentence."""
+    """A sentence about a replaced policy."""
     by = replaced.by or f"no {replaced.kind}"
     return f"{by} decides in the place of {replaced.kind} {replaced.policy!r}, which failed: {replaced.error}."
 

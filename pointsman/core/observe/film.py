@@ -1,14 +1,15 @@
-"""The film of a scheduler: every decision in columns, compact enough to keep hours of them, and to show any step.
+"""Records films: all decisions of a scheduler in columns, compact enough to keep hours of them, and to show any step.
 
-A recording is what a scheduler was told, so that it can decide again; a film is what it decided, so that it can be
-looked at. A `FilmRecorder` listens to a live scheduler, to one that replays a recording, or to a simulation. Prompts
-are not in it. The format is in `film_format.py`, the reader in `pointsman/web/film.py`.
+A recording has the calls of a scheduler, so that they can be replayed. A film has its decisions, so that they can be
+shown. A `FilmRecorder` listens to a live scheduler, to the replay of a recording, or to a simulation. Films have no
+prompts. The format is in `film_format.py`, the reader in `pointsman/web/film.py`.
 
-Each event has a row of its own. A step in which every running request gets one token has no more than its time; in any
-other, only the rows that differ are named. Steps that were done at once are one event. Blocks have chunks of their own,
-because most that is asked of a film needs none: which blocks a table got, and which of those that became free are not
-what the reader takes them for (findable, if prefixes are cached). Whether reader and pool still agree is found from
-counts.
+Each event has a row. For a step in which every running request gets one token, the row has only the time; for any other
+step, also the rows that differ. The steps of a fast-forward are one event.
+
+Blocks have chunks of their own, as most queries of a film need none. They have the blocks that tables got. The reader
+assumes that a released block is cached (if prefixes are), so only exceptions are written. The recorder finds from
+counts whether reader and pool agree.
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ Int64Array = npt.NDArray[np.int64]
 IntArray = npt.NDArray[np.integer]
 
 EVENTS_IN_A_CHUNK = 4096
-"""A reader begins at a chunk and applies its events until the one that is asked for."""
+"""Maximum number of events in a chunk. A reader starts at the chunk and applies its events up to the requested one."""
 NUMBERS_IN_A_COLUMN = 1 << 19
-"""A chunk is closed sooner where one of its longest columns has more."""
+"""A chunk ends earlier if one of its longest columns has more numbers."""
 _REASON = {reason: index for index, reason in enumerate(REASONS)}
 _STATUS = {status: index for index, status in enumerate(STATUSES)}
 _CAUSE = {cause: index for index, cause in enumerate(CAUSES)}
@@ -70,25 +71,25 @@ _FINISH = {reason: index for index, reason in enumerate(FINISH_REASONS)}
 class FilmRecorder(Listener):
     """Writes a film. One recorder serves one scheduler: see `Scheduler.start_film`.
 
-    A file that cannot be written ends the film, and nothing else: see `side_file.py`.
+        If the file cannot be written, only the film ends: see `side_file.py`.
 
     Args:
-        file: a `BackgroundFile`, or a binary one for writing; only appended to.
-        with_blocks: whether the block tables and the state of the pool are in it.
+        file: a `BackgroundFile`, or a binary file for writing; it is only appended to.
+        with_blocks: whether the film has the block tables and the state of the pool.
     """
 
     def __init__(self, file: Writable, *, with_blocks: bool = True) -> None:
         self._file = file if isinstance(file, SideFile) else SideFile(file)
         self.wants_blocks = self._with_blocks = with_blocks
-        self._numbers: dict[Request, int] = {}  # of the requests that have not finished
+        self._numbers: dict[Request, int] = {}  # of unfinished requests
         self._num_requests = 0
-        self._running: dict[Request, None] = {}  # in order of admission
-        self._waiting: dict[Request, None] = {}  # in the order in which they came
+        self._running: dict[Request, None] = {}  # in admission order
+        self._waiting: dict[Request, None] = {}  # in queueing order
         self._parked: dict[Request, None] = {}
-        self._admissions: dict[Request, int] = {}  # of those that have been admitted, how often
-        self._deferred: dict[Request, int] = {}  # reason of each waiting request that was asked for
+        self._admissions: dict[Request, int] = {}  # number of admissions of each admitted request
+        self._deferred: dict[Request, int] = {}  # reason of each waiting request that was checked
         self._flight: deque[SchedulerOutput] = deque()
-        self._ends: list[tuple[Request, float]] = []  # maybe of an update whose event is yet to come
+        self._ends: list[tuple[Request, float]] = []  # finished requests, maybe of an update whose event follows
         self._mirror: _Mirror | None = None
         self._is_open: bool | None = None  # None: not started
         self._requests, self._strings = Columns("R"), dict[str, int]()
@@ -98,22 +99,22 @@ class FilmRecorder(Listener):
         self._skipped: list[int] | None = None  # in the newest step of this chunk
         self._num_evictions = 0  # until the newest step
         self.num_bytes = {"events": 0, "blocks": 0}
-        """Written so far."""
+        """Bytes written so far, by kind of chunk."""
         self.num_frames = 0
-        """Since `cut` was called last; as what is not written yet is counted, it may have more than the file."""
+        """Steps since the last `cut`. Steps that are not written yet count too."""
         self.on_chunk: Callable[[], None] | None = None
-        """Called when a chunk was full and has been written; `cut` may be called then."""
+        """Called when a full chunk has been written; it may call `cut`."""
 
     # ------------------------------------------------------------------ the file
 
     def start(
         self, config: SchedulerConfig, policies: dict[str, int], now: float, find_parts: Callable[[], Parts]
     ) -> None:
-        """The header; called once, by the scheduler, whose newest call was at `now`. What it holds already is in the
-        first key frame.
+        """Write the header, and the present requests in the first key frame. Called once, by the scheduler, whose
+        newest call was at `now`.
 
         Raises:
-            InvalidTransition: it films, or has filmed, a scheduler.
+            InvalidTransition: the recorder was started before.
         """
         if self._is_open is not None:
             raise InvalidTransition("a film recorder films one scheduler, once; make another FilmRecorder")
@@ -132,7 +133,7 @@ class FilmRecorder(Listener):
         for request in [*parts.batch.members.requests, *parts.table.queue, *parts.table.parked.values()]:
             self._number(request)
         self._running = dict.fromkeys(parts.batch.members.requests)
-        waiting = sorted(parts.table.queue, key=_came)
+        waiting = sorted(parts.table.queue, key=_sequence_number)
         self._waiting, self._parked = dict.fromkeys(waiting), dict.fromkeys(parts.table.parked.values())
         for request in self._numbers:
             if request._state.serial:
@@ -144,7 +145,8 @@ class FilmRecorder(Listener):
         self._open_chunk()
 
     def close(self) -> None:
-        """Write what is left, and the end; the file stays open. The scheduler must no longer report to it.
+        """Write the remaining events and the end. The file stays open. The scheduler must no longer report to the
+        recorder.
 
         Raises:
             InvalidTransition: it was not started, or is closed.
@@ -158,14 +160,14 @@ class FilmRecorder(Listener):
         self.num_bytes["events"] += write_chunk(self._file, "Z", b"")
 
     def cut(self) -> None:
-        """Write what there is so far. What is written from now on is a film of its own behind the header, in which the
-        unfinished requests have new numbers. For the host, between two calls of the scheduler.
+        """Write all events so far, and start a new film, in which unfinished requests have new numbers. The bytes from
+        here on, behind the header, are this film. For the host, between two calls of the scheduler.
 
         Raises:
             InvalidTransition: it was not started, or is closed.
         """
         if not self._is_open:
-            raise InvalidTransition("only a film that is under way can be cut: see Scheduler.start_film")
+            raise InvalidTransition("only a running film can be cut: see Scheduler.start_film")
         self._flush_ends()
         self._write_chunk()
         unfinished = list(self._numbers)
@@ -179,7 +181,7 @@ class FilmRecorder(Listener):
         parts = self._parts()
         self._events = Columns("E")
         self._ops, self._times = self._events.data["op"], self._events.data["time"]
-        self._whom = self._events.data["request"]
+        self._request_column = self._events.data["request"]
         self._write_key(parts)
         if self._mirror is not None:
             self._mirror.open_chunk(parts, self._running)
@@ -194,7 +196,7 @@ class FilmRecorder(Listener):
         self._requests, self._strings = Columns("R"), {}
 
     def _next_chunk(self) -> None:
-        """Only where no event of a step is yet to come."""
+        """Close the chunk if it is full. Called only when no event of a step is still to come."""
         data = self._events.data
         longest = max(len(data[name]) for name in ("exception_row", "update_row", "steps_micros", "skipped_request"))
         if self._mirror is not None:
@@ -240,13 +242,13 @@ class FilmRecorder(Listener):
         return self._now
 
     def _add(self, op: Op, now: float, request: Request | None = None) -> dict[str, list[int]]:
-        """An event; its further columns are the caller's."""
-        if self._ends and op is not Op.PARKED and op is not Op.QUEUED:  # which may be of the same update
+        """Add an event. The caller adds its other columns."""
+        if self._ends and op is not Op.PARKED and op is not Op.QUEUED:  # these may be of the same update
             self._flush_ends()
         self._ops.append(op)
         self._times.append(self._micros(now))
         if request is not None:
-            self._whom.append(self._numbers[request])
+            self._request_column.append(self._numbers[request])
         return self._events.data
 
     def _number(self, request: Request) -> int:
@@ -264,7 +266,7 @@ class FilmRecorder(Listener):
     def _micros_of(self, time: float) -> int:
         return 0 if self._start is None else round((time - self._start) * 1e6)
 
-    # ------------------------------------------------------------------ what happens to a request
+    # ------------------------------------------------------------------ events of a request
 
     def on_added(self, request: Request, now: float) -> None:
         """See `Listener`."""
@@ -332,7 +334,7 @@ class FilmRecorder(Listener):
         self._waiting[request] = None
 
     def on_finished(self, request: Request, now: float) -> None:
-        """Told behind the update, or the run of steps, in which it happens."""
+        """Written after the update, or the steps, in which it happens."""
         self._ends.append((request, now))
 
     def _flush_ends(self) -> None:
@@ -363,7 +365,7 @@ class FilmRecorder(Listener):
             place.pop(request, None)
 
     def on_call(self, event: Call) -> None:
-        """Calls of the host that no other event tells of."""
+        """Calls of the host that have no event of their own."""
         name, arguments = event.name, event.arguments
         self._flush_ends()
         if name == "set_priority" or name == "extend":
@@ -395,18 +397,18 @@ class FilmRecorder(Listener):
         data = self._add(Op.STEP, step.now)
         data["step_id"].append(step.step_id)
         data["step_blocked"].append(0 if step.blocked_by is None else _REASON[step.blocked_by] + 1)
-        self._tell_queue(data, parts)
+        self._write_queue(data, parts)
         num_rows = len(self._running)
         is_plain = output.num_rows == num_rows == output.total_num_scheduled_tokens and output.samples.all()
-        data["step_exceptions"].append(0 if is_plain else self._tell_rows(output))
+        data["step_exceptions"].append(0 if is_plain else self._write_rows(output))
         self._flight.append(output)
         if self._mirror is not None:
             self._mirror.step(self._num_frames, parts, step, self._numbers)
         self._num_frames += 1
         self.num_frames += 1
 
-    def _tell_queue(self, data: dict[str, list[int]], parts: Parts) -> None:
-        """What is free and was evicted, and who was asked and may not start."""
+    def _write_queue(self, data: dict[str, list[int]], parts: Parts) -> None:
+        """Write the numbers of free and evicted blocks, and the checked requests that were not admitted."""
         data["step_free"].append(parts.kv.pool.num_free)
         data["step_evicted"].append(parts.kv.num_evictions - self._num_evictions)
         self._num_evictions = parts.kv.num_evictions
@@ -420,10 +422,11 @@ class FilmRecorder(Listener):
             data["skipped_request"] += skipped
             self._skipped = skipped
 
-    def _tell_rows(self, output: SchedulerOutput) -> int:
-        """The rows that are not one token that is sampled from; those of no token are left out of the step."""
+    def _write_rows(self, output: SchedulerOutput) -> int:
+        """Write the rows that do not compute one token and sample. Rows with 0 tokens are not in the step. Returns
+        their number."""
         tokens, flags = output.num_scheduled_tokens, output.samples | output.num_draft_tokens << 1
-        if output.num_rows < len(self._running):  # both are in order of admission
+        if output.num_rows < len(self._running):  # both are in admission order
             is_in = np.fromiter(map(set(output.requests).__contains__, self._running), np.bool_, len(self._running))
             all_tokens, all_flags = np.zeros((2, len(is_in)), dtype=np.int64)
             all_tokens[is_in], all_flags[is_in] = tokens, flags
@@ -436,7 +439,7 @@ class FilmRecorder(Listener):
         return len(places)
 
     def on_update(self, output: SchedulerOutput, update: StepUpdate, now: float) -> None:
-        """The result of the oldest step in flight."""
+        """The result of the oldest step in flight was applied."""
         ends, self._ends = self._ends, []
         data = self._add(Op.UPDATE, now)
         self._flight.popleft()
@@ -445,7 +448,7 @@ class FilmRecorder(Listener):
         if len(odd):
             data["update_row"] += odd.tolist()
             data["update_count"] += update.counts[odd].tolist()
-        for request in update.completed_parts:  # what it generated may be a part of its next prompt
+        for request in update.completed_parts:  # its output may now be a part of its prompt
             if request in self._numbers:
                 self._extended(request, now)
         self._ends = ends
@@ -453,14 +456,14 @@ class FilmRecorder(Listener):
         self._next_chunk()
 
     def on_steps(self, run: StepRun) -> None:
-        """Several steps at once: in each, every running request decoded one token."""
+        """Steps of a fast-forward: in each, every running request decoded one token."""
         ends, self._ends = self._ends, []
         data = self._add(Op.STEPS, float(run.times[0]))
         parts = self._parts()
         num_evicted = parts.kv.num_evictions - self._num_evictions
         data["step_id"].append(run.first_step_id)
         data["step_blocked"].append(0 if run.blocked_by is None else _REASON[run.blocked_by] + 1)
-        self._tell_queue(data, parts)
+        self._write_queue(data, parts)
         data["steps_count"].append(run.num_steps)
         start = self._start
         assert start is not None
@@ -480,13 +483,17 @@ class FilmRecorder(Listener):
         self._next_chunk()
 
     def _put_first(self, requests: Sequence[Request]) -> int:
-        """Put the newest event, of steps of these requests, before those of a part of a prompt that one of them
-        completed in it; how many these are."""
+        """Move the newest event, steps of these requests, before events of prompt parts that they completed in it.
+        Returns the number of these events."""
         count = 0
         if len(self._ops) < 2 or self._ops[-2] not in (Op.PARKED, Op.QUEUED):
             return count
         numbers = {self._numbers[request] for request in requests}
-        while count < len(self._whom) and self._ops[-2 - count] < Op.STEP and self._whom[-1 - count] in numbers:
+        while (
+            count < len(self._request_column)
+            and self._ops[-2 - count] < Op.STEP
+            and self._request_column[-1 - count] in numbers
+        ):
             count += 1
         if count:
             for column in (self._ops, self._times):
@@ -494,7 +501,7 @@ class FilmRecorder(Listener):
         return count
 
     def on_failed(self, num_steps: int, now: float) -> None:
-        """The newest steps in flight are void; what runs goes back to where it was."""
+        """The newest steps in flight are void; running requests have their earlier state again."""
         for _ in range(num_steps):
             self._flight.pop()
         batch = self._parts().batch
@@ -505,18 +512,18 @@ class FilmRecorder(Listener):
         self._next_chunk()
 
 
-def _came(request: Request) -> int:
+def _sequence_number(request: Request) -> int:
     return request.sequence_number
 
 
 class _Mirror:
-    """What a reader knows of the pool, and the columns that tell it more."""
+    """The pool as a reader reconstructs it, and the columns that correct it."""
 
     def __init__(self, parts: Parts) -> None:
         self._caches = parts.kv.prefix is not None
         self._parts = parts
         self.num_references: Int64Array = np.zeros(parts.kv.pool.num_blocks, dtype=np.int64)
-        self.is_cached = np.zeros(parts.kv.pool.num_blocks, dtype=np.bool_)  # of free blocks
+        self.is_cached = np.zeros(parts.kv.pool.num_blocks, dtype=np.bool_)  # whether a block is free and cached
         self._copy(parts)
 
     def _copy(self, parts: Parts) -> None:
@@ -528,7 +535,7 @@ class _Mirror:
         self._held = _held(parts)
 
     def open_chunk(self, parts: Parts, running: dict[Request, None]) -> None:
-        """A key frame: what is true now."""
+        """Write a key frame: the present state of all blocks."""
         self.columns = Columns("B")
         data = self.columns.data
         self._copy(parts)
@@ -555,7 +562,7 @@ class _Mirror:
             data["value"] += values
 
     def step(self, frame: int, parts: Parts, step: StepDecision, numbers: dict[Request, int]) -> None:
-        """The blocks of a step."""
+        """Write the blocks of a step."""
         output = step.output
         assert output is not None
         if parts.transfers is None:
@@ -572,13 +579,13 @@ class _Mirror:
             data["request"] += [numbers[requests[index]] for index in rows.tolist()]
             data["count"] += np.diff(starts, append=len(output.block_ids)).tolist()
             data["block"] += output.block_ids.tolist()
-        self._settle(frame, parts, output.block_ids, is_sure=not output.resync)
+        self._settle(frame, parts, output.block_ids, trusts_counts=not output.resync)
 
     def steps(self, frame: int, parts: Parts, run: StepRun, numbers: dict[Request, int], num_evicted: int) -> None:
-        """The blocks of steps that were done at once, with the step of each; `num_evicted` of these were cached."""
+        """Write the blocks of a fast-forward, with the step of each; `num_evicted` of them were cached before."""
         if parts.transfers is None:
             self._give_back(frame, parts, run.returned_blocks)
-            were_blank = run.block_ids[: len(run.block_ids) - num_evicted]  # those are allocated first
+            were_blank = run.block_ids[: len(run.block_ids) - num_evicted]  # blank blocks are allocated first
             were_blank = were_blank[self.is_cached[were_blank]]
             if len(were_blank):
                 self._set_blank(frame, were_blank)
@@ -589,7 +596,7 @@ class _Mirror:
                 mine = (run.block_rows == index).nonzero()[0]
                 number = numbers[run.requests[index]]
                 self._put(frame, BlockOp.STEPPED, number, run.block_ids[mine], run.block_steps[mine].tolist())
-        if parts.transfers is None and parts.kv.returned:  # by requests that the last step finished
+        if parts.transfers is None and parts.kv.returned:  # by requests that finished in the last step
             self._give_back(frame, parts, parts.kv.returned)
             self._num_known = len(parts.kv.returned)
         self._settle(frame, parts, run.block_ids)
@@ -610,7 +617,7 @@ class _Mirror:
             freed = table[left == 0]
             self._num_free += len(freed)
             if self._caches and len(freed):
-                # Blocks that have been taken again since are told with their table.
+                # Blocks that were taken again since are written with their table.
                 self.is_cached[freed] = True
                 self._num_cached += len(freed)
                 blank = freed[(pool.num_references[freed] == 0) & ~_is_cached(pool)[freed]]
@@ -622,12 +629,12 @@ class _Mirror:
         self._num_cached -= len(blocks)
         self._put(frame, BlockOp.BLANK, 0, blocks)
 
-    def _settle(self, frame: int, parts: Parts, taken: IntArray, *, is_sure: bool = True) -> None:
-        """Where reader and pool would differ, tell it. Without transfers equal counts are equal sets: what the columns
-        do not tell is only that cached blocks became blank."""
+    def _settle(self, frame: int, parts: Parts, taken: IntArray, *, trusts_counts: bool = True) -> None:
+        """Write the differences between reader and pool. Without transfers equal counts mean equal sets, since the only
+        change that the columns lack is that cached blocks became blank."""
         pool = parts.kv.pool
         if (
-            is_sure
+            trusts_counts
             and parts.transfers is None
             and parts is self._parts
             and pool.num_free == self._num_free
@@ -641,7 +648,7 @@ class _Mirror:
         is_free = pool.num_references == 0
         is_cached = _is_cached(pool)
         news = (self.num_references != 0) | (self.is_cached != is_cached)
-        news[taken] = True  # and given back since
+        news[taken] = True  # they may have been released since
         news &= is_free
         for op, blocks in ((BlockOp.BLANK, news & ~is_cached), (BlockOp.CACHED, news & is_cached)):
             if blocks.any():
@@ -650,13 +657,13 @@ class _Mirror:
 
 
 def _is_cached(pool: Pool) -> npt.NDArray[np.bool_]:
-    """[blocks] whether its content can be found."""
-    assert isinstance(pool, BlockPool)  # a film has blocks where tables are columns
+    """[blocks] whether the prefix cache can find its content."""
+    assert isinstance(pool, BlockPool)  # a film has blocks only where tables are columns
     return pool.is_cached
 
 
 def _held(parts: Parts) -> Int64Array:
-    """[blocks] references beside those of the tables of running requests."""
+    """[blocks] references that are not from tables of running requests."""
     held: Int64Array = parts.kv.pool.num_references.copy()
     if parts.transfers is None:
         held[:] = 0

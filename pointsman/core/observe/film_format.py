@@ -1,4 +1,4 @@
-"""The bytes of a film: a header, then chunks of columns, each compressed on its own. `film.py` writes them.
+"""The format of films: a header, then chunks of columns, each compressed separately. `film.py` writes them.
 
     file      MAGIC, uint32 length and JSON of the header, then chunks
     chunk     one letter, uint32 length, uint32 length before compression, zlib data
@@ -8,13 +8,13 @@
 All numbers are integers in LEB128 (seven bits a byte, the lowest first), negative ones folded in between (zigzag: 0,
 -1, 1, -2 are 0, 1, 2, 3). A column marked as differences holds each number minus the one before it.
 
-    R    requests, by number: the order in which they were added
-    E    events: `op` says in which order they happened, and for each kind its columns hold the arguments
-    B    blocks of the chunk of events before it; may be left out, or skipped
+    R    requests, by number, in the order in which they were added
+    E    events: `op` has their kinds in order; the columns of each kind have its arguments
+    B    blocks of the preceding chunk of events; may be missing, and a reader may skip it
     Z    the end: a film without it was cut off
 
-Every `E` chunk begins with the state of all unfinished requests (a key frame), and every `B` chunk with that of all
-blocks, so that a reader can begin at any of them.
+Every `E` chunk begins with the state of all unfinished requests (a key frame), and every `B` chunk with the state of
+all blocks. So a reader can begin at any of them.
 """
 
 from __future__ import annotations
@@ -40,27 +40,28 @@ MAGIC: Final = b"pointsman film\n"
 FORMAT_VERSION: Final = 3
 _CHUNK = struct.Struct("<cII")
 MAX_HEADER: Final = 1 << 20
-"""Bytes of the header. Zeros take a thousandth of their room in the file, so every size has a bound of its own."""
+"""Maximum bytes of the header. Zeros compress by a factor of a thousand, so the sizes after unpacking have bounds
+too."""
 MAX_CHUNK: Final = 1 << 25
-"""Bytes that a chunk may have before compression."""
+"""Maximum bytes of a chunk before compression."""
 MAX_NUMBERS: Final = 1 << 24
-"""Numbers in a chunk; 40 bytes each while a step of it is shown."""
+"""Maximum numbers in a chunk; each takes 40 bytes while a step of the chunk is shown."""
 MAX_STRINGS: Final = 1 << 24
-"""Bytes of the strings of a chunk."""
+"""Maximum bytes of the strings of a chunk."""
 MAX_FILM: Final = 1 << 30
-"""Bytes of all chunks together, before compression."""
+"""Maximum bytes of all chunks together, before compression."""
 MAX_MEMORY: Final = 1 << 30
-"""Bytes that a film takes in memory."""
+"""Maximum bytes of a film in memory."""
 NUMBERS_AT_ONCE: Final = 1 << 18
-"""Numbers that are unpacked at once: it takes a hundred bytes for each."""
+"""How many numbers are unpacked at once; each takes a hundred bytes meanwhile."""
 
 
 class FilmError(PointsmanError, ValueError):
-    """It is no film, is broken, or of a version that this library does not read."""
+    """The file is no film, is broken, or has a version that this library does not read."""
 
 
 class Op(enum.IntEnum):
-    """What happened. A time is in microseconds."""
+    """The kinds of events. Times are in microseconds."""
 
     ADDED = 0
     REFUSED = 1
@@ -84,20 +85,20 @@ class Op(enum.IntEnum):
 
 
 class BlockOp(enum.IntEnum):
-    """What became of blocks in a step."""
+    """Changes of blocks in a step."""
 
     APPENDED = 0
-    """To the table of a request."""
+    """Blocks appended to the table of a request."""
     TABLE = 1
     """The whole table of a request."""
     BLANK = 2
-    """Free, and without content that could be found."""
+    """Free blocks without cached content."""
     CACHED = 3
-    """Free, and with content that can be found."""
+    """Free blocks with cached content."""
     HELD = 4
-    """Referenced so often beside the tables, by transfers; `value` says how often."""
+    """Blocks referenced by transfers; `value` is the number of references that are not from tables."""
     STEPPED = 5
-    """APPENDED in steps that were done at once; `value` is the step of each block, from 0."""
+    """APPENDED in a fast-forward; `value` is the step of each block, from 0."""
 
 
 REASONS: Final = list(Reason)
@@ -112,10 +113,10 @@ NAMES: Final = {
     "ops": [op.name.lower() for op in Op],
     "block_ops": [op.name.lower() for op in BlockOp],
 }
-"""What the numbers of a film mean; its header has them."""
+"""The names of the numbers in a film; its header has them."""
 
 COLUMNS: Final[Mapping[str, Mapping[str, bool]]] = {
-    # Column -> whether it holds differences.
+    # Column -> whether it has differences.
     "R": {
         "id": False,  # number of the string in the chunk of events after it
         "tenant": False,  # likewise, + 1
@@ -125,26 +126,26 @@ COLUMNS: Final[Mapping[str, Mapping[str, bool]]] = {
         "priority": False,
     },
     "E": {
-        # The key frame: requests that run, in order of admission, then those queued and parked.
+        # The key frame: running requests in admission order, then queued and parked ones.
         "key_time": False,
         "key_running": True,
         "key_waiting": True,
         "key_parked": True,
-        "key_status": False,  # of the waiting and the parked ones
-        "key_reason": False,  # of the waiting ones, + 1
-        "key_computed": False,  # of the running ones
+        "key_status": False,  # of waiting and parked requests
+        "key_reason": False,  # of waiting requests, + 1
+        "key_computed": False,  # of running requests
         "key_cached": False,
-        "key_generated": False,  # of all, in this order
+        "key_generated": False,  # of all requests, in this order
         "key_prompt": False,
         "key_preemptions": False,
-        "key_admissions": False,  # 0: it has not started
-        "key_flight": False,  # of each step in flight how many rows
-        "key_flight_request": False,  # + 1; 0: it has finished
+        "key_admissions": False,  # 0: the request has not started
+        "key_flight": False,  # number of rows of each step in flight
+        "key_flight_request": False,  # + 1; 0: the request has finished
         "key_flight_tokens": False,
         "key_flight_flags": False,
         "op": False,
         "time": True,
-        # The request that it happened to; of steps there is none.
+        # The request of the event; steps have none.
         "request": True,
         "refused_why": False,  # a string
         "parked_status": False,
@@ -157,30 +158,30 @@ COLUMNS: Final[Mapping[str, Mapping[str, bool]]] = {
         "preempted_cause": False,
         "preempted_lost": False,
         "preempted_cached": False,
-        "preempted_recovery": False,  # 0: none was decided, 1: recompute, 2: swap
-        "preempted_by": False,  # the request that needs what it had, + 1; 0: none
+        "preempted_recovery": False,  # 0: no decision, 1: recompute, 2: swap
+        "preempted_by": False,  # the request that needs its blocks or its row, + 1; 0: none
         "preempted_missing": False,  # blocks that all running requests lack together
-        "preempted_chooser": False,  # the victim policy's name, a string + 1; 0: none was asked
+        "preempted_chooser": False,  # the victim policy's name, a string + 1; 0: no policy chose
         "finished_reason": False,
         "finished_generated": False,
         "finished_detail": False,  # a string + 1
         "step_id": True,
         "step_blocked": False,  # reason + 1
         "step_free": True,  # free blocks
-        "step_evicted": False,  # cached blocks whose content was evicted since the step before, or in these steps
+        "step_evicted": False,  # cached blocks evicted since the step before, or in these steps
         "step_blocker": True,  # the request that blocked the queue, + 1
-        "step_skipped": False,  # how many were asked and passed over, + 1; 0: those of the step before
+        "step_skipped": False,  # number of skipped requests, + 1; 0: the same as in the step before
         "skipped_request": True,
-        "step_exceptions": False,  # how many rows are not one token that is sampled from
-        "exception_row": False,  # place among the running requests, minus the place after the one before
+        "step_exceptions": False,  # number of rows that do not compute one token and sample
+        "exception_row": False,  # index among the running requests, minus the index after the preceding exception
         "exception_tokens": False,
         "exception_flags": False,  # bit 0: it samples; above: drafts
         "update_exceptions": False,
         "update_row": False,
         "update_count": False,
         "steps_count": False,
-        "steps_ends": False,  # how many of the next events are of their end: requests that finished, or a part of them
-        "steps_micros": True,  # how long each step takes
+        "steps_ends": False,  # how many of the next events are requests, or prompt parts, that ended in these steps
+        "steps_micros": True,  # duration of each step
         "failed_steps": False,
         "failed_rows": False,
         "failed_computed": False,  # of each running request, in order
@@ -197,8 +198,8 @@ COLUMNS: Final[Mapping[str, Mapping[str, bool]]] = {
         "key_block": True,
         "key_held": True,
         "key_held_count": False,
-        "key_cached": False,  # of all blocks whether they are free and cached, eight in a number
-        "frame": True,  # which STEP or STEPS of the chunk
+        "key_cached": False,  # for each block whether it is free and cached, eight in a number
+        "frame": True,  # index of the STEP or STEPS in the chunk
         "op": False,
         "request": True,
         "count": False,
@@ -209,14 +210,14 @@ COLUMNS: Final[Mapping[str, Mapping[str, bool]]] = {
 
 
 class Columns:
-    """Columns of one chunk under construction: lists of integers by name."""
+    """The columns of a chunk that is being written: lists of integers by name."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self.data: dict[str, list[int]] = {name: [] for name in COLUMNS[kind]}
 
     def pack(self, strings: Iterable[str] | None = None) -> bytes:
-        """The chunk's data."""
+        """The data of the chunk."""
         parts = []
         for name, differences in COLUMNS[self.kind].items():
             numbers = self.data[name]
@@ -230,10 +231,10 @@ class Columns:
 
 
 def unpack(kind: str, data: bytes) -> tuple[dict[str, IntArray], list[str]]:
-    """The columns of a chunk's data, each in the smallest type that holds it, and its strings.
+    """Unpack the columns of a chunk, each in the smallest type that fits, and its strings.
 
     Raises:
-        FilmError: the data is no such chunk.
+        FilmError: the data is broken.
     """
     stream = np.frombuffer(data, dtype=np.uint8)
     is_end = stream < 128  # the last byte of each number
@@ -280,19 +281,19 @@ def _read_one(stream: npt.NDArray[np.uint8], ends: Int64Array, position: int) ->
 
 
 def pack_numbers(values: Int64Array, differences: bool) -> bytes:
-    """A column, without its count."""
+    """Pack a column, without its count."""
     if differences and len(values):
         values = np.diff(values, prepend=0)
     return _varints((values << 1) ^ (values >> 63))
 
 
 def unpack_numbers(stream: npt.NDArray[np.uint8], ends: Int64Array, differences: bool) -> IntArray:
-    """What `pack_numbers` packed, in the smallest type that holds it.
+    """Unpack a column of `pack_numbers`, in the smallest type that fits.
 
     Args:
         stream: the bytes.
-        ends: the places of the last bytes of the numbers.
-        differences: whether they are those of each number and the one before it.
+        ends: the index of the last byte of each number.
+        differences: whether each number is the difference from the one before it.
     """
     parts, before, begin = [], 0, 0
     for first in range(0, len(ends), NUMBERS_AT_ONCE):
@@ -330,7 +331,7 @@ def _unfold(stream: npt.NDArray[np.uint8], ends: Int64Array) -> Int64Array:
 
 
 def _varint(value: int) -> bytes:
-    """LEB128 of one number that is not negative."""
+    """LEB128 of one non-negative number."""
     found = bytearray()
     while value > 127:
         found.append(value & 127 | 128)
@@ -340,7 +341,7 @@ def _varint(value: int) -> bytes:
 
 
 def _varints(values: Int64Array) -> bytes:
-    """LEB128 of numbers that are taken as unsigned."""
+    """LEB128 of numbers, taken as unsigned."""
     left = values.astype(np.uint64)
     count = len(left)
     if count and left.max() < 128:  # the most frequent case
@@ -360,22 +361,22 @@ def _varints(values: Int64Array) -> bytes:
 
 
 def write_header(file: BinaryIO | SideFile, header: Mapping[str, Any]) -> int:
-    """Magic and header; returns how many bytes were written."""
+    """Write magic and header; returns the number of bytes."""
     text = json.dumps(header, separators=(",", ":")).encode()
     return file.write(MAGIC + struct.pack("<I", len(text)) + text)
 
 
 def write_chunk(file: BinaryIO | SideFile, kind: str, data: bytes) -> int:
-    """A chunk, compressed; returns how many bytes were written."""
+    """Write a compressed chunk; returns the number of bytes."""
     packed = zlib.compress(data)
     return file.write(_CHUNK.pack(kind.encode(), len(packed), len(data)) + packed)
 
 
 def read_header(file: BinaryIO) -> dict[str, Any]:
-    """The header.
+    """Read the header.
 
     Raises:
-        FilmError: it is no film, or of another version.
+        FilmError: the file is no film, or has another version.
     """
     if file.read(len(MAGIC)) != MAGIC:
         raise FilmError("it is no film (pointsman film makes one from a recording)")
@@ -397,7 +398,7 @@ def read_header(file: BinaryIO) -> dict[str, Any]:
 
 
 def _check_header(header: dict[str, Any]) -> None:
-    """What readers take for granted."""
+    """Check everything that readers rely on."""
     config, names = header.get("config"), header.get("names")
     if not isinstance(config, dict) or not isinstance(names, dict):
         raise FilmError("the film's header lacks a configuration or names; it is broken")
@@ -423,7 +424,7 @@ _NUMBERS_OF_CONFIG = (
 
 
 def read_chunks(file: BinaryIO) -> Iterator[tuple[str, bytes]]:
-    """(letter, data) of each chunk, the end included. It stops, without one, where the file is cut off.
+    """Yield (letter, data) of each chunk, the end included. If the file is cut off, it stops without an end.
 
     Raises:
         FilmError: a chunk is broken.
@@ -439,8 +440,8 @@ def read_chunks(file: BinaryIO) -> Iterator[tuple[str, bytes]]:
         total += size
         if total > MAX_FILM:
             raise FilmError(
-                f"the film has more than {MAX_FILM:,} bytes when it is unpacked, and no more can be shown; record a "
-                "shorter run, or leave out the blocks"
+                f"the film has more than {MAX_FILM:,} bytes unpacked, and no more can be shown; record a shorter run, "
+                "or leave out the blocks"
             )
         packed = file.read(length)
         if len(packed) < length:

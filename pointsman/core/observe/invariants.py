@@ -1,11 +1,10 @@
-"""Do the invariants hold? Those that can be checked at any moment, each under its number.
+"""Checks the invariants that can be checked at any moment, each with its number.
 
-    1  blocks are conserved: blank, cached free and referenced ones are the pool; references are block-table entries and
-       holdings of transfers; every cached block can be reached in the prefix tree, and is evicted before the one that
-       it follows
+    1  blocks are conserved: each block is blank, cached free or referenced; references are block-table entries and
+       blocks held for transfers; every cached block can be reached in the prefix tree, and is evicted before its parent
     2  a request is in exactly one place: queued, parked, running, or finished
     3  a step never exceeds the token budget, the sequence limit, the adapter slots, the encoder budget
-    9  a cached block is keyed by exactly the content that it holds
+    9  the key of a cached block is exactly its content
 
 It also checks that the columns are consistent.
 """
@@ -32,10 +31,10 @@ from pointsman.core.step.request_table import RequestTable
 
 
 def check(config: SchedulerConfig, parts: Parts, max_seen_active_seqs: int) -> None:
-    """Verify everything that must hold between two calls; `max_seen_active_seqs` is the highest limit so far.
+    """Check all invariants that hold between two calls; `max_seen_active_seqs` is the highest limit so far.
 
     Raises:
-        InvariantError: naming the invariant ("promise") that is broken.
+        InvariantError: an invariant ("promise") is broken; the message names it.
     """
     batch, transfers = parts.batch, parts.transfers
     holdings = [] if transfers is None else transfers.holdings()
@@ -57,7 +56,7 @@ def check(config: SchedulerConfig, parts: Parts, max_seen_active_seqs: int) -> N
 
 
 def _require(condition: bool, promise: int, what: str, *values: object) -> None:
-    """`what` has a `{}` for each value: only what is broken is put into words, which takes longer than to look."""
+    """`what` has a `{}` for each value. It is formatted only on failure, since that takes longer than the check."""
     if not condition:
         raise InvariantError(f"promise {promise} is broken: {what.format(*values)}")
 
@@ -83,8 +82,8 @@ def _check_blocks(batch: Batch, kv: KVCacheManager, holdings: list[Holding]) -> 
     cached = set(pool.is_cached.nonzero()[0].tolist())
     in_tree = kv.prefix.blocks() if kv.prefix is not None else []
     known = {block for block in cached if kv.prefix is not None and kv.prefix.is_cached(block)}
-    _require(sorted(in_tree) == sorted(known), 1, "cached blocks are not those that the prefix tree reaches")
-    if kv.prefix is not None:  # blocks of other groups than the anchor's outlive their node
+    _require(sorted(in_tree) == sorted(known), 1, "the cached blocks differ from the blocks in the prefix tree")
+    if kv.prefix is not None:  # blocks of groups other than the anchor may outlive their node
         lost = {
             block for block in cached - known if kv.num_groups == 1 or kv.prefix.group_of(block) == kv.prefix.anchor
         }
@@ -97,14 +96,14 @@ def _check_blocks(batch: Batch, kv: KVCacheManager, holdings: list[Holding]) -> 
 
 
 def _check_evictions(prefix: PrefixCache, cached: set[int], cached_free: list[int]) -> None:
-    """A node is gone when the last of its anchor blocks is evicted: that must not be before its children are."""
+    """Check that no node is removed before its children. A node is removed when its last anchor block is evicted."""
     anchor = prefix.anchor
     if anchor is None:
         return
     turn = {block: index for index, block in enumerate(cached_free)}
     placed = {block: prefix.node_of(block) for block in cached}
     places = {block: place for block, (place, group) in placed.items() if group == anchor}
-    gone: dict[tuple[int, int], float] = {}  # by run and index: when, in evictions from now
+    gone: dict[tuple[int, int], float] = {}  # by run and index: number of evictions until the node is removed
     for block, (run, index) in places.items():
         key = run.run_id, index
         gone[key] = max(gone.get(key, -1), turn.get(block, np.inf))
@@ -114,7 +113,7 @@ def _check_evictions(prefix: PrefixCache, cached: set[int], cached_free: list[in
             if isinstance(run.parent, Root):
                 continue
             parent = run.parent.run.run_id, run.parent.at
-        _require(gone[parent] >= gone[run.run_id, index], 1, "block {} is evicted after the one that it follows", block)
+        _require(gone[parent] >= gone[run.run_id, index], 1, "block {} is evicted after its parent", block)
 
 
 def _check_retained(pool: RetainingPool) -> None:
@@ -122,7 +121,7 @@ def _check_retained(pool: RetainingPool) -> None:
     owners = Counter(pool._owner[retained].tolist())
     _require(owners == pool._num_of and len(retained) == pool.num_retained, 1, "retained blocks are miscounted")
     marked = ((pool._until > -np.inf) & (pool.num_references == 0)).nonzero()[0].tolist()
-    _require(sorted(retained) == marked, 1, "a free block is marked as retained, and is not, or the reverse")
+    _require(sorted(retained) == marked, 1, "the marks of free blocks differ from the retained blocks")
     _require(len(retained) <= pool.capacity, 1, "{} blocks are retained, of {}", len(retained), pool.capacity)
     shared = int(np.count_nonzero((pool._owner == SHARED) & (pool._until > -np.inf)))
     _require(shared == pool._num_shared, 1, "{} blocks are marked as shared, counted {}", shared, pool._num_shared)
@@ -138,7 +137,7 @@ def _check_places(batch: Batch, table: RequestTable) -> None:
     finished = [request.request_id for request in table.requests.values() if request.is_finished]
     everywhere = sorted([*queued, *running, *table.parked, *finished])
     _require(everywhere == sorted(table.requests), 2, "a request is in no place, or in several")
-    _require(len(queued) == len(table.queue), 2, "the queue's length is not what it holds")
+    _require(len(queued) == len(table.queue), 2, "the length of the queue differs from its number of requests")
     for request in table.queue:
         idle = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
         _require(idle and request.row is None, 2, "{} is queued", request)
@@ -171,7 +170,7 @@ def _check_transfers(transfers: Transfers, table: RequestTable) -> None:
         if request is None:
             _require(holding.is_open, 1, "transfer {} has ended, and its blocks are still held", holding.transfer_id)
             continue
-        _require(request._state.holding is holding, 1, "{} does not know what it holds", request)
+        _require(request._state.holding is holding, 1, "{} has no reference to the blocks it holds", request)
         waits = request.request_id in table.parked if holding.is_open else request in table.queue
         _require(waits, 2, "{} holds blocks for transfer {}", request, holding.transfer_id)
     for request in table.requests.values():
@@ -237,11 +236,14 @@ def _check_columns(config: SchedulerConfig, batch: Batch, kv: KVCache, verifying
         if isinstance(kv, KVCacheManager):
             broken = kv.broken_row(row, slots, min(computed, tokens))
             _require(broken is None, 1, "{} {}", request, broken)
-        _require(batch.token_limit[row] == request.token_limit, 2, "{} has another limit in its row", request)
+        _require(batch.token_limit[row] == request.token_limit, 2, "the token limit in the row of {} is wrong", request)
         _require(
-            batch.min_tokens_left <= request.token_limit - tokens, 2, "{} is nearer to its limit than is known", request
+            batch.min_tokens_left <= request.token_limit - tokens,
+            2,
+            "{} has fewer tokens left than the known minimum",
+            request,
         )
-        _require(batch.priority[row] == request.priority, 2, "{} has another priority in its row", request)
+        _require(batch.priority[row] == request.priority, 2, "the priority in the row of {} is wrong", request)
         _require(
             bool(flags & PREFILLING) == (tokens + pending == request.num_admitted_tokens),
             2,
@@ -273,13 +275,13 @@ def _check_stop_filter(batch: Batch) -> None:
     for request in batch.members.requests:
         expected.add(request.stop_set)
     same = batch.stop_filter.num_rows == expected.num_rows and np.array_equal(batch.stop_filter.counts, expected.counts)
-    _require(same, 2, "the stop filter holds others than the stop tokens of the rows with several")
+    _require(same, 2, "the stop filter differs from the stop tokens of the rows with several")
     with_one = sum(len(request.stop_set) == 1 for request in batch.members.requests)
     _require(with_one == batch.num_with_one_stop, 2, "rows with one stop token are miscounted")
 
 
 def _check_in_flight(batch: Batch, steps: StepsInFlight) -> dict[int, int]:
-    """Pending samples are those of the steps in flight. Returns the drafts in flight, by serial."""
+    """Check pending samples against the steps in flight. Returns the drafts in flight, by serial."""
     pending: dict[int, int] = {}  # by serial
     verifying: dict[int, int] = {}
     for record in steps.records:
@@ -299,14 +301,14 @@ def _check_in_flight(batch: Batch, steps: StepsInFlight) -> dict[int, int]:
 
 
 def _check_drafts(config: SchedulerConfig, batch: Batch, drafts: Drafts) -> None:
-    """Drafts wait only for rows where they may be scheduled."""
+    """Check that drafts wait only for rows that may schedule them."""
     if not drafts.waiting:
         return
     wanted, rows = drafts.wanted(batch.members.rows), batch.members.rows
     for row, request, waiting in zip(rows.tolist(), batch.members.requests, wanted.tolist(), strict=True):
         if waiting:
-            room = int(batch.token_limit[row] - batch.num_tokens[row]) - 1
-            _require(0 < waiting <= min(room, config.num_draft_tokens), 2, "{} has {} drafts", request, waiting)
+            max_waiting = int(batch.token_limit[row] - batch.num_tokens[row]) - 1
+            _require(0 < waiting <= min(max_waiting, config.num_draft_tokens), 2, "{} has {} drafts", request, waiting)
             decodes = batch.num_pending[row] == 0 and batch.num_computed_tokens[row] == batch.num_tokens[row] - 1
             _require(bool(decodes), 2, "{} has drafts and does not decode", request)
 
@@ -326,7 +328,7 @@ def _check_contents(batch: Batch, kv: KVCache) -> None:
             _require(
                 (*prefix.content(block), prefix.group_of(block)) == held,
                 9,
-                "block {} of {} is keyed by other tokens than it holds, or another group",
+                "the key of block {} of {} differs from its tokens, or its group",
                 block,
                 request,
             )

@@ -1,7 +1,7 @@
-"""What happened to a request, and when? A log per request, for traces and for explanations. Off by default.
+"""Logs the events of each request with their times, for traces and explanations. Off by default.
 
-The log listens to the scheduler's events, so its cost is per move of a request, not per step or token. The first token
-is the one entry that is no move: after an update, the running requests without a token so far are checked.
+The log listens to the scheduler's events, so its cost is per change of state of a request, not per step or token. Only
+the first token is not such a change: after each update, the running requests without a token so far are checked.
 """
 
 from __future__ import annotations
@@ -21,57 +21,57 @@ class RequestLog(Listener):
     """Logs what happens to requests in `Request.events`."""
 
     def __init__(self) -> None:
-        self._silent: dict[Request, None] = {}  # admitted once, and without a token so far
+        self._without_token: dict[Request, None] = {}  # requests that were admitted, and have no token so far
 
     def on_queued(self, request: Request, now: float) -> None:
-        self._note(request, RequestEventType.QUEUED, now)
+        self._log(request, RequestEventType.QUEUED, now)
 
     def on_admitted(self, event: Admitted) -> None:
         kind = RequestEventType.RESUMED if event.resumed else RequestEventType.SCHEDULED
-        self._note(event.request, kind, event.now)
+        self._log(event.request, kind, event.now)
         if not event.request.num_output_tokens:
-            self._silent[event.request] = None
+            self._without_token[event.request] = None
 
     def on_preempted(self, event: Preempted) -> None:
-        if event.cause is not PreemptionCause.PARKED:  # which is logged as such
+        if event.cause is not PreemptionCause.PARKED:  # `on_parked` logs these
             recovery = event.recovery
             decision = "" if recovery is None else "swap" if recovery.swaps else "recompute"
-            self._note(event.request, RequestEventType.PREEMPTED, event.now, decision)
+            self._log(event.request, RequestEventType.PREEMPTED, event.now, decision)
 
     def on_parked(self, request: Request, now: float) -> None:
-        """A first token that completed its part of the prompt is logged first."""
-        if request in self._silent and request.num_output_tokens:
+        """If its first token completed its part of the prompt, the token is logged before."""
+        if request in self._without_token and request.num_output_tokens:
             self._first_token(request, now)
-        self._note(request, RequestEventType.PARKED, now, request.status.value)
+        self._log(request, RequestEventType.PARKED, now, request.status.value)
 
     def on_rolled_back(self, request: Request, now: float) -> None:
-        self._note(request, RequestEventType.ROLLED_BACK, now)
+        self._log(request, RequestEventType.ROLLED_BACK, now)
 
     def on_update(self, output: SchedulerOutput, update: StepUpdate, now: float) -> None:
-        begun = [request for request in self._silent if request.num_output_tokens]
-        if update.completed_parts:  # of one that was parked already, the output may be prompt by now
+        begun = [request for request in self._without_token if request.num_output_tokens]
+        if update.completed_parts:  # the output of a parked request may be part of its prompt by now
             sampled = {output.requests[index] for index in update.counts.nonzero()[0].tolist()}
             taken = [request for request in update.completed_parts if not request.num_output_tokens]
-            begun += [request for request in taken if request in self._silent and request in sampled]
+            begun += [request for request in taken if request in self._without_token and request in sampled]
         for request in begun:
             self._first_token(request, now)
 
     def on_steps(self, run: StepRun) -> None:
-        """Every request that decodes has its first token already."""
+        """Nothing to do: every request that decodes has its first token already."""
 
     def on_finished(self, request: Request, now: float) -> None:
-        """A first token that finished it is logged first."""
-        if request in self._silent:
+        """If its first token finished it, the token is logged before."""
+        if request in self._without_token:
             if request.num_output_tokens:
                 self._first_token(request, now)
             else:
-                del self._silent[request]
+                del self._without_token[request]
         assert request.finish_reason is not None
-        self._note(request, RequestEventType.FINISHED, now, request.finish_reason.value)
+        self._log(request, RequestEventType.FINISHED, now, request.finish_reason.value)
 
     def _first_token(self, request: Request, now: float) -> None:
-        del self._silent[request]
-        self._note(request, RequestEventType.FIRST_TOKEN, now)
+        del self._without_token[request]
+        self._log(request, RequestEventType.FIRST_TOKEN, now)
 
-    def _note(self, request: Request, kind: RequestEventType, now: float, detail: str = "") -> None:
+    def _log(self, request: Request, kind: RequestEventType, now: float, detail: str = "") -> None:
         request._state.events.append(RequestEvent(kind, now, detail))

@@ -1,11 +1,11 @@
-"""Files that are written beside the serving: recordings and films. Such a file may fail, and the serving goes on.
+"""Writes recordings and films, so that a failure of their file does not stop serving.
 
     SideFile         takes any file object, and writes in the caller's thread
-    BackgroundFile   opens a path, and writes in a thread of its own: a slow disk holds nobody up
+    BackgroundFile   opens a path, and writes in a thread of its own, so that a slow disk delays no request
 
-Each `write` is one piece: a line of a recording, a chunk of a film. A file that fails is written no further, so that it
-has no gap. Where the file can be cut, it ends with its last whole piece; readers leave out a part of a piece at its
-end. The failure is logged once.
+Each `write` is one piece: a line of a recording, a chunk of a film. After a failure the file is written no further, so
+that it has no gap. If it can be truncated, it ends with its last whole piece; otherwise readers leave out the partial
+piece at its end. The failure is logged once.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, Self, TypeAlias
 
 WhenFull: TypeAlias = Literal["stop", "wait"]
-"""What a full disk does to a file: it ends there, or what follows waits in memory until there is room."""
+"""What happens on a full disk: the file ends there ("stop"), or further pieces wait in memory for free space
+("wait")."""
 MAX_WAITING_BYTES = 64 << 20
-"""Bytes that wait in memory for the disk. A file for which more would wait ends."""
+"""Maximum bytes that wait in memory for the disk. If more would wait, the file ends."""
 SECONDS_BETWEEN_WRITES = 0.05
-"""A kill loses what was written in this time."""
+"""A kill loses the writes of this time."""
 SECONDS_BETWEEN_TRIES = 0.5
-"""On a full disk, with "wait"."""
+"""Between two tries on a full disk, with "wait"."""
 SECONDS_TO_CLOSE = 5.0
-_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+_DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class Writable(Protocol):
-    """Text or binary, as the writer gives pieces."""
+    """A text or binary file, as the pieces require."""
 
     def write(self, data: Any, /) -> object: ...
 
@@ -45,9 +46,9 @@ class SideFile:
     """A file that may fail.
 
     Args:
-        file: what the pieces are written to.
+        file: the pieces are written to it.
         name: of the file, for the log.
-        raises: whether `write` raises what goes wrong; for a program that has nothing else to do.
+        raises: whether `write` raises errors, for a program that does nothing else.
     """
 
     def __init__(self, file: Writable, name: str = "", *, raises: bool = False) -> None:
@@ -55,9 +56,9 @@ class SideFile:
         self._raises = raises
         self.name = name or str(getattr(file, "name", "of the caller"))
         self.ended_by = ""
-        """Why no more is written; empty: it is."""
+        """Why the file ended early; empty: it did not."""
         self.on_end: Callable[[], None] = lambda: None
-        """Called once the file has ended early, by the thread that writes the next piece."""
+        """Called once after the file has ended early, by the thread that writes the next piece."""
         self._has_reported = False
 
     @property
@@ -66,14 +67,14 @@ class SideFile:
         return 0
 
     def write(self, data: str | bytes) -> int:
-        """Write a piece; returns its length, whether it was written or not."""
+        """Write a piece, unless the file has ended. Returns the length of the piece."""
         if not self.has_ended():
             self._put(data)
             self.has_ended()
         return len(data)
 
     def has_ended(self) -> bool:
-        """Whether a piece would not be written. For the thread that writes."""
+        """Whether the file has ended early. For the thread that writes."""
         if not self.ended_by:
             return False
         if not self._has_reported:
@@ -85,14 +86,14 @@ class SideFile:
         try:
             written = self._file.write(data)
             if isinstance(written, int) and written < len(data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # an unbuffered file, which took a part
-        except Exception as error:  # whatever the caller's file does
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # an unbuffered file wrote only a part
+        except Exception as error:  # the caller's file may raise anything
             if self._raises:
                 raise
             self.end_early(reason_of(error))
 
     def end_early(self, why: str) -> None:
-        """Write no more. The log says so, once."""
+        """End the file, and log it once."""
         if not self.ended_by:
             self.ended_by = why
             self._report(why)
@@ -101,19 +102,19 @@ class SideFile:
         """Log that the file ended early: its name, the reason and the remedy."""
         _log(
             "%s is written no further: %s. Requests are served as before, and the file can be read up to there; "
-            "make room or name another file, and start again for a new one",
+            "free space or name another file, and start again for a new one",
             self.name,
             why,
         )
 
 
 class BackgroundFile(SideFile):
-    """A file that a thread of its own writes.
+    """A file with its own thread for writing.
 
     Args:
         file: unbuffered; this object closes it.
         when_full: see `WhenFull`. Any other failure ends the file.
-        max_bytes: a piece that would make the file longer ends it; None: no limit.
+        max_bytes: maximum length; a piece that would exceed it ends the file. None: no limit.
         max_waiting_bytes: see `MAX_WAITING_BYTES`.
     """
 
@@ -132,13 +133,13 @@ class BackgroundFile(SideFile):
         self._max_bytes = max_bytes
         self._max_waiting = max_waiting_bytes
         self.num_bytes = 0
-        """In the file, of whole pieces."""
+        """Bytes of whole pieces in the file."""
         found = os.fstat(file.fileno())
         self._is_watched = stat.S_ISREG(found.st_mode) and found.st_nlink > 0  # a pipe has no length, and no name
         self._start = file.tell() if self._is_watched else 0
         self._lock = threading.Lock()
         self._pieces: deque[bytes] = deque()
-        self._num_put = self._num_waiting = 0  # bytes: in all, and of those that are not in the file
+        self._num_put = self._num_waiting = 0  # bytes in all, and bytes not yet in the file
         self._has_pieces, self._is_closing, self._is_closed = threading.Event(), threading.Event(), threading.Event()
         self._is_full = False
         self._thread = threading.Thread(target=self._run, name="pointsman-side-file", daemon=True)
@@ -147,10 +148,10 @@ class BackgroundFile(SideFile):
 
     @classmethod
     def create(cls, path: str | Path, **options: Any) -> Self:
-        """A new file at `path`, in place of an older one. Only its owner may read it: a recording has prompts.
+        """Create a file at `path`, or replace an older one. Only its owner may read it, as a recording has prompts.
 
         Raises:
-            OSError: there can be none.
+            OSError: the file cannot be created.
         """
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         return cls(FileIO(descriptor, "w"), str(path), **options)
@@ -161,7 +162,7 @@ class BackgroundFile(SideFile):
         return self._num_waiting
 
     def close(self, timeout: float = SECONDS_TO_CLOSE) -> None:
-        """Write what waits, and close the file. A disk that hangs is waited for up to `timeout` seconds."""
+        """Write the waiting pieces, and close the file. Waits at most `timeout` seconds for the disk."""
         atexit.unregister(self.close)
         self._is_closing.set()
         self._has_pieces.set()
@@ -177,10 +178,10 @@ class BackgroundFile(SideFile):
         if self._is_closing.is_set():
             self.ended_by = "it is closed"
         elif self._max_bytes is not None and self._num_put + size > self._max_bytes:
-            self._end_behind(f"it would be longer than {self._max_bytes} bytes")
+            self._end_after_waiting(f"it would be longer than {self._max_bytes} bytes")
         elif self._num_waiting + size > self._max_waiting:
             what = "the disk is full" if self._is_full else "the disk is too slow"
-            self._end_behind(f"{what}, and more than {self._max_waiting:,} bytes would wait in memory")
+            self._end_after_waiting(f"{what}, and more than {self._max_waiting:,} bytes would wait in memory")
         else:
             with self._lock:
                 self._pieces.append(piece)
@@ -189,8 +190,8 @@ class BackgroundFile(SideFile):
             if not self._has_pieces.is_set():
                 self._has_pieces.set()
 
-    def _end_behind(self, why: str) -> None:
-        """Take no more. What waits is still written, if the disk allows."""
+    def _end_after_waiting(self, why: str) -> None:
+        """End the file after the waiting pieces, which are still written if possible."""
         self.end_early(why)
         self._has_pieces.set()
 
@@ -206,7 +207,7 @@ class BackgroundFile(SideFile):
                     pieces = list(self._pieces)
                     self._pieces.clear()
                 if self._is_closing.is_set():
-                    self._has_pieces.set()  # nothing more is waited for
+                    self._has_pieces.set()  # the next wait returns at once
                 if not self._write(pieces):
                     break
         except Exception as error:
@@ -217,12 +218,12 @@ class BackgroundFile(SideFile):
                 self._num_waiting = 0
             try:
                 self._raw.close()
-            except OSError as error:  # some file systems report only here what they could not write
+            except OSError as error:  # some file systems report failed writes only here
                 self.end_early(f"{reason_of(error)} when it was closed; its end may be missing")
             self._is_closed.set()
 
     def _write(self, pieces: list[bytes]) -> bool:
-        """Write pieces, as far as they can be; whether all were."""
+        """Write pieces as far as possible. Returns whether all were written."""
         left = memoryview(b"".join(pieces))
         total = len(left)
         while len(left):
@@ -232,8 +233,8 @@ class BackgroundFile(SideFile):
                 self._is_full = False
             except OSError as error:
                 is_last_try = self._is_closing.is_set()
-                if error.errno in _NO_ROOM and self._when_full == "wait" and not is_last_try:
-                    self._wait_for_room()
+                if error.errno in _DISK_FULL and self._when_full == "wait" and not is_last_try:
+                    self._wait_for_space()
                     continue
                 self._cut(pieces, total - len(left))
                 self.end_early(reason_of(error))
@@ -241,18 +242,18 @@ class BackgroundFile(SideFile):
         self._wrote(pieces)
         return True
 
-    def _wait_for_room(self) -> None:
+    def _wait_for_space(self) -> None:
         if not self._is_full:
             self._is_full = True
             _log(
-                "%s waits, because the disk is full; make room before more than %s bytes wait in memory, or it ends",
+                "%s waits, because the disk is full; free space before more than %s bytes wait in memory, or it ends",
                 self.name,
                 f"{self._max_waiting:,}",
             )
         self._is_closing.wait(SECONDS_BETWEEN_TRIES)
 
     def _check(self) -> None:
-        """Raises OSError: what is written would not be found behind what was."""
+        """Raise OSError if the file was deleted or shortened, so that the next piece would not follow the last one."""
         if not self._is_watched:
             return
         found = os.fstat(self._raw.fileno())
@@ -262,25 +263,25 @@ class BackgroundFile(SideFile):
             raise OSError(errno.EIO, "another program has shortened the file")
 
     def _wrote(self, pieces: list[bytes]) -> None:
-        """These are in the file."""
+        """Count pieces that are in the file."""
         size = sum(map(len, pieces))
         self.num_bytes += size
         with self._lock:
             self._num_waiting -= size
 
     def _cut(self, pieces: list[bytes], num_written: int) -> None:
-        """Only so many bytes of the pieces were written: the file ends with the last whole one."""
+        """Truncate the file after its last whole piece; only `num_written` bytes of the pieces were written."""
         ends = accumulate(map(len, pieces))
         num_whole = sum(end <= num_written for end in ends)
         self._wrote(pieces[:num_whole])
         end = self._start + self.num_bytes
-        with suppress(OSError):  # then a part of a piece is at its end, which readers leave out
+        with suppress(OSError):  # otherwise it ends with a partial piece, which readers leave out
             if self._is_watched and os.fstat(self._raw.fileno()).st_size > end:
                 self._raw.truncate(end)
 
 
 def _log(message: str, *arguments: object) -> None:
-    import logging  # here: it is a tenth of the core's import
+    import logging  # imported here: it takes a tenth of the core's import time
 
     logging.getLogger(__name__).error(message, *arguments)
 

@@ -1,7 +1,7 @@
-"""What has the scheduler done, and what does it hold now? Counters and gauges.
+"""Counters and gauges of the scheduler.
 
-`Statistics` listens to the scheduler's events and counts; `SchedulerStats` is a snapshot of the counters and of the
-gauges at that moment.
+`Statistics` counts the scheduler's events. `SchedulerStats` is a snapshot of these counters, and of gauges at that
+moment.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from pointsman.core.step.assembly import Parts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerStats:
-    """A snapshot. Counters are totals since the scheduler was created."""
+    """A snapshot of counters and gauges. Counters are totals since the scheduler was created."""
 
     num_running: int
     num_waiting: int
-    """Queued requests: they wait for capacity."""
+    """Queued requests, which wait for capacity."""
     num_parked: dict[str, int]
-    """Requests that wait for something other than capacity, by what that is."""
+    """Requests that wait for something other than capacity, by status."""
     num_waiting_by_reason: dict[str, int]
-    """Queued requests by reason: those of the head and of the requests checked in the newest step, "behind" them, or
-    "not_tried" in any step yet."""
+    """Queued requests by reason. The head, and the requests checked in the newest step, have their own reasons, or
+    "not_tried" if no step has checked them; all others are "behind"."""
     num_blocks: int
     """Blocks that requests can hold."""
     num_free_blocks: int
     num_cached_free_blocks: int
-    """Of the free ones, those whose content is still cached."""
+    """Free blocks with cached content."""
     num_retained_blocks: int
-    """Of these, those that an eviction policy retains."""
+    """Cached free blocks that an eviction policy retains."""
     kv_cache_usage: float
     """Share of the blocks that requests hold, 0 to 1."""
     num_steps: int
@@ -58,7 +58,7 @@ class SchedulerStats:
     num_preempted_by_reset: int
     num_preempted_unsampled: int
     preemption_decisions: dict[str, int]
-    """With `preemption_mode` "swap" or "cheaper": preemptions by what was decided, "swap" or "recompute"."""
+    """With `preemption_mode` "swap" or "cheaper": preemptions by decision, "swap" or "recompute"."""
     num_recomputed_tokens: int
     num_evictions: int
     """Cached blocks whose content was evicted for new content."""
@@ -66,22 +66,21 @@ class SchedulerStats:
     num_policy_failures: int
     """Steps that failed before they were decided, because of a policy of another package."""
     policy_failures: dict[str, dict[str, int]]
-    """By kind and by how it is named, the steps that each policy of another package failed."""
+    """Failed steps of each policy of another package, by kind and name."""
     num_replaced_policies: dict[str, int]
-    """By kind, policies of other packages that failed too often, or could not be constructed: the default decides in
-    their place."""
+    """Policies of other packages that failed and were replaced by the default, by kind."""
     num_proposed_tokens: int
-    """Drafts that the host proposed for rows that could have them."""
+    """Drafts that the host proposed, for rows that may have drafts."""
     num_draft_tokens: int
     """Drafts that were scheduled to be verified."""
     num_drafts: int
-    """Runs of drafts that were verified: one for each request and step with drafts."""
+    """Verified runs of drafts, one for each request and step with drafts."""
     num_accepted_tokens: int
     """Drafts that became tokens of their requests."""
     num_accepted_tokens_per_pos: tuple[int, ...]
-    """Of these, how many were the first draft of their step, how many the second, and so on to the last."""
+    """Accepted drafts by their position in the run, first to last."""
     num_encoder_computed: int
-    """Embeddings that steps were to compute."""
+    """Embeddings that were scheduled to be computed."""
     num_encoder_reused: int
     """Embeddings that requests found in the encoder cache."""
     encoder_cache_usage: float
@@ -89,21 +88,21 @@ class SchedulerStats:
     num_transfers: int
     """Asynchronous loads and sends under way."""
     num_transfer_blocks: int
-    """Blocks that requests or transfers hold outside the batch; one that several hold counts for each."""
+    """Blocks that requests or transfers hold outside the batch; a shared block counts for each holder."""
     num_loads: int
     """Loads that were requested from a connector."""
     num_failed_loads: int
-    """Asynchronous ones that delivered less than requested, or took too long."""
+    """Asynchronous loads that delivered less than requested, or took too long."""
     num_loaded_tokens: int
     """Tokens that came from a connector."""
     num_saved_blocks: int
-    """Evicted blocks whose content a connector was offered."""
+    """Evicted blocks whose content was offered to a connector."""
     prefix_queries: int
-    """Tokens of fresh requests that were looked up in the prefix cache."""
+    """Tokens of new requests that were looked up in the prefix cache."""
     prefix_hits: int
-    """Tokens of fresh requests that were found there."""
+    """Tokens of new requests that were found in the prefix cache."""
     resumed_prefix_queries: int
-    """As `prefix_queries`, of requests that resumed after a preemption."""
+    """As `prefix_queries`, for requests that resumed after a preemption."""
     resumed_prefix_hits: int
     deferrals: dict[str, int]
     """Steps in which the head of the queue was deferred, by reason."""
@@ -117,7 +116,7 @@ _ENDS = tuple(reason.value for reason in FinishReason)
 
 
 class Statistics(Listener):
-    """Counts events. The counts only grow, also over failed steps: what is repeated counts again."""
+    """Counts events. Counts never fall: steps that are repeated after a failure count again."""
 
     def __init__(self, max_drafts: int) -> None:
         self.num_steps = 0
@@ -131,12 +130,12 @@ class Statistics(Listener):
         self.num_failed_steps = 0
         self.num_policy_failures = 0
         self.policy_failures: Counter[tuple[str, str]] = Counter()
-        """Steps that each policy failed, by its kind and how it is named."""
+        """Failed steps of each policy, by kind and name."""
         self.num_proposed_tokens = 0
         self.num_draft_tokens = 0
         self._has_drafts = max_drafts > 0
         self.accepted_drafts = [0] * (1 + max_drafts)
-        """How often 0, 1, 2, ... of the drafts of a row and step became tokens; see `Acceptance` for when."""
+        """How often 0, 1, 2, ... drafts of a row and step became tokens; `Acceptance` says when they count."""
         self.num_loads = 0
         self.num_failed_loads = 0
         self.num_loaded_tokens = 0
@@ -199,7 +198,7 @@ class Statistics(Listener):
             self.deferrals[run.blocked_by.position] += run.num_steps
 
     def policies_failed(self, policies: list[tuple[str, str]]) -> None:
-        """Policies, given by kind and how each is named, failed a step."""
+        """Count a step that these policies, given by kind and name, have failed."""
         self.num_policy_failures += 1
         self.policy_failures.update(policies)
 
@@ -278,7 +277,7 @@ class Statistics(Listener):
 
 
 def _by_kind(counted: Counter[tuple[str, str]], parts: Parts) -> dict[str, dict[str, int]]:
-    """The failed steps of each policy that can fail, those that have not failed included."""
+    """The failed steps of each policy that can fail, policies without a failure included."""
     found: dict[str, dict[str, int]] = {}
     guards = [(guard.kind, guard.spec) for guard in parts.policies if isinstance(guard, Guard)]
     for kind, policy in dict.fromkeys([*guards, *counted]):

@@ -1,8 +1,8 @@
-"""Which requests make no progress? Found by occasional checks, at no cost for a step.
+"""Finds requests without progress, in occasional checks that cost a step nothing.
 
-Each check compares every request with its state at the previous check: its status, its admission, its tokens and how
-many of them are computed. A stall is therefore detected when it reaches the given age, or one check later, and its
-beginning is known to within one check.
+Each check compares every request with its state at the previous check: its status, its admission, and the numbers of
+its tokens and computed tokens. So a stall is detected when it reaches the given age, or one check later. Its start is
+known to within one check.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from pointsman.core.step.assembly import Parts
 
 
 class Stall(NamedTuple):
-    """A request that made no progress."""
+    """A request without progress."""
 
     since: float
-    """When it was first seen in its present state, on the caller's clock."""
+    """The time of the first check that found it in its present state, on the caller's clock."""
     explanation: Explanation
 
 
 class Watchdog:
-    """Remembers the states of requests."""
+    """Keeps the states of requests at the last check."""
 
     def __init__(self) -> None:
         self._seen: dict[Request, tuple[tuple[Any, ...], float]] = {}
 
     def stalled(self, parts: Parts, explain: Callable[[str], Explanation], now: float, seconds: float) -> list[Stall]:
-        """Unfinished requests whose state has not changed for `seconds` or longer, longest first; not those that a
-        pause holds up, or that wait for their caller: their time starts again when that is over."""
+        """Unfinished requests whose state has not changed for `seconds` or longer, longest first. Requests that are
+        paused, or wait for their caller, are left out; their time starts again afterwards."""
         seen: dict[Request, tuple[tuple[Any, ...], float]] = {}
         is_paused = parts.admission.pause is not None
         for request in parts.table.requests.values():

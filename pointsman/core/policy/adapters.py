@@ -1,16 +1,17 @@
-"""Which adapters (LoRA) may run? At most `max_loras` different ones at once, without starving any.
+"""Adapter slots: at most `max_loras` different adapters (LoRA) run at once, and no adapter starves.
 
-A running request holds a slot for its adapter, shared with others of the same adapter, from its admission until it
-loses its row, whether it computes its prompt or decodes. So a step never has more adapters than slots. A waiting
-request whose adapter has no slot is skipped: those behind it may be admitted.
+A running request holds a slot for its adapter, shared with other requests of the same adapter. It holds the slot from
+its admission until it loses its row, in prefill and decode. So a step never has more adapters than slots. A waiting
+request whose adapter has no slot is skipped: requests behind it may be admitted.
 
-Without a bound that would starve it, since running adapters may always get new requests. So after `max_overtakes`
-admissions of requests behind it, it claims a slot: behind it in the queue, no request starts with the adapter that has
-held its slot longest, while requests that ran with it before may resume and finish. Each claim retires one adapter. A
-request with a claim therefore waits at most for the started requests of one adapter, and for earlier claims, unless
-the order puts others before it.
+Without a bound a skipped request would starve, since running adapters may always get new requests. So after
+`max_overtakes` admissions of requests behind it, it claims a slot. Behind a claim in the queue, no request starts with
+the adapter that has held its slot longest; its preempted requests may resume and finish. Each claim retires one
+adapter. A request with a claim therefore waits at most for the started requests of one adapter, and for earlier claims,
+unless the order puts other requests before it.
 
-Claims are not stored: every step checks the queue in order, so requests behind a claim are checked after it.
+Claims are not stored between steps: every step checks the queue in order, so a claim is made before the requests behind
+it are checked.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pointsman.core.state.status import RequestStatus
 
 
 class AdapterSlots(Gate):
-    """Which adapters run, and which requests may join them."""
+    """The adapters that hold slots, and the gate that admits requests to them."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.num_slots = config.max_loras
@@ -45,7 +46,7 @@ class AdapterSlots(Gate):
             self._claims = set()
 
     def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
-        """Requests before it in the queue were checked before."""
+        """The requests before this one in the queue have been checked already, so `_claims` has their claims."""
         adapter = request.adapter
         if adapter is None:
             return want
@@ -78,10 +79,10 @@ class AdapterSlots(Gate):
         return list(self._num_rows)[: len(self._claims)]
 
     def to_vacate(self, request: Request, running: Sequence[Request], may_leave: Sequence[int]) -> list[int] | None:
-        """Which of the `running` requests must leave to free a slot for the adapter of `request`.
+        """The `running` requests that must leave to free a slot for the adapter of `request`, by index.
 
-        `may_leave` are the indexes of those that may. Returns the smallest set: empty if there is a slot already; None
-        if no slot can be freed.
+        `may_leave` has the indexes of the requests that may leave. Returns the smallest set: empty if a slot is free
+        already; None if no slot can be freed.
         """
         adapter = request.adapter
         if adapter is None or adapter in self._num_rows or len(self._num_rows) < self.num_slots:

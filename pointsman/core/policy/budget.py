@@ -1,6 +1,6 @@
-"""How many tokens may a step compute? The token budget, in one place.
+"""The token budget: how many tokens a step may compute.
 
-It is `max_num_batched_tokens`, or what a policy with a `step_budget` makes of it (`limits.py`): never less than one
+It is `max_num_batched_tokens`, unless a policy with a `step_budget` lowers it (`limits.py`). It is never less than one
 token for each running request, so that no decode waits for a prefill.
 """
 
@@ -37,7 +37,7 @@ class StepBudget:
         self.full = config.max_num_batched_tokens
         """As configured."""
         self.tokens = self.full
-        """Of this step."""
+        """The budget of this step."""
         self.policies: tuple[SetsBudget, ...] = ()
 
     def ask(self, policies: tuple[SetsBudget, ...]) -> None:
@@ -45,7 +45,7 @@ class StepBudget:
         self.policies = policies
 
     def open_step(self, view: View) -> None:
-        """Ask the policies, if there are any; called once a step, and once more if it displaced requests."""
+        """Set the budget of the step from the policies. Called once a step, and again after priority preemption."""
         full = tokens = self.full
         for policy in self.policies:
             wanted = policy.step_budget(full, view)
@@ -55,7 +55,7 @@ class StepBudget:
 
 
 class TokenBudget(Gate):
-    """The remaining token budget. A request that may not be cut to it waits for a step with enough."""
+    """Gate: cuts a request to the remaining token budget. One that may not be cut waits for enough budget."""
 
     def __init__(self, config: SchedulerConfig, step: StepBudget) -> None:
         self._step = step
@@ -63,7 +63,7 @@ class TokenBudget(Gate):
         self._first_chunk_only = config.first_chunk_only
         self.asks_whole = config.admission_charge != "uncached"
         self.required = 0
-        """After a deferral: tokens that a step must have left for the request."""
+        """After a deferral: the remaining budget that the request needs."""
 
     def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
         budget = view.budget
@@ -76,17 +76,17 @@ class TokenBudget(Gate):
         return min(want, budget)
 
     def must_start_whole(self, request: Request) -> bool:
-        """Whether all its uncached tokens must fit one step. A request that ran before may always be chunked."""
+        """Whether all uncached tokens of the request must fit one step. One that ran before may always be chunked."""
         if self._chunked:
             return False
         state = request._state
         return state.status is not RequestStatus.PREEMPTED and not state.num_output_tokens
 
     def may_have_to_fit(self, request: Request) -> bool:
-        """Whether it may have to fit the remaining budget, as if nothing were cached."""
+        """Whether the request may have to fit the remaining budget without counting cache hits."""
         return self.must_start_whole(request) or self._first_chunk_only
 
     def _must_fit(self, request: Request, budget: int) -> bool:
-        """Whether it may not be cut to the remaining `budget`."""
+        """Whether the request may not be cut to the remaining `budget`."""
         taken = budget < self._step.tokens
         return self.must_start_whole(request) or (taken and self._first_chunk_only)

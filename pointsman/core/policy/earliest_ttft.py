@@ -1,13 +1,14 @@
-"""Earliest TTFT deadline first, and who can no longer meet it goes behind.
+"""The order "earliest-ttft": earliest TTFT deadline first, and late requests last.
 
-    key of a request     its arrival + its TTFT target: the time by which its first token is wanted
-    on time              it can still meet that; the earliest comes first
-    late                 it cannot; behind all that are on time, but every k-th admission is of the most overdue one
+    deadline             arrival + TTFT target; the sort key
+    on time              the request can still meet its deadline; the earliest deadline comes first
+    late                 it cannot; comes after all requests that are on time, but every k-th admission is of the
+                         most overdue request
 
-Earliest deadline first meets every deadline that can be met while there is capacity for all, and fails for all of them
-soon after there is not: it spends each step on the request that is just about to miss. So who is late gives way. It is
-known to be late when it would be next, and the time is past its deadline less the time that its prefill takes, as
-learned from the steps so far.
+While there is capacity for all requests, earliest deadline first meets every deadline that can be met. Under overload
+it soon misses all of them, as it spends each step on the request that is about to miss. So late requests come last.
+A request is judged when it would be the head: it is late if now + its prefill time is past its deadline. The prefill
+time is learned from the steps so far.
 """
 
 from __future__ import annotations
@@ -24,23 +25,23 @@ from pointsman.core.state.status import RequestStatus
 
 _RESUMED, _ON_TIME, _LATE = 0, 1, 2
 _DECAY = 0.98
-"""What a step with prompts counts after the next one: the last fifty or so decide."""
+"""Weight of a step with prompts relative to the next one: about the last fifty steps count."""
 
 
 class EarliestTTFT(Policy):
-    """By the time at which the first token is wanted, and who can no longer meet it behind those that can.
+    """Earliest TTFT deadline first; requests that can no longer meet theirs come last.
 
-    That time is the arrival time plus the request's own `ttft_target`, or `default` for those without. A preempted
-    request comes before both, as under "fcfs". What a prefill takes is learned: its tokens times the seconds per token
-    of the latest steps with prompts.
+    The deadline is the arrival time plus the request's own `ttft_target`, or `default` for requests without one. A
+    preempted request comes first, as under "fcfs". The predicted prefill time is the number of tokens times the seconds
+    per token of the latest steps with prompts.
 
-    Of use where requests have different targets, or the server is at times above saturation and a first token that is
-    late is worth little: as many as possible are on time, and the others pay for it. Of no use without such targets:
-    with the same one for all it is "fcfs" until requests are late.
+    Use it where requests have different targets, or where the server is at times above saturation and a late first
+    token is worth little. The number of requests on time is then high, at the cost of the late ones. With the same
+    target for all, it equals "fcfs" until requests are late.
 
-    Bound: while requests are late, every `every`-th admission of a new request is the most overdue one. So one with n
-    more overdue before it is one of the next (n + 1) times `every` that are admitted. One that is on time is admitted,
-    or becomes late.
+    Bound: while requests are late, every `every`-th admission of a new request is the most overdue one. So a late
+    request with n more overdue ones before it is among the next (n + 1) times `every` admissions. A request that is on
+    time is admitted, or becomes late.
     """
 
     kind = "order"
@@ -49,7 +50,7 @@ class EarliestTTFT(Policy):
     is_preemptive = False
     parameters: ClassVar[tuple[Parameter, ...]] = (
         Parameter("default", 5.0, 1e-3, 1e6, tried=(1.0, 2.0, 5.0), doc="target of requests without one, in seconds"),
-        Parameter("every", 32, 1, 1_000_000, tried=(8, 32, 128), doc="of so many admissions one is the most overdue"),
+        Parameter("every", 32, 1, 1_000_000, tried=(8, 32, 128), doc="every so many admissions, the most overdue one"),
     )
 
     def __init__(self, default: float = 5.0, every: int = 32) -> None:
@@ -63,30 +64,30 @@ class EarliestTTFT(Policy):
         self._judged_at: float | None = None
         self._took_late = False
         self._num_since_late = 0
-        self._seconds = self._tokens = 0.0  # of steps with prompts, the latest ones weighing most
+        self._seconds = self._tokens = 0.0  # sums over steps with prompts, with `_DECAY`
 
     def attach(self, view: View) -> None:
         self._view = view
         self._begin()
 
     def guaranteed_steps(self, num_steps: int) -> int:
-        """A head that is on time may be late in any step."""
+        """0 if the head is on time, since it may be late in the next step."""
         ahead = self._ahead
         return num_steps if not len(ahead) or ahead.top[0] == _RESUMED else 0
 
     def deadline(self, request: Request) -> float:
-        """When its first token is wanted, in seconds on the caller's clock."""
+        """The deadline of the first token of a request, in seconds on the caller's clock."""
         target = request.ttft_target
         return request.arrival_time + (self._default if target is None else target)
 
     def reason(self, request: Request) -> str:
-        """Why it is not first, in the policy's words; "": others are more urgent."""
+        """Why the request is not first, in words; "": others have earlier deadlines."""
         if request not in self or request._state.queue_entry[0] != _LATE:  # type: ignore[index]
             return ""
         target = self.deadline(request) - request.arrival_time
-        return f"its first token cannot be there within {target:g} s, and those that can be on time come first"
+        return f"it can no longer meet its TTFT target of {target:g} s, and requests that can come first"
 
-    # ------------------------------------------------------------------ what was admitted, and how long steps take
+    # ------------------------------------------------------------------ events
 
     def on_admitted(self, event: Admitted) -> None:
         if not event.resumed:
@@ -112,12 +113,12 @@ class EarliestTTFT(Policy):
 
     def push(self, request: Request) -> None:
         if not len(self) and self._view is not None:
-            self._judged_at = self._view.now  # it is judged in the next step
+            self._judged_at = self._view.now  # this request is judged in the next step
         self._ahead.push(request)
 
     def put_back(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            self._ahead.push(request)  # and judged again
+            self._ahead.push(request)  # the next call of `_judge` moves it if it is late
 
     def peek(self) -> Request:
         self._judge()
@@ -142,7 +143,7 @@ class EarliestTTFT(Policy):
             return place if heap is self._ahead or place == 0 else place + len(self._ahead)
         return place + (len(self._ahead) if heap is self._late else 1)
 
-    # ------------------------------------------------------------------ who is late
+    # ------------------------------------------------------------------ late requests
 
     def _heap_of(self, request: Request) -> FirstComeFirstServed:
         entry = request._state.queue_entry
@@ -150,15 +151,15 @@ class EarliestTTFT(Policy):
         return self._late if entry[0] == _LATE else self._ahead
 
     def _next(self) -> FirstComeFirstServed:
-        """Where the head is."""
+        """The heap whose first request is the head of the queue."""
         ahead, late = self._ahead, self._late
         if not len(late) or (len(ahead) and ahead.top[0] == _RESUMED):
             return ahead
         return late if not len(ahead) or self._num_since_late >= self._every - 1 else ahead
 
     def _judge(self) -> None:
-        """Move who cannot meet its deadline, as far as that matters for the head: once in a step, and after each
-        admission in it, so that it makes no difference who asks between steps."""
+        """Move late requests to `_late` until the head is on time. Done once in a step, and again after each admission
+        in it, so that calls between steps change nothing."""
         assert self._view is not None
         now, ahead = self._view.now, self._ahead
         if now == self._judged_at:
@@ -175,7 +176,7 @@ class EarliestTTFT(Policy):
 
 
 class _Ahead(FirstComeFirstServed):
-    """Preempted requests, and those that are on time."""
+    """Preempted requests, and requests that are on time."""
 
     def __init__(self, deadline: Callable[[Request], float]) -> None:
         super().__init__()
@@ -188,7 +189,7 @@ class _Ahead(FirstComeFirstServed):
 
 
 class _Late(_Ahead):
-    """Those that are not."""
+    """Requests that are late."""
 
     def key(self, request: Request) -> tuple[Any, ...]:
         return (_LATE, self._deadline(request), request.sequence_number)

@@ -1,18 +1,18 @@
-"""Which encoder inputs may a step compute, and which embeddings does the encoder cache keep?
+"""Encoder budget and encoder cache: the encoder inputs that a step computes, and the embeddings that stay cached.
 
-A row gets tokens only as far as the embeddings of their placeholders are cached or are computed in the same step, at
-most `encoder_budget` of them; a chunk is cut before the first input that is neither. So an input is computed when a
-token is reached that reads one of its embeddings, and not before.
+A row gets a placeholder token only if its embeddings are cached, or are computed in the same step. A step computes at
+most `encoder_budget` embeddings. A chunk is cut before the first input whose embeddings are unavailable. So an input is
+computed when a row reaches the first token that reads one of its embeddings, and not before.
 
-A row holds an entry from the step in which it reaches the input until the step in which it has passed it, and releases
-it with its row, or when a step fails. Between steps it therefore holds at most one, that of the input it has computed
-in part, and can finish that input without any other: no waiting row waits for another one. Entries that no row holds
-stay cached by their keys, and are evicted in the order in which they were last held; without `keep_embeddings` they
-are freed at once.
+A row holds an entry from the step in which it reaches the input until the step after it has passed the input. It also
+releases the entry when the request loses its row, or when a step fails. Between steps a row therefore holds at most one
+entry, that of a partly computed input, and can finish this input without any other entry. So rows cannot deadlock.
+Entries that no row holds stay cached by their keys, and are evicted in the order in which they were last held; without
+`keep_embeddings` they are freed at once.
 
-The host executes outputs in order, so an entry that one step reads may be freed by the next while the first is still
-in flight. After a failed step every entry that a void step computed is removed, and what void outputs freed is freed
-again.
+The host executes outputs in order, so an entry that one step reads may be freed by the next while the first is still in
+flight. After a failed step every entry that a void step computed is removed, and entries that void outputs freed are
+reported as freed again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(slots=True)
 class EncoderCounts:
-    """What the cache computed, reused and evicted, in embeddings."""
+    """Numbers of embeddings that were computed, reused and evicted."""
 
     computed: int = 0
     reused: int = 0
@@ -45,7 +45,7 @@ class EncoderCounts:
 
 
 class EncoderCache(Limit):
-    """A limit on what rows compute, and the cached entries."""
+    """The cached entries, and the limit on the encoder inputs that rows compute."""
 
     is_shared = True
 
@@ -60,44 +60,45 @@ class EncoderCache(Limit):
         self.longest_chunk = min(
             config.max_num_batched_tokens, config.prefill_threshold or config.max_num_batched_tokens
         )
-        """Tokens that a request can always have in a step of its own."""
+        """Maximum number of tokens of a request that has a step to itself."""
         self._keeps = config.keep_embeddings
         self._budget = self._full_budget  # embeddings that this step may still compute
         self._step_id = -1
-        self._origin: dict[EncoderEntry, tuple[int, Request]] = {}  # of every entry: its step and request
-        self._num_holds: dict[EncoderEntry, int] = {}  # entries that rows hold
-        self._idle: dict[EncoderEntry, None] = {}  # the others, least recently held first
+        self._origin: dict[EncoderEntry, tuple[int, Request]] = {}  # the step and request of each entry
+        self._num_holds: dict[EncoderEntry, int] = {}  # by entry that rows hold
+        self._idle: dict[EncoderEntry, None] = {}  # entries that no row holds, least recently held first
         self._holds: dict[Request, list[EncoderInput]] = {}
         self._computed: list[tuple[Request, int]] = []
         self._freed: dict[EncoderEntry, None] = {}  # not yet in an output
         self._now = 0.0
-        self._waiting: dict[Request, tuple[Deferral, float]] = {}  # rows without a token for want of embeddings
-        self._waited: dict[Request, tuple[Deferral, float]] = {}  # the same of the step before
+        self._waiting: dict[Request, tuple[Deferral, float]] = {}  # rows that got no token, and since when
+        self._waited: dict[Request, tuple[Deferral, float]] = {}  # the same for the step before
         self.num_used = 0
         """Cached embeddings."""
         self.num_held = 0
-        """Of these, those that rows hold."""
+        """Cached embeddings that rows hold."""
         self.revision = 0
-        """Changes whenever the budget, the cached or the held entries do."""
+        """Changes whenever the budget, the cached entries or the held entries change."""
         self.counts = EncoderCounts()
 
     # ------------------------------------------------------------------ the step
 
     def open(self, step_id: int, now: float) -> None:
-        """A step begins: entries that rows have passed are released, and the budget is full again."""
+        """Begin a step: reset the budget, and release entries that rows have passed."""
         self._step_id, self._now = step_id, now
         self._waited, self._waiting = self._waiting, {}
         if self._budget < self._full_budget:
             self._budget = self._full_budget
             self.revision += 1
-        for request in sorted(self._holds, key=_serial):  # as they were admitted
+        for request in sorted(self._holds, key=_serial):  # in admission order
             computed = request._state.num_computed_tokens
-            self._let_go(
+            self._release_inputs(
                 request, [item for item in self._holds[request] if item.start < computed < item.start + item.length]
             )
 
     def close(self) -> tuple[tuple[tuple[Request, int], ...], tuple[EncoderEntry, ...]]:
-        """A step is decided: inputs that it computes (request, index of its input), and entries to free before."""
+        """End a step. Returns the inputs that it computes, as (request, index of the input), and the entries to free
+        before it."""
         while self.num_used > self.size:
             entry = next(iter(self._idle))
             self._drop(entry)
@@ -107,8 +108,8 @@ class EncoderCache(Limit):
         return computed, freed
 
     def clip(self, batch: Batch, rows: Int64Array, want: Int64Array) -> None:
-        """Cut what rows want to the token budget, in order, and before the first input that is unavailable: what the
-        budget cuts off needs no embeddings."""
+        """Cut `want` of each row to the token budget, in order, and before its first unavailable input. The budget is
+        applied first, since tokens that it cuts off need no embeddings."""
         both = PREFILLING | ENCODER_INPUTS
         reaching = ((batch.flags[rows] & both) == both).nonzero()[0]
         if not len(reaching):
@@ -118,16 +119,16 @@ class EncoderCache(Limit):
         starts, wanted = batch.num_computed_tokens[rows[reaching]], want[reaching]
         granted: list[int] = []
         num_cut = 0
-        for index, start, most, room in zip(
+        for index, start, most, available in zip(
             reaching.tolist(), starts.tolist(), wanted.tolist(), left.tolist(), strict=True
         ):
             tokens, blocked = 0, None
-            if room + num_cut > 0:
-                tokens, blocked = plan.reach(requests[index], start, min(most, room + num_cut))
+            if available + num_cut > 0:
+                tokens, blocked = plan.reach(requests[index], start, min(most, available + num_cut))
             granted.append(tokens)
             num_cut += most - tokens
             if blocked is not None and tokens == 0:
-                self._waits(requests[index], blocked)
+                self._note_wait(requests[index], blocked)
         want[reaching] = granted
 
     def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
@@ -140,7 +141,7 @@ class EncoderCache(Limit):
         return tokens
 
     def commit(self, request: Request, start: int, num_tokens: int) -> None:
-        """The row holds the entries of these tokens from now on."""
+        """Hold the entries that these tokens read."""
         inputs = request._state.encoder_inputs
         if not inputs:
             return
@@ -153,38 +154,38 @@ class EncoderCache(Limit):
                 self._hold(request, index, item)
 
     def guaranteed_steps(self, num_steps: int) -> int:
-        """None: every step has the whole budget again, and returns embeddings that rows have passed."""
+        """0: every step resets the budget, and releases embeddings that rows have passed."""
         return 0
 
     def can_start_beside(self, request: Request, batch: Batch, rows: Int64Array, want: Int64Array) -> bool:
-        """Whether a request is sure to compute a token although these rows compute all that they want."""
+        """Whether a request can compute at least one token even if these rows compute all tokens of `want`."""
         plan = _Plan(self)
         requests = {int(row): member for row, member in zip(batch.members.rows, batch.members.requests, strict=True)}
         for row, tokens in zip(rows.tolist(), want.tolist(), strict=True):
             plan.reach(requests[row], int(batch.num_computed_tokens[row]), tokens)
         sizes = [entry.num_embeddings for entry in {item.entry for item in request.encoder_inputs}]
         whole = not self._chunked and request.status is not RequestStatus.PREEMPTED
-        return (sum(sizes) if whole else max(sizes, default=0)) <= min(plan.budget, plan.room)
+        return (sum(sizes) if whole else max(sizes, default=0)) <= min(plan.budget, plan.available)
 
     # ------------------------------------------------------------------ releasing
 
     def release(self, request: Request) -> None:
-        """A request loses its row, and with it the entries that it holds."""
+        """Release the entries of a request that loses its row."""
         self._waiting.pop(request, None)
         if request in self._holds:
-            self._let_go(request, [])
+            self._release_inputs(request, [])
 
     def void(self, first_step: int, freed: list[EncoderEntry]) -> None:
-        """This step and all after it are void; `freed` is what their outputs freed."""
+        """Undo this step and all after it. `freed` has the entries that their outputs freed."""
         self._waiting.clear()
         for request in list(self._holds):
-            self._let_go(request, [])
+            self._release_inputs(request, [])
         for entry in [entry for entry, (step, _) in self._origin.items() if step >= first_step]:
             self._drop(entry)
         self._freed = dict.fromkeys([*freed, *self._freed])
 
     def retract(self, request: Request, first_step: int) -> None:
-        """A row failed on its own: entries computed for it in this step and since are invalid."""
+        """Remove the entries computed for one row in this step and since: the row failed alone."""
         doubtful = {entry for entry, (step, origin) in self._origin.items() if origin is request and step >= first_step}
         self._remove(doubtful)
 
@@ -194,7 +195,7 @@ class EncoderCache(Limit):
 
     def _remove(self, entries: set[EncoderEntry]) -> None:
         for request in list(self._holds):
-            self._let_go(request, [item for item in self._holds[request] if item.entry not in entries])
+            self._release_inputs(request, [item for item in self._holds[request] if item.entry not in entries])
         for entry in [entry for entry in self._origin if entry in entries]:
             self._drop(entry)
 
@@ -210,7 +211,7 @@ class EncoderCache(Limit):
         return self._budget
 
     def deferral(self, request: Request) -> tuple[Deferral, float] | None:
-        """What a running request waits for, and since when, if its next input is unavailable."""
+        """The deferral of a running request whose next input is unavailable, and since when it waits."""
         return self._waiting.get(request)
 
     def holders(self) -> list[Request]:
@@ -225,7 +226,7 @@ class EncoderCache(Limit):
         """All cached entries."""
         return list(self._origin)
 
-    def _waits(self, request: Request, blocked: Deferral) -> None:
+    def _note_wait(self, request: Request, blocked: Deferral) -> None:
         before = self._waited.get(request)
         since = before[1] if before is not None and before[0].reason is blocked.reason else self._now
         self._waiting[request] = (blocked, since)
@@ -249,7 +250,7 @@ class EncoderCache(Limit):
         self._num_holds[entry] = num_holds + 1
         self._holds.setdefault(request, []).append(item)
 
-    def _let_go(self, request: Request, stays: list[EncoderInput]) -> None:
+    def _release_inputs(self, request: Request, stays: list[EncoderInput]) -> None:
         held = self._holds.pop(request)
         self.revision += 1
         if stays:
@@ -280,17 +281,17 @@ def _serial(request: Request) -> int:
 
 
 class _Plan:
-    """What a step would take, row after row, from the budget and from the cache space that no row holds."""
+    """Counts, row after row, the budget and the free cache space that a step would use."""
 
     def __init__(self, cache: EncoderCache) -> None:
         self._splits, self._longest_chunk = cache.splits, cache.longest_chunk
         self._held, self._cached = cache._num_holds, cache._origin
-        self._taken: set[tuple[str, int]] = set()  # entries, which are equal to plain tuples: these take less time
+        self._taken: set[tuple[str, int]] = set()  # entries as plain tuples, which are equal and faster
         self.budget = cache.budget
-        self.room = cache.size - cache.num_held
+        self.available = cache.size - cache.num_held
 
     def reach(self, request: Request, start: int, want: int) -> tuple[int, Deferral | None]:
-        """How many of `want` tokens from `start` on the row can compute, and what blocks the remaining ones."""
+        """How many of `want` tokens from `start` on the row can compute, and why not the remaining tokens."""
         end = start + want
         for item in request._state.encoder_inputs:
             key, first, length, size, mask = item
@@ -311,9 +312,9 @@ class _Plan:
             cost = 0 if entry in self._cached else size
             if cost > self.budget:
                 return max(first - start, 0), Deferral(Reason.ENCODER_BUDGET, cost - self.budget)
-            if size > self.room:
-                return max(first - start, 0), Deferral(Reason.ENCODER_CACHE, size - self.room)
+            if size > self.available:
+                return max(first - start, 0), Deferral(Reason.ENCODER_CACHE, size - self.available)
             self._taken.add(entry)
             self.budget -= cost
-            self.room -= size
+            self.available -= size
         return want, None

@@ -1,9 +1,10 @@
-"""Which cached prefix is evicted first? Blocks that no request holds keep their content until they are needed.
+"""Eviction policies: choose the cached blocks that are evicted last.
 
-Without a policy, the least recently used one. A policy says, when a request finishes, which of its blocks are retained:
-those are evicted only where nothing else is free, and count as used when their time is over. How the pool keeps them,
-and the bounds that hold for every policy, is in `kv/retained.py`. Retained blocks are free blocks: what may be
-admitted depends on them only through what the prefix cache finds.
+Blocks that no request holds keep their content until they are needed. By default the least recently used block is
+evicted first. When a request finishes, the policy chooses which of its blocks are retained. Retained blocks are evicted
+only where nothing else is free. When their time is over, they count as used at that moment. `kv/retained.py` keeps
+them, and has the bounds that hold for every policy. Retained blocks are free blocks: they affect admission only through
+cache hits.
 """
 
 from __future__ import annotations
@@ -22,43 +23,42 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class EvictionPolicy(Policy):
-    """What the built-in ones have in common: they are asked where requests start and finish."""
+    """Base of the built-in policies. They are called when a request starts, and when it finishes."""
 
     kind = "eviction"
     share = 0.0
     per_tenant = False
 
     def started(self, request: Request, labels: Int64Array) -> None:
-        """They learn nothing from it, or override it."""
+        """The base learns nothing from an admission."""
 
     def retained(self, request: Request, num_blocks: int, now: float) -> tuple[int, float, int]:
         return 0, now, 0
 
 
 class LRU(EvictionPolicy):
-    """The least recently used one; of a prompt, its end before its beginning."""
+    """The least recently used block first; the end of a prompt before its beginning."""
 
     name = "lru"
 
 
 class Retention(EvictionPolicy):
-    """As "lru", but the blocks of a request count as used for as many seconds more as its `retention` says.
+    """As "lru", but the blocks of a request are retained for its `retention` in seconds after its end.
 
-    For requests of which the caller knows that their prefix comes again soon, such as those of an agent between two
-    tool calls.
+    Use it where the caller knows that a prefix comes again soon, such as that of an agent between two tool calls.
 
-    Bound: at most `share` of the usable blocks are retained, B of them. Blocks that several tenants asked for count for
-    none of them; at most B // 2 are such, S of them, and a request that would make it more is taken to ask only for the
-    blocks before. Each of n tenants with other retained blocks has at most max(1, (B - S) // n) of these: at least
-    B / 2n are left to it, whatever others ask for or share. What a tenant has beyond counts as used now, its earliest
-    time first; where n is above B - S, what expires first of all.
+    Bound: at most B blocks are retained, `share` of the usable ones. S of them, at most B // 2, are shared: several
+    tenants asked for them, and they count for no tenant. A request that would exceed B // 2 shared blocks retains only
+    the blocks before. Each of n tenants with unshared retained blocks has at most max(1, (B - S) // n) of these, so
+    each tenant can retain at least B / 2n blocks, whatever other tenants do. The excess blocks of a tenant count as
+    used now, the earliest expiry first; if n is above B - S, the earliest expiry of all tenants goes first.
     """
 
     name = "retention"
     reads = frozenset({"retention"})
     parameters: ClassVar[tuple[Parameter, ...]] = (
-        Parameter("share", 0.5, 0.001, 1, doc="of the blocks are retained at most"),
-        Parameter("default", 0.0, 0, 1e9, doc="seconds of a request that does not say"),
+        Parameter("share", 0.5, 0.001, 1, doc="maximum share of the blocks to retain"),
+        Parameter("default", 0.0, 0, 1e9, doc="seconds for requests without a retention"),
     )
     per_tenant = True
 
@@ -72,26 +72,26 @@ class Retention(EvictionPolicy):
 
 
 class Reuse(EvictionPolicy):
-    """Blocks of requests whose like were reused are retained, and blocks that were reused themselves.
+    """Retains blocks that were reused, and all blocks of requests whose class is often reused.
 
     A segmented LRU (Karedla, Love, Wherry, "Caching strategies to improve disk system performance", Computer 27, 1994):
-    a block that was found in the cache is retained, without a time; of the retained ones beyond `share` of the pool the
-    least recently used count as used now.
+    a block with a cache hit is retained, without an expiry. If more than `share` of the pool is retained, the least
+    recently used of these blocks count as used now.
 
-    A prompt that is new says nothing by itself, so the policy observes which requests were worth keeping, as LHD does
-    by application (Beckmann, Chen, Cidon, "LHD: improving cache hit rate by maximizing hit density", NSDI 2018). Its
-    classes are lengths of outputs, by powers of two: calls of tools and questions about a document have others than the
-    last request of a conversation. A finished request is retained as a whole where the blocks of its class were reused
-    at least `threshold` times as often as those of all requests, in about the last 8 pools of blocks. Where nothing is
-    found at all, nothing is observed, and it is "lru".
+    A new prompt has no history, so the policy learns which classes of requests are worth keeping, as LHD does by
+    application (Beckmann, Chen, Cidon, "LHD: improving cache hit rate by maximizing hit density", NSDI 2018). The
+    classes are output lengths, by powers of two: tool calls and questions about a document differ in them from the last
+    request of a conversation. All blocks of a finished request are retained if blocks of its class were reused at least
+    `threshold` times as often as the blocks of all requests. The history covers about 8 pools of blocks. Without any
+    cache hit nothing is learned, and the policy equals "lru".
 
-    Bound: at most `share` of the usable blocks are retained, whatever the observations say.
+    Bound: at most `share` of the usable blocks are retained, whatever was learned.
     """
 
     name = "reuse"
     parameters: ClassVar[tuple[Parameter, ...]] = (
-        Parameter("share", 0.9, 0, 1, tried=(0.5, 0.9), doc="of the blocks are retained at most"),
-        Parameter("threshold", 0.3, 0, 100, doc="of the mean reuse, from which on a class is retained"),
+        Parameter("share", 0.9, 0, 1, tried=(0.5, 0.9), doc="maximum share of the blocks to retain"),
+        Parameter("threshold", 0.3, 0, 100, doc="share of the mean reuse from which a class is retained"),
     )
 
     def __init__(self, share: float = 0.9, threshold: float = 0.3) -> None:
@@ -109,7 +109,7 @@ class Reuse(EvictionPolicy):
         self._num_reused[:] = 0
 
     def started(self, request: Request, labels: Int64Array) -> None:
-        if not request.num_preemptions:  # of one that resumes they may be its own
+        if not request.num_preemptions:  # a resumed request may hit its own blocks
             self._num_reused += np.bincount(labels, minlength=_NUM_CLASSES)
 
     def retained(self, request: Request, num_blocks: int, now: float) -> tuple[int, float, int]:

@@ -1,18 +1,19 @@
-"""Fair to tenants: whoever has been served least is next. The virtual token counter of Sheng et al., "Fairness in
-Serving Large Language Models" (OSDI 2024).
+"""The order "fair": the tenant that has been served least is next.
 
-    counter of a tenant   what it has been served: input_weight for each prompt token, output_weight for each output
-                          token, divided by the tenant's own weight
-    next                  the tenant with the least counter of those that wait; within it first come, first served
-    lifted                a tenant that had nobody waiting gets at least the least counter of those that wait (if nobody
-                          waits: the counter of the tenant that was last to leave the queue), so it saves nothing up
+It is the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024).
 
-What counts: a prompt counts when it is admitted, without the tokens that the prefix cache had, which cost nothing;
-outputs count as they are generated. What is computed again after a preemption does not count: the tenant did not ask
-for it. An admission that a failed step takes back is not counted.
+    counter of a tenant   served tokens: input_weight for each prompt token, output_weight for each output token,
+                          divided by the weight of the tenant
+    next                  the waiting tenant with the lowest counter; within a tenant first come, first served
+    lifted                a tenant that begins to wait gets at least the lowest counter of the waiting tenants (if no
+                          tenant waits: the counter of the last tenant that left the queue), so that it saves up nothing
 
-Counters are integers (`UNIT` to the token), so they do not depend on when they are brought up to date. That is done
-when a decision needs them, from the columns of the batch, and when a request leaves its row.
+A prompt counts when it is admitted, without its cached tokens, which cost nothing. Output tokens count as they are
+generated. Recompute after a preemption does not count, as the tenant did not cause it. An admission that a failed step
+undoes does not count.
+
+Counters are integers (`UNIT` for a token), so they do not depend on when they are updated. They are updated from the
+columns of the batch when a decision needs them, and when a request leaves its row.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ from pointsman.core.state.request import Request
 Int64Array = npt.NDArray[np.int64]
 
 UNIT = 1_000_000
-"""Of a counter to a token of weight 1."""
+"""Units of a counter for a token of weight 1."""
 _INITIAL = 64
 _MIN_KEPT = 64
-"""Idle tenants, and entries that are no longer valid, are removed when there are more than twice as many as others."""
+"""Idle tenants and stale heap entries are removed when they may outnumber the others, but not below this number."""
 
 
 class _Tenant:
@@ -49,34 +50,34 @@ class _Tenant:
     def __init__(self, name: str, number: int, input_cost: int, output_cost: int) -> None:
         self.name = name
         self.number = number
-        """Its place in `Fair._outputs`."""
+        """Its index in `Fair._outputs`."""
         self.base = 0
-        """Its counter without the outputs there."""
+        """Its counter without the output tokens in `Fair._outputs`."""
         self.input_cost, self.output_cost = input_cost, output_cost
         self.num_running = 0
-        self.num_requests = 0  # that were admitted, and have not finished
+        self.num_requests = 0  # admitted and not finished
         self.queue = FirstComeFirstServed()
         self.entry: _Entry | None = None  # while the queue is not empty
 
     def serve(self, cost: int) -> None:
-        """It was served tokens of that cost, or less than was counted."""
+        """Add a cost to the counter; a negative one corrects it."""
         self.base += cost
 
     def runs(self, change: int) -> None:
-        """One request more, or fewer, runs."""
+        """Change the number of running requests."""
         self.num_running += change
 
     def admitted(self, change: int) -> None:
-        """One request more, or fewer, was admitted and has not finished."""
+        """Change the number of admitted requests that have not finished."""
         self.num_requests += change
 
     def wait_at(self, entry: _Entry | None) -> None:
-        """Its place among the tenants that wait; None: it has no request that waits."""
+        """Set its entry in the heap of waiting tenants; None: none of its requests waits."""
         self.entry = entry
 
 
 class _Entry:
-    """A tenant in the heap of those that wait, by a counter that it has reached."""
+    """An entry of the heap of waiting tenants. Its key is a past value of the tenant's counter, which only grows."""
 
     __slots__ = ("counter", "since", "tenant")
 
@@ -86,7 +87,7 @@ class _Entry:
         self.since = since
 
     def rise(self, counter: int) -> None:
-        """Its tenant has been served more."""
+        """Update the key."""
         self.counter = counter
 
     def __lt__(self, other: _Entry) -> bool:
@@ -96,7 +97,7 @@ class _Entry:
 
 
 class _Run:
-    """What was counted of a request that was admitted."""
+    """How far the tokens of an admitted request were counted."""
 
     __slots__ = ("charge", "counted", "num_prompt", "row", "tenant")
 
@@ -104,26 +105,26 @@ class _Run:
         self.tenant = tenant
         self.row: int | None = None
         self.counted = 0
-        """Known tokens that were counted, or cached, while it has no row."""
+        """Known tokens that were counted or cached, valid while the request has no row."""
         self.num_prompt = 0
         self.charge = 0
-        """What its last admission cost."""
+        """The cost of its last admission."""
 
     def start(self, row: int, num_prompt: int, charge: int) -> None:
-        """It got a row, at that cost."""
+        """Count an admission."""
         self.row, self.num_prompt, self.charge = row, num_prompt, charge
         self.tenant.serve(charge)
         self.tenant.runs(1)
 
     def leave(self, num_known: int, num_counted: int) -> None:
-        """It has lost its row; of its known tokens so many were counted."""
+        """Count its known tokens beyond `num_counted` when it loses its row."""
         self.counted = num_known
         self.tenant.serve((num_known - num_counted) * self.tenant.output_cost)
         self.tenant.runs(-1)
         self.row = None
 
     def take_back(self) -> None:
-        """Its admission is void."""
+        """Undo the count of its last admission."""
         self.tenant.serve(-self.charge)
         self.tenant.runs(-1)
         self.row, self.num_prompt = None, 0
@@ -132,17 +133,18 @@ class _Run:
 class Fair(Policy):
     """The tenant that has been served least; within a tenant, first come, first served.
 
-    Served is counted in tokens, those of outputs more than those of prompts, divided by the weight of the tenant
-    (`weights=gold/4+free/1`; 1 for those not named): the virtual token counter of Sheng et al. (OSDI 2024). A preempted
-    request is the first of its tenant. A tenant that comes back from idle has no credit for that time.
+    Served tokens are weighted, output tokens more than prompt tokens, and divided by the weight of the tenant
+    (`weights=gold/4+free/1`; 1 for tenants not named). This is the virtual token counter of Sheng et al. (OSDI 2024). A
+    preempted request is the first of its tenant. A tenant gets no credit for idle time.
 
-    Of use where tenants share a server that is at times full: one that floods it waits for itself, the others hardly
-    notice. Of no use with one tenant, where it is "fcfs"; and it is only as good as what says who the tenant is.
+    Use it where tenants share a server that is at times full: a tenant that floods the server delays mostly itself.
+    With one tenant it equals "fcfs". It is only as reliable as the assignment of requests to tenants.
 
-    Bound (the paper's, of tenants that have requests waiting all the time and none skipped): neither of two is served
-    more than the other by over 2 max(input_weight L, output_weight M), divided by the lesser of their weights. L is the
-    longest prompt, M the most tokens that the requests of a running batch may come to, their whole outputs included,
-    and input_weight is at most output_weight. Preemption by recompute changes nothing, as only new tokens count.
+    Bound (from the paper, for tenants whose queue is never empty and whose requests are never skipped): the served
+    tokens of two tenants differ by at most 2 max(input_weight L, output_weight M), divided by the lower of their
+    weights. L is the longest prompt. M is the maximum number of tokens of all requests of a running batch, whole
+    outputs included. input_weight is at most output_weight. Recompute after a preemption changes nothing, as only new
+    tokens count.
     """
 
     kind = "order"
@@ -150,9 +152,9 @@ class Fair(Policy):
     reads = frozenset({"tenant"})
     is_preemptive = False
     parameters: ClassVar[tuple[Parameter, ...]] = (
-        Parameter("input_weight", 1.0, 0.001, 1000.0, doc="of a prompt token"),
-        Parameter("output_weight", 2.0, 0.001, 1000.0, doc="of an output token"),
-        Parameter("weights", "", doc="of tenants, like gold/4+free/1; those not named have 1"),
+        Parameter("input_weight", 1.0, 0.001, 1000.0, doc="weight of a prompt token"),
+        Parameter("output_weight", 2.0, 0.001, 1000.0, doc="weight of an output token"),
+        Parameter("weights", "", doc="weights of tenants, like gold/4+free/1; 1 for others"),
     )
 
     def __init__(self, input_weight: float = 1.0, output_weight: float = 2.0, weights: str = "") -> None:
@@ -164,20 +166,20 @@ class Fair(Policy):
     def _begin(self) -> None:
         self._tenants: dict[str, _Tenant] = {}
         self._free_numbers: list[int] = []
-        self._outputs: Int64Array = np.zeros(_INITIAL, dtype=np.int64)  # of each tenant, by number
-        self._heap: list[_Entry] = []  # those with t.entry, and some that are no longer valid
+        self._outputs: Int64Array = np.zeros(_INITIAL, dtype=np.int64)  # output tokens of each tenant, by number
+        self._heap: list[_Entry] = []  # entries of waiting tenants, and stale ones
         self._num_waiting_tenants = 0
         self._num_entered = 0
         self._length = 0
-        self._last: _Tenant | None = None  # that left the queue
+        self._last: _Tenant | None = None  # the tenant that left the queue last
         self._num_kept = _MIN_KEPT
         self._num_steps = 0  # in flight
-        self._entered: dict[_Tenant, int] = {}  # while one was, with what they were lifted by
+        self._entered: dict[_Tenant, int] = {}  # tenants that began to wait while a step was in flight, with their lift
         self._runs: dict[Request, _Run] = {}
-        # By row: known tokens that were counted, or cached; and the number of the tenant.
+        # By row: known tokens that were counted or cached, and the number of the tenant.
         self._counted: Int64Array = np.zeros(_INITIAL, dtype=np.int64)
         self._owner: Int64Array = np.zeros(_INITIAL, dtype=np.int64)
-        self._rows: Int64Array | None = None  # whose columns are kept
+        self._rows: Int64Array | None = None  # rows of the columns below
         self._owners = self._known = self._owner[:0]
 
     def attach(self, view: View) -> None:
@@ -185,11 +187,11 @@ class Fair(Policy):
         self._begin()
 
     def guaranteed_steps(self, num_steps: int) -> int:
-        """As long as the next tenant, with what it generates, stays below the second one, whatever that generates."""
+        """The number of steps in which the first tenant stays first, even if only its own counter grows."""
         if self._num_waiting_tenants <= 1:
             return num_steps
         first = self._first()
-        growth = first.tenant.num_running * first.tenant.output_cost  # in a step
+        growth = first.tenant.num_running * first.tenant.output_cost  # per step
         if not growth:
             return num_steps
         heapq.heappop(self._heap)
@@ -198,13 +200,13 @@ class Fair(Policy):
         return min(num_steps, 1 + max(0, second.counter - first.counter - 1) // growth)
 
     def served(self, tenant: str) -> float:
-        """The counter of a tenant, in tokens of weight 1; 0 for one that is not known, or forgotten."""
+        """The counter of a tenant, in tokens of weight 1; 0 for an unknown or forgotten tenant."""
         self._count_outputs()
         known = self._tenants.get(tenant)
         return 0.0 if known is None else self._counter(known) / UNIT
 
     def reason(self, request: Request) -> str:
-        """Why it is not first, in the policy's words; "": it came later than others of its tenant."""
+        """Why the request is not first, in words; "": others of its tenant came before."""
         tenant, first = self._tenants[request.tenant], self._first().tenant
         more = (self._counter(tenant) - self._counter(first)) // UNIT
         if tenant is first or more < 1:
@@ -244,16 +246,17 @@ class Fair(Policy):
     def pop(self) -> Request:
         tenant = self._first().tenant
         request = tenant.queue.pop()
-        self._took(tenant)
+        self._left_queue(tenant)
         return request
 
     def remove(self, request: Request) -> None:
         tenant = self._tenants[request.tenant]
         tenant.queue.remove(request)
-        self._took(tenant)
+        self._left_queue(tenant)
 
     def position(self, request: Request) -> int:
-        """As if nothing that is admitted before it counted: behind all of the tenants that have been served less."""
+        """The number of requests before it at the present counters: those of tenants served less, and earlier ones of
+        its tenant."""
         self._count_outputs()
         own = self._tenants[request.tenant]
         entry = own.entry
@@ -271,8 +274,8 @@ class Fair(Policy):
         tenant.queue.push(request)
         self._length += 1
 
-    def _took(self, tenant: _Tenant) -> None:
-        """A request has left the queue of a tenant."""
+    def _left_queue(self, tenant: _Tenant) -> None:
+        """Update the counts after a request has left the queue of a tenant."""
         self._length -= 1
         if not len(tenant.queue):
             tenant.wait_at(None)
@@ -288,13 +291,13 @@ class Fair(Policy):
         heapq.heappush(self._heap, entry)
 
     def _first(self) -> _Entry:
-        """The tenant that is next, by its counter as of now. One of them waits."""
+        """The entry of the next tenant, after an update of the counters. At least one tenant waits."""
         if self._num_waiting_tenants > 1:
             self._count_outputs()
         return self._valid_top()
 
     def _valid_top(self) -> _Entry:
-        """Counters only grow, so an entry with its tenant's present counter is before all others."""
+        """The valid entry with the lowest counter. Counters only grow, so an up-to-date top is the lowest."""
         heap = self._heap
         while True:
             entry = heap[0]
@@ -307,18 +310,18 @@ class Fair(Policy):
             entry.rise(counter)
             heapq.heapreplace(heap, entry)
 
-    # ------------------------------------------------------------------ what is counted
+    # ------------------------------------------------------------------ counting
 
     def _counter(self, tenant: _Tenant) -> int:
         return tenant.base + int(self._outputs[tenant.number]) * tenant.output_cost
 
     def _count_outputs(self) -> None:
-        """Of all running requests, what they have generated since it was counted last."""
+        """Count the output tokens of all running requests since the last count."""
         view = self._view
         if view is None or not len(rows := view.rows):
             return
         known = view.num_tokens
-        if rows is not self._rows:  # the columns are kept while the same requests run
+        if rows is not self._rows:  # the columns stay valid while the same requests run
             self._store()
             self._rows, self._owners, self._known = rows, self._owner[rows], self._counted[rows]
         new = known - self._known
@@ -329,7 +332,7 @@ class Fair(Policy):
             self._outputs += sums.astype(np.int64)
 
     def _store(self) -> None:
-        """What was counted of the kept rows goes to its place, before a row changes hands."""
+        """Write the counted tokens back to `_counted`, before another request gets one of these rows."""
         if self._rows is not None:
             self._counted[self._rows] = self._known
             self._rows = None
@@ -343,7 +346,7 @@ class Fair(Policy):
             run.tenant.admitted(1)
         tenant, row, known = run.tenant, request.row, request.num_tokens
         assert row is not None
-        if request.num_prompt_tokens == run.num_prompt:  # samples that came back while it had no row
+        if request.num_prompt_tokens == run.num_prompt:  # samples that arrived while it had no row
             charge = (known - run.counted) * tenant.output_cost
         else:
             charge = max(0, known - max(run.counted, event.num_cached_tokens)) * tenant.input_cost
@@ -369,7 +372,7 @@ class Fair(Policy):
         self._num_steps += 1
 
     def on_update(self, output: SchedulerOutput, update: StepUpdate, now: float) -> None:
-        """Who entered the queue during the step counts as entering after it, with what it has generated."""
+        """Lift tenants that began to wait during the step again, now that its outputs count."""
         self._num_steps -= 1
         if self._entered:
             entered, self._entered = self._entered, {}
@@ -387,10 +390,10 @@ class Fair(Policy):
         self._num_steps -= num_steps
 
     def on_steps(self, run: StepRun) -> None:
-        """None of them is in flight."""
+        """Nothing to do: none of these steps is in flight."""
 
     def _leave_row(self, request: Request) -> None:
-        """Count what it has generated since it was counted last."""
+        """Count the tokens of a request that loses its row."""
         run = self._runs.get(request)
         if run is None or run.row is None:
             return
@@ -398,14 +401,14 @@ class Fair(Policy):
         run.leave(request.num_tokens, int(self._counted[run.row]))
 
     def _take_back(self, request: Request, run: _Run) -> None:
-        """Its admission is void."""
+        """Undo the admission of a request."""
         self._store()
         tenant = run.tenant
         run.take_back()
-        if run.counted == 0:  # its first
+        if run.counted == 0:  # its first admission
             del self._runs[request]
             tenant.admitted(-1)
-        if tenant.entry is not None:  # the counter has become less
+        if tenant.entry is not None:  # the counter has fallen: the entry's key is too high
             self._enter(tenant, tenant.entry.since)
 
     # ------------------------------------------------------------------ tenants
@@ -420,8 +423,7 @@ class Fair(Policy):
         return tenant
 
     def _lift(self, tenant: _Tenant) -> int:
-        """To the least counter of those that wait: it has saved up nothing while it had nobody waiting. Returns by how
-        much."""
+        """Raise the counter of a tenant that begins to wait to the lowest of those waiting. Returns the difference."""
         self._count_outputs()
         level = 0
         if self._num_waiting_tenants:
@@ -434,11 +436,11 @@ class Fair(Policy):
             self._forget(level, tenant)
         return lifted
 
-    def _forget(self, level: int, but: _Tenant) -> None:
-        """Idle tenants that would be lifted if they came back, as the level only rises."""
+    def _forget(self, level: int, kept: _Tenant) -> None:
+        """Remove idle tenants below `level`: they would be lifted anyway, as the level only rises."""
         for tenant in list(self._tenants.values()):
             is_idle = tenant.entry is None and not tenant.num_requests and tenant is not self._last
-            if is_idle and tenant is not but and self._counter(tenant) <= level:
+            if is_idle and tenant is not kept and self._counter(tenant) <= level:
                 del self._tenants[tenant.name]
                 self._outputs[tenant.number] = 0
                 self._free_numbers.append(tenant.number)
@@ -446,10 +448,10 @@ class Fair(Policy):
 
 
 def read_weights(text: str) -> dict[str, float]:
-    """The weights of tenants in `NAME/WEIGHT+NAME/WEIGHT`; the last "/" of each part separates.
+    """Parse the weights of tenants, `NAME/WEIGHT+NAME/WEIGHT`; the last "/" of each part separates.
 
     Raises:
-        ConfigError: it is written otherwise, a tenant is named twice, or a weight is not above 0.
+        ConfigError: the syntax is wrong, a tenant is named twice, or a weight is not between 0.001 and 1000.
     """
     weights: dict[str, float] = {}
     for part in text.split("+") if text else ():

@@ -1,7 +1,7 @@
-"""First come, first served: the order of the default, and the heap that other orders are made of.
+"""First come, first served: the default order, and the heap that other orders use.
 
-Adding, taking and removing a request cost O(log n), the head is known in O(1): removal is lazy. The first few requests
-are sorted, so that they can be read without being taken; every other one is behind them, in the heap.
+Adding, taking and removing a request cost O(log n), reading the head O(1): removal is lazy. The first requests are in a
+sorted list, so that they can be read without being taken. All others come after them, and are in a heap.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pointsman.core.state.request import Request
 from pointsman.core.state.status import RequestStatus
 
 MAX_SORTED = 256
-"""Maximum number of requests that are sorted, which bounds what inserting one among them costs."""
+"""Maximum length of the sorted list, which bounds the cost of an insertion."""
 
 
 class FirstComeFirstServed(Policy):
@@ -27,7 +27,7 @@ class FirstComeFirstServed(Policy):
     name = "fcfs"
     is_preemptive = False
     keeps_keys = True
-    """Whether a request that is popped and put back has the key that it had."""
+    """Whether a request has the same key after `pop` and `put_back`."""
 
     def __init__(self) -> None:
         self._sorted: list[list[Any]] = []  # no key is greater than one in the heap
@@ -40,7 +40,7 @@ class FirstComeFirstServed(Policy):
         return num_steps
 
     def reason(self, request: Request) -> str:
-        """Why it is not first, in the policy's words; "": it came later."""
+        """Why the request is not first, in words; "": it came later."""
         return ""
 
     def __len__(self) -> int:
@@ -65,7 +65,7 @@ class FirstComeFirstServed(Policy):
         return (self.urgency(request), 0 if resumed else 1, place, state.sequence_number)
 
     def push(self, request: Request) -> None:
-        self._num_pushes += 1  # otherwise a removed entry that is still in the heap might be equal
+        self._num_pushes += 1  # so that no entry equals a removed one in the heap
         entry: list[Any] = [*self.key(request), self._num_pushes, request]
         request._state.queue_entry = entry
         first = self._sorted
@@ -80,7 +80,7 @@ class FirstComeFirstServed(Policy):
         self._length += 1
 
     def put_back(self, requests: Sequence[Request]) -> None:
-        for request in reversed(requests):  # where that decides, the last one pushed comes first
+        for request in reversed(requests):  # among equal keys, the last push comes first
             self.push(request)
 
     @property
@@ -100,7 +100,7 @@ class FirstComeFirstServed(Policy):
         found: list[Request | None] = [entry[-1] for entry in first[:count]]
         if len(found) < count or None in found:
             first[:] = [entry for entry in first if entry[-1] is not None]
-            while len(first) < 2 * count and heap:  # so that the next calls find them sorted
+            while len(first) < 2 * count and heap:  # the next calls find them sorted
                 entry = heapq.heappop(heap)
                 if entry[-1] is not None:
                     first.append(entry)
@@ -108,7 +108,7 @@ class FirstComeFirstServed(Policy):
         return found  # type: ignore[return-value]
 
     def _unsort(self, count: int) -> None:
-        """Leave `count` requests sorted."""
+        """Move all but the first `count` requests from the sorted list to the heap."""
         for entry in self._sorted[count:]:
             heapq.heappush(self._heap, entry)
         del self._sorted[count:]

@@ -1,14 +1,15 @@
-"""What if a policy raises, or breaks its contract? The step fails with its name, and no request is lost.
+"""Guards: check every result of a policy of another package.
 
-Policies of other packages are wrapped when a scheduler is built; the built-in ones are called directly. The wrapper
-of an order knows which requests are queued, so an order that forgets one, or returns one twice, is found at once.
+If such a policy raises or breaks its contract, the step fails with the name of the policy, and no request is lost.
+Policies of other packages are wrapped when a scheduler is built; built-in policies are called directly. The guard of an
+order keeps its own list of queued requests. So it finds at once if an order forgets a request, or returns one twice.
 
-A policy that fails again and again is replaced: after `max_policy_failures` failed steps the default of its kind
-decides. The failures are forgotten after `SOUND_STEPS` steps without one. A policy that cannot be constructed or
-attached is replaced at the start. All of this depends on the calls alone. A recording has the failed steps, and its
-header the policies that were replaced before, so it replays.
+After `max_policy_failures` failed steps a policy is replaced by the default of its kind. The count starts again after
+`SOUND_STEPS` steps without a failure. A policy that cannot be constructed or attached is replaced at the start. All of
+this depends on the calls alone. A recording has the failed steps, and its header has the policies that were replaced
+before it began, so it replays.
 
-The guard logs each failed step in one line, the first one of a policy with the traceback, and the replacement.
+The guard logs one line for each failed step, with the traceback for the first failure of a policy, and the replacement.
 """
 
 from __future__ import annotations
@@ -37,41 +38,41 @@ from pointsman.core.state.request import Request
 
 Int64Array = npt.NDArray[np.int64]
 SOUND_STEPS = 100
-"""Steps without a failure, after which earlier failures of a policy count no more."""
+"""After this number of steps without a failure, earlier failures of a policy no longer count."""
 
 
 class Replaced(NamedTuple):
-    """A policy of another package that failed, so that the default of its kind decides in its place."""
+    """A policy of another package that failed and was replaced by the default of its kind."""
 
     kind: str
     policy: str
-    """As it was named."""
+    """Its name with parameters, as configured."""
     by: str
-    """The default; "": none, for a reserve or a limit."""
+    """The name of the default; "" for a reserve or a limit, which have none."""
     error: str
-    """Its last one."""
+    """Its last error."""
 
 
 def guarded(kind: str, policy: Any) -> Any:
-    """The policy, with every answer checked."""
+    """The policy with a guard, which checks every result; a built-in policy itself."""
     if is_own(type(policy)):
         return policy
     return _GUARDS[kind](policy)
 
 
 def is_own(policy: type) -> bool:
-    """Whether a class of policies is one of those here, and needs no guard."""
+    """Whether a class of policies is built in, and needs no guard."""
     return policy.__module__.startswith("pointsman.core.policy.")
 
 
 def in_place_of(kind: str, policy: Any, spec: str, error: str, cause: Exception | None = None) -> Any:
-    """The guard of a policy that is replaced before it decides anything.
+    """A guard with the default, for a policy that is replaced at the start.
 
     Args:
-        policy: its class, or the object.
-        spec: as it is named.
-        error: what it failed with.
-        cause: the exception, for the log; None: it has been logged.
+        policy: the class of the policy, or the object.
+        spec: its name with parameters.
+        error: the error in words.
+        cause: the exception, to be logged; None: nothing is to be logged.
     """
     guard: Guard = _GUARDS[kind](_STARTING_DEFAULTS[kind](policy))
     guard.name, guard.version, guard.spec = policy.name, getattr(policy, "version", 1), spec
@@ -80,17 +81,17 @@ def in_place_of(kind: str, policy: Any, spec: str, error: str, cause: Exception 
 
 
 def head_of(queue: Order) -> Request:
-    """The head of a queue that is not empty, for what only observes."""
+    """The head of a queue that is not empty, read without a change of state, for observers."""
     return queue.glance() if isinstance(queue, GuardedOrder) else queue.peek()
 
 
 def replaced_among(policies: Iterable[Any]) -> tuple[Replaced, ...]:
-    """Of a scheduler's policies, those that were replaced."""
+    """The replaced policies among those of a scheduler."""
     return tuple(each.replaced for each in policies if isinstance(each, Guard) and each.replaced is not None)
 
 
 class Guard:
-    """What the guards have in common: the name, the version and the optional parts of the policy inside."""
+    """Base of the guards: the name, the version and the optional methods of the guarded policy."""
 
     kind: ClassVar[str] = ""
 
@@ -99,19 +100,19 @@ class Guard:
         self.name: str = policy.name
         self.version: int = getattr(policy, "version", 1)
         self.spec = spec_of(policy)
-        """The policy as it is named."""
+        """The name of the policy with parameters."""
         self.replaced: Replaced | None = None
-        """None: the policy decides."""
-        self._error: PolicyError | None = None  # to be raised when the policy is asked next
+        """None: the policy was not replaced."""
+        self._error: PolicyError | None = None  # raised at the next call of the policy in a step
         self._changes = itertools.count(1)
         self._view: View | None = None
-        self._failure: PolicyError | None = None  # of this step
-        self._num_failures = self._num_sound = 0  # steps: failed ones that count, and those since the newest
-        self._has_logged = False  # a traceback
-        self._cause: Exception | None = None  # of a replacement at the start that is not logged yet
+        self._failure: PolicyError | None = None  # the failure of this step
+        self._num_failures = self._num_sound = 0  # failed steps that count; steps since the last one
+        self._has_logged = False  # whether a traceback was logged
+        self._cause: Exception | None = None  # of a replacement at the start, to be logged
 
     def attach(self, view: View) -> None:
-        """Give the policy its view, at the start. One that fails is replaced."""
+        """Give the policy its view. If that fails, it is replaced."""
         self._view = view
         if hasattr(self.policy, "attach"):
             try:
@@ -120,23 +121,23 @@ class Guard:
                 self.replace_at_start(raised("attach", error), error)
 
     def replace_at_start(self, error: str, cause: Exception | None) -> None:
-        """The policy cannot be used; `log_start` logs it with the traceback of the cause, if there is one."""
+        """Replace the policy before it decides anything. `log_start` logs this, with the traceback of the cause."""
         self._cause = cause
         self._replace(error)
 
     def log_start(self) -> None:
-        """Log that the policy was replaced before it decided anything; nothing happens where that was not so."""
+        """Log that the policy was replaced at the start, if it was."""
         cause, self._cause = self._cause, None
         if cause is not None and self.replaced is not None:
             _log(
                 "error",
-                f"{self._described()} cannot be used ({self.replaced.error}), and {self._standing_in()}; correct the "
+                f"{self._described()} cannot be used ({self.replaced.error}), and {self._takeover()}; correct the "
                 "policy and start again",
                 cause,
             )
 
     def step_succeeded(self) -> None:
-        """A step was decided."""
+        """Called when a step is decided."""
         self._failure = None
         if self._num_failures:
             self._num_sound += 1
@@ -144,8 +145,7 @@ class Guard:
                 self._num_failures = 0
 
     def step_failed(self, max_failures: int) -> bool:
-        """A step failed; whether this policy failed in it. It is replaced if that was the last step that it may
-        cost."""
+        """Called when a step failed: whether this policy failed in it. After `max_failures` it is replaced."""
         failure, self._failure = self._failure, None
         if failure is None:
             return False
@@ -158,28 +158,28 @@ class Guard:
         self._replace(failure.what)
         _log(
             "error",
-            f"{failure}. It failed in {self._num_failures} steps, and {self._standing_in()}; correct the policy and "
+            f"{failure}. It failed in {self._num_failures} steps, and {self._takeover()}; correct the policy and "
             "start again",
             cause,
         )
         return True
 
     def is_sound(self) -> bool:
-        """Whether the policy, asked now, would answer, as far as is known."""
+        """Whether the next call of the policy is expected to succeed."""
         return self._error is None
 
     def forget_failure(self) -> None:
-        """What failed was no step: it was asked ahead, and is asked again."""
+        """Forget a failure outside a step, in a call that is made again in the step."""
         self._failure = None
 
     def _described(self) -> str:
         return f"{self.kind} {self.spec!r}"
 
-    def _standing_in(self) -> str:
+    def _takeover(self) -> str:
         return f"{self.policy.name or f'no {self.kind}'} decides in its place from now on"
 
     def _default(self) -> Any:
-        """A built-in policy that can decide from any state."""
+        """The default of its kind, which can start from any state."""
         raise NotImplementedError
 
     def _replace(self, error: str) -> None:
@@ -191,7 +191,7 @@ class Guard:
         self.policy = default
 
     def guaranteed_steps(self, num_steps: int) -> int:
-        """0 without the method: every step is decided on its own."""
+        """0 if the policy lacks the method: every step is decided on its own."""
         if not hasattr(self.policy, "guaranteed_steps"):
             return 0
         answer = self._call("guaranteed_steps", num_steps)
@@ -199,9 +199,9 @@ class Guard:
             raise self._broken(f"guaranteed_steps({num_steps}) is {answer!r}; it must be between 0 and {num_steps}")
         return answer
 
-    def hearing(self) -> Policy:
-        """The policy as a listener. What it raises then is raised when it is asked next, in a step that can fail."""
-        return _hearing(self)
+    def as_listener(self) -> Policy:
+        """The policy as a listener. Its errors are raised at the next call in a step, which can fail."""
+        return _as_listener(self)
 
     def _call(self, method: str, *arguments: Any) -> Any:
         self._raise_what_failed()
@@ -216,8 +216,8 @@ class Guard:
         except Exception as error:
             raise self._broken(raised(attribute, error)) from error
 
-    def _tell(self, method: str, *arguments: Any) -> None:
-        """As `_call`, where a failure must wait for a moment at which the step can fail."""
+    def _notify(self, method: str, *arguments: Any) -> None:
+        """Like `_call`, but an error is raised later, at the next call in a step, which can fail."""
         try:
             getattr(self.policy, method)(*arguments)
         except Exception as error:
@@ -229,7 +229,7 @@ class Guard:
             raise self._failure
 
     def fail_next(self, what: str, cause: Exception | None = None) -> None:
-        """Raise this when the policy is asked next."""
+        """Raise this error at the next call of the policy in a step."""
         self._error = self._to_raise(what)
         self._error.__cause__ = cause
 
@@ -250,7 +250,7 @@ class GuardedOrder(Guard):
         super().__init__(policy)
         self.is_preemptive: bool = policy.is_preemptive
         self._queued: dict[Request, None] = {}
-        self._strays: dict[Request, None] = {}  # that the policy did not take
+        self._strays: dict[Request, None] = {}  # queued requests that the policy's own queue may have lost
 
     def push(self, request: Request) -> None:
         self._queued[request] = None
@@ -261,10 +261,10 @@ class GuardedOrder(Guard):
         self._insert("put_back", requests, requests)
 
     def _insert(self, method: str, argument: Any, requests: Sequence[Request]) -> None:
-        """Whatever the policy does, these are queued: those that it does not take come first, in the order given."""
-        if self._strays:  # one that came before some of these, and returns from a step that failed
-            newest = max(map(_came, self._strays))
-            self._strays |= dict.fromkeys(each for each in requests if _came(each) < newest)
+        """Queue these requests, even if the policy fails. Requests that it may have lost come first, by arrival."""
+        if self._strays:  # a request that arrived before a stray, and returns from a failed step
+            newest = max(map(_arrival, self._strays))
+            self._strays |= dict.fromkeys(each for each in requests if _arrival(each) < newest)
         try:
             getattr(self.policy, method)(argument)
         except Exception as error:
@@ -272,8 +272,8 @@ class GuardedOrder(Guard):
             self.fail_next(raised(method, error), error)
 
     def _distrust(self) -> None:
-        """What the policy did before it failed is not known: all that are queued now are served from here, in the order
-        in which they came, and leave its queue when they do."""
+        """Take over all queued requests, as the state of the policy's queue is unknown after a failure. They leave from
+        here, in order of arrival, and are removed from the policy's queue then."""
         self._strays |= self._queued
 
     def _leave_inner(self, request: Request) -> None:
@@ -284,20 +284,20 @@ class GuardedOrder(Guard):
     def peek(self) -> Request:
         self._raise_what_failed()
         if self._strays:
-            return min(self._strays, key=_came)
+            return min(self._strays, key=_arrival)
         head = self._call("peek")
         if not self._is_queued(head):
             self._distrust()
-            raise self._broken(f"peek returned {_named(head)}, which is not queued")
+            raise self._broken(f"peek returned {_head_in_words(head)}, which is not queued")
         return head  # type: ignore[no-any-return]
 
     def glance(self) -> Request:
-        """As `peek`, for an explanation: no step fails, and the head is the oldest where the policy has none. What is
-        asked between steps is in no recording, so it changes nothing."""
+        """Like `peek`, for an explanation. If the policy fails, the head is the oldest request. It changes nothing and
+        fails no step, since calls between steps are in no recording."""
         with contextlib.suppress(Exception):
             if not self._strays and self._is_queued(head := self.policy.peek()):
                 return head  # type: ignore[no-any-return]
-        return min(self._strays or self._queued, key=_came)
+        return min(self._strays or self._queued, key=_arrival)
 
     def is_sound(self) -> bool:
         if self._strays or not self._queued or not super().is_sound():
@@ -322,7 +322,7 @@ class GuardedOrder(Guard):
                 raise
             if head is not expected:
                 self._distrust()
-                raise self._broken(f"pop returned {_named(head)}, and peek {_named(expected)}")
+                raise self._broken(f"pop returned {_head_in_words(head)}, and peek {_head_in_words(expected)}")
         del self._queued[expected]
         return expected
 
@@ -343,23 +343,23 @@ class GuardedOrder(Guard):
     def _replace(self, error: str) -> None:
         super()._replace(error)
         self._strays.clear()
-        for request in sorted(self._queued, key=_came):
-            request._state.queue_entry = None  # of the order before, if that kept one
+        for request in sorted(self._queued, key=_arrival):
+            request._state.queue_entry = None  # an entry of the replaced order
             self.policy.push(request)
 
     def position(self, request: Request) -> int:
-        """The number of requests before it, by the guard's own list where the policy cannot say."""
+        """The number of requests before it; by arrival if the policy fails."""
         if request in self._strays:
-            return sum(_came(other) < _came(request) for other in self._strays)
+            return sum(_arrival(other) < _arrival(request) for other in self._strays)
         if self._strays:  # the policy's own queue may still have some of these
-            behind = sum(_came(other) < _came(request) for other in self._queued if other not in self._strays)
+            behind = sum(_arrival(other) < _arrival(request) for other in self._queued if other not in self._strays)
             return len(self._strays) + behind
-        with contextlib.suppress(Exception):  # an explanation fails no step: no recording has it
+        with contextlib.suppress(Exception):  # an explanation fails no step, as it is in no recording
             return int(self.policy.position(request))
-        return sum(_came(other) < _came(request) for other in self._queued)
+        return sum(_arrival(other) < _arrival(request) for other in self._queued)
 
     def reason(self, request: Request) -> str:
-        """Why it is not first, in the policy's words; "": it has none."""
+        """Why the request is not first, in words; "": the policy gives no reason."""
         with contextlib.suppress(Exception):
             if hasattr(self.policy, "reason") and not self._strays:
                 return str(self.policy.reason(request))
@@ -385,7 +385,7 @@ class GuardedVictim(Guard):
         self._order = ""
 
     def follow(self, order: str) -> None:
-        """The name of the order, by which the default goes."""
+        """Set the name of the order, which selects the default victim policy."""
         self._order = order
         if self.replaced is not None:
             self._replace(self.replaced.error)
@@ -427,7 +427,7 @@ class GuardedReserve(Guard):
     @property
     def num_changes(self) -> int:
         if getattr(type(self.policy), "num_changes", 0) == 0 and "num_changes" not in vars(self.policy):
-            return next(self._changes)  # it does not say when it changes: it is asked in every step
+            return next(self._changes)  # without this attribute, the policy is called in every step
         return self._read_number("num_changes")
 
     def blocks(self, request: Request, demand: Any, view: View) -> int:
@@ -466,7 +466,7 @@ class GuardedLimit(Guard, Limit):
         )
 
     def open_step(self, num_requests: int) -> None:
-        self._tell("open_step", num_requests)
+        self._notify("open_step", num_requests)
 
     def open_queue(self) -> None:
         self._call("open_queue")
@@ -486,7 +486,7 @@ class GuardedLimit(Guard, Limit):
         before = want.copy()
         self._call("clip", batch, rows, want)
         if np.any(want > before) or np.any(want < 0):
-            raise self._broken("clip must lower what rows want, and to no less than 0")
+            raise self._broken("clip must only lower the tokens of rows, and not below 0")
 
     def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
         answer = self._call("check", request, start, want, view)
@@ -495,15 +495,15 @@ class GuardedLimit(Guard, Limit):
         raise self._broken(f"check returned {answer!r} of {want} tokens; it must be 1 to {want}, or a Deferral")
 
     def commit(self, request: Request, start: int, num_tokens: int) -> None:
-        self._tell("commit", request, start, num_tokens)
+        self._notify("commit", request, start, num_tokens)
 
     def release(self, request: Request) -> None:
-        self._tell("release", request)
+        self._notify("release", request)
 
 
 class GuardedEviction(Guard):
-    """An eviction policy of another package. It is asked where no step can fail, so what it raises is raised when the
-    next step opens, and until then nothing is retained."""
+    """An eviction policy of another package. It is called where no step can fail, so an error is raised when the next
+    step opens. Until then nothing is retained."""
 
     kind = "eviction"
 
@@ -517,11 +517,11 @@ class GuardedEviction(Guard):
         return LRU()
 
     def open_step(self) -> None:
-        """Raises PolicyError if it failed since the last step."""
+        """Raise PolicyError if the policy failed since the last step."""
         self._raise_what_failed()
 
     def started(self, request: Request, labels: Int64Array) -> None:
-        self._tell("started", request, labels)
+        self._notify("started", request, labels)
 
     def retained(self, request: Request, num_blocks: int, now: float) -> tuple[int, float, int]:
         try:
@@ -533,7 +533,7 @@ class GuardedEviction(Guard):
             count, until, label = answer
             is_sound = 0 <= count.__index__() <= num_blocks and 0 <= label.__index__() <= MAX_INT
             is_sound = is_sound and float(until) == until
-        except Exception:  # whatever an answer of another type raises
+        except Exception:  # a result of another type may raise anything
             is_sound = False
         if not is_sound:
             self.fail_next(
@@ -544,41 +544,41 @@ class GuardedEviction(Guard):
         return int(count), float(until), int(label)
 
 
-def _hearing(guard: Guard) -> Policy:
-    """A listener that has the events which the guarded policy overrides, and no others."""
+def _as_listener(guard: Guard) -> Policy:
+    """A listener with only those events that the guarded policy overrides."""
     inner = guard.policy
 
     def safe(name: str) -> Callable[..., None]:
-        return lambda self, *arguments: guard._tell(name, *arguments)
+        return lambda self, *arguments: guard._notify(name, *arguments)
 
     names = [name for name in dir(Policy) if name.startswith("on_")]
     own = {name: safe(name) for name in names if getattr(type(inner), name) is not getattr(Policy, name)}
-    hearing: Policy = type("Hearing", (Policy,), own)()
-    return hearing
+    listener: Policy = type("GuardedListener", (Policy,), own)()
+    return listener
 
 
 def raised(method: str, error: Exception) -> str:
-    """What a failing part of a policy did, in words."""
+    """The error of a method of a policy, in words."""
     return f"{method} raised {type(error).__name__}: {error}"
 
 
 def _log(level: str, message: str, cause: BaseException | None) -> None:
-    import logging  # here: it is a tenth of the core's import
+    import logging  # imported here: it takes a tenth of the core's import time
 
     logger = logging.getLogger(__name__)
     getattr(logger, level)("%s", message, exc_info=cause)
 
 
 def _default_order(order: Any) -> Any:
-    """The default in the place of an order, or of a class of orders."""
+    """The default that replaces an order, or a class of orders."""
     return PriorityOrder() if getattr(order, "is_preemptive", False) is True else FirstComeFirstServed()
 
 
-def _came(request: Request) -> tuple[float, int]:
+def _arrival(request: Request) -> tuple[float, int]:
     return request.arrival_time, request.sequence_number
 
 
-def _named(request: object) -> str:
+def _head_in_words(request: object) -> str:
     return f"request {request.request_id!r}" if isinstance(request, Request) else repr(request)
 
 
@@ -596,4 +596,4 @@ _STARTING_DEFAULTS: dict[str, Callable[[Any], Any]] = {
     "limit": lambda _: Limit(),
     "eviction": lambda _: LRU(),
 }
-"""What stands in for a policy, or a class of policies, that cannot be used."""
+"""The default that replaces a policy, or a class of policies, at the start."""

@@ -1,11 +1,12 @@
-"""How many tokens may a request advance in this step?
+"""Limits: lower the number of tokens that requests advance in a step.
 
-A limit is a gate (`gate.py`) that also applies to running rows: it clips what they want, for all of them at once, on
-columns. One with a `step_budget` sets the token budget of the step as well (`budget.py`), and may say that nobody is to
-give way to a request that would make steps too long (`lacks_step_time`). The length limit is not here: it holds in
-every step and is applied by the step itself.
+A limit is a gate (`gate.py`) that also applies to running rows: it clips their tokens, for all rows at once, on
+columns. A limit with a `step_budget` also sets the token budget of the step (`budget.py`). It can forbid priority
+preemption for a request that would make steps too long (`lacks_step_time`). The length limit is not here: it holds in
+every step, and the step itself applies it.
 
-To add one: a subclass of `Limit` (`gate.py`), its name in `LIMITS` at the end of this file, or in a package of its own.
+To add a limit, write a subclass of `Limit` (`gate.py`), and name it in `LIMITS` at the end of this file; or put it into
+a package of its own (`registry.py`).
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class LongPrefillThreshold(Limit):
-    """No request advances more than `threshold` tokens in a step that it shares with others, so that it leaves them
-    budget (vLLM's `long_prefill_token_threshold`)."""
+    """A request advances at most `tokens` tokens in a step with other requests, so that budget remains for these
+    (vLLM's `long_prefill_token_threshold`)."""
 
     limits_drafts = True
     only_cuts = True
 
     name = "prefill-threshold"
-    parameters = (Parameter("tokens", 512, 1, MAX_INT, tried=(256, 512, 1024, 2048), doc="of one request in a step"),)
+    parameters = (Parameter("tokens", 512, 1, MAX_INT, tried=(256, 512, 1024, 2048), doc="per request and step"),)
 
     def __init__(self, tokens: int) -> None:
         self._least = self._threshold = tokens
@@ -56,8 +57,8 @@ class LongPrefillThreshold(Limit):
 
 
 class FairLongPrefillThreshold(LongPrefillThreshold):
-    """As `LongPrefillThreshold`, but never less than a fair share of the budget (vLLM's adaptive threshold): tokens
-    that no other request can use would be left over."""
+    """As `LongPrefillThreshold`, but never less than an even share of the budget, so that none of it remains unused
+    (vLLM's adaptive threshold)."""
 
     name = ""
 
@@ -70,9 +71,9 @@ class FairLongPrefillThreshold(LongPrefillThreshold):
 
 
 class OneSampleInFlight(Limit):
-    """A request that does not run ahead waits for its sample in flight.
+    """A request without `runs_ahead` waits while a sample of it is in flight.
 
-    Steady decoding need not ask: with steps in flight it is not used where such a request runs.
+    `limits_decode` is not needed: steady decode is not used while such a request runs and steps are in flight.
     """
 
     only_cuts = True
@@ -85,8 +86,8 @@ class OneSampleInFlight(Limit):
 class ChunkEnds(Limit):
     """A chunk of a prefill ends where the KV cache can keep the layers' states (`KVCache.cut`).
 
-    The end depends on the tokens that the step has left, so rows are asked in admission order, each with what those
-    before it leave. Decoding rows are not cut.
+    The end depends on the remaining budget of the step. So rows are cut in admission order, each to the budget that
+    earlier rows leave. Decoding rows are not cut.
     """
 
     is_shared = True
@@ -126,8 +127,8 @@ LIMITS: dict[str, type[Limit]] = {limit.name: limit for limit in (LongPrefillThr
 
 
 def limits_of(config: SchedulerConfig, ends: Limit | None, encoder: Limit | None) -> list[Any]:
-    """The limits that the configuration's knobs ask for, and those that it names, in the order in which they apply;
-    `ends` and `encoder` are the last ones."""
+    """The limits of the configuration in the order in which they apply: those of knobs, those named, `ends` and
+    `encoder`."""
     limits: list[Any] = []
     threshold, budget = config.prefill_threshold, config.max_num_batched_tokens
     if threshold:

@@ -1,7 +1,7 @@
-"""How does a policy hear of decisions? It is a listener, with two events more: tokens of a step, and its time.
+"""Makes the two additional events of policies: `on_advanced` (tokens of a step) and `on_step_time`.
 
-The two are made here of steps and updates, and only for policies that override them. Of steps that were done at once
-(fast-forward) a policy hears the same as of single ones: their tokens together, their times one after the other.
+Policies are listeners. The two events are made from steps and updates, only for policies that override them. For steps
+of a fast-forward, a policy gets the tokens of all steps together, and their times one after the other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pointsman.core.state.output import IntArray, SchedulerOutput, StepUpdate
 
 
 def listeners_of(policies: Iterable[Any]) -> list[Listener]:
-    """What must listen so that these policies hear what they want to."""
+    """The listeners that report events to these policies."""
     found: list[Listener] = []
     advanced: list[Callable[..., None]] = []
     step_time: list[Callable[[StepLoad, float], None]] = []
@@ -28,13 +28,13 @@ def listeners_of(policies: Iterable[Any]) -> list[Listener]:
         inner = policy.policy if isinstance(policy, Guard) else policy
         if not isinstance(inner, Policy):
             continue
-        # What a guarded policy raises when it is told something is raised when it is asked next.
-        heard = policy.hearing() if isinstance(policy, Guard) else inner
-        found.append(heard)
+        # The error of a guarded policy in an event is raised at its next call in a step.
+        listener = policy.as_listener() if isinstance(policy, Guard) else inner
+        found.append(listener)
         if type(inner).on_advanced is not Policy.on_advanced:
-            advanced.append(heard.on_advanced)
+            advanced.append(listener.on_advanced)
         if type(inner).on_step_time is not Policy.on_step_time:
-            step_time.append(heard.on_step_time)
+            step_time.append(listener.on_step_time)
     if advanced:
         found.append(_Advances(advanced))
     if step_time:
@@ -62,10 +62,10 @@ class _Advances(Listener):
 class _StepTimes(Listener):
     def __init__(self, methods: list[Callable[[StepLoad, float], None]]) -> None:
         self._methods = methods
-        self._began: dict[int, float] = {}  # of the steps in flight
+        self._began: dict[int, float] = {}  # start of each step in flight, by its id
         self._ended = -math.inf
         self._decoding: IntArray | None = None
-        """The serials of the newest updated step, if each request decoded one token: it keeps no request that ended."""
+        """Serials of the last updated step, if each request decoded one token. They keep no request alive."""
         self._context = 0
 
     def on_step(self, step: StepDecision) -> None:
@@ -85,14 +85,14 @@ class _StepTimes(Listener):
         num_rows = len(serials)
         if not num_rows:
             return
-        if serials is self._decoding and total == num_rows:  # as the step before: no sum is needed
+        if serials is self._decoding and total == num_rows:  # the same rows as before: no sum is needed
             attended = context = self._context + num_rows
         else:
             attended = context = int(np.add.reduce(output.num_computed_tokens)) + total
             if total > num_rows:
                 attended = output.num_attended_tokens
         self._decoding, self._context = serials if total == num_rows else None, context
-        self._tell(StepLoad(total, num_rows, context, total - num_rows, attended), now - began)
+        self._report(StepLoad(total, num_rows, context, total - num_rows, attended), now - began)
 
     def on_steps(self, run: StepRun) -> None:
         num_rows = len(run.rows)
@@ -100,10 +100,10 @@ class _StepTimes(Listener):
         times = np.asarray(run.times).tolist()
         for began, ended in pairwise(times):
             context += num_rows
-            self._tell(StepLoad(num_rows, num_rows, context, 0, context), ended - began)
+            self._report(StepLoad(num_rows, num_rows, context, 0, context), ended - began)
         self._ended = times[-1]
         self._decoding = None
 
-    def _tell(self, load: StepLoad, seconds: float) -> None:
+    def _report(self, load: StepLoad, seconds: float) -> None:
         for method in self._methods:
             method(load, seconds)

@@ -1,11 +1,11 @@
-"""Which request comes next? The orders of the waiting queue.
+"""Orders: choose the next request of the waiting queue.
 
-To add one: a `Policy` with the methods of `Order` (`state/interfaces.py`), most easily a `FirstComeFirstServed`
-(`fcfs.py`) with another `key`, and its name in `ORDERS` at the end of this file; or in a package of its own
-(`registry.py`); or pass an object as `SchedulerConfig(order=...)`.
+To add an order, write a `Policy` with the methods of `Order` (`state/interfaces.py`), and name it in `ORDERS` at the
+end of this file. The easiest is a subclass of `FirstComeFirstServed` (`fcfs.py`) with another `key`. Or put it into a
+package of its own (`registry.py`), or pass an object as `SchedulerConfig(order=...)`.
 
-An order is a queue of its own. Those here are a heap (`fcfs.py`), and so are the parts of "earliest-ttft" and "fair",
-which have files of their own. The key of a request is
+An order is a queue. The orders in this file are heaps (`fcfs.py`). "earliest-ttft" and "fair", in their own files,
+consist of several. The key of a request is
 
     (class, 0 if it ran before else 1, its last admission or else its arrival, order of adding, number of the push)
 
@@ -38,10 +38,10 @@ class PriorityOrder(FirstComeFirstServed):
 
 
 class FrontFirst(FirstComeFirstServed):
-    """As "fcfs", but the request that was preempted last is the head (the field's schedulers push a victim to the
-    front).
+    """As "fcfs", but the request that was preempted last is the head.
 
-    It differs where a victim resumes, and is preempted again before an earlier victim behind it resumed.
+    Other schedulers do this by pushing a victim to the front. It differs from "fcfs" if a victim resumes and is
+    preempted again before an earlier victim has resumed.
     """
 
     name = "fcfs-front"
@@ -53,9 +53,10 @@ class FrontFirst(FirstComeFirstServed):
 
 
 class _ByPrefill(FirstComeFirstServed):
-    """Orders by what of a prompt is cached, or is not, when it is queued, less what the request has aged since.
+    """Base: orders by a number of tokens when the request is queued (cached, or to prefill), less `ageing` for each
+    second.
 
-    All requests age at the same rate, so that their order never changes, and the key is static: tokens plus `ageing`
+    All requests age at the same rate, so their order never changes. The key is therefore static: tokens plus `ageing`
     times the arrival time. A preempted request is at the front, as under "fcfs".
     """
 
@@ -82,24 +83,24 @@ class _ByPrefill(FirstComeFirstServed):
         view = self._view
         return view.num_cached_tokens(request) if view is not None and view.has_prefix_cache else 0
 
-    def _told(self, request: Request) -> tuple[int, int] | None:
-        """Tokens in the keys of a request and of the head, if those are why it is not the head."""
+    def _compared_tokens(self, request: Request) -> tuple[int, int] | None:
+        """Tokens in the keys of a request and of the head, if the request waits for fewer tokens; otherwise None."""
         own, first = request._state.queue_entry, self.top
         return None if own is None or own[0] == 0 or first[0] == 0 or first[3] >= own[3] else (own[3], first[3])
 
 
 class ShortestPrefill(_ByPrefill):
-    """Fewest prompt tokens to compute first, less `ageing` tokens for each second that it has waited.
+    """Fewest prompt tokens to compute first, less `ageing` tokens for each second of waiting.
 
-    Shortest job first with ageing, where the job is the prefill: its length is known, that of an output is not. Tokens
-    that the prefix cache has when the request is queued are not counted.
+    This is shortest job first with ageing. The job is the prefill, since its length is known and that of the output is
+    not. Tokens that the prefix cache has when the request is queued are not counted.
 
-    Of use where the server is at or above saturation and prompts differ much in length: it lowers the mean TTFT at the
-    cost of the longest prompts. A greater `ageing` gives these more, and the mean less. Of no use below saturation,
-    where nobody waits.
+    Use it where the server is at or above saturation and prompts differ much in length: it lowers the mean TTFT at the
+    cost of the longest prompts. A larger `ageing` helps long prompts, at the cost of the mean. Below saturation the
+    queue is empty, and it changes nothing.
 
-    Bound: a request with P tokens to prefill is overtaken only by requests that arrive less than P / `ageing` seconds
-    after it. With an `ageing` of 0 there is none.
+    Bound: a request with P tokens to prefill is bypassed only by requests that arrive less than P / `ageing` seconds
+    after it. With an `ageing` of 0 there is no bound.
     """
 
     name = "shortest-prefill"
@@ -114,21 +115,21 @@ class ShortestPrefill(_ByPrefill):
         return max(1, request.num_tokens - self._num_cached(request))
 
     def reason(self, request: Request) -> str:
-        told = self._told(request)
-        return f"its {told[0]:,} tokens to prefill wait for fewer ones ({told[1]:,} of the next)" if told else ""
+        tokens = self._compared_tokens(request)
+        return f"it has {tokens[0]:,} tokens to prefill, the head of the queue {tokens[1]:,}" if tokens else ""
 
 
 class LongestPrefix(_ByPrefill):
-    """Most cached tokens first, and `ageing` tokens more for each second that it has waited.
+    """Most cached tokens first, plus `ageing` tokens for each second of waiting.
 
-    As SGLang orders by the longest cached prefix: who shares one comes while it is still there. Here it is looked up
-    when the request is queued, and not again.
+    SGLang also orders by the longest cached prefix: requests that share a prefix start while it is still cached. Here
+    the prefix is looked up once, when the request is queued.
 
-    Of use above saturation where many prompts share long prefixes in a pool that cannot keep all of them: the mean and
-    the longest TTFT sink together, with more hits. Of no use without shared prefixes, where it is "fcfs".
+    Use it above saturation, where many prompts share long prefixes and the pool cannot keep all of them: more cache
+    hits lower both the mean and the longest TTFT. Without shared prefixes it equals "fcfs".
 
-    Bound: a request of which C tokens are cached is overtaken only by requests that arrive less than (N - C) / `ageing`
-    seconds after it, where N is the greatest length of a prompt. With an `ageing` of 0 there is none.
+    Bound: a request with C cached tokens is bypassed only by requests that arrive less than (N - C) / `ageing` seconds
+    after it, where N is the longest prompt. With an `ageing` of 0 there is no bound.
     """
 
     name = "longest-prefix"
@@ -143,12 +144,15 @@ class LongestPrefix(_ByPrefill):
         return -self._num_cached(request)
 
     def reason(self, request: Request) -> str:
-        told = self._told(request)
-        return f"{-told[0]:,} of its tokens were cached when it came, and {-told[1]:,} of the next" if told else ""
+        tokens = self._compared_tokens(request)
+        return (
+            f"it had {-tokens[0]:,} cached tokens when queued, the head of the queue {-tokens[1]:,}" if tokens else ""
+        )
 
 
 class ArrivalPriority(PriorityOrder):
-    """By priority, then by arrival, whether preempted or new, without priority preemption (vLLM's "priority")."""
+    """By priority, then by arrival, for preempted and new requests alike; without priority preemption (vLLM's
+    "priority")."""
 
     name = "priority-by-arrival"
     is_preemptive = False

@@ -1,9 +1,9 @@
-"""How many prefills may be partial at once? Caps on concurrent partial prefills (vLLM V0's names).
+"""Caps on concurrent partial prefills (the knobs have vLLM V0's names).
 
-A prefill is partial while its request runs and not all tokens that it was admitted with are scheduled. A request that
-can be computed in the step that admits it never is, so short prompts bypass one that must wait for a cap: it is
-skipped. It is checked first, so it starts as soon as a partial prefill finishes, and after `max_overtakes` admissions
-of requests behind it, it blocks the queue.
+A prefill is partial while its request runs and not all tokens that it was admitted with are scheduled. A prefill that
+fits the step that admits it is never partial. So a request that must wait for a cap is skipped, and short prompts
+bypass it. It is checked before them, so it starts as soon as a partial prefill finishes. After `max_overtakes`
+admissions of requests behind it, it blocks the queue.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pointsman.core.state.request import Request
 
 
 class PartialPrefills(Gate):
-    """Which requests may begin a prefill that the step does not finish."""
+    """Gate: defers a request whose prefill would be partial when the caps are reached."""
 
     def __init__(self, config: SchedulerConfig, batch: Batch) -> None:
         self._batch = batch
@@ -39,13 +39,13 @@ class PartialPrefills(Gate):
         return Deferral(Reason.PARTIAL_PREFILLS, missing, request.num_bypassed >= self._max_bypasses)
 
     def has_place(self, request: Request, gone: npt.NDArray[np.int64]) -> bool:
-        """Whether it may begin, if the requests in the rows `gone` did not run."""
+        """Whether the request may begin a partial prefill if the requests in the rows `gone` did not run."""
         partial = (self._batch.flags & PREFILLING) != 0
         partial[gone] = False
         return self._missing(request, partial) <= 0
 
     def _missing(self, request: Request, partial: npt.NDArray[np.bool_]) -> int:
-        """How many partial prefills must finish first; `partial` [rows] marks the rows that have one."""
+        """Number of partial prefills that must finish first; `partial` [rows] marks the rows with a partial prefill."""
         missing = int(np.count_nonzero(partial)) + 1 - self._max
         if request.num_tokens > self._long_beyond:
             num_long = int(np.count_nonzero(self._batch.num_tokens[partial] > self._long_beyond))

@@ -1,6 +1,6 @@
-"""How many prompt tokens may a step compute beside requests that decode? As many as keep the gap between their tokens.
+"""The limit "prefill-gap": cuts prompts so that the gaps between the tokens of decoding requests keep a target.
 
-The limit of an engine that streams: it only cuts prompts. `TargetItl` also keeps requests waiting.
+It is for engines that stream. It only cuts prompts; `TargetItl` also defers requests.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ from pointsman.core.state.reason import Deferral, Reason
 from pointsman.core.state.request import Request
 
 FAST = 0.25
-"""On a fast device a step of the whole budget takes at most so many times the target. Nothing is learned or limited
-there, which would cost more than it is worth. Two steps in a row that take more than twice as much end this: all that
-was learned before is forgotten. One may be a stall of the machine."""
+"""A device is fast if a step of the whole budget takes at most this share of the target. Nothing is learned or limited
+there, since that costs more than it gains. Two steps in a row that take more than twice this share end it, and
+everything learned before is forgotten. A single one may be a stall of the machine."""
 MIN_SECONDS = 1e-9
-"""For the least prompt tokens of a step, where nothing is known of what they take."""
+"""Minimum time for prompt tokens, used while the time of a prompt token is unknown."""
 
 
 class PrefillGap(TargetItl):
-    """A step in which requests decode computes as many prompt tokens as fit `seconds`, learned from step times.
+    """Cuts prompts so that a step with decoding requests takes at most `seconds`, learned from step times.
 
-    The tokens that fit are those of `TargetItl`, and so is the half of the time for short prompts. Three things differ.
-    A step without a request that decodes has the whole budget, since no gap is made. Where the whole budget fits,
-    nothing is limited. No request waits for step time: where decoding alone takes nearly as long as the target or
-    longer, prompt tokens take half of that time beside it, and they are at least `least`.
+    The prompt tokens that fit are computed as in `TargetItl`, and half of their time is also kept for short prompts.
+    Three things differ. A step without decoding requests has the whole budget, since it makes no gap. Where the whole
+    budget fits, nothing is limited. No request waits for step time: where decode alone takes nearly the target or more,
+    prompt tokens get half of that time in addition, and at least `least` tokens.
 
-    What decoding takes is learned from steps without prompt tokens. Under load there may be none, and then all that a
-    step takes would be taken for the cost of its prompt tokens. So a step leaves them out where more requests run than
-    are predicted, once each time that their number doubles.
+    The time of decode is learned from steps without prompt tokens. Under load there may be no such step, and the whole
+    time of a step would be attributed to its prompt tokens. So one step leaves out prompt tokens each time that the
+    number of running requests doubles beyond what can be predicted.
 
-    Of use where outputs are streamed on a device that may be slow. On a fast one (see `FAST`) it decides as without.
+    Use it where outputs are streamed on a device that may be slow. On a fast one (see `FAST`) it limits nothing.
 
     Bounds: every running request advances at least one token. The oldest prefill advances at least `least` tokens a
-    step, and half as many where a short prompt waits, as far as `max_num_batched_tokens` leaves so many.
+    step, or half of that while a short prompt waits, if `max_num_batched_tokens` suffices.
     """
 
     name = "prefill-gap"
     version = 1
     parameters: ClassVar[tuple[Parameter, ...]] = (
-        Parameter("seconds", 0.12, 1e-4, 60.0, doc="target of a step in which requests decode, so of gaps"),
+        Parameter("seconds", 0.12, 1e-4, 60.0, doc="target of a step with decoding requests, so of gaps"),
         Parameter("least", 32, 1, MAX_INT, doc="prompt tokens that a step computes even if it takes longer"),
     )
 
@@ -58,15 +58,15 @@ class PrefillGap(TargetItl):
     def _forget(self) -> None:
         super()._forget()
         self._is_open = False
-        """Whether no request decodes in the step, so that it has the whole budget."""
-        self._is_bare = False
-        """Whether the step leaves out prompt tokens, beyond one of each running request."""
-        self._most_bare = 0
-        """Requests of the last such step."""
+        """Whether the step has the whole budget, since no request decodes in it."""
+        self._measures_decode = False
+        """Whether the step leaves out prompt tokens (beyond one for each running request), to measure decode."""
+        self._num_measured = 0
+        """Number of requests of the last such step."""
         self._is_fast = False
-        """Whether the whole budget is known to take a small part of the target."""
+        """Whether the device is fast, see `FAST`."""
         self._is_slow = False
-        """Whether the last step took more than twice that part, on a fast device."""
+        """Whether the last step took more than twice that share of the target, on a fast device."""
 
     def on_step_time(self, load: StepLoad, seconds: float) -> None:
         if self._is_fast:
@@ -80,7 +80,7 @@ class PrefillGap(TargetItl):
         if self._is_fast:
             return most
         num_prefilling = view.num_prefilling
-        self._is_bare = False
+        self._measures_decode = False
         self._is_open = num_prefilling == len(view.rows) and (num_prefilling > 0 or view.num_waiting > 0)
         if self._is_open:
             self._key = None
@@ -90,27 +90,30 @@ class PrefillGap(TargetItl):
     def _decide(self, most: int, view: View) -> int:
         tokens = super()._decide(most, view)
         num_requests = self._num_requests
-        if tokens < most and num_requests > max(self.times.most_predicted, GROWTH * self._most_bare):
-            self._is_bare, self._most_bare, self._key = True, num_requests, None
+        if tokens < most and num_requests > max(self.times.max_predicted_requests, GROWTH * self._num_measured):
+            self._measures_decode, self._num_measured, self._key = True, num_requests, None
             return num_requests
         deepest = int(view.num_computed_tokens.max()) if num_requests else 0
-        if tokens == most and self._takes_little(most, deepest):
+        if tokens == most and self._is_known_fast(most, deepest):
             self._is_fast, self._is_open, self._key = True, True, None
             return most
-        if not self._held:
+        if not self._kept_seconds:
             return tokens
         rest = most - num_requests
         if tokens == most and self.times.fitting_tokens(self._left_at_first, deepest) >= rest:
-            self._held, self._is_cut, self._most_running = 0.0, False, rest
-        elif self._most_running == self._least:
-            self._most_running = (self._least + 1) // 2
+            self._kept_seconds, self._is_cut, self._max_running_tokens = 0.0, False, rest
+        elif self._max_running_tokens == self._least:
+            self._max_running_tokens = (self._least + 1) // 2
         return tokens
 
-    def _takes_little(self, num_tokens: int, deepest: int) -> bool:
-        """Whether a step of so many prompt tokens, behind as many as `deepest`, is known to be short beside these
-        requests."""
+    def _is_known_fast(self, num_tokens: int, deepest: int) -> bool:
+        """Whether a step of these requests and `num_tokens` prompt tokens behind `deepest` ones is known to be fast."""
         times = self.times
-        if num_tokens > times.most_tokens or times.num_mixed < MIN_FITTED or self._num_requests > times.most_predicted:
+        if (
+            num_tokens > times.max_predicted_tokens
+            or times.num_mixed < MIN_FITTED
+            or self._num_requests > times.max_predicted_requests
+        ):
             return False
         alone = times.decode_seconds(self._num_requests, self._num_future_tokens)
         return alone + times.prefill_seconds(num_tokens, deepest) <= FAST * self._target
@@ -120,7 +123,7 @@ class PrefillGap(TargetItl):
         return max(left, (UNREACHABLE - 1) * self.times.share * alone, least, MIN_SECONDS)
 
     def clip(self, batch: Batch, rows: Int64Array, want: Int64Array) -> None:
-        if self._is_bare:
+        if self._measures_decode:
             np.minimum(want, 1, out=want)
         elif not self._is_open:
             super().clip(batch, rows, want)
@@ -128,12 +131,12 @@ class PrefillGap(TargetItl):
     def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
         if self._is_open:
             return want
-        if not self._is_decided:  # nothing waited when the step began: the request was preempted in it
+        if not self._is_decided:  # the queue was empty when the step began: the request was preempted in it
             self._decide(view.budget, view)
-        if self._is_bare:
+        if self._measures_decode:
             return Deferral(Reason.BUDGET, 1)
         fitting = self.times.fitting_tokens(self._left, start)
-        if self._left >= self._left_at_first:  # no prompt tokens yet
+        if self._left >= self._left_at_first:  # the step has no prompt tokens yet
             fitting = max(fitting, self._least)
         return self._fitting(request, start, min(want, fitting))
 

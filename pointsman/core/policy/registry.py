@@ -1,13 +1,13 @@
-"""The registry: finds policies by kind and name, the built-in ones and those of installed packages.
+"""The registry: finds policies by kind and name, both built-in ones and those of installed packages.
 
     make("order", "fcfs")                           a new policy by name
     make("order", "shortest-prefill:ageing=200")    with parameters
     make("order", MyOrder())                        the object itself
     known("order")                                  {name: class}
 
-A package adds policies as entry points of the group `pointsman.policies`. What an entry point loads is a subclass of
-`Policy` with the `kind` of the policy, the `name` of the entry point, and the methods of `KINDS`. A built-in name
-cannot be taken. `examples/pointsman-lottery` is such a package.
+A package adds policies as entry points of the group `pointsman.policies`. An entry point loads a subclass of `Policy`
+with the `kind` of the policy, the `name` of the entry point, and the methods of `KINDS`. It cannot have the name of a
+built-in policy. `examples/pointsman-lottery` is such a package.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ KINDS: dict[str, tuple[str, ...]] = {
     "limit": ("check",),
     "eviction": ("share", "per_tenant", "started", "retained"),
 }
-"""The kinds, and what a policy of each must have besides a name."""
+"""The kinds, and the attributes that a policy of each kind must have besides a name."""
 RENAMED = {"displaces": "is_preemptive", "horizon": "guaranteed_steps"}
-"""Parts of policies whose old names stay valid for one release."""
+"""Attributes of policies whose old names stay valid for one release."""
 _BUILT_IN: dict[str, dict[str, type[Policy]]] = {
     "order": dict(ORDERS),
     "victim": dict(VICTIMS),
@@ -67,21 +67,21 @@ def known(kind: str) -> dict[str, type[Policy]]:
 
 
 def built_in(kind: str, name: str) -> type[Policy] | None:
-    """The built-in policy of a kind with this name; None: there is none."""
+    """The built-in policy with this kind and name, or None."""
     return _BUILT_IN[kind].get(name)
 
 
 def make(kind: str, given: Any, replaced: Sequence[Replaced] = ()) -> Any:
-    """The policy that a name with parameters stands for, or an object that is one. Those that are not built in are
-    guarded. Where the constructor of one raises anything but a ConfigError, the default of its kind stands in for it.
+    """Make a policy from its name with parameters, or take the object. A policy that is not built in gets a guard. If
+    its constructor raises anything but a ConfigError, the default of its kind replaces it.
 
     Args:
         kind: one of `KINDS`.
         given: the name, or the object.
-        replaced: policies that are not constructed: the default stands in for them.
+        replaced: policies that are not constructed, since the default replaces them from the start.
 
     Raises:
-        ConfigError: no policy has that name, a parameter is unknown or out of range, or the object lacks a part.
+        ConfigError: no policy has that name, a parameter is unknown or out of range, or the object lacks an attribute.
     """
     if not isinstance(given, str):
         _check_object(kind, given)
@@ -133,7 +133,7 @@ def _check_object(kind: str, policy: Any) -> None:
 
 
 def _built(kind: str, policy: Any, spec: str, construct: Callable[[], Any], replaced: Sequence[Replaced]) -> Any:
-    """The guard of a policy that is constructed now, or of the default in its place."""
+    """Construct the policy with its guard; if that fails, a guard with the default."""
     for known in replaced:
         if (known.kind, known.policy) == (kind, spec):
             return in_place_of(kind, policy, spec, known.error)
@@ -146,7 +146,7 @@ def _built(kind: str, policy: Any, spec: str, construct: Callable[[], Any], repl
 
 
 def _adopt_old_names(policy: Any) -> None:
-    """Give a policy's parts their new names, where another package still has the old ones."""
+    """Add the new names of attributes to a policy of another package that still has the old ones."""
     for old, new in RENAMED.items():
         if hasattr(policy, old):
             warn(f"`{type(policy).__name__}.{old}` is now called `{new}`", DeprecationWarning, stacklevel=4)
@@ -154,7 +154,7 @@ def _adopt_old_names(policy: Any) -> None:
 
 
 def check_policies(config: SchedulerConfig) -> None:
-    """Whether a scheduler can have the policies that a configuration names.
+    """Check that the policies of a configuration can be made and combined.
 
     Raises:
         ConfigError: see `make`.
@@ -169,10 +169,10 @@ def check_policies(config: SchedulerConfig) -> None:
 
 
 def check_cuts(config: SchedulerConfig, limits: Sequence[Any]) -> None:
-    """Whether prompts may be cut, where a limit cuts them, or sets the budget that they are cut to.
+    """Check that prompts may be cut if a limit cuts them, or sets the budget to which they are cut.
 
     Raises:
-        ConfigError: they may not.
+        ConfigError: prompts may not be cut.
     """
     if not config.enable_chunked_prefill and any(limit.name == LongPrefillThreshold.name for limit in limits):
         raise ConfigError(
@@ -188,10 +188,10 @@ def check_cuts(config: SchedulerConfig, limits: Sequence[Any]) -> None:
 
 
 def parsed(spec: str) -> tuple[str, dict[str, str]]:
-    """Name and parameters of `name` or `name:key=value,key=value`.
+    """Split `name` or `name:key=value,key=value` into name and parameters.
 
     Raises:
-        ConfigError: it is written otherwise.
+        ConfigError: the syntax is wrong.
     """
     name, _, rest = spec.partition(":")
     parameters: dict[str, str] = {}
@@ -206,10 +206,10 @@ def parsed(spec: str) -> tuple[str, dict[str, str]]:
 
 
 def checked(kind: str, name: str, known: tuple[Parameter, ...], given: dict[str, str]) -> dict[str, Value]:
-    """Every parameter's value.
+    """The values of all parameters.
 
     Raises:
-        ConfigError: one is unknown, of the wrong type, or out of range.
+        ConfigError: a parameter is unknown, of the wrong type, or out of range.
     """
     unknown = [key for key in given if key not in {each.name for each in known}]
     if unknown:
@@ -247,7 +247,7 @@ def _value(kind: str, name: str, parameter: Parameter, text: str) -> Value:
 @lru_cache(maxsize=1)
 def _installed() -> tuple[EntryPoint, ...]:
     """Entry points of installed packages, by name; the first of each name counts."""
-    from importlib.metadata import entry_points  # only where a name is not built in: it costs a fifth of the import
+    from importlib.metadata import entry_points  # imported here: it takes a fifth of the import time
 
     found = sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, entry.value))
     return tuple({entry.name: entry for entry in reversed(found)}.values())

@@ -1,10 +1,10 @@
-"""How many blocks must stay free when a request is admitted?
+"""Reserves: blocks that must stay free when a request is admitted.
 
-A reserve names blocks that must be free beyond the first chunk's own. They add up: a request is admitted if its first
-chunk and every reserve fit into the free blocks together. Running requests are never held to a reserve, so the gap
-between "stop admitting" and "nothing left" is headroom for their growth. `Reserves` is the gate that adds them up.
+Reserves add up: a request is admitted if its first chunk and all reserves together fit into the free blocks. Running
+requests may use the reserved blocks, which are headroom for their growth. `Reserves` is the gate that adds them up.
 
-To add one: a subclass of `Reserve`, its name in `RESERVES` at the end of this file, or in a package of its own.
+To add a reserve, write a subclass of `Reserve`, and name it in `RESERVES` at the end of this file; or put it into a
+package of its own (`registry.py`).
 """
 
 from __future__ import annotations
@@ -31,86 +31,86 @@ from pointsman.core.state.sealed import new_tuple
 from pointsman.core.state.status import FinishReason
 
 MEAN_OVER = 128
-"""The number of latest finished requests that `decode_reserve="mean"` averages: enough to be steady, few enough to
+"""Number of last finished requests that `decode_reserve="mean"` averages: large enough to be steady, small enough to
 follow a change of traffic within minutes."""
 LEARNED_OVER = 512
-"""The same for `growth`, which needs to know how outputs are distributed."""
+"""The same for `growth`, which also needs the distribution of output lengths."""
 DECODE_COST = 3.0
-"""For `growth`: device time of a decoded token, in prefilled ones. 3.3 and 3.8 in the simulated chats and long outputs
-on an RTX 4090; more with fewer requests at once."""
+"""For `growth`: device time of a decoded token relative to a prefilled one. 3.3 and 3.8 in the simulated chats and long
+outputs on an RTX 4090; higher with fewer requests at once."""
 MAX_KEPT = 1 / 8
-"""For `growth`: at most this share of the pool."""
+"""For `growth`: maximum share of the pool."""
 OUTLOOK = 1 / 4
-"""For `growth`: releases are expected so far ahead, in mean outputs."""
+"""For `growth`: how far ahead releases are predicted, in mean outputs."""
 FARTHEST_PACE = 3.0
-"""For `growth`: running requests count as at most so many times as far from their ends as usual, or as near."""
+"""For `growth`: maximum factor by which the progress of running requests raises or lowers the reserve."""
 NUM_AGES = 256
-"""For `growth`: ages at which the chance to finish is tabulated."""
+"""For `growth`: number of ages in the table of chances to finish."""
 MAX_SHORTAGES = 1024
-"""Distinct shortages that are remembered."""
+"""Maximum number of distinct shortages that are cached."""
 _OWN_ENDS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION)
 
 
 class Demand(NamedTuple):
-    """What an admission takes from the free blocks; a cached block that another request holds costs nothing."""
+    """The blocks that an admission takes from the free ones. A cached block held by another request costs nothing."""
 
     first: int
     """Blocks for the tokens of this step, including cached free blocks that it would reuse."""
     full: int
     """Blocks for all its known tokens."""
     owed: int
-    """Blocks that running requests still need for tokens they already have (partial prefills)."""
+    """Blocks that running requests still need for known tokens (partial prefills)."""
     others_run: bool
-    """Whether it is admitted beside running requests. If not, some request must start."""
+    """Whether other requests run. If not, some request must start."""
     num_waiting: int = 1
-    """Requests in the queue, this one included, and those that would be displaced for it."""
+    """Requests in the queue, this one included, and requests that would be preempted for it."""
 
 
 class Reserve(Policy):
-    """One reason to keep blocks free."""
+    """Base of the reserves: blocks that stay free for one reason."""
 
     kind = "reserve"
     reason: ClassVar[Reason] = Reason.RESERVE
-    """What a request waits for that only this reserve keeps out."""
+    """The reason of a deferral that only this reserve causes."""
     num_changes = 0
-    """Another number wherever it may ask for other blocks for the same request and demand."""
+    """Changes whenever `blocks` may return another number for the same request and demand."""
 
     def blocks(self, request: Request, demand: Demand, view: View) -> int:
-        """Blocks that must be free beyond `demand.first`. With nothing running (`demand.others_run`), a request that
-        fits the pool must not be kept out."""
+        """Blocks that must be free beyond `demand.first`. If nothing runs (`demand.others_run` is False), a request
+        that fits the pool must be admitted."""
         raise NotImplementedError
 
 
 class LetsPass(Protocol):
-    """What lets requests pass one that lacks blocks; see `bypass.py`."""
+    """A reserve that lets requests bypass one that lacks blocks; see `bypass.py`."""
 
     bound: int
-    """How many may pass it."""
+    """Maximum number of requests that bypass one."""
 
     def lets_pass(self, request: Request, num_free: int) -> bool:
-        """The request lacks blocks: whether those behind it may be admitted."""
+        """Whether requests behind this one, which lacks blocks, may be admitted."""
 
     def num_open(self, num_free: int) -> int:
-        """Of the free blocks, those that requests behind the head of the queue may take."""
+        """Free blocks that requests behind the head of the queue may take."""
 
     def open_queue(self) -> None:
-        """A step begins to check the queue."""
+        """Called when a step begins to check the queue."""
 
     def blocks(self, request: Request, demand: Demand, view: View) -> int:
-        """Blocks that are kept for a request before this one."""
+        """Blocks that are kept for the head, if it comes before this request."""
 
 
 class Shortage(NamedTuple):
-    """A request lacks blocks."""
+    """The shortage of a request that lacks blocks."""
 
     required: int
-    """Free blocks that admitting it takes, with every reserve."""
+    """Free blocks that its admission needs, with every reserve."""
     rungs: Sequence[tuple[int, Reason]]
     """(free blocks, reason): the reason is that of the first entry for which the free blocks suffice."""
     own: int = 0
-    """Of the required, those that are not kept for a request before it."""
+    """Required blocks without those kept for the head."""
     asked: tuple[int, ...] = ()
-    """The blocks of the first chunk, and those of each reserve: equal ones have the same of all the others."""
+    """The blocks of the first chunk, and those of each reserve. They determine the other fields."""
 
     def deferral(self, num_free: int, blocks_queue: bool = True) -> Deferral:
         """Why the request waits while `num_free` blocks, fewer than required, are free."""
@@ -118,11 +118,11 @@ class Shortage(NamedTuple):
             if enough <= num_free:
                 deferral: Deferral = new_tuple(Deferral, (reason, self.required - num_free, blocks_queue))
                 return deferral
-        raise AssertionError("the last one needs nothing")
+        raise AssertionError("the last rung requires no free block")
 
 
 class Reserves(Gate):
-    """Whether the blocks of a request's first chunk and every reserve are free.
+    """Gate: defers a request unless the blocks of its first chunk and of every reserve are free.
 
     The reason for a deferral is the first reserve whose removal alone would let the request in. If there is none, it is
     the last reserve where the first chunk alone would fit, and otherwise the blocks of the first chunk.
@@ -135,24 +135,24 @@ class Reserves(Gate):
         plain = (Watermark, FullSequence, DecodeReserve)
         self._adaptive = [reserve for reserve in reserves if type(reserve) not in plain]
         self.are_plain = not self._adaptive
-        """Whether no reserve learns anything, or lets requests pass."""
+        """Whether no reserve learns, and none lets requests bypass others."""
         passing = [reserve for reserve in reserves if hasattr(reserve, "lets_pass")]
         self.bypass: LetsPass | None = passing[0] if passing else None
-        """Lets requests pass one that lacks blocks; None: it blocks the queue."""
+        """Lets requests bypass one that lacks blocks; None: a request that lacks blocks blocks the queue."""
         counting = [reserve for reserve in reserves if type(reserve) is FullSequence and reserve.counts_owed]
         self.counts_owed: FullSequence | None = counting[0] if counting else None
-        """The reserve that asks for the blocks that are owed; None: none does."""
+        """The reserve that counts owed blocks; None: no reserve does."""
         same = sum(type(reserve) in RESERVES.values() for reserve in reserves)
         self.are_steady = same + len(passing) == len(reserves) and len(counting) < 2 and len(passing) < 2
-        """Whether every answer depends on the request and the demand alone, while `num_changes` is the same; and is not
-        less with more that wait."""
+        """Whether the blocks of every reserve depend on the request and the demand alone while `num_changes` is the
+        same, and do not fall when more requests wait."""
         self.shortage: Shortage | None = None
-        """What the last checked request lacks; None: nothing."""
-        self._shortages: dict[tuple[int, ...], Shortage] = {}  # by what was asked: many requests lack the same
+        """The shortage of the last checked request; None: it has none."""
+        self._shortages: dict[tuple[int, ...], Shortage] = {}  # by `asked`: many requests have equal ones
 
     @property
     def num_changes(self) -> tuple[int, ...]:
-        """Changes whenever a reserve may ask for other blocks than before."""
+        """Changes whenever a reserve may need another number of blocks than before."""
         return tuple([reserve.num_changes for reserve in self._adaptive]) if self._adaptive else ()
 
     def guaranteed_steps(self, num_steps: int) -> int:
@@ -161,7 +161,7 @@ class Reserves(Gate):
         return num_steps
 
     def restore(self, shortage: Shortage | None) -> None:
-        """As after a check that found this; a check since was only a question."""
+        """Set the shortage of an earlier check again, after a check that was only a query."""
         self.shortage = shortage
 
     def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
@@ -183,7 +183,7 @@ class Reserves(Gate):
         return sum(self._asked(request, end, view)) <= view.num_free_blocks
 
     def _asked(self, request: Request, end: int, view: View) -> tuple[int, ...]:
-        """Blocks for the first `end` tokens of the request, and those that each reserve asks for beside them."""
+        """Blocks for the first `end` tokens of the request, and those of each reserve."""
         match, shared = self._view.match, view.num_shared_blocks
         first = self._num_blocks(request, match, end) - shared
         full = self._num_blocks_of_whole(request, match) - shared
@@ -199,11 +199,11 @@ class Reserves(Gate):
         return Shortage(required, (*rungs, (0, Reason.BLOCKS)), required - kept, asked)
 
     def deferral(self, request: Request, shortage: Shortage, num_free: int) -> Deferral:
-        """Why a request waits that lacks blocks, and whether others may pass it."""
+        """Why a request that lacks blocks waits, and whether other requests may bypass it."""
         return shortage.deferral(num_free, self.bypass is None or not self.bypass.lets_pass(request, num_free))
 
     def required_blocks(self, request: Request, demand: Demand) -> int:
-        """Free blocks that admitting the request takes, with every reserve."""
+        """Free blocks that the admission of the request needs, with every reserve."""
         required = demand.first
         for reserve in self.policies:
             required += reserve.blocks(request, demand, self._view)
@@ -211,7 +211,7 @@ class Reserves(Gate):
 
 
 class Watermark(Reserve):
-    """A share of the pool, at least one block, while something runs (vLLM's `watermark`)."""
+    """A share of the pool, at least one block, while requests run (vLLM's `watermark`)."""
 
     name = "watermark"
     parameters = (Parameter("share", 0.01, 0.0, 0.99, tried=(0.01, 0.02, 0.05, 0.1, 0.2), doc="of the pool"),)
@@ -232,10 +232,10 @@ class Watermark(Reserve):
 
 
 class FullSequence(Reserve):
-    """The remaining known sequence, and that of every partial prefill."""
+    """Blocks for the remaining known tokens of the request, and of every partial prefill."""
 
     name = "full-sequence"
-    parameters = (Parameter("counts_owed", True, choices=(True, False), doc="whether partial prefills' blocks count"),)
+    parameters = (Parameter("counts_owed", True, choices=(True, False), doc="whether partial prefills count"),)
     reason = Reason.FULL_SEQUENCE
 
     def __init__(self, counts_owed: bool = True) -> None:
@@ -250,7 +250,7 @@ class FullSequence(Reserve):
 
 
 class DecodeReserve(Reserve):
-    """Blocks for its expected output, while something runs: with nothing running, some request must start."""
+    """Blocks for the expected output of the request, while others run."""
 
     name = "decode"
     parameters: ClassVar[tuple[Parameter, ...]] = (
@@ -273,9 +273,9 @@ class DecodeReserve(Reserve):
 
 
 class MeanDecodeReserve(DecodeReserve):
-    """Blocks for the mean of the latest outputs, rounded up: 0 until one request has finished by itself.
+    """Blocks for the mean of the latest outputs, rounded up; 0 until a request has finished by itself.
 
-    Requests that the host finished (an abort, a deadline) say nothing about the length of outputs.
+    Requests that the host finished (an abort, a deadline) do not count.
     """
 
     name = "mean-decode"
@@ -307,33 +307,35 @@ class MeanDecodeReserve(DecodeReserve):
 
 
 class GrowthReserve(Reserve):
-    """What the running requests grow by until one of them finishes, with a margin that costs as much as it saves.
+    """Blocks that running requests need until one of them finishes, with a margin that minimizes the expected cost.
 
-    With L tokens in the mean output and blocks of B, requests grow by L / B blocks from one finish to the next,
-    whatever their number: as many blocks' worth of output is generated as finishes. Call that D. (With several groups
-    of KV it is what they hold of prompt and output beyond what they hold of the prompt.) Growth beyond what is free
-    preempts. If it is distributed exponentially, and an admission leaves between 0 and the blocks S of one more
-    prompt beyond what is kept, keeping H blocks more loses
+    With L tokens in the mean output and blocks of B tokens, running requests together grow by D = L / B blocks from one
+    finish to the next, whatever their number: in the long run, as much output is generated as finishes. (With several
+    groups of KV, D is the blocks held for prompt and output less those held for the prompt.) Growth beyond the free
+    blocks preempts. Assume that growth is distributed exponentially, and that an admission leaves between 0 and S free
+    blocks beyond the reserve, where S is the blocks of a prompt. A reserve of H blocks then costs
 
-        a share H / U of U blocks, and so of the work W = prompt + 3 outputs (in prefilled tokens) of each request
+        H / U of the pool of U blocks, so the same share of the work W = prompt + 3 outputs (in prefilled tokens) of
+        each request; and
         c exp(-H / D) (1 - exp(-S / D)) D / S    for preemptions, each of which recomputes c tokens
 
-    which is least at H = D ln(c / W U / S (1 - exp(-S / D))). c is a prompt and half an output; with a prefix cache,
-    of which running requests take D blocks before a victim resumes, only those and half a block. (The newsvendor
+    The sum is lowest at H = D ln(c / W U / S (1 - exp(-S / D))). c is a prompt and half an output. With a prefix cache
+    running requests take only D blocks of a victim before it resumes, so c is those and half a block. (The newsvendor
     problem, Edgeworth 1888; the rest is Pointsman's.)
 
-    How far running requests are says whether releases are near. The chance that one finishes within the next quarter of
-    a mean output is the share of the latest outputs that did, of those that were longer than its output is. D is
-    multiplied by the blocks that running requests grow by in that time over those that they are expected to release,
-    relative to what these come to in the long run, L of each L and prompt; within a factor of three. This is computed
-    where requests are admitted, preempted or finish, so that no step costs more.
+    The progress of running requests shows whether releases are near. The chance that a request finishes within the next
+    quarter of a mean output is taken from the latest outputs that were longer than its own so far: the share of them
+    that finished within this distance. D is multiplied by the ratio of predicted growth to predicted releases in that
+    time, relative to the same ratio in the long run; within a factor of three. This is computed where requests are
+    admitted, preempted or finish, so that no step costs more.
 
-    A preemption delays those who wait by c, half of them on average, since the queue moves on; keeping one out delays
-    this one by W, the time between two finishes. So where fewer than 2 W / c wait the reserve is smaller in proportion.
+    A preemption delays half of the waiting requests on average by c, since the queue advances meanwhile. Deferring a
+    request delays it by W, the time between two finishes. So the reserve is smaller in proportion if fewer than 2 W / c
+    requests wait.
 
-    Prompts and outputs are those of the latest requests that finished by themselves; until one has, it keeps nothing.
-    It keeps at most an eighth of the pool, and with nothing running nothing, so nobody waits for it for ever: running
-    requests finish. Partial prefills are the full-sequence reserve's.
+    Prompts and outputs are those of the latest requests that finished by themselves; until one has, the reserve is 0.
+    It is at most an eighth of the pool, and 0 if nothing runs. So no request waits for it for ever, as running requests
+    finish. The full-sequence reserve covers partial prefills.
     """
 
     name = "growth"
@@ -349,15 +351,15 @@ class GrowthReserve(Reserve):
         self._forget()
 
     def _forget(self) -> None:
-        self._lengths: deque[tuple[int, int]] = deque(maxlen=LEARNED_OVER)  # (prompt, output) of the latest
+        self._lengths: deque[tuple[int, int]] = deque(maxlen=LEARNED_OVER)  # (prompt, output) of the latest requests
         self._num_prompt = self._num_output = 0
         self._num_prompt_tokens = np.zeros(64, dtype=np.int64)  # [rows]
         self._chances: npt.NDArray[np.float64] = np.zeros(NUM_AGES + 1)  # by age, see `_tabulate`
-        self._ahead = self._width = 1  # tokens that these look ahead, and from one age to the next
-        self._until_tabulated = self._until_counted = 0  # finishes, and those with preemptions
-        self._growing = 0.0  # slots by which running requests grow meanwhile
-        self._released = 0.0  # slots that they are expected to release
-        self._most = 0  # blocks, where enough requests wait
+        self._ahead = self._width = 1  # tokens: look-ahead of the chances, and width of an age
+        self._until_tabulated = self._until_counted = 0  # finishes; finishes and preemptions
+        self._growing = 0.0  # slots by which running requests grow within `_ahead`
+        self._released = 0.0  # slots that they are predicted to release
+        self._most = 0  # blocks, if `_enough` requests wait
         self._enough = 1  # requests
         self._version = 0
 
@@ -368,12 +370,12 @@ class GrowthReserve(Reserve):
         self._forget()
 
     def guaranteed_steps(self, num_steps: int) -> int:
-        """Nobody finishes in these steps, and nobody joins the queue."""
+        """All of them: no request finishes in these steps, and none joins the queue."""
         return num_steps
 
     @property
     def num_changes(self) -> int:  # type: ignore[override]
-        """What was learned, and how many wait."""
+        """Changes with the learned values, and with the number of waiting requests."""
         return self._version * (_MANY + 1) + min(self._view.num_waiting, self._enough)
 
     def blocks(self, request: Request, demand: Demand, view: View) -> int:
@@ -417,13 +419,14 @@ class GrowthReserve(Reserve):
         self._adapt()
 
     def _adapt(self) -> None:
-        """Set the blocks from what has been learned, and from how far running requests are."""
+        """Set the reserve from the learned values, and from the progress of running requests."""
         before = (self._most, self._enough)
         self._most, self._enough = self._blocks() if self._num_output else (0, 1)
         self._version += before != (self._most, self._enough)
 
     def _blocks(self) -> tuple[int, int]:
-        """The blocks to keep, and from how many waiting requests on. Some of the latest outputs are not empty."""
+        """The blocks to keep, and the number of waiting requests from which all of them are kept. Some latest output is
+        not empty."""
         size, pool = self._block_size, self._num_usable
         prompt, output = self._num_prompt / len(self._lengths), self._num_output / len(self._lengths)
         work = prompt + DECODE_COST * output
@@ -433,7 +436,7 @@ class GrowthReserve(Reserve):
         of_prompt, of_both = self._view.num_slots_for(np.array([prompt, prompt + output])).tolist()
         grown = of_both - of_prompt
         enough = min(max(1, int(2 * work / lost)), _MANY)
-        if not grown:  # what a request holds does not depend on its output
+        if not grown:  # the blocks of a request do not depend on its output
             return 0, enough
         pace = 1.0
         if self._released:
@@ -445,7 +448,7 @@ class GrowthReserve(Reserve):
         return int(min(kept, MAX_KEPT * pool)), enough
 
     def _look_ahead(self) -> None:
-        """Count what the running requests grow by, and are expected to release; of many, at one call of several."""
+        """Predict the growth and the releases of the running requests. With many of them, only some calls do it."""
         self._until_counted -= 1
         if self._until_counted >= 0:
             return
@@ -456,13 +459,13 @@ class GrowthReserve(Reserve):
         self._count(known, np.minimum(ages, NUM_AGES))
 
     def _count(self, known: npt.NDArray[np.int64], ages: npt.NDArray[np.int64]) -> None:
-        """Count requests of so many tokens and such ages, in `_width`."""
+        """Add requests with `known` tokens and `ages`, in units of `_width`."""
         slots, tokens = self._view.num_slots_for, known.astype(np.float64)
         self._growing += float((slots(tokens + self._ahead) - slots(tokens)).sum())
         self._released += float(slots(tokens + self._ahead / 2) @ self._chances[ages])
 
     def _tabulate(self, ahead: int) -> None:
-        """The chance that a request finishes within so many tokens, for each number of tokens that it has generated."""
+        """Tabulate the chance that a request finishes within `ahead` tokens, by its output tokens so far."""
         outputs = np.sort(np.array([output for _, output in self._lengths]))
         self._until_tabulated = len(outputs) // 32
         self._ahead, self._width = ahead, 1 + int(outputs[-1]) // NUM_AGES
@@ -472,19 +475,19 @@ class GrowthReserve(Reserve):
         self._chances = (finishing + 0.5) / (len(outputs) - finished + 1)
 
 
-_MANY = 65_535  # more requests than this need not wait for the whole reserve
+_MANY = 65_535  # maximum number of waiting requests that counts
 
 
 RESERVES: dict[str, type[Reserve]] = {
     reserve.name: reserve for reserve in (Watermark, FullSequence, DecodeReserve, MeanDecodeReserve, GrowthReserve)
 }
-"""Those of this file."""
+"""The reserves of this file."""
 
 
 def reserves_of(config: SchedulerConfig) -> list[Any]:
-    """The reserves that the configuration's knobs ask for, and those that it names, cheapest remedy first.
+    """The reserves of the configuration, those of knobs and those named, cheapest remedy first.
 
-    A full-sequence reserve that is named replaces the knob's: kept twice, no pool would do for a long prompt.
+    A named full-sequence reserve replaces that of the knob: with both, no pool would suffice for a long prompt.
     """
     named = [str(getattr(reserve, "name", reserve)).partition(":")[0] for reserve in config.reserves]
     reserves: list[Any] = []

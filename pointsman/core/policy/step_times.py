@@ -1,4 +1,4 @@
-"""How long does a step take? Learned from the times of steps, for policies that decide by it."""
+"""Predicts how long a step takes, learned from the times of steps. Used by policies that decide by step time."""
 
 from __future__ import annotations
 
@@ -13,48 +13,52 @@ from pointsman.core.policy.policy import StepLoad
 FloatArray = npt.NDArray[np.float64]
 
 FIRST_CHUNK = 256
-"""Prompt tokens of a step before any step with prompt tokens was seen."""
+"""Maximum number of prompt tokens of a step before any step with prompt tokens was observed."""
 GROWTH = 2
-"""Nothing is predicted beyond so many times the most that was seen: of prompt tokens in a step, of requests, of context
-tokens."""
+"""Predictions extend to this multiple of the observed maximum: of prompt tokens in a step, requests, context tokens."""
 NUM_GROUPS, GROUP = 64, 16
-"""Groups of consecutive decode steps that are remembered, and the steps of each at most: their mean counts, so that
-noise averages out and a second of decoding does not displace all that is known of other loads."""
+"""Number of remembered groups of consecutive decode steps, and maximum number of steps in a group. Only the mean of a
+group is kept, so that noise averages out, and a second of decode does not push out all observations of other loads."""
 NUM_CLASSES, PER_CLASS = 8, 16
-"""Steps with prompt tokens are remembered by the context of these tokens, in classes that double from 512 on: a long
-prompt every minute is not forgotten for the short ones between. So are, apart from them, those near the limit."""
+"""Steps with prompt tokens are remembered by the context of these tokens, in classes that double from 512 on. So a long
+prompt every minute is not pushed out by the short ones between. Steps near the limit have classes of their own."""
 NEAR = 0.75
-"""Times the limit: shorter steps say nothing about the errors of those that fill it, and less than proportionally how
-long these take, where reading and computing overlap. With `MIN_FITTED` near it, others hardly count; before that each
-counts as much as so many others, as does the step with the most prompt tokens, and none is an outlier."""
+"""A step is near the limit from this share of the limit on. Shorter steps say nothing about the errors of full ones,
+and as reading and computing overlap, they predict the time of full ones poorly. Once `MIN_FITTED` steps near the limit
+are known, others hardly count. Before that, each step near the limit has the weight of `MIN_FITTED` others, as has the
+step with the most prompt tokens, and none of these is an outlier."""
 MIN_MARGIN = -0.1
-"""Where steps are shorter than predicted."""
+"""The lowest margin, when steps are shorter than predicted."""
 RECENT, RECENT_GROUPS, MEMORY = 32, 8, 0.05
-"""The newest observations, and the weight of those before: what was seen before the device became slower counts only
-where nothing newer is known."""
+"""Number of recent steps and of recent groups, and the weight of older ones. Older observations, which may be of a
+faster device, count only where nothing newer is known."""
 SHIFT, SHIFT_STEPS = 0.2, 8
-"""So many steps in a row that are off by more than this share, all to one side: the device has another speed."""
+"""The speed of the device has changed if the errors of `SHIFT_STEPS` steps in a row all exceed this share, with the
+same sign."""
 NUM_ERRORS, MIN_ERRORS = 64, 8
-"""Latest errors of the prediction that the margin is taken from, and with how many it begins to be."""
+"""Number of recent prediction errors from which the margin is computed, and the minimum for it."""
 FIRST_MARGIN, MARGIN_FALLS = 0.1, 0.02
-"""Before that, and by how much it falls at most when the coefficients follow: it rises at once."""
+"""The margin before that, and its maximum decrease at a fit. It rises at once."""
 REFIT_AFTER, REFIT_AT_LATEST = 4, 16
-"""Observations after which the coefficients follow, where the newest is off by more than `OFF` or `OFF_DEVIATIONS`
-standard deviations, and otherwise. Until `MIN_FITTED` steps with prompt tokens were seen, every one is taken in."""
+"""Number of observations between two fits: the first if an error exceeded `OFF` and `OFF_DEVIATIONS` standard
+deviations, otherwise the second. Until `MIN_FITTED` steps with prompt tokens were observed, there is a fit after
+each."""
 OFF, OFF_DEVIATIONS = 0.02, 3.0
 MIN_FITTED = 16
 RIDGE, SHARE_RIDGE = 1e-3, 1e-2
-"""Of each coefficient, relative to an observation: what a constant load does not tell apart is divided evenly. The
-second is of the share of decoding, which beside prompt tokens takes what it takes alone, unless steps say otherwise:
-steps that all fill the target take the same time, so nearly any share would explain them."""
+"""Ridge of each coefficient, relative to an observation. A constant load does not separate the coefficients; the ridge
+divides its time evenly. The second is for the share of decode, which is 1 unless observations say otherwise: steps that
+all fill the target take the same time, so nearly any share would explain them."""
 POSITION_SCALE = 4096
-"""Attending to so many positions costs no more than the rest of a token, unless steps with longer contexts say so."""
+"""Attending to this number of positions costs at most as much as the rest of a token, unless steps with longer contexts
+say otherwise."""
 OUTLIER, MIN_OUTLIER = 4.0, 0.02
-"""Of a fit: farther off than so many standard deviations, and than this share, and it is left out."""
+"""A fit leaves out an observation whose error exceeds this number of standard deviations, and this share."""
 MEAN_STEPS = 512
-"""Steps over which the mean of their prompt tokens is taken."""
+"""Time constant, in steps, of the mean number of prompt tokens."""
 LONE, UNREACHABLE = 2, 1.5
-"""A target below so many times what decoding so few requests took cannot be kept, whoever waits; this is instead."""
+"""A target below `UNREACHABLE` times the decode time of at most `LONE` requests cannot be kept by deferring requests.
+This multiple replaces it."""
 PERCENTILE_99 = 2.326
 """In standard deviations of the normal distribution."""
 MAD_TO_DEVIATION = 1.4826
@@ -62,46 +66,47 @@ MAD_TO_DEVIATION = 1.4826
 
 
 class StepTimes:
-    """What a step takes, learned from those that were.
+    """A model of the time of a step, fitted to observed steps.
 
-    Decode alone: base + per_request * requests + per_context * context tokens. A step with prompt tokens: a share of
-    that, since reading weights and computing overlap, + per_token * prompt tokens + per_attended * positions that they
-    attend to, which is the product of prompt tokens and context. No coefficient is negative.
+    Decode alone: base + per_request * requests + per_context * context tokens. A step with prompt tokens: share * the
+    time of decode alone + per_token * prompt tokens + per_attended * positions that they attend to (the product of
+    prompt tokens and context). The share is below 1 where reading weights and computing overlap. No coefficient is
+    negative.
     """
 
     def __init__(self, target: float) -> None:
         self._target = target
         self.margin = FIRST_MARGIN
-        """How much longer than predicted a step takes at the 99th percentile, relative; of a normal distribution with
-        the median and the median absolute deviation of recent errors, so that a single slow step does not count."""
-        self.most_tokens = FIRST_CHUNK
-        """Prompt tokens up to which a prediction is trusted."""
+        """The relative error of the prediction at the 99th percentile. It is that of a normal distribution with the
+        median and the median absolute deviation of recent errors, so that a single slow step does not count."""
+        self.max_predicted_tokens = FIRST_CHUNK
+        """Number of prompt tokens up to which a step is predicted."""
         self._decode = (0.0, 0.0, 0.0)
-        self._least_target = 0.0
-        self._most_requests = self._most_context = 0.0
+        self._min_target = 0.0
+        self._max_requests = self._max_context = 0.0
         self._mixed = (0.0, 0.0, 0.0)
         self._groups: deque[tuple[float, float, float]] = deque(maxlen=NUM_GROUPS)  # requests, context, seconds
-        # Of each step: its number, requests, context, prompt tokens, positions they attend to, seconds; 0: none yet.
-        # The second half is that of steps near the limit.
+        # A column for each step: its number, requests, context, prompt tokens, positions they attend to, seconds; 0 if
+        # the column is empty. The second half is for steps near the limit.
         self._steps = np.zeros((6, 2 * NUM_CLASSES * PER_CLASS))
         self._class_sizes = [0] * (2 * NUM_CLASSES)
-        self._near: deque[int] = deque(maxlen=RECENT)  # numbers of the newest near the limit
+        self._near: deque[int] = deque(maxlen=RECENT)  # numbers of the latest steps near the limit
         self._errors: deque[float] = deque(maxlen=NUM_ERRORS)
-        self._judged: deque[int] = deque(maxlen=SHIFT_STEPS)  # numbers of the steps of the newest errors
+        self._judged: deque[int] = deque(maxlen=SHIFT_STEPS)  # numbers of the steps of the latest errors
         self.mean_tokens = 0.0
-        """Prompt tokens of a step, all steps counted: an exponential mean."""
+        """Exponential mean of the prompt tokens of all steps, those without any included."""
         self._num_new = self._num_new_groups = 0
         self._is_off = False
         self._deviation = 0.0
         self.num_mixed = 0
-        """Steps with prompt tokens that were seen."""
+        """Number of observed steps with prompt tokens."""
         self._group_requests = self._group_size = self._group_context = 0
         self._group_seconds = self._group_slowest = 0.0
 
     # ------------------------------------------------------------------ learning
 
     def observe(self, load: StepLoad, seconds: float) -> None:
-        """A step took so long."""
+        """Take in the time of a step."""
         if seconds <= 0:
             return
         num_requests = load.num_requests
@@ -117,7 +122,7 @@ class StepTimes:
         self._group_size = size + 1
         self._group_context += load.num_context_tokens
         self._group_seconds += seconds
-        if num_requests > self._most_requests:  # more than is predicted: it is known before the next step
+        if num_requests > self._max_requests:  # beyond predictions: fit before the next step
             self._num_new_groups = REFIT_AT_LATEST
         if seconds > self._group_slowest:
             self._group_slowest = seconds
@@ -130,7 +135,7 @@ class StepTimes:
         predicted = share * alone + per_token * num_tokens + per_attended * num_attended
         index = min((num_attended // num_tokens >> 9).bit_length(), NUM_CLASSES - 1)
         number = self.num_mixed
-        if seconds > max(self._target, self._least_target):  # whatever was predicted, it is known before the next step
+        if seconds > max(self._target, self._min_target):  # over the target: fit before the next step
             self._num_new = REFIT_AT_LATEST
         near = NEAR * self.limit
         if predicted > near:
@@ -152,12 +157,12 @@ class StepTimes:
         slot = index * PER_CLASS + size % PER_CLASS
         self._steps[:, slot] = number, num_requests, num_context, num_tokens, num_attended, seconds
         self.num_mixed = number + 1
-        if GROWTH * num_tokens > self.most_tokens:
-            self.most_tokens = GROWTH * num_tokens
+        if GROWTH * num_tokens > self.max_predicted_tokens:
+            self.max_predicted_tokens = GROWTH * num_tokens
             self._num_new = REFIT_AT_LATEST
 
     def _follow_shift(self) -> None:
-        """All that is remembered from before the device changed its speed is scaled to the new one."""
+        """If the speed of the device has changed, scale all earlier observations to the new speed."""
         newest = [self._errors[-number] for number in range(1, SHIFT_STEPS + 1)]
         if not (min(newest) > SHIFT or max(newest) < -SHIFT):
             return
@@ -165,7 +170,7 @@ class StepTimes:
         self._steps[5, self._steps[0] < self._judged[-SHIFT_STEPS]] *= factor
         for index, (requests, context, seconds) in enumerate(self._groups):
             self._groups[index] = requests, context, factor * seconds
-        self._least_target *= factor
+        self._min_target *= factor
         self._errors.clear()
         self._num_new_groups = REFIT_AT_LATEST
 
@@ -174,7 +179,7 @@ class StepTimes:
             requests, context, seconds = group = self._group()
             self._groups.append(group)
             predicted = self.decode_seconds(requests, context)
-            is_beyond = GROWTH * requests > self._most_requests or GROWTH * context > self._most_context
+            is_beyond = GROWTH * requests > self._max_requests or GROWTH * context > self._max_context
             if is_beyond or abs(seconds - predicted) > OFF * predicted:
                 self._num_new_groups = REFIT_AT_LATEST
             self._num_new_groups += 1
@@ -182,14 +187,14 @@ class StepTimes:
         self._group_seconds = self._group_slowest = 0.0
 
     def _group(self) -> tuple[float, float, float]:
-        """Means of the open group; of the seconds without the slowest step, where enough are left."""
+        """Means of the open group; that of the seconds excludes the slowest step if the group has more than 3."""
         size, seconds = self._group_size, self._group_seconds
         mean = (seconds - self._group_slowest) / (size - 1) if size > 3 else seconds / size
         return self._group_requests, self._group_context / size, mean
 
     def refit(self) -> None:
-        """Take in what was observed, where it is much or not what was expected."""
-        if self._num_new_groups >= REFIT_AT_LATEST or (self._group_size and not self._most_requests):
+        """Fit the coefficients if there are enough new or unexpected observations."""
+        if self._num_new_groups >= REFIT_AT_LATEST or (self._group_size and not self._max_requests):
             self._fit_decode()
             self._fit_mixed()
         elif self._num_new and (
@@ -204,8 +209,8 @@ class StepTimes:
             return
         known = np.array(groups).T
         if len(lone := known[2, known[0] <= LONE]):
-            self._least_target = UNREACHABLE * lone.item(-1)
-        self._most_requests, self._most_context, _ = (GROWTH * known.max(axis=1)).tolist()
+            self._min_target = UNREACHABLE * lone.item(-1)
+        self._max_requests, self._max_context, _ = (GROWTH * known.max(axis=1)).tolist()
         weights = np.where(np.arange(len(groups)) >= len(groups) - RECENT_GROUPS, 1.0, MEMORY)
         columns = np.stack((np.ones(len(groups)), known[0], known[1]))
         self._decode = _fitted(columns, known[2], weights, (0.0, 0.0, 0.0))
@@ -217,7 +222,7 @@ class StepTimes:
             is_near = taken >= NUM_CLASSES * PER_CLASS
             number, requests, context, tokens, attended, seconds = self._steps[:, taken]
             base, per_request, per_context = self._decode
-            requests, context = np.minimum(requests, self._most_requests), np.minimum(context, self._most_context)
+            requests, context = np.minimum(requests, self._max_requests), np.minimum(context, self._max_context)
             alone = base + per_request * requests + per_context * context
             recent = number >= (self._near[0] if knows_near else self.num_mixed - RECENT)
             columns = np.stack((alone, tokens, attended / POSITION_SCALE))
@@ -229,54 +234,54 @@ class StepTimes:
                 weights[is_near] = MIN_FITTED
             share, per_token, per_attended = _fitted(columns, seconds, weights, (1.0, 0.0, 0.0), is_mixed=True)
             self._mixed = share, per_token, per_attended / POSITION_SCALE
-            self.most_tokens = GROWTH * int(tokens.max())
+            self.max_predicted_tokens = GROWTH * int(tokens.max())
         if len(self._errors) >= MIN_ERRORS:
             middle, self._deviation = _middle_and_deviation(list(self._errors))
             self.margin = max(middle + PERCENTILE_99 * self._deviation, self.margin - MARGIN_FALLS)
         self._num_new, self._is_off = 0, False
 
-    # ------------------------------------------------------------------ what it says
+    # ------------------------------------------------------------------ prediction
 
     @property
     def limit(self) -> float:
-        """What may be predicted, so that the 99th percentile is the target."""
-        return max(self._target, self._least_target) / (1 + max(self.margin, MIN_MARGIN))
+        """The predicted time of a step whose 99th percentile is the target."""
+        return max(self._target, self._min_target) / (1 + max(self.margin, MIN_MARGIN))
 
     def decode_seconds(self, num_requests: float, num_context_tokens: float) -> float:
-        """Of a step in which all these requests decode; 0: not known."""
+        """The time of a step in which all these requests decode; 0: unknown."""
         base, per_request, per_context = self._decode
-        requests, context = min(num_requests, self._most_requests), min(num_context_tokens, self._most_context)
+        requests, context = min(num_requests, self._max_requests), min(num_context_tokens, self._max_context)
         return base + per_request * requests + per_context * context
 
     @property
-    def most_predicted(self) -> float:
-        """Requests up to which decoding is predicted."""
-        return self._most_requests
+    def max_predicted_requests(self) -> float:
+        """Number of requests up to which decode is predicted."""
+        return self._max_requests
 
     @property
-    def most_seen(self) -> float:
-        """Requests of the largest step without prompt tokens."""
-        return self._most_requests / GROWTH
+    def max_observed_requests(self) -> float:
+        """Number of requests of the largest observed step without prompt tokens."""
+        return self._max_requests / GROWTH
 
     @property
     def share(self) -> float:
-        """Of the seconds of decoding, what it adds to a step with prompt tokens."""
+        """The share of the decode time that it adds to a step with prompt tokens."""
         return self._mixed[0]
 
     def prefill_seconds(self, num_tokens: float, start: int) -> float:
-        """What prompt tokens from position `start` on add to a step."""
+        """The time that prompt tokens from position `start` on add to a step."""
         _, per_token, per_attended = self._mixed
         return num_tokens * (per_token + per_attended * (start + 0.5 * num_tokens))
 
     def fitting_tokens(self, seconds: float, start: int) -> int:
-        """How many prompt tokens from position `start` on take at most so long."""
+        """Maximum number of prompt tokens from position `start` on that take at most `seconds`."""
         if seconds <= 0:
             return 0
         _, per_token, per_attended = self._mixed
         first = per_token + per_attended * start
         divisor = first + math.sqrt(first * first + 2 * per_attended * seconds)
-        if divisor * self.most_tokens <= 2 * seconds:
-            return self.most_tokens
+        if divisor * self.max_predicted_tokens <= 2 * seconds:
+            return self.max_predicted_tokens
         return int(2 * seconds / divisor)
 
 
@@ -292,10 +297,10 @@ def _fitted(
     Args:
         columns: [3, n], changed in place.
         seconds: [n].
-        weights: [n], changed in place: 1 of the newest observations, less of others; one of more than 1 is no outlier.
-        expected: what the coefficients are where the observations do not tell.
-        is_mixed: whether the first is the share of decoding, and the last at most the one before where the observations
-            do not tell.
+        weights: [n], changed in place: 1 for recent observations, less for others. Above 1, it is never an outlier.
+        expected: the coefficients where the observations do not determine them.
+        is_mixed: whether the first coefficient is the share of decode. Then the third is at most the second where the
+            observations do not determine it.
     """
     ridge = np.array((SHARE_RIDGE if is_mixed else RIDGE, RIDGE, RIDGE))
     columns /= seconds
@@ -317,8 +322,8 @@ def _fitted(
 
 
 def _non_negative(columns: FloatArray, weights: FloatArray, prior: FloatArray, ridge: FloatArray) -> FloatArray:
-    """Coefficients of at least 0 with which the columns come closest to 1: the most negative one is left out until none
-    is."""
+    """Non-negative coefficients with which the weighted columns sum closest to 1. The most negative coefficient is set
+    to 0 until none is negative."""
     weighted = columns * weights
     normal = weighted.dot(columns.T)
     ridge = ridge * np.add.reduce(weights)

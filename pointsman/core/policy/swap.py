@@ -1,23 +1,22 @@
-"""Is the KV of a preempted request copied to host memory and back, or computed again? `preemption_mode`.
+"""Swap or recompute: decides how preempted requests get back their evicted KV (`preemption_mode`).
 
-A preempted request's blocks stay cached in the pool, where others take them one by one, from its end, until it resumes.
-So nothing is copied when it is preempted: a block of a request that swaps is copied out when it is evicted, and copied
-back with the step that resumes the request. That moves no more than a swap of all its blocks would, and nothing of
-what is still cached.
+The blocks of a preempted request stay cached in the pool until it resumes. Meanwhile other requests take them one by
+one, from its end. So nothing is copied at preemption. If the request swaps, each block is copied out when it is
+evicted, and copied back with the step that resumes the request. This copies at most all its blocks, and none that is
+still cached.
 
-    preempted        decide for the victim, and want its blocks: the pool reports their evictions (`kv/manager.py`)
-    is_worth_loading when it resumes: load what is in host memory, or compute it
-    ended            it runs again, or has finished: nothing of it is wanted
+    preempted        decide for the victim; if it swaps, its evictions are reported by the pool (`kv/manager.py`)
+    is_worth_loading when it resumes: load the tokens in host memory, or recompute them
+    ended            it runs again, or has finished: its evictions are no longer reported
 
-Under "cheaper" both decisions compare two times. To compute n tokens again takes what `StepTimes` has learned from the
-steps so far, in which the last tokens of a long request take longer than the first. To copy takes the seconds of a
-block in the fastest of the recent copies, twice for a victim, once for what is in host memory already: what was copied
-out is paid. As a token that is computed costs more the later it is, and one that is loaded the same, it is all or
-nothing for a load too.
+Under "cheaper" both decisions compare two times. The time of a recompute is predicted by `StepTimes`, in which the last
+tokens of a long request take longer than the first. The time of a copy is that of a block in the fastest of the recent
+copies, times the blocks. It counts twice for a victim (out and back), and once for blocks in host memory. As later
+tokens cost more to recompute and the same to load, a load takes all blocks or none.
 
-While one of the two times is not known, victims swap, which measures it; if that shows that computing is cheaper, no
-further block of them is copied. The copies are forgotten after `TRIED_AGAIN` victims in a row that compute, so that a
-slow spell is not believed for ever; the next victims then measure by a few blocks.
+While one of the two times is unknown, victims swap, which measures it. If this shows that recompute is cheaper, no
+further block of them is copied. After `TRIED_AGAIN` victims in a row that recompute, the measured copies are forgotten,
+since the link may have become faster. The next victims then measure again with a few blocks.
 
 vLLM V0 had the first two modes (`--preemption-mode`), one for all victims. It copied all blocks of a victim at once.
 """
@@ -35,25 +34,25 @@ from pointsman.core.state.reason import Recovery
 from pointsman.core.state.request import Request
 
 NUM_COPIES, MIN_COPIES = 16, 3
-"""Recent steps with copies, of which the fastest says what a block takes, as noise only adds to it; and with how many
-that begins to be known."""
+"""The time of a block is taken from the fastest of the last `NUM_COPIES` steps with copies, as noise only adds time. It
+is known from `MIN_COPIES` steps on."""
 TRIED_AGAIN = 64
-"""Victims in a row that compute, after which the copies are forgotten."""
+"""After this number of victims in a row that recompute, the measured copies are forgotten."""
 
 
 class Swap(Policy):
-    """Decides, and knows which preempted requests swap."""
+    """Decides whether preempted requests swap, and keeps those that do."""
 
     def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
         self.compares = config.preemption_mode == "cheaper"
-        """Whether times are compared; otherwise every victim swaps."""
+        """Whether times are compared ("cheaper"); otherwise every victim swaps."""
         self._kv = kv
-        self._times = StepTimes(0.0)  # every prediction counts, not those near a target
+        self._times = StepTimes(0.0)  # target 0: all predictions count, not only those near a target
         self._copies: deque[Copies] = deque(maxlen=NUM_COPIES)
-        self._seconds = 0.0  # of a block; 0: not known
-        self._copied_seconds = 0.0  # of the step that is being updated
-        self._num_computing = 0  # victims in a row
-        self._open: dict[Request, tuple[bytes, ...]] = {}  # preempted requests that swap, with the keys they want
+        self._seconds = 0.0  # to copy a block; 0: unknown
+        self._copied_seconds = 0.0  # copies in the step that is being updated
+        self._num_computing = 0  # victims in a row that recompute
+        self._open: dict[Request, tuple[bytes, ...]] = {}  # preempted requests that swap, with the keys of their blocks
 
     # ------------------------------------------------------------------ one request
 
@@ -74,13 +73,13 @@ class Swap(Policy):
         return Recovery(swaps, num_cached_tokens, recompute, swap)
 
     def waits_again(self, request: Request) -> None:
-        """Its admission is void: it waits as before."""
+        """Undo `ended`: the admission is void, and the request waits as before."""
         recovery = request._state.recovery
         if recovery is not None and recovery.swaps:
             self._want(request, recovery.num_cached_tokens)
 
     def ended(self, request: Request) -> None:
-        """A request runs again, or has finished."""
+        """Stop reporting the evictions of a request: it runs again, or has finished."""
         keys, wanted = self._open.pop(request, ()), self._kv.wanted
         if wanted is None:
             return
@@ -91,26 +90,25 @@ class Swap(Policy):
                     del wanted[key]
 
     def num_evicted(self, request: Request) -> int:
-        """Blocks of a request that swaps which the pool has evicted since it was preempted; 0 if it swaps no more."""
+        """Number of blocks that were evicted since the request was preempted; 0 if it does not swap."""
         wanted = self._kv.wanted
         return 0 if wanted is None else sum(key not in wanted for key in self._open.get(request, ()))
 
     def forget(self) -> None:
-        """The prefix cache was reset: there is nothing left to swap."""
+        """Forget all requests that swap: the prefix cache was reset."""
         for request in list(self._open):
             request._state.recovery = None
             self.ended(request)
 
     def is_worth_loading(self, start: int, count: int, num_blocks: int) -> bool:
-        """Whether `count` tokens from `start` on, of which `num_blocks` blocks are in host memory, are loaded rather
-        than computed."""
+        """Whether to load `count` tokens from `start` on, `num_blocks` blocks in host memory, or to recompute them."""
         if not self._seconds:
             return True
         recompute = self._times.prefill_seconds(count, start)
         return recompute == 0 or self._seconds * num_blocks <= recompute
 
     def _num_blocks(self, num_tokens: int) -> int:
-        """Blocks that a request needs to continue after so many tokens."""
+        """Blocks that a request needs to continue after `num_tokens` tokens."""
         return self._kv.num_blocks_to_hold(num_tokens // self._kv.block_size)
 
     def _want(self, request: Request, num_tokens: int) -> None:
@@ -124,10 +122,10 @@ class Swap(Policy):
             self._num_computing, self._seconds = 0, 0.0
             self._copies.clear()
 
-    # ------------------------------------------------------------------ what is measured
+    # ------------------------------------------------------------------ measurement
 
     def observe(self, copies: Copies | None) -> None:
-        """What the step copied that is being updated; called before `on_step_time`."""
+        """Take in the copies of the step that is being updated; called before `on_step_time`."""
         self._copied_seconds = 0.0
         if copies is None or not self.compares or copies.num_blocks <= 0 or copies.seconds <= 0:
             return
@@ -140,7 +138,7 @@ class Swap(Policy):
             self._reconsider(request)
 
     def _reconsider(self, request: Request) -> None:
-        """With what is known now, no further block of it may be worth a copy."""
+        """Stop copying the blocks of a request if recompute has turned out cheaper."""
         recovery = request._state.recovery
         assert recovery is not None
         count = recovery.num_cached_tokens
@@ -149,11 +147,11 @@ class Swap(Policy):
             self.ended(request)
 
     def on_step_time(self, load: StepLoad, seconds: float) -> None:
-        """Steps are learned without their copies."""
-        copied, self._copied_seconds = self._copied_seconds, 0.0  # steps that are done at once copy nothing
+        """Learn the time of the step without its copies."""
+        copied, self._copied_seconds = self._copied_seconds, 0.0  # steps of a fast-forward copy nothing
         self._times.observe(load, seconds - copied)
 
 
 def make_swap(config: SchedulerConfig, kv: KVCacheManager) -> Swap | None:
-    """None: preempted requests compute again what was evicted."""
+    """None in mode "recompute": preempted requests recompute evicted tokens."""
     return None if config.preemption_mode == "recompute" else Swap(config, kv)

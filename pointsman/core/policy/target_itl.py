@@ -1,4 +1,5 @@
-"""How many prompt tokens may a step compute, so that those who decode beside it see a gap of a target time?
+"""The limit "target-itl": limits the prompt tokens of a step so that it keeps a target time, the gap between output
+tokens.
 
 `StepTimes` (`step_times.py`) learns how long a step takes; `TargetItl` is the limit that uses it.
 """
@@ -21,45 +22,45 @@ from pointsman.core.state.request import Request
 from pointsman.core.state.status import PreemptionCause, RequestStatus
 
 KEPT = 16
-"""Steps after which a decision that keeps the head waiting for step time is taken again."""
+"""Number of steps for which a decision is kept that defers the head for step time."""
 KEPT_FOR_QUEUE = 0.5
-"""Of the time for prompt tokens, while a request waits: kept for prompts that fit it whole."""
+"""Share of the time for prompt tokens that is kept, while requests wait, for prompts that fit it whole."""
 SCARCE_STEPS = 64
-"""Steps for which prompt tokens are spread evenly after the queue waited for something else than them."""
+"""Number of steps with evenly spread prompt tokens after the queue waited for sequence slots or blocks."""
 SPREAD, MIN_SPREAD = 1.2, 0.35
-"""Then a step computes at most so many times the mean prompt tokens of a step, but what fits this share of the time for
-them: a long prompt keeps a third of its speed."""
+"""While they are spread, a step computes at most `SPREAD` times their mean per step. `MIN_SPREAD` of their time is
+always available, so that a long prompt keeps a third of its speed."""
 
 
 class TargetItl(Limit):
-    """A step takes at most `seconds`: prompt tokens fill what decoding leaves of it, learned from step times.
+    """Limits the prompt tokens of each step so that it takes at most `seconds`, learned from step times.
 
-    The rule: a step with requests that decode is predicted (`StepTimes`), and computes as many prompt tokens as fit the
-    target at the 99th percentile, but at most `max_num_batched_tokens`. Fewer fit beside many requests, beside long
-    contexts, and late in a long prompt. Sarathi-Serve (Agrawal et al., 2024) finds one budget for a target by a profile
-    beforehand; here it is learned, and follows the load. Without observations it begins with 256 tokens and at most
-    doubles.
+    The rule: the time of a step is predicted (`StepTimes`). The step computes the prompt tokens that fit the target at
+    the 99th percentile beside decode, but at most `max_num_batched_tokens`. Fewer fit beside many requests, beside long
+    contexts, and late in a long prompt. Sarathi-Serve (Agrawal et al., 2024) finds one budget for a target with a
+    profile beforehand; here it is learned, and follows the load. Without observations it begins with 256 tokens, and at
+    most doubles.
 
-    While requests wait, running prefills use half of that time, and the other half is for prompts that fit it whole: a
-    short one does not wait until a long one is computed, which costs the long one at most half of its speed (a bounded
-    form of shortest remaining processing time, Schrage 1968). If the head of the queue is longer than that, nothing is
-    held back until it starts.
+    While requests wait, running prefills use half of that time. The other half is for prompts that fit it whole, so
+    that a short prompt does not wait until a long one is computed. The long one loses at most half of its speed (a
+    bounded form of shortest remaining processing time, Schrage 1968). If the prompt at the head of the queue does not
+    fit, no time is kept until it has started.
 
-    Where the queue waits for sequence slots or blocks, it waits for requests that decode, not for prompt tokens. Then
-    these are spread: a step computes at most `SPREAD` times their mean of a step, or what reading for decode hides. As
-    the two overlap, equal steps take less time together than short and long ones. `MIN_SPREAD` bounds what it costs a
-    long prompt.
+    Where the queue waits for sequence slots or blocks, it waits for decode, not for prompt tokens. Then prompt tokens
+    are spread: a step computes at most `SPREAD` times their mean per step, or the number that fits behind the memory
+    reads of decode. As reads and computing overlap, equal steps take less time in all than short and long ones.
+    `MIN_SPREAD` bounds the cost for a long prompt.
 
-    Where decoding alone, with the next request in it, would take longer than the target, that request waits for
-    `Reason.STEP_TIME`. A target that cannot be kept however few run (`UNREACHABLE`) keeps nobody waiting.
+    If decode alone would take longer than the target with one more request, this request waits for `Reason.STEP_TIME`.
+    A target that even few requests exceed (`UNREACHABLE`) defers no request.
 
-    Of use where answers are read as they come, beside prompts of very different lengths. Not for offline work, where
-    gaps do not matter and larger steps are a little faster.
+    Use it where outputs are streamed, and prompts differ much in length. Not for offline work, where gaps do not matter
+    and larger steps are a little faster.
 
-    Bounds: every running request advances at least one token. A prefill that is the oldest under way advances at least
-    `least` tokens a step, as far as `max_num_batched_tokens` leaves so many beside the tokens of the others, so one of
-    n tokens takes at most n / least steps. The head of the queue waits for step time at most `patience` seconds in a
-    row, then it starts with `least` tokens even if the target is missed.
+    Bounds: every running request advances at least one token. The oldest prefill advances at least `least` tokens a
+    step, if `max_num_batched_tokens` suffices beside the tokens of others; so n tokens take at most n / least steps.
+    The head of the queue waits for step time at most `patience` seconds in a row. Then it starts with `least` tokens,
+    even if the target is missed.
     """
 
     name = "target-itl"
@@ -79,20 +80,21 @@ class TargetItl(Limit):
         self.times = StepTimes(self._target)
         self._num_departures = 0
         self._key: tuple[int, int] | None = None
-        self._tokens = self._most_running = 0
+        self._tokens = self._max_running_tokens = 0
         self._left = self._left_at_first = 0.0
-        self._held = 0.0
-        """Seconds of the step that running prefills leave to the queue."""
+        self._kept_seconds = 0.0
+        """Seconds of the step that are kept for waiting requests."""
         self._is_cut = False
-        """Whether a running prefill goes on after the step."""
+        """Whether a running prefill continues after the step."""
         self._is_head_long = False
-        """Whether the prompt at the head of the queue would not fit the held seconds."""
-        self._had_queue = self._was_asked = False
-        """Whether requests waited when the last step began, and one of them came as far as to ask for tokens."""
+        """Whether the prompt at the head of the queue does not fit the kept seconds."""
+        self._had_queue = self._was_checked = False
+        """Whether requests waited when the last step began, and whether `check` was called for one."""
         self._has_preempted = False
-        """Whether requests gave way to one that has not started: it starts, or they did so in vain."""
-        self._scarce = 0
-        """Steps for which prompt tokens are still spread."""
+        """Whether requests were preempted for one that has not started yet. It is not deferred, or the preemption would
+        be in vain."""
+        self._num_spread_steps = 0
+        """Remaining steps with spread prompt tokens."""
         self._limit = self._target
         self._is_full = self._is_decided = self._has_deferred = False
         self._num_kept = 0
@@ -114,8 +116,8 @@ class TargetItl(Limit):
     # ------------------------------------------------------------------ the step
 
     def step_budget(self, most: int, view: View) -> int:
-        """Tokens of the step. Kept while the queue is blocked and nobody comes or goes, so that its head need not be
-        looked at again, and steps may be done at once."""
+        """Tokens of the step. The number is kept while the queue is blocked and the running requests stay the same. So
+        the head need not be checked again, and fast-forward is possible."""
         if view.num_prefilling:
             self._key = None
         else:
@@ -144,12 +146,12 @@ class TargetItl(Limit):
         is_spread = left < limit - beside
         num_prefilling = view.num_prefilling
         has_queue = view.num_waiting > 0
-        self._had_queue, self._was_asked = has_queue, False
+        self._had_queue, self._was_checked = has_queue, False
         self._left = self._left_at_first = left
-        self._held = KEPT_FOR_QUEUE * left if num_prefilling and has_queue and not self._is_head_long else 0.0
+        self._kept_seconds = KEPT_FOR_QUEUE * left if num_prefilling and has_queue and not self._is_head_long else 0.0
         running, self._is_cut = 0, False  # prompt tokens of running requests, beyond one of each
         if num_prefilling:
-            left -= self._held
+            left -= self._kept_seconds
             lacks = known - computed - 1
             for index in (lacks > 0).nonzero()[0].tolist():
                 lack, start = int(lacks[index]), int(computed[index])
@@ -161,15 +163,15 @@ class TargetItl(Limit):
                     break
                 running += lack
                 left -= times.prefill_seconds(lack, start)
-            left += self._held
+            left += self._kept_seconds
         tokens = running + times.fitting_tokens(left, 0)
-        # Not full where more was merely never seen, or is spread.
-        self._is_full = tokens < min(self._least, times.most_tokens) and not is_spread
-        most_prefill = max(min(tokens, times.most_tokens), self._least)
-        self._tokens = min(num_requests + most_prefill, most)
-        if self._held:
+        # Not full if tokens are few only because larger steps were never observed, or because they are spread.
+        self._is_full = tokens < min(self._least, times.max_predicted_tokens) and not is_spread
+        max_prefill = max(min(tokens, times.max_predicted_tokens), self._least)
+        self._tokens = min(num_requests + max_prefill, most)
+        if self._kept_seconds:
             running = min(running, int((1 - KEPT_FOR_QUEUE) * (self._tokens - num_requests)))
-        self._most_running = max(running, self._least)
+        self._max_running_tokens = max(running, self._least)
         self._limit = limit
         self._num_requests, self._num_future_tokens = num_requests, num_known
         self._is_decided, self._has_deferred, self._num_kept = True, False, 0
@@ -177,35 +179,34 @@ class TargetItl(Limit):
         return self._tokens
 
     def _for_prompts(self, left: float, alone: float, view: View) -> float:
-        """Of the `left` seconds beside decoding, which takes `alone`, those for prompt tokens: fewer where these are
-        spread."""
+        """The part of the `left` seconds that prompt tokens may use, less if they are spread. Decode takes `alone`."""
         has_queue = view.num_waiting > 0
-        if has_queue and self._had_queue and not (self._was_asked or self._is_head_long):
-            self._scarce = SCARCE_STEPS
-        elif self._scarce:
-            self._scarce -= 1
-        if not (has_queue and self._scarce and len(view.rows) > 2 * view.num_prefilling):
+        if has_queue and self._had_queue and not (self._was_checked or self._is_head_long):
+            self._num_spread_steps = SCARCE_STEPS
+        elif self._num_spread_steps:
+            self._num_spread_steps -= 1
+        if not (has_queue and self._num_spread_steps and len(view.rows) > 2 * view.num_prefilling):
             return left
         hidden = (1 - self.times.share) * alone  # reading for decode overlaps with prompt tokens
-        num_even = max(SPREAD * self.times.mean_tokens, self._least) + 0.5  # no whole number, so that none is lost
+        num_even = max(SPREAD * self.times.mean_tokens, self._least) + 0.5  # 0.5: rounding down loses no token
         return min(left, max(hidden, self.times.prefill_seconds(num_even, 0), MIN_SPREAD * left))
 
     def clip(self, batch: Batch, rows: Int64Array, want: Int64Array) -> None:
         if batch.num_prefilling == 0 and not self._view.num_waiting:
             return
-        # The budget is shared out in admission order: a prompt must leave those behind it their token, and drafts must
-        # leave the least to the prompt, or to the one that waits.
+        # The budget is divided in admission order. A prompt must leave a token for each row behind it. Drafts must
+        # leave `least` tokens for a running prompt, or for a waiting one.
         is_prefilling = (batch.flags[rows] & PREFILLING) != 0
         prefilling = is_prefilling.nonzero()[0]
         num_decoding = len(rows) - len(prefilling)
         num_others = int(np.add.reduce(want)) - int(np.add.reduce(want[prefilling]))
         if num_others > num_decoding:
-            most_drafts = max(self._tokens - len(rows) - self._least, 0)
-            if num_others - num_decoding > most_drafts:
+            max_drafts = max(self._tokens - len(rows) - self._least, 0)
+            if num_others - num_decoding > max_drafts:
                 decoding = (~is_prefilling).nonzero()[0]
-                want[decoding] = np.minimum(want[decoding], 1 + most_drafts // num_decoding)
+                want[decoding] = np.minimum(want[decoding], 1 + max_drafts // num_decoding)
                 num_others = int(np.add.reduce(want[decoding]))
-        left = min(self._most_running, max(self._tokens - num_others - len(prefilling), 0))
+        left = min(self._max_running_tokens, max(self._tokens - num_others - len(prefilling), 0))
         for index in prefilling.tolist():
             more = want.item(index) - 1
             if more > left:
@@ -215,9 +216,9 @@ class TargetItl(Limit):
                 left -= more
 
     def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
-        if not self._is_decided:  # nothing waited when the step began: the request was preempted in it
+        if not self._is_decided:  # the queue was empty when the step began: the request was preempted in it
             self._decide(view.budget, view)
-        self._was_asked = True
+        self._was_checked = True
         fitting = self.times.fitting_tokens(self._left, start)
         if not view.num_running or self._has_preempted:
             return min(want, max(fitting, self._least))
@@ -231,27 +232,27 @@ class TargetItl(Limit):
         return self._fitting(request, start, min(want, fitting))
 
     def _fitting(self, request: Request, start: int, fitting: int) -> int | Deferral:
-        """The `fitting` tokens, unless the request must wait: beside a prefill that goes on it starts whole."""
+        """The `fitting` tokens, or a deferral: beside a prefill that continues, a request starts only whole."""
         lack = request._state.num_tokens - start if self._is_cut else 1
         if fitting >= lack:
             return fitting
-        if self._held and self.times.fitting_tokens(self._held, start) < lack:
+        if self._kept_seconds and self.times.fitting_tokens(self._kept_seconds, start) < lack:
             self._is_head_long = True
         return Deferral(Reason.BUDGET, lack - fitting)
 
     def lacks_step_time(self, request: Request, num_running: int, num_tokens: int) -> bool:
-        """Judged as in `check`, but for prompts under way."""
+        """As in `check`, without running prefills."""
         if not num_running:
             return False
         times = self.times
         left = self._limit - times.share * times.decode_seconds(num_running, num_tokens)
-        is_full = times.fitting_tokens(left, 0) < min(self._least, times.most_tokens)
+        is_full = times.fitting_tokens(left, 0) < min(self._least, times.max_predicted_tokens)
         return is_full or self._would_be_full(request, num_running, num_tokens)
 
     def _would_be_full(self, request: Request, num_requests: int, num_tokens: int) -> bool:
-        """Whether decoding alone, with it beside these requests, would take longer than the target."""
+        """Whether decode alone would take longer than the target with this request beside the others."""
         times = self.times
-        if num_requests < times.most_seen:  # what one more takes than were ever seen is not known, so it is tried
+        if num_requests < times.max_observed_requests:  # beyond the observed number, one more is tried
             num_requests, num_tokens = num_requests + 1, num_tokens + request._state.num_tokens
         return times.decode_seconds(num_requests, num_tokens) > self._limit
 
@@ -263,8 +264,8 @@ class TargetItl(Limit):
             self._num_future_tokens += request._state.num_tokens
 
     def guaranteed_steps(self, num_steps: int) -> int:
-        """With nothing waiting the budget does not matter; else it is kept until a request comes or goes, unless the
-        head waits for step time."""
+        """With an empty queue the budget does not matter. Otherwise it is kept until a running request leaves or one is
+        admitted, unless the head waits for step time."""
         view = self._view
         if not view.num_waiting:
             return num_steps

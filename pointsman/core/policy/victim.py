@@ -1,10 +1,11 @@
-"""Which request is preempted when blocks run out? Asked by `step/running.py`, whenever a running request lacks some.
+"""Victim policies: choose the request that is preempted when blocks run out.
 
-The other causes (`PreemptionCause`) do not ask here: a more urgent waiting request displaces less urgent ones
-(`step/priority_preemption.py`), a host parks the one that it names or has no token for it, and a reset preempts all.
+`step/running.py` calls them whenever a running request lacks blocks. Preemptions for other causes (`PreemptionCause`)
+do not: priority preemption (`step/priority_preemption.py`), a host that parks a request or has no token for it, and a
+reset.
 
-The request loses its blocks and keeps its tokens. When it is admitted again it recomputes them, except those that the
-prefix cache still holds, or, with `preemption_mode`, loads what it has swapped (`swap.py`).
+The victim loses its blocks and keeps its tokens. When it is admitted again, it recomputes all tokens that are no longer
+in the prefix cache, or loads those that it swapped (`preemption_mode`, `swap.py`).
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ from pointsman.core.state.numbers import MAX_INT
 
 
 class Latest(Policy):
-    """The request admitted last (nano-vLLM's, miniVLLM's and, under "fcfs", vLLM's choice): it has the least
-    seniority."""
+    """The request admitted last (the choice of nano-vLLM, miniVLLM and, under "fcfs", vLLM)."""
 
     kind = "victim"
     name = "latest"
@@ -39,28 +39,29 @@ class LowestPriority(Policy):
 
     def choose(self, view: View, asking: int) -> int:
         priority, requests = view.priority, view.requests
-        least_urgent: list[int] = (priority == priority.max()).nonzero()[0].tolist()
-        return max(least_urgent, key=lambda index: (requests[index].arrival_time, requests[index].sequence_number))
+        candidates: list[int] = (priority == priority.max()).nonzero()[0].tolist()
+        return max(candidates, key=lambda index: (requests[index].arrival_time, requests[index].sequence_number))
 
 
 class LeastCost(Policy):
-    """The request that recomputes the fewest tokens among those whose blocks suffice for the rows that lack some.
+    """The request that recomputes the fewest tokens, among those that free enough blocks.
 
-    Without a prefix cache a victim recomputes all its computed tokens, 16 of them for each of its blocks of 16, so that
-    blocks cost the same from whomever they come. Waste is what a victim frees and no row needs: its own blocks lie idle
-    until it resumes, and it pays for all of them. So the smallest one that frees what is missing gives way.
+    Without a prefix cache a victim recomputes all its computed tokens, so a freed block costs the same tokens for every
+    victim. Freed blocks that no row needs are waste: they are idle until the victim resumes, and it recomputes them
+    too. So the smallest request that frees enough blocks is preempted.
 
-    With a prefix cache its full blocks stay cached, and running rows take them one by one, from its end, until a
-    request finishes and it resumes from the front of the queue. What they take until then does not depend on the
-    victim, so neither does what is recomputed: no choice is cheaper than the request admitted last, among those that
-    free what is missing by blocks that nobody shares and that do not opt out of the cache.
+    With a prefix cache the full blocks of a victim stay cached. Running rows take them one by one, from its end, until
+    a request finishes and the victim resumes from the front of the queue. The number of blocks taken, and so the
+    recompute, does not depend on the victim: no choice is cheaper than the request admitted last. Only requests that
+    use the cache, and free enough blocks that no other request shares, are considered.
 
-    Of use without a prefix cache where a request holds more than all grow by until the next one finishes (chats). Where
-    outputs are long, a request is used up either way and "latest" is as good; a reserve ("growth") helps more.
+    Use it without a prefix cache, where a request holds more blocks than all requests grow by until the next finish
+    (chats). With long outputs all blocks of a victim are taken either way, and "latest" is as good; a reserve
+    ("growth") helps more.
 
-    Bound: a request that was preempted `max_preemptions` times, for whatever cause, is exempt while another one runs
-    that was not. If all were, the one admitted last gives way, so that the first one runs to its end, as under
-    "latest". It does not read priorities.
+    Bound: a request that was preempted `max_preemptions` times, for whatever cause, is exempt while a request runs that
+    was not. If all were, the one admitted last is preempted, so that the first one runs to its end, as under "latest".
+    It does not read priorities.
     """
 
     kind = "victim"
@@ -73,7 +74,7 @@ class LeastCost(Policy):
         self._max_preemptions = max_preemptions
 
     def guaranteed_steps(self, num_steps: int) -> int:
-        """It is asked only where blocks run out."""
+        """All of them: it is called only when blocks run out."""
         return num_steps
 
     def choose(self, view: View, asking: int) -> int:
@@ -84,14 +85,15 @@ class LeastCost(Policy):
             return self._latest_that_suffices(view, may)
         frees = view.num_blocks[may]
         enough = (frees >= min(view.num_missing_blocks, int(frees.max()))).nonzero()[0]
-        may = may[enough][::-1]  # of equals the one admitted last
+        may = may[enough][::-1]  # among equals, the one admitted last
         return int(may[view.num_computed_tokens[may].argmin()])
 
     def _latest_that_suffices(self, view: View, may: npt.NDArray[np.int64]) -> int:
-        """Or else the one that frees most; those that will not find their blocks again only if there is no other."""
+        """The last request that frees enough blocks, or else the one that frees most blocks. Requests that do not use
+        the prefix cache come last."""
         requests, missing = view.requests, view.num_missing_blocks
         best, most = -1, -1
-        for place in range(len(may) - 1, -1, -1):  # most often the first one suffices
+        for place in range(len(may) - 1, -1, -1):  # usually the first one suffices
             index = may.item(place)
             if not requests[index].reads_prefix_cache:
                 continue

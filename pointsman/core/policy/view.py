@@ -1,4 +1,4 @@
-"""What does a policy read? The `View` of one scheduler, over its own columns; see `state/interfaces.py`."""
+"""The `View` that policies read, over the columns of one scheduler; see `state/interfaces.py`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SchedulerView:
         self.now = 0.0
         self.budget = 0
         self.num_before = 0
-        """Queued requests that count as gone: those before one that is asked about at its place."""
+        """Queued requests that do not count as waiting: those before a request that is checked at its place."""
         self.num_running = 0
         self.num_owed_blocks = 0
         self.num_missing_blocks = 0
@@ -50,27 +50,27 @@ class SchedulerView:
     # ------------------------------------------------------------------ kept up to date
 
     def open_step(self, now: float) -> None:
-        """A step begins at that time."""
+        """Called when a step begins."""
         self.now, self.num_running = now, len(self._batch.members.requests)
 
     def pass_time(self, now: float) -> None:
-        """The newest of several steps that were done at once began then."""
+        """Set the start of the last step of a fast-forward."""
         self.now = now
 
     def open_check(self, budget: int, num_running: int, num_owed_blocks: int) -> None:
-        """A waiting request is checked: see the fields of these names."""
+        """Called before a waiting request is checked; see the fields of these names."""
         self.budget, self.num_running, self.num_owed_blocks = budget, num_running, num_owed_blocks
 
     def look_at(self, place: int) -> None:
-        """A waiting request is asked about that comes after so many others."""
+        """Check a waiting request at its place in the queue, after `place` others."""
         self.num_before = place
 
     def found(self, match: Match, num_shared_blocks: int) -> None:
-        """The cached prefix of the checked request, of which others hold so many blocks."""
+        """Set the cached prefix of the checked request, and how many of its blocks other requests hold."""
         self.match, self.num_shared_blocks = match, num_shared_blocks
 
     def lacks(self, num_missing_blocks: int) -> None:
-        """Running rows need so many blocks beyond the free ones."""
+        """Set the number of blocks that running rows need beyond the free ones."""
         self.num_missing_blocks = num_missing_blocks
 
     # ------------------------------------------------------------------ read by policies
@@ -107,7 +107,7 @@ class SchedulerView:
 
     def num_cached_tokens(self, request: Request) -> int:
         if request._state.encoder_inputs:
-            return 0  # whose lookup may withdraw what is cached
+            return 0  # a lookup with encoder inputs may reset the prefix cache
         return self._kv.look_up(request).num_tokens
 
     @property
@@ -133,7 +133,7 @@ class SchedulerView:
     @property
     def num_own_blocks(self) -> Int64Array:
         if not self.has_prefix_cache:
-            return self.num_blocks  # nobody shares
+            return self.num_blocks  # no blocks are shared
         blocks, owners = self._kv.tables(self._batch, self._batch.members.rows)
         own = owners[self._kv.pool.num_references[blocks] == 1]
         return np.bincount(own, minlength=len(self._batch))

@@ -172,7 +172,7 @@ def test_more_tenants_than_blocks_lose_the_earliest_expiry() -> None:
     pool = retaining(host)
     assert pool.num_retained == 4 and pool.max_of_a_tenant() == 1
     assert by_tenant(pool, [f"t{index}" for index in range(6)]) == {"t0": 1, "t1": 1, "t3": 1, "t4": 1}
-    assert "of 1 at most now" in explained(host)
+    assert "of at most 1 KV blocks" in explained(host)
 
 
 def test_tenants_that_share_a_prompt_leave_others_their_part() -> None:

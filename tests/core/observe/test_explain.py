@@ -1,4 +1,4 @@
-"""`explain`: why does this request not advance, for whom does it wait, since when, and what would it take?"""
+"""`explain`: why a request does not advance, for which requests it waits, since when, and how much it lacks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pointsman.core.state.reason import Holder
 from tests.core.helpers import Host, connected, names
 
 
-def test_a_request_that_no_step_has_seen_yet_has_no_reason() -> None:
+def test_a_request_without_a_step_has_no_reason() -> None:
     host = Host()
     host.add("a", 5)
     told = host.explain("a")
@@ -19,7 +19,7 @@ def test_a_request_that_no_step_has_seen_yet_has_no_reason() -> None:
     assert (told.num_tokens, told.num_computed_tokens, told.num_blocks) == (5, 0, 0)
 
 
-def test_a_running_request_says_how_far_it_is() -> None:
+def test_the_explanation_of_a_running_request_has_its_progress() -> None:
     host = Host(max_num_batched_tokens=8)
     prompt = host.prompt(9)
     host.add("z", prompt, max_tokens=1)
@@ -44,16 +44,16 @@ def head_that_lacks_blocks() -> Host:
     return host
 
 
-def test_the_head_waits_for_the_running_request_that_holds_most_blocks() -> None:
+def test_the_largest_holder_of_blocks_is_named_first() -> None:
     host = head_that_lacks_blocks()
     told = host.explain("head")
     assert (told.reason, told.blocker) == (Reason.BLOCKS, "large")
     assert told.missing == 3, (
-        "5 blocks, of which the first chunk alone needs 4; both running ones have taken a further one"
+        "it needs 5 blocks, 4 of them for the first chunk; both running requests have taken another one"
     )
 
 
-def test_since_is_when_the_reason_began_and_missing_is_as_of_now() -> None:
+def test_since_is_the_start_of_the_reason_and_missing_is_current() -> None:
     host = Host(num_blocks=10, max_model_len=32)
     host.add("a", 12, max_tokens=20)
     host.step()
@@ -66,7 +66,7 @@ def test_since_is_when_the_reason_began_and_missing_is_as_of_now() -> None:
         host.step()
     later = host.explain("b")
     assert (later.reason, later.since) == (Reason.FULL_SEQUENCE, began)
-    assert later.missing == 2, "a has taken a further block"
+    assert later.missing == 2, "a has taken another block"
 
 
 def test_since_starts_again_when_the_reason_changes() -> None:
@@ -87,7 +87,7 @@ def test_since_starts_again_when_the_reason_changes() -> None:
     assert told.since > first
 
 
-def test_those_behind_wait_for_the_head_and_know_their_position() -> None:
+def test_requests_behind_the_head_have_it_as_reason_and_a_position() -> None:
     host = Host(max_num_seqs=1)
     for request_id in "abcd":
         host.add(request_id, 4)
@@ -98,7 +98,7 @@ def test_those_behind_wait_for_the_head_and_know_their_position() -> None:
     assert [(told[request_id].reason, told[request_id].blocker) for request_id in "cd"] == [(Reason.BEHIND, "b")] * 2
 
 
-def test_who_stands_behind_others_waits_since_it_entered_the_queue() -> None:
+def test_requests_behind_others_wait_since_they_were_queued() -> None:
     host = Host(max_num_seqs=1)
     host.add("a", 4)
     host.step()
@@ -120,7 +120,7 @@ def test_who_stands_behind_others_waits_since_it_entered_the_queue() -> None:
     assert (host.explain("c").reason, host.explain("c").since) == (Reason.BEHIND, began), "it did not move"
 
 
-def test_a_request_is_never_explained_by_a_reason_from_when_it_was_the_head() -> None:
+def test_an_old_reason_as_the_head_is_not_used() -> None:
     host = Host(order="priority", max_num_seqs=1, displace=False)
     host.add("a", 4)
     host.step()
@@ -132,7 +132,7 @@ def test_a_request_is_never_explained_by_a_reason_from_when_it_was_the_head() ->
     assert (told.reason, told.blocker, told.missing, told.position) == (Reason.BEHIND, "c", 0, 1)
 
 
-def test_a_parked_request_waits_for_something_else_than_capacity_and_for_nobody() -> None:
+def test_a_parked_request_has_no_holders() -> None:
     host = Host()
     host.add("a", 4, park=ParkReason.GRAMMAR)
     told = host.explain("a")
@@ -142,7 +142,7 @@ def test_a_parked_request_waits_for_something_else_than_capacity_and_for_nobody(
     assert host.explain("a").reason is None
 
 
-def test_a_preempted_request_says_how_often() -> None:
+def test_the_explanation_counts_preemptions() -> None:
     host = Host()
     host.add("a", 4)
     for _ in range(2):
@@ -153,7 +153,7 @@ def test_a_preempted_request_says_how_often() -> None:
     assert (told.status, told.num_preemptions, told.num_computed_tokens) == (RequestStatus.PREEMPTED, 2, 0)
 
 
-def test_an_ended_request_can_be_explained_until_its_end_was_told() -> None:
+def test_a_finished_request_is_explained_until_it_is_reported() -> None:
     host = Host()
     host.add("a", 4, max_tokens=1)
     host.step()
@@ -166,7 +166,7 @@ def test_an_ended_request_can_be_explained_until_its_end_was_told() -> None:
     )
 
 
-def test_under_the_static_preset_the_batch_that_runs_is_the_reason() -> None:
+def test_under_the_static_preset_the_running_batch_is_the_reason() -> None:
     host = Host(batching="static")
     host.add("a", 4)
     host.step()
@@ -176,7 +176,7 @@ def test_under_the_static_preset_the_batch_that_runs_is_the_reason() -> None:
     assert (told.reason, told.blocker) == (Reason.STATIC_BATCH, "a")
 
 
-def test_asking_changes_no_decision() -> None:
+def test_explain_changes_no_decision() -> None:
     def decisions(ask: bool) -> list[tuple[list[str], list[int]]]:
         host = Host(num_blocks=8, max_model_len=32, order="priority")
         for index in range(6):
@@ -195,16 +195,16 @@ def test_asking_changes_no_decision() -> None:
     assert decisions(ask=True) == decisions(ask=False)
 
 
-# ------------------------------------------------------------------------------------- who holds what it lacks
+# ------------------------------------------------------------------------------------- holders
 
 
-def test_every_reason_has_a_meaning_and_so_has_all_that_one_can_be_parked_for() -> None:
+def test_every_reason_and_every_parked_status_has_a_text() -> None:
     assert set(CAUSES) == set(Reason)
     assert set(PARKED_FOR) == {reason.status for reason in ParkReason}
     assert all(cause.text for cause in CAUSES.values())
 
 
-def test_blocks_are_held_by_those_whose_tables_are_longest() -> None:
+def test_holders_of_blocks_are_sorted_by_table_length() -> None:
     host = head_that_lacks_blocks()
     told = host.explain("head")
     assert (told.resource, told.holders, told.num_holders) == (
@@ -215,7 +215,7 @@ def test_blocks_are_held_by_those_whose_tables_are_longest() -> None:
     assert told.sentence == "head waits for 3 more KV blocks: the KV cache is full. Held by large (4), small (2)."
 
 
-def test_seats_are_held_by_those_who_run_the_one_that_came_first_in_front() -> None:
+def test_holders_of_sequence_slots_are_in_admission_order() -> None:
     host = Host(max_num_seqs=2)
     for request_id in "abc":
         host.add(request_id, 4)
@@ -225,7 +225,7 @@ def test_seats_are_held_by_those_who_run_the_one_that_came_first_in_front() -> N
     assert told.sentence == "c waits for 1 more sequence slot: all sequence slots are taken. Held by a (1), b (1)."
 
 
-def test_the_budget_is_held_by_what_the_last_step_computed() -> None:
+def test_holders_of_the_budget_are_the_requests_of_the_last_step() -> None:
     host = Host(max_num_batched_tokens=8)
     host.add("a", 3)
     host.add("b", 7)
@@ -235,10 +235,10 @@ def test_the_budget_is_held_by_what_the_last_step_computed() -> None:
     assert (told.reason, told.resource) == (Reason.BUDGET, "tokens of the step's budget")
     assert told.holders == (Holder("b", 5), Holder("a", 3))
     host.abort("b")
-    assert host.explain("c").holders == (Holder("a", 3),), "who has ended holds nothing"
+    assert host.explain("c").holders == (Holder("a", 3),), "a finished request holds nothing"
 
 
-def test_a_token_limit_that_keeps_the_step_small_is_named() -> None:
+def test_a_token_limit_below_the_budget_is_named() -> None:
     host = Host(num_blocks=64, max_num_batched_tokens=256, token_limits=("prefill-gap:seconds=0.001,least=8",))
     host.add("a", 4, max_tokens=60)
     for _ in range(4):
@@ -255,7 +255,7 @@ def test_a_token_limit_that_keeps_the_step_small_is_named() -> None:
     assert host.explain("d").sentence == f"d waits behind c, which waits: {cause}."
 
 
-def test_a_displacer_is_named() -> None:
+def test_the_cause_of_a_priority_preemption_is_named() -> None:
     host = Host(order="priority", max_num_seqs=1)
     host.add("low", 4, priority=5)
     host.step()
@@ -264,11 +264,11 @@ def test_a_displacer_is_named() -> None:
     told = host.explain("low")
     assert (told.reason, told.blocker) == (Reason.DISPLACEMENT, "urgent")
     assert told.sentence == (
-        "low waits: a more urgent request is admitted alone into what was preempted for it. Held by urgent."
+        "low waits: requests were preempted for a more urgent one, which is admitted alone. Held by urgent."
     )
 
 
-def test_who_stands_behind_the_head_is_told_what_the_head_waits_for() -> None:
+def test_the_sentence_behind_the_head_has_the_reason_of_the_head() -> None:
     host = Host(max_num_seqs=1)
     for request_id in "abc":
         host.add(request_id, 4)
@@ -288,16 +288,16 @@ def test_a_preempted_request_with_samples_in_flight_waits_for_them() -> None:
     host.update(output)
 
 
-# ------------------------------------------------------------------------- who runs, and got nothing in the last step
+# ------------------------------------------------------------------------- running requests that were left out
 
 
-def test_a_row_for_which_no_budget_is_left_names_those_who_took_it() -> None:
+def test_a_row_without_budget_names_the_requests_that_used_it() -> None:
     host = Host(batching="prefill-first", shortage="in-order", max_num_batched_tokens=2)
     for name in "abc":
         host.add(name, 1)
     host.step()
     host.step()
-    assert host.explain("a").sentence == "a waits: prompts go before decoding, and the step is theirs. Held by c (1)."
+    assert host.explain("a").sentence == "a waits: the step is for prompts, which come before decode. Held by c (1)."
     assert host.explain("c").since is None
     host.step()
     began = host.now - 1
@@ -339,7 +339,7 @@ def test_a_step_for_the_last_token_of_a_prompt_is_for_prompts_too() -> None:
     assert host.explain("decodes").reason is Reason.PREFILL_FIRST
 
 
-def test_rows_beyond_those_of_a_step_wait_for_a_seat_in_it() -> None:
+def test_rows_beyond_those_of_a_step_wait_for_a_sequence_slot() -> None:
     host = Host(batching="prefill-first", shortage="in-order", max_num_seqs=2, max_num_active_seqs=3)
     for name in "abc":
         host.add(name, 4)
@@ -363,7 +363,7 @@ def test_a_row_that_does_not_run_ahead_waits_for_its_own_sample() -> None:
     assert host.explain("a").reason is None
 
 
-def test_rows_behind_one_that_gave_way_in_order_wait_for_blocks() -> None:
+def test_rows_behind_one_preempted_in_order_wait_for_blocks() -> None:
     host = Host(shortage="in-order", order="priority", num_blocks=3, max_model_len=12)
     host.add("a", 1)
     host.add("yields", 3, priority=5)
@@ -375,10 +375,10 @@ def test_rows_behind_one_that_gave_way_in_order_wait_for_blocks() -> None:
     told = host.explain("c")
     assert (told.reason, told.blocker, told.resource) == (Reason.BLOCKS, "a", "KV blocks")
     assert told.since == host.now - 1
-    assert told.holders == (Holder("a", 1),), "others: it holds one, too"
+    assert told.holders == (Holder("a", 1),), "others: it also holds one"
 
 
-def test_the_time_of_one_that_is_left_out_outlasts_the_growth_of_the_batch() -> None:
+def test_since_of_a_left_out_row_survives_growth_of_the_batch() -> None:
     host = Host(
         batching="prefill-first",
         shortage="in-order",
@@ -399,7 +399,7 @@ def test_the_time_of_one_that_is_left_out_outlasts_the_growth_of_the_batch() -> 
     assert host.scheduler.num_running > 70
 
 
-def test_who_was_left_out_during_a_pause_is_not_left_out_after_it() -> None:
+def test_rows_left_out_during_a_pause_do_not_count_after_it() -> None:
     host = Host()
     host.add("a", 4)
     host.step()
@@ -411,13 +411,13 @@ def test_who_was_left_out_during_a_pause_is_not_left_out_after_it() -> None:
 
 
 @pytest.mark.parametrize("reason", ParkReason)
-def test_a_parked_request_says_what_for(reason: ParkReason) -> None:
+def test_the_explanation_of_a_parked_request_has_its_cause(reason: ParkReason) -> None:
     host = Host()
     host.add("a", 4, park=reason)
     assert host.explain("a").sentence == f"a waits: {PARKED_FOR[reason.status]}."
 
 
-def test_what_does_not_wait_says_so() -> None:
+def test_requests_that_do_not_wait_have_a_sentence() -> None:
     host = Host()
     host.add("a", 4, max_tokens=1)
     assert host.explain("a").sentence == "a has not been tried in a step yet."
@@ -427,7 +427,7 @@ def test_what_does_not_wait_says_so() -> None:
     assert host.explain("a").sentence == "a has finished."
 
 
-def test_of_many_holders_some_are_named_and_all_are_counted() -> None:
+def test_few_holders_are_named_and_all_are_counted() -> None:
     host = Host(max_num_seqs=12, max_num_batched_tokens=16)
     for index in range(13):
         host.add(f"r{index}", 1)
@@ -437,7 +437,7 @@ def test_of_many_holders_some_are_named_and_all_are_counted() -> None:
     assert told.sentence.endswith("Held by r0 (1), r1 (1), r2 (1) and 9 more.")
 
 
-def test_a_request_whose_kv_is_loaded_names_the_transfer() -> None:
+def test_a_request_whose_kv_is_loading_names_the_transfer() -> None:
     host, connector = connected()
     connector.offers["a"] = (8, True)
     host.add("a", 12)
@@ -448,7 +448,7 @@ def test_a_request_whose_kv_is_loaded_names_the_transfer() -> None:
     assert told.sentence == f"a waits: its KV is being loaded (transfer {load.transfer_id})."
 
 
-def test_blocks_are_held_by_transfers_too_and_by_those_of_requests_that_have_ended() -> None:
+def test_transfers_of_finished_requests_are_holders_of_blocks() -> None:
     host, connector = connected()
     connector.offers |= {"gone": (12, True), "loads": (16, True), "waits": (16, True)}
     for name, length in (("gone", 16), ("loads", 20), ("waits", 20)):

@@ -1,4 +1,4 @@
-"""The documents' tables of reasons to wait have a line for every reason that the scheduler can give, and no other."""
+"""The tables of reasons in the documentation have exactly the reasons that the scheduler can give."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pointsman.core.state.status import ParkReason
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 NOT_TRIED = {"not_tried"}
-"""Of `pointsman:requests_waiting`, for a head that no step has tried."""
+"""A label of `pointsman:requests_waiting`, for a head that no step has checked."""
 
 
 def tables(name: str) -> list[dict[str, list[str]]]:
-    """Of each table in a document whose first column is a reason, the further cells by reason."""
+    """The tables in a document whose first column is a reason, each as its other cells by reason."""
     found: list[dict[str, list[str]]] = []
     columns = 0
     for line in (DOCS / name).read_text().splitlines():
@@ -53,7 +53,7 @@ def test_every_reason_has_a_line_with_a_remedy(document: str, expected: list[set
     assert [reason for table in found for reason, cells in table.items() if not all(cells)] == []
 
 
-def test_the_labels_of_the_metrics_are_these_reasons() -> None:
+def test_the_reasons_are_the_labels_of_the_metrics() -> None:
     stats = Scheduler(SchedulerConfig(num_blocks=4, max_model_len=32)).stats()
     (reasons, _) = tables("metrics.md")
     assert set(stats.deferrals) - {"parked"} == set(reasons) - NOT_TRIED

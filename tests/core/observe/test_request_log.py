@@ -1,4 +1,4 @@
-"""The log of a request: what happened to it, in order, with the times of the calls."""
+"""The log of a request: its events in order, with the times of the calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def logging_host(**config: Any) -> Host:
     return Host(log_request_events=True, **config)
 
 
-def test_a_request_from_start_to_end() -> None:
+def test_the_log_of_a_request_from_start_to_end() -> None:
     host = logging_host(max_num_batched_tokens=4, max_num_seqs=2)
     request = host.add("a", 6, eos_token_ids=(EOS,))  # at 1
     host.step()  # 2 and 3: a chunk
@@ -29,14 +29,14 @@ def test_a_request_from_start_to_end() -> None:
     assert request.events[-1].detail == "stop"
 
 
-def test_a_first_token_that_is_the_last_comes_before_the_end() -> None:
+def test_a_first_and_last_token_is_logged_before_the_end() -> None:
     host = logging_host()
     request = host.add("a", max_tokens=1)
     host.step()
     assert [name for name, _ in log_of(request)] == ["QUEUED", "SCHEDULED", "FIRST_TOKEN", "FINISHED"]
 
 
-def test_a_preempted_request_resumes() -> None:
+def test_a_preemption_and_the_resumption_are_logged() -> None:
     host = logging_host(num_blocks=4, max_model_len=16)
     first, second = host.add("a", 4, max_tokens=9), host.add("b", 4, max_tokens=9)
     host.run_to_end()
@@ -47,7 +47,7 @@ def test_a_preempted_request_resumes() -> None:
     assert times == sorted(times)
 
 
-def test_parking_names_what_it_is_for() -> None:
+def test_parking_is_logged_with_its_cause() -> None:
     host = logging_host()
     request = host.add("a", park=ParkReason.GRAMMAR)
     host.ready("a")
@@ -65,7 +65,7 @@ def test_parking_names_what_it_is_for() -> None:
     ]
 
 
-def test_an_admission_of_a_failed_step_is_rolled_back() -> None:
+def test_a_rolled_back_admission_is_logged() -> None:
     host = logging_host()
     request = host.add("a")
     host.fail(host.schedule())
@@ -73,7 +73,7 @@ def test_an_admission_of_a_failed_step_is_rolled_back() -> None:
     assert [name for name, _ in log_of(request)] == ["QUEUED", "SCHEDULED", "ROLLED_BACK", "SCHEDULED", "FIRST_TOKEN"]
 
 
-def test_the_first_token_may_come_after_the_preemption() -> None:
+def test_a_first_token_after_a_preemption_is_logged() -> None:
     host = logging_host(max_steps_in_flight=2)
     request = host.add("a")
     output = host.schedule()
@@ -83,8 +83,8 @@ def test_the_first_token_may_come_after_the_preemption() -> None:
 
 
 @pytest.mark.parametrize(("max_tokens", "first"), [(1, ["FIRST_TOKEN"]), (0, [])])
-def test_the_first_token_may_complete_a_part_while_the_request_is_parked(max_tokens: int, first: list[str]) -> None:
-    """The next part, given already, then takes the place of the output before the update returns."""
+def test_a_first_token_that_completes_a_part_is_logged_when_parked(max_tokens: int, first: list[str]) -> None:
+    """The next part is already there, and replaces the output before the update returns."""
     host = logging_host(max_steps_in_flight=2)
     request = host.add("a", 8, max_tokens=max_tokens, more_input=True)
     output = host.schedule()
@@ -99,7 +99,7 @@ def test_the_first_token_may_complete_a_part_while_the_request_is_parked(max_tok
     assert [name for name, _ in log_of(request)] == [*expected, "QUEUED", "RESUMED", "FIRST_TOKEN", "FINISHED"]
 
 
-def test_explanations_have_the_log_as_it_was() -> None:
+def test_explanations_have_a_copy_of_the_log() -> None:
     host = logging_host()
     request = host.add("a")
     explained = host.explain("a").events
@@ -107,7 +107,7 @@ def test_explanations_have_the_log_as_it_was() -> None:
     assert len(explained) == 1 and explained[0] is request.events[0]
 
 
-def test_the_first_three_are_those_of_vllm() -> None:
+def test_the_first_three_event_types_are_those_of_vllm() -> None:
     assert [(kind.name, int(kind)) for kind in list(RequestEventType)[:3]] == [
         ("QUEUED", 1),
         ("SCHEDULED", 2),
@@ -115,7 +115,7 @@ def test_the_first_three_are_those_of_vllm() -> None:
     ]
 
 
-def test_it_is_off_by_default() -> None:
+def test_the_log_is_off_by_default() -> None:
     host = Host()
     request = host.add("a", max_tokens=2)
     host.run_to_end()

@@ -1,4 +1,4 @@
-"""Files that are written beside the serving: what a full, slow or vanished disk does to them, and to their writer."""
+"""Recording and film files: the effect of a full, slow or missing disk on them and on their writer."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ needs_full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there i
 
 
 class Disk(FileIO):
-    """A file on a disk with so many free bytes."""
+    """A file on a disk with `num_free` free bytes."""
 
-    room = 0
+    num_free = 0
     error = errno.ENOSPC
 
     def write(self, data: Any, /) -> int:
-        if not self.room:
+        if not self.num_free:
             raise OSError(self.error, os.strerror(self.error))
-        written = super().write(memoryview(data)[: self.room])
-        self.room -= written
+        written = super().write(memoryview(data)[: self.num_free])
+        self.num_free -= written
         return written
 
 
-def disk(path: Path, room: int, error: int = errno.ENOSPC) -> Disk:
+def disk(path: Path, num_free: int, error: int = errno.ENOSPC) -> Disk:
     made = Disk(path, "w")
-    made.room, made.error = room, error
+    made.num_free, made.error = num_free, error
     return made
 
 
@@ -63,7 +63,7 @@ def work(host: Host, names: str = "abcdef") -> None:
 # ---------------------------------------------------------------------- a file with a thread of its own
 
 
-def test_what_is_written_is_in_the_file_after_close(tmp_path: Path) -> None:
+def test_all_pieces_are_in_the_file_after_close(tmp_path: Path) -> None:
     file = BackgroundFile.create(tmp_path / "f")
     assert [file.write(LINE) for _ in range(1000)] == [len(LINE)] * 1000
     file.close()
@@ -72,11 +72,9 @@ def test_what_is_written_is_in_the_file_after_close(tmp_path: Path) -> None:
     assert (tmp_path / "f").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_full_disk_ends_the_file_behind_its_last_whole_piece(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_disk_ends_the_file_after_its_last_whole_piece(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ends: list[int] = []
-    file = BackgroundFile(disk(tmp_path / "f", room=50), "the file")
+    file = BackgroundFile(disk(tmp_path / "f", num_free=50), "the file")
     file.on_end = lambda: ends.append(threading.get_ident())
     for _ in range(10):
         file.write(LINE)
@@ -91,17 +89,19 @@ def test_a_full_disk_ends_the_file_behind_its_last_whole_piece(
     assert "the file is written no further: No space left on device" in logged[0]
 
 
-def test_a_file_that_waits_for_room_goes_on_without_a_gap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_waits_for_free_space_continues_without_a_gap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("pointsman.core.observe.side_file.SECONDS_BETWEEN_TRIES", 0.01)
-    raw = disk(tmp_path / "f", room=50)
+    raw = disk(tmp_path / "f", num_free=50)
     file = BackgroundFile(raw, when_full="wait")
     lines = [f"line {number}\n" for number in range(500)]
     for line in lines:
         file.write(line)
-    until(lambda: raw.room == 0)
+    until(lambda: raw.num_free == 0)
     time.sleep(0.1)
     assert not file.ended_by and file.num_waiting_bytes > 0
-    raw.room = 1 << 20
+    raw.num_free = 1 << 20
     file.close()
     assert (tmp_path / "f").read_text() == "".join(lines)
     assert not file.ended_by
@@ -109,7 +109,7 @@ def test_a_file_that_waits_for_room_goes_on_without_a_gap(tmp_path: Path, monkey
 
 def test_a_file_that_waits_ends_when_too_much_would_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pointsman.core.observe.side_file.SECONDS_BETWEEN_TRIES", 0.01)
-    raw = disk(tmp_path / "f", room=0)
+    raw = disk(tmp_path / "f", num_free=0)
     file = BackgroundFile(raw, when_full="wait", max_waiting_bytes=100)
     file.write(LINE)
     until(lambda: file._is_full)
@@ -117,14 +117,14 @@ def test_a_file_that_waits_ends_when_too_much_would_wait(tmp_path: Path, monkeyp
         file.write(LINE)
     assert file.ended_by == "the disk is full, and more than 100 bytes would wait in memory"
     assert file.num_waiting_bytes <= 100
-    raw.room = 1 << 20
+    raw.num_free = 1 << 20
     file.write(LINE)
     file.close()
-    assert (tmp_path / "f").read_text() == LINE * 4, "what waited is written, and nothing behind a gap"
+    assert (tmp_path / "f").read_text() == LINE * 4, "the waiting pieces are written, and nothing after a gap"
 
 
 def test_a_file_that_waits_ends_with_the_program(tmp_path: Path) -> None:
-    file = BackgroundFile(disk(tmp_path / "f", room=30), when_full="wait")
+    file = BackgroundFile(disk(tmp_path / "f", num_free=30), when_full="wait")
     for _ in range(10):
         file.write(LINE)
     began = time.monotonic()
@@ -135,15 +135,15 @@ def test_a_file_that_waits_ends_with_the_program(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.EROFS, errno.ESTALE, errno.EFBIG])
-def test_only_a_lack_of_room_is_waited_for(tmp_path: Path, error: int) -> None:
-    file = BackgroundFile(disk(tmp_path / "f", room=0, error=error), when_full="wait")
+def test_only_a_full_disk_makes_the_file_wait(tmp_path: Path, error: int) -> None:
+    file = BackgroundFile(disk(tmp_path / "f", num_free=0, error=error), when_full="wait")
     file.write(LINE)
     until(lambda: file.ended_by)
     assert file.ended_by == os.strerror(error)
     file.close()
 
 
-def test_a_disk_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
+def test_a_disk_that_hangs_delays_no_call(tmp_path: Path) -> None:
     answers = threading.Event()
 
     class Hung(FileIO):
@@ -177,7 +177,7 @@ def test_a_file_that_is_deleted_is_reported(tmp_path: Path, how: str) -> None:
     file.close()
 
 
-def test_a_file_that_is_renamed_is_written_on(tmp_path: Path) -> None:
+def test_writing_continues_to_a_renamed_file(tmp_path: Path) -> None:
     file = BackgroundFile.create(tmp_path / "f")
     file.write(LINE)
     until(lambda: file.num_bytes)
@@ -187,7 +187,7 @@ def test_a_file_that_is_renamed_is_written_on(tmp_path: Path) -> None:
     assert (tmp_path / "g").read_text() == LINE * 2
 
 
-def test_a_file_that_another_program_shortens_gets_no_zeros(tmp_path: Path) -> None:
+def test_a_file_shortened_by_another_program_gets_no_zeros(tmp_path: Path) -> None:
     file = BackgroundFile.create(tmp_path / "f")
     for _ in range(10):
         file.write(LINE)
@@ -200,7 +200,7 @@ def test_a_file_that_another_program_shortens_gets_no_zeros(tmp_path: Path) -> N
     assert file.ended_by == "another program has shortened the file"
 
 
-def test_an_error_that_shows_when_the_file_is_closed_is_reported(tmp_path: Path) -> None:
+def test_an_error_at_close_is_reported(tmp_path: Path) -> None:
     class Deferred(FileIO):
         def close(self) -> None:
             super().close()
@@ -212,7 +212,7 @@ def test_an_error_that_shows_when_the_file_is_closed_is_reported(tmp_path: Path)
     assert "when it was closed; its end may be missing" in file.ended_by
 
 
-def test_a_limit_of_the_process_on_file_sizes_ends_the_file(tmp_path: Path) -> None:
+def test_the_file_size_limit_of_the_process_ends_the_file(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     file = BackgroundFile.create(tmp_path / "f", when_full="wait")
     try:
@@ -251,7 +251,7 @@ def test_a_pipe_whose_reader_leaves_ends_the_file() -> None:
 
 
 @needs_full
-def test_a_recording_on_a_full_disk_costs_the_scheduler_nothing() -> None:
+def test_a_recording_on_a_full_disk_does_not_affect_the_scheduler() -> None:
     file = BackgroundFile(FileIO("/dev/full", "w"))
     host = Host(recorder=Recorder(file))
     work(host)
@@ -261,9 +261,9 @@ def test_a_recording_on_a_full_disk_costs_the_scheduler_nothing() -> None:
     file.close()
 
 
-@pytest.mark.parametrize("room", [0, 10, 700, 1500, 2000, 3333])
-def test_a_recording_that_ended_early_replays_up_to_there(tmp_path: Path, room: int) -> None:
-    file = BackgroundFile(disk(tmp_path / "f", room))
+@pytest.mark.parametrize("num_free", [0, 10, 700, 1500, 2000, 3333])
+def test_a_recording_that_ended_early_replays_up_to_its_end(tmp_path: Path, num_free: int) -> None:
+    file = BackgroundFile(disk(tmp_path / "f", num_free))
     work(Host(recorder=Recorder(file)))
     file.close()
     assert file.ended_by
@@ -274,7 +274,7 @@ def test_a_recording_that_ended_early_replays_up_to_there(tmp_path: Path, room: 
 
 
 @pytest.mark.parametrize("kind", ["raises", "takes a part", "is closed"])
-def test_a_callers_own_file_that_fails_ends_the_recording_alone(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_file_of_the_caller_ends_only_the_recording(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     class Own(io.StringIO):
         num_lines = 0
 
@@ -305,11 +305,11 @@ def filmed(file: Any) -> None:
     recorder.close()
 
 
-def test_a_film_on_a_full_disk_shows_what_came_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_film_on_a_full_disk_has_all_steps_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pointsman.core.observe.film.EVENTS_IN_A_CHUNK", 8)
     whole = io.BytesIO()
     filmed(whole)
-    file = BackgroundFile(disk(tmp_path / "f", room=len(whole.getvalue()) - 100))
+    file = BackgroundFile(disk(tmp_path / "f", num_free=len(whole.getvalue()) - 100))
     filmed(file)
     file.close()
     assert file.ended_by == "No space left on device"
@@ -317,7 +317,7 @@ def test_a_film_on_a_full_disk_shows_what_came_before(tmp_path: Path, monkeypatc
     assert film.num_steps > 0 and not film.is_complete
 
 
-def test_a_file_of_a_program_with_nothing_else_to_do_raises() -> None:
+def test_a_file_with_raises_raises_its_errors() -> None:
     class Full(io.BytesIO):
         def write(self, data: Any, /) -> int:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,4 +1,4 @@
-"""The counters and gauges: what an operator reads off them."""
+"""The counters and gauges."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pointsman.core import ParkReason, Reason
 from tests.core.helpers import EOS, Host
 
 
-def test_a_new_scheduler_has_done_nothing() -> None:
+def test_counters_of_a_new_scheduler_are_0() -> None:
     stats = Host(num_reserved_blocks=2).stats()
     assert (stats.num_blocks, stats.num_free_blocks, stats.kv_cache_usage) == (14, 14, 0.0)
     assert (stats.num_running, stats.num_waiting, stats.num_parked) == (0, 0, {})
@@ -16,7 +16,7 @@ def test_a_new_scheduler_has_done_nothing() -> None:
     assert not any(stats.deferrals.values())
 
 
-def test_gauges_say_where_requests_are_and_how_full_the_pool_is() -> None:
+def test_gauges_of_requests_and_pool() -> None:
     host = Host(max_num_seqs=2)
     for request_id in "abc":
         host.add(request_id, 7)
@@ -30,7 +30,7 @@ def test_gauges_say_where_requests_are_and_how_full_the_pool_is() -> None:
     assert (stats.num_free_blocks, stats.kv_cache_usage) == (12, 0.25)
 
 
-def test_cached_free_blocks_are_free_and_do_not_count_as_usage() -> None:
+def test_cached_free_blocks_do_not_count_as_usage() -> None:
     host = Host()
     host.add("a", 9, max_tokens=1)
     host.run_to_end()
@@ -48,7 +48,7 @@ def test_tokens_are_counted_when_scheduled_and_when_generated() -> None:
     assert stats.num_steps == 4
 
 
-def test_ends_are_counted_by_reason() -> None:
+def test_finished_requests_are_counted_by_reason() -> None:
     host = Host(max_num_seqs=8)
     host.add("stop", eos_token_ids=(EOS,))
     host.add("length", max_tokens=1)
@@ -60,7 +60,7 @@ def test_ends_are_counted_by_reason() -> None:
     assert host.stats().num_added == 3
 
 
-def test_evictions_count_cached_blocks_whose_content_was_given_up() -> None:
+def test_evictions_are_counted_in_cached_blocks() -> None:
     host = Host(num_blocks=4, max_model_len=17)
     host.add("a", 12, max_tokens=1)
     host.run_to_end()
@@ -70,7 +70,7 @@ def test_evictions_count_cached_blocks_whose_content_was_given_up() -> None:
     assert host.stats().num_evictions == 2, "one block was blank"
 
 
-def test_preemptions_are_counted_by_what_they_were_for() -> None:
+def test_preemptions_are_counted_by_cause() -> None:
     host = Host(num_blocks=6, max_model_len=24, enable_prefix_caching=False)
     requests = [host.add("a", 10, max_tokens=12), host.add("b", 10, max_tokens=12)]
     while not host.stats().num_preemptions:
@@ -82,7 +82,7 @@ def test_preemptions_are_counted_by_what_they_were_for() -> None:
     host.reset_prefix_cache(preempt_running=True)
     stats = host.stats()
     assert (stats.num_preempted_by_parking, stats.num_preempted_by_reset, stats.num_displaced) == (1, 1, 0)
-    assert stats.num_preemptions == 3, "one for memory: who waits loses nothing when it is parked"
+    assert stats.num_preemptions == 3, "one for memory: parking a waiting request preempts nothing"
     causes = [cause for request in requests for cause in request.preemption_causes]
     assert sorted(cause.value for cause in causes) == ["memory", "parked", "reset"]
 
@@ -101,8 +101,8 @@ def test_a_snapshot_does_not_change_afterwards() -> None:
         before.num_steps = 0  # type: ignore[misc]
 
 
-def test_the_response_to_growing_memory_pressure_can_be_read_from_the_counters() -> None:
-    """The same load in ever smaller pools: first nothing, then waiting, then preemption; evictions in between."""
+def test_counters_show_growing_memory_pressure() -> None:
+    """The same load in smaller and smaller pools: no waiting, then waiting, then preemption; evictions in between."""
     seen = {}
     for num_blocks in (64, 24, 8):
         host = Host(num_blocks=num_blocks, max_num_seqs=8, max_num_batched_tokens=64)
@@ -114,10 +114,10 @@ def test_the_response_to_growing_memory_pressure_can_be_read_from_the_counters()
         seen[num_blocks] = (memory > 0, stats.num_preemptions > 0, stats.num_recomputed_tokens > 0)
     assert seen[64] == (False, False, False)
     assert seen[8] == (True, True, True)
-    assert seen[24][0], "at three blocks each all start, and as they grow those that gave way wait"
+    assert seen[24][0], "with three blocks each all start, and as they grow the preempted ones wait"
 
 
-def test_one_deferral_is_counted_per_step_for_the_head_alone() -> None:
+def test_deferrals_are_counted_once_per_step_for_the_head() -> None:
     host = Host(max_num_seqs=1)
     for index in range(10):
         host.add(f"r{index}", 4)

@@ -1,4 +1,4 @@
-"""`stalled`: which requests stand where they stood a while ago?"""
+"""`stalled`: finds requests without progress."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from tests.core.helpers import Host, connected
 
 
 def stalled(host: Host, seconds: float) -> list[tuple[str, float]]:
-    """(request, for how long), of those that stall now."""
+    """(request, seconds) of the stalled requests."""
     return [
         (stall.explanation.request_id, host.now - stall.since) for stall in host.scheduler.stalled(host.now, seconds)
     ]
 
 
 def wait(host: Host, seconds: float) -> None:
-    """Time goes by, and nobody calls."""
+    """Let time pass without calls."""
     host.now += seconds
 
 
-def test_a_request_that_is_not_admitted_stalls_and_what_runs_does_not() -> None:
+def test_a_waiting_request_stalls_and_a_running_one_does_not() -> None:
     host = Host(max_num_seqs=1, max_num_batched_tokens=8)
     host.add("runs", 4, max_tokens=50)
     host.add("waits", 4)
@@ -34,7 +34,7 @@ def test_a_request_that_is_not_admitted_stalls_and_what_runs_does_not() -> None:
     assert (stall.explanation.reason, stall.explanation.blocker) == (Reason.SEQUENCE_LIMIT, "runs")
 
 
-def test_a_chunk_of_a_prompt_is_progress_and_so_are_a_token_an_admission_and_a_preemption() -> None:
+def test_chunks_tokens_admissions_and_preemptions_are_progress() -> None:
     host = Host(max_num_batched_tokens=4)
     host.add("a", 12, max_tokens=8)
     for act in (*[host.step] * 6, lambda: host.park("a"), lambda: host.ready("a"), host.step):
@@ -46,7 +46,7 @@ def test_a_chunk_of_a_prompt_is_progress_and_so_are_a_token_an_admission_and_a_p
     assert [name for name, _ in stalled(host, 5.0)] == ["a"], "it runs, and its step never comes back"
 
 
-def test_a_parked_request_stalls_with_what_it_waits_for() -> None:
+def test_the_stall_of_a_parked_request_has_its_cause() -> None:
     host = Host()
     host.add("a", 4, park=ParkReason.GRAMMAR)
     stalled(host, 30.0)
@@ -55,7 +55,7 @@ def test_a_parked_request_stalls_with_what_it_waits_for() -> None:
     assert stall.explanation.reason is Reason.PARKED
 
 
-def test_one_that_waits_for_its_caller_does_not_stall_and_its_time_begins_anew() -> None:
+def test_a_request_that_waits_for_its_caller_does_not_stall() -> None:
     host = Host()
     host.add("a", 4, max_tokens=0, more_input=True)
     host.step()
@@ -65,10 +65,10 @@ def test_one_that_waits_for_its_caller_does_not_stall_and_its_time_begins_anew()
     host.extend("a", 4)
     assert stalled(host, 10.0) == []
     wait(host, 10.0)
-    assert [name for name, _ in stalled(host, 10.0)] == ["a"], "nobody runs the step that its part needs"
+    assert [name for name, _ in stalled(host, 10.0)] == ["a"], "the step that its part needs is not executed"
 
 
-def test_a_load_that_does_not_end_is_a_stall_that_names_the_transfer() -> None:
+def test_the_stall_of_an_endless_load_names_the_transfer() -> None:
     host, connector = connected()
     connector.offers["a"] = (8, True)
     host.add("a", 12)
@@ -79,7 +79,7 @@ def test_a_load_that_does_not_end_is_a_stall_that_names_the_transfer() -> None:
     assert (stall.explanation.reason, stall.explanation.transfer) == (Reason.KV_LOAD, load.transfer_id)
 
 
-def test_the_longest_stall_comes_first_and_one_that_moves_on_is_gone() -> None:
+def test_the_longest_stall_comes_first_and_progress_ends_a_stall() -> None:
     host = Host(max_num_seqs=1)
     for request_id in ("runs", "first"):
         host.add(request_id, 4, max_tokens=30)
@@ -96,7 +96,7 @@ def test_the_longest_stall_comes_first_and_one_that_moves_on_is_gone() -> None:
 
 
 @pytest.mark.parametrize("mode", PauseMode)
-def test_what_a_pause_holds_up_does_not_stall_and_its_time_begins_anew(mode: PauseMode) -> None:
+def test_paused_requests_do_not_stall(mode: PauseMode) -> None:
     host = Host(max_num_seqs=1)
     host.add("runs", 4)
     host.add("waits", 4)
@@ -112,7 +112,7 @@ def test_what_a_pause_holds_up_does_not_stall_and_its_time_begins_anew(mode: Pau
     assert sorted(name for name, _ in stalled(host, 10.0)) == ["runs", "waits"]
 
 
-def test_looking_is_no_call_that_a_recording_needs() -> None:
+def test_checks_for_stalls_are_not_recorded() -> None:
     recording = io.StringIO()
     host = Host(recorder=Recorder(recording))
     host.add("a", 4)

@@ -1,4 +1,4 @@
-"""Adapters (LoRA): how many run at once, who is passed over, and that everybody gets a turn."""
+"""Adapters (LoRA): the cap on running adapters, skipped requests, and claims, which bound the wait."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.core.helpers import Host, cached_of, names, tokens_of
 
 
 def roomy(**overrides: Any) -> Host:
-    """Seats, tokens and blocks for everybody, and two adapter slots."""
+    """A host with two adapter slots, and enough sequence slots, tokens and blocks for all requests."""
     values = {"num_blocks": 4000, "max_num_seqs": 128, "max_num_batched_tokens": 512, "max_loras": 2}
     return Host(**{**values, **overrides})
 
@@ -40,7 +40,7 @@ def test_an_output_names_the_adapter_of_each_row() -> None:
     assert host.step().adapters == [None, Adapter("x", 1)]
 
 
-def test_a_request_that_computes_its_prompt_in_chunks_holds_a_slot() -> None:
+def test_a_request_holds_an_adapter_slot_during_chunked_prefill() -> None:
     host = roomy(max_loras=1, max_num_batched_tokens=128, long_prefill_token_threshold=4)
     add(host, "long", "x", prompt=20)
     add(host, "other", "y")
@@ -103,10 +103,10 @@ def test_a_preempted_request_needs_a_slot_again() -> None:
     assert (told.reason, told.position) == (Reason.ADAPTER_SLOTS, 0)
 
 
-# ------------------------------------------------------------------ passing over
+# ------------------------------------------------------------------ skipped requests
 
 
-def test_who_has_no_slot_is_no_wall_to_those_behind() -> None:
+def test_a_request_without_an_adapter_slot_does_not_block_the_queue() -> None:
     host = roomy()
     for request_id, adapter in (("a", "x"), ("b", "y"), ("c", "z"), ("d", "x"), ("e", "w"), ("f", None)):
         add(host, request_id, adapter)
@@ -114,7 +114,7 @@ def test_who_has_no_slot_is_no_wall_to_those_behind() -> None:
     assert [host.explain(name).position for name in "ce"] == [0, 1]
 
 
-def test_a_wall_behind_somebody_passed_over_is_still_a_wall() -> None:
+def test_a_blocked_request_behind_a_skipped_one_blocks_the_queue() -> None:
     host = Host(max_loras=1, num_blocks=6, max_model_len=24)
     add(host, "a", "x", prompt=8)
     add(host, "b", "y", prompt=1)
@@ -130,7 +130,7 @@ def test_a_wall_behind_somebody_passed_over_is_still_a_wall() -> None:
 
 
 @pytest.mark.parametrize("order", ["fcfs", "priority", "fcfs-front", "priority-by-arrival"])
-def test_who_was_passed_over_keeps_its_place_in_every_order(order: str) -> None:
+def test_a_skipped_request_keeps_its_place_in_every_order(order: str) -> None:
     host = roomy(order=order, max_loras=1)
     add(host, "first", "x", max_tokens=4)
     for request_id in ("a", "b", "c"):
@@ -148,7 +148,7 @@ def test_who_was_passed_over_keeps_its_place_in_every_order(order: str) -> None:
     assert names(host.step().requests) == sorted("abc", key=lambda name: places["abc".index(name)])
 
 
-def test_a_step_passes_over_a_bounded_number() -> None:
+def test_a_step_skips_a_bounded_number_of_requests() -> None:
     class Counting(FirstComeFirstServed):
         pops = 0
 
@@ -170,7 +170,7 @@ def test_a_step_passes_over_a_bounded_number() -> None:
     assert host.explain(f"r{MAX_SKIPPED + 1}").blocker == f"r{MAX_SKIPPED}"
 
 
-def test_a_head_that_lacks_a_seat_is_a_wall_even_if_it_also_lacks_a_slot() -> None:
+def test_a_head_without_sequence_slot_blocks_the_queue() -> None:
     host = Host(max_num_seqs=1, max_loras=1)
     add(host, "a", "x")
     add(host, "b", "y")
@@ -179,11 +179,11 @@ def test_a_head_that_lacks_a_seat_is_a_wall_even_if_it_also_lacks_a_slot() -> No
     assert host.explain("b").reason is Reason.SEQUENCE_LIMIT
 
 
-# ------------------------------------------------------------------ everybody gets a turn
+# ------------------------------------------------------------------ claims
 
 
-def test_an_endless_stream_with_the_adapter_that_runs_does_not_starve_another() -> None:
-    """At most `max_overtakes` go by, then the claim; it is served when those that run with the other adapter end."""
+def test_an_endless_stream_of_one_adapter_does_not_starve_another() -> None:
+    """After `max_overtakes` bypasses it claims a slot, and starts when the running requests of another adapter end."""
     host = roomy(max_loras=1, max_overtakes=5)
     add(host, "x0", "x", max_tokens=3)
     host.step()
@@ -198,7 +198,7 @@ def test_an_endless_stream_with_the_adapter_that_runs_does_not_starve_another() 
     assert Adapter("x", 1) not in output.adapters
 
 
-def test_a_claim_retires_the_adapter_that_has_run_longest_and_no_other() -> None:
+def test_a_claim_retires_only_the_adapter_that_has_run_longest() -> None:
     host = roomy(max_overtakes=0)
     add(host, "x1", "x", max_tokens=20)
     host.step()
@@ -206,16 +206,16 @@ def test_a_claim_retires_the_adapter_that_has_run_longest_and_no_other() -> None
     host.step()
     for request_id, adapter in (("claims", "z"), ("x2", "x"), ("y2", "y"), ("z2", "z")):
         add(host, request_id, adapter, max_tokens=2)
-    assert names(host.step().admitted) == ["y2"], "x runs longest, so nobody starts with it"
+    assert names(host.step().admitted) == ["y2"], "x has run longest, so no request starts with it"
     add(host, "second claim", "w", max_tokens=2)
     add(host, "y3", "y")
     assert names(host.step().admitted) == [], "now y is retired too"
     assert host.explain("y3").reason is Reason.ADAPTER_SLOTS
     order = [request.request_id for output in host.run_to_end() for request in output.admitted]
-    assert order == ["claims", "x2", "z2", "second claim", "y3"], "each behind the claims that stand before it"
+    assert order == ["claims", "x2", "z2", "second claim", "y3"], "each waits behind the claims before it"
 
 
-def test_what_ran_with_a_retired_adapter_comes_back_and_finishes() -> None:
+def test_preempted_requests_of_a_retired_adapter_resume_and_finish() -> None:
     host = roomy(max_loras=1, max_overtakes=0)
     add(host, "a", "x", max_tokens=9)
     add(host, "b", "x", max_tokens=4)
@@ -231,7 +231,7 @@ def test_what_ran_with_a_retired_adapter_comes_back_and_finishes() -> None:
     assert order == ["claims", "new"]
 
 
-def test_a_more_urgent_request_is_not_held_up_by_the_claim_of_a_less_urgent_one() -> None:
+def test_a_claim_does_not_delay_more_urgent_requests() -> None:
     host = roomy(order="priority", displace=False, max_loras=1, max_overtakes=0)
     add(host, "a", "x", priority=0, max_tokens=20)
     host.step()
@@ -241,7 +241,7 @@ def test_a_more_urgent_request_is_not_held_up_by_the_claim_of_a_less_urgent_one(
     assert names(host.step().requests) == ["a", "urgent"]
 
 
-def test_a_claim_goes_with_the_request() -> None:
+def test_a_claim_ends_with_its_request() -> None:
     host = roomy(max_loras=1, max_overtakes=0)
     add(host, "a", "x")
     add(host, "claims", "y")
@@ -251,7 +251,7 @@ def test_a_claim_goes_with_the_request() -> None:
     assert names(host.step().requests) == ["a", "b"]
 
 
-def test_the_count_begins_anew_when_a_request_loses_its_row() -> None:
+def test_bypasses_are_counted_again_after_a_preemption() -> None:
     host = roomy(max_loras=1, max_overtakes=1)
     add(host, "x1", "x", max_tokens=2)
     y = add(host, "y", "y")
@@ -272,10 +272,10 @@ def test_with_all_slots_retired_requests_without_an_adapter_still_run() -> None:
     host.run_to_end()
 
 
-# ------------------------------------------------------------------ displacement
+# ------------------------------------------------------------------ priority preemption
 
 
-def test_a_more_urgent_request_displaces_the_adapter_with_the_fewest_requests() -> None:
+def test_priority_preempts_the_adapter_with_the_fewest_requests() -> None:
     host = roomy(order="priority")
     for request_id, adapter in (("x1", "x"), ("x2", "x"), ("y1", "y")):
         add(host, request_id, adapter, priority=5)
@@ -285,7 +285,7 @@ def test_a_more_urgent_request_displaces_the_adapter_with_the_fewest_requests() 
     assert (names(output.preempted), names(output.admitted)) == (["y1"], ["urgent"])
 
 
-def test_nobody_is_displaced_for_a_slot_that_an_equally_urgent_request_keeps() -> None:
+def test_no_preemption_for_a_slot_that_an_equally_urgent_request_holds() -> None:
     host = roomy(order="priority", max_loras=1)
     add(host, "x1", "x", priority=5)
     add(host, "x2", "x", priority=0)
@@ -296,7 +296,7 @@ def test_nobody_is_displaced_for_a_slot_that_an_equally_urgent_request_keeps() -
     assert (names(output.preempted), names(output.admitted)) == ([], ["x3"])
 
 
-def test_a_slot_and_a_seat_are_displaced_together() -> None:
+def test_priority_preemption_frees_adapter_and_sequence_slot_together() -> None:
     host = roomy(order="priority", max_loras=1, max_num_seqs=2)
     add(host, "x", "x", priority=1)
     add(host, "plain", priority=9)
@@ -337,7 +337,7 @@ def test_requests_of_one_step_share_a_prefix_only_with_an_equal_adapter() -> Non
     assert cached_of(host.step()) == {"a": 0, "b": 0, "c": 8}
 
 
-# ------------------------------------------------------------------ explaining, refusing
+# ------------------------------------------------------------------ explanations, refusals
 
 
 def test_explain_names_the_adapters_that_hold_the_slots() -> None:
@@ -354,7 +354,7 @@ def test_explain_names_the_adapters_that_hold_the_slots() -> None:
     assert host.explain("a").adapter_slots == {}
 
 
-def test_a_parked_request_has_no_claim_on_a_reason() -> None:
+def test_a_parked_request_is_not_deferred_for_adapter_slots() -> None:
     host = roomy(max_loras=1)
     add(host, "a", "x")
     add(host, "b", "y")
@@ -370,7 +370,7 @@ def test_without_slots_an_adapter_is_refused() -> None:
 
 
 @pytest.mark.parametrize("adapter", ["x", ("x",), ("", 1), ("x", None), ("x", True), (1, "x"), ("x", 1.0), 5])
-def test_an_adapter_that_is_none_is_refused(adapter: Any) -> None:
+def test_an_invalid_adapter_is_refused(adapter: Any) -> None:
     with pytest.raises(RequestRefused, match=r"adapter is .*give \(name, version\)"):
         Request("a", [1], arrival_time=0.0, max_tokens=1, adapter=adapter)
 
@@ -383,6 +383,6 @@ def test_an_adapter_that_is_none_is_refused(adapter: Any) -> None:
         ({"max_overtakes": 3}, "max_overtakes is 3, and no request is skipped without adapters"),
     ],
 )
-def test_knobs_that_make_no_sense(values: dict[str, int], message: str) -> None:
+def test_invalid_knobs_are_refused(values: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Host(**values)

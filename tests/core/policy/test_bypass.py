@@ -1,4 +1,4 @@
-"""Who may pass a request that waits for blocks, how many may, and what is kept for it."""
+"""The reserve "bypass": requests that bypass one that waits for blocks, their bound, and the blocks kept for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def host_with_a_long_head(**config: Any) -> Host:
     return host
 
 
-def test_a_short_request_passes_a_long_one_that_waits_for_blocks() -> None:
+def test_a_short_request_bypasses_a_long_one_that_waits_for_blocks() -> None:
     host = host_with_a_long_head()
     host.add("short", 4, max_tokens=2)
     output = host.step()
@@ -30,18 +30,18 @@ def test_a_short_request_passes_a_long_one_that_waits_for_blocks() -> None:
     host.run_to_end()
 
 
-def test_without_it_the_long_one_blocks_the_queue() -> None:
+def test_without_bypass_a_long_request_blocks_the_queue() -> None:
     host = host_with_a_long_head(reserves=())
     host.add("short", 4, max_tokens=2)
     assert names(host.step().admitted) == []
     assert host.explain("short").reason is Reason.BEHIND
 
 
-def test_what_is_released_while_it_waits_is_kept_for_it() -> None:
+def test_blocks_released_while_the_head_waits_are_kept_for_it() -> None:
     host = host_with_a_long_head(reserves=("bypass:kept=1",))
     host.add("a", 16, max_tokens=2)  # 5 blocks in the end; 6 are free
     assert names(host.step().admitted) == ["a"]
-    host.step()  # a ends with this step, and 6 blocks are free again, of which the head keeps what a released
+    host.step()  # a ends with this step, and 6 blocks are free again; those that a released are kept for the head
     assert host.scheduler.num_running == 1
     host.add("b", 12, max_tokens=2)
     host.step()
@@ -52,7 +52,7 @@ def test_what_is_released_while_it_waits_is_kept_for_it() -> None:
 
 
 @pytest.mark.parametrize("bound", [1, 3])
-def test_no_more_than_the_bound_pass_it(bound: int) -> None:
+def test_at_most_bound_requests_bypass(bound: int) -> None:
     host = host_with_a_long_head(reserves=(f"bypass:bound={bound},kept=0",), max_num_seqs=2)
     host.scheduler.abort("first", host.now)
     keeper = host.add("keeper", 36, max_tokens=12, arrival_time=0.0)
@@ -73,10 +73,10 @@ def test_the_bound_holds_within_one_step() -> None:
     for _ in range(3):
         host.step()
         assert long._state.num_bypassed <= 2
-    assert host.scheduler.num_running == 3, "first, and two that passed"
+    assert host.scheduler.num_running == 3, "first, and two that bypassed"
 
 
-def test_an_urgent_request_displaces_as_without_it() -> None:
+def test_bypass_does_not_change_priority_preemption() -> None:
     started = []
     for reserves in ((), ("bypass:kept=1",)):
         host = Host(order="priority", reserves=reserves, num_blocks=16, enable_prefix_caching=False)
@@ -91,7 +91,7 @@ def test_an_urgent_request_displaces_as_without_it() -> None:
     assert started[0] == started[1] == ["urgent"]
 
 
-def test_a_request_that_is_aborted_keeps_nothing() -> None:
+def test_no_blocks_are_kept_for_an_aborted_request() -> None:
     host = host_with_a_long_head(reserves=("bypass:kept=1",))
     host.step()
     host.abort("long")
@@ -100,7 +100,7 @@ def test_a_request_that_is_aborted_keeps_nothing() -> None:
 
 
 def decisions(monkeypatch: pytest.MonkeyPatch, seed: int, *, keeps_searches: bool) -> list[Any]:
-    """What a random workload leads to."""
+    """The decisions of a random workload."""
     with monkeypatch.context() as patch:
         if not keeps_searches:
             patch.setattr(Search, "is_done", lambda *_: False)
@@ -131,7 +131,7 @@ def decisions(monkeypatch: pytest.MonkeyPatch, seed: int, *, keeps_searches: boo
 
 
 @pytest.mark.parametrize("seed", range(16))
-def test_a_search_that_is_not_repeated_would_have_found_nobody(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_searches_that_are_left_out_would_find_no_request(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     kept = decisions(monkeypatch, seed, keeps_searches=True)
     assert kept == decisions(monkeypatch, seed, keeps_searches=False)
 

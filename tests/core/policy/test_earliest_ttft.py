@@ -1,4 +1,4 @@
-"""Earliest TTFT deadline first: who is late gives way, and still has its turn."""
+"""The order "earliest-ttft": late requests come last, within a bound."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def admission_order(host: Host) -> list[str]:
     return [name for output in host.run_to_end() for name in names(output.admitted)]
 
 
-def test_the_earliest_deadline_is_next_and_who_has_no_target_has_the_default() -> None:
+def test_earliest_deadline_is_next_with_a_default_target() -> None:
     host = Host(order=ORDER, max_num_seqs=1)
     for request_id, arrival, target in [("c", 0.0, 200.0), ("b", 50.0, None), ("a", 40.0, 90.0)]:
         host.add(request_id, 2, max_tokens=1, arrival_time=arrival, ttft_target=target)
@@ -38,7 +38,7 @@ def test_a_preempted_request_is_first() -> None:
     assert admission_order(host) == ["a", "urgent"]
 
 
-def test_who_is_late_waits_behind_those_that_can_be_on_time() -> None:
+def test_late_requests_wait_behind_requests_on_time() -> None:
     host = Host(order=ORDER, max_num_seqs=1)
     host.add("late", 2, max_tokens=1, arrival_time=-10.0, ttft_target=5.0)
     host.add("later", 2, max_tokens=1, arrival_time=-5.0, ttft_target=5.0)
@@ -57,7 +57,7 @@ def test_every_kth_admission_is_the_most_overdue() -> None:
     assert admission_order(host) == ["a", "b", "late-1", "c", "d", "late-2", "e", "f"]
 
 
-def test_a_prefill_that_would_end_too_late_is_late_as_far_as_steps_have_shown() -> None:
+def test_lateness_includes_the_learned_prefill_time() -> None:
     order = EarliestTTFT(default=10.0)
     view = Scheduler(small_config())._parts.view
     order.attach(view)
@@ -67,17 +67,15 @@ def test_a_prefill_that_would_end_too_late_is_late_as_far_as_steps_have_shown() 
     order.push(long)
     order.push(short)
     view.now = 1.0
-    assert order.peek() is long, "nothing is known of steps, and there are nine seconds left"
+    assert order.peek() is long, "step times are unknown, and nine seconds remain"
     order.on_step_time(StepLoad(100, 1, 100, 0, 0), 100.0)
     view.now = 2.0
-    assert order.peek() is long, "a step without prompts shows nothing"
+    assert order.peek() is long, "a step without prompts teaches nothing"
     order.on_step_time(StepLoad(100, 1, 100, 99, 5050), 20.0)
     view.now = 3.0
     assert order.peek() is short, "50 tokens take 10 seconds, 9 take 2"
     assert [order.position(request) for request in (short, long)] == [0, 1]
-    assert order.reason(long) == (
-        "its first token cannot be there within 10 s, and those that can be on time come first"
-    )
+    assert order.reason(long) == ("it can no longer meet its TTFT target of 10 s, and requests that can come first")
     assert order.reason(short) == ""
     order.remove(short)
     assert order.peek() is long
@@ -94,12 +92,12 @@ def test_asking_between_steps_changes_no_decision() -> None:
     )
     order.push(first)
     order.push(second)
-    assert order.peek() is first, "it is late, but that is found in a step"
+    assert order.peek() is first, "it is late, but only a step finds that"
     view.now = 21.0
     assert order.peek() is second
 
 
-def test_only_a_head_that_is_on_time_keeps_steps_from_being_done_at_once() -> None:
+def test_only_a_head_on_time_prevents_fast_forward() -> None:
     host = Host(order="earliest-ttft:default=30", max_num_seqs=1)
     host.add("a", 4, max_tokens=50)
     host.step()
@@ -124,8 +122,8 @@ def test_parameters_out_of_range_are_refused(spec: str) -> None:
     every=st.integers(1, 5),
     arrivals=st.lists(st.tuples(st.integers(0, 30), st.sampled_from([1.0, 4.0, 20.0])), min_size=1, max_size=40),
 )
-def test_a_late_request_has_its_turn_within_the_bound(every: int, arrivals: list[tuple[int, float]]) -> None:
-    """One with n more overdue before it is one of the next (n + 1) * every that are admitted."""
+def test_a_late_request_is_admitted_within_the_bound(every: int, arrivals: list[tuple[int, float]]) -> None:
+    """A request with n more overdue ones before it is among the next (n + 1) * every admissions."""
     order = EarliestTTFT(every=every)
     view = Scheduler(small_config())._parts.view
     order.attach(view)

@@ -1,4 +1,4 @@
-"""Encoder inputs: computed when their tokens are reached, within a budget, kept in a cache, part of the prefix key."""
+"""Encoder inputs: computed within a budget when their tokens are reached, cached, and part of the prefix key."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.property.embeddings import ShadowEncoder
 
 
 class ImageHost(Host):
-    """A host whose encoder refuses a step that needs embeddings that are not there."""
+    """A host whose encoder rejects steps that need missing embeddings."""
 
     def __init__(self, **overrides: Any) -> None:
         values = {"num_blocks": 64, "max_num_batched_tokens": 64, "encoder_budget": 8, "encoder_cache_size": 16}
@@ -60,7 +60,7 @@ def image(
 
 
 def computed(output: SchedulerOutput) -> list[str]:
-    """What the step's encoder is told to compute, as request:key."""
+    """The encoder inputs that the step computes, as request:key."""
     return [f"{request.request_id}:{request.encoder_inputs[index].key}" for request, index in output.encoder_inputs]
 
 
@@ -68,7 +68,7 @@ def freed(output: SchedulerOutput) -> list[str]:
     return [entry.key for entry in output.freed_encoder_entries]
 
 
-# ------------------------------------------------------------------ when, and how far
+# ------------------------------------------------------------------ when inputs are computed
 
 
 def test_an_input_is_computed_in_the_step_that_reaches_its_placeholders() -> None:
@@ -78,7 +78,7 @@ def test_an_input_is_computed_in_the_step_that_reaches_its_placeholders() -> Non
     assert told == [(8, []), (8, ["a:cat"]), (8, ["a:dog"])]
 
 
-def test_a_chunk_is_cut_before_the_first_input_that_the_budget_does_not_allow() -> None:
+def test_a_chunk_is_cut_before_the_first_input_over_the_budget() -> None:
     host = ImageHost(encoder_budget=5)
     host.add("a", 20, encoder_inputs=[image("cat", 2, 4), image("dog", 10, 4)])
     first, second = host.step(), host.step()
@@ -102,7 +102,7 @@ def test_the_budget_is_one_for_all_requests_of_a_step() -> None:
     assert computed(output) == ["a:cat"]
 
 
-def test_what_the_token_budget_cuts_off_takes_no_embeddings() -> None:
+def test_tokens_over_the_token_budget_take_no_embeddings() -> None:
     host = ImageHost(max_num_batched_tokens=8, encoder_budget=4)
     host.add("a", 20, encoder_inputs=[image("cat", 10, 4)])
     host.add("b", 8, encoder_inputs=[image("dog", 0, 4)])
@@ -118,7 +118,7 @@ def test_a_chunk_that_ends_in_the_middle_of_an_input_keeps_its_embeddings() -> N
     assert [computed(host.step()) for _ in range(3)] == [["a:cat"], [], []]
 
 
-def test_without_chunked_prefill_a_request_starts_with_all_its_embeddings_or_waits() -> None:
+def test_without_chunked_prefill_a_request_needs_all_its_embeddings() -> None:
     host = ImageHost(enable_chunked_prefill=False)
     host.add("a", 8, encoder_inputs=[image("cat", 4, 4)])
     host.add("b", 12, encoder_inputs=[image("dog", 0, 4), image("cow", 8, 4)])
@@ -144,7 +144,7 @@ def test_placeholders_behind_the_last_embedding_need_none() -> None:
     host.scheduler.reset_encoder_cache(0.0)
     host.add("b", prompt[:8], encoder_inputs=[cat], max_tokens=1)
     output = host.step()
-    assert (cached_of(output), computed(output)) == ({"b": 4}, []), "found are the embeddings, and the text behind"
+    assert (cached_of(output), computed(output)) == ({"b": 4}, []), "the embeddings are found, and the text behind them"
 
 
 def test_inputs_without_embeddings_need_no_encoder() -> None:
@@ -152,9 +152,7 @@ def test_inputs_without_embeddings_need_no_encoder() -> None:
     for name, key, hit in (("a", "x", 0), ("b", "y", 0), ("c", "x", 8), ("d", "z", 0)):
         host.add(name, [5] * 12, encoder_inputs=[image(key, 0, 4, 0)], max_tokens=1)
         output = host.step()
-        assert (cached_of(output), computed(output)) == ({name: hit}, []), (
-            "the key is part of what a prefix is found by"
-        )
+        assert (cached_of(output), computed(output)) == ({name: hit}, []), "the key is part of the prefix key"
 
 
 def test_a_chunk_ends_before_an_input_that_it_would_split() -> None:
@@ -162,18 +160,18 @@ def test_a_chunk_ends_before_an_input_that_it_would_split() -> None:
     host.add("a", 30, encoder_inputs=[image("cat", 6, 4), image("long", 12, 8, 8), image("dog", 21, 9, 4)])
     told = [(tokens_of(output)["a"], computed(output)) for output in (host.step() for _ in range(5))]
     assert told == [(6, []), (6, ["a:cat"]), (8, ["a:long"]), (1, []), (8, ["a:dog"])], (
-        "and the next one begins with it; one that no chunk can hold is split"
+        "the next chunk begins with the input; an input larger than any chunk is split"
     )
 
 
-def test_a_request_waits_for_a_step_with_room_for_its_whole_input() -> None:
+def test_a_request_waits_for_a_step_that_fits_its_whole_input() -> None:
     host = ImageHost(max_num_batched_tokens=8, split_encoder_inputs=False)
     host.add("a", 5, max_tokens=4)
     host.add("b", 12, encoder_inputs=[image("cat", 0, 4), image("dog", 4, 8)])
     host.add("plain", 2, max_tokens=1)
     assert tokens_of(host.step()) == {"a": 5, "plain": 2}
     told = [tokens_of(host.step()), tokens_of(host.step())]
-    assert told == [{"a": 1, "b": 4}, {"a": 1}], "beside a's token, no step has room for eight"
+    assert told == [{"a": 1, "b": 4}, {"a": 1}], "beside a's token, no step fits eight"
     waits = host.explain("b")
     assert (waits.reason, waits.missing) == (Reason.BUDGET, 1)
     assert [tokens_of(host.step()) for _ in range(2)] == [{"a": 1}, {"b": 8}]
@@ -192,7 +190,7 @@ def test_an_input_that_no_chunk_can_hold_is_split(knobs: dict[str, Any]) -> None
     assert told == [2, 8, 4]
 
 
-def test_embeddings_that_are_not_kept_are_freed_when_they_are_passed_and_computed_again() -> None:
+def test_passed_embeddings_are_freed_and_recomputed_if_not_kept() -> None:
     host = ImageHost(keep_embeddings=False, num_blocks=8, max_num_batched_tokens=12, encoder_cache_size=8)
     host.add("a", 6, encoder_inputs=[image("cat", 0, 1, 8)], max_tokens=30)
     host.add("b", 6, encoder_inputs=[image("dog", 0, 1, 8)], max_tokens=30)
@@ -206,7 +204,7 @@ def test_embeddings_that_are_not_kept_are_freed_when_they_are_passed_and_compute
 # ------------------------------------------------------------------ waiting
 
 
-def test_a_request_whose_first_token_lacks_embeddings_is_passed_over() -> None:
+def test_a_request_whose_first_token_lacks_embeddings_is_skipped() -> None:
     host = ImageHost(encoder_budget=4)
     host.add("a", 8, encoder_inputs=[image("cat", 0, 4)])
     host.add("b", 8, encoder_inputs=[image("dog", 0, 4)])
@@ -217,7 +215,7 @@ def test_a_request_whose_first_token_lacks_embeddings_is_passed_over() -> None:
     assert names(host.step().admitted) == ["b"]
 
 
-def test_where_encoder_inputs_block_the_queue_nobody_passes_over_them() -> None:
+def test_encoder_blocks_queue_prevents_bypasses() -> None:
     host = ImageHost(encoder_budget=4, encoder_blocks_queue=True)
     host.add("a", 8, encoder_inputs=[image("cat", 0, 4)])
     host.add("b", 8, encoder_inputs=[image("dog", 0, 4)])
@@ -225,19 +223,19 @@ def test_where_encoder_inputs_block_the_queue_nobody_passes_over_them() -> None:
     assert [names(host.step().admitted) for _ in range(2)] == [["a"], ["b", "plain"]]
 
 
-def test_who_is_passed_over_too_often_for_embeddings_is_a_wall() -> None:
+def test_a_request_bypassed_too_often_for_embeddings_blocks_the_queue() -> None:
     host = ImageHost(encoder_budget=4, max_overtakes=1)
     host.add("a", 20, encoder_inputs=[image("cat", 0, 4), image("cow", 10, 4)])
     host.add("b", 8, encoder_inputs=[image("dog", 0, 4)])
     host.add("c", 1)
     assert names(host.step().requests) == ["a", "c"]
     host.add("d", 1)
-    assert names(host.step().admitted) == [], "a computes its second image, and b was overtaken once already"
+    assert names(host.step().admitted) == [], "a computes its second image, and b was bypassed once already"
     assert (host.explain("b").reason, host.explain("d").reason) == (Reason.ENCODER_BUDGET, Reason.BEHIND)
     assert names(host.step().admitted) == ["b", "d"]
 
 
-def test_what_others_hold_leaves_no_room_in_the_cache() -> None:
+def test_held_embeddings_use_up_the_encoder_cache() -> None:
     host = ImageHost(max_num_batched_tokens=8, long_prefill_token_threshold=4, encoder_cache_size=8)
     host.add("a", 16, encoder_inputs=[image("cat", 0, 8)])
     host.add("b", 8, encoder_inputs=[image("dog", 0, 4)])
@@ -249,7 +247,7 @@ def test_what_others_hold_leaves_no_room_in_the_cache() -> None:
     assert (tokens_of(output), freed(output)) == ({"a": 4, "b": 4}, ["cat"]), "a has passed its image"
 
 
-def test_a_running_row_says_that_it_stands_before_an_input_and_since_when() -> None:
+def test_explain_says_which_input_a_running_row_waits_for() -> None:
     host = ImageHost(max_num_batched_tokens=8, long_prefill_token_threshold=2, encoder_cache_size=8)
     host.add("a", 12, encoder_inputs=[image("cat", 0, 8)])
     host.add("b", 8, encoder_inputs=[image("dog", 2, 4)])
@@ -259,7 +257,7 @@ def test_a_running_row_says_that_it_stands_before_an_input_and_since_when() -> N
         assert tokens_of(host.step()) == {"a": 2}
         told = host.explain("b")
         assert (told.phase, told.reason, told.missing, told.since) == ("prefill", Reason.ENCODER_CACHE, 4, began)
-        assert told.sentence == "b waits for 4 more embeddings: others hold the encoder cache. Held by a (8)."
+        assert told.sentence == "b waits for 4 more embeddings: other requests hold the encoder cache. Held by a (8)."
     host.pause()
     host.step()
     assert host.explain("b").reason is Reason.PAUSED
@@ -267,7 +265,7 @@ def test_a_running_row_says_that_it_stands_before_an_input_and_since_when() -> N
     assert tokens_of(host.step()) == {"a": 2, "b": 2} and host.explain("b").reason is None
 
 
-def test_a_running_row_that_lost_its_place_waits_for_what_any_request_waits_for() -> None:
+def test_a_parked_row_no_longer_waits_for_embeddings() -> None:
     host = ImageHost(encoder_budget=4)
     host.add("a", 12, encoder_inputs=[image("cat", 4, 4), image("emu", 8, 4)])
     host.add("b", 12, encoder_inputs=[image("dog", 4, 4)])
@@ -279,7 +277,7 @@ def test_a_running_row_that_lost_its_place_waits_for_what_any_request_waits_for(
     host.park("b", ParkReason.GRAMMAR)
     assert host.explain("b").reason is Reason.PARKED
     host.ready("b")
-    assert host.explain("b").reason is None, "no step has tried it"
+    assert host.explain("b").reason is None, "no step has checked it"
     host.run_to_end()
 
 
@@ -290,7 +288,7 @@ def test_rows_in_the_middle_of_their_inputs_do_not_wait_for_each_other() -> None
     assert len(host.run_to_end()) < 20
 
 
-# ------------------------------------------------------------------ sharing and making room
+# ------------------------------------------------------------------ sharing and eviction
 
 
 def test_requests_with_an_equal_key_share_an_entry() -> None:
@@ -312,7 +310,7 @@ def test_a_key_with_another_number_of_embeddings_is_another_entry() -> None:
     assert computed(host.step()) == ["a:cat", "b:cat"]
 
 
-def test_the_entry_that_was_held_least_recently_makes_room() -> None:
+def test_the_least_recently_held_entry_is_evicted() -> None:
     host = ImageHost(encoder_cache_size=8, max_num_seqs=1)
     for number, key in enumerate(("cat", "dog", "cat", "cow")):
         host.add(f"r{number}", 5, encoder_inputs=[image(key, 0, 4)], max_tokens=1)
@@ -331,12 +329,12 @@ def test_an_entry_of_this_step_is_never_evicted_in_it() -> None:
     assert (computed(output), freed(output)) == (["a:dog"], [])
 
 
-# ------------------------------------------------------------------ who waits holds nothing
+# ------------------------------------------------------------------ waiting requests hold no entries
 
 
 @pytest.mark.parametrize("leave", ["park", "abort", "preempt"])
-def test_who_does_not_run_holds_no_embeddings(leave: str) -> None:
-    """Seen in a released scheduler: a request that waited kept encoder cache, and the ones it waited for needed it."""
+def test_only_running_requests_hold_embeddings(leave: str) -> None:
+    """Seen in a released scheduler: a waiting request kept entries of the encoder cache that running ones needed."""
     overrides: dict[str, Any] = {"order": "priority"} if leave == "preempt" else {}
     host = ImageHost(max_num_batched_tokens=4, max_num_seqs=1, encoder_cache_size=8, **overrides)
     host.add("a", 12, encoder_inputs=[image("cat", 0, 8)], priority=5)
@@ -362,7 +360,7 @@ def test_an_admission_that_fails_for_blocks_holds_no_embeddings() -> None:
     assert (computed(output), host.stats().encoder_cache_usage) == ([], 0.0)
 
 
-def test_a_failed_step_gives_back_what_it_held_and_what_it_computed_is_computed_again() -> None:
+def test_a_failed_step_releases_and_recomputes_its_embeddings() -> None:
     host = ImageHost(max_num_batched_tokens=4)
     host.add("a", 12, encoder_inputs=[image("cat", 2, 8)])
     output = host.schedule()
@@ -373,7 +371,7 @@ def test_a_failed_step_gives_back_what_it_held_and_what_it_computed_is_computed_
     assert (computed(again), freed(again)) == (["a:cat"], ["cat"])
 
 
-def test_what_void_outputs_freed_is_freed_again() -> None:
+def test_embeddings_freed_by_void_outputs_are_freed_again() -> None:
     host = ImageHost(encoder_cache_size=4, encoder_budget=4)
     host.add("a", 5, encoder_inputs=[image("cat", 0, 4)], max_tokens=1)
     host.step()
@@ -395,7 +393,7 @@ def test_a_rewound_row_computes_its_embeddings_again_if_they_are_gone() -> None:
     assert computed(host.step()) == ["a:cat"]
 
 
-def test_embeddings_of_a_row_that_failed_on_its_own_are_not_trusted() -> None:
+def test_embeddings_of_a_row_that_failed_alone_are_dropped() -> None:
     host = ImageHost()
     host.add("a", 5, encoder_inputs=[image("cat", 0, 4)])
     output = host.schedule()
@@ -405,7 +403,7 @@ def test_embeddings_of_a_row_that_failed_on_its_own_are_not_trusted() -> None:
     assert (computed(output), freed(output)) == (["b:cat"], ["cat"])
 
 
-def test_a_reset_forgets_embeddings_also_in_the_middle_of_an_input() -> None:
+def test_a_reset_drops_embeddings_in_the_middle_of_an_input() -> None:
     host = ImageHost(max_num_batched_tokens=4)
     host.add("a", 12, encoder_inputs=[image("cat", 0, 8)])
     host.step()
@@ -415,10 +413,10 @@ def test_a_reset_forgets_embeddings_also_in_the_middle_of_an_input() -> None:
     assert (tokens_of(output), computed(output), freed(output)) == ({"a": 4}, ["a:cat"], ["cat"])
 
 
-# ------------------------------------------------------------------ displacement
+# ------------------------------------------------------------------ priority preemption
 
 
-def test_nobody_is_displaced_by_a_request_that_would_then_lack_embeddings() -> None:
+def test_no_preemption_for_a_request_that_would_lack_embeddings() -> None:
     host = ImageHost(order="priority", max_num_seqs=2, encoder_budget=4, long_prefill_token_threshold=8)
     host.add("a", 20, encoder_inputs=[image("cat", 10, 4)], priority=0)
     host.add("b", 4, priority=5)
@@ -445,16 +443,16 @@ def found(*inputs: list[EncoderInput], length: int = 13, **overrides: Any) -> li
     return cached
 
 
-def test_a_block_with_placeholders_is_found_by_the_same_content_alone() -> None:
+def test_a_block_with_placeholders_hits_only_for_the_same_content() -> None:
     cat, dog = [image("cat", 5, 4)], [image("dog", 5, 4)]
     assert found(cat, cat, dog, [], dog) == [0, 12, 4, 4, 12]
 
 
-def test_the_place_within_the_content_counts() -> None:
+def test_the_position_within_the_content_is_part_of_the_key() -> None:
     assert found([image("cat", 4, 8)], [image("cat", 4, 4), image("cat", 8, 4)], [image("cat", 3, 8)]) == [0, 4, 0]
 
 
-def test_tokens_that_are_no_placeholders_are_not_taken_for_one() -> None:
+def test_tokens_equal_to_placeholders_do_not_match_them() -> None:
     host = ImageHost()
     host.add("image", [7] * 9, encoder_inputs=[image("cat", 0, 8)], max_tokens=1)
     host.step()
@@ -462,8 +460,8 @@ def test_tokens_that_are_no_placeholders_are_not_taken_for_one() -> None:
     assert cached_of(host.step()) == {"text": 0}
 
 
-def test_the_tokens_of_placeholders_count_too() -> None:
-    """A model may read some of them as what they are, such as the end of a line of an image."""
+def test_the_tokens_of_placeholders_are_part_of_the_key() -> None:
+    """A model may read some of them as tokens, such as the end of a line of an image."""
     host = ImageHost()
     prompt = np.array([7] * 9)
     for request_id, newline in (("a", 7), ("b", 8), ("c", 8), ("d", 7)):
@@ -504,7 +502,7 @@ def test_requests_of_one_step_share_the_blocks_of_an_image() -> None:
     assert blocks_of(output, "a")[:3] == blocks_of(output, "b")[:3]
 
 
-def test_generated_tokens_behind_an_image_are_found_again() -> None:
+def test_generated_tokens_behind_an_image_are_cached() -> None:
     host = ImageHost()
     prompt = host.prompt(6)
     done = host.add("a", prompt, encoder_inputs=[image("cat", 1, 4)], max_tokens=6)
@@ -514,7 +512,7 @@ def test_generated_tokens_behind_an_image_are_found_again() -> None:
     assert cached_of(host.step()) == {"next": 8, "other": 0}
 
 
-def test_marks_begin_anew_when_they_are_used_up_and_nothing_is_mistaken() -> None:
+def test_marks_start_again_when_used_up_without_wrong_hits() -> None:
     host = ImageHost()
     host.scheduler._kv._marks = ContentMarks(num_marks=20)
     prompt = host.prompt(9)
@@ -553,7 +551,7 @@ def test_inputs_are_kept_with_their_number_of_embeddings() -> None:
         (["cat"], "an encoder input is 'cat'"),
     ],
 )
-def test_inputs_that_make_no_sense_are_refused(inputs: list[Any], message: str) -> None:
+def test_invalid_inputs_are_refused(inputs: list[Any], message: str) -> None:
     with pytest.raises(RequestRefused, match=message):
         Request("a", range(9), arrival_time=0.0, max_tokens=1, encoder_inputs=inputs)
 
@@ -566,7 +564,7 @@ def test_inputs_that_make_no_sense_are_refused(inputs: list[Any], message: str) 
         ({"encoder_cache_size": 5}, "'cat' has 6 embeddings, more than encoder_cache_size 5"),
     ],
 )
-def test_what_can_never_be_computed_is_refused(overrides: dict[str, int], message: str) -> None:
+def test_inputs_that_can_never_be_computed_are_refused(overrides: dict[str, int], message: str) -> None:
     host = ImageHost(**overrides)
     with pytest.raises(RequestRefused, match=message):
         host.add("a", 9, encoder_inputs=[image("cat", 0, 4, 6)])
@@ -590,6 +588,6 @@ def test_without_chunked_prefill_all_inputs_together_must_fit() -> None:
         ({"keep_embeddings": False}, "keep_embeddings=False has no effect without encoder inputs"),
     ],
 )
-def test_knobs_that_make_no_sense(values: dict[str, int], message: str) -> None:
+def test_invalid_knobs_are_refused(values: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Host(**values)

@@ -1,4 +1,4 @@
-"""Which cached prefix is evicted first: what each policy retains."""
+"""Eviction policies: the blocks that each policy retains."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def run(host: Host, name: str, prompt: Any, max_tokens: int = 1, **fields: Any) 
 
 
 def questions_beside_chats(eviction: str, num_rounds: int) -> tuple[int, int]:
-    """Three documents, each asked about twice in a row by requests of one output token, beside prompts of one shot with
-    longer outputs. Returns the cached tokens of the first question of each pair, in the first and the second half."""
+    """Three documents, each used twice in a row by requests of one output token, beside unique prompts with longer
+    outputs. Returns the cached tokens of the first request of each pair, in the first and the second half."""
     host = Host(eviction=eviction, num_blocks=24)
     documents = [host.prompt(12) for _ in range(3)]
     cached = []
@@ -38,15 +38,15 @@ def test_reuse_learns_which_requests_are_worth_keeping() -> None:
     assert questions_beside_chats("reuse", 24)[1] == 12 * 12
 
 
-def test_reuse_retains_nothing_where_nothing_is_reused() -> None:
+def test_reuse_retains_nothing_without_hits() -> None:
     host = Host(eviction="reuse")
     for index in range(20):
         run(host, f"r{index}", 9)
         assert host.stats().num_retained_blocks == 0
 
 
-def test_reuse_forgets_what_was_true_before() -> None:
-    """Questions come no more: the chats, which are reused now, are retained in their place."""
+def test_reuse_follows_a_change_of_traffic() -> None:
+    """When questions stop and chats are reused, chats are retained instead."""
     host = Host(eviction="reuse", num_blocks=24)
     document = host.prompt(12)
     for index in range(10):
@@ -63,7 +63,7 @@ def test_reuse_forgets_what_was_true_before() -> None:
     assert policy.retained(asked, 3, 0.0)[0] == 0
 
 
-def test_the_default_of_retention_is_for_requests_that_do_not_say() -> None:
+def test_requests_without_retention_get_the_default() -> None:
     for spec, retained in (("retention", 0), ("retention:default=1000", 2)):
         host = Host(eviction=spec)
         run(host, "a", 9)
@@ -81,8 +81,8 @@ def test_nothing_is_retained_of_a_request_outside_the_prefix_cache(eviction: str
 
 
 @pytest.mark.parametrize("eviction", ["lru", "retention", "reuse"])
-def test_what_is_admitted_depends_on_it_only_through_what_is_cached(eviction: str) -> None:
-    """Without a prefix in common every policy decides the same steps."""
+def test_eviction_policies_affect_admission_only_through_hits(eviction: str) -> None:
+    """Without shared prefixes every policy decides the same steps."""
     seen = []
     for each in ("lru", eviction):
         host = Host(eviction=each, num_blocks=10)
@@ -93,12 +93,12 @@ def test_what_is_admitted_depends_on_it_only_through_what_is_cached(eviction: st
 
 
 @pytest.mark.parametrize("value", [-1, float("inf"), float("nan"), 10**400, "soon", True])
-def test_a_retention_that_is_no_span_of_time_is_refused(value: Any) -> None:
+def test_an_invalid_retention_is_refused(value: Any) -> None:
     with pytest.raises(RequestRefused, match=r"retention is .*; give seconds, at least 0, or None"):
         Request("a", [1], arrival_time=0.0, max_tokens=1, retention=value)
 
 
-def test_wrong_names_and_places_are_refused() -> None:
+def test_invalid_eviction_settings_are_refused() -> None:
     with pytest.raises(ConfigError, match="no eviction is called 'lfu'; choose one of lru, retention, reuse"):
         Host(eviction="lfu")
     with pytest.raises(ConfigError, match="share of eviction 'reuse' is '2'; it must be between 0 and 1"):
@@ -110,7 +110,7 @@ def test_wrong_names_and_places_are_refused() -> None:
 
 
 @pytest.mark.parametrize("eviction", ["retention:share=0.4", "reuse"])
-def test_a_recording_names_it_and_replays(eviction: str) -> None:
+def test_a_recording_with_an_eviction_policy_replays(eviction: str) -> None:
     file = io.StringIO()
     host = Host(recorder=Recorder(file), eviction=eviction, num_blocks=12)
     shared = host.prompt(8)
@@ -123,7 +123,7 @@ def test_a_recording_names_it_and_replays(eviction: str) -> None:
     assert replay(file.getvalue().splitlines()).num_steps == host.stats().num_steps
 
 
-def test_explain_says_what_becomes_of_a_prefix() -> None:
+def test_explain_says_how_long_a_prefix_is_retained() -> None:
     host = Host(eviction="retention:share=0.5")
     run(host, "before", 9, tenant="a", retention=100.0)
     host.add("now", 9, tenant="a", retention=30.0)
@@ -131,13 +131,13 @@ def test_explain_says_what_becomes_of_a_prefix() -> None:
     host.add("plain", 9)
     host.step()
     words = "Its prefix is retained for 30 s after its end; its tenant retains"
-    assert host.explain("now").sentence == f"now runs. {words} 2 KV blocks, of 8 at most now."
-    assert host.explain("other").sentence.endswith(f"{words} 0 KV blocks, of 4 at most now.")
+    assert host.explain("now").sentence == f"now runs. {words} 2 of at most 8 KV blocks."
+    assert host.explain("other").sentence.endswith(f"{words} 0 of at most 4 KV blocks.")
     assert "retained" not in host.explain("plain").sentence
 
 
 class Everything(LRU):
-    """Retains all for ever."""
+    """Retains all blocks for ever."""
 
     name = "everything"
     share = 1.0
@@ -149,7 +149,7 @@ class Everything(LRU):
         return self.answer or (num_blocks, float("inf"), 7)
 
 
-def test_a_policy_of_ones_own_decides_what_is_retained() -> None:
+def test_a_custom_policy_decides_what_is_retained() -> None:
     host = Host(eviction=Everything())
     prompt = host.prompt(9)
     run(host, "a", prompt)
@@ -185,7 +185,7 @@ def test_a_policy_that_fails_fails_the_next_step_and_retains_nothing(answer: Any
         host.schedule()
     policy.answer = None
     host.run_to_end()
-    assert host.stats().num_retained_blocks == 3, "of the request that finished since"
+    assert host.stats().num_retained_blocks == 3, "the request that finished since"
 
 
 def test_an_object_that_lacks_a_part_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Fair to tenants: the virtual token counter, what counts, and the bound on the difference of service."""
+"""The order "fair": the virtual token counter, the tokens that count, and the bound on the difference of service."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def admission_order(host: Host) -> list[str]:
     return [name for output in host.run_to_end() for name in names(output.admitted)]
 
 
-def test_tenants_take_turns_by_what_they_were_served() -> None:
+def test_the_tenant_served_least_is_next() -> None:
     host, order = fair_host()
     for index in range(4):
         host.add(f"a{index}", 4, max_tokens=2, tenant="a")
@@ -38,7 +38,7 @@ def test_tenants_take_turns_by_what_they_were_served() -> None:
     assert order.served("b") == 10 + 4 + 2 * 2
 
 
-def test_within_a_tenant_first_come_first_served_and_a_preempted_request_is_first() -> None:
+def test_within_a_tenant_fcfs_with_preempted_requests_first() -> None:
     host, _ = fair_host(max_num_seqs=2)
     host.add("a0", 4, max_tokens=4, tenant="a")
     host.add("b0", 4, max_tokens=20, tenant="b")
@@ -50,7 +50,7 @@ def test_within_a_tenant_first_come_first_served_and_a_preempted_request_is_firs
     assert admission_order(host) == ["a0", "a1", "a2"]
 
 
-def test_weights_divide_what_is_counted() -> None:
+def test_weights_divide_counters() -> None:
     host, order = fair_host(order="fair:weights=gold/3+free/1,output_weight=1")
     for index in range(8):
         host.add(f"gold{index}", 5, max_tokens=1, tenant="gold")
@@ -60,7 +60,7 @@ def test_weights_divide_what_is_counted() -> None:
     assert order.served("gold") == pytest.approx(8 * 6 / 3, rel=1e-5)
 
 
-def test_a_tenant_that_comes_back_from_idle_has_saved_up_nothing() -> None:
+def test_an_idle_tenant_saves_up_nothing() -> None:
     host, order = fair_host()
     host.add("b", 4, max_tokens=1, tenant="b")
     host.step()
@@ -75,7 +75,7 @@ def test_a_tenant_that_comes_back_from_idle_has_saved_up_nothing() -> None:
     assert order.served("b") == order.served("a")
 
 
-def test_with_nobody_waiting_a_tenant_is_lifted_to_the_last_that_left_the_queue() -> None:
+def test_with_an_empty_queue_a_tenant_is_lifted_to_the_last_one() -> None:
     host, order = fair_host(max_num_seqs=4)
     host.add("a", 8, max_tokens=8, tenant="a")
     host.step()
@@ -84,7 +84,7 @@ def test_with_nobody_waiting_a_tenant_is_lifted_to_the_last_that_left_the_queue(
     assert order.served("b") == order.served("a") == 8 + 2 * 2
 
 
-def test_cached_tokens_and_what_is_computed_again_do_not_count() -> None:
+def test_cached_and_recomputed_tokens_do_not_count() -> None:
     host, order = fair_host(enable_prefix_caching=True, max_num_seqs=2)
     prompt = host.prompt(9)
     host.add("a", prompt, max_tokens=1, tenant="a")
@@ -101,7 +101,7 @@ def test_cached_tokens_and_what_is_computed_again_do_not_count() -> None:
     assert order.served("b") == lifted + 1 + 2 * 4
 
 
-def test_an_admission_that_a_failed_step_takes_back_does_not_count() -> None:
+def test_an_admission_of_a_failed_step_does_not_count() -> None:
     host, order = fair_host()
     host.add("a", 8, max_tokens=2, tenant="a")
     output = host.schedule()
@@ -112,7 +112,7 @@ def test_an_admission_that_a_failed_step_takes_back_does_not_count() -> None:
     assert order.served("a") == 8 + 2 * 2
 
 
-def test_an_output_counts_though_its_request_is_aborted_or_preempted() -> None:
+def test_outputs_of_aborted_and_preempted_requests_count() -> None:
     host, order = fair_host(max_num_seqs=2)
     host.add("a", 4, max_tokens=9, tenant="a")
     host.add("b", 4, max_tokens=9, tenant="b")
@@ -126,7 +126,7 @@ def test_an_output_counts_though_its_request_is_aborted_or_preempted() -> None:
     assert order.served("b") == 4 + 2 * 9
 
 
-def test_it_says_how_much_more_a_tenant_has_had() -> None:
+def test_explain_says_how_much_more_a_tenant_was_served() -> None:
     host, _ = fair_host()
     host.add("a0", 8, max_tokens=2, tenant="a")
     host.add("a1", 8, max_tokens=2, tenant="a")
@@ -140,7 +140,7 @@ def test_it_says_how_much_more_a_tenant_has_had() -> None:
     assert host.explain("b1").sentence == "b1 waits behind b0, which waits: all sequence slots are taken."
 
 
-def test_tenants_that_no_longer_matter_are_forgotten() -> None:
+def test_idle_tenants_are_forgotten() -> None:
     host, order = fair_host(max_num_seqs=4)
     for index in range(200):
         host.add(f"r{index}", 4, max_tokens=2, tenant=f"tenant {index}")
@@ -152,7 +152,7 @@ def test_tenants_that_no_longer_matter_are_forgotten() -> None:
     assert len(order._heap) <= 130
 
 
-def test_it_tells_for_how_long_the_next_tenant_stays_the_next() -> None:
+def test_guaranteed_steps_while_the_next_tenant_stays_next() -> None:
     host, order = fair_host(max_num_seqs=3, num_blocks=64, max_num_batched_tokens=32)
     for index in range(2):
         host.add(f"a{index}", 4, max_tokens=50, tenant="a")
@@ -167,7 +167,7 @@ def test_it_tells_for_how_long_the_next_tenant_stays_the_next() -> None:
     host.step()
     assert (order.served("a"), order.served("b")) == (20, 18)
     assert (names([order.peek()]), order.guaranteed_steps(30)) == (["b1"], 1), (
-        "18 + 2 is not below 20, as far as is sure"
+        "18 + 2 is not below 20, so one step is guaranteed"
     )
 
 
@@ -182,21 +182,21 @@ def test_it_tells_for_how_long_the_next_tenant_stays_the_next() -> None:
         ("fair:output_weight=many", "give a number"),
     ],
 )
-def test_weights_that_are_none_are_refused(spec: str, what: str) -> None:
+def test_invalid_weights_are_refused(spec: str, what: str) -> None:
     with pytest.raises(ConfigError, match=what):
         Scheduler(small_config(order=spec))
 
 
-def test_a_name_may_have_a_slash() -> None:
+def test_a_tenant_name_may_have_a_slash() -> None:
     assert read_weights("team/a/2+b/0.5") == {"team/a": 2.0, "b": 0.5}
     assert read_weights("") == {}
 
 
 @settings(max_examples=short_or_long(12, 120), deadline=None)
 @given(data=st.data())
-def test_two_backlogged_tenants_are_served_alike_within_the_bound(data: st.DataObject) -> None:
-    """Of any interval in which both have requests waiting: 2 max(w_in L, w_out M) / the lesser weight, in a pool so
-    small that requests are preempted."""
+def test_two_backlogged_tenants_are_served_equally_within_the_bound(data: st.DataObject) -> None:
+    """In any interval in which both have waiting requests, the difference is at most 2 max(w_in L, w_out M) / the lower
+    weight. The pool is so small that requests are preempted."""
     weight = data.draw(st.sampled_from([1, 2, 3]))
     host, order = fair_host(
         order=f"fair:weights=a/{weight}",
@@ -211,7 +211,7 @@ def test_two_backlogged_tenants_are_served_alike_within_the_bound(data: st.DataO
         for index, (prompt, output) in enumerate(data.draw(lengths)):
             host.add(f"{tenant}{index}", prompt, max_tokens=output, tenant=tenant)
             longest = max(longest, prompt)
-    series: list[tuple[float, float]] = []  # what a and b have been served while both wait
+    series: list[tuple[float, float]] = []  # served to a and b while both wait
     most = 0
     while True:
         output = host.schedule()

@@ -1,4 +1,4 @@
-"""One protocol for every gate: a deferral stays one for as many decode steps as the gate says."""
+"""The protocol of gates: a deferral stays a deferral for the guaranteed steps of its gate."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def gate_of(host: Host, name: str) -> Gate:
     return gate
 
 
-def test_the_order_in_which_gates_are_asked() -> None:
+def test_the_order_in_which_gates_are_checked() -> None:
     host = Host(max_num_partial_prefills=2, long_prefill_token_threshold=8, encoder_budget=4, encoder_cache_size=4)
     kinds = [type(gate).__name__ for gate in host.scheduler._parts.gates.all]
     assert kinds == [
@@ -38,7 +38,7 @@ def test_the_order_in_which_gates_are_asked() -> None:
 
 
 @pytest.mark.parametrize("name", ["adapters", "reserves"])
-def test_a_deferral_stays_for_its_horizon(name: str) -> None:
+def test_a_deferral_stays_for_its_guaranteed_steps(name: str) -> None:
     reason, config, fields = CASES[name]
     host = Host(**{"max_model_len": 48, "num_blocks": 16, **config})
     first = {"adapter": Adapter("first")} if name == "adapters" else {}
@@ -55,7 +55,7 @@ def test_a_deferral_stays_for_its_horizon(name: str) -> None:
         assert host.explain("b").reason is reason
 
 
-def test_the_encoder_budget_promises_no_step() -> None:
+def test_the_encoder_budget_guarantees_no_step() -> None:
     assert gate_of(Host(encoder_budget=8, encoder_cache_size=8), "encoder").guaranteed_steps(10) == 0
 
 

@@ -1,4 +1,4 @@
-"""A policy of another package that raises, or breaks its contract: the step fails with its name, nothing is lost."""
+"""Policies of other packages that raise, or break their contract: the step fails with the name, no request is lost."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.core.helpers import Host, names, reference_output, small_config
 
 
 class Switch:
-    """Lets a policy fail at the moments a test chooses."""
+    """Makes a policy fail when a test chooses."""
 
     def __init__(self) -> None:
         self.fails = False
@@ -54,7 +54,7 @@ def host_with(kind: str, policy: Any, **config: Any) -> Host:
 
 
 def finish_all(host: Host, requests: list[Request]) -> None:
-    """Everything still runs to its right end."""
+    """Run all requests to their end, and check their tokens."""
     host.run_to_end()
     for request in requests:
         assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, request.max_tokens)
@@ -87,14 +87,16 @@ def test_an_order_that_fails_while_a_step_admits_loses_no_request(method: str, a
     with pytest.raises(PolicyError, match=f"order 'mine': {method}"):
         host.schedule()
     host.scheduler.check_invariants()
-    assert (host.scheduler.num_queued, host.scheduler.num_running) == (3, 0), "also the one that was admitted before"
+    assert (host.scheduler.num_queued, host.scheduler.num_running) == (3, 0), (
+        "also the request that was admitted before"
+    )
     switch.fails = False
     output = host.step()
     assert names(output.admitted) == ["a", "b", "c"]
     finish_all(host, requests)
 
 
-def test_an_order_that_does_not_take_a_request_gets_the_blame_and_the_request_runs() -> None:
+def test_an_order_that_loses_a_request_fails_and_the_request_runs() -> None:
     class Picky(FirstComeFirstServed):
         name = "picky"
 
@@ -107,12 +109,12 @@ def test_an_order_that_does_not_take_a_request_gets_the_blame_and_the_request_ru
     requests = [host.add(name, 3, max_tokens=4) for name in ("a", "b", "c")]
     with pytest.raises(PolicyError, match="order 'picky': push raised ZeroDivisionError: boom"):
         host.schedule()
-    assert names(host.step().admitted) == ["a", "b", "c"], "those that were queued then are served as they came"
+    assert names(host.step().admitted) == ["a", "b", "c"], "requests queued at the failure are served by arrival"
     finish_all(host, requests)
 
 
 @pytest.mark.parametrize("method", ["push", "pop", "remove", "put_back"])
-def test_an_order_that_raises_after_it_did_something_blocks_nobody(method: str) -> None:
+def test_an_order_that_raises_after_a_change_blocks_no_request(method: str) -> None:
     class Late(FirstComeFirstServed):
         name = "late"
         is_due = True
@@ -155,7 +157,7 @@ def test_an_order_that_raises_after_it_did_something_blocks_nobody(method: str) 
         assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 4)
 
 
-def test_places_are_known_while_the_policy_is_not_trusted() -> None:
+def test_positions_are_known_after_an_order_has_failed() -> None:
     class Once(FirstComeFirstServed):
         name = "once"
         is_due = True
@@ -177,7 +179,7 @@ def test_places_are_known_while_the_policy_is_not_trusted() -> None:
 
 
 def test_a_failed_step_leaves_nothing_for_the_next_one() -> None:
-    """An order raises after one admission; that request is aborted before its blocks were published."""
+    """An order raises after one admission, whose request is aborted before its blocks are published."""
 
     class Second(FirstComeFirstServed):
         name = "second"
@@ -185,7 +187,7 @@ def test_a_failed_step_leaves_nothing_for_the_next_one() -> None:
 
         def peek(self) -> Request:
             self.num_asked += 1
-            if self.num_asked == 3:  # the guard asks once more when it pops
+            if self.num_asked == 3:  # `pop` of the guard peeks once more
                 raise BOOM
             return super().peek()
 
@@ -199,7 +201,7 @@ def test_a_failed_step_leaves_nothing_for_the_next_one() -> None:
     assert b.is_finished
 
 
-def test_a_reserve_that_does_not_say_when_it_changes_is_asked_in_every_step() -> None:
+def test_a_reserve_without_num_changes_is_called_in_every_step() -> None:
     class Until(Reserve):
         name = "until"
 
@@ -215,7 +217,7 @@ def test_a_reserve_that_does_not_say_when_it_changes_is_asked_in_every_step() ->
     assert b.num_output_tokens > 0
 
 
-def test_what_a_policy_raises_when_it_is_told_something_fails_the_next_step() -> None:
+def test_an_error_in_an_event_fails_the_next_step() -> None:
     class Deaf(FirstComeFirstServed):
         name = "deaf"
 
@@ -238,7 +240,7 @@ def test_what_a_policy_raises_when_it_is_told_something_fails_the_next_step() ->
 
 @pytest.mark.parametrize("shortage", ["replan", "in-order", "look-ahead"])
 @pytest.mark.parametrize("answer", [BOOM, -1, 2, None, "a"], ids=["raises", "negative", "too large", "none", "text"])
-def test_a_victim_policy_that_fails_preempts_nobody(answer: Any, shortage: str) -> None:
+def test_a_victim_policy_that_fails_preempts_no_request(answer: Any, shortage: str) -> None:
     switch = Switch()
     switch.answer = answer
 
@@ -265,7 +267,7 @@ def test_a_victim_policy_that_fails_preempts_nobody(answer: Any, shortage: str) 
 
 
 @pytest.mark.parametrize("answer", [BOOM, -1, None])
-def test_a_reserve_that_fails_admits_nobody(answer: Any) -> None:
+def test_a_reserve_that_fails_admits_no_request(answer: Any) -> None:
     switch = Switch()
     switch.answer = answer
 
@@ -283,7 +285,7 @@ def test_a_reserve_that_fails_admits_nobody(answer: Any) -> None:
     with pytest.raises(PolicyError, match="reserve 'mine': blocks"):
         host.schedule()
     assert (host.scheduler.num_running, host.scheduler.num_queued) == (1, 1)
-    assert requests[0].num_computed_tokens == 3, "what the running part of the step did is undone"
+    assert requests[0].num_computed_tokens == 3, "the running part of the step is undone"
     switch.fails = False
     finish_all(host, requests)
 
@@ -328,13 +330,13 @@ def test_a_limit_that_fails_loses_no_request(method: str) -> None:
         host.scheduler.check_invariants()
     assert failures >= 1
     switch.fails = False
-    with contextlib.suppress(PolicyError):  # of what it was told before
+    with contextlib.suppress(PolicyError):  # the failure of an earlier `commit`
         host.step()
     finish_all(host, requests)
 
 
 @pytest.mark.parametrize("lacks_time", [False, True, BOOM])
-def test_a_limit_says_whether_others_may_give_way_to_a_request(lacks_time: Any) -> None:
+def test_a_limit_can_forbid_priority_preemption(lacks_time: Any) -> None:
     switch = Switch()
     switch.answer = lacks_time
     asked = []
@@ -359,7 +361,7 @@ def test_a_limit_says_whether_others_may_give_way_to_a_request(lacks_time: Any) 
             host.step()
         return
     assert len(host.step().preempted) == (not lacks_time)
-    assert asked == [("urgent", 1, 4)], "beside the one that stays"
+    assert asked == [("urgent", 1, 4)], "beside the remaining request"
     switch.fails = False
     finish_all(host, requests)
 
@@ -379,11 +381,11 @@ def test_a_step_budget_below_the_running_requests_still_lets_each_decode() -> No
     finish_all(host, requests)
 
 
-# ---------------------------------------------------------------------- whatever fails, whenever
+# ---------------------------------------------------------------------- random failures
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_policies_that_fail_at_random_cost_steps_and_nothing_else(seed: int) -> None:
+def test_policies_that_fail_at_random_only_cost_steps(seed: int) -> None:
     chance = random.Random(seed)
 
     def perhaps() -> None:
@@ -445,7 +447,7 @@ def test_policies_that_fail_at_random_cost_steps_and_nothing_else(seed: int) -> 
         assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, request.max_tokens)
 
 
-def test_a_policy_without_a_part_of_its_kind_is_refused_by_name() -> None:
+def test_a_policy_without_a_required_method_is_refused_by_name() -> None:
     class Half(Policy):
         name = "half"
 
@@ -454,7 +456,7 @@ def test_a_policy_without_a_part_of_its_kind_is_refused_by_name() -> None:
             host_with(kind, Half())
 
 
-# ---------------------------------------------------------------------- horizons
+# ---------------------------------------------------------------------- guaranteed steps
 
 
 def scheduler_with(order: Any, **config: Any) -> Scheduler:
@@ -470,7 +472,7 @@ def scheduler_with(order: Any, **config: Any) -> Scheduler:
     return scheduler
 
 
-def test_an_order_whose_head_changes_within_its_horizon_is_found() -> None:
+def test_an_order_that_breaks_its_guaranteed_steps_is_found() -> None:
     class Restless(FirstComeFirstServed):
         name = "restless"
 
@@ -498,10 +500,10 @@ def test_an_order_whose_head_changes_within_its_horizon_is_found() -> None:
     assert "order 'restless': guaranteed_steps promised the same head for 2 steps, and it is" in found
 
 
-def test_a_reserve_that_gives_way_within_its_horizon_is_found() -> None:
+def test_a_reserve_that_breaks_its_guaranteed_steps_is_found() -> None:
     class Fading(Reserve):
         name = "fading"
-        num_changes = 1  # so it says
+        num_changes = 1  # claims that it never changes
 
         def blocks(self, request: Request, demand: Any, view: Any) -> int:
             return 100 if demand.others_run and view.now < 7.0 else 0
@@ -518,7 +520,7 @@ def test_a_reserve_that_gives_way_within_its_horizon_is_found() -> None:
         scheduler.advance([6.0, 7.0, 8.0, 9.0, 10.0], [7])
 
 
-def test_sound_horizons_pass_the_check() -> None:
+def test_correct_guaranteed_steps_pass_the_check() -> None:
     for knobs in ({}, {"max_num_seqs": 4, "reserves": ("watermark:share=0.99",)}):
         scheduler = scheduler_with("fcfs", **knobs)
         assert scheduler.num_queued
@@ -527,11 +529,11 @@ def test_sound_horizons_pass_the_check() -> None:
         scheduler.check_invariants()
 
 
-# ---------------------------------------------------------------------- policies that fail again and again
+# ---------------------------------------------------------------------- policies that fail repeatedly
 
 
 class AlwaysOrder(FirstComeFirstServed):
-    """Fails where a step asks it."""
+    """Fails whenever a step calls it."""
 
     name = "always-order"
 
@@ -581,7 +583,7 @@ ALWAYS = {
 
 
 def schedule_on(host: Host) -> int:
-    """Run to the end, as a host that schedules a failed step again; how many steps failed."""
+    """Run to the end, as a host that repeats failed steps. Returns the number of failed steps."""
     failures = 0
     for _ in range(400):
         if not host.scheduler.has_unfinished_requests():
@@ -615,7 +617,7 @@ def test_a_policy_that_always_fails_is_replaced_by_the_default(
     assert ["in its place from now on" in line for line in told] == [False, False, True]
 
 
-def test_the_order_in_the_place_of_another_has_its_whole_queue() -> None:
+def test_the_order_that_replaces_another_has_its_whole_queue() -> None:
     class Reversed(FirstComeFirstServed):
         name = "reversed"
         fails = False
@@ -644,7 +646,7 @@ def test_the_order_in_the_place_of_another_has_its_whole_queue() -> None:
     host.run_to_end()
 
 
-def test_the_order_in_the_place_of_one_that_displaces_is_by_priority() -> None:
+def test_a_preemptive_order_is_replaced_by_priority() -> None:
     class Mine(PriorityOrder):
         name = "mine"
 
@@ -663,7 +665,7 @@ def test_the_order_in_the_place_of_one_that_displaces_is_by_priority() -> None:
     host.run_to_end()
 
 
-def test_an_order_that_takes_nothing_and_never_answers_serves_all() -> None:
+def test_with_an_order_that_always_fails_all_requests_run() -> None:
     def fail(*_: Any) -> Any:
         raise BOOM
 
@@ -677,7 +679,7 @@ def test_an_order_that_takes_nothing_and_never_answers_serves_all() -> None:
     assert [request.is_finished for request in requests] == [True] * 3
 
 
-def test_failures_far_apart_replace_no_policy() -> None:
+def test_rare_failures_replace_no_policy() -> None:
     class Rare(FirstComeFirstServed):
         name = "rare"
         is_due = False

@@ -1,4 +1,4 @@
-"""How many tokens a request advances in a step, where its sequence ends, and what can never run."""
+"""Limits of the tokens in a step, the end of a sequence, and requests that can never run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pointsman.core import ParkReason, Reason, Request, RequestRefused, RequestS
 from tests.core.helpers import Host, cached_of, names, tokens_of
 
 
-def test_the_long_prefill_threshold_bounds_every_request_so_that_a_long_prompt_leaves_room() -> None:
+def test_the_long_prefill_threshold_bounds_every_request() -> None:
     host = Host(long_prefill_token_threshold=6, max_num_batched_tokens=16)
     host.add("long", 14)
     host.add("b", 4)
@@ -18,17 +18,17 @@ def test_the_long_prefill_threshold_bounds_every_request_so_that_a_long_prompt_l
     assert outputs == [{"long": 6, "b": 4}, {"long": 6, "b": 1}, {"long": 2, "b": 1}]
 
 
-def test_the_threshold_is_for_the_sake_of_others() -> None:
+def test_the_threshold_applies_only_beside_other_requests() -> None:
     host = Host(long_prefill_token_threshold=2)
     host.add("a", 20)
-    assert tokens_of(host.step()) == {"a": 16}, "nobody else is there"
+    assert tokens_of(host.step()) == {"a": 16}, "no other request runs or waits"
     host.add("b", 20)
     assert tokens_of(host.step()) == {"a": 2, "b": 2}
     host.abort("a")
     assert tokens_of(host.step()) == {"b": 16}
 
 
-def test_the_threshold_does_not_hold_back_decoding() -> None:
+def test_the_threshold_does_not_limit_decode() -> None:
     host = Host(long_prefill_token_threshold=1, max_num_seqs=1)
     host.add("a", 2, max_tokens=3)
     host.add("waiting")
@@ -47,7 +47,7 @@ def test_the_threshold_counts_tokens_to_compute_not_cached_ones() -> None:
     assert (cached_of(output), tokens_of(output)) == ({"b": 12}, {"other": 1, "b": 4})
 
 
-def test_an_adaptive_threshold_is_at_least_a_fair_share_of_the_budget() -> None:
+def test_an_adaptive_threshold_is_at_least_an_even_share_of_the_budget() -> None:
     config = {"long_prefill_token_threshold": 3, "long_prefill_token_threshold_adaptive": True}
     host = Host(num_blocks=30, max_num_batched_tokens=16, max_num_seqs=5, **config)
     host.add("long", 40, max_tokens=9)
@@ -59,7 +59,7 @@ def test_an_adaptive_threshold_is_at_least_a_fair_share_of_the_budget() -> None:
     assert tokens_of(host.step()) == {"long": 3, "b": 3, "c": 3, "d": 3, "e": 3}, "16 // 7 is less than the threshold"
 
 
-def test_requests_that_are_parked_want_no_share() -> None:
+def test_parked_requests_get_no_share_of_the_budget() -> None:
     config = {"long_prefill_token_threshold": 3, "long_prefill_token_threshold_adaptive": True}
     host = Host(**config)
     host.add("parked", 40, park=ParkReason.GRAMMAR)
@@ -67,8 +67,8 @@ def test_requests_that_are_parked_want_no_share() -> None:
     assert tokens_of(host.step()) == {"long": 16}
 
 
-def test_a_head_whose_chunk_became_smaller_is_looked_at_again() -> None:
-    """Without the full sequence a verdict depends on the chunk, and so on how many others are there."""
+def test_a_head_whose_chunk_becomes_smaller_is_checked_again() -> None:
+    """Without the full-sequence reserve a verdict depends on the chunk, and so on the number of requests."""
     config = {"long_prefill_token_threshold": 4, "long_prefill_token_threshold_adaptive": True}
     host = Host(num_blocks=6, max_num_batched_tokens=16, full_sequence_must_fit=False, **config)
     host.add("a", 18)
@@ -85,7 +85,7 @@ def test_a_head_whose_chunk_became_smaller_is_looked_at_again() -> None:
 # ---------------------------------------------------------------------- chunked prefill off
 
 
-def test_without_chunking_a_prompt_starts_only_in_a_step_that_takes_it_whole() -> None:
+def test_without_chunking_a_prompt_starts_only_whole() -> None:
     host = Host(enable_chunked_prefill=False)
     host.add("a", 4, max_tokens=3)
     host.step()
@@ -108,7 +108,7 @@ def test_without_chunking_only_the_uncached_tokens_must_fit() -> None:
     assert cached_of(output) == {"b": 8}
 
 
-def test_without_chunking_a_prompt_larger_than_the_budget_is_refused_even_if_a_prefix_is_cached() -> None:
+def test_without_chunking_a_prompt_over_the_budget_is_refused() -> None:
     host = Host(enable_chunked_prefill=False)
     message = (
         r"request 'a' refused: the prompt has 17 tokens, more than max_num_batched_tokens 16, and chunked prefill "
@@ -118,7 +118,7 @@ def test_without_chunking_a_prompt_larger_than_the_budget_is_refused_even_if_a_p
         host.add("a", 17)
 
 
-def test_without_chunking_a_resumed_request_may_still_be_chunked_or_it_could_wait_for_ever() -> None:
+def test_without_chunking_a_resumed_request_is_chunked_anyway() -> None:
     host = Host(enable_chunked_prefill=False, enable_prefix_caching=False, max_num_batched_tokens=8)
     request = host.add("a", 8, max_tokens=8)
     for _ in range(4):
@@ -129,7 +129,7 @@ def test_without_chunking_a_resumed_request_may_still_be_chunked_or_it_could_wai
     assert [tokens_of(host.step()) for _ in range(3)] == [{"a": 8}, {"a": 4}, {"a": 1}]
 
 
-def test_without_chunking_a_prompt_that_waits_keeps_those_behind_it_waiting() -> None:
+def test_without_chunking_a_waiting_prompt_blocks_the_queue() -> None:
     host = Host(enable_chunked_prefill=False)
     host.add("a", 6)
     host.add("b", 12)
@@ -138,7 +138,7 @@ def test_without_chunking_a_prompt_that_waits_keeps_those_behind_it_waiting() ->
     assert host.explain("c").reason is Reason.BEHIND
 
 
-# ---------------------------------------------------------------------- where a sequence ends
+# ---------------------------------------------------------------------- the end of a sequence
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_without_chunking_a_prompt_that_waits_keeps_those_behind_it_waiting() ->
         ({}, {"max_tokens": 3, "max_total_tokens": 11}, 3, "max_tokens"),
     ],
 )
-def test_a_sequence_ends_at_the_first_of_its_limits_and_says_which(
+def test_a_sequence_ends_at_its_first_limit_and_names_it(
     config: dict[str, Any], fields: dict[str, Any], generated: int, detail: str
 ) -> None:
     host = Host(**config)
@@ -161,14 +161,14 @@ def test_a_sequence_ends_at_the_first_of_its_limits_and_says_which(
     assert (request.num_output_tokens, request.finish_detail) == (generated, detail)
 
 
-def test_the_last_token_needs_no_slot_so_a_pool_holds_one_token_more_than_its_slots() -> None:
+def test_the_last_token_needs_no_slot_of_the_pool() -> None:
     host = Host(num_blocks=1, max_num_seqs=1)
     request = host.add("a", 4, max_tokens=9)
     host.run_to_end()
     assert (request.num_tokens, request.finish_detail) == (5, "kv_capacity")
 
 
-def test_a_request_that_fills_the_pool_alone_displaces_its_neighbours_and_ends_by_itself() -> None:
+def test_a_request_that_outgrows_the_pool_ends_at_its_capacity() -> None:
     host = Host(num_blocks=4, max_num_seqs=2)
     large = host.add("large", 8, max_tokens=50)
     small = host.add("small", 4, max_tokens=6)
@@ -206,7 +206,7 @@ def test_a_request_that_fills_the_pool_alone_displaces_its_neighbours_and_ends_b
         ),
     ],
 )
-def test_what_can_never_run_is_refused_with_the_numbers_and_the_remedy(
+def test_requests_that_can_never_run_are_refused_with_a_remedy(
     config: dict[str, Any], prompt: int, fields: dict[str, Any], message: str
 ) -> None:
     host = Host(**config)
@@ -222,7 +222,7 @@ def test_the_remedy_named_in_a_refusal_works() -> None:
     assert request.status is RequestStatus.FINISHED_LENGTH
 
 
-def test_the_longest_prompt_that_leaves_room_for_one_token_is_served() -> None:
+def test_the_longest_prompt_with_one_output_token_is_served() -> None:
     host = Host(max_model_len=12)
     request = host.add("a", 11, max_tokens=9)
     host.run_to_end()

@@ -1,4 +1,4 @@
-"""Who comes next: the orders, where a preempted request goes, and what it costs to leave a long queue."""
+"""Orders: the next request, the place of a preempted request, and the cost of leaving a long queue."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.forms import short_or_long
 
 
 def admission_order(host: Host) -> list[str]:
-    """The ids in the order in which they are admitted, one seat at a time."""
+    """The ids in admission order, with one sequence slot."""
     return [name for output in host.run_to_end() for name in names(output.admitted)]
 
 
@@ -36,21 +36,21 @@ def test_equal_arrival_times_are_served_in_order_of_adding() -> None:
     assert admission_order(host) == ["z", "a", "m"]
 
 
-def test_fcfs_pays_no_heed_to_priority() -> None:
+def test_fcfs_ignores_priority() -> None:
     host = Host(max_num_seqs=1)
     host.add("a", 2, max_tokens=1, priority=5)
     host.add("b", 2, max_tokens=1, priority=-5)
     assert admission_order(host) == ["a", "b"]
 
 
-def test_priority_admits_the_smaller_number_first_and_ties_by_arrival() -> None:
+def test_priority_admits_smaller_numbers_first_then_by_arrival() -> None:
     host = Host(order="priority", max_num_seqs=1)
     for request_id, priority, arrival in [("c", 1, 2.0), ("d", 1, 3.0), ("e", 7, 0.0), ("b", 1, 1.0), ("a", -2, 9.0)]:
         host.add(request_id, 2, max_tokens=1, priority=priority, arrival_time=arrival)
     assert admission_order(host) == ["a", "b", "c", "d", "e"]
 
 
-def test_a_preempted_request_comes_before_all_that_never_ran_however_early_they_arrived() -> None:
+def test_a_preempted_request_comes_before_all_that_never_ran() -> None:
     host = Host(max_num_seqs=1)
     host.add("a", 4, max_tokens=4)
     host.step()
@@ -60,7 +60,7 @@ def test_a_preempted_request_comes_before_all_that_never_ran_however_early_they_
     assert admission_order(host) == ["a", "earlier"]
 
 
-def test_under_priority_a_preempted_request_goes_to_the_front_of_its_own_class_only() -> None:
+def test_under_priority_a_preempted_request_leads_only_its_class() -> None:
     host = Host(order="priority", max_num_seqs=1, displace=False)
     host.add("a", 4, max_tokens=4, priority=1)
     host.step()
@@ -71,7 +71,7 @@ def test_under_priority_a_preempted_request_goes_to_the_front_of_its_own_class_o
     assert admission_order(host) == ["urgent", "a", "equal"]
 
 
-def test_requests_preempted_together_come_back_in_the_order_in_which_they_were_admitted() -> None:
+def test_requests_preempted_together_resume_in_admission_order() -> None:
     host = Host(max_num_seqs=3)
     for request_id, arrival in [("a", 9.0), ("b", 5.0), ("c", 1.0)]:
         host.add(request_id, 4, max_tokens=8, arrival_time=arrival)
@@ -80,10 +80,10 @@ def test_requests_preempted_together_come_back_in_the_order_in_which_they_were_a
         host.park(request_id)
     for request_id in ("c", "a", "b"):
         host.ready(request_id)
-    assert names(host.step().resumed) == ["a", "b", "c"], "not by arrival, and not by when they were ready"
+    assert names(host.step().resumed) == ["a", "b", "c"], "not by arrival, and not by time of queueing"
 
 
-def test_a_request_that_left_the_queue_can_return_to_it_with_the_same_key() -> None:
+def test_a_parked_request_returns_with_the_same_key() -> None:
     host = Host(max_num_seqs=1)
     host.add("a", 2, max_tokens=1)
     host.add("b", 2, max_tokens=1)
@@ -94,7 +94,7 @@ def test_a_request_that_left_the_queue_can_return_to_it_with_the_same_key() -> N
     assert admission_order(host) == ["a", "b"]
 
 
-def test_shortest_prefill_admits_the_shortest_prompt_and_a_second_of_waiting_counts_like_some_tokens() -> None:
+def test_shortest_prefill_admits_by_length_less_ageing() -> None:
     host = Host(order="shortest-prefill:ageing=2", max_num_seqs=1, max_num_batched_tokens=64)
     host.add("long", 30, max_tokens=1, arrival_time=0.0)
     for request_id, length, arrival in [("d", 4, 13.5), ("a", 4, 5.0), ("c", 4, 12.5), ("b", 20, 4.5)]:
@@ -103,8 +103,8 @@ def test_shortest_prefill_admits_the_shortest_prompt_and_a_second_of_waiting_cou
     host.step()
     told = host.explain("long").sentence
     assert told == (
-        "long waits behind c, which waits: all sequence slots are taken. shortest-prefill: its 30 tokens to prefill "
-        "wait for fewer ones (4 of the next)."
+        "long waits behind c, which waits: all sequence slots are taken. shortest-prefill: it has 30 tokens to "
+        "prefill, the head of the queue 4."
     )
     assert admission_order(host) == ["c", "b", "long", "d"]
 
@@ -125,7 +125,7 @@ def test_under_shortest_prefill_a_preempted_request_is_first() -> None:
     arrivals=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 60)), min_size=2, max_size=30),
     capacity=st.integers(1, 20),
 )
-def test_shortest_prefill_is_overtaken_only_by_what_arrives_within_its_tokens_over_ageing(
+def test_shortest_prefill_bounds_bypasses_by_arrival(
     ageing: float, arrivals: list[tuple[int, int]], capacity: int
 ) -> None:
     order = ShortestPrefill(ageing)
@@ -150,7 +150,7 @@ def test_shortest_prefill_is_overtaken_only_by_what_arrives_within_its_tokens_ov
     "order, expected",
     [("shortest-prefill", ["new", "short", "long"]), ("longest-prefix", ["long", "short", "new"])],
 )
-def test_what_is_cached_when_a_request_is_queued_counts(order: str, expected: list[str]) -> None:
+def test_tokens_cached_when_a_request_is_queued_count(order: str, expected: list[str]) -> None:
     host = Host(order=f"{order}:ageing=0.1", max_num_seqs=1, max_num_batched_tokens=64)
     prompt = host.prompt(40)
     host.add("first", prompt, max_tokens=1)
@@ -161,14 +161,14 @@ def test_what_is_cached_when_a_request_is_queued_counts(order: str, expected: li
     host.schedule()
     if order == "longest-prefix":
         assert host.explain("new").sentence.endswith(
-            "longest-prefix: 0 of its tokens were cached when it came, and 20 of the next."
+            "longest-prefix: it had 0 cached tokens when queued, the head of the queue 20."
         )
     assert [host.explain(name).position for name in expected[1:]] == [0, 1]
 
 
 @settings(max_examples=short_or_long(20, 150), deadline=None)
 @given(cached=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 15)), min_size=2, max_size=20))
-def test_longest_prefix_is_overtaken_only_by_what_arrives_within_the_bound(cached: list[tuple[int, int]]) -> None:
+def test_longest_prefix_bounds_bypasses_by_arrival(cached: list[tuple[int, int]]) -> None:
     class Told(LongestPrefix):
         def _num_cached(self, request: Request) -> int:
             num: int = request.metadata
@@ -194,13 +194,13 @@ def test_longest_prefix_is_overtaken_only_by_what_arrives_within_the_bound(cache
 
 
 @pytest.mark.parametrize("value", ["-1", "x", "1e10"])
-def test_an_ageing_that_is_none_is_refused(value: str) -> None:
+def test_an_invalid_ageing_is_refused(value: str) -> None:
     with pytest.raises(ConfigError, match="ageing of order 'shortest-prefill'"):
         Scheduler(small_config(order=f"shortest-prefill:ageing={value}"))
 
 
 class CountingTime(float):
-    """An arrival time that counts how often it is compared: what a queue does, without a clock."""
+    """An arrival time that counts its comparisons, which measure the work of a queue without a clock."""
 
     comparisons = 0
 
@@ -216,7 +216,7 @@ class CountingTime(float):
 
 
 class CountingOrder(FirstComeFirstServed):
-    """First come, first served; counts walks over the whole queue."""
+    """First come, first served; counts iterations over the whole queue."""
 
     walks = 0
 
@@ -247,7 +247,7 @@ def test_aborting_one_of_many_waiting_requests_scans_nothing() -> None:
     assert scheduler.stats().num_waiting == num_waiting - 8
 
 
-def test_removed_requests_do_not_stay_in_memory_until_they_would_have_come_up() -> None:
+def test_removed_requests_do_not_stay_in_memory() -> None:
     order = FirstComeFirstServed()
     requests = [Request(f"r{i}", [1], arrival_time=float(i), max_tokens=1) for i in range(2000)]
     for request in requests:
@@ -259,7 +259,7 @@ def test_removed_requests_do_not_stay_in_memory_until_they_would_have_come_up() 
     assert order.peek() is requests[0]
 
 
-def test_a_user_may_pass_an_order_of_its_own() -> None:
+def test_an_order_may_be_an_object() -> None:
     class LastComeFirstServed(FirstComeFirstServed):
         name = "lcfs"
 
@@ -272,7 +272,7 @@ def test_a_user_may_pass_an_order_of_its_own() -> None:
     assert admission_order(host) == ["c", "b", "a"]
 
 
-def test_an_object_that_is_no_whole_order_is_refused_by_what_it_lacks() -> None:
+def test_an_incomplete_order_is_refused_with_its_missing_methods() -> None:
     class WithoutPosition:
         name, is_preemptive = "partial", False
         push = pop = put_back = peek = remove = __len__ = __contains__ = __iter__ = FirstComeFirstServed.push
@@ -284,8 +284,8 @@ def test_an_object_that_is_no_whole_order_is_refused_by_what_it_lacks() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_queue_is_a_sorted_list_whatever_comes_and_goes(seed: int) -> None:
-    """Among few, and among more than are kept sorted."""
+def test_the_queue_equals_a_sorted_list_after_any_operations(seed: int) -> None:
+    """With few requests, and with more than the sorted list can have."""
     chance = random.Random(seed)
     queue = FirstComeFirstServed()
     expected: list[Request] = []

@@ -1,4 +1,4 @@
-"""Caps on prompts that are half done: who waits, who goes first, and for how long."""
+"""Caps on partial prefills: requests that wait, requests that bypass them, and the bound."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from tests.core.helpers import Host, names, tokens_of
 
 
 def capped(**config: Any) -> Host:
-    """A budget of 16, of which a request gets at most 6."""
+    """A host with a budget of 16, and at most 6 tokens for a request."""
     values = {"num_blocks": 80, "max_model_len": 100, "max_num_seqs": 8, "long_prefill_token_threshold": 6}
     return Host(**{**values, **config})
 
 
-def test_a_prompt_that_would_be_half_done_too_waits_and_short_ones_go_first() -> None:
+def test_a_second_partial_prefill_waits_and_short_prompts_bypass() -> None:
     host = capped(max_num_partial_prefills=1)
     host.add("first", 13)
     host.add("second", 13)
     host.add("short", 4)
     host.add("third", 7)
-    assert tokens_of(host.step()) == {"first": 6, "short": 4}, "6 are left for the third, and it has 7"
+    assert tokens_of(host.step()) == {"first": 6, "short": 4}, "6 tokens remain for the third, and it has 7"
     waiting = host.explain("second")
     assert (waiting.reason, waiting.missing, waiting.blocker) == (Reason.PARTIAL_PREFILLS, 1, "first")
     assert host.explain("third").reason is Reason.PARTIAL_PREFILLS
@@ -28,7 +28,7 @@ def test_a_prompt_that_would_be_half_done_too_waits_and_short_ones_go_first() ->
     assert tokens_of(host.step()) == {"first": 1, "short": 1, "second": 6}, "the first is done in this step"
 
 
-def test_what_is_cached_is_not_to_be_done() -> None:
+def test_cached_tokens_need_no_prefill() -> None:
     host = capped(max_num_partial_prefills=1)
     shared = host.prompt(13)
     host.add("a", shared, max_tokens=1)
@@ -38,7 +38,7 @@ def test_what_is_cached_is_not_to_be_done() -> None:
     assert tokens_of(host.step()) == {"long": 6, "known": 2}
 
 
-def test_several_may_be_half_done() -> None:
+def test_several_prefills_may_be_partial() -> None:
     host = capped(max_num_partial_prefills=2)
     for request_id in "abc":
         host.add(request_id, 20)
@@ -46,7 +46,7 @@ def test_several_may_be_half_done() -> None:
     assert host.explain("c").reason is Reason.PARTIAL_PREFILLS
 
 
-def test_long_ones_have_a_cap_of_their_own() -> None:
+def test_long_prompts_have_a_separate_cap() -> None:
     host = capped(max_num_partial_prefills=3, max_long_partial_prefills=1, max_num_batched_tokens=17)
     host.add("long", 20)
     host.add("long too", 20)
@@ -56,7 +56,7 @@ def test_long_ones_have_a_cap_of_their_own() -> None:
     assert host.explain("long too").reason is Reason.PARTIAL_PREFILLS
 
 
-def test_with_several_and_no_threshold_a_long_prompt_is_one_of_4_per_cent_of_the_model() -> None:
+def test_the_default_threshold_is_4_per_cent_of_the_model_length() -> None:
     host = capped(max_num_partial_prefills=2, long_prefill_token_threshold=0)
     assert host.config.prefill_threshold == 4
     host.add("a", 10)
@@ -65,8 +65,8 @@ def test_with_several_and_no_threshold_a_long_prompt_is_one_of_4_per_cent_of_the
     assert capped(max_num_partial_prefills=1, long_prefill_token_threshold=0).config.prefill_threshold == 0
 
 
-def test_nobody_overtakes_it_for_ever() -> None:
-    """At most `max_overtakes` go by; then it is a wall, though they would fit."""
+def test_bypasses_of_a_waiting_prefill_are_bounded() -> None:
+    """After `max_overtakes` bypasses it blocks the queue, even for requests that would fit."""
     host = capped(max_num_partial_prefills=1, max_overtakes=3, max_num_seqs=3)
     host.add("first", 90, max_tokens=2)
     second = host.add("second", 90, max_tokens=2)
@@ -82,7 +82,7 @@ def test_nobody_overtakes_it_for_ever() -> None:
     assert admitted[4] == "second"
 
 
-def test_a_request_that_comes_back_waits_for_a_place_too() -> None:
+def test_a_resumed_request_also_waits_for_the_cap() -> None:
     host = capped(max_num_partial_prefills=1, enable_prefix_caching=False)
     host.add("a", 40)
     host.step()
@@ -94,7 +94,7 @@ def test_a_request_that_comes_back_waits_for_a_place_too() -> None:
     assert host.explain("a").reason is Reason.PARTIAL_PREFILLS
 
 
-def test_a_failed_step_gives_the_place_back() -> None:
+def test_a_failed_step_restores_the_cap() -> None:
     host = capped(max_num_partial_prefills=1, max_steps_in_flight=2)
     host.add("a", 8)
     host.add("b", 20)
@@ -105,13 +105,13 @@ def test_a_failed_step_gives_the_place_back() -> None:
     assert tokens_of(host.step()) == {"a": 2, "b": 6}
 
 
-def test_nobody_is_displaced_for_one_that_could_not_begin() -> None:
+def test_no_preemption_for_a_request_that_the_cap_defers() -> None:
     host = capped(order="priority", max_num_partial_prefills=1, max_num_seqs=2)
     host.add("long", 40, priority=0)
     host.add("lazy", 2, priority=5, max_tokens=30)
     host.step()
     host.add("urgent", 20, priority=1)
-    assert not host.step().preempted, "the seat of the lazy one would be free, and the place of the long one taken"
+    assert not host.step().preempted, "the sequence slot of lazy would be free, but the cap would still be reached"
     host.add("short", 6, priority=2)
     host.abort("urgent")
     assert names(host.step().preempted) == ["lazy"]

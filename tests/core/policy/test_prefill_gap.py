@@ -1,4 +1,4 @@
-"""Prompts are cut to a gap between the tokens of requests that decode, and nothing else is decided otherwise."""
+"""The limit "prefill-gap": prompts are cut to keep the gap of decoding requests, and no other decision changes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def server(scale: float = 10.0, **settings: Any) -> Server:
 
 
 def with_chats(served: Server, number: int, num_steps: int = 40) -> Server:
-    """With requests that decode."""
+    """Add requests that decode."""
     for index in range(number):
         served.add(f"chat{index}", 24, max_tokens=100_000)
     for _ in range(num_steps):
@@ -37,14 +37,14 @@ def with_chats(served: Server, number: int, num_steps: int = 40) -> Server:
 
 
 def until_first_token(served: Server, *requests: Request) -> tuple[list[float], list[int]]:
-    """The seconds and prompt tokens of the steps until all of them have one."""
+    """The seconds and prompt tokens of the steps until all of these requests have a token."""
     before = len(served.seconds)
     while not all(each.num_output_tokens for each in requests):
         served.step()
     return served.seconds[before:], [load.num_prefill_tokens for load in served.loads[before:]]
 
 
-# ---------------------------------------------------------------------- what it does
+# ---------------------------------------------------------------------- the rule
 
 
 @pytest.mark.parametrize("num_chats", [1, 4])
@@ -52,7 +52,7 @@ def test_the_gap_beside_a_long_prompt_keeps_the_target(num_chats: int) -> None:
     served = with_chats(server(scale=4.0), num_chats)
     seconds, tokens = until_first_token(served, served.add("long", 8000))
     assert max(seconds) < 1.15 * TARGET
-    assert sum(tokens) / sum(seconds) > 0.25 / (4 * PER_TOKEN), "a fourth of the speed of prompt tokens alone"
+    assert sum(tokens) / sum(seconds) > 0.25 / (4 * PER_TOKEN), "a quarter of the speed without decode"
 
 
 def test_prompts_alone_have_the_whole_budget() -> None:
@@ -70,7 +70,7 @@ def test_a_prompt_has_the_whole_budget_again_when_streams_have_ended() -> None:
     assert served.step()["long"] == 8192
 
 
-def test_on_a_fast_device_it_decides_as_without() -> None:
+def test_on_a_fast_device_nothing_is_limited() -> None:
     """A step with the whole budget takes a fifth of the target."""
     sides = {limits: Server(scale=0.05, settings={"token_limits": limits}) for limits in ((LIMIT,), ())}
     for each in sides.values():
@@ -83,7 +83,7 @@ def test_on_a_fast_device_it_decides_as_without() -> None:
         assert mine == others
 
 
-def test_a_device_that_becomes_slow_is_noticed() -> None:
+def test_limits_apply_when_a_fast_device_becomes_slow() -> None:
     served = with_chats(server(scale=0.02), 4)
     for number in range(30):
         until_first_token(served, served.add(f"prompt{number}", 9000, max_tokens=2))
@@ -114,9 +114,9 @@ def test_a_short_prompt_does_not_wait_behind_a_long_one() -> None:
     assert served.step()["short"] == 40
 
 
-def test_steps_that_all_fill_the_target_teach_no_wrong_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where attention costs as much as on a CPU: with steps of equal time nearly any share of decoding explains them,
-    and the next prompt would be cut by the wrong one."""
+def test_steps_that_all_fill_the_target_do_not_distort_the_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention costs as much as on a CPU. Steps of equal time fit nearly any share of decode, and a wrong share would
+    cut the next prompt too much."""
     costs = {"BASE": 3e-3, "PER_REQUEST": 1e-4, "PER_CONTEXT": 2e-7, "PER_TOKEN": 1e-4, "PER_ATTENDED": 1e-7}
     for name, seconds in costs.items():
         monkeypatch.setattr(test_target_itl, name, seconds)
@@ -148,7 +148,7 @@ def test_no_request_waits_for_step_time() -> None:
     assert reasons <= {Reason.BUDGET}
 
 
-def test_beside_slow_decoding_a_step_computes_at_least_the_least() -> None:
+def test_beside_slow_decode_a_step_computes_the_minimum() -> None:
     served = with_chats(server(scale=200.0), 4)
     seconds, tokens = until_first_token(served, served.add("long", 2000))
     assert len(seconds) <= 2000 / MIN + 2
@@ -156,7 +156,7 @@ def test_beside_slow_decoding_a_step_computes_at_least_the_least() -> None:
     assert max(seconds[2:]) < 2.2 * 200 * 6.1e-3
 
 
-def test_a_short_prompt_passes_a_long_one_also_at_the_least() -> None:
+def test_a_short_prompt_bypasses_a_long_one_also_at_the_minimum() -> None:
     served = with_chats(server(scale=200.0), 4)
     long = served.add("long", 4000)
     for _ in range(4):
@@ -166,9 +166,9 @@ def test_a_short_prompt_passes_a_long_one_also_at_the_least() -> None:
     assert not long.num_output_tokens
 
 
-def test_under_load_decoding_is_not_taken_for_the_cost_of_prompt_tokens() -> None:
-    """Requests arrive all the time and decoding takes longer than the target, so no step is without prompt tokens by
-    itself. Where its time counts for these, fewer and fewer fit."""
+def test_under_load_decode_time_is_not_attributed_to_prompts() -> None:
+    """Requests arrive all the time and decode takes longer than the target, so every step would have prompt tokens. If
+    the time of decode were attributed to them, fewer and fewer would fit."""
     served = Server(LIMIT, scale=3.0, settings={"max_num_seqs": 2048})
     for number in range(2000):
         served.add(f"r{number}", 24, max_tokens=100_000)
@@ -178,7 +178,7 @@ def test_under_load_decoding_is_not_taken_for_the_cost_of_prompt_tokens() -> Non
     assert served.seconds[-1] > TARGET
 
 
-def test_steps_without_prompt_tokens_are_as_few_as_doublings_of_the_load() -> None:
+def test_one_step_without_prompt_tokens_for_each_doubling_of_load() -> None:
     served = Server(LIMIT, scale=10.0, settings={"max_num_seqs": 512})
     for number in range(400):
         served.add(f"r{number}", 100, max_tokens=100_000)
@@ -188,7 +188,7 @@ def test_steps_without_prompt_tokens_are_as_few_as_doublings_of_the_load() -> No
     assert len(waits) < 20 and len(bare) <= 9
 
 
-def test_a_clock_that_stands_still_holds_nothing_up() -> None:
+def test_a_clock_that_stands_still_delays_no_request() -> None:
     config = SchedulerConfig(num_blocks=400, max_model_len=4096, max_num_batched_tokens=64, max_num_seqs=8)
     scheduler = Scheduler(config.replace(token_limits=("prefill-gap",)))
     scheduler.add(Request("chat", [1] * 4, arrival_time=0.0, max_tokens=500), 1.0)
@@ -203,8 +203,8 @@ def test_a_clock_that_stands_still_holds_nothing_up() -> None:
 
 @pytest.mark.parametrize("num_chats", [16, 20])
 @pytest.mark.parametrize("limit", ["prefill-gap:seconds=0.001", "target-itl:seconds=0.001,least=32,patience=0"])
-def test_drafts_leave_a_prompt_the_least(limit: str, num_chats: int) -> None:
-    """With 7 drafts each, requests verify more tokens than a step has for prompts."""
+def test_drafts_leave_the_minimum_to_a_prompt(limit: str, num_chats: int) -> None:
+    """With 7 drafts each, requests verify more tokens than a step may use for prompts."""
     config = SchedulerConfig(num_blocks=2000, max_model_len=4096, max_num_batched_tokens=512, num_draft_tokens=7)
     scheduler = Scheduler(config.replace(token_limits=(limit,)))
     for number in range(num_chats):
@@ -229,7 +229,7 @@ def test_drafts_leave_a_prompt_the_least(limit: str, num_chats: int) -> None:
 # ---------------------------------------------------------------------- noise
 
 
-def test_a_stalled_machine_does_not_leave_the_least_behind() -> None:
+def test_after_a_stall_steps_compute_more_than_the_minimum() -> None:
     served = with_chats(server(scale=2.0), 4)
     served.add("long", 20_000)
     for _ in range(10):
@@ -253,10 +253,10 @@ def test_noise_that_has_passed_is_forgotten() -> None:
     assert max(served.step().get("again", 0) for _ in range(12)) > 0.5 * usual
 
 
-# ---------------------------------------------------------------------- beside the rest of the scheduler
+# ---------------------------------------------------------------------- fast-forward and parameters
 
 
-def test_steps_at_once_leave_what_single_ones_do() -> None:
+def test_fast_forward_equals_single_steps() -> None:
     rng = np.random.default_rng(4)
     arrivals, now = [], 0.0
     for index in range(60):
@@ -280,6 +280,6 @@ def test_steps_at_once_leave_what_single_ones_do() -> None:
         ("prefill-gap:patience=1", "no parameter 'patience'"),
     ],
 )
-def test_bad_parameters(limit: str, message: str) -> None:
+def test_invalid_parameters_are_refused(limit: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Host(token_limits=(limit,))

@@ -1,4 +1,4 @@
-"""Policies by name: with parameters, of installed packages, and what is said of names that are not there."""
+"""Policies by name, with parameters, and from installed packages; errors for unknown names."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LastComeFirstServed(FirstComeFirstServed):
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes entry points of the group stand for these objects."""
+    """Installs these objects as entry points of the group."""
 
     def install(**policies: Any) -> None:
         entries = []
@@ -55,7 +55,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_known_policy_can_be_made_by_name_and_says_what_it_does(kind: str) -> None:
+def test_every_known_policy_can_be_made_by_name_and_has_a_docstring(kind: str) -> None:
     for name, policy in known(kind).items():
         assert (policy.kind, policy.name) == (kind, name)
         assert policy.__doc__ and policy.__doc__.strip().partition("\n")[0], name
@@ -70,7 +70,7 @@ def test_every_known_policy_can_be_made_by_name_and_says_what_it_does(kind: str)
                 assert spec_of(make(kind, f"{name}:{each.name}={value}")).startswith(name)
 
 
-def test_a_policy_of_an_installed_package_is_found_by_name_and_takes_its_parameters(installed: Any) -> None:
+def test_a_policy_of_an_installed_package_is_found_by_name(installed: Any) -> None:
     installed(lcfs=LastComeFirstServed)
     assert "lcfs" in known("order")
     assert "lcfs" not in known("victim")
@@ -102,13 +102,13 @@ def test_a_policy_of_an_installed_package_is_found_by_name_and_takes_its_paramet
         ("", "policy '' is incomplete"),
     ],
 )
-def test_a_name_that_cannot_be_used_says_why(installed: Any, spec: str, message: str) -> None:
+def test_the_error_of_an_unusable_name_says_why(installed: Any, spec: str, message: str) -> None:
     installed(lcfs=LastComeFirstServed)
     with pytest.raises(ConfigError, match=message):
         make("order", spec)
 
 
-def test_a_package_that_breaks_is_named(installed: Any) -> None:
+def test_the_error_of_a_broken_package_names_it(installed: Any) -> None:
     installed(broken=ImportError("no module named nothing"), wrong=object, fcfs=LastComeFirstServed)
     with pytest.raises(ConfigError, match="'broken' cannot be loaded from elsewhere:broken: no module named nothing"):
         make("order", "broken")
@@ -120,26 +120,26 @@ def test_a_package_that_breaks_is_named(installed: Any) -> None:
         known("order")
 
 
-def test_names_are_taken_apart() -> None:
+def test_names_and_parameters_are_parsed() -> None:
     assert parsed("fair") == ("fair", {})
     assert parsed("fair:input=1,output=2.5") == ("fair", {"input": "1", "output": "2.5"})
     assert parsed("fair:weights=gold/4+free/1") == ("fair", {"weights": "gold/4+free/1"})
 
 
-def test_a_configuration_keeps_names_and_tells_objects_by_theirs() -> None:
+def test_a_configuration_as_a_dict_has_names_of_policies() -> None:
     config = small_config(order=LastComeFirstServed(), reserves=["watermark:share=0.1"])
     values = config.to_dict()
     assert (values["order"], values["reserves"], values["token_limits"]) == (
         "lcfs (object)",
         ["watermark:share=0.1"],
         [],
-    ), "its parameters are not known, so nothing is replayed by its name"
+    ), "its parameters are unknown, so a replay cannot construct it"
     with pytest.raises(ConfigError, match="reserves is 'watermark'; give a list of names or objects"):
         small_config(reserves="watermark")
     assert SchedulerConfig(**{**values, "order": "fcfs"}).reserves == ("watermark:share=0.1",)
 
 
-def test_a_reserve_by_name_is_the_same_as_the_knob() -> None:
+def test_a_named_reserve_equals_the_knob() -> None:
     outputs = []
     for knobs in ({"watermark": 0.25}, {"reserves": ["watermark:share=0.25"]}):
         host = Host(**knobs, num_blocks=8)
@@ -149,8 +149,8 @@ def test_a_reserve_by_name_is_the_same_as_the_knob() -> None:
     assert outputs[0] == outputs[1]
 
 
-def test_a_full_sequence_reserve_by_name_replaces_the_knob() -> None:
-    """Kept twice, it would keep a prompt out for ever that fills more than half of the pool."""
+def test_a_named_full_sequence_reserve_replaces_the_knob() -> None:
+    """With both, a prompt of more than half of the pool would wait for ever."""
     host = Host(reserves=["full-sequence"], num_blocks=8)
     request = host.add("long", 28, max_tokens=2)
     host.run_to_end(20)
@@ -158,18 +158,18 @@ def test_a_full_sequence_reserve_by_name_replaces_the_knob() -> None:
     assert host.scheduler.policies == {"fcfs": 1, "latest": 1, "lru": 1, "full-sequence": 1}
 
 
-def test_a_limit_that_cuts_prompts_is_refused_where_they_may_not_be_cut() -> None:
+def test_a_limit_that_cuts_prompts_needs_chunked_prefill() -> None:
     knobs = {"token_limits": ("prefill-threshold:tokens=4",), "enable_chunked_prefill": False}
     with pytest.raises(ConfigError, match="'prefill-threshold' cuts prompts, and enable_chunked_prefill is off"):
         Host(**knobs, max_num_batched_tokens=64)
 
 
-def test_versions_of_policies_are_told() -> None:
+def test_versions_of_policies_are_reported() -> None:
     host = Host(watermark=0.1)
     assert host.scheduler.policies == {"fcfs": 1, "latest": 1, "watermark": 1, "full-sequence": 1, "lru": 1}
 
 
-def test_an_object_that_lacks_a_part_of_the_protocol_is_refused() -> None:
+def test_an_object_without_the_whole_protocol_is_refused() -> None:
     class Nameless(Policy):
         def choose(self, view: Any, asking: int) -> int:
             return 0

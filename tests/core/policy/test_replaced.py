@@ -1,4 +1,5 @@
-"""Policies of an installed package that cannot be constructed, or fail for ever: the default of their kind decides."""
+"""Policies of an installed package that cannot be constructed, or always fail: the default of their kind replaces
+them."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ def installed(tmp_path: Path) -> Iterator[None]:
         yield
 
 
-def run(host: Host, most_failures: int = 3) -> list[Request]:
-    """Requests that preempt each other, on to their right ends."""
+def run(host: Host, max_failures: int = 3) -> list[Request]:
+    """Run requests that preempt each other to their end, and check their tokens."""
     requests = [host.add(name, 4 + index, max_tokens=8) for index, name in enumerate("abcdef")]
     failures = 0
     while host.scheduler.has_unfinished_requests():
@@ -38,7 +39,7 @@ def run(host: Host, most_failures: int = 3) -> list[Request]:
             host.step()
         except PolicyError:
             failures += 1
-            assert failures <= most_failures
+            assert failures <= max_failures
             host.scheduler.check_invariants()
     for request in requests:
         assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, request.max_tokens)
@@ -46,7 +47,7 @@ def run(host: Host, most_failures: int = 3) -> list[Request]:
 
 
 @pytest.mark.parametrize(("kind", "at"), WHERE)
-def test_requests_get_what_they_get_without_the_policy(kind: str, at: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_tokens_are_the_same_as_without_the_policy(kind: str, at: str, caplog: pytest.LogCaptureFixture) -> None:
     host = Host(**TIGHT, **knob(kind, at))
     run(host)
     assert sum(record.exc_info is not None for record in caplog.records) <= 1
@@ -63,7 +64,7 @@ def test_requests_get_what_they_get_without_the_policy(kind: str, at: str, caplo
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_explanation_says_what_decides_instead_and_why(kind: str) -> None:
+def test_every_explanation_names_the_replacement_and_the_error(kind: str) -> None:
     host = Host(**knob(kind, CONSTRUCTOR))
     host.add("a", 4, max_tokens=2)
     words = (
@@ -77,7 +78,7 @@ def test_every_explanation_says_what_decides_instead_and_why(kind: str) -> None:
         host.step()
 
 
-def test_a_refusal_of_parameters_stays_an_error_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_parameters_stay_an_error_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: Any, **_: Any) -> None:
         raise ConfigError("at and after do not go together")
 
@@ -90,17 +91,17 @@ def test_a_refusal_of_parameters_stays_an_error_at_the_start(monkeypatch: pytest
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_mended", [False, True])
-def test_a_run_without_the_constructed_policy_replays(
+def test_a_run_with_a_policy_replaced_at_the_start_replays(
     kind: str, is_mended: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def mended(self: Any, **_: Any) -> None:
-        """Works, and the policy would decide otherwise: it raises where it is asked."""
+        """A constructor that works now. The policy itself would raise when it is called."""
         super(faulty_policies.Sound, self).__init__()
         self._at, self._num_left = self.methods[0], 0
 
     file = io.StringIO()
     host = Host(recorder=Recorder(file), **TIGHT, **knob(kind, CONSTRUCTOR))
-    run(host, most_failures=0)
+    run(host, max_failures=0)
     lines = file.getvalue().splitlines()
     if is_mended:
         monkeypatch.setattr(faulty_policies.Sound, "__init__", mended)
@@ -108,7 +109,7 @@ def test_a_run_without_the_constructed_policy_replays(
     assert replay(lines).num_steps > 10
 
 
-def test_a_policy_that_decided_must_be_usable_in_a_replay() -> None:
+def test_a_replay_needs_every_policy_that_decided() -> None:
     file = io.StringIO()
     run(Host(recorder=Recorder(file), **TIGHT, **knob("victim", "nothing")))
     text = file.getvalue().replace("faulty-victim:at=nothing", "faulty-victim:at=constructor")
@@ -117,7 +118,7 @@ def test_a_policy_that_decided_must_be_usable_in_a_replay() -> None:
 
 
 @pytest.mark.parametrize("at", [CONSTRUCTOR, "choose"])
-def test_a_recording_that_begins_later_leaves_the_default_in_place(at: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_later_recording_keeps_the_default(at: str, caplog: pytest.LogCaptureFixture) -> None:
     host = Host(**TIGHT, **knob("victim", at))
     run(host)
     before, num_lines = host.scheduler.replaced_policies, len(caplog.records)
@@ -125,14 +126,14 @@ def test_a_recording_that_begins_later_leaves_the_default_in_place(at: str, capl
     file = io.StringIO()
     host.scheduler.start_recording(Recorder(file))
     assert host.scheduler.replaced_policies == before
-    run(host, most_failures=0)
+    run(host, max_failures=0)
     assert len(caplog.records) == num_lines, "nothing new is logged"
     lines = file.getvalue().splitlines()
     assert json.loads(lines[0])["start"]["replaced"] == [list(before[0])]
     assert replay(lines).num_steps > 10
 
 
-def test_the_default_of_an_order_that_displaces_is_by_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_of_a_preemptive_order_is_priority(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faulty_policies.Order, "is_preemptive", True)
     host = Host(max_num_seqs=1, **knob("order", CONSTRUCTOR))
     host.add("low", 3, max_tokens=8, priority=5)
@@ -142,7 +143,7 @@ def test_the_default_of_an_order_that_displaces_is_by_priority(monkeypatch: pyte
     assert isinstance(host.scheduler._parts.policies[0].policy, PriorityOrder)
 
 
-def test_the_default_victim_goes_by_the_order() -> None:
+def test_the_default_victim_depends_on_the_order() -> None:
     host = Host(order="priority", **knob("victim", CONSTRUCTOR))
     assert [each.by for each in host.scheduler.replaced_policies] == ["lowest-priority"]
 
@@ -151,8 +152,8 @@ def test_the_default_victim_goes_by_the_order() -> None:
     ("kind", "at"),
     [("order", "peek"), ("order", "guaranteed_steps"), ("limit", "guaranteed_steps"), ("reserve", "blocks")],
 )
-def test_a_look_ahead_fails_for_no_policy(kind: str, at: str) -> None:
-    """The step that comes then can fail, and says so in recordings."""
+def test_a_look_ahead_never_fails(kind: str, at: str) -> None:
+    """The following step can fail, and the recording has its failure."""
     host = Host(max_num_seqs=1, **knob(kind, at, after=2))
     for name in "ab":
         host.add(name, 3, max_tokens=9)
@@ -166,7 +167,7 @@ def test_a_look_ahead_fails_for_no_policy(kind: str, at: str) -> None:
     assert host.scheduler.stats().num_policy_failures == failures <= 3
 
 
-def test_an_answer_that_has_no_hash_fails_the_step_as_others_do() -> None:
+def test_an_unhashable_result_fails_the_step() -> None:
     class Lists(FirstComeFirstServed):
         name = "lists"
 
@@ -180,7 +181,7 @@ def test_an_answer_that_has_no_hash_fails_the_step_as_others_do() -> None:
     assert host.scheduler.guaranteed_steps(3) == 0
 
 
-def test_an_object_without_a_sound_attribute_is_replaced_at_the_start() -> None:
+def test_an_object_with_an_invalid_attribute_is_replaced_at_the_start() -> None:
     class Odd(Latest):
         name = "odd"
 
@@ -189,10 +190,10 @@ def test_an_object_without_a_sound_attribute_is_replaced_at_the_start() -> None:
 
     host = Host(victim=Odd(), **TIGHT)
     assert [each[1:3] for each in host.scheduler.replaced_policies] == [("odd", "latest")]
-    run(host, most_failures=0)
+    run(host, max_failures=0)
 
 
-def test_a_failing_policy_is_no_reason_to_schedule_twice() -> None:
+def test_schedule_again_works_with_a_failing_policy() -> None:
     host = Host(**TIGHT, **knob("order", "peek"))
     host.add("a", 3, max_tokens=2)
     scheduler: Scheduler = host.scheduler

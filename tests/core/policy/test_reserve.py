@@ -1,4 +1,4 @@
-"""How much must stay free when a request is admitted, and which rung of the ladder stopped it."""
+"""Reserves: the blocks that must stay free at an admission, and the reported reason."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.forms import short_or_long
 
 
 def with_a_running(prompt_tokens: int, **config: Any) -> Host:
-    """A host on which "a" runs with a prompt of that many tokens, all computed."""
+    """A host on which "a" runs, with a computed prompt of this number of tokens."""
     host = Host(**{"max_num_batched_tokens": 64, **config})
     host.add("a", prompt_tokens, max_tokens=20)
     host.step()
@@ -28,7 +28,7 @@ def with_a_running(prompt_tokens: int, **config: Any) -> Host:
 # ---------------------------------------------------------------------- full sequence
 
 
-def test_a_prompt_whose_first_chunk_fits_waits_until_all_of_it_does() -> None:
+def test_a_prompt_waits_until_all_of_it_fits() -> None:
     host = with_a_running(13, num_blocks=8, max_num_batched_tokens=16)
     host.add("b", 20)
     assert tokens_of(host.step()) == {"a": 1}, "4 blocks are free: enough for 15 tokens, not for 20"
@@ -36,23 +36,23 @@ def test_a_prompt_whose_first_chunk_fits_waits_until_all_of_it_does() -> None:
     assert (head.reason, head.missing, head.blocker) == (Reason.FULL_SEQUENCE, 1, "a")
 
 
-def test_without_the_full_sequence_rule_the_first_chunk_is_enough() -> None:
+def test_without_full_sequence_the_first_chunk_is_enough() -> None:
     host = with_a_running(13, num_blocks=8, max_num_batched_tokens=16, full_sequence_must_fit=False)
     host.add("b", 20)
     assert tokens_of(host.step()) == {"a": 1, "b": 15}
 
 
-def test_cached_blocks_that_somebody_holds_cost_nothing() -> None:
+def test_held_cached_blocks_cost_nothing() -> None:
     host = Host(num_blocks=8)
     shared = host.prompt(13)
     host.add("a", shared, max_tokens=20)
     host.step()
     host.add("b", [*shared[:12], *host.prompt(8)])
     output = host.step()
-    assert cached_of(output) == {"b": 12}, "5 blocks, of which a holds 3: the 4 free ones suffice"
+    assert cached_of(output) == {"b": 12}, "b needs 5 blocks; a holds 3 of them, and 4 are free"
 
 
-def test_cached_blocks_that_nobody_holds_are_free_blocks_and_cost_one_each() -> None:
+def test_free_cached_blocks_cost_one_block_each() -> None:
     host = Host(num_blocks=8, max_num_batched_tokens=32)
     shared = host.prompt(13)
     host.add("a", shared, max_tokens=1)
@@ -64,7 +64,7 @@ def test_cached_blocks_that_nobody_holds_are_free_blocks_and_cost_one_each() -> 
     assert host.explain("b").missing == 1
 
 
-def test_what_partly_computed_prompts_are_owed_is_kept_for_them() -> None:
+def test_blocks_owed_to_partial_prefills_are_kept() -> None:
     host = Host(num_blocks=8, max_num_batched_tokens=8, long_prefill_token_threshold=4)
     host.add("a", 24)
     host.add("b", 12)
@@ -75,25 +75,25 @@ def test_what_partly_computed_prompts_are_owed_is_kept_for_them() -> None:
     assert host.explain("b").missing == 1
 
 
-def test_what_is_left_beside_the_owed_blocks_may_be_taken() -> None:
+def test_blocks_beyond_the_owed_ones_may_be_taken() -> None:
     host = Host(num_blocks=8, max_num_batched_tokens=8, long_prefill_token_threshold=4)
     host.add("a", 24)
     host.add("b", 8)
     assert tokens_of(host.step()) == {"a": 4, "b": 4}
 
 
-def test_a_prompt_admitted_in_this_step_is_owed_its_rest_too() -> None:
+def test_a_prompt_admitted_in_this_step_is_owed_its_remaining_blocks() -> None:
     host = Host(num_blocks=8, max_num_batched_tokens=16, long_prefill_token_threshold=4)
     for request_id in ("a", "b", "c"):
         host.add(request_id, 12)
-    assert tokens_of(host.step()) == {"a": 4, "b": 4}, "3 + 3 blocks are spoken for, so c would lack one"
+    assert tokens_of(host.step()) == {"a": 4, "b": 4}, "3 + 3 blocks are reserved, so c lacks one"
     assert host.explain("c").missing == 1
 
 
 # ---------------------------------------------------------------------- watermark
 
 
-def test_the_watermark_keeps_a_share_of_the_pool_free_while_something_runs() -> None:
+def test_the_watermark_keeps_blocks_free_while_requests_run() -> None:
     host = with_a_running(13, num_blocks=10, watermark=0.2)
     host.add("b", 20)
     assert names(host.step().admitted) == [], "6 blocks are free; 5 and the watermark of 2 are 7"
@@ -108,13 +108,13 @@ def test_an_admission_may_go_down_to_the_watermark() -> None:
     assert host.stats().num_free_blocks == 2
 
 
-def test_the_watermark_does_not_hold_when_nothing_runs_or_a_large_request_could_never_start() -> None:
+def test_the_watermark_does_not_apply_when_nothing_runs() -> None:
     host = Host(num_blocks=10, max_num_batched_tokens=64, watermark=0.9)
     host.add("a", 39, max_tokens=1)
     assert names(host.step().admitted) == ["a"]
 
 
-def test_the_watermark_holds_for_the_second_admission_of_a_step() -> None:
+def test_the_watermark_applies_to_the_second_admission_of_a_step() -> None:
     host = Host(num_blocks=10, max_num_batched_tokens=64, watermark=0.2)
     host.add("a", 16)
     host.add("b", 20)
@@ -129,7 +129,7 @@ def test_running_requests_grow_into_the_watermark() -> None:
     assert (host.stats().num_free_blocks, host.stats().num_preemptions) == (0, 0)
 
 
-def test_the_watermark_holds_for_a_preempted_request_too() -> None:
+def test_the_watermark_applies_to_a_preempted_request() -> None:
     host = with_a_running(13, num_blocks=10, watermark=0.3)
     host.add("b", 12, max_tokens=20)
     assert names(host.step().admitted) == ["b"]
@@ -156,7 +156,7 @@ def test_the_watermark_holds_for_a_preempted_request_too() -> None:
     ],
     ids=["watermark", "full sequence", "blocks", "sequence limit", "sequence limit before memory"],
 )
-def test_the_rung_counted_is_the_one_whose_removal_alone_would_let_the_request_in(
+def test_the_counted_reason_is_the_one_whose_removal_would_admit(
     prompt: int, config: dict[str, Any], rung: Reason, missing: int
 ) -> None:
     host = with_a_running(17, **{"num_blocks": 8, "max_model_len": 32, **config})
@@ -171,7 +171,7 @@ def test_the_rung_counted_is_the_one_whose_removal_alone_would_let_the_request_i
     assert (head.reason, head.missing) == (rung, missing)
 
 
-def test_when_two_reserves_stand_in_the_way_together_the_fuller_one_is_named() -> None:
+def test_of_two_reserves_that_defer_together_the_last_is_named() -> None:
     host = with_a_running(13, num_blocks=10, max_num_batched_tokens=16, watermark=0.2)
     host.add("b", 28)
     host.step()  # 6 free; the first chunk of 15 needs 4, the whole 7, with the watermark 9
@@ -183,13 +183,13 @@ def test_when_two_reserves_stand_in_the_way_together_the_fuller_one_is_named() -
 
 
 def finish(host: Host, request_id: str, num_tokens: int) -> None:
-    """A request that ends by itself after so many tokens."""
+    """Run a request that finishes by itself after this number of tokens."""
     host.add(request_id, 1, max_tokens=num_tokens)
     while host.scheduler.get_request(request_id) is not None:
         host.step()
 
 
-def test_the_mean_of_what_ended_is_kept_free_for_the_next() -> None:
+def test_the_mean_of_finished_outputs_is_kept_free() -> None:
     host = Host(num_blocks=8, decode_reserve="mean")
     finish(host, "short", 3)
     finish(host, "long", 8)  # 5.5 on average: 6 tokens, 2 blocks
@@ -203,7 +203,7 @@ def test_the_mean_of_what_ended_is_kept_free_for_the_next() -> None:
     assert names(host.step().admitted) == ["b"], "a has ended"
 
 
-def test_nothing_is_expected_before_anything_has_ended_by_itself() -> None:
+def test_no_output_is_expected_before_a_request_finishes_by_itself() -> None:
     host = Host(num_blocks=8, decode_reserve="mean")
     host.add("aborted", 1, max_tokens=30)
     for _ in range(9):
@@ -215,7 +215,7 @@ def test_nothing_is_expected_before_anything_has_ended_by_itself() -> None:
     assert names(host.step().admitted) == ["b"], "the 9 tokens of the aborted one do not count"
 
 
-def test_the_mean_follows_the_last_ends() -> None:
+def test_the_mean_follows_the_last_finished_requests() -> None:
     reserve = MeanDecodeReserve()
     means = []
     for length in [1000] * 3 + [10] * (MEAN_OVER - 1) + [10]:
@@ -227,11 +227,11 @@ def test_the_mean_follows_the_last_ends() -> None:
         assert reserve.num_changes - changes == (reserve.num_tokens != before)
         means.append(reserve.num_tokens)
     assert means[:4] == [1000, 1000, 1000, 753]
-    assert means[-2:] == [18, 10], "the first 3 have left: (1000 + 127 * 10) / 128, rounded up, and then 10"
+    assert means[-2:] == [18, 10], "the first 3 no longer count: (1000 + 127 * 10) / 128, rounded up, and then 10"
 
 
-def test_a_blocked_head_is_looked_at_again_when_less_is_expected() -> None:
-    """The verdict on a head is remembered; nothing but the mean changes here."""
+def test_a_blocked_head_is_checked_again_when_the_mean_falls() -> None:
+    """The verdict on a head is kept; only the mean changes here."""
     host = Host(num_blocks=8, decode_reserve="mean", enable_prefix_caching=False)
     finish(host, "long", 16)
     short = host.add("short", 1, max_tokens=2, arrival_time=0.0)
@@ -250,7 +250,7 @@ def test_a_blocked_head_is_looked_at_again_when_less_is_expected() -> None:
 
 
 class _View:
-    """What a reserve reads when it is attached, how many wait, and what runs."""
+    """A view with everything that a reserve reads."""
 
     block_size, num_usable_blocks, has_prefix_cache, num_waiting = 16, 2_588, False, 100
     rows = num_tokens = np.array([], dtype=np.int64)
@@ -260,7 +260,7 @@ class _View:
 
 
 def growth_after(lengths: list[tuple[int, int]], scale: float = 1.0, **view: Any) -> GrowthReserve:
-    """The reserve, once requests with such prompts and outputs have finished."""
+    """The reserve after requests with these prompts and outputs have finished."""
     reserve, seen = GrowthReserve(scale), _View()
     for name, value in view.items():
         setattr(seen, name, value)
@@ -278,24 +278,24 @@ def kept(reserve: GrowthReserve, num_waiting: int = 100, others_run: bool = True
     return reserve.blocks(Request("b", [1], arrival_time=0.0, max_tokens=9), demand, reserve._view)
 
 
-def test_growth_is_what_the_formula_of_mean_prompt_and_output_says() -> None:
+def test_growth_follows_the_formula() -> None:
     """960 and 240 tokens: D = 15, S = 60, W = 1,680, c = 1,080: 15 ln(1080 / 1680 * 2588 / 60 * (1 - e^-4)) = 49.6."""
     assert kept(growth_after([(960, 240)])) == 49
     assert kept(growth_after([(900, 200), (1020, 280)])) == 49, "means"
     assert kept(growth_after([(960, 240)], 2.0)) == 99, "scaled"
-    # What is lost with a cache are 248 tokens: 15 ln(248 / 1680 * 2588 / 60 * (1 - e^-4)) = 27.5.
+    # With a cache 248 tokens are lost: 15 ln(248 / 1680 * 2588 / 60 * (1 - e^-4)) = 27.5.
     assert kept(growth_after([(960, 240)], has_prefix_cache=True)) == 27
     assert kept(growth_after([(300, 3000)], 8.0)) == 2_588 // 8, "capped"
     assert kept(growth_after([(960, 240)], num_usable_blocks=60)) == 0, "a block costs more than it saves"
 
 
 def slots_of(*sizes: int) -> Any:
-    """What a view says of groups of KV with such windows; 0: full attention."""
+    """`num_slots_for` of a view with groups of these windows; 0: full attention."""
     return lambda tokens: sum(np.minimum(tokens, size) if size else tokens for size in sizes)
 
 
 def test_growth_counts_the_blocks_of_every_group() -> None:
-    """As above: twice of each with two groups; with a window that the prompt fills, D = 15 and S = 92."""
+    """As above, with everything doubled for two groups; with a window that the prompt fills, D = 15 and S = 92."""
     both = growth_after([(960, 240)], num_slots_for=slots_of(0, 0), num_usable_blocks=2 * 2_588)
     assert kept(both) == 99
     # 15 ln(1080 / 1680 * 2588 / 92 * (1 - e^-6.13)) = 43.4
@@ -310,13 +310,13 @@ def test_growth_counts_the_blocks_of_every_group() -> None:
     )
 
 
-def test_with_few_waiting_growth_keeps_less() -> None:
+def test_growth_keeps_less_when_few_requests_wait() -> None:
     reserve = growth_after([(300, 1000)])  # 2 W / c = 6,600 / 800: 8 requests
     full = kept(reserve)
     assert [kept(reserve, waiting) for waiting in (2, 4, 6, 8, 9)] == [full // 4, full // 2, full * 3 // 4, full, full]
 
 
-def test_growth_keeps_nobody_out_where_nothing_runs_or_nothing_has_finished() -> None:
+def test_growth_is_0_when_nothing_runs_or_has_finished() -> None:
     assert kept(growth_after([(960, 240)]), others_run=False) == 0
     assert kept(growth_after([])) == kept(growth_after([(960, 0)])) == 0
     host = Host(num_blocks=8, reserves=("growth:scale=8",), enable_prefix_caching=False)
@@ -326,7 +326,7 @@ def test_growth_keeps_nobody_out_where_nothing_runs_or_nothing_has_finished() ->
     assert names(host.step().admitted) == ["whole"], "all 8 blocks are for it"
 
 
-def test_growth_keeps_blocks_free_and_says_so() -> None:
+def test_growth_keeps_blocks_free_and_is_the_reason() -> None:
     host = Host(num_blocks=24, reserves=("growth:scale=8",), enable_prefix_caching=False, max_num_batched_tokens=99)
     finish(host, "first", 12)
     host.add("a", 60, max_tokens=40)
@@ -338,28 +338,28 @@ def test_growth_keeps_blocks_free_and_says_so() -> None:
     assert kept(host.scheduler._parts.gates.reserves.policies[-1], 12) == 24 // 8
 
 
-def test_growth_follows_the_last_ends_and_tells_of_every_change() -> None:
+def test_growth_follows_the_last_requests_and_counts_changes() -> None:
     reserve = growth_after([(50, 10)] + [(960, 240)] * (LEARNED_OVER - 1))
     before = (kept(reserve), reserve.num_changes)
     request = Request("a", [1] * 960, arrival_time=0.0, max_tokens=500)
     request._state.append_output([7] * 240)
     request._state.finish_reason = FinishReason.ABORT
     reserve.on_finished(request, 0.0)
-    assert (kept(reserve), reserve.num_changes) == before, "it was not its own end"
+    assert (kept(reserve), reserve.num_changes) == before, "the host ended it"
     request._state.finish_reason = FinishReason.STOP
     reserve.on_finished(request, 0.0)
     assert kept(reserve) == kept(growth_after([(960, 240)])) == 49
     reserve.attach(reserve._view)
-    assert kept(reserve) == 0, "a recording begins without what was learned"
+    assert kept(reserve) == 0, "a recording begins without learned values"
 
 
 def running(*rows: tuple[int, int]) -> dict[str, Any]:
-    """What a view says of running requests with so many prompt and output tokens."""
+    """The columns of a view for running requests with these prompt and output tokens."""
     return {"rows": np.arange(len(rows)), "num_tokens": np.array([sum(each) for each in rows], dtype=np.int64)}
 
 
 def paced(outputs: list[int], *rows: tuple[int, int]) -> int:
-    """Blocks that are kept beside these running requests, once such outputs, of prompts of 320, have finished."""
+    """The reserve beside these running requests, after requests with prompts of 320 and these outputs have finished."""
     reserve = GrowthReserve()
     seen = _View()
     for name, value in running(*rows).items():
@@ -378,13 +378,15 @@ def paced(outputs: list[int], *rows: tuple[int, int]) -> int:
     return kept(reserve)
 
 
-def test_growth_keeps_less_where_running_requests_are_near_their_ends() -> None:
+def test_growth_keeps_less_when_running_requests_are_near_their_end() -> None:
     outputs = list(range(100, 1_650, 50))
     usual = paced(outputs)
     assert paced(outputs, (320, 1_350), (320, 1_400)) < usual < paced(outputs, (320, 50), (320, 100))
-    assert paced(outputs, (1_370, 0), (1_420, 0)) > usual, "what counts is their outputs, not their length"
-    assert paced(outputs, (600, 1_100), (200, 50)) < paced(outputs, (200, 1_100), (600, 50)), "and what they release"
-    assert paced(outputs, *[(320, 9_000)] * 200) >= usual // 3, "within a factor, whatever runs"
+    assert paced(outputs, (1_370, 0), (1_420, 0)) > usual, "their outputs count, not their length"
+    assert paced(outputs, (600, 1_100), (200, 50)) < paced(outputs, (200, 1_100), (600, 50)), (
+        "and the blocks they release"
+    )
+    assert paced(outputs, *[(320, 9_000)] * 200) >= usual // 3, "within a factor"
 
 
 @settings(max_examples=short_or_long(100, 600), deadline=None)
@@ -398,7 +400,7 @@ def test_growth_keeps_less_where_running_requests_are_near_their_ends() -> None:
 def test_growth_is_bounded_and_the_same_for_the_same_changes(
     ends: list[tuple[int, int]], pool: int, has_cache: bool, rows: list[tuple[int, int]], waiting: list[int]
 ) -> None:
-    """At most an eighth; more waiting never lower it; where `num_changes` is the same, so are the blocks."""
+    """It is at most an eighth, does not fall with more waiting requests, and is equal while `num_changes` is."""
     reserve = growth_after(ends, num_usable_blocks=pool, has_prefix_cache=has_cache, **running(*rows))
     found = {}
     for number in sorted(waiting):
@@ -409,8 +411,8 @@ def test_growth_is_bounded_and_the_same_for_the_same_changes(
     assert few != many or less == more
 
 
-def test_a_blocked_head_is_looked_at_again_when_fewer_wait() -> None:
-    """The verdict on a head is remembered; nothing but the number of those behind it changes here."""
+def test_a_blocked_head_is_checked_again_when_fewer_requests_wait() -> None:
+    """The verdict on a head is kept; only the number of requests behind it changes here."""
     host = Host(num_blocks=24, reserves=("growth:scale=8",), enable_prefix_caching=False, max_num_batched_tokens=99)
     finish(host, "first", 12)
     assert host.scheduler._parts.gates.reserves.policies[-1]._enough > 1

@@ -1,4 +1,4 @@
-"""Preempted requests that swap: which blocks are copied out and back, what is decided, and by which times."""
+"""Preempted requests that swap: the copied blocks, the decisions, and the times behind them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ BLOCK_SIZE = 4
 
 
 class HostMemory:
-    """Host memory of 1,000 blocks, and a device: a step takes 10 ms and 1 ms a prompt token, a block its time."""
+    """Host memory of 1,000 blocks, and a device. A step takes 10 ms, and 1 ms per prompt token; a copy
+    `block_seconds`."""
 
     saves_evicted = False
 
@@ -87,7 +88,7 @@ class HostMemory:
             self.step()
 
     def run_at_once(self) -> None:
-        """As `run`, but plain decodes are done at once."""
+        """As `run`, but with fast-forward for plain decodes."""
         while self.scheduler.has_unfinished_requests():
             self.step()
             if num_steps := self.scheduler.guaranteed_steps():
@@ -118,12 +119,12 @@ class _Preemptions(Listener):
 
 
 def short_of_blocks(host: HostMemory, count: int = 2) -> None:
-    """Requests that together grow beyond the pool."""
+    """Add requests that together outgrow the pool."""
     for number in range(count):
         host.add(f"r{number}", 20, 50)
 
 
-def test_blocks_are_copied_out_when_they_are_evicted_and_back_when_the_request_resumes() -> None:
+def test_blocks_are_copied_out_at_eviction_and_back_at_resumption() -> None:
     host = HostMemory()
     short_of_blocks(host)
     victim = host.step_until_preempted()
@@ -144,7 +145,7 @@ def test_blocks_are_copied_out_when_they_are_evicted_and_back_when_the_request_r
 
 
 def test_no_victim_recomputes_more_than_a_block() -> None:
-    """Though some resume with the step that evicts their last cached block, or are preempted again and again."""
+    """Some resume with the step that evicts their last cached block, or are preempted repeatedly."""
     host = HostMemory()
     for group in range(8):
         for number in range(4):
@@ -158,9 +159,9 @@ def test_no_victim_recomputes_more_than_a_block() -> None:
     assert any(keys & others for keys, others in zip(saved, resumed, strict=True)), "saved and loaded by one step"
 
 
-def test_what_no_preempted_request_needs_is_not_copied() -> None:
+def test_blocks_that_no_preempted_request_needs_are_not_copied() -> None:
     host = HostMemory()
-    for number in range(6):  # one after the other, so that the pool evicts what finished ones leave
+    for number in range(6):  # one after the other, so that the pool evicts blocks of finished requests
         host.add(f"r{number}", 40, 4)
         host.run()
     stats = host.scheduler.stats()
@@ -174,7 +175,7 @@ def test_what_no_preempted_request_needs_is_not_copied() -> None:
     assert host.scheduler.stats().num_saved_blocks == before, "it does not resume any more"
 
 
-def test_a_connector_that_saves_all_that_is_evicted_still_does() -> None:
+def test_a_connector_that_saves_all_evicted_blocks_still_does() -> None:
     host = HostMemory(preemption_mode="recompute")
     host.saves_evicted = True
     host.scheduler = Scheduler(host.scheduler.config, connector=host)
@@ -187,8 +188,8 @@ def test_a_connector_that_saves_all_that_is_evicted_still_does() -> None:
 
 
 @pytest.mark.parametrize(("block_seconds", "decided"), [(1e-4, "swap"), (1.0, "recompute")])
-def test_the_cheaper_way_by_the_times_of_steps_and_copies(block_seconds: float, decided: str) -> None:
-    """A block of 4 tokens takes 4 ms to compute again, so 2 ms each way is the limit."""
+def test_cheaper_compares_the_times_of_steps_and_copies(block_seconds: float, decided: str) -> None:
+    """A block of 4 tokens takes 4 ms to recompute, so a swap is cheaper below 2 ms each way."""
     host = HostMemory(block_seconds, preemption_mode="cheaper")
     for group in range(12):
         for number in range(3):
@@ -205,12 +206,12 @@ def test_the_cheaper_way_by_the_times_of_steps_and_copies(block_seconds: float, 
     assert last.swap_seconds == pytest.approx(2 * blocks * block_seconds, rel=0.01)
     assert last.recompute_seconds == pytest.approx(0.001 * last.num_cached_tokens, rel=0.3)
     if decided == "recompute":
-        assert host.scheduler.stats().num_saved_blocks < 12, "those that showed how long it takes"
+        assert host.scheduler.stats().num_saved_blocks < 12, "those that measured the copies"
         assert host.scheduler.stats().num_loaded_tokens == 0
 
 
-def test_steps_done_at_once_after_a_copy_say_as_much_as_single_ones() -> None:
-    """What the step before them copied is no part of their time."""
+def test_fast_forward_after_a_copy_teaches_the_same_as_single_steps() -> None:
+    """The copies of the step before are no part of their time."""
     decided = []
     for runs in (HostMemory.run, HostMemory.run_at_once):
         host = HostMemory(0.0023, preemption_mode="cheaper")
@@ -223,7 +224,7 @@ def test_steps_done_at_once_after_a_copy_say_as_much_as_single_ones() -> None:
     assert decided[0] == decided[1]
 
 
-def test_a_slow_spell_is_not_believed_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_copies_are_forgotten_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(swap, "TRIED_AGAIN", 8)
     host = HostMemory(1.0, preemption_mode="cheaper")
 
@@ -247,7 +248,7 @@ def test_an_explanation_says_what_was_decided() -> None:
     host.step()
     told = host.scheduler.explain(victim.request_id)
     lost, cached = host.preempted[0].num_lost_tokens, host.preempted[0].num_cached_tokens
-    assert f"had computed {lost} tokens, {cached} of them in full blocks; what is evicted is swapped" in told.sentence
+    assert f"had computed {lost} tokens, {cached} of them in full blocks; evicted tokens are swapped" in told.sentence
     assert [event.detail for event in victim.events if event.type.name == "PREEMPTED"] == ["swap"]
     while victim.row is None:
         host.step()
@@ -314,7 +315,7 @@ def _without_copies(line: str) -> str:
         ({"preemption_mode": "swap", "enable_prefix_caching": False}, "turn it on"),
     ],
 )
-def test_settings_that_cannot_work(overrides: dict[str, Any], words: str) -> None:
+def test_invalid_swap_settings_are_refused(overrides: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         SchedulerConfig(num_blocks=8, max_model_len=16, **overrides)
 

@@ -1,4 +1,4 @@
-"""A step keeps within a target time: what is learned from step times, what is admitted, and what is promised."""
+"""The limit "target-itl": steps keep a target time; step times, admissions, and bounds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BASE, PER_REQUEST, PER_CONTEXT, PER_TOKEN, PER_ATTENDED = 6e-3, 2e-5, 4e-8, 2e-5
 
 
 def seconds_of(load: StepLoad) -> float:
-    """A server whose steps take a sum of all that a step does."""
+    """The time of a step: a sum over its work."""
     return (
         BASE
         + PER_REQUEST * load.num_requests
@@ -38,7 +38,7 @@ def seconds_of(load: StepLoad) -> float:
 
 @dataclass
 class Server:
-    """Steps of a scheduler under a clock: each takes `seconds_of` its load, times what the noise says."""
+    """Steps of a scheduler under a virtual clock: each takes `seconds_of` its load, times the noise."""
 
     limit: str = f"target-itl:seconds={TARGET}"
     noise: np.random.Generator | None = None
@@ -90,7 +90,7 @@ class Server:
         return {request.request_id: int(count) for request, count in zip(output.requests, tokens, strict=True)}
 
     def warm(self, num_chats: int = 20) -> None:
-        """Chats decode, and enough prompts came for the times of steps to be known."""
+        """Let chats decode, and run enough prompts to learn step times."""
         for index in range(num_chats):
             self.add(f"chat{index}", 300, max_tokens=100_000)
         for index in range(12):
@@ -101,10 +101,10 @@ class Server:
             self.step()
 
 
-# ---------------------------------------------------------------------- what it does
+# ---------------------------------------------------------------------- the rule
 
 
-def test_prompt_tokens_fill_what_decoding_leaves_of_the_target() -> None:
+def test_prompt_tokens_fill_the_target_time_beside_decode() -> None:
     server = Server()
     server.warm()
     before = len(server.seconds)
@@ -114,7 +114,7 @@ def test_prompt_tokens_fill_what_decoding_leaves_of_the_target() -> None:
     seconds, tokens = np.array(server.seconds[before:-2]), [load.num_prefill_tokens for load in server.loads[before:-2]]
     assert seconds.max() < 1.02 * TARGET
     assert np.median(seconds) > 0.95 * TARGET
-    assert tokens[-1] < 0.6 * tokens[0], "beside more context a token is dearer"
+    assert tokens[-1] < 0.6 * tokens[0], "beside more context a token costs more"
 
 
 def test_the_first_steps_are_small_and_grow() -> None:
@@ -132,7 +132,7 @@ def test_the_configured_budget_is_the_upper_bound() -> None:
     assert sum(server.step().values()) == 500
 
 
-def test_every_request_that_decodes_gets_its_token_even_behind_a_partial_prefill() -> None:
+def test_every_decoding_request_gets_its_token_behind_a_partial_prefill() -> None:
     limits = ("prefill-threshold:tokens=64", f"target-itl:seconds={TARGET}")
     server = Server(settings={"token_limits": limits}, scale=5.0)
     server.add("long", 4000)
@@ -146,7 +146,7 @@ def test_every_request_that_decodes_gets_its_token_even_behind_a_partial_prefill
         assert decoding <= tokens.keys() and "long" in tokens
 
 
-def test_a_prefill_that_fits_the_target_leaves_each_request_its_token_of_the_configured_budget() -> None:
+def test_a_prefill_leaves_each_request_a_token_of_the_budget() -> None:
     server = Server(f"target-itl:seconds={TARGET},least=8", settings={"max_num_batched_tokens": 40, "max_num_seqs": 40})
     prefill = server.add("long", 1500)
     for index in range(2):
@@ -159,7 +159,7 @@ def test_a_prefill_that_fits_the_target_leaves_each_request_its_token_of_the_con
     assert num_steps > 5
 
 
-def test_where_decodes_wait_for_prefills_these_leave_them_no_tokens() -> None:
+def test_prefill_first_steps_leave_no_tokens_for_decode() -> None:
     budget = {"max_num_batched_tokens": 40, "max_num_seqs": 40, "max_num_active_seqs": 40}
     server = Server(settings={"batching": "prefill-first", "shortage": "in-order", **budget})
     for index in range(36):
@@ -171,8 +171,8 @@ def test_where_decodes_wait_for_prefills_these_leave_them_no_tokens() -> None:
 
 
 def crowded(**settings: Any) -> tuple[Server, Request, float]:
-    """A slow server, on which chats decode for about the target; the one that has waited for step time for 20 steps,
-    and since when."""
+    """A slow server, on which decode takes about the target; a request that has waited for step time for 20 steps, and
+    since when."""
     server, since, num_steps = Server(scale=4.0, settings=settings), 0.0, 0
     chats = [server.add(f"chat{index}", 6000, max_tokens=50_000) for index in range(40)]
     while num_steps < 20:
@@ -187,18 +187,18 @@ def crowded(**settings: Any) -> tuple[Server, Request, float]:
     return server, head, since
 
 
-def test_where_decoding_alone_takes_longer_nobody_is_admitted_and_the_reason_is_step_time() -> None:
+def test_a_request_waits_for_step_time_when_decode_takes_too_long() -> None:
     server, waiting, since = crowded()
     num_running = server.scheduler.num_running
     while waiting.status is RequestStatus.WAITING:
         assert server.scheduler.num_running == num_running < 40
         began, tokens = server.now, server.step()
     assert server.seconds[-2] > 0.8 * TARGET
-    assert 0 <= began - since - 10 < TARGET, "after its patience the head starts all the same"
-    assert tokens[waiting.request_id] == 64, "with the least that a step computes"
+    assert 0 <= began - since - 10 < TARGET, "after `patience` the head starts anyway"
+    assert tokens[waiting.request_id] == 64, "with `least` tokens"
 
 
-def test_it_admits_again_when_requests_have_left() -> None:
+def test_admission_continues_when_requests_have_left() -> None:
     server, waiting, _ = crowded()
     for request in server.scheduler.running[:5]:
         server.scheduler.abort(request.request_id, server.now)
@@ -213,9 +213,9 @@ def test_a_short_prompt_does_not_wait_behind_a_long_one() -> None:
     alone = server.step()["long"]
     server.add("short", 300)
     tokens = server.step()
-    assert tokens["short"] == 300, "in the step after it came, whole"
+    assert tokens["short"] == 300, "whole, in the step after it arrived"
     assert 0.4 * alone < tokens["long"] < 0.6 * alone, "the long one has half of the time"
-    assert server.step()["long"] > 0.8 * alone, "nothing is held back while nothing waits"
+    assert server.step()["long"] > 0.8 * alone, "no time is kept while the queue is empty"
 
 
 def test_a_second_long_prompt_waits_and_costs_the_first_one_half_a_step() -> None:
@@ -228,11 +228,13 @@ def test_a_second_long_prompt_waits_and_costs_the_first_one_half_a_step() -> Non
     assert not any("second" in step for step in steps)
     assert server.scheduler.explain("second").reason is Reason.BUDGET
     assert steps[0]["first"] < 0.6 * steps[1]["first"]
-    assert all(after["first"] < before["first"] for before, after in pairwise(steps[1:])), "dearer by its context alone"
+    assert all(after["first"] < before["first"] for before, after in pairwise(steps[1:])), (
+        "it costs more only for its context"
+    )
 
 
-def test_many_prompts_of_a_few_tokens_are_not_taken_for_long_contexts() -> None:
-    """Nothing else was seen: what these steps take is not the cost of positions, by which nothing would fit a step."""
+def test_many_short_prompts_do_not_count_as_long_contexts() -> None:
+    """No other steps were observed. If their time were attributed to positions, no token would fit a step."""
     server = Server()
     for index in range(250):
         server.add(f"r{index}", 2, max_tokens=1000)
@@ -242,7 +244,7 @@ def test_many_prompts_of_a_few_tokens_are_not_taken_for_long_contexts() -> None:
 
 
 @pytest.mark.parametrize("max_num_seqs", [24, 256])
-def test_prompt_tokens_are_spread_only_while_the_queue_waits_for_sequence_slots(max_num_seqs: int) -> None:
+def test_prompt_tokens_are_spread_while_the_queue_waits_for_slots(max_num_seqs: int) -> None:
     server = Server(settings={"max_num_seqs": max_num_seqs})
     server.warm()
     for index in range(4):
@@ -256,12 +258,12 @@ def test_prompt_tokens_are_spread_only_while_the_queue_waits_for_sequence_slots(
         server.add(f"waiting{index}", 300, max_tokens=100_000)
     tokens = [server.step()["long"] for _ in range(10)]
     assert (max(tokens[1:]) < 0.3 * alone) == (max_num_seqs == 24)
-    assert min(tokens) > 0.1 * alone, "a third of the time, and half of that, where short ones wait"
+    assert min(tokens) > 0.1 * alone, "a third of the time, or half of that while short ones wait"
 
 
 @pytest.mark.parametrize("target", [0.025, 0.01])
-def test_a_target_near_what_one_request_takes_or_below_it_does_not_serve_one_at_a_time(target: float) -> None:
-    """How much one more request adds is not known until two ran."""
+def test_a_very_short_target_still_runs_several_requests(target: float) -> None:
+    """The cost of one more request is unknown until two ran."""
     server = Server(f"target-itl:seconds={target}", scale=2.5)  # one takes 15 ms
     for index in range(12):
         server.add(f"r{index}", 100, max_tokens=1000)
@@ -270,7 +272,7 @@ def test_a_target_near_what_one_request_takes_or_below_it_does_not_serve_one_at_
     assert server.scheduler.num_running >= 11 and server.now < 10
 
 
-def test_a_long_step_where_only_short_ones_were_seen_is_known_before_the_next() -> None:
+def test_an_unusually_long_step_is_learned_before_the_next() -> None:
     server = Server(hidden=0.4)
     for index in range(32):
         server.add(f"chat{index}", 100, max_tokens=5000)
@@ -287,7 +289,7 @@ def test_a_long_step_where_only_short_ones_were_seen_is_known_before_the_next() 
 
 
 def test_noise_costs_its_99th_percentile_and_outliers_cost_nothing() -> None:
-    """Lognormal noise of 5 %, and one step of a hundred takes ten times as long."""
+    """Lognormal noise of 5 %; one of a hundred steps takes ten times as long."""
     server = Server(noise=np.random.default_rng(3), settings={"num_blocks": 100_000})
     server.warm()
     before = len(server.seconds)
@@ -300,7 +302,7 @@ def test_noise_costs_its_99th_percentile_and_outliers_cost_nothing() -> None:
     slowed = np.array(server.slowed[before:])
     assert np.count_nonzero(slowed > 1) >= 3
     assert np.percentile(seconds, 99) < 1.04 * TARGET, "without the outliers, which no budget prevents"
-    assert np.median(seconds) > 0.85 * TARGET, "a margin of 12 % is what the noise takes"
+    assert np.median(seconds) > 0.85 * TARGET, "the noise takes a margin of 12 %"
     after = np.flatnonzero(slowed[:-1] > 1) + 1
     tokens = np.array([load.num_prefill_tokens for load in server.loads[before:]])
     assert tokens[after].mean() > 0.8 * tokens.mean(), "the step after an outlier is no smaller"
@@ -319,7 +321,7 @@ def test_one_slow_step_changes_no_budget_by_a_tenth() -> None:
         assert after > 0.9 * without
 
 
-def test_a_device_that_slows_down_for_good_is_followed() -> None:
+def test_a_permanent_slowdown_is_learned() -> None:
     server = Server()
     server.warm()
     server.scale = 2.0
@@ -331,7 +333,7 @@ def test_a_device_that_slows_down_for_good_is_followed() -> None:
     assert np.median(server.seconds[-60:]) > 0.85 * TARGET
 
 
-def test_coefficients_are_found() -> None:
+def test_coefficients_are_fitted() -> None:
     times, rng = StepTimes(TARGET), np.random.default_rng(1)
     for _ in range(300):
         requests, start = int(rng.integers(1, 100)), int(rng.integers(0, 30_000))
@@ -349,7 +351,7 @@ def test_coefficients_are_found() -> None:
     assert times.fitting_tokens(-1.0, 0) == 0
 
 
-# ---------------------------------------------------------------------- what is promised
+# ---------------------------------------------------------------------- bounds
 
 
 @settings(max_examples=15, deadline=None)
@@ -362,8 +364,8 @@ def test_coefficients_are_found() -> None:
 # Two prefills fit a step, which together have more tokens than any that was seen; behind them a third request decodes.
 @example(0.0004, 13, 0.0, [(564, 11), (188, 1), (29, 1), (3, 6)])
 def test_the_bound_on_waiting(target: float, least: int, patience: float, requests: list[tuple[int, int]]) -> None:
-    """Even where no step meets the target: the head starts after its patience, and a prefill of n tokens takes at most
-    as many steps as n has least chunks."""
+    """Even if no step meets the target, the head starts after `patience`, and a prefill of n tokens takes at most n /
+    `least` steps, rounded up."""
     server = Server(f"target-itl:seconds={target},least={least},patience={patience}")
     added = [server.add(f"r{index}", *each) for index, each in enumerate(requests)]
     steps_left: dict[str, int] = {}
@@ -381,7 +383,7 @@ def test_the_bound_on_waiting(target: float, least: int, patience: float, reques
         if started or not waiting or prefilling:
             head_since = server.now
         else:
-            assert began - head_since <= patience + max(server.seconds[-2:]), "the head waits past its patience"
+            assert began - head_since <= patience + max(server.seconds[-2:]), "the head waits longer than `patience`"
         assert server.loads[-1].num_requests >= len(running)
 
 
@@ -398,7 +400,7 @@ def loads_heard(host: Host) -> list[StepLoad]:
     return heard
 
 
-def test_what_a_step_computed_is_told() -> None:
+def test_policies_get_the_load_of_each_step() -> None:
     host = Host(num_blocks=40, enable_prefix_caching=False)
     heard, expected = loads_heard(host), []
     host.add("a", 21, max_tokens=9)
@@ -418,7 +420,7 @@ def test_what_a_step_computed_is_told() -> None:
 # ---------------------------------------------------------------------- fast-forward
 
 
-def test_the_budget_is_kept_while_nobody_comes_or_goes() -> None:
+def test_the_budget_is_kept_while_running_requests_stay_the_same() -> None:
     server = Server(settings={"max_num_seqs": 4})
     for index in range(5):
         server.add(f"r{index}", 100, max_tokens=50)
@@ -427,11 +429,11 @@ def test_the_budget_is_kept_while_nobody_comes_or_goes() -> None:
     server.step()
     assert server.scheduler.guaranteed_steps() > 5, "the queue waits for a sequence slot"
     server.scheduler.abort("r0", server.now)
-    assert server.scheduler.guaranteed_steps() == 0, "the next step decides anew"
+    assert server.scheduler.guaranteed_steps() == 0, "the next step decides again"
 
 
 @pytest.mark.parametrize("overrides", [{}, {"max_num_seqs": 5}, {"num_blocks": 90}])
-def test_steps_at_once_leave_what_single_ones_do(overrides: dict[str, Any]) -> None:
+def test_fast_forward_equals_single_steps(overrides: dict[str, Any]) -> None:
     rng = np.random.default_rng(4)
     arrivals, now = [], 0.0
     for index in range(60):
@@ -465,7 +467,7 @@ def test_steps_at_once_leave_what_single_ones_do(overrides: dict[str, Any]) -> N
         ("target-itl:ms=50", "no parameter 'ms'"),
     ],
 )
-def test_bad_parameters(limit: str, message: str) -> None:
+def test_invalid_parameters_are_refused(limit: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Host(token_limits=(limit,))
 
@@ -473,13 +475,13 @@ def test_bad_parameters(limit: str, message: str) -> None:
 @pytest.mark.parametrize(
     "setting", [{"enable_chunked_prefill": False, "max_num_batched_tokens": 64}, {"first_chunk_only": True}]
 )
-def test_prompts_must_be_cut(setting: dict[str, Any]) -> None:
+def test_target_itl_needs_chunked_prefill(setting: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="prompts must be cut to it"):
         Host(token_limits=("target-itl",), **setting)
 
 
-def test_short_prompts_do_not_wait_for_a_step_that_was_merely_never_seen() -> None:
-    """All prompts are shorter than the least chunk, so no step shows that more would fit."""
+def test_short_prompts_do_not_wait_beyond_observed_steps() -> None:
+    """All prompts are shorter than the minimum chunk, so no step shows that more would fit."""
     server = Server("target-itl:seconds=0.05,least=64,patience=10")
     added = []
     for number in range(100):
@@ -490,21 +492,21 @@ def test_short_prompts_do_not_wait_for_a_step_that_was_merely_never_seen() -> No
     assert len(waits) <= 2
 
 
-def test_no_request_is_displaced_for_one_that_lacks_step_time() -> None:
+def test_no_preemption_for_a_request_that_lacks_step_time() -> None:
     host = Host(order="priority", token_limits=("target-itl:seconds=0.5,patience=30",), max_num_seqs=2)
     for name, priority in (("urgent", 0), ("patient", 2)):
         host.add(name, 4, max_tokens=40, priority=priority)
         host.step()
-    while host.scheduler.num_running < 2:  # the second one waits for its patience
+    while host.scheduler.num_running < 2:  # the second one waits for `patience`
         host.step()
     host.add("between", 4, max_tokens=4, priority=1)
     for _ in range(5):
-        assert not host.step().preempted, "the urgent one alone takes longer than the target, and runs on"
+        assert not host.step().preempted, "urgent alone takes longer than the target, and continues"
 
 
 @pytest.mark.parametrize("num_urgent", [0, 3])
-def test_less_urgent_ones_give_way_though_decoding_takes_too_long_with_them(num_urgent: int) -> None:
-    """Those who stay, and the one for which the others give way, decode within the target."""
+def test_less_urgent_requests_are_preempted_in_steps_that_are_too_long(num_urgent: int) -> None:
+    """The remaining requests and the urgent one together decode within the target."""
     server, _, _ = crowded(order="priority")
     num_running = server.scheduler.num_running
     assert num_running > 10
@@ -513,4 +515,4 @@ def test_less_urgent_ones_give_way_though_decoding_takes_too_long_with_them(num_
         server.scheduler.set_priority(request.request_id, -2, server.now)
     urgent = server.add("urgent", 100, priority=-1)
     tokens = server.step()
-    assert urgent.status is RequestStatus.RUNNING and len(tokens) == num_running, "one gave way for its slot"
+    assert urgent.status is RequestStatus.RUNNING and len(tokens) == num_running, "one was preempted for its slot"

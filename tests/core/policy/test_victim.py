@@ -1,4 +1,5 @@
-"""Who gives way when blocks run out, where it goes, and that nobody who waits for its tokens can tell."""
+"""Victim policies: the request that is preempted when blocks run out, its place in the queue, and its unchanged
+tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def two_that_outgrow_the_pool(**config: Any) -> Host:
     return host
 
 
-def test_the_request_admitted_last_gives_way_and_the_step_goes_on() -> None:
+def test_the_request_admitted_last_is_preempted() -> None:
     host = two_that_outgrow_the_pool()
     output = host.step()
     assert tokens_of(output) == {"a": 1}
@@ -36,7 +37,7 @@ def test_the_request_admitted_last_gives_way_and_the_step_goes_on() -> None:
     assert (b.status, b.num_preemptions, b.num_computed_tokens, b.row) == (RequestStatus.PREEMPTED, 1, 0, None)
 
 
-def test_a_step_whose_running_part_preempted_admits_nobody() -> None:
+def test_a_step_that_preempts_for_memory_admits_no_request() -> None:
     host = two_that_outgrow_the_pool()
     host.add("tiny", 1, max_tokens=1)
     output = host.step()
@@ -62,30 +63,30 @@ def test_the_preempted_request_goes_to_the_front_and_keeps_its_tokens() -> None:
     assert [name for output in outputs for name in names(output.admitted)] == ["b", "c"]
 
 
-def test_the_one_that_asks_may_be_its_own_victim() -> None:
+def test_a_request_that_lacks_blocks_may_be_its_own_victim() -> None:
     host = Host(num_blocks=4, max_model_len=16)
     host.add("a", 5)
     host.add("b", 8)
     host.step()
-    output = host.step()  # a has room in its second block, b needs a third
+    output = host.step()  # a has a free slot in its second block, b needs a third
     assert tokens_of(output) == {"a": 1}
     assert names(output.preempted) == ["b"]
 
 
-def test_nothing_senior_gives_way_so_the_first_of_them_is_never_preempted() -> None:
+def test_the_request_admitted_first_is_never_preempted() -> None:
     host = Host(num_blocks=6, max_model_len=24)
     requests = [host.add(f"r{index}", 5, max_tokens=15) for index in range(5)]
     running: list[str] = []
     for output in host.run_to_end():
         lost = names(output.preempted)
         seniors = [name for name in running if name not in lost]
-        assert running[: len(seniors)] == seniors, "whoever gave way was admitted after all who stayed"
+        assert running[: len(seniors)] == seniors, "each victim was admitted after all remaining requests"
         running = [r.request_id for r in output.requests if not r.is_finished]
     assert requests[0].num_preemptions == 0
     assert sum(request.num_preemptions for request in requests) == host.stats().num_preemptions > 0
 
 
-def test_a_victim_whose_blocks_are_all_shared_frees_nothing_so_the_next_one_gives_way_too() -> None:
+def test_after_a_victim_with_shared_blocks_another_is_preempted() -> None:
     host = Host(num_blocks=4, max_model_len=16, max_num_seqs=3)
     prompt = host.prompt(8)
     host.add("a", 4, max_tokens=12)
@@ -99,7 +100,7 @@ def test_a_victim_whose_blocks_are_all_shared_frees_nothing_so_the_next_one_give
     assert tokens_of(output) == {"a": 1}
 
 
-def test_requests_preempted_in_one_step_come_back_in_the_order_of_their_admission() -> None:
+def test_requests_preempted_in_one_step_resume_in_admission_order() -> None:
     host = Host(num_blocks=4, long_prefill_token_threshold=8, full_sequence_must_fit=False)
     host.add("a", 15, max_tokens=1)
     host.add("b", 4, max_tokens=4)
@@ -112,9 +113,7 @@ def test_requests_preempted_in_one_step_come_back_in_the_order_of_their_admissio
 
 
 @pytest.mark.parametrize(("enable_prefix_caching", "recomputed"), [(True, 2), (False, 10)])
-def test_tokens_lost_to_a_preemption_are_counted_less_what_the_cache_still_holds(
-    enable_prefix_caching: bool, recomputed: int
-) -> None:
+def test_lost_tokens_exclude_tokens_that_stay_cached(enable_prefix_caching: bool, recomputed: int) -> None:
     host = Host(enable_prefix_caching=enable_prefix_caching)
     request = host.add("a", 8)
     for _ in range(3):
@@ -129,7 +128,7 @@ def test_tokens_lost_to_a_preemption_are_counted_less_what_the_cache_still_holds
 # ---------------------------------------------------------------------- lowest priority
 
 
-def test_under_priority_the_least_urgent_gives_way_though_it_was_admitted_first() -> None:
+def test_under_priority_the_least_urgent_request_is_preempted() -> None:
     host = Host(order="priority", num_blocks=4, max_model_len=16)
     host.add("lazy", 8, priority=5)
     host.step()
@@ -138,7 +137,7 @@ def test_under_priority_the_least_urgent_gives_way_though_it_was_admitted_first(
     assert names(output.preempted) == ["lazy"]
 
 
-def test_a_victim_gives_back_what_the_step_had_granted_to_it() -> None:
+def test_a_victim_loses_the_tokens_of_the_step() -> None:
     host = Host(victim="lowest-priority", num_blocks=4, max_model_len=16)
     host.add("lazy", 5, priority=5)
     host.add("urgent", 8, priority=0)
@@ -149,7 +148,7 @@ def test_a_victim_gives_back_what_the_step_had_granted_to_it() -> None:
     assert output.total_num_scheduled_tokens == 1
 
 
-def test_the_budget_that_a_victim_gives_back_goes_to_those_behind_it() -> None:
+def test_the_budget_of_a_victim_goes_to_requests_behind_it() -> None:
     host = Host(
         victim="lowest-priority",
         num_blocks=7,
@@ -168,7 +167,7 @@ def test_the_budget_that_a_victim_gives_back_goes_to_those_behind_it() -> None:
     assert tokens_of(output) == {"urgent": 1, "third": 6}
 
 
-def test_among_equals_the_one_that_arrived_last_gives_way_though_it_was_admitted_first() -> None:
+def test_among_equals_the_last_arrival_is_preempted() -> None:
     host = Host(victim="lowest-priority", num_blocks=4, max_model_len=16)
     host.add("late", 5, arrival_time=5.0)
     host.step()
@@ -179,7 +178,7 @@ def test_among_equals_the_one_that_arrived_last_gives_way_though_it_was_admitted
     assert tokens_of(output) == {"early": 1}
 
 
-def test_the_choice_of_victim_is_a_setting_of_its_own() -> None:
+def test_the_victim_policy_is_a_separate_setting() -> None:
     host = Host(order="priority", victim="latest", displace=False, num_blocks=4, max_model_len=16)
     host.add("lazy", 4, priority=5, max_tokens=12)
     host.step()
@@ -189,7 +188,7 @@ def test_the_choice_of_victim_is_a_setting_of_its_own() -> None:
     assert [name for output in outputs for name in names(output.preempted)] == ["urgent"]
 
 
-def test_a_new_priority_counts_for_the_choice_of_victim_at_once() -> None:
+def test_a_changed_priority_affects_the_victim_at_once() -> None:
     host = two_that_outgrow_the_pool(victim="lowest-priority")
     host.set_priority("a", 9)
     output = host.step()
@@ -197,7 +196,7 @@ def test_a_new_priority_counts_for_the_choice_of_victim_at_once() -> None:
     assert tokens_of(output) == {"b": 1}
 
 
-def test_a_user_may_pass_a_victim_policy_of_its_own() -> None:
+def test_a_victim_policy_may_be_an_object() -> None:
     class First:
         name = "first"
 
@@ -240,7 +239,7 @@ def test_preemption_does_not_change_a_single_token(
 
 
 def three_in_a_full_pool(first: int, second: int, third: int, **config: Any) -> Host:
-    """ "a", "b" and "c" with prompts of that many tokens hold all blocks of 4; who lacks one asks in the next step."""
+    """The requests "a", "b" and "c" with prompts of these numbers of tokens hold all blocks of 4 tokens."""
     num_blocks = sum(-(-length // 4) for length in (first, second, third))
     host = Host(**{"victim": "least-cost", "num_blocks": num_blocks, "enable_prefix_caching": False, **config})
     for name, length in (("a", first), ("b", second), ("c", third)):
@@ -253,21 +252,21 @@ def three_in_a_full_pool(first: int, second: int, third: int, **config: Any) -> 
 CAN_HOLD = {"max_model_len": 32, "max_num_batched_tokens": 64}
 
 
-def test_without_prefix_cache_the_one_with_the_fewest_computed_tokens_gives_way() -> None:
+def test_without_prefix_cache_the_fewest_computed_tokens_are_lost() -> None:
     host = three_in_a_full_pool(12, 5, 14, **CAN_HOLD)
     output = host.step()  # a lacks one block
     assert names(output.preempted) == ["b"]
     assert tokens_of(output) == {"a": 1, "c": 1}
 
 
-def test_it_must_free_what_all_rows_lack_together() -> None:
+def test_the_victim_must_free_all_missing_blocks() -> None:
     host = three_in_a_full_pool(12, 3, 12, **CAN_HOLD)
     output = host.step()  # a and c lack a block each, and b has but one
-    assert names(output.preempted) == ["c"], "of two that cost the same, the one admitted last"
+    assert names(output.preempted) == ["c"], "of two with equal cost, the one admitted last"
     assert tokens_of(output) == {"a": 1, "b": 1}
 
 
-def test_if_nobody_frees_enough_alone_those_who_free_most_come_first() -> None:
+def test_if_no_victim_suffices_the_one_that_frees_most_comes_first() -> None:
     host = Host(
         victim="least-cost",
         num_blocks=8,
@@ -284,7 +283,7 @@ def test_if_nobody_frees_enough_alone_those_who_free_most_come_first() -> None:
     assert names(output.preempted) == ["a"]
 
 
-def test_with_a_prefix_cache_it_is_the_one_admitted_last() -> None:
+def test_with_a_prefix_cache_the_request_admitted_last_is_preempted() -> None:
     host = three_in_a_full_pool(12, 5, 14, enable_prefix_caching=True, **CAN_HOLD)
     assert names(host.step().preempted) == ["c"]
 
@@ -304,16 +303,16 @@ def test_with_a_prefix_cache_shared_blocks_do_not_count() -> None:
 
 
 @pytest.mark.parametrize("option", [{"use_prefix_cache": False}, {"skip_reading_prefix_cache": True}], ids=str)
-def test_who_opts_out_of_the_cache_keeps_its_place(option: dict[str, bool]) -> None:
+def test_a_request_outside_the_prefix_cache_is_not_the_first_victim(option: dict[str, bool]) -> None:
     host = Host(victim="least-cost", num_blocks=7, **CAN_HOLD)
     host.add("a", 12, max_tokens=9)
     host.add("b", 8, max_tokens=9)
     host.add("c", 5, max_tokens=9, **option)
     host.step()
-    assert names(host.step().preempted)[0] == "b", "all that c has computed would be lost"
+    assert names(host.step().preempted)[0] == "b", "all computed tokens of c would be lost"
 
 
-def test_who_was_preempted_often_enough_is_exempt() -> None:
+def test_a_request_with_max_preemptions_is_exempt() -> None:
     host = three_in_a_full_pool(12, 5, 14, victim="least-cost:max_preemptions=1", **CAN_HOLD)
     host.park("b")
     host.ready("b")
@@ -330,7 +329,7 @@ def test_who_was_preempted_often_enough_is_exempt() -> None:
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "x", "1.5"])
-def test_a_bad_number_of_preemptions_is_refused(value: str) -> None:
+def test_an_invalid_max_preemptions_is_refused(value: str) -> None:
     with pytest.raises(ConfigError, match="max_preemptions"):
         Host(victim=f"least-cost:max_preemptions={value}")
 
@@ -354,9 +353,9 @@ def test_a_bad_number_of_preemptions_is_refused(value: str) -> None:
 def test_preemptions_are_bounded(
     lengths: list[tuple[int, int]], num_blocks: int, most: int, knobs: dict[str, Any]
 ) -> None:
-    """The exempt are preempted only where all are exempt, and then not the one that was admitted first. Every step
-    runs something, and all requests end. (Where shortage is "in-order", those behind a row that gives way itself wait
-    for the next step.)"""
+    """Exempt requests are preempted only if all are exempt, and then not the one admitted first. Every step runs
+    something, and all requests finish. (With "in-order" shortage, rows behind one that preempts itself wait for the
+    next step.)"""
     victim = Watched(most)
     host = Host(
         **{"num_blocks": num_blocks, "max_model_len": 40, "enable_prefix_caching": False, **knobs}, victim=victim
@@ -387,7 +386,7 @@ class Watched(LeastCost):
         self.chosen.append(index)
         if min(before) >= self.most:
             self.num_among_exempt += 1
-            assert index == len(before) - 1 > 0, "the first one stays, and it is never alone"
+            assert index == len(before) - 1 > 0, "the first one is never preempted, nor a request that runs alone"
         else:
             assert before[index] < self.most
         return index

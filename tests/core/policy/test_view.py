@@ -1,4 +1,4 @@
-"""What policies read of the running requests, compared with the scheduler's own bookkeeping."""
+"""The view of policies, compared with the scheduler's own state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.forms import seeds
 
 
 class Reader:
-    """A victim policy that keeps what it reads."""
+    """A victim policy that keeps the columns that it reads."""
 
     name = "reader"
 
@@ -60,7 +60,9 @@ def test_columns_of_requests_that_share_a_prefix() -> None:
         "priority": [3, 0],
     }
     host.abort("a")
-    assert (view.num_own_blocks.tolist(), view.num_kept_tokens.tolist()) == ([3], [0]), "nobody else holds them now"
+    assert (view.num_own_blocks.tolist(), view.num_kept_tokens.tolist()) == ([3], [0]), (
+        "no other request holds them now"
+    )
     assert (view.num_running, view.num_waiting, view.block_size, view.num_usable_blocks) == (1, 0, 4, 32)
 
 
@@ -73,7 +75,7 @@ GROUPS = [
 ]
 
 
-def test_with_groups_what_lies_behind_a_window_is_kept_by_those_that_hold_it() -> None:
+def test_with_groups_window_blocks_are_kept_by_their_holders() -> None:
     host, view = reading(num_blocks=64, kv_groups=(KVGroup(), WINDOW))
     shared = host.prompt(12)
     host.add("a", [*shared, 1], max_tokens=30)
@@ -83,15 +85,15 @@ def test_with_groups_what_lies_behind_a_window_is_kept_by_those_that_hold_it() -
     assert view.num_kept_tokens.tolist() == [12, 12]
     for _ in range(8):
         host.step()
-    assert view.num_kept_tokens.tolist() == [0, 0], "of the window nobody holds what token 12 attends to"
+    assert view.num_kept_tokens.tolist() == [0, 0], "no request holds the part of the window that token 12 attends to"
     host.add("c", [*shared, 3], max_tokens=1)
     host.schedule()
     assert view.num_kept_tokens.tolist() == [12, 12, 0], "until c has passed it"
 
 
 @pytest.mark.parametrize("groups", GROUPS, ids=lambda groups: "+".join(group.kind for group in groups))
-def test_what_is_kept_is_found_once_all_free_blocks_are_evicted(groups: tuple[KVGroup, ...]) -> None:
-    """And no more is, of a request that loses its blocks at any moment."""
+def test_kept_tokens_are_found_after_all_free_blocks_are_evicted(groups: tuple[KVGroup, ...]) -> None:
+    """And no other blocks are found of a request that loses its blocks at any moment."""
     num_kept = 0
     for seed in seeds(20, 500):
         rng = random.Random(seed)
@@ -125,7 +127,7 @@ def test_slots_of_groups() -> None:
     assert view.num_slots_for(tokens).tolist() == [12.0, 26.5, 320.0]
 
 
-def test_without_a_prefix_cache_every_block_is_its_own() -> None:
+def test_without_a_prefix_cache_no_blocks_are_shared() -> None:
     host, view = reading(enable_prefix_caching=False)
     host.add("a", 7, max_tokens=5)
     host.step()
@@ -134,13 +136,13 @@ def test_without_a_prefix_cache_every_block_is_its_own() -> None:
     assert not view.has_prefix_cache
 
 
-def test_nothing_runs() -> None:
+def test_columns_are_empty_when_nothing_runs() -> None:
     _, view = reading()
     assert all(column == [] for column in columns(view).values())
 
 
 @pytest.mark.parametrize("cached", [True, False])
-def test_what_a_preemption_frees_is_what_the_view_said(cached: bool) -> None:
+def test_a_preemption_frees_the_own_blocks_of_the_view(cached: bool) -> None:
     host, view = reading(enable_prefix_caching=cached, num_blocks=24)
     shared = host.prompt(8)
     for index in range(4):
