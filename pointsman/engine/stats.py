@@ -161,10 +161,7 @@ class StatsLogger:
 
     def _report(self, now: float) -> bool:
         after = read_stats(self._engine, now)
-        before, self._before = (
-            self._before,
-            after,
-        )  # also if nothing is logged: idle time is no part of the next interval
+        before, self._before = self._before, after  # also if nothing is logged: the next interval has no idle time
         stuck = after.scheduler.num_running or after.scheduler.num_waiting or after.scheduler.num_parked
         if after.counters.num_steps == before.counters.num_steps and not stuck:
             return False

@@ -527,6 +527,6 @@ def test_importing_the_package_is_cheap() -> None:
 
 def test_a_pool_that_memory_cannot_hold_is_the_callers_mistake() -> None:
     with pytest.raises(
-        ValueError, match=r"a KV pool of \d+ blocks needs [\d,.]+ GiB, which cannot be had; lower num_b"
+        ValueError, match=r"a KV pool of \d+ blocks needs [\d,.]+ GiB, which is not available; lower num_b"
     ):
         Engine("demo", num_blocks=2**26)

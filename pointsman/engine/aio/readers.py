@@ -115,9 +115,7 @@ class Readers:
             self._parked.discard(mailbox)
             self._ports_to_ring[mailbox.port] = None
             if output.finish_reason == "error":
-                mailbox.fail(
-                    copy(output.error or GrammarError(output.finish_detail))
-                )  # a copy: other consumers may raise it too
+                mailbox.fail(copy(output.error or GrammarError(output.finish_detail)))  # others may raise it too
                 return
             mailbox.accept()
         if mailbox.is_abandoned:

@@ -352,10 +352,7 @@ class GrammarProcess:
 
     def _start(self) -> None:
         started = time.monotonic()
-        server, self._spare = (
-            self._spare or GrammarServer(),
-            None,
-        )  # it imports xgrammar while the vocabulary is read here
+        server, self._spare = self._spare or GrammarServer(), None  # it imports while the vocabulary is read here
         self._server = server
         try:
             self._check_open()  # `close` may have missed it

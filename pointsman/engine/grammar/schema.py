@@ -113,9 +113,8 @@ def schema_tree(text: str, *, any_whitespace: bool, max_whitespace: int) -> Gram
         free = f"names-{number}"
         _add_free_names(free, names, rules)
         places[free] = [place]
-    rules["any"] = Choice(
-        [Rule(name) for name in rules]
-    )  # otherwise xgrammar would drop rules that the root does not reach
+    # Without this root xgrammar would drop rules that the root does not reach.
+    rules["any"] = Choice([Rule(name) for name in rules])
     own = GrammarTree(xgrammar.Grammar.from_ebnf(written_rules(rules), root_rule_name="any"))
     added = tree.add(own, "own_")
     tree.graft({stock: added[name] for name, stocks in places.items() for stock in stocks})

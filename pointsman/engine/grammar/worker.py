@@ -141,9 +141,8 @@ def _answer(sock: socket.socket, compiler: xgrammar.GrammarCompiler) -> None:
         answer = b"-" + _message(error, job).encode()
     for timer in (signal.ITIMER_REAL, signal.ITIMER_PROF):
         signal.setitimer(timer, 0)
-    fcntl.fcntl(
-        sock, fcntl.F_SETFL, fcntl.fcntl(sock, fcntl.F_GETFL) & ~os.O_ASYNC
-    )  # a read of the other side would send SIGIO too
+    # A read of the other side would send SIGIO too.
+    fcntl.fcntl(sock, fcntl.F_SETFL, fcntl.fcntl(sock, fcntl.F_GETFL) & ~os.O_ASYNC)
     with suppress(BrokenPipeError):
         sock.sendall(answer + b"\0")
 

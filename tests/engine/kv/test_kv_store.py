@@ -192,7 +192,7 @@ def test_what_else_is_in_the_directory_is_never_removed(tmp_path: Path, loaded: 
 
 def test_no_directory_can_be_made_there(tmp_path: Path, loaded: LoadedModel) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(ConfigError, match="which is no usable directory"):
+    with pytest.raises(ConfigError, match="which is not a usable directory"):
         make(loaded, kv_store=tmp_path / "file" / "store")
 
 
