@@ -42,7 +42,7 @@ def test_it_stands_for_knobs(more: dict[str, Any], lookup: dict[str, int]) -> No
     ("config", "others", "message"),
     [
         ("ngram", {}, "speculative_config is 'ngram'; give a mapping"),
-        ({}, {}, 'method is None; the one there is is "ngram", prompt lookup'),
+        ({}, {}, 'method is None; the only supported method is "ngram", prompt lookup'),
         ({**CONFIG, "method": "eagle3"}, {}, "method is 'eagle3'"),
         ({**CONFIG, "model": "small"}, {}, "model is not supported; drafts come from the request's own tokens"),
         ({**CONFIG, "num_speculative_tokens_per_batch_size": [[1, 4, 3]]}, {}, "use the knob draft_table"),
