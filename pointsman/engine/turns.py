@@ -1,17 +1,17 @@
-"""How tenants share a stage before the scheduler, such as tokenizing: how much one may hold, and whose turn it is.
+"""Shares a stage before the scheduler, such as tokenizing, among tenants: capacity per tenant, and a fair queue.
 
     room = Room(1024)
-    room.take("a", 3)                  # raises RoomError where that is more than the tenant's share, and takes nothing
+    room.take("a", 3)                  # raises RoomError if it exceeds the tenant's share, and takes nothing
     room.give_back("a", 3)
 
     turns = Turns()
     waiting = turns.put("a", job, cost=5000)
-    turns.remove(waiting)              # it is not wanted any more
-    turn = turns.take()                # of the tenant that has been served least
+    turns.remove(waiting)              # the item is no longer needed
+    turn = turns.take()                # an item of the tenant that has been served least
     ...
     turns.end(turn)
 
-Neither is safe against calls from several threads at once; who has threads holds a lock.
+Neither class is thread-safe; callers with several threads hold a lock.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from typing import Generic, TypeVar
 ItemT = TypeVar("ItemT")
 
 SHARE = 3
-"""How many times what is free one tenant may hold: three quarters of a room if it is alone."""
+"""Multiple of the free capacity that one tenant may hold: three quarters of the capacity if it is alone."""
 
 _MIN_KEPT = 64
-"""Tenants that are remembered, even if none of them has anything to do."""
+"""Number of tenants that are kept, even if all are idle."""
 _MAX_KEPT = 4096
-"""Tenants that have nothing to do, and are remembered because they were served more than others. With more of them,
-their names are made up."""
+"""Maximum number of idle tenants that are kept because they were served more than others. If there are more, their
+names are probably made up."""
 
 
 class RoomError(Exception):
-    """There is no room for more; nothing was taken.
+    """The amount exceeds the free capacity or the tenant's share; nothing was taken.
 
     Attributes:
-        held: what the tenant holds.
-        most: what it may hold now.
-        total: what all hold.
-        size: of the room.
+        held: amount that the tenant holds.
+        most: amount that the tenant may hold now.
+        total: amount that all tenants hold.
+        size: the whole capacity.
     """
 
     def __init__(self, held: int, most: int, total: int, size: int) -> None:
@@ -50,35 +50,36 @@ class RoomError(Exception):
 
 
 class Room:
-    """What a stage has room for, in any unit, and what each tenant holds of it.
+    """The capacity of a stage, in any unit, and the amount that each tenant holds.
 
-    A tenant may hold up to `SHARE` times what is left free: the dynamic threshold of Choudhury and Hahne, "Dynamic
+    A tenant may hold up to `SHARE` times the free capacity: the dynamic threshold of Choudhury and Hahne, "Dynamic
     Queue Length Thresholds for Shared-Memory Packet Switches" (IEEE/ACM Transactions on Networking 6(2), 1998). So one
-    tenant alone gets three quarters, and a second one always finds room; the more are busy, the less each may hold.
+    tenant alone gets three quarters, and a second one always gets some; the more tenants are busy, the less each may
+    hold.
 
     Args:
-        size: of the whole.
-        is_shared: False: there is one tenant, which may hold all.
+        size: the whole capacity.
+        is_shared: False: there is only one tenant, which may hold everything.
     """
 
     def __init__(self, size: int, *, is_shared: bool = True) -> None:
         self.size = size
         self.is_shared = is_shared
         self.total = 0
-        """Held by all."""
+        """Amount that all tenants hold."""
         self.held: dict[str, int] = {}
-        """By each tenant that holds something."""
+        """Amount of each tenant that holds any."""
 
     def take(self, tenant: str, amount: int, own: int = 0) -> None:
-        """Hold more. A tenant that holds nothing, or nothing but parts of this item, gets all that fits.
+        """Hold more. A tenant that holds nothing, or only parts of the same item, may take the whole free capacity.
 
         Args:
-            tenant: whose it is.
-            amount: to hold.
-            own: what the tenant holds of the same item already, where an item comes in parts.
+            tenant: the tenant that takes it.
+            amount: the amount to add.
+            own: amount of the same item that the tenant already holds, if an item comes in parts.
 
         Raises:
-            RoomError: it is more than there is room for, or than the tenant may hold.
+            RoomError: the amount exceeds the free capacity or the tenant's share.
         """
         held, left = self.held.get(tenant, 0), self.size - self.total - amount
         most = self.size if not self.is_shared else min(self.size, SHARE * max(0, left))
@@ -88,7 +89,7 @@ class Room:
         self.total += amount
 
     def give_back(self, tenant: str, amount: int) -> None:
-        """Hold less."""
+        """Free an amount that the tenant holds."""
         self.total -= amount
         self.held[tenant] -= amount
         if not self.held[tenant]:
@@ -97,13 +98,13 @@ class Room:
 
 @dataclass(slots=True, eq=False)
 class Turn(Generic[ItemT]):
-    """An item that waits for its turn, or whose turn it is."""
+    """An item that waits in the queue, or that was taken and has not ended."""
 
     tenant: str
     item: ItemT
     cost: float
     number: int
-    """In the order of `put`."""
+    """Number in the order of `put`."""
 
 
 class _Tenant(Generic[ItemT]):
@@ -113,23 +114,24 @@ class _Tenant(Generic[ItemT]):
 
     def __init__(self) -> None:
         self.start = 0.0
-        """Virtual time at which the first item of the queue starts, or the next one does at the earliest."""
+        """Virtual start time of the first item in the queue; with an empty queue, the earliest start of the next
+        item."""
         self.num_out = 0
-        """Items that were taken and have not ended."""
+        """Number of items that were taken and have not ended."""
         self.queue: OrderedDict[Turn[ItemT], None] = OrderedDict()
 
 
 class Turns(Generic[ItemT]):
-    """Items that wait, of several tenants: next is one of the tenant that has been served least; of one tenant, first
-    come, first served.
+    """A fair queue of items of several tenants. The next item belongs to the tenant that has been served least; items
+    of one tenant are served in order.
 
-    That is start-time fair queuing (Goyal, Vin and Cheng, SIGCOMM 1996): an item starts at the virtual time at which
-    the tenant's last one ends, but not before that of the item that was taken last, so that an idle tenant saves
-    nothing up. The item that starts first is next. With n tenants, each method takes O(log n), on average.
+    This is start-time fair queuing (Goyal, Vin and Cheng, SIGCOMM 1996). An item starts at the virtual time at which
+    its tenant's previous item ends, but not before the start of the last taken item, so that idle tenants save up no
+    credit. The item with the earliest start is next. With n tenants, each method takes O(log n) on average.
 
     Args:
-        most_out: items of one tenant that may be out (taken, and not ended) at once; None: any number. With less than
-            there are workers, no tenant keeps them all.
+        most_out: maximum number of items of one tenant that are out (taken and not ended); None: any number. If it is
+            less than the number of workers, no tenant occupies all of them.
     """
 
     def __init__(self, most_out: int | None = None) -> None:
@@ -139,21 +141,21 @@ class Turns(Generic[ItemT]):
         self._number = count()
         self._len = self._num_out = 0
         self._prune_at = _MIN_KEPT
-        # A heap of starts, numbers and tenants of first items. What was offered and is not true any more is left in it.
+        # A heap of (start, number, tenant) of first items. Outdated entries stay in it.
         self._offers: list[tuple[float, int, str]] = []
 
     def __len__(self) -> int:
-        """Items that wait."""
+        """Number of waiting items."""
         return self._len
 
     def put(self, tenant: str, item: ItemT, cost: float = 1.0, *, goes_on: bool = False) -> Turn[ItemT]:
-        """An item waits; what `remove` knows it by, and `take` returns.
+        """Add an item; returns the entry for `remove`, which `take` will return.
 
         Args:
-            tenant: whose it is.
-            item: anything.
-            cost: how much work it is, above 0, in a unit of the caller's.
-            goes_on: whether it goes on with what was taken before, and so comes before the tenant's other items.
+            tenant: the owner of the item.
+            item: any object.
+            cost: the amount of work, above 0, in any unit.
+            goes_on: whether it continues an earlier item, and so comes before the tenant's other items.
         """
         own = self._tenants.get(tenant)
         if own is None:
@@ -171,9 +173,7 @@ class Turns(Generic[ItemT]):
         return turn
 
     def remove(self, turn: Turn[ItemT]) -> None:
-        """An item does not wait any more; those behind it in the tenant's queue move up, as if it had never been put.
-        Nothing happens if it was taken.
-        """
+        """Remove a waiting item; later items of the tenant move up. Nothing happens if the item was taken."""
         own = self._tenants.get(turn.tenant)
         if own is None or turn not in own.queue:
             return
@@ -186,7 +186,7 @@ class Turns(Generic[ItemT]):
             del self._tenants[turn.tenant]
 
     def take(self) -> Turn[ItemT] | None:
-        """The next item; None: none waits, or the tenants of all that wait have as many out as they may."""
+        """Take the next item; None: no item waits, or all tenants with waiting items have `most_out` items out."""
         while self._offers:
             offer = heappop(self._offers)
             start, _, tenant = offer
@@ -204,16 +204,16 @@ class Turns(Generic[ItemT]):
         return None
 
     def drop(self, turn: Turn[ItemT]) -> None:
-        """What was taken is not wanted any more: it is done, and costs the tenant nothing."""
+        """End an item that was taken but is no longer needed; it costs the tenant nothing."""
         self._tenants[turn.tenant].start -= turn.cost
         self.end(turn)
 
     def end(self, turn: Turn[ItemT]) -> None:
-        """What was taken is done."""
+        """End an item that was taken."""
         own = self._tenants[turn.tenant]
         own.num_out -= 1
         self._num_out -= 1
-        if not self._num_out and not self._len:  # nobody has anything to catch up with
+        if not self._num_out and not self._len:  # no tenant is behind another
             self._tenants.clear()
             self._offers.clear()
             return
@@ -222,7 +222,7 @@ class Turns(Generic[ItemT]):
             self._prune()
 
     def _offer_of(self, own: _Tenant[ItemT]) -> tuple[float, int, str] | None:
-        """The first item of a tenant as it stands in the heap; None: none waits, or may be taken now."""
+        """The current heap entry of a tenant's first item; None: no item waits, or none may be taken now."""
         if not own.queue or (self._most_out is not None and own.num_out >= self._most_out):
             return None
         first = next(iter(own.queue))
@@ -233,12 +233,12 @@ class Turns(Generic[ItemT]):
         if offer is None:
             return
         heappush(self._offers, offer)
-        if len(self._offers) > 2 * len(self._tenants) + _MIN_KEPT:  # most of them are not true any more
+        if len(self._offers) > 2 * len(self._tenants) + _MIN_KEPT:  # most entries are outdated
             self._offers = [offer for own in self._tenants.values() if (offer := self._offer_of(own)) is not None]
             heapify(self._offers)
 
     def _prune(self) -> None:
-        """Forget idle tenants that have nothing to catch up with, or all idle ones where they are very many."""
+        """Forget idle tenants that are not ahead of others, or all idle tenants if they are very many."""
         busy = {tenant: own for tenant, own in self._tenants.items() if own.queue or own.num_out}
         ahead = {tenant: own for tenant, own in self._tenants.items() if own.start > self._now}
         self._tenants = busy if len(ahead) > _MAX_KEPT else {**busy, **ahead}
