@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pointsman.core import Request
 
-FEWEST = 64
+MIN_ENTRIES = 64
 """Minimum number of entries at which entries of finished requests are removed."""
 
 
@@ -23,14 +23,14 @@ class Deadlines:
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Request]] = []
         self._tie_breaks = count()  # requests have no order
-        self._look_at = FEWEST
+        self._prune_at = MIN_ENTRIES
 
     def add(self, request: Request, deadline: float) -> None:
         """Add a request that has to finish by `deadline`, a finite number (`params/requests.py` checks it)."""
-        if len(self._heap) >= self._look_at:
+        if len(self._heap) >= self._prune_at:
             self._heap = [entry for entry in self._heap if not entry[2].is_finished]
             heapify(self._heap)
-            self._look_at = max(FEWEST, 2 * len(self._heap))
+            self._prune_at = max(MIN_ENTRIES, 2 * len(self._heap))
         heappush(self._heap, (deadline, next(self._tie_breaks), request))
 
     def take_overdue(self, now: float) -> list[Request]:

@@ -56,7 +56,7 @@ from pointsman.engine.params.requests import (
     check_may_come_in_parts,
     check_request_id,
     checked_token_ids,
-    most_output,
+    max_output_tokens,
     to_request,
 )
 from pointsman.engine.params.sampling import SamplingParams
@@ -455,8 +455,10 @@ class Engine:
         tokens = self.tokenize(prompt, add_special_tokens=False) if isinstance(prompt, str) else prompt
         token_ids = checked_token_ids(request_id, tokens, self.loaded.vocab_size)
         request = self.scheduler.get_request(request_id)
-        most = 0 if more_input or request is None else most_output(request, len(token_ids), self.max_model_len)
-        request = self.scheduler.extend(request_id, token_ids, self.clock(), more=more_input, max_tokens=most)
+        max_tokens = 0
+        if not more_input and request is not None:
+            max_tokens = max_output_tokens(request, len(token_ids), self.max_model_len)
+        request = self.scheduler.extend(request_id, token_ids, self.clock(), more=more_input, max_tokens=max_tokens)
         text = prompt if isinstance(prompt, str) else prompt_text
         self.outputs.extend(request, "" if text is None and not len(token_ids) else text)
 

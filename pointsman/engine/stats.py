@@ -142,12 +142,12 @@ class StatsLogger:
     def tick(self) -> bool:
         """Log a line if one is due and there was activity since the last; return whether it was logged."""
         now = self._clock()
-        return now - self._before.time >= self._interval and self._report(now)
+        return now - self._before.time >= self._interval and self._log(now)
 
     def flush(self) -> bool:
         """Log a line for the time since the last one, even if it is not due; for an engine that stops."""
         now = self._clock()
-        return now > self._before.time and self._report(now)
+        return now > self._before.time and self._log(now)
 
     def finish(self) -> bool:
         """`flush` at the end of a run, unless the run was short; return whether a line was logged."""
@@ -159,7 +159,7 @@ class StatsLogger:
             return None
         return max(0.0, self._before.time + self._interval - self._clock())
 
-    def _report(self, now: float) -> bool:
+    def _log(self, now: float) -> bool:
         after = read_stats(self._engine, now)
         before, self._before = self._before, after  # also if nothing is logged: the next interval has no idle time
         stuck = after.scheduler.num_running or after.scheduler.num_waiting or after.scheduler.num_parked

@@ -91,19 +91,19 @@ class StepLoop:
         """The last step's decisions, for displays."""
         self.on_report: Callable[[SchedulerOutput], None] | None = None
         """Called with the scheduler's output of every step after the step's outputs were reported."""
-        self._most = scheduler.config.max_steps_in_flight
+        self._max_in_flight = scheduler.config.max_steps_in_flight
         self._steps: deque[_Step] = deque()
         """Steps that were not executed yet; the oldest one may be executing."""
         self._executed: tuple[SchedulerOutput, StepExecution] | None = None
         """The step before those, if it was executed and not updated yet."""
         self._updated: _Updated | None = None
         """The step before that one, if it was updated and not reported yet."""
-        self._goes_on = True
+        self._may_schedule = True
         """Whether further steps are scheduled."""
         self._part: Callable[[], object] | None = None
         """The next part of another step to do while a step is executed; None: there is none."""
-        self._error_of_part: BaseException | None = None
-        self._elsewhere = 0.0
+        self._part_error: BaseException | None = None
+        self._other_seconds = 0.0
         """Seconds of the current call of `run` that were spent on other parts than prepare and run."""
 
     def __len__(self) -> int:
@@ -120,7 +120,7 @@ class StepLoop:
             EngineStepError: the model failed. This step and all later ones are void: the scheduler is as it was before
                 this step, and the next call schedules again. Earlier steps were reported.
         """
-        started, self._elsewhere = time.perf_counter(), 0.0
+        started, self._other_seconds = time.perf_counter(), 0.0
         try:
             if not self._steps:
                 self._schedule_one()
@@ -134,7 +134,7 @@ class StepLoop:
         except BaseException:  # also KeyboardInterrupt: a decision that was not executed must be void
             self.void()
             raise
-        self._counters.execute_time += time.perf_counter() - started - self._elsewhere
+        self._counters.execute_time += time.perf_counter() - started - self._other_seconds
         return step.output
 
     def finish(self) -> None:
@@ -143,12 +143,12 @@ class StepLoop:
         Raises:
             EngineStepError: see `run`.
         """
-        self._goes_on = False
+        self._may_schedule = False
         try:
             while self._steps:
                 self.run()
         finally:
-            self._goes_on = True
+            self._may_schedule = True
 
     def void(self) -> None:
         """Void every step in flight: the scheduler returns to its state before the oldest one."""
@@ -197,7 +197,7 @@ class StepLoop:
         self._counters.num_generated_tokens += len(update.token_ids)
         return update
 
-    def _report(self, output: SchedulerOutput, update: StepUpdate, execution: StepExecution) -> None:
+    def _report_step(self, output: SchedulerOutput, update: StepUpdate, execution: StepExecution) -> None:
         """Report a step: make and hand out its outputs, and finish the requests that a stop string ends."""
         now = self._clock()
         outputs, stops = self._outputs.process(output, update, execution, now)
@@ -214,24 +214,24 @@ class StepLoop:
     # ------------------------------------------------------------------ in order
 
     def _execute(self, step: _Step, prepared: PreparedStep) -> StepExecution:
-        if self._most > 1:
+        if self._max_in_flight > 1:
             self._part = self._next_part()
             prepared.batches[0].meanwhile.do_part = self._do_part if self._part is not None else None
         try:
             return self._runner.run(prepared) if step.launched is None else self._runner.collect(step.launched)
         except Exception as error:
-            if error is self._error_of_part:
+            if error is self._part_error:
                 raise
             self._report_all()
             raise _failed(step, error) from error
         finally:
-            self._error_of_part = None
+            self._part_error = None
             prepared.batches[0].meanwhile.do_part = None
 
     def _schedule_one(self) -> None:
         started = time.perf_counter()
         self._steps.append(_Step(self.schedule()))
-        self._elsewhere += time.perf_counter() - started
+        self._other_seconds += time.perf_counter() - started
 
     def _prepare_newest(self) -> None:
         self._prepare(self._steps[-1])
@@ -263,14 +263,14 @@ class StepLoop:
         started = time.perf_counter()
         (output, execution), self._executed = self._executed, None
         self._updated = _Updated(output, self._update(output, execution), execution)
-        self._elsewhere += time.perf_counter() - started
+        self._other_seconds += time.perf_counter() - started
 
     def _report_updated(self) -> None:
         assert self._updated is not None
         started = time.perf_counter()
         updated, self._updated = self._updated, None
-        self._report(*updated)
-        self._elsewhere += time.perf_counter() - started
+        self._report_step(*updated)
+        self._other_seconds += time.perf_counter() - started
 
     # ------------------------------------------------------------------ interleaved
 
@@ -282,7 +282,7 @@ class StepLoop:
                 self._part()
                 self._part = self._next_part()
         except BaseException as error:
-            self._error_of_part = error
+            self._part_error = error
             raise
         return self._part is not None
 
@@ -296,7 +296,7 @@ class StepLoop:
             return self._prepare_newest
         if len(self._steps) > 1 and newest.launched is None and self._runner.can_launch_ahead(newest.prepared):
             return self._launch_newest  # so that a GPU starts it right after the step before
-        if self._goes_on and len(self) < self._most and self._scheduler.can_advance():
+        if self._may_schedule and len(self) < self._max_in_flight and self._scheduler.can_advance():
             return self._schedule_one
         return None
 

@@ -14,7 +14,7 @@ from pointsman.core import Scheduler
 
 logger = logging.getLogger(__name__)
 
-LOOKS = 4
+CHECKS_PER_PERIOD = 4
 """Checks in `watchdog_seconds`."""
 MAX_LINES = 10
 """Maximum number of log lines per check; one more line counts the other requests."""
@@ -40,7 +40,7 @@ class EngineWatchdog:
         self._scheduler = scheduler
         self._seconds = float(seconds)
         self._clock = clock
-        self._next_look = -math.inf
+        self._next_check = -math.inf
         self._reported: dict[str, float] = {}  # request id -> time of its last progress
         self.num_stalled = 0
         """Requests without progress at the last check."""
@@ -48,9 +48,9 @@ class EngineWatchdog:
     def tick(self) -> None:
         """Check, if a check is due."""
         now = self._clock()
-        if now < self._next_look:
+        if now < self._next_check:
             return
-        self._next_look = now + self._seconds / LOOKS
+        self._next_check = now + self._seconds / CHECKS_PER_PERIOD
         stalls = self._scheduler.stalled(now, self._seconds)
         new = [stall for stall in stalls if self._reported.get(stall.explanation.request_id) != stall.since]
         for stall in new[:MAX_LINES]:

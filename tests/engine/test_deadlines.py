@@ -7,7 +7,7 @@ import pytest
 from pointsman.core import Request
 from pointsman.core.state.status import FinishReason, RequestStatus
 from pointsman.engine import Engine, SamplingParams
-from pointsman.engine.deadlines import FEWEST, Deadlines
+from pointsman.engine.deadlines import MIN_ENTRIES, Deadlines
 
 
 def request(name: str) -> Request:
@@ -25,11 +25,11 @@ def test_the_longest_overdue_comes_first_and_once() -> None:
 
 def test_those_that_ended_are_not_overdue_and_not_kept() -> None:
     deadlines = Deadlines()
-    ended = [request(str(number)) for number in range(10 * FEWEST)]
+    ended = [request(str(number)) for number in range(10 * MIN_ENTRIES)]
     for one in ended:
         deadlines.add(one, 1000.0)
         one._state.transition(RequestStatus.FINISHED_REFUSED)
-    assert len(deadlines._heap) <= FEWEST  # what they hold is bounded, not proportional to all there ever were
+    assert len(deadlines._heap) <= MIN_ENTRIES  # what they hold is bounded, not proportional to all there ever were
     assert deadlines.next() is None and deadlines.take_overdue(2000.0) == []
 
 

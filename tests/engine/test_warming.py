@@ -13,7 +13,7 @@ from _pytest.logging import LogCaptureFixture
 from pointsman.core.recording import Recorder
 from pointsman.engine import Engine, EngineStepError, PoolingParams, SamplingParams
 from pointsman.engine.drafts import prompt_lookup
-from pointsman.engine.drafts.worth import StepCost
+from pointsman.engine.drafts.draft_counts import StepCost
 from pointsman.engine.kernels.attention import attention_kernel
 from pointsman.engine.kernels.layers import gate_kernel, heads_kernel, norm_kernel
 from pointsman.engine.model.loaded import LoadedModel

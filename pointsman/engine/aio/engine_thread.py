@@ -27,7 +27,7 @@ from weakref import WeakSet
 
 from pointsman.core.errors import DuplicateRequest
 from pointsman.engine.aio.mailbox import Mailbox
-from pointsman.engine.aio.readers import Readers
+from pointsman.engine.aio.output_router import OutputRouter
 from pointsman.engine.errors import EngineDeadError, EngineStepError
 from pointsman.engine.kv.worker import EXIT_PATIENCE  # that worker ends after this thread, which may wait for it
 from pointsman.engine.machine import give_back_freed_pages
@@ -137,10 +137,10 @@ class EngineThread:
         on_beat: Callable[[float], None] | None = None,
     ) -> None:
         self._engine = engine
-        self._readers = Readers(engine.abort)
-        engine.on_output = self._readers.deliver
+        self._router = OutputRouter(engine.abort)
+        engine.on_output = self._router.deliver
         engine.steps.on_report = self._note_report
-        engine.on_ready = self._readers.accept
+        engine.on_ready = self._router.accept
         engine.grammars.notify = self._note_grammar
         if engine.kv_connector is not None:
             engine.kv_connector.notify = self._note_transfer
@@ -275,7 +275,7 @@ class EngineThread:
             return True
         engine = self._engine  # paused requests will not finish by themselves
         ends = engine.has_runnable_requests() if engine.is_paused else engine.has_unfinished_requests()
-        return not (ends or self._readers.are_expected)
+        return not (ends or self._router.are_expected)
 
     def _step(self) -> bool:
         """Run one step; return whether it succeeded. The next call retries a failed step, up to `max_step_retries`
@@ -301,8 +301,8 @@ class EngineThread:
         """Called when the outputs of a step were delivered; the next step may be executing."""
         if self._on_step is not None:
             self._on_step(output)
-        self._readers.check_ports(LOOP_CHECK_INTERVAL)
-        self._readers.ring()
+        self._router.check_ports(LOOP_CHECK_INTERVAL)
+        self._router.ring()
         if self._stats_log is not None:
             self._stats_log.tick()
 
@@ -318,7 +318,7 @@ class EngineThread:
             self._handle(message)
             message = self._poll() if num_more > 0 else None
             num_more -= 1
-        self._readers.ring()
+        self._router.ring()
 
     def _next_message(self) -> Message | None:
         if self._has_work():
@@ -331,7 +331,7 @@ class EngineThread:
                 if self._seconds_to_idle == 0:
                     self._computed_at = None
                     give_back_freed_pages()
-                self._readers.check_ports()
+                self._router.check_ports()
                 self._engine.end_overdue()  # requests that are parked or paused
             if self._engine.watchdog is not None:
                 self._engine.watchdog.tick()
@@ -343,10 +343,10 @@ class EngineThread:
     def _patience(self) -> float | None:
         """Maximum seconds to wait for a message; None: no limit."""
         wait = None if self._stats_log is None else self._stats_log.wait()
-        if self._readers:
+        if self._router:
             wait = LOOP_CHECK_INTERVAL if wait is None else min(wait, LOOP_CHECK_INTERVAL)
         for deadline in (self._engine.deadlines.next(), self._load_deadline):
-            if self._readers.are_following and deadline is not None:
+            if self._router.are_following and deadline is not None:
                 left = max(0.0, deadline - self._engine.clock())
                 wait = left if wait is None else min(wait, left)
         if (idle := self._seconds_to_idle) is not None:
@@ -369,14 +369,14 @@ class EngineThread:
     def _handle(self, message: Message) -> None:
         match message:
             case Expect(request_id, mailbox):
-                self._readers.expect(request_id, mailbox)
+                self._router.expect(request_id, mailbox)
             case Add():
                 self._add(message)
             case Call():
                 message.run(self._engine)
                 self._report_finished()
             case Abandon(request_id, mailbox):
-                self._readers.abandon(request_id, mailbox)
+                self._router.abandon(request_id, mailbox)
             case Stop(drain):
                 if self._stop is None or not drain:
                     self._stop = message
@@ -386,21 +386,21 @@ class EngineThread:
                 self._engine.take_transfers()  # delivers last outputs
 
     def _add(self, message: Add) -> None:
-        request_id, mailbox, readers = message.request_id, message.mailbox, self._readers
-        readers.stop_expecting(mailbox)
+        request_id, mailbox, router = message.request_id, message.mailbox, self._router
+        router.stop_expecting(mailbox)
         if mailbox.is_abandoned:
             return
         self._adding = mailbox  # gets the error if the thread dies below
         request = self._try_to_add(message)
         has_ends = self._has_unreported_ends
-        if isinstance(request, DuplicateRequest) and has_ends and not readers.is_following(request_id):
+        if isinstance(request, DuplicateRequest) and has_ends and not router.is_following(request_id):
             while self._has_unreported_ends:  # the id is free for its caller, but not yet for the scheduler
                 self._step()
             request = self._try_to_add(message)
         if isinstance(request, BaseException):
-            readers.refuse(mailbox, request)
+            router.refuse(mailbox, request)
         else:
-            readers.follow(request, mailbox)
+            router.follow(request, mailbox)
             if mailbox.is_aborted:
                 self._engine.abort(request_id)
         self._adding = None
@@ -420,20 +420,20 @@ class EngineThread:
         """
         if self._engine.abort(request_id) is not None:  # also delivers the output
             return True
-        return self._readers.abort_expected(request_id)
+        return self._router.abort_expected(request_id)
 
     def _report_finished(self) -> None:
         """Report requests that a `Call` finished in the scheduler directly, without the engine."""
-        self._engine.outputs.hand_out(self._engine.outputs.end_all(self._readers.finished(), self._engine.clock()))
+        self._engine.outputs.hand_out(self._engine.outputs.end_all(self._router.finished(), self._engine.clock()))
 
     # ------------------------------------------------------------------ the end
 
     def _abort_all(self) -> None:
-        for request_id in self._readers.request_ids():
+        for request_id in self._router.request_ids():
             self._engine.abort(request_id)
         with suppress(EngineStepError):  # the outputs are no longer read
             self._engine.finish_steps()
-        self._readers.ring()
+        self._router.ring()
         if self._stats_log is not None:
             self._stats_log.flush()
 
@@ -448,15 +448,15 @@ class EngineThread:
         self._engine.grammars.close()
         self._engine.pausing.fail(self.dead_error())
         self._engine.close()
-        self._readers.close(self.dead_error)
+        self._router.close(self.dead_error)
         if self._adding is not None:
-            self._readers.refuse(self._adding, self.dead_error())
+            self._router.refuse(self._adding, self.dead_error())
         while (message := self._poll()) is not None:
             if isinstance(message, Add):
-                self._readers.refuse(message.mailbox, self.dead_error())
+                self._router.refuse(message.mailbox, self.dead_error())
             elif isinstance(message, Call) and message.future.set_running_or_notify_cancel():
                 message.future.set_exception(self.dead_error())
-        self._readers.ring()
+        self._router.ring()
 
 
 _live: WeakSet[EngineThread] = WeakSet()

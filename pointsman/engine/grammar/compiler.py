@@ -17,10 +17,10 @@ each with its own threads:
 A slow grammar is compiled again from its start, which costs one slice more in total. A quick grammar waits only until
 those before it have used their slices, however many slow grammars there are.
 
-Tenants share both stages (`turns.py`). Each stage takes the next grammar from the tenant that has been served least. No
-tenant gets all threads of a stage, and the number of waiting grammars is bounded per tenant and in total. A grammar
-whose queue is full fails, and may be sent again later. A grammar that several tenants wait for is in the queue of each,
-and is compiled once for all.
+Tenants share both stages (`fair_queue.py`). Each stage takes the next grammar from the tenant that has been served
+least. No tenant gets all threads of a stage, and the number of waiting grammars is bounded per tenant and in total. A
+grammar whose queue is full fails, and may be sent again later. A grammar that several tenants wait for is in the queue
+of each, and is compiled once for all.
 
 Compiled grammars are cached, up to `CACHE_BYTES`; the least recently used is evicted first. Failures are cached too,
 for a while, so that the same failing grammar does not occupy the process again.
@@ -48,6 +48,7 @@ from pointsman.engine.errors import (
     GrammarUnavailableError,
     first_line,
 )
+from pointsman.engine.fair_queue import SHARE, CapacityError, FairQueue, QueuedItem, SharedCapacity
 from pointsman.engine.grammar.process import (
     NICENESS,
     SLOW_NICENESS,
@@ -60,7 +61,6 @@ from pointsman.engine.grammar.process import (
     OutOfTime,
 )
 from pointsman.engine.params.structured_outputs import StructuredOutputsParams
-from pointsman.engine.turns import SHARE, Room, RoomError, Turn, Turns
 
 if TYPE_CHECKING:
     from pointsman.core import Request
@@ -105,7 +105,7 @@ class _SharedJob(Job):
         self.requests: dict[Request, None] = {}
         self.num_requests = Counter[str]()
         """Number of requests by tenant."""
-        self.queued: dict[str, Turn[_SharedJob]] = {}
+        self.queued: dict[str, QueuedItem[_SharedJob]] = {}
         """Its entry in the queue of each tenant."""
         self.is_out = False
         """Whether it is being compiled, or has its outcome."""
@@ -129,8 +129,8 @@ class _Stage:
         self.cpu_slice = cpu_slice
         self.niceness = niceness
         self._which = which
-        self._turns = Turns[_SharedJob](max_out)
-        self._room = Room(-(-max_waiting * (SHARE + 1) // SHARE))
+        self._queue = FairQueue[_SharedJob](max_out)
+        self._capacity = SharedCapacity(-(-max_waiting * (SHARE + 1) // SHARE))
         self._has_news = threading.Condition(lock)
         self._is_closed = False
 
@@ -141,41 +141,41 @@ class _Stage:
             GrammarQueueFullError: the queue is full.
         """
         try:
-            self._room.take(tenant, 1)
-        except RoomError as error:
-            most = SHARE * (error.size - error.total + error.held) // (SHARE + 1)
+            self._capacity.take(tenant, 1)
+        except CapacityError as error:
+            max_held = SHARE * (error.size - error.total + error.held) // (SHARE + 1)
             raise GrammarQueueFullError(
                 f"{TOO_MANY_GRAMMARS}{self._which} wait to be compiled: {error.held} of this tenant, of at most "
-                f"{most} now, and {error.total} of all, of at most {error.size}; try again later"
+                f"{max_held} now, and {error.total} of all, of at most {error.size}; try again later"
             ) from None
-        job.queued[tenant] = self._turns.put(tenant, job)
+        job.queued[tenant] = self._queue.put(tenant, job)
         job.stage = self
         job.is_out = False
         self._has_news.notify()
 
     def remove(self, tenant: str, job: _SharedJob) -> None:
         """Remove a job from the queue of this tenant."""
-        self._turns.remove(job.queued.pop(tenant))
-        self._room.give_back(tenant, 1)
+        self._queue.remove(job.queued.pop(tenant))
+        self._capacity.give_back(tenant, 1)
 
-    def take(self) -> Turn[_SharedJob] | None:
+    def take(self) -> QueuedItem[_SharedJob] | None:
         """Wait for the next job and remove it from all queues; None: the stage is closed."""
         while not self._is_closed:
-            turn = self._turns.take()
-            if turn is not None:
-                job = turn.item
-                self._room.give_back(turn.tenant, 1)
-                del job.queued[turn.tenant]
+            entry = self._queue.take()
+            if entry is not None:
+                job = entry.item
+                self._capacity.give_back(entry.tenant, 1)
+                del job.queued[entry.tenant]
                 for tenant in tuple(job.queued):
                     self.remove(tenant, job)
                 job.is_out = True
-                return turn
+                return entry
             self._has_news.wait()
         return None
 
-    def end(self, turn: Turn[_SharedJob]) -> None:
+    def end(self, entry: QueuedItem[_SharedJob]) -> None:
         """Note that a job that was taken is no longer compiled."""
-        self._turns.end(turn)
+        self._queue.end(entry)
         self._has_news.notify()  # the tenant's next job may run now
 
     def close(self) -> None:
@@ -201,12 +201,12 @@ class _Worker:
         """Run a thread: compile one job of a stage after the other, until the stage is closed."""
         while True:
             with self.lock:
-                turn = stage.take()
-            if turn is None:
+                entry = stage.take()
+            if entry is None:
                 return
-            done = self._compile(turn.item)
+            done = self._compile(entry.item)
             with self.lock:
-                stage.end(turn)
+                stage.end(entry)
             for one in done:
                 self.put_done(one)
 

@@ -68,7 +68,7 @@ MAX_COMPILED_BYTES = 64 * 1024**2
 
 _WORKER = Path(__file__).with_name("worker.py")
 _HAS_ENDED = "has ended"
-_READY, _ACCEPTED, _NO_ROOM = b"R", b"A", b"!"
+_READY, _ACCEPTED, _NO_CHILD = b"R", b"A", b"!"
 
 
 @dataclass(frozen=True, slots=True)
@@ -486,12 +486,12 @@ def _wait_for_child(sock: socket.socket) -> None:
         first = sock.recv(1)
         if first == _ACCEPTED:
             return
-        why = sock.recv(200).decode("utf-8", "replace") if first == _NO_ROOM else ""
+        why = sock.recv(200).decode("utf-8", "replace") if first == _NO_CHILD else ""
     except TimeoutError as error:
         raise _Late(f"has not begun with a job within {ACCEPT_TIMEOUT:.1f} s") from error
     except OSError as error:
         raise _Ended(_HAS_ENDED) from error
-    if first == _NO_ROOM:
+    if first == _NO_CHILD:
         raise GrammarUnavailableError(f"{NO_COMPILER}{why}; try again later")
     raise _Ended(_HAS_ENDED)
 

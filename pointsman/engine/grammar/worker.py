@@ -46,7 +46,7 @@ from pointsman.engine.grammar.tree import GrammarTree
 
 PROBE_STEPS = 192
 """Tokens of a trial text: a grammar may compile quickly, and then be too slow to use."""
-READY, ACCEPTED, NO_ROOM = b"R", b"A", b"!"
+READY, ACCEPTED, NO_CHILD = b"R", b"A", b"!"
 
 _PLACE_IN_SOURCE = re.compile(r"^\[\d+:\d+:\d+\] \S+:\d+: ")
 _WARNING = re.compile(r"warning:?\s*", re.IGNORECASE)
@@ -100,7 +100,7 @@ def _fork_child(server: socket.socket, descriptor: int, compiler: xgrammar.Gramm
         is_child = os.fork() == 0
     except OSError as error:  # no further process can start; this one continues
         with socket.socket(fileno=descriptor) as sock, suppress(OSError):
-            sock.sendall(NO_ROOM + str(error).encode())
+            sock.sendall(NO_CHILD + str(error).encode())
         return
     if is_child:
         _run_child(server, descriptor, compiler)
@@ -155,8 +155,8 @@ def _limit(job: dict[str, Any]) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with suppress(OSError), open("/proc/self/statm") as file:
         in_use = int(file.read().split()[0]) * resource.getpagesize()
-        most = in_use + job["memory_limit"]
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        limit = in_use + job["memory_limit"]
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     signal.setitimer(signal.ITIMER_PROF, job["cpu_seconds"])
     signal.setitimer(signal.ITIMER_REAL, job["seconds"])
 

@@ -129,7 +129,7 @@ class EngineConnector:
         self._clock = clock
         self._is_for_swap = config.preemption_mode != "recompute"
         self.saves_evicted = tier is not None and not self._is_for_swap
-        self._most = config.max_steps_in_flight
+        self._max_in_flight = config.max_steps_in_flight
         self._steps: dict[int, StepTransfers] = {}  # by step id, of steps that may be in flight
         self._loading: dict[int, Waiting] = {}
         self._num_resets = 0
@@ -223,7 +223,8 @@ class EngineConnector:
             if load.is_async:
                 self._loading[load.transfer_id] = Waiting(load.request, self._clock())
                 starts.append(self._file_load(load))
-        self._steps = {step_id: one for step_id, one in self._steps.items() if step_id > output.step_id - self._most}
+        oldest = output.step_id - self._max_in_flight
+        self._steps = {step_id: one for step_id, one in self._steps.items() if step_id > oldest}
         self._steps[output.step_id] = transfers = StepTransfers(copies, starts)
         return transfers
 

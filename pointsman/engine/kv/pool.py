@@ -235,8 +235,8 @@ def choose_num_blocks(
             raise ValueError(_too_little(device_budget, config, block_bytes))
         return device_budget.kv_bytes // block_bytes
     if kv_cache_bytes is None:
-        most_useful = full_length + (config.max_num_seqs - 1) * config.decode_blocks(config.max_model_len)
-        return max(1, min(most_useful, DEFAULT_KV_CACHE_BYTES // block_bytes))
+        max_useful = full_length + (config.max_num_seqs - 1) * config.decode_blocks(config.max_model_len)
+        return max(1, min(max_useful, DEFAULT_KV_CACHE_BYTES // block_bytes))
     if kv_cache_bytes < block_bytes:
         raise ValueError(
             f"kv_cache_bytes is {kv_cache_bytes}, less than one block of {block_bytes} bytes; a request of the full "

@@ -53,7 +53,7 @@ OURS = re.compile(
 """Paths of a store's files in its directory, finished or not."""
 ABANDONED_AFTER = 3600.0
 """Seconds after which an unfinished file is taken to be left by a dead process."""
-ROOM = 0.9
+KEPT_SHARE = 0.9
 """Share of the limit down to which files are removed."""
 
 
@@ -234,7 +234,7 @@ class KVStore:
         files = sorted(self._files())
         total = sum(size for _, size, _ in files)
         for _, size, path in files:
-            if total <= self._max_bytes * ROOM:
+            if total <= self._max_bytes * KEPT_SHARE:
                 break
             try:
                 path.unlink(missing_ok=True)

@@ -190,7 +190,7 @@ class OutputProcessor:
                     outputs.append(RequestOutput(transcript, len(token_ids) - 1, len(token_ids)))
                 elif mode == SPACED:
                     if len(token_ids) - transcript.num_reported >= transcript.stream_interval:
-                        outputs.append(self._report(transcript))
+                        outputs.append(self._make_output(transcript))
                 elif mode == CAREFUL and (one := self._advance(transcript, now, stops)) is not None:
                     outputs.append(one)
             except Exception as error:  # from the tokenizer, a foreign library
@@ -301,10 +301,10 @@ class OutputProcessor:
             return None
         if is_spaced:
             is_due = num_reported == 0 or num_tokens - transcript.num_reported >= transcript.stream_interval
-            return self._report(transcript) if is_due else None
+            return self._make_output(transcript) if is_due else None
         return RequestOutput(transcript, num_reported if kind is RequestOutputKind.DELTA else 0, num_tokens)
 
-    def _report(self, transcript: Transcript) -> RequestOutput:
+    def _make_output(self, transcript: Transcript) -> RequestOutput:
         """Make an output with the tokens since the last one, or with all tokens."""
         params: SamplingParams = transcript.request.metadata
         start = transcript.num_reported if params.output_kind is RequestOutputKind.DELTA else 0

@@ -333,13 +333,13 @@ def _large_number(values: list[Any]) -> int | None:
 
 def _problem_of_bounds(schema: Mapping[str, Any]) -> str | None:
     """The first problem with lengths, counts and ranges."""
-    for least, most in _LENGTHS:
-        for key in (least, most):
+    for minimum, maximum in _LENGTHS:
+        for key in (minimum, maximum):
             value = schema.get(key)
             if key in schema and (not _OF_TYPE["integer"](value) or not 0 <= value < _INT64):  # type: ignore[operator]
                 return f"{key!r} is {_shown(value)}; it must be an integer of 0 or more"
-        if least in schema and most in schema and schema[least] > schema[most]:
-            return f"{least!r} is {schema[least]}, more than {most!r} {schema[most]}; swap them"
+        if minimum in schema and maximum in schema and schema[minimum] > schema[maximum]:
+            return f"{minimum!r} is {schema[minimum]}, more than {maximum!r} {schema[maximum]}; swap them"
     bounds = [key for key in _BOUNDS if key in schema]
     for key in bounds:
         value = schema[key]

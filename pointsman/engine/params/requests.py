@@ -71,11 +71,11 @@ def checked_token_ids(request_id: str, prompt: Sequence[int], vocab_size: int) -
     return array if array.dtype.kind in "iu" else token_ids
 
 
-def most_output(request: Request, num_last_tokens: int, max_model_len: int) -> int:
+def max_output_tokens(request: Request, num_last_tokens: int, max_model_len: int) -> int:
     """Maximum number of output tokens after a prompt in parts whose last part has `num_last_tokens` tokens."""
     length = request.num_prompt_tokens + sum(len(part.token_ids) for part in request.parts) + num_last_tokens
-    most: int | None = request.metadata.max_tokens
-    return max(1, max_model_len - length) if most is None else most
+    limit: int | None = request.metadata.max_tokens
+    return max(1, max_model_len - length) if limit is None else limit
 
 
 def to_request(

@@ -251,17 +251,17 @@ def _check_number(name: str, value: object, wanted: str) -> None:
         raise ValueError(f"{name} is {value!r}; it must be {wanted}")
 
 
-def _check_int(name: str, value: object, least: int, remedy: str) -> None:
+def _check_int(name: str, value: object, minimum: int, remedy: str) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least}")
-    if value < least:
-        raise ValueError(f"{name} is {value}; it must be at least {least}: {remedy}")
+        raise ValueError(f"{name} is {value!r}; it must be an integer of at least {minimum}")
+    if value < minimum:
+        raise ValueError(f"{name} is {value}; it must be at least {minimum}: {remedy}")
 
 
-def _check_range(name: str, value: object, least: float, most: float, off: float) -> None:
-    wanted = f"between {least:g} and {most:g} ({off:g} turns it off)"
+def _check_range(name: str, value: object, minimum: float, maximum: float, off: float) -> None:
+    wanted = f"between {minimum:g} and {maximum:g} ({off:g} turns it off)"
     _check_number(name, value, wanted)
-    if not least <= value <= most:  # type: ignore[operator]
+    if not minimum <= value <= maximum:  # type: ignore[operator]
         raise ValueError(f"{name} is {value}; it must be {wanted}")
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from pointsman.core import InvalidTransition, RequestRefused, UnknownRequest
 from pointsman.engine import LLM, AsyncEngine, Engine, PoolingParams, SamplingParams, StructuredOutputsParams
-from pointsman.engine.drafts.worth import StepCost
+from pointsman.engine.drafts.draft_counts import StepCost
 from pointsman.engine.model.loaded import LoadedModel
 from pointsman.engine.model.loader import load_model, wrap_model
 from tests.engine.tiny_models import FAMILIES, build

@@ -10,9 +10,9 @@ import pytest
 
 from pointsman.core import ConfigError
 from pointsman.engine import Engine, RequestOutput, RequestOutputKind, SamplingParams, StructuredOutputsParams
-from pointsman.engine.drafts import prompt_lookup, trail
+from pointsman.engine.drafts import ngram_lookup, prompt_lookup
+from pointsman.engine.drafts.ngram_lookup import NgramLookup
 from pointsman.engine.drafts.prompt_lookup import PromptLookup
-from pointsman.engine.drafts.trail import Trail
 from pointsman.engine.drafts.verification import Verification
 from pointsman.engine.model.loaded import LoadedModel
 from pointsman.engine.model.loader import wrap_model
@@ -214,8 +214,8 @@ def test_knobs_are_checked(loaded: LoadedModel, knobs: dict[str, Any], message: 
 def test_drafts_that_are_wrong_cease(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever steps cost: once the odds are below 1 %, five drafts cannot bring 5 %."""
     wrong = loaded.vocab_size - 1
-    monkeypatch.setattr(Trail, "expected", lambda self, count: [wrong] * count)
-    monkeypatch.setattr(trail, "look_up", lambda *_: (0, 2))  # the first token, which never comes again
+    monkeypatch.setattr(NgramLookup, "expected", lambda self, count: [wrong] * count)
+    monkeypatch.setattr(ngram_lookup, "look_up", lambda *_: (0, 2))  # the first token, which never comes again
     engine = make(loaded, 5, max_model_len=256, num_blocks=80)
     bias = {wrong: -100.0, 3: -100.0}
     params = SamplingParams(temperature=0.0, max_tokens=240, ignore_eos=True, logit_bias=bias)
@@ -253,12 +253,12 @@ def test_searches_that_bring_nothing_become_seldom(
     monkeypatch.setattr(prompt_lookup, "SEARCH_SHARE", 0.0)  # as if steps took no time
     engine = make(loaded, 4)
     engine.add_request("a", list(range(3, 40)), SamplingParams(temperature=1.0, seed=1, max_tokens=60, ignore_eos=True))
-    monkeypatch.setattr(trail, "look_up", lambda *_: (0, 0))
+    monkeypatch.setattr(ngram_lookup, "look_up", lambda *_: (0, 0))
     while engine.has_unfinished_requests():
         engine.step()
     assert np.diff(searched).tolist() == [1, 2, 4, *[8] * (len(searched) - 4)]
     monkeypatch.undo()
-    monkeypatch.setattr(Trail, "expected", lambda self, count: always[-count:])
+    monkeypatch.setattr(NgramLookup, "expected", lambda self, count: always[-count:])
     always = [77] * 4
     likely = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True, logit_bias={77: 100.0})
     engine.add_request("b", [77] * 40, likely)
@@ -289,11 +289,11 @@ def test_a_trail_follows_a_request_that_loses_its_row(loaded: LoadedModel, monke
         nonlocal checked
         propose(self, output, update, now)
         for request in output.requests:
-            known = self._trails.get(request)
+            known = self._lookups.get(request)
             if known is not None and request.row is not None and request.num_output_tokens:
                 assert known.tolist() == request.all_token_ids.tolist()[: len(known)]
                 checked += len(known) == request.num_tokens
-        assert not self._trails.keys() & set(output.finished)
+        assert not self._lookups.keys() & set(output.finished)
 
     monkeypatch.setattr(PromptLookup, "propose", watched)
     monkeypatch.setattr(prompt_lookup, "LONGEST_PAUSE", 4)

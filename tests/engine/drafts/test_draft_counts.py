@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pointsman.engine.drafts.worth import LONGEST, MAX_NOTED, PRIOR, Odds, StepCost, best_counts
+from pointsman.engine.drafts.draft_counts import LONGEST, MAX_NOTED, PRIOR, Odds, StepCost, best_counts
 
 
 def line(base: float, slope: float, sizes: tuple[int, ...] = (1, 4, 9)) -> StepCost:
@@ -49,8 +49,8 @@ def test_the_most_that_drafts_may_bring_is_never_less_than_what_they_bring() -> 
         odds.note(rng.integers(-LONGEST - 3, LONGEST + 4, size=int(rng.integers(0, 400))).tolist())
         lengths = rng.integers(1, 2 * LONGEST, size=4).tolist()
         brings = [odds.chances(lengths, most).sum() for most in (1, 8, 200)]
-        assert brings[0] <= brings[1] <= brings[2] <= odds.most_gain(lengths) * (1 + 1e-9)
-        assert brings[2] == pytest.approx(odds.most_gain(lengths), rel=0.02)
+        assert brings[0] <= brings[1] <= brings[2] <= odds.max_gain(lengths) * (1 + 1e-9)
+        assert brings[2] == pytest.approx(odds.max_gain(lengths), rel=0.02)
 
 
 def test_odds_forget() -> None:

@@ -41,7 +41,7 @@ class Odds:
         self._lengths = np.zeros((0, 0), dtype=np.int64)
 
     def note(self, judged: Iterable[int]) -> None:
-        """Add the matches that `Trail.go_on` returned."""
+        """Add the matches that `NgramLookup.append` returned."""
         for length in judged:
             at = min(abs(length), LONGEST)
             self._noted[at] += 1
@@ -58,7 +58,7 @@ class Odds:
             each.append((self._right[length] + PRIOR * prior) / (self._noted[length] + PRIOR))
         return each
 
-    def most_gain(self, lengths: Iterable[int]) -> float:
+    def max_gain(self, lengths: Iterable[int]) -> float:
         """Upper bound of the tokens that any number of drafts after matches of these lengths may give. It costs a tenth
         of `chances`; where it is too small, there are no drafts."""
         each = self.by_length()
@@ -68,15 +68,15 @@ class Odds:
             gains[length] = gain = each[length] * (1 + gain)
         return sum([gains[min(length, LONGEST)] for length in lengths])
 
-    def chances(self, lengths: npt.ArrayLike, most: int) -> Float64Array:
-        """[n, most]: the probability that the 1st, 2nd, ... expected token and all before it come.
+    def chances(self, lengths: npt.ArrayLike, num_tokens: int) -> Float64Array:
+        """[n, num_tokens]: the probability that the 1st, 2nd, ... expected token and all before it come.
 
         Args:
             lengths: [n] lengths of the matches, at least 1.
-            most: number of expected tokens.
+            num_tokens: number of expected tokens.
         """
-        if self._lengths.shape[1] != most:
-            self._lengths = np.minimum(np.arange(LONGEST + 1)[:, None] + np.arange(most), LONGEST)
+        if self._lengths.shape[1] != num_tokens:
+            self._lengths = np.minimum(np.arange(LONGEST + 1)[:, None] + np.arange(num_tokens), LONGEST)
         table: Float64Array = np.array(self.by_length())[self._lengths].cumprod(axis=1)
         return table[np.minimum(lengths, LONGEST)]
 
@@ -128,12 +128,12 @@ class StepCost:
         self._slope = min(max(slope, 0.0), steepest)
         self._base = mean_y - self._slope * mean_x
 
-    def between(self, least: int, most: int) -> Float64Array:
-        """[most - least + 1] the seconds of steps of `least` to `most` tokens; before the first step in an arbitrary
-        unit."""
-        if most >= len(self._sizes):
-            self._sizes = np.array([self._rounded(size) for size in range(2 * most)], dtype=np.int64)
-        sizes = self._sizes[least : most + 1]
+    def between(self, min_tokens: int, max_tokens: int) -> Float64Array:
+        """[max_tokens - min_tokens + 1] the seconds of steps with these numbers of tokens; before the first step in an
+        arbitrary unit."""
+        if max_tokens >= len(self._sizes):
+            self._sizes = np.array([self._rounded(size) for size in range(2 * max_tokens)], dtype=np.int64)
+        sizes = self._sizes[min_tokens : max_tokens + 1]
         seconds: Float64Array
         if self._weight:
             seconds = np.multiply(sizes, self._slope, dtype=np.float64) + self._base
@@ -146,11 +146,11 @@ def best_counts(chances: Float64Array, num_rows: int, cost: StepCost) -> Int64Ar
     """Choose the number of drafts of each request so that the step gives the most tokens per second.
 
     Args:
-        chances: [n, most] from `Odds.chances`; they do not rise along a row.
+        chances: [n, max_drafts] from `Odds.chances`; they do not rise along a row.
         num_rows: requests in the step, including these n.
 
     Returns:
-        [n] 0 to most.
+        [n] 0 to max_drafts.
     """
     flat = chances.ravel()
     order = np.argsort(-flat, kind="stable")  # stable: a draft follows the one before it

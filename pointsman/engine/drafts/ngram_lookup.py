@@ -1,9 +1,9 @@
-"""Trail: looks up a request's newest tokens among its earlier ones, and expects the same continuation.
+"""NgramLookup: looks up a request's newest tokens among its earlier ones, and expects the same continuation.
 
 A request often generates text that its tokens already contain: a passage that it quotes, code that it edits, the turn
-before. The trail looks up the longest suffix of `min_ngram` to `max_ngram` tokens that occurred earlier, and expects
-the tokens that followed it there (Saxena 2023, "Prompt Lookup Decoding"; vLLM's method "ngram"). Of several occurrences
-the last one is used. While the expected tokens come, the place moves with them and nothing is looked up. The longer the
+before. It looks up the longest suffix of `min_ngram` to `max_ngram` tokens that occurred earlier, and expects the
+tokens that followed it there (Saxena 2023, "Prompt Lookup Decoding"; vLLM's method "ngram"). Of several occurrences the
+last one is used. While the expected tokens come, the place moves with them and nothing is looked up. The longer the
 match, the more likely is its continuation (as in SuffixDecoding, Oliaro et al. 2024).
 
 Most tokens of a text that does not repeat itself end an n-gram that is new. A filter recognizes those without a search:
@@ -24,7 +24,7 @@ MULTIPLIER = 0x9E3779B1
 MASK_64 = (1 << 64) - 1
 
 
-class Trail:
+class NgramLookup:
     """The tokens of one request.
 
     Args:
@@ -58,7 +58,7 @@ class Trail:
         """All tokens."""
         return self._tokens[self._min_ngram :].tolist()
 
-    def go_on(self, token_ids: Sequence[int]) -> list[int]:
+    def append(self, token_ids: Sequence[int]) -> list[int]:
         """Append tokens.
 
         Returns:

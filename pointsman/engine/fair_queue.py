@@ -1,15 +1,15 @@
 """Shares a stage before the scheduler, such as tokenizing, among tenants: capacity per tenant, and a fair queue.
 
-    room = Room(1024)
-    room.take("a", 3)                  # raises RoomError if it exceeds the tenant's share, and takes nothing
-    room.give_back("a", 3)
+    capacity = SharedCapacity(1024)
+    capacity.take("a", 3)              # raises CapacityError if it exceeds the tenant's share, and takes nothing
+    capacity.give_back("a", 3)
 
-    turns = Turns()
-    waiting = turns.put("a", job, cost=5000)
-    turns.remove(waiting)              # the item is no longer needed
-    turn = turns.take()                # an item of the tenant that has been served least
+    queue = FairQueue()
+    waiting = queue.put("a", job, cost=5000)
+    queue.remove(waiting)              # the item is no longer needed
+    item = queue.take()                # an item of the tenant that has been served least
     ...
-    turns.end(turn)
+    queue.end(item)
 
 Neither class is thread-safe; callers with several threads hold a lock.
 """
@@ -34,22 +34,22 @@ _MAX_KEPT = 4096
 names are probably made up."""
 
 
-class RoomError(Exception):
+class CapacityError(Exception):
     """The amount exceeds the free capacity or the tenant's share; nothing was taken.
 
     Attributes:
         held: amount that the tenant holds.
-        most: amount that the tenant may hold now.
+        max_held: amount that the tenant may hold now.
         total: amount that all tenants hold.
         size: the whole capacity.
     """
 
-    def __init__(self, held: int, most: int, total: int, size: int) -> None:
-        super().__init__(f"{held} are held, at most {most} may be; all hold {total} of {size}")
-        self.held, self.most, self.total, self.size = held, most, total, size
+    def __init__(self, held: int, max_held: int, total: int, size: int) -> None:
+        super().__init__(f"{held} are held, at most {max_held} may be; all hold {total} of {size}")
+        self.held, self.max_held, self.total, self.size = held, max_held, total, size
 
 
-class Room:
+class SharedCapacity:
     """The capacity of a stage, in any unit, and the amount that each tenant holds.
 
     A tenant may hold up to `SHARE` times the free capacity: the dynamic threshold of Choudhury and Hahne, "Dynamic
@@ -79,12 +79,12 @@ class Room:
             own: amount of the same item that the tenant already holds, if an item comes in parts.
 
         Raises:
-            RoomError: the amount exceeds the free capacity or the tenant's share.
+            CapacityError: the amount exceeds the free capacity or the tenant's share.
         """
         held, left = self.held.get(tenant, 0), self.size - self.total - amount
-        most = self.size if not self.is_shared else min(self.size, SHARE * max(0, left))
-        if left < 0 or (held > own and held + amount > most):
-            raise RoomError(held, most, self.total, self.size)
+        max_held = self.size if not self.is_shared else min(self.size, SHARE * max(0, left))
+        if left < 0 or (held > own and held + amount > max_held):
+            raise CapacityError(held, max_held, self.total, self.size)
         self.held[tenant] = held + amount
         self.total += amount
 
@@ -97,7 +97,7 @@ class Room:
 
 
 @dataclass(slots=True, eq=False)
-class Turn(Generic[ItemT]):
+class QueuedItem(Generic[ItemT]):
     """An item that waits in the queue, or that was taken and has not ended."""
 
     tenant: str
@@ -118,10 +118,10 @@ class _Tenant(Generic[ItemT]):
         item."""
         self.num_out = 0
         """Number of items that were taken and have not ended."""
-        self.queue: OrderedDict[Turn[ItemT], None] = OrderedDict()
+        self.queue: OrderedDict[QueuedItem[ItemT], None] = OrderedDict()
 
 
-class Turns(Generic[ItemT]):
+class FairQueue(Generic[ItemT]):
     """A fair queue of items of several tenants. The next item belongs to the tenant that has been served least; items
     of one tenant are served in order.
 
@@ -130,12 +130,12 @@ class Turns(Generic[ItemT]):
     credit. The item with the earliest start is next. With n tenants, each method takes O(log n) on average.
 
     Args:
-        most_out: maximum number of items of one tenant that are out (taken and not ended); None: any number. If it is
+        max_out: maximum number of items of one tenant that are out (taken and not ended); None: any number. If it is
             less than the number of workers, no tenant occupies all of them.
     """
 
-    def __init__(self, most_out: int | None = None) -> None:
-        self._most_out = most_out
+    def __init__(self, max_out: int | None = None) -> None:
+        self._max_out = max_out
         self._tenants: dict[str, _Tenant[ItemT]] = {}
         self._now = 0.0  # virtual time
         self._number = count()
@@ -148,69 +148,69 @@ class Turns(Generic[ItemT]):
         """Number of waiting items."""
         return self._len
 
-    def put(self, tenant: str, item: ItemT, cost: float = 1.0, *, goes_on: bool = False) -> Turn[ItemT]:
+    def put(self, tenant: str, item: ItemT, cost: float = 1.0, *, continues: bool = False) -> QueuedItem[ItemT]:
         """Add an item; returns the entry for `remove`, which `take` will return.
 
         Args:
             tenant: the owner of the item.
             item: any object.
             cost: the amount of work, above 0, in any unit.
-            goes_on: whether it continues an earlier item, and so comes before the tenant's other items.
+            continues: whether it continues an earlier item, and so comes before the tenant's other items.
         """
         own = self._tenants.get(tenant)
         if own is None:
             own = self._tenants[tenant] = _Tenant()
-        turn = Turn(tenant, item, cost, next(self._number))
+        entry = QueuedItem(tenant, item, cost, next(self._number))
         is_only = not own.queue
-        own.queue[turn] = None
+        own.queue[entry] = None
         self._len += 1
         if is_only:
             own.start = max(own.start, self._now)
-        elif goes_on:
-            own.queue.move_to_end(turn, last=False)
-        if is_only or goes_on:
+        elif continues:
+            own.queue.move_to_end(entry, last=False)
+        if is_only or continues:
             self._offer(own)
-        return turn
+        return entry
 
-    def remove(self, turn: Turn[ItemT]) -> None:
+    def remove(self, entry: QueuedItem[ItemT]) -> None:
         """Remove a waiting item; later items of the tenant move up. Nothing happens if the item was taken."""
-        own = self._tenants.get(turn.tenant)
-        if own is None or turn not in own.queue:
+        own = self._tenants.get(entry.tenant)
+        if own is None or entry not in own.queue:
             return
-        is_first = turn is next(iter(own.queue))
-        del own.queue[turn]
+        is_first = entry is next(iter(own.queue))
+        del own.queue[entry]
         self._len -= 1
         if is_first:
             self._offer(own)
         if not own.queue and not own.num_out and own.start <= self._now:
-            del self._tenants[turn.tenant]
+            del self._tenants[entry.tenant]
 
-    def take(self) -> Turn[ItemT] | None:
-        """Take the next item; None: no item waits, or all tenants with waiting items have `most_out` items out."""
+    def take(self) -> QueuedItem[ItemT] | None:
+        """Take the next item; None: no item waits, or all tenants with waiting items have `max_out` items out."""
         while self._offers:
             offer = heappop(self._offers)
             start, _, tenant = offer
             own = self._tenants.get(tenant)
             if own is None or self._offer_of(own) != offer:
                 continue
-            turn, _ = own.queue.popitem(last=False)
+            entry, _ = own.queue.popitem(last=False)
             self._now = max(self._now, start)
-            own.start = start + turn.cost
+            own.start = start + entry.cost
             own.num_out += 1
             self._num_out += 1
             self._len -= 1
             self._offer(own)
-            return turn
+            return entry
         return None
 
-    def drop(self, turn: Turn[ItemT]) -> None:
+    def drop(self, entry: QueuedItem[ItemT]) -> None:
         """End an item that was taken but is no longer needed; it costs the tenant nothing."""
-        self._tenants[turn.tenant].start -= turn.cost
-        self.end(turn)
+        self._tenants[entry.tenant].start -= entry.cost
+        self.end(entry)
 
-    def end(self, turn: Turn[ItemT]) -> None:
+    def end(self, entry: QueuedItem[ItemT]) -> None:
         """End an item that was taken."""
-        own = self._tenants[turn.tenant]
+        own = self._tenants[entry.tenant]
         own.num_out -= 1
         self._num_out -= 1
         if not self._num_out and not self._len:  # no tenant is behind another
@@ -223,7 +223,7 @@ class Turns(Generic[ItemT]):
 
     def _offer_of(self, own: _Tenant[ItemT]) -> tuple[float, int, str] | None:
         """The current heap entry of a tenant's first item; None: no item waits, or none may be taken now."""
-        if not own.queue or (self._most_out is not None and own.num_out >= self._most_out):
+        if not own.queue or (self._max_out is not None and own.num_out >= self._max_out):
             return None
         first = next(iter(own.queue))
         return own.start, first.number, first.tenant

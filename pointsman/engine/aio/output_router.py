@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from pointsman.engine.outputs.request_output import RequestOutput
 
 
-class Reader(NamedTuple):
+class Route(NamedTuple):
     """A request of the engine, and the mailbox for its outputs."""
 
     request: Request
     mailbox: Mailbox
 
 
-class Readers:
+class OutputRouter:
     """The mailboxes of one engine's requests. Only the engine's thread uses it.
 
     Args:
@@ -39,7 +39,7 @@ class Readers:
 
     def __init__(self, abort: Callable[[str], object]) -> None:
         self._abort = abort
-        self._readers: dict[str, Reader] = {}  # of requests that have not finished
+        self._routes: dict[str, Route] = {}  # of requests that have not finished
         self._parked: set[Mailbox] = set()  # of requests that wait for their grammars
         self._expected: dict[Mailbox, str] = {}  # mailbox -> request id: two announced requests may have one id
         self._ports_to_ring: dict[Port[Any], None] = {}
@@ -47,7 +47,7 @@ class Readers:
 
     def __bool__(self) -> bool:
         """Whether any request is expected or followed."""
-        return bool(self._expected or self._readers)
+        return bool(self._expected or self._routes)
 
     # ------------------------------------------------------------------ requests are added
 
@@ -73,14 +73,14 @@ class Readers:
     @property
     def are_following(self) -> bool:
         """Whether any request is followed."""
-        return bool(self._readers)
+        return bool(self._routes)
 
     def is_following(self, request_id: str) -> bool:
-        return request_id in self._readers
+        return request_id in self._routes
 
     def follow(self, request: Request, mailbox: Mailbox) -> None:
         """Deliver the outputs of an added request to this mailbox from now on."""
-        self._readers[request.request_id] = Reader(request, mailbox)
+        self._routes[request.request_id] = Route(request, mailbox)
         if request.status.is_parked:
             self._parked.add(mailbox)
         else:
@@ -89,11 +89,11 @@ class Readers:
 
     def accept(self, request: Request) -> None:
         """Accept a request that was parked for its grammar."""
-        reader = self._readers.get(request.request_id)
-        if reader is not None and reader.mailbox in self._parked:
-            self._parked.discard(reader.mailbox)
-            reader.mailbox.accept()
-            self._ports_to_ring[reader.mailbox.port] = None
+        route = self._routes.get(request.request_id)
+        if route is not None and route.mailbox in self._parked:
+            self._parked.discard(route.mailbox)
+            route.mailbox.accept()
+            self._ports_to_ring[route.mailbox.port] = None
 
     def refuse(self, mailbox: Mailbox, error: BaseException) -> None:
         """Give the consumer of this mailbox an error in place of outputs."""
@@ -105,12 +105,12 @@ class Readers:
     def deliver(self, output: RequestOutput) -> None:
         """Put an output into its request's mailbox; the port is rung with the next `ring`."""
         if output.finished:
-            reader = self._readers.pop(output.request_id, None)
+            route = self._routes.pop(output.request_id, None)
         else:
-            reader = self._readers.get(output.request_id)
-        if reader is None:
+            route = self._routes.get(output.request_id)
+        if route is None:
             return
-        mailbox = reader.mailbox
+        mailbox = route.mailbox
         if self._parked and mailbox in self._parked:  # finished before it was accepted
             self._parked.discard(mailbox)
             self._ports_to_ring[mailbox.port] = None
@@ -136,8 +136,8 @@ class Readers:
     def abandon(self, request_id: str, mailbox: Mailbox) -> None:
         """Abort the request of a mailbox that its consumer no longer reads."""
         self._expected.pop(mailbox, None)
-        reader = self._readers.get(request_id)
-        if reader is not None and reader.mailbox is mailbox:
+        route = self._routes.get(request_id)
+        if route is not None and route.mailbox is mailbox:
             self._abort(request_id)
 
     def check_ports(self, interval: float = 0.0) -> None:
@@ -147,7 +147,7 @@ class Readers:
         if now - self._checked < interval:
             return
         self._checked = now
-        ports = {reader.mailbox.port for reader in self._readers.values()} | {one.port for one in self._expected}
+        ports = {route.mailbox.port for route in self._routes.values()} | {one.port for one in self._expected}
         for port in ports:
             if port.is_closed:
                 self._forget(port)
@@ -157,21 +157,21 @@ class Readers:
         for mailbox in [one for one in self._expected if one.port is port]:
             del self._expected[mailbox]
         self._parked = {mailbox for mailbox in self._parked if mailbox.port is not port}
-        for request_id in [key for key, reader in self._readers.items() if reader.mailbox.port is port]:
-            del self._readers[request_id]
+        for request_id in [key for key, route in self._routes.items() if route.mailbox.port is port]:
+            del self._routes[request_id]
             self._abort(request_id)
 
     def finished(self) -> list[Request]:
         """Followed requests that have finished."""
-        return [one.request for one in self._readers.values() if one.request.is_finished]
+        return [one.request for one in self._routes.values() if one.request.is_finished]
 
     def request_ids(self) -> list[str]:
         """The ids of followed requests."""
-        return list(self._readers)
+        return list(self._routes)
 
     def close(self, error: Callable[[], BaseException]) -> None:
         """Give every consumer an error of its own: no output will follow."""
-        for reader in self._readers.values():
-            self.refuse(reader.mailbox, error())
-        self._readers.clear()
+        for route in self._routes.values():
+            self.refuse(route.mailbox, error())
+        self._routes.clear()
         self._expected.clear()
