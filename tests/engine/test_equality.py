@@ -184,7 +184,7 @@ thorough = pytest.mark.parametrize("case", THOROUGH, indirect=True)
 
 
 @thorough
-def test_alone(case: Case, backend: str) -> None:
+def test_single_requests(case: Case, backend: str) -> None:
     for prompt, expected in zip(case.prompts[::2], case.expected[::2], strict=True):
         engine = case.engine(backend, num_blocks=64, block_size=4)
         assert tokens(run(engine, [prompt], greedy(case))) == [expected]
@@ -231,7 +231,7 @@ def test_static_batching_and_whole_prompts(case: Case, backend: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["qwen3", "gpt2"], indirect=True)
-def test_seeded_sampling_does_not_see_its_neighbours(case: Case, backend: str) -> None:
+def test_seeded_sampling_is_independent_of_other_requests(case: Case, backend: str) -> None:
     """Alone, batched and chunked, and preempted: a seeded request's tokens are its own."""
     params = [
         SamplingParams(
@@ -255,7 +255,7 @@ def test_seeded_sampling_does_not_see_its_neighbours(case: Case, backend: str) -
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "mimo-v2-flash"])
-def test_a_model_is_the_same_whatever_was_drawn_before(name: str) -> None:
+def test_a_model_is_independent_of_earlier_random_numbers(name: str) -> None:
     """Else a run's other tests would decide about the models of this one, ties among their logits included."""
     first = build(FAMILIES[name](), seed=1).state_dict()
     torch.randn(1)

@@ -35,7 +35,7 @@ def test_a_tenant_comes_before_the_backlog_of_another() -> None:
     assert "b" in [entry.tenant for entry in later if entry is not None]
 
 
-def test_costs_count_and_not_items() -> None:
+def test_fairness_counts_costs_not_items() -> None:
     queue = FairQueue[int]()
     for item in range(10):
         queue.put("a", item, cost=5)
@@ -47,7 +47,7 @@ def test_costs_count_and_not_items() -> None:
     assert abs(served["a"] - served["b"]) <= 5
 
 
-def test_a_tenant_leaves_a_worker_to_others() -> None:
+def test_a_tenant_leaves_a_worker_to_other_tenants() -> None:
     queue = FairQueue[int](max_out=2)
     for item in range(5):
         queue.put("a", item)
@@ -62,7 +62,7 @@ def test_a_tenant_leaves_a_worker_to_others() -> None:
     assert third is not None and third.tenant == "a"
 
 
-def test_what_is_dropped_costs_its_tenant_nothing() -> None:
+def test_dropped_items_cost_their_tenant_nothing() -> None:
     queue = FairQueue[str]()
     queue.put("b", "first")
     busy = queue.take()
@@ -105,7 +105,7 @@ def test_idle_tenants_are_forgotten_while_another_is_busy() -> None:
     assert len(queue._tenants) < 200
 
 
-def test_what_goes_on_comes_before_the_tenants_other_items() -> None:
+def test_continued_items_come_before_the_tenants_other_items() -> None:
     queue = FairQueue[str]()
     for item in ("first", "second", "third"):
         queue.put("a", item, cost=10)
@@ -120,7 +120,7 @@ def test_what_goes_on_comes_before_the_tenants_other_items() -> None:
     assert order[0] == "other"  # it is this tenant's entry all the same
 
 
-def test_an_idle_tenant_saves_nothing_up() -> None:
+def test_an_idle_tenant_saves_no_credit() -> None:
     queue = FairQueue[int]()
     queue.put("b", 0)
     drain(queue)
@@ -142,7 +142,7 @@ def test_an_idle_tenant_saves_nothing_up() -> None:
         max_size=200,
     )
 )
-def test_all_come_out_once_and_each_tenants_in_order(steps: list[tuple[str, int] | None]) -> None:
+def test_all_items_are_taken_once_and_in_order_per_tenant(steps: list[tuple[str, int] | None]) -> None:
     queue, put, taken = FairQueue[int](), dict[str, list[int]](), dict[str, list[int]]()
     for number, step in enumerate(steps):
         if step is None:
@@ -158,7 +158,7 @@ def test_all_come_out_once_and_each_tenants_in_order(steps: list[tuple[str, int]
     assert taken == put and not len(queue)
 
 
-def test_what_is_removed_does_not_come_and_costs_nothing() -> None:
+def test_removed_items_are_not_taken_and_cost_nothing() -> None:
     queue = FairQueue[int]()
     waiting = [queue.put("a", item) for item in range(50)]
     for item in (0, *range(10, 49)):
@@ -178,7 +178,7 @@ def test_tenants_whose_items_are_removed_are_forgotten() -> None:
     assert not queue._tenants and not len(queue)
 
 
-def test_removing_what_was_taken_changes_nothing() -> None:
+def test_removing_a_taken_item_changes_nothing() -> None:
     queue = FairQueue[int]()
     queue.put("a", 0)
     queue.put("a", 1)
@@ -188,7 +188,7 @@ def test_removing_what_was_taken_changes_nothing() -> None:
     assert [entry.item for entry in drain(queue)] == [1]
 
 
-def test_what_is_put_and_removed_again_and_again_leaves_nothing() -> None:
+def test_repeated_put_and_remove_leaves_no_entries() -> None:
     queue = FairQueue[int]()
     for item in range(3):
         queue.put("b", item)
@@ -200,7 +200,7 @@ def test_what_is_put_and_removed_again_and_again_leaves_nothing() -> None:
     assert busy is not None and len(queue._offers) < 200 and len(queue) == 5
 
 
-def test_made_up_tenants_are_forgotten_while_a_worker_is_held() -> None:
+def test_made_up_tenants_are_forgotten_while_a_worker_is_busy() -> None:
     queue = FairQueue[int]()
     queue.put("held", 0)
     assert queue.take() is not None
@@ -212,7 +212,7 @@ def test_made_up_tenants_are_forgotten_while_a_worker_is_held() -> None:
     assert len(queue._tenants) <= 2 * (_MAX_KEPT + 1) and len(queue._offers) < 200
 
 
-def test_a_turn_among_many_tenants_costs_no_look_at_each() -> None:
+def test_take_does_not_look_at_every_tenant() -> None:
     queue = FairQueue[int]()
     for item in range(20_000):
         queue.put(f"tenant {item}", item)
@@ -240,7 +240,7 @@ def test_one_tenant_alone_leaves_a_quarter_free() -> None:
     assert fill(capacity, "b") > 150 and fill(capacity, "c") > 40
 
 
-def test_an_item_that_comes_in_parts_fits_as_one_that_comes_whole() -> None:
+def test_an_item_in_parts_fits_like_a_whole_item() -> None:
     capacity = SharedCapacity(100)
     for own in range(0, 100, 10):
         capacity.take("a", 10, own)
@@ -249,7 +249,7 @@ def test_an_item_that_comes_in_parts_fits_as_one_that_comes_whole() -> None:
     assert capacity.held == {"a": 100}
 
 
-def test_one_tenant_may_hold_all_where_it_is_the_only_one() -> None:
+def test_the_only_tenant_may_hold_everything() -> None:
     capacity = SharedCapacity(1000, is_shared=False)
     assert fill(capacity, "") == 1000
 
@@ -264,7 +264,7 @@ def test_the_error_has_the_tenants_own_figures() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(TENANTS), st.integers(1, 40), st.booleans()), max_size=100))
-def test_a_room_never_holds_more_than_its_size(steps: list[tuple[str, int, bool]]) -> None:
+def test_shared_capacity_never_holds_more_than_its_size(steps: list[tuple[str, int, bool]]) -> None:
     capacity, held = SharedCapacity(100), Counter[str]()
     for tenant, amount, gives in steps:
         if gives:

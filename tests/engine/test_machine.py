@@ -36,17 +36,17 @@ def run(mode: str, **environment: str) -> tuple[str, int]:
     return told, int(faults)
 
 
-def test_freed_pages_serve_again() -> None:
+def test_freed_pages_are_reused() -> None:
     told, faults = run("keep", MALLOC_ARENA_MAX="1")
     assert told == "True" and faults < NUM_PAGES / 4
 
 
-def test_what_the_user_says_counts() -> None:
+def test_the_users_own_settings_are_kept() -> None:
     told, faults = run("keep", MALLOC_MMAP_THRESHOLD_="1048576")
     assert told == "False" and faults > 8, "every piece is mapped anew"
 
 
-def test_idle_engines_give_freed_pages_back() -> None:
+def test_idle_engines_return_freed_pages() -> None:
     """Something small above keeps the heap's end where it is; the free pages below it can go all the same."""
     code = """
 import sys
@@ -79,7 +79,7 @@ OPENMP_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
     ],
     ids=["nothing", "spins", "policy"],
 )
-def test_how_threads_wait_stays(
+def test_the_wait_policy_of_threads_is_set_once(
     monkeypatch: pytest.MonkeyPatch, set_before: dict[str, str], after: dict[str, str]
 ) -> None:
     for name in OPENMP_VARIABLES:
@@ -99,7 +99,7 @@ def uncounted() -> Iterator[None]:
     visible_gpus.cache_clear()
 
 
-def test_without_a_driver_nothing_is_asked_for_gpus(uncounted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_driver_pytorch_is_not_asked_for_gpus(uncounted: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "GPU_DRIVERS", (Path("/nowhere"),))
     monkeypatch.setattr(machine.sys, "executable", "/nowhere/python")
     assert visible_gpus() == ()

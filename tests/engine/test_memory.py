@@ -71,20 +71,20 @@ def loaded() -> LoadedModel:
         (1000, 0, 0, 1.0, 1000),
     ],
 )
-def test_the_pool_gets_the_share_without_the_peak(
+def test_the_pool_gets_the_share_minus_the_peak(
     total: int, others: int, peak: int, utilization: float, budget: int
 ) -> None:
     assert kv_budget(total, others, peak, utilization) == budget
     assert DeviceBudget(total, others, peak, utilization).kv_bytes == budget
 
 
-def test_the_peak_is_of_the_run_alone() -> None:
+def test_the_peak_is_measured_from_the_run_alone() -> None:
     memory = Memory()
     assert measure_peak(lambda: memory.calls.append("run"), memory) == 50 * MIB
     assert memory.calls == ["release_unused", "reset_peak", "run", "release_unused"]
 
 
-def test_what_the_own_allocator_reserves_is_not_others() -> None:
+def test_memory_reserved_by_the_own_allocator_is_not_others() -> None:
     budget = DeviceBudget.measure(lambda: None, Memory(), 0.5)
     assert budget == DeviceBudget(GIB, 100 * MIB, 50 * MIB, 0.5)
     assert budget.kv_bytes == (512 - 50) * MIB
@@ -133,7 +133,7 @@ def tokens_of(engine: Engine) -> list[int]:
     ("given", "share", "graphs"),
     [({}, 0.9, 0), ({"gpu_memory_utilization": 0.2}, 0.2, 0), ({"enforce_eager": False}, 0.9, int(0.02 * GIB))],
 )
-def test_the_pool_takes_what_a_measured_step_leaves(
+def test_the_pool_takes_the_memory_that_a_measured_step_leaves(
     monkeypatch: pytest.MonkeyPatch, loaded: LoadedModel, given: dict[str, float], share: float, graphs: int
 ) -> None:
     memory = Memory()
@@ -148,7 +148,7 @@ def test_the_pool_takes_what_a_measured_step_leaves(
 
 
 @pytest.mark.parametrize(("size", "num_blocks"), [({"num_blocks": 7}, 7), ({"kv_cache_bytes": 9 * MIB}, None)])
-def test_a_given_size_of_the_pool_wins_and_nothing_is_measured(
+def test_with_a_given_pool_size_nothing_is_measured(
     monkeypatch: pytest.MonkeyPatch, loaded: LoadedModel, size: dict[str, int], num_blocks: int | None
 ) -> None:
     memory = Memory()
@@ -211,7 +211,7 @@ def full(*_: Any, **__: Any) -> None:
     raise FULL
 
 
-def test_memory_that_a_step_or_its_preparation_lacks_is_named(
+def test_out_of_memory_in_a_step_or_its_preparation_is_named(
     monkeypatch: pytest.MonkeyPatch, loaded: LoadedModel
 ) -> None:
     with monkeypatch.context() as patch:

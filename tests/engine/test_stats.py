@@ -85,7 +85,7 @@ def test_the_line_about_two_readings(engine: Engine) -> None:
         stats_line(later, later)
 
 
-def test_a_line_tells_what_really_ran(engine: Engine, clock: Clock, lines: tuple[list[str], StatsLogger]) -> None:
+def test_a_line_reports_the_actual_work(engine: Engine, clock: Clock, lines: tuple[list[str], StatsLogger]) -> None:
     told, log = lines
     for name in "abc":
         engine.add_request(name, [5] * 20, SIXTEEN)
@@ -132,7 +132,7 @@ def test_an_idle_engine_is_silent_after_one_last_line(
     assert len(told) == 2
 
 
-def test_requests_that_wait_are_told_even_if_no_step_runs(
+def test_waiting_requests_are_reported_even_without_steps(
     engine: Engine, clock: Clock, lines: tuple[list[str], StatsLogger]
 ) -> None:
     told, log = lines
@@ -141,7 +141,9 @@ def test_requests_that_wait_are_told_even_if_no_step_runs(
     assert log.tick() and number_in(told[0], "Waiting") == 1
 
 
-def test_flush_tells_a_part_of_an_interval(engine: Engine, clock: Clock, lines: tuple[list[str], StatsLogger]) -> None:
+def test_flush_reports_a_part_of_an_interval(
+    engine: Engine, clock: Clock, lines: tuple[list[str], StatsLogger]
+) -> None:
     told, log = lines
     engine.add_request("a", [5] * 8, SIXTEEN)
     steps(engine)
@@ -160,7 +162,7 @@ def test_a_run_ends_with_a_line_unless_it_was_short(engine: Engine, clock: Clock
     assert log.finish() == bool(lines) and len(told) == lines
 
 
-def test_llm_tells_of_a_run_that_was_shorter_than_the_interval(
+def test_llm_reports_a_run_shorter_than_the_interval(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = LLM(wrap_model(build(FAMILIES["qwen3"](), seed=1)), num_blocks=64, block_size=4, log_stats_interval=1000.0)

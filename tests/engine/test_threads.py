@@ -29,20 +29,20 @@ def eight_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[N
     torch.set_num_threads(before)
 
 
-def test_a_large_model_takes_all_and_a_small_one_takes_one() -> None:
+def test_large_models_use_all_threads_and_small_models_one() -> None:
     assert threads.set_num_threads(None, LARGE) == 8
     assert threads.set_num_threads(None, LARGE - 1) == torch.get_num_threads() == 1
     assert threads.set_num_threads(None, LARGE) == torch.get_num_threads() == 8, "a small model binds no later one"
 
 
-def test_a_number_is_obeyed() -> None:
+def test_a_given_number_of_threads_is_used() -> None:
     assert threads.set_num_threads(3, 10) == torch.get_num_threads() == 3
     for bad in (0, -1, "2"):
         with pytest.raises(ValueError, match=r"num_threads is .* at least 1"):
             threads.set_num_threads(bad, 10)  # type: ignore[arg-type]
 
 
-def test_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_own_thread_setting_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(5)
     assert threads.set_num_threads(None, 10) == torch.get_num_threads() == 5
     monkeypatch.setattr(threads, "_last_set", 5)
@@ -65,7 +65,7 @@ def test_quota_of_the_older_interface(tmp_path: Path, microseconds: str, quota: 
     assert machine.cpu_quota(tmp_path) == quota
 
 
-def test_no_control_group_is_no_quota(tmp_path: Path) -> None:
+def test_without_a_control_group_there_is_no_quota(tmp_path: Path) -> None:
     assert machine.cpu_quota(tmp_path / "absent") == math.inf
 
 

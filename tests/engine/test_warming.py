@@ -88,7 +88,7 @@ def drafts_ignore_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("drafts_ignore_times")
 @pytest.mark.parametrize("knobs", short_of(KNOBS, KNOBS[1::3]), ids=str)
-def test_it_leaves_no_trace(loaded: LoadedModel, knobs: dict[str, Any], caplog: LogCaptureFixture) -> None:
+def test_warm_up_leaves_no_trace(loaded: LoadedModel, knobs: dict[str, Any], caplog: LogCaptureFixture) -> None:
     recorded, untouched = io.StringIO(), io.StringIO()
     engine = make(loaded, recorder=Recorder(recorded), log_request_events=True, clock=lambda: 1.0, **knobs)
     new = make(loaded, recorder=Recorder(untouched), log_request_events=True, clock=lambda: 1.0, **knobs)
@@ -107,7 +107,7 @@ def test_it_leaves_no_trace(loaded: LoadedModel, knobs: dict[str, Any], caplog: 
         assert decisions(recorded) == decisions(untouched), "step by step the same decisions, from the first number on"
 
 
-def test_nothing_is_left_to_be_compiled_or_started() -> None:
+def test_after_warm_up_nothing_is_compiled_or_started() -> None:
     engine = make("demo", kv_cache_dtype="bfloat16")
     warm_up(engine)
     kernels = (attention_kernel, heads_kernel, norm_kernel, gate_kernel)
@@ -131,7 +131,7 @@ def test_nothing_is_left_to_be_compiled_or_started() -> None:
     assert engine.grammars.pid == pid
 
 
-def test_drafts_are_verified_in_it(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_verifies_drafts(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make(loaded, num_draft_tokens=3)
     seen = []
     prepare = Sampler.prepare
@@ -160,7 +160,7 @@ def test_a_model_that_fails_is_an_error(loaded: LoadedModel, monkeypatch: pytest
     assert outputs(engine) == outputs(make(loaded)), "the engine is as it was"
 
 
-def test_what_fails_for_some_requests_is_a_line_of_the_log(
+def test_failures_of_some_warm_up_requests_are_logged(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: LogCaptureFixture
 ) -> None:
     engine = make(loaded)
@@ -173,7 +173,7 @@ def test_what_fails_for_some_requests_is_a_line_of_the_log(
     assert outputs(engine) == outputs(make(loaded))
 
 
-def test_a_grammar_that_cannot_be_compiled_is_a_line_of_the_log(
+def test_a_failing_warm_up_grammar_is_logged(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: LogCaptureFixture
 ) -> None:
     engine = make(loaded)

@@ -91,7 +91,7 @@ def expected() -> list[list[int]]:
     ],
     ids=str,
 )
-def test_tokens_are_those_without_groups(knobs: dict[str, Any]) -> None:
+def test_tokens_equal_those_without_groups(knobs: dict[str, Any]) -> None:
     engine = Engine(gemma(attention=knobs.get("attention", "auto")), **{**KNOBS, **knobs})
     assert [group.kind for group in engine.scheduler.config.kv_groups] == ["window", "window", "full"]
     assert tokens_of(engine) == expected()
@@ -156,7 +156,7 @@ class Checked:
 
 
 @pytest.mark.parametrize("num_blocks", [200, TIGHT])
-def test_what_a_layer_reads_is_what_was_written_for_the_same_tokens(num_blocks: int) -> None:
+def test_a_layer_reads_the_keys_written_for_the_same_tokens(num_blocks: int) -> None:
     """Also where steps fail in the middle of a forward pass, and are computed again."""
     engines: list[Engine] = []
     checked = Checked(gemma(), lambda: engines[0])
@@ -168,7 +168,7 @@ def test_what_a_layer_reads_is_what_was_written_for_the_same_tokens(num_blocks: 
     assert (engines[0].scheduler.stats().num_preemptions > 0) == (num_blocks < 100)
 
 
-def test_a_read_of_another_block_is_noticed() -> None:
+def test_reading_another_block_is_detected() -> None:
     """The control of the test above."""
     engines: list[Engine] = []
     checked = Checked(gemma(), lambda: engines[0], further=SIZE)
@@ -184,7 +184,7 @@ def test_a_read_of_another_block_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
-def test_no_block_stays_behind_its_window_for_longer_than_a_step(steps_in_flight: int) -> None:
+def test_blocks_outside_a_window_are_freed_within_a_step(steps_in_flight: int) -> None:
     engine = Engine(gemma(), enable_prefix_caching=False, max_steps_in_flight=steps_in_flight, **KNOBS)
     groups = engine.scheduler.config.kv_groups
     before: list[dict[str, int]] = [{}] * steps_in_flight
@@ -215,7 +215,7 @@ def test_no_block_stays_behind_its_window_for_longer_than_a_step(steps_in_flight
     assert largest > 50
 
 
-def test_more_requests_fit() -> None:
+def test_with_groups_more_requests_fit() -> None:
     """Of five windows to one layer of full attention, in the memory that 8 requests of full length take without."""
     window, length, size = (512, 4096, 32) if is_long() else (32, 256, 4)
     running: dict[bool, int] = {}
@@ -344,7 +344,7 @@ def test_the_store_keeps_the_blocks_of_every_group(make: Callable[[], LoadedMode
 
 
 @MODELS
-def test_files_of_the_store_that_are_lost_are_computed_again(make: Callable[[], LoadedModel], tmp_path: Path) -> None:
+def test_lost_files_of_the_store_are_recomputed(make: Callable[[], LoadedModel], tmp_path: Path) -> None:
     first = Engine(make(), kv_store=str(tmp_path), **KNOBS)
     tokens_of(first)
     first.close()
@@ -368,7 +368,7 @@ def test_retained_blocks_change_no_token(make: Callable[[], LoadedModel], evicti
     assert tokens_of(engine) == expected_of(make)
 
 
-def test_events_tell_of_the_blocks_of_every_group() -> None:
+def test_events_report_the_blocks_of_every_group() -> None:
     """What was stored and not removed is what is cached, in each group."""
     engine = Engine(gemma(), kv_events_config={"endpoint": "inproc://windows"}, **{**KNOBS, "num_blocks": TIGHT})
     stored: set[tuple[int, bytes]] = set()

@@ -137,7 +137,7 @@ def test_concurrent_streams_equal_llm_token_for_token(make: Callable[..., AsyncE
     ]
 
 
-def test_output_kinds_tell_the_same_story(make: Callable[..., AsyncEngine]) -> None:
+def test_output_kinds_have_the_same_content(make: Callable[..., AsyncEngine]) -> None:
     engine = make()
 
     async def outputs_of(kind: RequestOutputKind) -> list[RequestOutput]:
@@ -161,9 +161,7 @@ def test_output_kinds_tell_the_same_story(make: Callable[..., AsyncEngine]) -> N
 
 
 @pytest.mark.parametrize("kind", [RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA])
-def test_a_slow_consumer_finds_one_snapshot_of_all_it_missed(
-    make: Callable[..., AsyncEngine], kind: RequestOutputKind
-) -> None:
+def test_a_slow_consumer_gets_one_merged_snapshot(make: Callable[..., AsyncEngine], kind: RequestOutputKind) -> None:
     engine = make()
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, output_kind=kind)
 
@@ -229,7 +227,7 @@ def test_two_engines_share_a_loaded_model(make: Callable[..., AsyncEngine]) -> N
         (None, ValueError, "the prompt is of type NoneType; give text or token ids"),
     ],
 )
-def test_bad_values_raise_in_the_caller_and_nowhere_else(
+def test_bad_values_raise_only_in_the_caller(
     make: Callable[..., AsyncEngine], prompt: Any, kind: type[Exception], message: str
 ) -> None:
     engine = make()
@@ -250,9 +248,7 @@ def test_bad_values_raise_in_the_caller_and_nowhere_else(
 
 
 @pytest.mark.parametrize("prompt", [[5, 6], "A class is"])
-def test_an_id_that_names_nothing_raises_in_the_caller_and_nowhere_else(
-    make: Callable[..., AsyncEngine], prompt: Any
-) -> None:
+def test_an_invalid_id_raises_only_in_the_caller(make: Callable[..., AsyncEngine], prompt: Any) -> None:
     engine, request_id = make(), "\ud800"
 
     async def beside_a_good_one() -> None:
@@ -267,7 +263,7 @@ def test_an_id_that_names_nothing_raises_in_the_caller_and_nowhere_else(
 
 
 @also_with_two_steps_in_flight
-def test_an_id_in_use_is_refused_and_one_that_ended_is_free_at_once(make: Callable[..., AsyncEngine]) -> None:
+def test_used_ids_are_refused_and_finished_ids_are_free_at_once(make: Callable[..., AsyncEngine]) -> None:
     engine = make()
     short = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 
@@ -286,7 +282,7 @@ def test_an_id_in_use_is_refused_and_one_that_ended_is_free_at_once(make: Callab
 
 
 @pytest.mark.parametrize("prompt", [[5, 6, 7], "The import statement"])
-def test_starting_and_reading_at_once(make: Callable[..., AsyncEngine], prompt: Any) -> None:
+def test_several_tasks_may_start_and_read_a_stream(make: Callable[..., AsyncEngine], prompt: Any) -> None:
     engine = make()
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
@@ -305,7 +301,7 @@ def test_starting_and_reading_at_once(make: Callable[..., AsyncEngine], prompt: 
     run(together())
 
 
-def test_a_reader_that_is_cancelled_while_another_task_starts_the_stream(make: Callable[..., AsyncEngine]) -> None:
+def test_cancelled_read_while_another_task_starts_the_stream(make: Callable[..., AsyncEngine]) -> None:
     engine = make()
 
     async def cancelled() -> None:
@@ -364,7 +360,7 @@ def _step_to_the_end(engine: Engine) -> None:
         (_step_to_the_end, "length"),
     ],
 )
-def test_an_end_by_a_call_reaches_the_reader(
+def test_a_request_ended_by_a_call_ends_its_stream(
     make: Callable[..., AsyncEngine], end: Callable[[Engine], object], reason: str
 ) -> None:
     engine = make()
@@ -479,7 +475,7 @@ WAYS = [_cancel, _break, _aclose, _async_with, _forget, _timeout, _generator_aro
 
 @also_with_two_steps_in_flight
 @pytest.mark.parametrize("let_go", [*WAYS, _aclose_before_it_is_queued])
-def test_letting_go_of_a_stream_aborts_it(
+def test_a_dropped_or_closed_stream_aborts_its_request(
     make: Callable[..., AsyncEngine], let_go: Callable[[AsyncEngine], Coroutine[Any, Any, None]]
 ) -> None:
     engine = make()
@@ -494,7 +490,7 @@ def test_letting_go_of_a_stream_aborts_it(
     run(watch())
 
 
-def test_a_loop_that_is_closed_takes_its_requests_along(make: Callable[..., AsyncEngine]) -> None:
+def test_closing_a_loop_aborts_its_requests(make: Callable[..., AsyncEngine]) -> None:
     engine = make()
     loop = asyncio.new_event_loop()
     stream = engine.generate([5, 6], LONG)
@@ -505,7 +501,7 @@ def test_a_loop_that_is_closed_takes_its_requests_along(make: Callable[..., Asyn
     del stream
 
 
-def test_a_loop_that_is_closed_is_noticed_without_news_for_it(make: Callable[..., AsyncEngine]) -> None:
+def test_a_closed_loop_is_noticed_without_new_outputs(make: Callable[..., AsyncEngine]) -> None:
     engine = make(num_blocks=512, max_model_len=8192)
     params = SamplingParams(max_tokens=8000, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY)
     loop = asyncio.new_event_loop()
@@ -578,13 +574,13 @@ def _resident_mib() -> float:
 
 
 @also_with_two_steps_in_flight
-def test_random_cancellations_leave_nothing(make: Callable[..., AsyncEngine]) -> None:
+def test_random_cancellations_leak_nothing(make: Callable[..., AsyncEngine]) -> None:
     engine = make(num_blocks=48, max_num_seqs=24, max_model_len=256, full_sequence_must_fit=False)
     run(_round(engine, 200, seed=1))
 
 
 @pytest.mark.long
-def test_three_thousand_random_cancellations_leave_nothing(make: Callable[..., AsyncEngine]) -> None:
+def test_three_thousand_random_cancellations_leak_nothing(make: Callable[..., AsyncEngine]) -> None:
     engine = make(num_blocks=48, max_num_seqs=24, max_model_len=256, full_sequence_must_fit=False)
 
     async def rounds() -> list[float]:
@@ -696,7 +692,7 @@ def test_a_failure_reaches_a_request_that_is_being_added(make: Callable[..., Asy
     run(reuse())
 
 
-def test_a_step_is_tried_again_as_often_as_allowed(make: Callable[..., AsyncEngine], loaded: LoadedModel) -> None:
+def test_a_failed_step_is_retried_up_to_the_limit(make: Callable[..., AsyncEngine], loaded: LoadedModel) -> None:
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     expected = run(last_of(make().generate("The import statement", params))).token_ids
     engine = make(max_step_retries=2)
@@ -715,7 +711,7 @@ def test_a_step_is_tried_again_as_often_as_allowed(make: Callable[..., AsyncEngi
     run(stumble())
 
 
-def test_a_policy_that_fails_once_costs_a_step_and_no_request(
+def test_a_policy_failing_once_costs_a_step_but_no_request(
     make: Callable[..., AsyncEngine], loaded: LoadedModel
 ) -> None:
     class Once(FirstComeFirstServed):
@@ -739,7 +735,7 @@ def test_a_policy_that_fails_once_costs_a_step_and_no_request(
     run(serve())
 
 
-def test_a_policy_that_always_fails_ends_neither_the_engine_nor_a_request(
+def test_an_always_failing_policy_ends_no_engine_and_no_request(
     make: Callable[..., AsyncEngine], loaded: LoadedModel
 ) -> None:
     class Always(FirstComeFirstServed):
@@ -761,7 +757,7 @@ def test_a_policy_that_always_fails_ends_neither_the_engine_nor_a_request(
     run(serve())
 
 
-def test_what_a_call_raises_is_its_callers(make: Callable[..., AsyncEngine]) -> None:
+def test_an_exception_of_a_call_reaches_its_caller_only(make: Callable[..., AsyncEngine]) -> None:
     engine = make()
 
     async def calls() -> None:
@@ -805,7 +801,7 @@ def test_shutdown_aborts_or_drains(make: Callable[..., AsyncEngine], drain: bool
 
 
 @also_with_two_steps_in_flight
-def test_a_drain_lets_what_is_being_tokenized_finish(make: Callable[..., AsyncEngine]) -> None:
+def test_a_drain_waits_for_prompts_being_tokenized(make: Callable[..., AsyncEngine]) -> None:
     engine = make()
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
@@ -822,7 +818,7 @@ def test_a_drain_lets_what_is_being_tokenized_finish(make: Callable[..., AsyncEn
     run(stop())
 
 
-def test_a_drain_does_not_wait_for_a_loop_that_is_closed(make: Callable[..., AsyncEngine]) -> None:
+def test_a_drain_does_not_wait_for_a_closed_loop(make: Callable[..., AsyncEngine]) -> None:
     engine = make()
     loop = asyncio.new_event_loop()
     stream = engine.generate(" ".join(WORDS * 2000), LONG)
@@ -853,7 +849,7 @@ def test_shutdown_in_a_fork_returns(make: Callable[..., AsyncEngine]) -> None:
     run(last_of(engine.generate([5], SamplingParams(max_tokens=2))))
 
 
-def test_a_drain_that_takes_too_long_aborts_the_rest(make: Callable[..., AsyncEngine]) -> None:
+def test_a_drain_aborts_remaining_requests_after_its_timeout(make: Callable[..., AsyncEngine]) -> None:
     engine = make()
 
     async def stop() -> str | None:
@@ -877,7 +873,7 @@ def test_shutdown_when_fresh_idle_or_left_by_async_with(make: Callable[..., Asyn
     run(all_three())
 
 
-def test_an_engine_that_is_dropped_ends_its_thread(loaded: LoadedModel) -> None:
+def test_a_dropped_engine_ends_its_thread(loaded: LoadedModel) -> None:
     engine = AsyncEngine(loaded, num_blocks=32, max_model_len=256)
     run(last_of(engine.generate([5], SamplingParams(max_tokens=2))))
     (thread,) = [thread for thread in threading.enumerate() if thread.name == "pointsman-engine"]
@@ -935,7 +931,7 @@ def test_an_idle_engine_neither_spins_nor_sleeps_through_a_call(make: Callable[.
 
 
 @pytest.mark.parametrize("interval", [float("inf"), 1e10])
-def test_an_interval_of_ages(make: Callable[..., AsyncEngine], interval: float) -> None:
+def test_a_very_long_statistics_interval_is_accepted(make: Callable[..., AsyncEngine], interval: float) -> None:
     engine = make(log_stats_interval=interval)
 
     async def idle() -> None:
@@ -947,7 +943,7 @@ def test_an_interval_of_ages(make: Callable[..., AsyncEngine], interval: float) 
     run(idle())
 
 
-def test_an_engine_made_elsewhere_and_its_prefix_cache(loaded: LoadedModel) -> None:
+def test_from_engine_and_resetting_its_prefix_cache(loaded: LoadedModel) -> None:
     inner = Engine(loaded, num_blocks=64, max_model_len=512)
 
     async def cached() -> list[int]:
@@ -965,7 +961,7 @@ def test_an_engine_made_elsewhere_and_its_prefix_cache(loaded: LoadedModel) -> N
     assert counts[0] == counts[2] == 0 and counts[1] > 0
 
 
-def test_who_asks_and_how_urgently_reaches_the_scheduler_and_can_be_changed(make: Callable[..., AsyncEngine]) -> None:
+def test_tenant_and_priority_reach_the_scheduler_and_can_change(make: Callable[..., AsyncEngine]) -> None:
     engine = make(max_num_seqs=1, order="priority", displace=False)
 
     async def work() -> None:

@@ -27,7 +27,7 @@ def test_the_thread_computes_on_the_gpu_of_its_engine(monkeypatch: pytest.Monkey
     assert used == [("cpu", "pointsman-engine")]
 
 
-def test_freed_memory_is_given_back_though_questions_keep_coming(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_freed_memory_is_returned_although_calls_keep_coming(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine of the server is asked for a sign of life every second, and is idle all the same."""
     given_back: list[float] = []
     monkeypatch.setattr(engine_thread, "give_back_freed_pages", lambda: given_back.append(time.monotonic()))

@@ -69,7 +69,7 @@ def test_a_blocked_loop_finds_one_callback_and_the_newest_snapshots(monkeypatch:
     with_port(test)
 
 
-def test_a_reader_beside_a_writer_misses_no_end() -> None:
+def test_a_concurrent_consumer_never_misses_the_last_snapshot() -> None:
     """Over and over, a last snapshot that comes at any moment of the reading."""
 
     async def test(port: LoopPort) -> None:
@@ -109,7 +109,7 @@ def test_an_error_comes_after_the_last_snapshot() -> None:
     with_port(test)
 
 
-def test_acceptance_is_told_and_kept() -> None:
+def test_acceptance_is_reported_and_kept() -> None:
     async def test(port: LoopPort) -> None:
         mailbox = LoopMailbox(port)
         waiting = asyncio.ensure_future(mailbox.wait_accepted())
@@ -126,7 +126,7 @@ def test_acceptance_is_told_and_kept() -> None:
     with_port(test)
 
 
-def test_a_closed_mailbox_ends_whoever_waits() -> None:
+def test_closing_a_mailbox_wakes_its_waiting_task() -> None:
     async def test(port: LoopPort) -> None:
         for read in (LoopMailbox.wait_accepted, lambda mailbox: mailbox.newer_than(None)):
             mailbox = LoopMailbox(port)

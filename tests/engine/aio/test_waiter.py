@@ -24,7 +24,7 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-def test_who_waits_is_woken_and_waits_again() -> None:
+def test_a_waiting_task_is_woken_and_may_wait_again() -> None:
     async def test(waiter: Waiter) -> None:
         num_woken = 0
 
@@ -48,7 +48,7 @@ def test_who_waits_is_woken_and_waits_again() -> None:
     with_waiter(test)
 
 
-def test_a_cancelled_task_leaves_the_place_to_the_next() -> None:
+def test_after_a_cancelled_wait_another_task_may_wait() -> None:
     async def test(waiter: Waiter) -> None:
         first = asyncio.ensure_future(waiter.wait())
         await turns()
@@ -65,7 +65,7 @@ def test_a_cancelled_task_leaves_the_place_to_the_next() -> None:
     with_waiter(test)
 
 
-def test_a_task_of_another_loop_is_told_so() -> None:
+def test_a_task_of_another_loop_gets_an_error() -> None:
     loop = asyncio.new_event_loop()
     try:
         with pytest.raises(RuntimeError, match="attached to a different loop"):

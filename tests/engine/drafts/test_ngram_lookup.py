@@ -26,14 +26,14 @@ def lookup_of(tokens: list[int], min_ngram: int = 1, max_ngram: int = 3) -> Ngra
         ([4, 5, 4, 5, 4], [5, 4, 5]),
     ],
 )
-def test_what_followed_the_longest_suffix_is_expected(tokens: list[int], drafts: list[int]) -> None:
+def test_the_continuation_of_the_longest_suffix_is_expected(tokens: list[int], drafts: list[int]) -> None:
     found = lookup_of(tokens)
     assert found.length > 0
     assert list(found.expected(3)) == drafts
 
 
 @pytest.mark.parametrize("tokens", [[1, 2, 3], [1], [0, 0, 0][:1], []])
-def test_nothing_is_expected_of_what_is_new(tokens: list[int]) -> None:
+def test_nothing_is_expected_after_new_tokens(tokens: list[int]) -> None:
     assert lookup_of(tokens).length == 0
 
 
@@ -44,7 +44,7 @@ def test_a_suffix_must_be_long_enough() -> None:
     assert look_up(np.array([9, 1, 2, 7, 9, 1, 2], dtype=np.int32), 2, 2) == (3, 2), "no longer one is looked for"
 
 
-def test_a_place_moves_on_while_it_is_right() -> None:
+def test_the_place_advances_while_expected_tokens_come() -> None:
     one = lookup_of([1, 2, 3, 4, 5, 6, 9, 1, 2], 2, 3)
     assert one.length == 2
     assert one.append([3, 4]) == [2, 3]
@@ -58,7 +58,7 @@ def test_a_place_moves_on_while_it_is_right() -> None:
 
 
 @pytest.mark.parametrize(("min_ngram", "max_ngram"), [(1, 1), (1, 4), (2, 5), (3, 3), (4, 6)])
-def test_token_by_token_is_as_all_at_once(min_ngram: int, max_ngram: int) -> None:
+def test_appending_tokens_singly_equals_all_at_once(min_ngram: int, max_ngram: int) -> None:
     """The filter lets nothing through that is not there, and hides nothing that is; also when it is made anew."""
     rng = np.random.default_rng(min_ngram * 10 + max_ngram)
     tokens = rng.integers(0, 5, size=40).tolist()
@@ -86,7 +86,7 @@ def test_token_by_token_is_as_all_at_once(min_ngram: int, max_ngram: int) -> Non
     assert found > 10
 
 
-def test_what_is_new_is_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_ngrams_are_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A filter eight times as large as the trail stops most tokens that were in no such n-gram."""
     calls = 0
 

@@ -98,7 +98,7 @@ POOLS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("pool", POOLS, ids=str)
-def test_the_answers_are_those_without_drafts(loaded: LoadedModel, pool: dict[str, Any]) -> None:
+def test_outputs_equal_those_without_drafts(loaded: LoadedModel, pool: dict[str, Any]) -> None:
     params = [SamplingParams(**{"max_tokens": 30, "ignore_eos": True, **one}) for one in MIXTURE]
     prompts = prompts_of(len(params))
     plain = run(make(loaded, 0, **{**pool, "draft_table": ()}), params, prompts)
@@ -110,7 +110,7 @@ def test_the_answers_are_those_without_drafts(loaded: LoadedModel, pool: dict[st
     assert stats.num_free_blocks == stats.num_blocks
 
 
-def test_right_drafts_are_accepted_and_save_steps(loaded: LoadedModel) -> None:
+def test_correct_drafts_are_accepted_and_save_steps(loaded: LoadedModel) -> None:
     params = [SamplingParams(**{"max_tokens": 30, "ignore_eos": True, **one}) for one in MIXTURE[:4]]
     prompts = prompts_of(len(params))
     plain = run(make(loaded, 0), params, prompts)
@@ -125,7 +125,7 @@ def test_right_drafts_are_accepted_and_save_steps(loaded: LoadedModel) -> None:
     assert engine.counters.num_steps < 25
 
 
-def test_a_delta_holds_all_tokens_of_its_step(loaded: LoadedModel) -> None:
+def test_a_delta_has_all_tokens_of_its_step(loaded: LoadedModel) -> None:
     engine = make(loaded, 3)
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     (plain,) = run(make(loaded, 0), [params], [REPETITIVE])
@@ -211,7 +211,7 @@ def test_knobs_are_checked(loaded: LoadedModel, knobs: dict[str, Any], message: 
         Engine(loaded, num_blocks=16, max_num_seqs=6, max_num_batched_tokens=47, **knobs)
 
 
-def test_drafts_that_are_wrong_cease(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_drafts_cease(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever steps cost: once the odds are below 1 %, five drafts cannot bring 5 %."""
     wrong = loaded.vocab_size - 1
     monkeypatch.setattr(NgramLookup, "expected", lambda self, count: [wrong] * count)
@@ -246,7 +246,7 @@ def searched() -> Iterator[list[int]]:
         yield steps
 
 
-def test_searches_that_bring_nothing_become_seldom(
+def test_searches_without_result_become_rare(
     loaded: LoadedModel, searched: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And an accepted draft makes every step one with a search."""
@@ -269,7 +269,7 @@ def test_searches_that_bring_nothing_become_seldom(
     assert searched[-1] - searched[-8] == 7
 
 
-def test_where_steps_take_long_every_step_is_searched(
+def test_every_step_is_searched_where_steps_take_long(
     loaded: LoadedModel, searched: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prompt_lookup, "SEARCH_SHARE", 1e9)
@@ -280,7 +280,7 @@ def test_where_steps_take_long_every_step_is_searched(
     assert len(searched) == searched[-1] - searched[0] + 1
 
 
-def test_a_trail_follows_a_request_that_loses_its_row(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lookup_follows_a_request_that_loses_its_row(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is expected, it is from a place where the request's newest tokens stand."""
     checked = 0
     propose = PromptLookup.propose

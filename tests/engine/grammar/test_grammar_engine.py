@@ -122,7 +122,7 @@ def complete(outputs: list[RequestOutput], least: float = 0.9) -> list[int]:
 
 
 @pytest.mark.parametrize("which", ["demo", "tiny"])
-def test_json_keeps_its_schema(which: str, request: pytest.FixtureRequest) -> None:
+def test_json_conforms_to_its_schema(which: str, request: pytest.FixtureRequest) -> None:
     loaded, compiler = request.getfixturevalue(which), request.getfixturevalue(f"{which}_compiler")
     llm = llm_with(loaded, compiler, num_blocks=2048)
     rng = random.Random(which)
@@ -146,7 +146,7 @@ def test_any_json_object(llm: LLM) -> None:
         assert isinstance(json.loads(outputs[index].text), dict)
 
 
-def test_whitespace_comes_to_an_end(tiny: LoadedModel, tiny_compiler: GrammarCompiler) -> None:
+def test_whitespace_is_limited(tiny: LoadedModel, tiny_compiler: GrammarCompiler) -> None:
     """A random model asks for whitespace wherever it may."""
     schema = {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]}
     outputs = generate(llm_with(tiny, tiny_compiler), [structured(i, json=schema, max_tokens=100) for i in range(20)])
@@ -182,7 +182,7 @@ def test_regular_expressions_match(which: str, request: pytest.FixtureRequest) -
         assert re.fullmatch(pattern, outputs[index].text), (pattern, outputs[index].text)
 
 
-def test_choices_are_kept(llm: LLM) -> None:
+def test_the_output_is_one_of_the_choices(llm: LLM) -> None:
     choices = ["a", "ab", "abc", "日本", 'q"u\\o', " spaced ", "line\nbreak", "\U0001f40d!", "a" * 80]
     outputs = generate(llm, [structured(i, 100.0, choice=choices) for i in range(60)])
     texts = {output.text for output in outputs}
@@ -190,7 +190,7 @@ def test_choices_are_kept(llm: LLM) -> None:
     assert {output.finish_reason for output in outputs} == {"stop"}
 
 
-def test_a_grammar_is_kept(llm: LLM) -> None:
+def test_the_output_conforms_to_the_grammar(llm: LLM) -> None:
     arithmetic = """
     root ::= sum
     sum ::= product (" + " product){0,3}
@@ -268,7 +268,7 @@ def test_tokens_are_the_same_after_a_failed_step(llm: LLM, monkeypatch: pytest.M
     assert [found[f"again {index}"] for index in range(8)] == expected
 
 
-def test_bfloat16_keeps_a_grammar_too(demo_compiler: GrammarCompiler) -> None:
+def test_bfloat16_output_conforms_to_the_grammar(demo_compiler: GrammarCompiler) -> None:
     llm = llm_with(load_model("demo", "bfloat16"), demo_compiler)
     outputs = generate(llm, [structured(i, regex=r"\d{5}") for i in range(8)])
     assert all(re.fullmatch(r"\d{5}", output.text) for output in outputs)
@@ -277,7 +277,7 @@ def test_bfloat16_keeps_a_grammar_too(demo_compiler: GrammarCompiler) -> None:
 # -------------------------------------------------------------------------------------- beside the other parameters
 
 
-def test_the_end_of_a_grammar_is_the_end(llm: LLM) -> None:
+def test_the_end_of_a_grammar_ends_the_request(llm: LLM) -> None:
     """Also before `min_tokens`, with `ignore_eos`, and if EOS is not among the allowed tokens."""
     (letter,) = llm.engine.tokenize("a")
     for own in ({"min_tokens": 20}, {"ignore_eos": True}, {"allowed_token_ids": [letter]}, {"logit_bias": {0: -100}}):
@@ -285,7 +285,7 @@ def test_the_end_of_a_grammar_is_the_end(llm: LLM) -> None:
         assert (output.text, output.finish_reason, output.stop_reason) == ("a", "stop", None), own
 
 
-def test_the_end_is_seen_among_padded_logits(tiny: LoadedModel, tiny_compiler: GrammarCompiler) -> None:
+def test_eos_is_found_among_padded_logits(tiny: LoadedModel, tiny_compiler: GrammarCompiler) -> None:
     outputs = generate(llm_with(tiny, tiny_compiler), [structured(i, choice=["a"], min_tokens=9) for i in range(4)])
     assert {(output.text, output.finish_reason) for output in outputs} == {("a", "stop")}
 
@@ -315,7 +315,7 @@ def test_masks_depend_on_the_tokens_alone(demo: LoadedModel, demo_compiler: Gram
         assert allowed(count) == first[count]
 
 
-def test_a_text_that_may_go_on_keeps_to_min_tokens_and_ignore_eos(llm: LLM) -> None:
+def test_min_tokens_and_ignore_eos_hold_while_the_grammar_continues(llm: LLM) -> None:
     short = generate(llm, [structured(i, 1.0, 30, regex="[a-z]{1,200}") for i in range(10)])
     assert min(len(output.token_ids) for output in short) < 12
     for own in ({"min_tokens": 12}, {"ignore_eos": True}):
@@ -323,7 +323,7 @@ def test_a_text_that_may_go_on_keeps_to_min_tokens_and_ignore_eos(llm: LLM) -> N
         assert all(len(output.token_ids) >= (12 if "min_tokens" in own else 30) for output in outputs)
 
 
-def test_other_edits_choose_among_what_is_allowed(llm: LLM) -> None:
+def test_other_logit_edits_choose_among_allowed_tokens(llm: LLM) -> None:
     (yes,), (no,) = llm.engine.tokenize("y"), llm.engine.tokenize("n")
     for bias, text in (({yes: 100.0}, "y"), ({no: 100.0}, "n")):
         outputs = generate(llm, [structured(i, choice=["y", "n"], logit_bias=bias) for i in range(5)])
@@ -332,7 +332,7 @@ def test_other_edits_choose_among_what_is_allowed(llm: LLM) -> None:
     assert {output.text for output in outputs} == {"y"}
 
 
-def test_parameters_that_leave_nothing_end_their_request_alone(llm: LLM) -> None:
+def test_parameters_without_allowed_tokens_end_only_their_request(llm: LLM) -> None:
     (letter,) = llm.engine.tokenize("z")
     bad, good = generate(llm, [structured(choice=["y"], allowed_token_ids=[letter]), structured(choice=["y"])])
     assert (bad.finish_reason, bad.finish_detail) == ("error", NOTHING_LEFT)
@@ -347,7 +347,7 @@ def test_stop_strings_and_stop_tokens_end_a_text_early(llm: LLM) -> None:
     assert (output.text, output.stop_reason) == ("1", letter)
 
 
-def test_logprobs_are_of_the_model(llm: LLM) -> None:
+def test_logprobs_are_taken_before_masking(llm: LLM) -> None:
     """They are taken before anything is masked."""
     (output,) = generate(llm, structured(temperature=0.0, choice=["\u00e9\u00e9"], logprobs=1))
     entries = output.outputs[0].logprobs
@@ -358,7 +358,7 @@ def test_logprobs_are_of_the_model(llm: LLM) -> None:
 # ------------------------------------------------------------------------------------------------ parking, failures
 
 
-def test_parked_requests_hold_nothing_and_keep_their_places(demo: LoadedModel) -> None:
+def test_parked_requests_hold_no_blocks_and_keep_their_places(demo: LoadedModel) -> None:
     engine = Engine(demo, num_blocks=64, max_num_seqs=1, max_model_len=256)
     engine.grammars.warm_up()
     wait_until(lambda: engine.grammars.pid is not None)
@@ -385,7 +385,7 @@ def test_parked_requests_hold_nothing_and_keep_their_places(demo: LoadedModel) -
     assert ended == ["first", "structured", "second"]
 
 
-def test_a_step_without_anything_to_run_waits(demo: LoadedModel) -> None:
+def test_a_step_without_runnable_requests_waits(demo: LoadedModel) -> None:
     """An engine whose only request is parked does not spin while the process starts, which takes seconds."""
     engine = Engine(demo, num_blocks=64, max_model_len=256)
     engine.add_request("a", PROMPT, structured(choice=["a"]))
@@ -396,7 +396,7 @@ def test_a_step_without_anything_to_run_waits(demo: LoadedModel) -> None:
     assert time.thread_time() - cpu_started < 0.5 * (time.monotonic() - started)
 
 
-def test_failures_end_one_request_only(demo: LoadedModel) -> None:
+def test_a_grammar_failure_ends_one_request_only(demo: LoadedModel) -> None:
     llm = LLM(demo, num_blocks=128, max_model_len=512, grammar_timeout=1.0, log_stats_interval=None)
     params = [
         structured(regex="("),
@@ -427,7 +427,7 @@ def test_a_grammar_that_becomes_slow_ends_its_request(llm: LLM) -> None:
     assert (free.finish_reason, len(free.token_ids)) == ("length", 600)
 
 
-def test_a_request_that_ends_while_parked_takes_its_grammar_along(demo: LoadedModel) -> None:
+def test_a_parked_request_that_ends_cancels_its_grammar(demo: LoadedModel) -> None:
     engine = Engine(demo, num_blocks=64, max_model_len=256, clock=time.monotonic)
     engine.add_request("a", PROMPT, structured(grammar=HOPELESS))
     engine.add_request("b", PROMPT, structured(grammar=HOPELESS + '"b"'), deadline=time.monotonic() + 0.2)
@@ -455,7 +455,7 @@ def test_a_model_without_a_tokenizer_refuses(demo: LoadedModel) -> None:
 # --------------------------------------------------------------------------------------------------------- asyncio
 
 
-def test_async_engine_waits_for_grammars_and_says_what_failed(demo: LoadedModel) -> None:
+def test_async_engine_waits_for_grammars_and_reports_failures(demo: LoadedModel) -> None:
     async def work() -> None:
         knobs: dict[str, Any] = {"num_blocks": 128, "max_model_len": 512, "log_stats_interval": None}
         async with AsyncEngine(demo, grammar_timeout=1.5, **knobs) as engine:
@@ -497,7 +497,7 @@ def test_async_engine_waits_for_grammars_and_says_what_failed(demo: LoadedModel)
     gc.collect()
 
 
-def test_an_idle_engine_wakes_up_for_a_grammar_and_for_a_deadline(demo: LoadedModel) -> None:
+def test_an_idle_engine_wakes_for_a_grammar_and_for_a_deadline(demo: LoadedModel) -> None:
     """Nothing else is in the engine, so its thread sleeps."""
 
     async def work() -> None:

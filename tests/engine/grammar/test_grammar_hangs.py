@@ -140,7 +140,7 @@ def test_a_stopped_process_is_replaced(make: Callable[..., GrammarCompiler], cap
     )
 
 
-def test_a_process_that_hangs_again_is_no_fault_of_the_grammar(make: Callable[..., GrammarCompiler]) -> None:
+def test_two_hanging_processes_are_not_a_grammar_error(make: Callable[..., GrammarCompiler]) -> None:
     compiler = make()
     started(compiler)
     with all_stopped(compiler):
@@ -154,9 +154,7 @@ def test_a_process_that_hangs_again_is_no_fault_of_the_grammar(make: Callable[..
     assert compiler.num_restarts <= 4
 
 
-def test_the_failure_of_a_process_is_not_kept(
-    make: Callable[..., GrammarCompiler], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_process_failures_are_not_cached(make: Callable[..., GrammarCompiler], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_process, "RETRY_AFTER", 0.5)
     compiler = make()
     started(compiler)
@@ -179,7 +177,7 @@ def stopped_child(compiler: GrammarCompiler, process: int) -> int:
 OUT_OF_TIME = "takes more than 2 s of processor time"
 
 
-def test_a_stopped_child_is_killed_and_its_job_tried_again(
+def test_a_stopped_child_is_killed_and_its_job_retried(
     make: Callable[..., GrammarCompiler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_compiler, "FIRST_SLICE", 60.0)
@@ -192,7 +190,7 @@ def test_a_stopped_child_is_killed_and_its_job_tried_again(
     assert compiler.num_restarts == 1
 
 
-def test_time_in_which_a_child_gets_no_processor_is_not_its_own(
+def test_waiting_for_a_processor_does_not_count_as_processor_time(
     make: Callable[..., GrammarCompiler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_compiler, "FIRST_SLICE", 60.0)
@@ -229,7 +227,9 @@ def test_a_process_that_hangs_before_it_forks_is_replaced(
 
 
 @pytest.mark.parametrize("moment", ["idle", "with a job", "with a slow job"])
-def test_a_killed_process_costs_no_request_its_grammar(make: Callable[..., GrammarCompiler], moment: str) -> None:
+def test_no_request_loses_its_grammar_when_the_process_is_killed(
+    make: Callable[..., GrammarCompiler], moment: str
+) -> None:
     compiler = make(timeout=60.0)
     before = started(compiler)
     if moment != "idle":
@@ -245,7 +245,7 @@ def test_a_killed_process_costs_no_request_its_grammar(make: Callable[..., Gramm
         compiler.forget(slow)
 
 
-def test_clients_that_give_up_early_do_not_hide_a_hang(make: Callable[..., GrammarCompiler]) -> None:
+def test_early_cancellations_do_not_hide_a_hang(make: Callable[..., GrammarCompiler]) -> None:
     compiler = make()
     before = started(compiler)
     os.kill(before, signal.SIGSTOP)
@@ -297,7 +297,7 @@ def test_a_process_that_never_starts_is_tried_twice(
     assert len(servers) == 2 and all(is_gone(server.pid) for server in servers)
 
 
-def test_no_room_for_a_process_is_no_fault_of_the_grammar(
+def test_failing_to_start_a_process_is_not_a_grammar_error(
     make: Callable[..., GrammarCompiler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_process, "RETRY_AFTER", 0.2)
@@ -313,7 +313,7 @@ def test_no_room_for_a_process_is_no_fault_of_the_grammar(
     assert isinstance(outcome(compiler, regex="next"), CompiledGrammar)
 
 
-def test_no_room_for_a_child_is_no_fault_of_the_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_to_start_a_child_is_not_a_grammar_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> int:
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
@@ -341,7 +341,7 @@ def test_a_stopped_child_ends_with_its_engine(
     wait_until(lambda: is_gone(child))
 
 
-def test_many_different_grammars_are_all_answered(
+def test_many_different_grammars_all_get_a_result(
     make: Callable[..., GrammarCompiler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_compiler, "MAX_WAITING", 40)

@@ -164,7 +164,7 @@ def test_texts_are_choices(compiler: Compiler, choices: list[str], seed: int) ->
     ],
     ids=str,
 )
-def test_a_token_that_is_allowed_is_accepted(options: dict[str, Any]) -> None:
+def test_allowed_tokens_are_accepted(options: dict[str, Any]) -> None:
     """For tokens of several characters: xgrammar sorts those of a vocabulary when it compiles a grammar."""
     choose = random.Random(0)
     letters = 'abx6 -"\\né{}:,=[]()%$日😀\u0301'

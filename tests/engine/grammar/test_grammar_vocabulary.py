@@ -37,7 +37,7 @@ def test_tokens_are_the_bytes_of_their_texts(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - set(READABLE)))
-def test_tokenizers_of_other_kinds_are_refused_or_read_right(kind: str) -> None:
+def test_unknown_tokenizers_are_refused_or_read_correctly(kind: str) -> None:
     """Whichever it is, no token may stand for a text that it is not decoded to."""
     tokenizer = KINDS[kind]()
     try:

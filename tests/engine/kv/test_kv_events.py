@@ -92,7 +92,7 @@ def test_messages_reach_a_subscriber_in_order(publisher: KVEventsPublisher) -> N
     assert events == [{"type": "AllBlocksCleared"}]
 
 
-def test_a_message_says_which_engine_of_a_server_it_is_from() -> None:
+def test_a_message_has_the_number_of_its_engine() -> None:
     publisher = KVEventsPublisher(KVEventsConfig(**LOCAL, data_parallel_rank=3), block_size=2)
     publisher.publish([AllBlocksCleared()])
     ((_, payload),) = replayed(publisher, 1)
@@ -114,7 +114,7 @@ def test_events_are_maps_with_vllms_fields(publisher: KVEventsPublisher) -> None
 
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:5557", "tcp://broker:5557"])
-def test_a_publisher_that_connects_says_that_routers_do_so_too(
+def test_a_connecting_publisher_warns_that_routers_connect_too(
     address: str, caplog: pytest.LogCaptureFixture, publisher: KVEventsPublisher
 ) -> None:
     assert not caplog.records, "this one is bound"
@@ -123,7 +123,7 @@ def test_a_publisher_that_connects_says_that_routers_do_so_too(
     assert record.levelname == "WARNING" and address in record.message and "tcp://*:5557" in record.message
 
 
-def test_it_can_be_bound_to_this_machine_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_publisher_can_bind_to_the_local_machine_only(caplog: pytest.LogCaptureFixture) -> None:
     """With vLLM's rule, only an address with * or :: is bound; the one of IPv6 is private, too."""
     config = KVEventsConfig(endpoint=f"tcp://[::1]:{free_port()}")
     publisher = KVEventsPublisher(config, block_size=2)
@@ -173,7 +173,7 @@ def cached_names(engine: Engine) -> set[bytes]:
     return names
 
 
-def test_what_an_engine_publishes_is_what_it_has_cached(loaded: LoadedModel) -> None:
+def test_published_events_match_the_cached_blocks(loaded: LoadedModel) -> None:
     engine, payloads = published_run(loaded)
     known: set[bytes] = set()
     kinds = set()
@@ -217,12 +217,12 @@ def test_vllms_own_decoder_reads_it(loaded: LoadedModel, tmp_path: Path) -> None
         ({"endpoint": "tcp://127.0.0.1:1:*"}, "cannot be used"),
     ],
 )
-def test_what_cannot_be_is_refused(loaded: LoadedModel, value: Any, message: str) -> None:
+def test_invalid_values_are_refused(loaded: LoadedModel, value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Engine(loaded, num_blocks=12, kv_events_config=value)
 
 
-def test_nothing_is_published_unless_it_is_asked_for(loaded: LoadedModel) -> None:
+def test_nothing_is_published_by_default(loaded: LoadedModel) -> None:
     for value in (None, {"enable_kv_cache_events": False}, {"publisher": "null"}):
         engine = Engine(loaded, num_blocks=12, kv_events_config=value)
         assert engine.kv_events is None and not engine.scheduler.config.enable_kv_cache_events

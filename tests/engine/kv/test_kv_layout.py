@@ -34,13 +34,13 @@ def test_five_windows_to_one() -> None:
     assert [place.group for place in full] == [6] * 5 and [place.slot for place in full] == [0, 1, 2, 3, 4]
 
 
-def test_a_window_that_is_never_left_is_none() -> None:
+def test_a_window_as_long_as_the_context_is_full_attention() -> None:
     assert layout_of([SHAPE] * 2, [256, None]).groups == ()
     assert layout_of([SHAPE] * 2, [255, None]).groups == (), "a window of nearly everything"
     assert layout_of([SHAPE] * 3, [32, 256, None]).groups == (WINDOW, FULL, FULL)
 
 
-def test_groups_that_save_nothing_are_only_made_if_asked_for() -> None:
+def test_groups_without_savings_are_made_only_on_request() -> None:
     """A window of 250 tokens may lie in all 64 blocks of 256."""
     near = KVGroup("window", 250)
     assert layout_in_groups([SHAPE] * 2, [250, None], config(), only_if_it_saves=True).groups == ()
@@ -57,7 +57,7 @@ def test_layers_of_half_the_size_share_a_slot() -> None:
     assert layout_of([other, large], [32, None]).groups == (), "keys and values are of other widths"
 
 
-def test_a_block_is_memory_of_one_group() -> None:
+def test_a_block_has_memory_for_one_group_at_a_time() -> None:
     """Each layer of each group writes its blocks, none of which another group has; nothing is overwritten."""
     choose = random.Random(5)
     for _ in range(20):

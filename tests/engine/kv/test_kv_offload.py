@@ -60,7 +60,7 @@ def key_of(value: int) -> bytes:
     return value.to_bytes(4, "big")
 
 
-def test_what_was_used_longest_ago_goes_first() -> None:
+def test_the_least_recently_used_block_is_evicted_first() -> None:
     pool, tier = make_tier(3)
     for value in range(3):
         put(pool, value, value)
@@ -73,7 +73,7 @@ def test_what_was_used_longest_ago_goes_first() -> None:
     assert tier.num_found([key_of(0), key_of(1), key_of(2)]) == 1, "only what is there in a row counts"
 
 
-def test_a_prefix_outlives_what_comes_behind_it() -> None:
+def test_a_prefix_outlives_its_continuations() -> None:
     _, tier = make_tier(3)
     chain = [key_of(value) for value in range(3)]
     tier.plan([(2, chain[2]), (1, chain[1]), (0, chain[0])], []).run()  # as the pool gives them up
@@ -82,7 +82,7 @@ def test_a_prefix_outlives_what_comes_behind_it() -> None:
     assert tier.num_found(chain) == 2
 
 
-def test_what_a_step_loads_is_not_overwritten_by_what_it_saves() -> None:
+def test_a_step_does_not_overwrite_blocks_that_it_loads() -> None:
     pool, tier = make_tier(2)
     for value in range(2):
         put(pool, value, value)
@@ -93,7 +93,7 @@ def test_what_a_step_loads_is_not_overwritten_by_what_it_saves() -> None:
     assert tier.num_found([key_of(4)]) == 0, "there was no slot for it"
 
 
-def test_what_a_step_saves_it_may_load_though_its_blocks_are_written_at_once() -> None:
+def test_a_step_may_load_blocks_that_it_saves() -> None:
     """Blocks 2 and 3 change places, and block 4 is filled from a slot that is full."""
     pool, tier = make_tier(1)
     put(pool, 9, 9)
@@ -165,7 +165,7 @@ def test_too_little_memory_for_a_block_is_refused() -> None:
 
 @pytest.mark.parametrize("steps", short_of([1, 2, 3], [2]))
 @pytest.mark.parametrize("num_bytes", [AMPLE, SCARCE])
-def test_answers_are_the_same_and_less_is_computed(
+def test_outputs_are_equal_and_fewer_tokens_are_computed(
     loaded: LoadedModel, expected: dict[str, list[int]], steps: int, num_bytes: int
 ) -> None:
     without = make(loaded, max_steps_in_flight=steps, **TIGHT)
@@ -185,7 +185,7 @@ def test_answers_are_the_same_and_less_is_computed(
 
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("mode", ["swap", "cheaper"])
-def test_preempted_requests_swap_and_answers_are_the_same(
+def test_preempted_requests_swap_with_equal_outputs(
     loaded: LoadedModel, expected: dict[str, list[int]], steps: int, mode: str
 ) -> None:
     offloading = make(loaded, max_steps_in_flight=steps, kv_offload_bytes=AMPLE, **TIGHT)
@@ -235,7 +235,7 @@ def test_layers_of_every_shape_come_back_as_they_were(family: str, num_groups: i
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_steps_that_fail_leave_nothing_wrong_behind(
+def test_failed_steps_leave_no_wrong_blocks(
     loaded: LoadedModel, expected: dict[str, list[int]], steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before they copied anything, and after, and while copies are planned: saves that were not made are not found."""
@@ -263,7 +263,7 @@ def change_weights(loaded: LoadedModel, factor: float) -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_after_a_reset_nothing_old_is_found(steps: int) -> None:
+def test_no_old_kv_is_found_after_a_reset(steps: int) -> None:
     """The weights change; requests that run go on with what they have, and no later one gets any of it."""
     loaded = wrap_model(build(FAMILIES["qwen3"](), seed=1), fuse=False)
     change_weights(loaded, 1.5)
@@ -318,6 +318,6 @@ def test_a_server_offloads_too(loaded: LoadedModel, expected: dict[str, list[int
         ({"kv_store_bytes": 1 << 20}, "there is no kv_store"),
     ],
 )
-def test_knobs_that_cannot_work(loaded: LoadedModel, knobs: dict[str, Any], message: str) -> None:
+def test_invalid_knobs_are_refused(loaded: LoadedModel, knobs: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make(loaded, **knobs)

@@ -45,7 +45,7 @@ def pieces_of(decoder: TextDecoder, token_ids: list[int], skip_special_tokens: b
 # -------------------------------------------------------------------------------------------------------- streams
 
 
-def test_random_tokens_one_by_one_equal_all_at_once(kind: str, tokenizer: Any) -> None:
+def test_streamed_text_equals_text_decoded_at_once(kind: str, tokenizer: Any) -> None:
     decoder, rng = TextDecoder(tokenizer), random.Random(kind)
     num_strings = NUM_STRINGS // 4 if kind.startswith("python") else NUM_STRINGS
     num_grown = 0
@@ -82,7 +82,7 @@ def test_a_character_comes_with_its_last_byte() -> None:
 
 
 @pytest.mark.parametrize("name", ["byte-level", "python"])
-def test_invalid_bytes_do_not_hold_back_what_follows(name: str) -> None:
+def test_invalid_bytes_do_not_hold_back_later_text(name: str) -> None:
     tokenizer = KINDS[name]()
     for junk in (b"\xff", b"\x80" * 40, b"\xe2\x82" * 20, b"\xc3"):
         token_ids = [byte_token(name, tokenizer, byte) for byte in junk + b"ok"]
@@ -91,7 +91,7 @@ def test_invalid_bytes_do_not_hold_back_what_follows(name: str) -> None:
         assert text.endswith("ok") and stream.flush() == ""
 
 
-def test_a_run_of_fallback_bytes_is_judged_as_a_whole() -> None:
+def test_a_run_of_fallback_bytes_is_decoded_as_a_whole() -> None:
     """What the decoder does, and why such a run has to wait: one bad byte spoils the good characters before it."""
     tokenizer = KINDS["byte-fallback"]()
     good = [byte_token("byte-fallback", tokenizer, byte) for byte in "é".encode()]
@@ -153,7 +153,7 @@ def test_cleaned_up_spaces(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("chain", ["'", "n", "n '", "' ' n"])
-def test_a_chain_of_spaces_that_may_go_does_not_pile_up(chain: str) -> None:
+def test_a_chain_of_removable_spaces_is_released(chain: str) -> None:
     """Quotes of which each might belong to the next word: text comes all the same, and at a constant cost."""
     clean = metaspace().clean_up_tokenization
     words = [" " + word for word in chain.split()] * 8000
@@ -326,7 +326,7 @@ def test_min_tokens_counts_bytes_that_wait() -> None:
     assert [detokenizer.feed(newline), detokenizer.stop_reason] == ["\n", "\n"]
 
 
-def test_looking_into_a_long_run_of_bytes_costs_no_more_per_token() -> None:
+def test_searching_a_long_run_of_bytes_has_constant_cost_per_token() -> None:
     tokenizer = KINDS["byte-fallback"]()
     decoder = TextDecoder(tokenizer)
     byte = byte_token("byte-fallback", tokenizer, 0x41)
