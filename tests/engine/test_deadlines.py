@@ -1,4 +1,4 @@
-"""Deadlines: who is overdue, in which order, and what an engine does about it."""
+"""Deadlines: the order of overdue requests, and how an engine ends them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_finished_requests_are_neither_overdue_nor_kept() -> None:
     for one in ended:
         deadlines.add(one, 1000.0)
         one._state.transition(RequestStatus.FINISHED_REFUSED)
-    assert len(deadlines._heap) <= MIN_ENTRIES  # what they hold is bounded, not proportional to all there ever were
+    assert len(deadlines._heap) <= MIN_ENTRIES  # bounded, not proportional to the number of all requests so far
     assert deadlines.next() is None and deadlines.take_overdue(2000.0) == []
 
 

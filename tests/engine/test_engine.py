@@ -1,4 +1,4 @@
-"""The engine as its callers see it: refusals, ends of every kind, failures, text, and `LLM` as vLLM's users know it."""
+"""The engine's interface: refusals, finish reasons, failures, text, and vLLM's `LLM`."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_requests_that_can_never_run_are_refused_in_one_line(
     with pytest.raises(ValueError, match=message) as error:
         engine.add_request("bad", prompt, params)
     assert "\n" not in str(error.value)
-    assert list(drain(engine)) == ["good"], "the refusal disturbed another request"
+    assert list(drain(engine)) == ["good"], "the refusal affected another request"
 
 
 def test_a_prompt_larger_than_the_pool_is_refused_with_numbers(loaded: LoadedModel) -> None:
@@ -179,7 +179,7 @@ def test_unseeded_requests_differ_and_an_engine_repeats_itself(loaded: LoadedMod
 
 
 def test_a_failed_step_is_rewound_and_can_be_retried(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At several moments, also half way through the layers, with shared prefixes in the failing step."""
+    """Fails at several points, also half way through the layers, with shared prefixes in the failing step."""
     prompts = [[3 + i % 5] * (4 + 3 * i) for i in range(6)] + [[9] * 30, [9] * 30]
     for index, prompt in enumerate(prompts):
         engine.add_request(str(index), prompt, GREEDY)
@@ -224,8 +224,8 @@ def test_an_interrupt_leaves_the_engine_usable(engine: Engine, monkeypatch: pyte
 def test_an_interrupt_between_parts_of_a_step_leaves_the_engine_usable(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """Right after the decision, after the model was taken, before it is given back, before the scheduler hears of it:
-    the engine can be stepped again, and another thread's engine on the same model is not locked out.
+    """Interrupts after the decision, after the model is locked, before it is unlocked, and before the update: the
+    engine can be stepped again, and another thread's engine on the same model is not locked out.
     """
     if where in ("begin", "end") and engine.scheduler.config.max_steps_in_flight > 1:
         pytest.skip("the model runs in a thread of its own, and signals are handled in the main thread")
@@ -268,13 +268,13 @@ def test_an_interrupt_between_parts_of_a_step_leaves_the_engine_usable(
     thread = threading.Thread(target=other_engine, daemon=True)
     thread.start()
     thread.join(20)
-    assert not thread.is_alive(), "the model is still taken"
+    assert not thread.is_alive(), "the model is still locked"
     done.update(drain(engine))
     assert done["a"].token_ids == done["other"].token_ids and len(done["a"].token_ids) == 8
 
 
 def test_only_the_row_with_nan_ends(engine: Engine) -> None:
-    """A token whose embedding is NaN poisons its own request, and neither its neighbours nor its successors."""
+    """A token with a NaN embedding affects its own request only, no other and no later one."""
     embedding = engine.loaded.model.get_input_embeddings().weight
     saved = embedding[77].clone()
     engine.add_request("ref", [5, 6, 7], GREEDY)
@@ -287,7 +287,7 @@ def test_only_the_row_with_nan_ends(engine: Engine) -> None:
         engine.add_request("good", [5, 6, 7], GREEDY)
         done = drain(engine)
         assert (done["bad"].finish_reason, done["bad"].finish_detail) == ("error", NOT_FINITE)
-        for round_trip in range(20):  # long enough to be given every block that held NaN
+        for round_trip in range(20):  # long enough to get every block that held NaN
             engine.add_request(f"next{round_trip}", [5, 6, 7] + [8] * (3 * round_trip), GREEDY)
         later = drain(engine)
     finally:
@@ -342,7 +342,7 @@ def test_a_repeating_output_ends(engine: Engine) -> None:
         "repetition",
         "repetition_detected",
     )
-    assert output.text == engine.tokenizer.decode([9] * 5), "what repeats is part of the text"
+    assert output.text == engine.tokenizer.decode([9] * 5), "the repetition is part of the text"
 
 
 def test_the_log_of_a_request_comes_with_its_outputs(loaded: LoadedModel) -> None:
@@ -461,7 +461,7 @@ def test_llm_runs_nothing_if_interrupted_while_adding(loaded: LoadedModel, monke
 
 
 class Presses:
-    """Presses Ctrl-C a number of times during a model's next forward, and notes whether that came to its end."""
+    """Presses Ctrl-C a number of times during a model's next forward, and notes whether the forward completed."""
 
     def __init__(self, model: Any, times: int = 1) -> None:
         self.times = times

@@ -1,4 +1,4 @@
-"""The line of an error that a user gets to see."""
+"""The first line of an error, as shown to a user."""
 
 from __future__ import annotations
 

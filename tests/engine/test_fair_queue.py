@@ -1,4 +1,4 @@
-"""Turns and rooms: no tenant keeps another out, and none waits for ever."""
+"""Fair queue and shared capacity: no tenant blocks another, and none waits forever."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_continued_items_come_before_the_tenants_other_items() -> None:
     queue.put("a", "first, continued", cost=10, continues=True)
     order = [entry.item for entry in drain(queue)]
     assert [item for item in order if "other" not in item] == ["first, continued", "second", "third"]
-    assert order[0] == "other"  # it is this tenant's entry all the same
+    assert order[0] == "other"  # it is still the other tenant's turn
 
 
 def test_an_idle_tenant_saves_no_credit() -> None:
@@ -218,14 +218,14 @@ def test_take_does_not_look_at_every_tenant() -> None:
         queue.put(f"tenant {item}", item)
     began = time.process_time()
     assert [entry.item for entry in drain(queue)] == [*range(20_000)]
-    assert time.process_time() - began < 5  # a look at each takes 40 s
+    assert time.process_time() - began < 5  # looking at each tenant would take 40 s
 
 
 # -------------------------------------------------------------------------------------------------- capacity
 
 
 def fill(capacity: SharedCapacity, tenant: str, amount: int = 1) -> int:
-    """Take as much as possible; how often that worked."""
+    """Take until it is refused; return the number of successes."""
     for number in range(10_000):
         try:
             capacity.take(tenant, amount)

@@ -1,4 +1,4 @@
-"""Memory of a GPU, with a stand-in for the device's figures: what the KV pool gets, and what is said of too little."""
+"""Memory of a GPU, with fake figures of the device: the size of the KV pool, and errors for too little memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MIB = 1 << 20
 
 @dataclass
 class Memory:
-    """A device of 1 GiB of which other processes have 100 MiB."""
+    """A device of 1 GiB; other processes have 100 MiB."""
 
     total: int = GIB
     others: int = 100 * MIB
@@ -65,7 +65,7 @@ def loaded() -> LoadedModel:
     [
         (1000, 0, 300, 0.9, 600),
         (1000, 50, 300, 0.9, 600),  # others fit beside the engine's share
-        (1000, 250, 300, 0.9, 450),  # they do not, so the engine takes what they leave
+        (1000, 250, 300, 0.9, 450),  # they do not, so the engine gets the rest
         (1000, 450, 300, 0.45, 150),  # two engines on one GPU
         (1000, 0, 950, 0.9, -50),
         (1000, 0, 0, 1.0, 1000),
@@ -114,7 +114,7 @@ def test_a_thread_uses_the_gpu_of_its_engine(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def engine_on(memory: Memory, monkeypatch: pytest.MonkeyPatch, loaded: LoadedModel, **options: Any) -> Engine:
-    """An engine on the CPU that takes the figures of `memory` for those of its device."""
+    """An engine on the CPU that uses the figures of `memory` for its device."""
     monkeypatch.setattr(engine_module, "device_memory", lambda device: memory)
     monkeypatch.setattr(engine_module, "check_utilization", lambda *_: None)
     return Engine(loaded, max_model_len=64, block_size=16, **{"enforce_eager": True, **options})
@@ -143,7 +143,7 @@ def test_the_pool_takes_the_memory_that_a_measured_step_leaves(
     assert engine.scheduler.config.num_blocks == (int(share * GIB) - 50 * MIB - graphs) // block
     assert engine.kv_pool.num_bytes <= share * GIB - 50 * MIB
     plain = Engine(loaded, max_model_len=64, block_size=16, num_blocks=9)
-    assert tokens_of(engine) == tokens_of(plain), "the step that was measured leaves nothing behind"
+    assert tokens_of(engine) == tokens_of(plain), "the measured step leaves no trace"
     engine.scheduler.check_invariants()
 
 

@@ -1,4 +1,4 @@
-"""Pausing a real engine: what becomes of its requests, when the pause is complete, and that weights may then change."""
+"""Pausing a real engine: its requests, the completion of the pause, and changed weights afterwards."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def make_async(loaded: LoadedModel) -> Iterator[Callable[..., AsyncEngine]]:
 
 
 def tokens_of(engine: Engine) -> dict[str, tuple[list[int], str | None]]:
-    """Tokens and finish reason of every request, by id; run to the end."""
+    """Run to the end; return tokens and finish reason of every request, by id."""
     ended = {}
     while engine.has_unfinished_requests():
         ended |= {one.request_id: (one.token_ids, one.finish_reason) for one in engine.step() if one.finished}
@@ -121,7 +121,7 @@ def test_mode_abort_ends_requests_at_once_and_the_next_step_reports_it(loaded: L
     engine.add_request("b", PROMPT, LONG)
     engine.step()
     assert engine.pause("abort").done()
-    assert engine.has_unfinished_requests() and not engine.has_runnable_requests(), "only outputs are left"
+    assert engine.has_unfinished_requests() and not engine.has_runnable_requests(), "only outputs remain"
     assert {one.request_id: one.finish_reason for one in engine.step()} == {"a": "abort", "b": "abort"}
     assert not engine.has_unfinished_requests()
     engine.add_request("c", PROMPT, LONG)
@@ -167,7 +167,7 @@ def test_llm_does_not_wait_for_ever_on_a_paused_engine(loaded: LoadedModel) -> N
 
 @pytest.mark.parametrize("mode", ["keep", "wait"])
 def test_weights_may_change_under_a_paused_engine(mode: PauseChoice) -> None:
-    """What was kept goes on as the new weights would from its tokens so far; nothing of the old KV is read again."""
+    """Suspended requests continue from their tokens with the new weights; no old KV is read again."""
     old, new = build(FAMILIES["llama"](), seed=1), build(FAMILIES["llama"](), seed=2)
     before, after = wrap_model(copy.deepcopy(old), fuse=False), wrap_model(new, fuse=False)
     engine = Engine(before, **KNOBS)
@@ -212,7 +212,7 @@ def test_a_paused_engine_is_idle_and_streams_continue_afterwards(
         before = (await engine.stats()).counters.num_steps
         cpu = time.process_time()
         await asyncio.sleep(1.2)
-        assert time.process_time() - cpu < 0.4, "it is idle, and does not look for work over and over"
+        assert time.process_time() - cpu < 0.4, "it is idle, and does not poll for work"
         assert (await engine.stats()).counters.num_steps == before
         await engine.resume()
         for one in (stream, waiting):
@@ -256,7 +256,7 @@ def test_deadlines_and_aborts_end_requests_of_a_paused_engine(make_async: Callab
 
 @pytest.mark.parametrize("drain", [False, True])
 def test_a_paused_engine_can_be_shut_down(make_async: Callable[..., AsyncEngine], drain: bool) -> None:
-    """What it holds up would never end by itself, so draining does not wait for it."""
+    """Paused requests would never finish by themselves, so draining does not wait for them."""
 
     async def test() -> None:
         engine = make_async()

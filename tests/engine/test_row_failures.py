@@ -1,5 +1,5 @@
-"""An exception in the sampling, the grammar or the text of one request finishes that request with an error, and the
-others get the tokens that they get without it."""
+"""An exception in the sampling, grammar or text of one request finishes that request with an error; other requests get
+the same tokens as without it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def is_bad(request: Request) -> bool:
 
 
 def fails_if(owner: Any, name: str, condition: Callable[..., bool]) -> Inject:
-    """Make a function raise where the condition holds for its arguments."""
+    """Make a function raise if the condition holds for its arguments."""
     original = getattr(owner, name)
 
     def maybe(*arguments: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The statistics line: what it says of an interval, and when there is one."""
+"""The statistics line: its content, and when it is logged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIXTEEN = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 
 
 class Clock:
-    """Seconds that a test moves on."""
+    """A clock that a test advances."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -112,7 +112,7 @@ def test_an_idle_engine_is_silent_after_one_last_line(
     engine: Engine, clock: Clock, lines: tuple[list[str], StatsLogger]
 ) -> None:
     told, log = lines
-    assert log.wait() is None, "nothing has happened, so no line is owed"
+    assert log.wait() is None, "without activity no line is due"
     clock.now += 50.0
     assert not log.tick()
     engine.add_request("a", [5] * 8, SIXTEEN)
@@ -128,7 +128,7 @@ def test_an_idle_engine_is_silent_after_one_last_line(
     steps(engine)
     clock.now += 10.0
     assert log.tick()
-    assert number_in(told[1], "Avg generation throughput") == 1.6, "the silence counts in the rate"
+    assert number_in(told[1], "Avg generation throughput") == 1.6, "the idle time counts in the rate"
     assert len(told) == 2
 
 
@@ -169,7 +169,7 @@ def test_llm_reports_a_run_shorter_than_the_interval(
     prompt = {"prompt_token_ids": [5] * 8}
     with caplog.at_level(logging.INFO, logger="pointsman.engine.stats"):
         llm.generate(prompt, SIXTEEN, use_tqdm=False)
-        assert "throughput" not in caplog.text, "a short run was told"
+        assert "throughput" not in caplog.text, "a short run was logged"
         monkeypatch.setattr("pointsman.engine.stats.SHORT_RUN", 0.0)
         llm.generate(prompt, SIXTEEN, use_tqdm=False)
     assert caplog.text.count("throughput: ") == 2  # of prompts and of generation, in one line

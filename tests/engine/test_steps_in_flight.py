@@ -1,4 +1,4 @@
-"""Several steps in flight: the same answers, whatever becomes of requests meanwhile, and nothing left behind."""
+"""Several steps in flight: equal outputs, also with aborts, stops and failures, and no leaks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def add_mixture(engine: Engine, *, structured: bool = True) -> None:
 
 
 def story(output: RequestOutput) -> tuple[Any, ...]:
-    """All that a caller sees of a request's end."""
+    """The final state of a request, as its caller sees it."""
     completion = output.outputs[0]
     logprobs = [
         {token: (round(entry.logprob, 3), entry.decoded_token) for token, entry in place.items()}
@@ -104,7 +104,7 @@ def test_aborts_at_any_time_do_not_affect_other_requests(
             name = choose.choice(sorted(live))
             output = engine.abort(name)
             assert output is not None and output.finish_reason == "abort"
-            assert output.token_ids == expected[name][1][: len(output.token_ids)], "what it had is right"
+            assert output.token_ids == expected[name][1][: len(output.token_ids)], "its tokens so far are right"
             live.discard(name)
         engine.scheduler.check_invariants()
     assert 5 < len(done) < len(expected) - 2
@@ -116,7 +116,7 @@ def test_aborts_at_any_time_do_not_affect_other_requests(
 def test_a_failed_step_voids_all_later_steps(
     loaded: LoadedModel, expected: dict[str, tuple[Any, ...]], when: str
 ) -> None:
-    """Before it has taken in the one ahead of it and scheduled others, and after that."""
+    """It fails before the update of the step before it, and after that update and the scheduling of others."""
     engine = make(loaded, 3)
     add_mixture(engine, structured=False)
     calls, run, outputs = iter(range(10**6)), engine.runner.run, {}
@@ -148,7 +148,7 @@ def test_a_failed_step_voids_all_later_steps(
 
 
 def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the engine does, as it does it."""
+    """Records the engine's actions in order."""
     events: list[str] = []
 
     def wrap(owner: Any, name: str) -> None:
@@ -184,7 +184,7 @@ def test_update_and_schedule_run_while_the_model_computes(loaded: LoadedModel, m
             + (["update"] if last else ["schedule", "prepare"])
         )
         end = events.index("run ends")
-        assert end == len(events) - 1 - 2 * last, "only the last step is taken in behind its end"
+        assert end == len(events) - 1 - 2 * last, "only the last step is updated after its end"
     assert not engine.has_unfinished_requests()
 
 
@@ -192,7 +192,7 @@ def test_update_and_schedule_run_while_the_model_computes(loaded: LoadedModel, m
 def test_any_part_of_a_step_may_be_postponed(
     loaded: LoadedModel, expected: dict[str, tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """Attention lasts for some of what there is to do, or for nothing."""
+    """Attention takes long enough for some of the parts, or for none."""
     choose, do_meanwhile = random.Random(seed), PagedBatch.do_meanwhile
 
     def some(batch: PagedBatch, _: Any) -> None:
@@ -207,7 +207,7 @@ def test_any_part_of_a_step_may_be_postponed(
 
 
 def test_without_a_waiting_moment_no_step_runs_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was not done while the model computed is done as with one step in flight."""
+    """Parts that were not done while the model computed are done as with one step in flight."""
     engine = make(wrap_model(build(FAMILIES["qwen3"](), seed=1), fuse=False), attention="torch")
     events = watch(engine, monkeypatch)
     engine.add_request("a", [3, 4, 5], GREEDY)
@@ -219,18 +219,18 @@ def test_without_a_waiting_moment_no_step_runs_ahead(monkeypatch: pytest.MonkeyP
 def test_outputs_are_delivered_before_the_current_step_ends(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A reader that is given every output at once has a token while the model computes the next."""
+    """A listener gets a token while the model computes the next one."""
     engine = make(loaded)
     events, seen = watch(engine, monkeypatch), []
     engine.on_output = lambda output: seen.append((len(output.token_ids), events[-1]))
     engine.add_request("a", [3, 4, 5], GREEDY)
-    assert [engine.step() for _ in range(8)] == [[]] * 8, "they were given already"
+    assert [engine.step() for _ in range(8)] == [[]] * 8, "they were delivered before"
     assert [count for count, _ in seen] == list(range(1, 9))
     assert {event for _, event in seen} == {"update ends"}
 
 
 def test_no_useless_step_is_scheduled(loaded: LoadedModel) -> None:
-    """Behind the last token of the last request, and behind a token that a grammar has yet to see."""
+    """No step after the last token of the last request, or after a token that a grammar must accept first."""
     for params in (GREEDY, SamplingParams(**TEXTS[3], max_tokens=12)):
         counts = []
         for steps in (1, 3):
@@ -323,7 +323,7 @@ def drain_one(engine: Engine, prompt: list[int], params: SamplingParams) -> Requ
 
 
 def test_a_call_interrupted_between_two_steps_is_repaired(loaded: LoadedModel) -> None:
-    """As by an interrupt behind the decision, during the handling of another one."""
+    """An interrupt arrives after the decision, while another one is handled."""
     engine = make(loaded, 3)
     engine.add_request("ref", [3, 4], GREEDY)
     tokens = drain(engine)["ref"].token_ids
@@ -376,7 +376,7 @@ def test_a_pause_completes_with_the_steps_in_flight(loaded: LoadedModel) -> None
     engine.add_request("a", [3, 4], GREEDY)
     engine.step()
     paused = engine.pause("keep")
-    assert not paused.done() and engine.has_runnable_requests(), "one step is under way"
+    assert not paused.done() and engine.has_runnable_requests(), "one step is in flight"
     assert [output.token_ids for output in engine.step()] == [tokens[:1], tokens[:2]], "its token is kept"
     assert paused.done() and not engine.has_runnable_requests()
     engine.resume()
@@ -393,7 +393,7 @@ def test_a_recording_replays(loaded: LoadedModel) -> None:
 
 
 def test_the_token_of_a_failed_row_affects_no_other_request(loaded: LoadedModel) -> None:
-    """It has a step in flight behind the one in which it failed, whose input is no real token."""
+    """A later step of the row is in flight, and its input is not a real token."""
     embedding = loaded.model.get_input_embeddings().weight
     saved = embedding[77].clone()
     engine = make(loaded)

@@ -1,4 +1,4 @@
-"""The number of threads: what is set stays, quotas are obeyed, small models get one."""
+"""The number of threads: the user's setting is kept, quotas are respected, small models get one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def eight_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[N
 def test_large_models_use_all_threads_and_small_models_one() -> None:
     assert threads.set_num_threads(None, LARGE) == 8
     assert threads.set_num_threads(None, LARGE - 1) == torch.get_num_threads() == 1
-    assert threads.set_num_threads(None, LARGE) == torch.get_num_threads() == 8, "a small model binds no later one"
+    assert threads.set_num_threads(None, LARGE) == torch.get_num_threads() == 8, (
+        "a small model does not limit a later one"
+    )
 
 
 def test_a_given_number_of_threads_is_used() -> None:
@@ -70,7 +72,7 @@ def test_without_a_control_group_there_is_no_quota(tmp_path: Path) -> None:
 
 
 def test_helpers_of_a_thread_end_and_come_back() -> None:
-    """OpenMP's helpers are threads of this process; the calling thread's are gone, and it computes as before."""
+    """OpenMP's helpers of the calling thread end, and the thread computes as before."""
     if threads.openmp_library() is None:
         pytest.skip("PyTorch does not compute with GNU's OpenMP here")
     torch.set_num_threads(4)

@@ -1,4 +1,4 @@
-"""Warming up: nothing is left to be made when the first request comes, and no trace of it is left in the engine."""
+"""Warm-up: the first request waits for nothing, and the engine keeps no trace of the warm-up."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def make(loaded: LoadedModel | str, **knobs: Any) -> Engine:
 
 
 def outputs(engine: Engine) -> dict[str, Any]:
-    """What requests of several kinds get."""
+    """The outputs of requests of several kinds."""
     for name, params in {
         "greedy": SamplingParams(temperature=0, max_tokens=8, ignore_eos=True),
         "drawn": SamplingParams(max_tokens=8, ignore_eos=True, top_p=0.9, top_k=30),
@@ -57,7 +57,7 @@ def outputs(engine: Engine) -> dict[str, Any]:
 
 
 def decisions(recording: io.StringIO) -> str:
-    """A recording without the time that each step took."""
+    """A recording without the times of steps."""
     return re.sub(r'"step_time":[^,]*,', "", recording.getvalue())
 
 
@@ -72,7 +72,7 @@ KNOBS: list[dict[str, Any]] = [
     {"num_draft_tokens": 40, "draft_table": ((1, 40), (4, 0)), "order": "priority", "max_num_seqs": 4},
     {"kv_cache_dtype": "bfloat16", "kv_offload_bytes": 2**20},
     {"max_model_len": 16, "block_size": 1},
-    {"max_model_len": 3, "num_blocks": 1},  # too short to rehearse anything in it
+    {"max_model_len": 3, "num_blocks": 1},  # too short for a warm-up
     {"enable_prefix_caching": False, "enable_chunked_prefill": False, "max_num_batched_tokens": 128},
     {"batching": "static", "watermark": 0.5, "max_num_active_seqs": 1},
 ]
@@ -80,8 +80,8 @@ KNOBS: list[dict[str, Any]] = [
 
 @pytest.fixture
 def drafts_ignore_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the search for drafts measures of steps and of itself differs from engine to engine: every step is searched,
-    and what a step costs is not observed."""
+    """Make the search for drafts independent of measured times: every step is searched, and step costs are not
+    observed."""
     monkeypatch.setattr(prompt_lookup, "SEARCH_SHARE", 1e9)
     monkeypatch.setattr(StepCost, "observe", lambda self, num_tokens, seconds: None)
 
@@ -157,7 +157,7 @@ def test_a_model_that_fails_is_an_error(loaded: LoadedModel, monkeypatch: pytest
         patch.setattr("pointsman.engine.model.forward.run_model", fail)
         with pytest.raises(EngineStepError, match="no such operation"):
             warm_up(engine)
-    assert outputs(engine) == outputs(make(loaded)), "the engine is as it was"
+    assert outputs(engine) == outputs(make(loaded)), "the engine is unchanged"
 
 
 def test_failures_of_some_warm_up_requests_are_logged(

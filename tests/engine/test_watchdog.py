@@ -1,4 +1,4 @@
-"""Requests without progress are told of: once for each stall in the log, and as a number."""
+"""Requests without progress are reported: once per stall in the log, and as a number."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def loaded() -> LoadedModel:
 
 
 class Watched:
-    """A scheduler with a watchdog, and a clock that is set by hand."""
+    """A scheduler with a watchdog, and a clock that tests set."""
 
     def __init__(self, seconds: float, **config: Any) -> None:
         self.host = Host(**config)
@@ -55,7 +55,7 @@ def test_a_stall_is_logged_once_and_counted_while_it_lasts(caplog: pytest.LogCap
     watched.look(4.0)
     watched.look(8.0)
     assert watched.dog.num_stalled == 1
-    assert len(caplog.records) == 2, "a stall of its own, for another reason"
+    assert len(caplog.records) == 2, "a separate stall, for another reason"
 
 
 def test_the_watchdog_checks_four_times_per_period(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +117,7 @@ def test_an_engine_logs_a_stalled_waiting_request(loaded: LoadedModel, caplog: p
 
 
 def test_an_idle_engine_is_watched_too(loaded: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
-    """A parked request, and nothing that runs: no step is scheduled, and the thread waits for messages."""
+    """The only request is parked: no step is scheduled, and the thread waits for messages."""
     inner = Engine(loaded, num_blocks=64, block_size=4, watchdog_seconds=0.2)
 
     async def check() -> None:

@@ -1,4 +1,5 @@
-"""AsyncEngine on the demo model, with real event loops: streams, refusals, every way to let go, failures, shutdown."""
+"""AsyncEngine on the demo model, with real event loops: streams, refusals, all ways to end a stream, failures,
+shutdown."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ also_with_two_steps_in_flight = pytest.mark.parametrize(
 
 
 def run(work: Coroutine[Any, Any, Answer], timeout: float = 60.0) -> Answer:
-    """In an event loop of its own; what hangs is a failure."""
+    """Run in a new event loop; a hang is a failure."""
 
     async def limited() -> Answer:
         async with asyncio.timeout(timeout):
@@ -78,7 +79,7 @@ async def last_of(stream: RequestStream) -> RequestOutput:
 
 
 async def settled(engine: AsyncEngine) -> None:
-    """Until the engine has handled what was sent to it and runs nothing; then no block may be in use."""
+    """Wait until the engine has handled all messages and is idle; then no block may be in use."""
     while await engine.call(Engine.has_unfinished_requests):
         await asyncio.sleep(0)
     await engine.call(lambda inner: inner.scheduler.check_invariants())
@@ -99,7 +100,7 @@ def test_outputs_come_at_the_stream_interval(make: Callable[..., AsyncEngine]) -
         engine = make(stream_interval=8)
         params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
         seen = [len(output.token_ids) async for output in engine.generate("class", params, "a")]
-        assert seen[-1] == 30 and set(seen) <= {1, 9, 17, 25, 30}, "a reader that is slow may miss some"
+        assert seen[-1] == 30 and set(seen) <= {1, 9, 17, 25, 30}, "a slow consumer may miss some"
 
     run(work())
 
@@ -151,7 +152,7 @@ def test_output_kinds_have_the_same_content(make: Callable[..., AsyncEngine]) ->
     so_far, new = by_kind[RequestOutputKind.CUMULATIVE], by_kind[RequestOutputKind.DELTA]
     (end,) = by_kind[RequestOutputKind.FINAL_ONLY]
     assert end.finished and len(end.token_ids) == 12
-    assert len(so_far) > 1 and len(new) > 1, "the tokens did not come one after the other"
+    assert len(so_far) > 1 and len(new) > 1, "the tokens did not come one by one"
     assert all(output.token_ids == end.token_ids[: len(output.token_ids)] for output in so_far)
     assert (so_far[-1].token_ids, so_far[-1].text) == (end.token_ids, end.text)
     assert [token for output in new for token in output.token_ids] == end.token_ids
@@ -169,7 +170,7 @@ def test_a_slow_consumer_gets_one_merged_snapshot(make: Callable[..., AsyncEngin
         outputs = []
         async for output in engine.generate([5, 6, 7], params):
             outputs.append(output)
-            if len(outputs) == 1:  # this loop stands still until the engine, asked from another loop, is done
+            if len(outputs) == 1:  # block this loop until the engine is done, as seen from another loop
                 other = threading.Thread(target=lambda: run(settled(engine)))
                 other.start()
                 other.join()
@@ -203,7 +204,7 @@ def test_two_event_loops_at_once(make: Callable[..., AsyncEngine]) -> None:
 
 @also_with_two_steps_in_flight
 def test_two_engines_share_a_loaded_model(make: Callable[..., AsyncEngine]) -> None:
-    """Each in its own thread, over its own KV pool: their steps take turns on the model."""
+    """Each has its own thread and KV pool; their steps alternate on the model."""
     left, right = make(max_num_seqs=3), make(max_num_seqs=5, block_size=8)
 
     async def answers(*engines: AsyncEngine) -> list[list[RequestOutput]]:
@@ -272,7 +273,7 @@ def test_used_ids_are_refused_and_finished_ids_are_free_at_once(make: Callable[.
         await first.start()
         with pytest.raises(DuplicateRequest):
             await anext(engine.generate([6], short, "a"))
-        assert not (await anext(first)).finished, "the refusal disturbed the stream that has the id"
+        assert not (await anext(first)).finished, "the refusal affected the stream with this id"
         assert await engine.abort("a")
         for _ in range(5):
             assert len((await last_of(engine.generate([6], short, "a"))).token_ids) == 2
@@ -496,7 +497,7 @@ def test_closing_a_loop_aborts_its_requests(make: Callable[..., AsyncEngine]) ->
     stream = engine.generate([5, 6], LONG)
     loop.run_until_complete(stream.start())
     loop.close()
-    run(settled(engine))  # the stream object still exists, but nobody can read it
+    run(settled(engine))  # the stream object still exists, but its loop is closed
     assert run(engine.stats()).scheduler.finished["abort"] == 1
     del stream
 
@@ -515,7 +516,7 @@ def test_a_closed_loop_is_noticed_without_new_outputs(make: Callable[..., AsyncE
 
 
 async def _one_of_many(engine: AsyncEngine, number: int, rng: random.Random) -> None:
-    """A request that ends in one of many ways, at a random moment."""
+    """A request that ends in one of many ways, at a random time."""
     params = SamplingParams(temperature=0, max_tokens=rng.randint(1, 16), ignore_eos=rng.random() < 0.5)
     stream = engine.generate(prompt_of(number), params)
     way = rng.choice(["read", "read", "cancel", "break", "abort", "forget"])
@@ -541,8 +542,8 @@ async def _one_of_many(engine: AsyncEngine, number: int, rng: random.Random) -> 
 
 
 async def _round(engine: AsyncEngine, num_requests: int, seed: int) -> None:
-    """Many requests, at most 100 at a time, in a pool that is too small for them; nothing may be left of them."""
-    before = _tracked()  # the report of a test that failed holds on to what it had
+    """Many requests, at most 100 at a time, in a pool that is too small for them; they may leak nothing."""
+    before = _tracked()  # the report of a failed test keeps references to its objects
     rng = random.Random(seed)
     seats = asyncio.Semaphore(100)
 
@@ -558,7 +559,7 @@ async def _round(engine: AsyncEngine, num_requests: int, seed: int) -> None:
 
 
 def _forget_last_output(engine: Engine) -> None:
-    """It is kept for displays, and names the last requests that ended."""
+    """Drop the last output, which is kept for displays and refers to the last finished requests."""
     engine.steps.last_output = None
 
 
@@ -598,14 +599,14 @@ def test_three_thousand_random_cancellations_leak_nothing(make: Callable[..., As
         return resident
 
     resident = run(rounds(), timeout=600)
-    assert resident[-1] - resident[-3] < 4.0, f"memory grows from round to round: {resident} MiB"
+    assert resident[-1] - resident[-3] < 4.0, f"memory grows with each round: {resident} MiB"
 
 
 # ------------------------------------------------------------------------------------------------------- failures
 
 
 class FailingForward:
-    """Makes a model's forward raise, from now on or a number of times."""
+    """Makes a model's forward raise, always or a number of times."""
 
     def __init__(self, model: Any, error: BaseException, times: int | None = None) -> None:
         self.times = times
@@ -677,7 +678,7 @@ def test_a_failure_reaches_a_request_that_is_being_added(make: Callable[..., Asy
         await first.start()
         with FailingForward(loaded.model, RuntimeError("out of memory"), times=0) as failing:
             held = asyncio.create_task(engine.call(lambda _: gate.wait(30)))
-            await asyncio.sleep(0.05)  # while the thread is held, three messages gather, to be handled in one go
+            await asyncio.sleep(0.05)  # while the thread is blocked, three messages arrive, to be handled together
             failed = asyncio.create_task(engine.call(lambda _: setattr(failing, "times", None)))
             await asyncio.sleep(0)
             await first.aclose()
@@ -701,7 +702,7 @@ def test_a_failed_step_is_retried_up_to_the_limit(make: Callable[..., AsyncEngin
         stream = engine.generate("The import statement", params)
         with FailingForward(loaded.model, RuntimeError("a hiccup"), times=2) as failing:
             await anext(stream)
-            failing.times = 2  # failures count in a row: a step between them forgives
+            failing.times = 2  # consecutive failures count: a successful step resets the number
             assert (await last_of(stream)).token_ids == expected
         engine.check_health()
         assert (await engine.stats()).scheduler.num_failed_steps == 4
@@ -927,7 +928,7 @@ def test_an_idle_engine_neither_spins_nor_sleeps_through_a_call(make: Callable[.
 
     busy, wait = run(idle())
     assert busy < 0.1, "the idle engine used CPU time"
-    assert wait < 0.02, "a call waited for something"
+    assert wait < 0.02, "a call had to wait"
 
 
 @pytest.mark.parametrize("interval", [float("inf"), 1e10])
@@ -1001,7 +1002,7 @@ def test_knobs_are_checked(loaded: LoadedModel, knobs: dict[str, Any]) -> None:
 
 
 def test_prompts_are_tokenized_beside_the_detokenizer(make: Callable[..., AsyncEngine]) -> None:
-    """Both threads use one tokenizer object; neither may disturb the other."""
+    """Both threads use one tokenizer object without affecting each other."""
     engine = make()
     text = " ".join(WORDS * 20)
 

@@ -1,4 +1,4 @@
-"""Prompts in parts on a real model: the answer is that of the whole prompt, whatever came when."""
+"""Prompts in parts on a real model: the output equals that of the whole prompt, whenever the parts arrive."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def whole(loaded: LoadedModel, params: SamplingParams = GREEDY) -> list[int]:
 
 
 def run_out(engine: Engine) -> dict[str, Any]:
-    """Step while there is anything to run; the last outputs."""
+    """Step while any request is runnable; return the last outputs."""
     ended = {}
     while engine.has_runnable_requests():
         ended |= {one.request_id: one for one in engine.step() if one.finished}
@@ -78,7 +78,7 @@ def test_the_last_part_may_be_empty(loaded: LoadedModel) -> None:
 
 
 def test_requests_waiting_for_input_share_a_small_pool(loaded: LoadedModel) -> None:
-    """What the waiting ones computed is evicted meanwhile; the answers are the same."""
+    """The KV of waiting requests is evicted meanwhile; the outputs are equal."""
     expected = whole(loaded)
     engine = Engine(loaded, **{**KNOBS, "num_blocks": 12, "max_model_len": 48})
     for number in range(5):
@@ -145,7 +145,7 @@ def test_structured_output_after_a_prompt_in_parts(early: bool) -> None:
 
 
 def run_out_with_grammars(engine: Engine) -> dict[str, Any]:
-    """As `run_out`, and wait for grammars."""
+    """Like `run_out`, but wait for grammars."""
     ended = {}
     while engine.has_unfinished_requests():
         ended |= {one.request_id: one for one in engine.step() if one.finished}
@@ -170,7 +170,7 @@ def test_a_request_may_end_between_its_parts(loaded: LoadedModel) -> None:
     assert aborted is not None and aborted.finish_reason == "abort"
     for now[0] in (10.0, 30.0, 59.0):
         engine.step()
-    assert engine.watchdog is not None and engine.watchdog.num_stalled == 0, "it is its caller whom it waits for"
+    assert engine.watchdog is not None and engine.watchdog.num_stalled == 0, "it waits for its caller"
     now[0] = 61.0
     (output,) = engine.end_overdue()
     assert (output.request_id, output.finish_reason, output.token_ids) == ("late", "deadline", [])
@@ -223,7 +223,7 @@ def test_an_iterator_of_parts_is_a_prompt(loaded: LoadedModel) -> None:
 
 @pytest.mark.parametrize("caching", [True, False])
 def test_many_prompts_in_parts_share_a_pool_for_one_of_them(loaded: LoadedModel, caching: bool) -> None:
-    """Memory runs out again and again, and nobody waits for one who waits."""
+    """Blocks run out repeatedly, and no request waits for another waiting one."""
     prompts = [[number + 1, *PROMPT] for number in range(8)]
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     knobs = {**KNOBS, "num_blocks": 12, "max_model_len": 44, "max_num_seqs": 8, "enable_prefix_caching": caching}

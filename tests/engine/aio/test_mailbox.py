@@ -1,4 +1,4 @@
-"""Mailboxes between a thread and event loops: the newest snapshot arrives, whatever the reader does meanwhile."""
+"""Mailboxes between a thread and event loops: the newest snapshot arrives, whatever the consumer does meanwhile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pointsman.engine.outputs.request_output import RequestOutput, Transcript
 
 
 class Writer:
-    """A request whose snapshots a test makes."""
+    """A request with snapshots made by a test."""
 
     def __init__(self, port: LoopPort) -> None:
         self.mailbox = LoopMailbox(port)
@@ -35,7 +35,7 @@ def with_port(test: Callable[[LoopPort], Awaitable[None]]) -> None:
 
 
 def in_thread(work: Callable[[], object]) -> None:
-    """Do it elsewhere while this thread, and its loop, stand still."""
+    """Run a function in another thread while this thread and its loop are blocked."""
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
@@ -70,7 +70,7 @@ def test_a_blocked_loop_finds_one_callback_and_the_newest_snapshots(monkeypatch:
 
 
 def test_a_concurrent_consumer_never_misses_the_last_snapshot() -> None:
-    """Over and over, a last snapshot that comes at any moment of the reading."""
+    """Repeatedly, a last snapshot arrives at an arbitrary time of the read."""
 
     async def test(port: LoopPort) -> None:
         for _ in range(300):

@@ -1,4 +1,4 @@
-"""A waiter: what wakes a task does, and nothing else; a task that gives up leaves it as it was."""
+"""Waiter: only `wake` wakes a task, and a cancelled task leaves it unchanged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def with_waiter(test: Callable[[Waiter], Awaitable[None]]) -> None:
 
 
 async def turns() -> None:
-    """Let all others do what they can."""
+    """Let all other tasks run."""
     for _ in range(5):
         await asyncio.sleep(0)
 
@@ -34,13 +34,13 @@ def test_a_waiting_task_is_woken_and_may_wait_again() -> None:
                 await waiter.wait()
                 num_woken += 1
 
-        waiter.wake()  # nobody waits: forgotten
+        waiter.wake()  # no task waits: no effect
         task = asyncio.ensure_future(work())
         await turns()
         assert num_woken == 0
         for expected in (1, 2, 3):
             waiter.wake()
-            waiter.wake()  # the same news
+            waiter.wake()  # a second wake for the same event
             await turns()
             assert num_woken == expected
         await task

@@ -1,4 +1,4 @@
-"""What drafts are worth: odds from what came, costs from steps that were timed, and the choice between them."""
+"""The number of drafts: odds from observed tokens, costs from timed steps, and the choice."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def test_odds_follow_the_observed_tokens() -> None:
     odds = Odds()
     before = odds.chances([1, 2, 5], 3)
     assert before.shape == (3, 3)
-    assert (np.diff(before, axis=1) < 0).all(), "further ahead is less sure"
-    assert (np.diff(before[:, 0]) > 0).all(), "a longer match is surer"
+    assert (np.diff(before, axis=1) < 0).all(), "later tokens are less likely"
+    assert (np.diff(before[:, 0]) > 0).all(), "longer matches are more likely to continue"
     odds.note([2, -2] * 50 + [3] * 100)
     chances = odds.chances([2, 3], 2)
     assert chances[0, 0] == pytest.approx(0.5, abs=0.02)
     assert chances[1, 0] > 0.97
-    assert chances[0, 1] == pytest.approx(chances[0, 0] * chances[1, 0]), "the second comes behind a longer match"
+    assert chances[0, 1] == pytest.approx(chances[0, 0] * chances[1, 0]), "the second token follows a longer match"
 
 
 def test_odds_of_long_matches_start_at_those_of_short_ones() -> None:
@@ -39,7 +39,7 @@ def test_odds_of_long_matches_start_at_those_of_short_ones() -> None:
     assert after[4] < 0.25 < before[4] / 2, "no match of 4 tokens was seen"
     assert (np.diff(after[3:]) > 0).all()
     odds.note([4] * 100)
-    assert odds.by_length()[4] > 0.9, "what is seen counts for more"
+    assert odds.by_length()[4] > 0.9, "observations outweigh the prior"
 
 
 def test_max_gain_is_an_upper_bound_of_the_gain() -> None:
@@ -97,18 +97,18 @@ def test_a_single_slow_step_hardly_changes_the_cost() -> None:
     assert cost.between(9, 9)[0] < 1.2 * 2.9
     for _ in range(200):
         cost.observe(1, 5.0)
-    assert cost.between(1, 1)[0] == pytest.approx(5.0, rel=0.05), "but what lasts is"
+    assert cost.between(1, 1)[0] == pytest.approx(5.0, rel=0.05), "but a lasting change is"
 
 
 def test_likely_drafts_are_chosen_where_tokens_cost_little() -> None:
     chances = np.array([[0.9, 0.8, 0.7], [0.1, 0.05, 0.01]])
-    assert best_counts(chances, 2, line(2.0, 0.005)).tolist() == [3, 2], "they cost next to nothing"
+    assert best_counts(chances, 2, line(2.0, 0.005)).tolist() == [3, 2], "drafts cost next to nothing"
     assert best_counts(chances, 2, line(1.0, 0.2)).tolist() == [3, 0]
-    assert best_counts(chances, 2, line(0.0, 1.0)).tolist() == [0, 0], "each costs as much as a step"
+    assert best_counts(chances, 2, line(0.0, 1.0)).tolist() == [0, 0], "a draft costs a whole step"
 
 
 def test_best_counts_is_the_best_choice() -> None:
-    """Compared with every number of drafts, taken in the order of their chances."""
+    """Compare with every number of drafts, in the order of their chances."""
     rng = np.random.default_rng(1)
     seen = set()
     for _ in range(200):

@@ -1,4 +1,4 @@
-"""Trails: where a request's tokens have been before, and what that makes expect."""
+"""NgramLookup: earlier occurrences of a request's tokens, and the expected continuation."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def lookup_of(tokens: list[int], min_ngram: int = 1, max_ngram: int = 3) -> Ngra
     [
         ([1, 2, 3, 4, 1, 2, 3], [4, 1, 2]),
         ([7, 2, 9, 1, 2, 8, 1, 2], [8, 1, 2]),
-        ([1, 2, 8, 5, 2, 9, 1, 2], [8, 5, 2]),  # the longer suffix counts
-        ([5, 2, 6, 2, 7, 2], [7, 2, 7]),  # the last of several places; behind the end it goes round
+        ([1, 2, 8, 5, 2, 9, 1, 2], [8, 5, 2]),  # the longer suffix is used
+        ([5, 2, 6, 2, 7, 2], [7, 2, 7]),  # the last of several places; behind the end it repeats
         ([1, 1, 1, 1], [1, 1, 1]),
         ([4, 5, 4, 5, 4], [5, 4, 5]),
     ],
@@ -41,7 +41,7 @@ def test_a_suffix_must_be_long_enough() -> None:
     tokens = [5, 2, 6, 1, 2]
     assert lookup_of(tokens, 2, 3).length == 0
     assert look_up(np.array(tokens, dtype=np.int32), 1, 3) == (2, 1)
-    assert look_up(np.array([9, 1, 2, 7, 9, 1, 2], dtype=np.int32), 2, 2) == (3, 2), "no longer one is looked for"
+    assert look_up(np.array([9, 1, 2, 7, 9, 1, 2], dtype=np.int32), 2, 2) == (3, 2), "longer suffixes are not looked up"
 
 
 def test_the_place_advances_while_expected_tokens_come() -> None:
@@ -59,7 +59,7 @@ def test_the_place_advances_while_expected_tokens_come() -> None:
 
 @pytest.mark.parametrize(("min_ngram", "max_ngram"), [(1, 1), (1, 4), (2, 5), (3, 3), (4, 6)])
 def test_appending_tokens_singly_equals_all_at_once(min_ngram: int, max_ngram: int) -> None:
-    """The filter lets nothing through that is not there, and hides nothing that is; also when it is made anew."""
+    """The filter has no false negatives and its false positives change no result, also after it is rebuilt."""
     rng = np.random.default_rng(min_ngram * 10 + max_ngram)
     tokens = rng.integers(0, 5, size=40).tolist()
     one = lookup_of(tokens, min_ngram, max_ngram)
@@ -87,7 +87,7 @@ def test_appending_tokens_singly_equals_all_at_once(min_ngram: int, max_ngram: i
 
 
 def test_new_ngrams_are_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A filter eight times as large as the trail stops most tokens that were in no such n-gram."""
+    """A filter with eight bytes per token stops most new n-grams."""
     calls = 0
 
     def counted(*arguments: Any) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Speculation in the engine: the same answers in fewer steps, and a distribution that drafts do not change."""
+"""Speculative decoding in the engine: equal outputs in fewer steps, and an unchanged distribution."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run(engine: Engine, params: list[SamplingParams], prompts: list[list[int]]) 
 
 
 def story(output: RequestOutput) -> tuple[Any, ...]:
-    """All that a caller sees of a request's end."""
+    """The final state of a request, as its caller sees it."""
     sample = output.outputs[0]
     logprobs = [{token: round(entry.logprob, 3) for token, entry in place.items()} for place in sample.logprobs or ()]
     return sample.token_ids, sample.text, sample.finish_reason, sample.stop_reason, logprobs
@@ -56,7 +56,7 @@ def prompts_of(count: int) -> list[list[int]]:
 
 
 class Oracle(PromptLookup):
-    """Proposes what the request got in a run without drafts, wrong from every fourth token on."""
+    """Proposes the tokens of a run without drafts, wrong from every fourth token on."""
 
     answers: dict[str, list[int]]
 
@@ -147,14 +147,14 @@ def test_a_delta_has_all_tokens_of_its_step(loaded: LoadedModel) -> None:
 
 
 def test_drafts_do_not_change_the_distribution() -> None:
-    """Chi-square: 4,000 draws at two positions over four tokens, with a draft that is right about as often as not."""
+    """Chi-square: 4,000 draws at two positions over four tokens, with a draft that is right about half the time."""
     rng = np.random.default_rng(0)
     first, second = np.array([0.5, 0.3, 0.15, 0.05]), {0: [0.1, 0.6, 0.2, 0.1], 1: [0.7, 0.1, 0.1, 0.1]}
     pairs: dict[tuple[int, ...], int] = {}
     num_draws = 4000
     for _ in range(num_draws):
         draft = 1
-        drawn = [int(rng.choice(4, p=first)), int(rng.choice(4, p=second[1]))]  # behind the draft, as if it were right
+        drawn = [int(rng.choice(4, p=first)), int(rng.choice(4, p=second[1]))]  # conditioned on a correct draft
         one = Verification(
             rows=np.array([0]), counts=np.array([2]), starts=np.array([0]), sampling=np.array([0, 0]),
             behind=np.array([1, 0]), drafts=np.array([draft]),
@@ -170,7 +170,7 @@ def test_drafts_do_not_change_the_distribution() -> None:
 
 
 def test_the_sampled_distribution_of_an_engine_is_the_same_with_drafts(loaded: LoadedModel) -> None:
-    """Chi-square over the tokens that two engines sample at the second position, with other seeds each."""
+    """Chi-square over the tokens that two engines sample at the second position, with different seeds."""
     allowed = [40, 41, 42]
     prompt = [40, 41, 42, 40, 41, 42, 40]
     counts = []
@@ -212,7 +212,7 @@ def test_knobs_are_checked(loaded: LoadedModel, knobs: dict[str, Any], message: 
 
 
 def test_wrong_drafts_cease(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever steps cost: once the odds are below 1 %, five drafts cannot bring 5 %."""
+    """At any cost of steps: with odds below 1 %, five drafts cannot gain 5 %."""
     wrong = loaded.vocab_size - 1
     monkeypatch.setattr(NgramLookup, "expected", lambda self, count: [wrong] * count)
     monkeypatch.setattr(ngram_lookup, "look_up", lambda *_: (0, 2))  # the first token, which never comes again
@@ -249,7 +249,7 @@ def searched() -> Iterator[list[int]]:
 def test_searches_without_result_become_rare(
     loaded: LoadedModel, searched: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And an accepted draft makes every step one with a search."""
+    """An accepted draft makes every step search again."""
     monkeypatch.setattr(prompt_lookup, "SEARCH_SHARE", 0.0)  # as if steps took no time
     engine = make(loaded, 4)
     engine.add_request("a", list(range(3, 40)), SamplingParams(temperature=1.0, seed=1, max_tokens=60, ignore_eos=True))
@@ -281,7 +281,7 @@ def test_every_step_is_searched_where_steps_take_long(
 
 
 def test_a_lookup_follows_a_request_that_loses_its_row(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is expected, it is from a place where the request's newest tokens stand."""
+    """The expected tokens follow an earlier occurrence of the request's newest tokens."""
     checked = 0
     propose = PromptLookup.propose
 

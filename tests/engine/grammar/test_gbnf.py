@@ -1,4 +1,4 @@
-"""Grammars as llama.cpp writes them: each escape has a fixed length, and rules without an end are left out."""
+"""Grammars in llama.cpp's format: each escape has a fixed length, and endless rules are left out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiling grammars with a real process: limits, failures, cancellation, and what is kept."""
+"""Compiling grammars with a real process: limits, failures, cancellation, and caching."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def make(tokenizer: Any) -> Iterator[Callable[..., GrammarCompiler]]:
 
 @pytest.fixture(scope="module")
 def shared(tokenizer: Any) -> Iterator[GrammarCompiler]:
-    """For tests that do no harm to it; with short limits."""
+    """A compiler with short limits, for tests that do not break it."""
     compiler = GrammarCompiler(tokenizer, VOCAB_SIZE, (EOS,), limits=GrammarLimits(timeout=2.0))
     yield compiler
     compiler.close()
@@ -82,7 +82,7 @@ def outcome(compiler: GrammarCompiler, **options: Any) -> CompiledGrammar | Gram
 
 
 def allowed_at_first(grammar: CompiledGrammar) -> bytes:
-    """The bytes that a text may begin with."""
+    """The bytes with which a text may begin."""
     bitmask = xgrammar.allocate_token_bitmask(1, VOCAB_SIZE)
     xgrammar.GrammarMatcher(grammar.compiled).fill_next_token_bitmask(bitmask)
     tokens = grammar.vocabulary.tokens
@@ -153,7 +153,7 @@ def test_a_hopeless_grammar_ends_without_delaying_others(shared: GrammarCompiler
 
 
 def slow_schema(number: int) -> dict[str, Any]:
-    """A schema that takes much longer to compile than it may: a thousand properties that may be there or not."""
+    """A schema that takes much longer to compile than the limit: it has a thousand optional properties."""
     return {
         "type": "object",
         "properties": {f"p{number}_{at}": {"enum": [f"v{at}", f"w{at}"]} for at in range(1000)},
@@ -168,10 +168,10 @@ def test_each_hopeless_grammar_delays_others_by_one_slice(make: Callable[..., Gr
     for request in hopeless:
         compiler.add(request)
     started = time.monotonic()
-    for number in range(4):  # at once, and while the slow ones have their turn
+    for number in range(4):  # at once, and while the slow ones are compiled
         grammar = outcome(compiler, choice=["yes", f"no{number}"])
         assert isinstance(grammar, CompiledGrammar)
-        # Four slices, with room for a busy machine; without them, the time limits of the slow ones as well.
+        # Four slices, with a margin for a busy machine; without slices, also the time limits of the slow ones.
         assert time.monotonic() - started < 4 * FIRST_SLICE + 5.0
     assert compiler.num_waiting == 6
     for request in hopeless:
@@ -208,7 +208,7 @@ def test_the_queue_of_new_grammars_is_bounded(
         "try again later"
     )
     assert {request for request, _ in take(compiler, 3)} == set(accepted)
-    assert isinstance(outcome(compiler, regex="late"), CompiledGrammar)  # the refusal was not kept
+    assert isinstance(outcome(compiler, regex="late"), CompiledGrammar)  # the refusal was not cached
     for request in hopeless:
         compiler.forget(request)
 
@@ -242,7 +242,7 @@ def test_a_failure_is_cached_for_a_while(shared: GrammarCompiler) -> None:
 
 
 def test_memory_is_limited(make: Callable[..., GrammarCompiler], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_process, "subprocess", subprocess)  # what is forked has its parent's memory to use up
+    monkeypatch.setattr(grammar_process, "subprocess", subprocess)  # a forked child would inherit its parent's memory
     compiler = make(memory=16 * 1024**2, timeout=30.0)
     error = outcome(compiler, grammar=HOPELESS)
     assert isinstance(error, GrammarError)

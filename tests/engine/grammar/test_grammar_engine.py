@@ -1,4 +1,4 @@
-"""Structured output in an engine: the text is what was asked for, whatever runs beside it, and failures stay alone."""
+"""Structured output in an engine: texts conform, independent of other requests, and failures are isolated."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def demo() -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def tiny(demo: LoadedModel) -> LoadedModel:
-    """Random weights: it has no idea of JSON, and asks for tokens that do not exist."""
+    """A model with random weights, which knows no JSON and prefers tokens that do not exist."""
     options = {**HEAD16, "vocab_size": PADDED_VOCAB_SIZE, "eos_token_id": 0, "max_position_embeddings": 4096}
     return wrap_model(build(Family("qwen3", "", options)(), seed=3), tokenizer=demo.tokenizer)
 
@@ -69,7 +69,7 @@ def compiler_for(loaded: LoadedModel, **limits: Any) -> GrammarCompiler:
 
 @pytest.fixture(scope="module")
 def demo_compiler(demo: LoadedModel) -> Iterator[GrammarCompiler]:
-    """One process for many engines, which takes some seconds to start."""
+    """One process for many engines, because it takes some seconds to start."""
     compiler = compiler_for(demo)
     yield compiler
     compiler.close()
@@ -111,7 +111,7 @@ def generate(llm: LLM, params: SamplingParams | Sequence[SamplingParams], prompt
 
 
 def complete(outputs: list[RequestOutput], least: float = 0.9) -> list[int]:
-    """Which of them came to an end of their own; the others ran out of tokens."""
+    """The requests that ended by their grammar; the others reached max_tokens."""
     found = [index for index, output in enumerate(outputs) if output.finish_reason == "stop"]
     assert {output.finish_reason for output in outputs} <= {"stop", "length"}
     assert len(found) >= least * len(outputs)
@@ -147,7 +147,7 @@ def test_any_json_object(llm: LLM) -> None:
 
 
 def test_whitespace_is_limited(tiny: LoadedModel, tiny_compiler: GrammarCompiler) -> None:
-    """A random model asks for whitespace wherever it may."""
+    """A random model generates whitespace wherever it is allowed."""
     schema = {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]}
     outputs = generate(llm_with(tiny, tiny_compiler), [structured(i, json=schema, max_tokens=100) for i in range(20)])
     assert [json.loads(output.text) for output in outputs] == [{"a": None}] * 20
@@ -204,7 +204,7 @@ def test_the_output_conforms_to_the_grammar(llm: LLM) -> None:
         assert re.fullmatch(r"[0-9+*() ]+", text)
 
 
-# -------------------------------------------------------------------------------- equal tokens, whatever runs beside
+# ------------------------------------------------------------------------- equal tokens beside any other requests
 
 MIX: tuple[dict[str, Any], ...] = (
     {"json": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9999}, "maxItems": 12}},
@@ -216,7 +216,7 @@ MIX: tuple[dict[str, Any], ...] = (
 
 
 def mixed_params(count: int) -> list[SamplingParams]:
-    """Structured and free ones, greedy and random."""
+    """Structured and free requests, greedy and random."""
     params = [structured(i, (0.0, 1.0)[i % 2], 64, **MIX[i % len(MIX)]) for i in range(count)]
     params[3::4] = [replace(one, structured_outputs=None) for one in params[3::4]]
     return params
@@ -291,7 +291,7 @@ def test_eos_is_found_among_padded_logits(tiny: LoadedModel, tiny_compiler: Gram
 
 
 def test_masks_depend_on_the_tokens_alone(demo: LoadedModel, demo_compiler: GrammarCompiler) -> None:
-    """Asked for a place again, after later ones, a grammar says what it said before."""
+    """Rewound to an earlier position, a grammar gives the same mask again."""
     params = structured(regex="ab(cd|ef){2}", max_tokens=30)
     output_ids = [token_id for text in ("a", "b", "c", "d", "e", "f") for token_id in demo.tokenizer(text)["input_ids"]]
     request = Request("r", [5, 6], arrival_time=0.0, max_tokens=30, eos_token_ids=(0,), metadata=params)
@@ -310,7 +310,7 @@ def test_masks_depend_on_the_tokens_alone(demo: LoadedModel, demo_compiler: Gram
 
     first = [allowed(count) for count in range(len(output_ids) + 1)]
     assert all(token_id in allowed for token_id, allowed in zip(output_ids, first, strict=False))
-    assert first[-1] == [0]  # complete: nothing but EOS
+    assert first[-1] == [0]  # complete: only EOS
     for count in (3, 5, 0, 6, 1):
         assert allowed(count) == first[count]
 
@@ -348,7 +348,7 @@ def test_stop_strings_and_stop_tokens_end_a_text_early(llm: LLM) -> None:
 
 
 def test_logprobs_are_taken_before_masking(llm: LLM) -> None:
-    """They are taken before anything is masked."""
+    """Log probabilities are taken before masking."""
     (output,) = generate(llm, structured(temperature=0.0, choice=["\u00e9\u00e9"], logprobs=1))
     entries = output.outputs[0].logprobs
     assert entries is not None
@@ -364,7 +364,7 @@ def test_parked_requests_hold_no_blocks_and_keep_their_places(demo: LoadedModel)
     wait_until(lambda: engine.grammars.pid is not None)
     pid = engine.grammars.pid
     assert pid is not None
-    os.kill(pid, signal.SIGSTOP)  # so that the grammar is not there before it is needed
+    os.kill(pid, signal.SIGSTOP)  # so that the grammar is not ready before it is needed
     free = SamplingParams(max_tokens=6, ignore_eos=True)
     engine.add_request("structured", PROMPT, structured(choice=["a"]), arrival_time=1.0)
     engine.add_request("first", PROMPT, free, arrival_time=2.0)
@@ -415,7 +415,7 @@ def test_a_grammar_failure_ends_one_request_only(demo: LoadedModel) -> None:
 
 
 def test_a_grammar_that_becomes_slow_ends_its_request(llm: LLM) -> None:
-    """Its texts can be read in more ways with every token, which no trial of some tokens shows."""
+    """Its texts become more ambiguous with every token, which a short trial does not show."""
     params = [
         structured(grammar='root ::= root root | "a"', min_tokens=600, max_tokens=600),
         SamplingParams(max_tokens=600, ignore_eos=True),
@@ -470,7 +470,7 @@ def test_async_engine_waits_for_grammars_and_reports_failures(demo: LoadedModel)
             slow, wrong = await failures
             assert isinstance(slow, GrammarError) and isinstance(wrong, GrammarError)
             assert "cannot be used" in str(wrong)
-            with pytest.raises(GrammarError):  # whoever reads it instead of starting it
+            with pytest.raises(GrammarError):  # for the task that reads it
                 async for _ in engine.generate(PROMPT, structured(regex="(")):
                     pass
             await check_letting_go(engine)

@@ -1,4 +1,4 @@
-"""How tenants share the compiler: turns, bounds by tenant, and a grammar that several wait for."""
+"""Sharing of the compiler among tenants: fair order, limits per tenant, and grammars of several tenants."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Process:
         return CompiledGrammar(None, None, 1, GrammarLimits())  # type: ignore[arg-type]  # never used
 
     def release(self, *expressions: str) -> None:
-        """Compile these when their turn comes, or now."""
+        """Let these jobs finish compiling, now or when they are taken."""
         self._released.update(expressions)
 
     def close(self) -> None:
@@ -69,12 +69,12 @@ class Compiler:
         return request
 
     def begun(self, *expressions: str) -> bool:
-        """Wait until these, in any order, are what was begun in all; whether nothing else was."""
+        """Wait until exactly these jobs were begun, in any order; return whether no other was."""
         wait_until(lambda: len(self.process.order) >= len(expressions))
         return sorted(self.process.order) == sorted(expressions)
 
     def take(self, count: int) -> dict[Request, Outcome]:
-        """That many requests, with their outcomes."""
+        """Take this many requests, with their outcomes."""
         found: dict[Request, Outcome] = {}
 
         def has_all() -> bool:
@@ -158,12 +158,12 @@ def test_a_grammar_of_two_tenants_is_compiled_once(shared: Callable[..., Compile
     for number in range(20):
         one.add("a", f"a{number}")
     assert one.begun("a0", "a1")
-    first = one.add("a", "both")  # behind all the others
+    first = one.add("a", "both")  # after all the others
     second = one.add("b", "both")
     one.process.release("both")
     assert set(one.take(2)) == {first, second}
     assert sorted(one.process.order) == ["a0", "a1", "both"]
-    for number in range(10):  # and the place in the queue of the other is free
+    for number in range(10):  # its place in the other tenant's queue is free again
         one.add("a", f"more {number}")
     assert not one.compiler.take()
 
@@ -183,11 +183,11 @@ def test_a_grammar_of_two_tenants_outlives_the_first_tenant(shared: Callable[...
 def test_a_full_queue_refuses_its_own_tenant_only(shared: Callable[..., Compiler]) -> None:
     one = shared(MAX_SLOW_WAITING=1)
     one.add("a", f"{SLOW} 0")
-    wait_until(lambda: len(one.process.order) == 2)  # it has the slow thread
+    wait_until(lambda: len(one.process.order) == 2)  # it occupies the slow thread
     one.add("a", f"{SLOW} 1")
     wait_until(lambda: len(one.process.order) == 3)
     one.process.release(f"{SLOW} 2")
-    with one.compiler._worker.lock:  # both before it has its slice
+    with one.compiler._worker.lock:  # add both before its slice begins
         mine, theirs = one.add("a", f"{SLOW} 2"), one.add("b", f"{SLOW} 2")
     found = one.take(2)
     assert isinstance(found[mine], GrammarQueueFullError) and isinstance(found[theirs], CompiledGrammar)

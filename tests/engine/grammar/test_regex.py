@@ -1,4 +1,4 @@
-"""Regular expressions mean what they mean in every dialect, or are refused."""
+"""Regular expressions have the meaning of every dialect, or are refused."""
 
 from __future__ import annotations
 
@@ -140,4 +140,4 @@ def test_the_longest_expressions_are_read_in_a_second(unit: str) -> None:
         read_regex(expression)
     except Unreadable as error:
         assert len(str(error)) < 200
-    assert time.thread_time() - started < 3.0  # a fifth of that here; what was quadratic would take minutes
+    assert time.thread_time() - started < 3.0  # takes a fifth of that here; quadratic time would be minutes

@@ -1,4 +1,4 @@
-"""JSON schemas under a grammar: every letter, every pointer, and numbers that end."""
+"""JSON schemas as grammars: letters, pointers, and bounded numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV events on the wire: our own subscriber, and vLLM's decoder, read what an engine publishes."""
+"""KV events on the wire: our own subscriber and vLLM's decoder read an engine's messages."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def publisher() -> Iterator[KVEventsPublisher]:
 
 
 def replayed(publisher: KVEventsPublisher, count: int, first: int = 0) -> list[tuple[int, bytes]]:
-    """Ask the replay socket for messages from `first` on, until there are `count`: their numbers and payloads."""
+    """Request messages from `first` on from the replay socket until there are `count`; return numbers and payloads."""
     assert publisher.replay_endpoint is not None
     deadline = time.monotonic() + 10
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
@@ -77,7 +77,7 @@ def test_messages_reach_a_subscriber_in_order(publisher: KVEventsPublisher) -> N
         socket.connect(publisher.endpoint)
         socket.subscribe("kv@")
         received: list[list[bytes]] = []
-        for _ in range(100):  # what is sent before the subscription has arrived is lost to it
+        for _ in range(100):  # messages sent before the subscription are lost
             publisher.publish([AllBlocksCleared()])
             while socket.poll(50):
                 received.append(socket.recv_multipart())
@@ -124,7 +124,7 @@ def test_a_connecting_publisher_warns_that_routers_connect_too(
 
 
 def test_the_publisher_can_bind_to_the_local_machine_only(caplog: pytest.LogCaptureFixture) -> None:
-    """With vLLM's rule, only an address with * or :: is bound; the one of IPv6 is private, too."""
+    """By vLLM's rule, only an address with * or :: is bound; the IPv6 address is local, too."""
     config = KVEventsConfig(endpoint=f"tcp://[::1]:{free_port()}")
     publisher = KVEventsPublisher(config, block_size=2)
     with zmq.Context() as context, context.socket(zmq.SUB) as socket:
@@ -142,7 +142,7 @@ def test_the_publisher_can_bind_to_the_local_machine_only(caplog: pytest.LogCapt
 
 
 def published_run(loaded: LoadedModel) -> tuple[Engine, list[bytes]]:
-    """An engine that ran requests in a pool too small for them, and all that it published."""
+    """An engine that ran requests in a pool too small for them, and all of its messages."""
     engine = Engine(
         loaded, num_blocks=12, block_size=4, max_model_len=40, max_num_seqs=3, max_num_batched_tokens=32,
         kv_events_config=LOCAL,

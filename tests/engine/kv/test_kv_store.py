@@ -1,4 +1,4 @@
-"""KV in a directory: files that are what they say or count for nothing, and engines that read what others computed."""
+"""KV in a directory: damaged files are ignored, and engines read KV that others computed."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_pipe_or_an_endless_file_is_not_read(tmp_path: Path, loaded: LoadedMod
 
 
 def test_a_file_with_other_content_is_never_used(tmp_path: Path, loaded: LoadedModel) -> None:
-    """Under the name of another block, of another model, or of another layout."""
+    """A file under the name of another block, model or layout."""
     store, narrow = open_store(tmp_path, loaded), open_store(tmp_path, loaded, kv_cache_dtype="bfloat16")
     other = open_store(tmp_path, wrap_model(build(FAMILIES["qwen3"](), seed=2)))
     short = open_store(tmp_path, loaded, block_size=2)
@@ -219,7 +219,7 @@ def small_pool() -> KVPool:
 
 
 def write_forever(folder: str) -> None:
-    """What the process that is killed does."""
+    """The code of the process that is killed."""
     pool = small_pool()
     for part in pool.block(0).values():
         part.fill_(3.0)
@@ -292,7 +292,7 @@ def test_outputs_are_equal_in_a_small_pool_with_every_tier(
 
 @pytest.mark.parametrize("length", [8, 9, 10, 11])
 def test_a_conversation_reuses_the_kv_of_generated_tokens(tmp_path: Path, loaded: LoadedModel, length: int) -> None:
-    """The last token of an answer has no KV yet, also where it would fill its block."""
+    """The last token of an output has no KV yet, even if it fills its block."""
     first = [5 + place for place in range(length)]
     producer = make(loaded, kv_store=tmp_path)
     producer.add_request("a", first, PARAMS)
@@ -334,7 +334,7 @@ def run_and_store(loaded: LoadedModel, directory: Path) -> None:
 
 
 def hold_reads(engine: Engine) -> Callable[[], None]:
-    """Reading files takes until the returned function is called."""
+    """Block the reading of files until the returned function is called."""
     store, released = connector_of(engine).store, threading.Event()
     assert store is not None
     read = store.folder.read
@@ -434,7 +434,7 @@ def test_an_abort_during_a_load_frees_no_block_being_written(tmp_path: Path, loa
 def test_loads_of_failed_steps_are_repeated(
     tmp_path: Path, loaded: LoadedModel, expected: dict[str, list[int]], steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every load is answered once, whether its step had begun it or not."""
+    """Every load is reported once, whether its step had begun it or not."""
     run_and_store(loaded, tmp_path)
     engine = make(loaded, max_steps_in_flight=steps, kv_store=tmp_path, **(TIGHT | {"num_blocks": 32}))
     choose, prepare = random.Random(5), engine.runner.prepare
@@ -471,7 +471,7 @@ def change_weights(loaded: LoadedModel, factor: float) -> None:
 
 
 def test_weights_that_change_are_another_model(tmp_path: Path) -> None:
-    """Nothing old is found after a reset, nor stored as new; with the old weights, it is there again."""
+    """After a reset no old KV is found or stored as new; with the old weights it is found again."""
     loaded = wrap_model(build(FAMILIES["qwen3"](), seed=1), fuse=False)
     change_weights(loaded, 2.0)
     new = run_rounds(make(loaded), 1)
@@ -484,7 +484,7 @@ def test_weights_that_change_are_another_model(tmp_path: Path) -> None:
         engine.step()
     change_weights(loaded, 2.0)
     engine.scheduler.reset_prefix_cache(engine.clock())
-    drain(engine)  # with KV of both: nobody may ever see it
+    drain(engine)  # its KV is of both weights, and must never be used
     assert run_rounds(engine, 1) == new
     settle(engine)
     assert run_rounds(make(loaded, kv_store=tmp_path), 1) == new
@@ -506,7 +506,7 @@ def test_salted_requests_share_only_with_equal_salts(tmp_path: Path, loaded: Loa
 
 
 def test_a_waiting_server_wakes_when_kv_is_loaded_or_late(tmp_path: Path, loaded: LoadedModel) -> None:
-    """Nothing else runs: the end of the load, or its time limit, must wake the thread."""
+    """No other request runs: the end of the load, or its time limit, must wake the thread."""
     run_and_store(loaded, tmp_path)
 
     async def work() -> None:

@@ -41,7 +41,7 @@ def run(engine: Engine, params: SamplingParams, *, prompt: Any = None, eager: bo
     while engine.has_unfinished_requests():
         outputs += engine.step()
         engine.scheduler.check_invariants()
-    engine.step()  # tells the workers of the end, and frees the id
+    engine.step()  # reports the end, and frees the id
     assert len(engine.outputs) == 0
     return outputs
 
@@ -52,7 +52,8 @@ def run(engine: Engine, params: SamplingParams, *, prompt: Any = None, eager: bo
 @pytest.mark.parametrize("kind", [*KINDS])
 @pytest.mark.parametrize("is_eager", [False, True])
 def test_random_groups_of_tokens(kind: str, is_eager: bool) -> None:
-    """Snapshots after groups of tokens, read late or never: each text begins with those before; the last is whole."""
+    """Snapshots after groups of tokens, read late or never: each text extends the last one, and the final one is
+    complete."""
     tokenizer, rng = KINDS[kind](), random.Random(kind)
     decoder = TextDecoder(tokenizer)
     for _ in range(150):
@@ -126,7 +127,7 @@ def test_an_abort_reports_the_remaining_text(engine: Engine) -> None:
 
 
 def test_eager_text_is_made_without_reading(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Readers in other threads must never touch the state of decoding."""
+    """Other threads that read outputs must never change the state of decoding."""
     expected = run(engine, GREEDY)
     outputs = run(engine, GREEDY, eager=True)
     for output in outputs:
@@ -146,7 +147,7 @@ def test_without_detokenize_there_is_no_text(engine: Engine) -> None:
 
 
 def test_special_tokens_in_the_text(loaded: LoadedModel, engine: Engine) -> None:
-    """A token that the model likes to generate is made a special one."""
+    """A token that the model often generates is made special."""
     token_id = run(engine, GREEDY)[-1].token_ids[3]
     tokenizer = byte_level()
     tokenizer.add_special_tokens({"additional_special_tokens": [tokenizer.convert_ids_to_tokens(token_id)]})
@@ -285,7 +286,7 @@ def test_a_tokenizer_failure_at_the_last_token(loaded: LoadedModel) -> None:
 
 
 def test_the_cumulative_logprob_takes_constant_time() -> None:
-    """Reading it after each of many tokens: 50 million additions if each reading summed."""
+    """Reads it after each of many tokens, which would take 50 million additions if each read summed."""
     request = Request("r", [1], arrival_time=0.0, max_tokens=20_000)
     transcript = Transcript(request, keeps_logprobs=True)
     entry = TokenLogprobs(np.array([5]), np.array([-0.5], dtype=np.float32), 1)
@@ -321,7 +322,8 @@ def test_logprobs(engine: Engine) -> None:
 
 
 def test_prompt_logprobs(engine: Engine) -> None:
-    """A long prompt in chunks, although its prefix is cached; and they are those of the same tokens generated."""
+    """A long prompt is computed in chunks although its prefix is cached, with the same values as for generated
+    tokens."""
     prompt = [70 + i % 7 for i in range(50)]
     run(engine, GREEDY, prompt=prompt)
     output = run(engine, dataclasses.replace(GREEDY, prompt_logprobs=2, logprobs=0), prompt=prompt)[0]
@@ -341,7 +343,7 @@ def test_prompt_logprobs(engine: Engine) -> None:
 
 
 def test_recomputed_prompt_logprobs_are_equal(engine: Engine) -> None:
-    """A prompt that lost its place half way through: its positions come a second time."""
+    """A prompt that was preempted half way: its positions are computed twice."""
     prompt = [70 + i % 7 for i in range(80)]
     params = dataclasses.replace(GREEDY, max_tokens=2, prompt_logprobs=1)
     expected = run(engine, params, prompt=prompt)[0].prompt_logprobs

@@ -1,4 +1,4 @@
-"""Engines that stream cut prompts to a gap by default; `LLM` and `Engine` do not."""
+"""Streaming engines limit chunks by the prefill gap by default; `LLM` and `Engine` do not."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_other_knobs_keep_the_prefill_gap_limit() -> None:
 
 @pytest.mark.parametrize("others", [{}, {"num_draft_tokens": 4}, {"max_steps_in_flight": 2}], ids=str)
 def test_tokens_equal_those_of_whole_chunks(loaded: LoadedModel, others: dict[str, Any]) -> None:
-    """A target that no step keeps cuts prompts to the smallest chunks."""
+    """A target that no step meets cuts prompts into minimum chunks."""
     prompts = [[5 + number] * 20 + list(range(10, 10 + 200 * number)) for number in range(5)]
 
     def outputs(**knobs: Any) -> tuple[list[tuple[int, ...]], int]:

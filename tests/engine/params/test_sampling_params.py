@@ -1,4 +1,4 @@
-"""SamplingParams: vLLM's defaults, and one clear line for each value that cannot be."""
+"""SamplingParams: vLLM's defaults, and a one-line error for each invalid value."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def test_gpu_defaults_fit_the_given_knobs() -> None:
     assert with_defaults({"num_draft_tokens": 0}, "cuda")["max_steps_in_flight"] == 2
     assert with_defaults({"max_num_batched_tokens": 128}, "cuda")["max_num_seqs"] == 128
     given = {"max_num_batched_tokens": 128, "max_num_seqs": 300, "max_steps_in_flight": 1}
-    assert with_defaults(given, "cuda") == {**GPU_DEFAULTS, **given}, "what is given is never changed"
+    assert with_defaults(given, "cuda") == {**GPU_DEFAULTS, **given}, "given knobs are never changed"
     for knobs in ({}, {"num_draft_tokens": 4}, {"max_num_batched_tokens": 100}):
         SchedulerConfig(num_blocks=9, max_model_len=64, **with_defaults(knobs, "cuda"))
 

@@ -1,4 +1,4 @@
-"""vLLM's `speculative_config`: the knobs that it stands for, and what is refused."""
+"""vLLM's `speculative_config`: the knobs that it sets, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What may be asked of a text's form: every value is checked when it is given, and so is what could not be enforced."""
+"""StructuredOutputsParams: every value is checked when it is given, and constructs that cannot be enforced are
+refused."""
 
 from __future__ import annotations
 
@@ -229,10 +230,10 @@ ROOM = MAX_GRAMMAR_BYTES - 100
     ids=lambda schema: str(schema)[:40],
 )
 def test_the_longest_schemas_take_milliseconds(schema: Any) -> None:
-    """They are looked at in the API's event loop, while others wait. What was quadratic took seconds."""
+    """They are checked in the API's event loop, while others wait; quadratic checks took seconds."""
     text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
     assert len(text.encode()) <= MAX_GRAMMAR_BYTES
-    assert seconds_to_check(text) < 0.2  # a quarter of that here; a busy machine takes longer
+    assert seconds_to_check(text) < 0.2  # takes a quarter of that here; a busy machine takes longer
 
 
 @pytest.mark.parametrize(
@@ -253,7 +254,7 @@ def test_too_long_values_are_refused_before_parsing(options: dict[str, Any]) -> 
 
 
 def seconds_to_check(schema: Any = None, **options: Any) -> float:
-    """Of processor time; the least of three."""
+    """Processor time; the minimum of three runs."""
     seconds = []
     for _ in range(3):
         started = time.thread_time()

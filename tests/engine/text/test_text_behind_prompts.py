@@ -1,4 +1,4 @@
-"""Text behind a prompt is what its tokens add to the prompt's text, wherever the prompt ends."""
+"""The text after a prompt is the text that the tokens add to it, wherever the prompt ends."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_prompt_and_output_join_at_every_split(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", list(HARD_KINDS))
 def test_special_tokens_in_a_prompt_change_nothing(kind: str) -> None:
-    """Around text; what is behind special tokens alone is the beginning of a text."""
+    """Special tokens around text; after special tokens alone a text begins."""
     tokenizer = HARD_KINDS[kind]()
     decoder = TextDecoder(tokenizer)
     token_ids = tokenizer("The text", add_special_tokens=False)["input_ids"]
@@ -199,7 +199,7 @@ def test_a_replacement_character_in_the_prompt_is_complete() -> None:
 @pytest.mark.parametrize(
     ("prompt", "output", "text"),
     [
-        ("a", "'s the", "'s the"),  # " 's" loses its space, as behind a generated word
+        ("a", "'s the", "'s the"),  # " 's" loses its space, as after a generated word
         ("a '", "s", "s"),  # the prompt's own space stays
         ("do", "n't .", "n't."),
         ("a", "the", " the"),
@@ -212,7 +212,7 @@ def test_spaces_are_cleaned_up_behind_a_prompt(prompt: str, output: str, text: s
 
 
 def test_a_long_prompt_without_text_is_fast() -> None:
-    """Only its end is read, unless no token there has text."""
+    """Only its end is read, unless no token at the end has text."""
     tokenizer = metaspace()
     calls: list[int] = []
 
@@ -234,7 +234,7 @@ def test_a_long_prompt_without_text_is_fast() -> None:
 
 @pytest.mark.parametrize("kind", list(HARD_KINDS))
 def test_verbatim_text_is_independent_of_the_prompt(kind: str) -> None:
-    """What a grammar matches are the tokens' bytes: nothing is stripped at the beginning of a text."""
+    """A grammar matches the tokens' bytes: nothing is stripped at the beginning of a text."""
     tokenizer = HARD_KINDS[kind]()
     decoder = TextDecoder(tokenizer)
     token_ids = tokenizer(HARD_TEXT, add_special_tokens=False)["input_ids"]
@@ -286,7 +286,7 @@ def test_the_first_token_of_a_text_decodes_like_a_single_token() -> None:
 
 
 def test_logprobs_of_an_output_without_text_are_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that ignores EOS may get nothing else."""
+    """A request that ignores EOS may get only EOS tokens."""
     tokenizer = byte_level()
     decoder = TextDecoder(tokenizer)
     request = Request("a", [5], arrival_time=0.0, max_tokens=1000)

@@ -1,4 +1,4 @@
-"""Reading tokenizers in several threads at once, as two starts of an engine client in one process do."""
+"""Reading tokenizers in several threads at once, like two engine clients in one process."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ print(len(read))
 @pytest.mark.e2e
 @pytest.mark.long
 def test_two_threads_may_read_the_first_tokenizers_at_once() -> None:
-    """In a process that has not imported transformers yet."""
+    """Runs in a process that has not imported transformers yet."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=100)
     assert done.stdout == "3\n", done.stderr[-1000:]

@@ -48,7 +48,7 @@ def test_unreadable_text_is_an_error_in_one_line() -> None:
 
 
 def test_a_template_cannot_reach_beyond_the_conversation() -> None:
-    """Templates run in a sandbox: no attribute of Python's own is in reach."""
+    """Templates run in a sandbox without access to Python's internals."""
     tokenizer = read_tokenizer(DEMO_MODEL)
     template = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
     with pytest.raises(ValueError, match="the chat template failed"):
