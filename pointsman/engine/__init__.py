@@ -2,24 +2,25 @@
 
     from pointsman.engine import LLM, SamplingParams
 
-It imports `pointsman.core` only, and PyTorch and transformers when a public name is first used. A request passes from
-`engine.py` (add) through `step_loop.py`, which has every step: schedule, `model/runner.py` (forward pass), `sampling/`,
-update, `outputs/processor.py`. `llm.py` and `aio/` are the two ways to drive an engine. Begin with `engine.py`
-for a request, with `step_loop.py` for a step or a token; `pointsman.server` lists a token's way to an HTTP client.
+The package imports `pointsman.core` only; it imports PyTorch and transformers when a public name is first used.
+`engine.py` adds a request. `step_loop.py` runs every step: schedule, `model/runner.py` (forward pass), `sampling/`,
+update, `outputs/processor.py`. Three callers drive an engine: `llm.py` (offline), `aio/async_engine.py` (asyncio), and
+the server's engine process, which uses `aio/engine_thread.py`. Read `engine.py` for a request and `step_loop.py` for a
+step or a token; `pointsman.server` lists a token's way to an HTTP client.
 
-| package | question |
+| package | contents |
 | --- | --- |
-| `params/` | what does a caller ask for? |
-| `text/` | how does text become tokens, and tokens text? |
-| `attention/`, `kernels/` | how is paged attention computed? |
-| `sources/`, `gguf/` | where does a model come from, and what is in a GGUF file? |
-| `model/` | how is a model loaded and checked, how does a step run on it? |
-| `grammar/` | which tokens may follow in a structured output? |
-| `sampling/` | which token comes next? |
-| `drafts/` | which tokens are proposed before the model has run? |
-| `kv/` | where are keys and values? |
-| `outputs/` | what does a caller get back? |
-| `aio/` | how do asyncio and the engine's thread meet? |
+| `params/` | parameters of requests and engines, and their checks |
+| `text/` | text to tokens, tokens to text |
+| `attention/`, `kernels/` | paged attention |
+| `sources/`, `gguf/` | finding and downloading models, reading GGUF files |
+| `model/` | loading and checking a model, running a step on it |
+| `grammar/` | structured output: the tokens that a grammar allows next |
+| `sampling/` | drawing the next token |
+| `drafts/` | speculative decoding: tokens proposed before the model has run |
+| `kv/` | the KV pool, and KV outside it |
+| `outputs/` | outputs for callers |
+| `aio/` | asyncio, and the thread that runs the engine |
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "pointsman":
-            raise  # a mistake of ours, which no installing repairs
+            raise  # our own mistake; no installation repairs it
         raise ModuleNotFoundError(
             f"pointsman.engine.{name} needs {error.name}; install it with: pip install 'pointsman[engine]'",
             name=error.name,

@@ -1,4 +1,4 @@
-"""Deadlines of requests: overdue ones are found without looking at the others."""
+"""Deadlines: a heap that finds overdue requests without looking at the others."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pointsman.core import Request
 
-FEWEST = 64
-"""The number of entries from which those of finished requests are removed."""
+MIN_ENTRIES = 64
+"""Minimum number of entries at which entries of finished requests are removed."""
 
 
 class Deadlines:
     """The deadlines of one engine's requests, in seconds on its clock: a heap.
 
-    Requests that finish in time are not removed from it. Their entries go when they are due, or when they may be more
-    than half of all, so that a deadline in an hour does not keep a request's prompt for an hour.
+    Requests that finish in time stay in the heap. Their entries are removed when they are due, or when they may be more
+    than half of all entries. So a deadline in an hour does not keep a request's prompt in memory for an hour.
     """
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Request]] = []
         self._tie_breaks = count()  # requests have no order
-        self._look_at = FEWEST
+        self._prune_at = MIN_ENTRIES
 
     def add(self, request: Request, deadline: float) -> None:
-        """The request has to end by then. The deadline is a finite number, see `check`."""
-        if len(self._heap) >= self._look_at:
+        """Add a request that has to finish by `deadline`, a finite number (`params/requests.py` checks it)."""
+        if len(self._heap) >= self._prune_at:
             self._heap = [entry for entry in self._heap if not entry[2].is_finished]
             heapify(self._heap)
-            self._look_at = max(FEWEST, 2 * len(self._heap))
+            self._prune_at = max(MIN_ENTRIES, 2 * len(self._heap))
         heappush(self._heap, (deadline, next(self._tie_breaks), request))
 
     def take_overdue(self, now: float) -> list[Request]:
-        """The overdue requests that have not finished, the longest overdue first; each is returned once."""
+        """Remove and return the overdue requests that have not finished, the longest overdue first."""
         overdue = []
         while self._heap and self._heap[0][0] <= now:
             request = heappop(self._heap)[2]
@@ -43,7 +43,7 @@ class Deadlines:
         return overdue
 
     def next(self) -> float | None:
-        """The earliest deadline; None: there is none."""
+        """The earliest deadline of an unfinished request; None: there is none."""
         while self._heap and self._heap[0][2].is_finished:
             heappop(self._heap)
         return self._heap[0][0] if self._heap else None

@@ -1,8 +1,8 @@
-"""What travels between the host and the model's device: arrays to it before a step, the step's results back.
+"""Copies between the host and the model's device: arrays to it before a step, the step's results back.
 
-A copy to a GPU does not make the host wait if its source is pinned memory. Arrays travel together, in one piece of
-memory, because each copy costs the host some microseconds. Their places in the piece depend on their sizes alone, so
-arrays of the same sizes can be copied over earlier ones, for a CUDA graph that reads them.
+A copy to a GPU does not make the host wait if its source is pinned memory. Arrays are copied together, in one buffer,
+because each copy costs the host some microseconds. Their offsets in the buffer depend on their sizes alone. So arrays
+of the same sizes can overwrite earlier ones, and a CUDA graph that reads these addresses gets the new values.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-_ALIGNED = 16  # bytes: what kernels may assume of an address
+_ALIGNED = 16  # bytes; kernels may assume this alignment
 _TYPES = {
     np.dtype(np.uint8): torch.uint8,
     np.dtype(np.int32): torch.int32,
@@ -31,14 +31,14 @@ def to_device(arrays: Arrays, device: torch.device, into: Tensor | None = None) 
     """The arrays on the device, after one copy that the host does not wait for.
 
     Args:
-        into: [bytes] uint8 on the device, which the copy goes to, and which the results are views of; None: new memory.
+        into: [bytes] uint8 on the device, the target of the copy; the results are views of it. None: new memory.
 
     Raises:
         ValueError: `into` is too small.
     """
     places, size = _places(arrays)
     if into is not None and len(into) < size:
-        raise ValueError(f"the arrays of a step take {size} bytes and there is room for {len(into)}")
+        raise ValueError(f"the arrays of a step take {size} bytes and the buffer has {len(into)}")
     is_cuda = device.type == "cuda"
     host = torch.empty(size, dtype=torch.uint8, pin_memory=is_cuda)
     content = host.numpy()
@@ -62,7 +62,7 @@ def size_on_device(arrays: Arrays) -> int:
 
 
 def _places(arrays: Arrays) -> tuple[dict[str, int], int]:
-    """Where each array begins, and the bytes of all."""
+    """The offset of each array, and the total size, in bytes."""
     places: dict[str, int] = {}
     size = 0
     for name, array in arrays.items():
@@ -72,10 +72,10 @@ def _places(arrays: Arrays) -> tuple[dict[str, int], int]:
 
 
 class FromDevice:
-    """Tensors on their way to the host; the device goes on meanwhile.
+    """Tensors that are being copied to the host; the device continues meanwhile.
 
     Args:
-        tensors: small ones, of one device; what is written to them later is not seen.
+        tensors: small ones, of one device; later writes to them are not seen.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Engine: the synchronous loop of scheduler and model.
+"""Engine: runs requests on a model, step by step, in the caller's thread.
 
     engine = Engine("demo")
     engine.add_request("a", "The import statement", SamplingParams(max_tokens=32))
@@ -6,9 +6,9 @@
         for output in engine.step():
             print(output.request_id, output.text)
 
-One thread owns an engine. `step` is the scheduler's `schedule`, the model, and the scheduler's `update`, with as many
-steps in flight as `max_steps_in_flight` says (`step_loop.py`); everything else here makes requests of prompts;
-tokens become text in the `OutputProcessor`.
+One thread owns an engine. `step` calls the scheduler's `schedule`, the model, and the scheduler's `update`, with up to
+`max_steps_in_flight` steps in flight (`step_loop.py`). The rest of this module turns prompts into requests, and ends
+requests outside a step. The `OutputProcessor` turns tokens into text and outputs.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from pointsman.engine.params.requests import (
     check_may_come_in_parts,
     check_request_id,
     checked_token_ids,
-    most_output,
+    max_output_tokens,
     to_request,
 )
 from pointsman.engine.params.sampling import SamplingParams
@@ -77,10 +77,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SMALLER_STEPS = "lower max_num_batched_tokens or max_num_seqs, or free the device of other programs"
-SMALLER_POOL = "lower gpu_memory_utilization, kv_cache_bytes or num_blocks, so that more is left beside the KV pool"
-"""What helps where a device runs out of memory before and after the pool is made."""
+SMALLER_POOL = "lower gpu_memory_utilization, kv_cache_bytes or num_blocks, to leave more memory beside the KV pool"
+"""The remedies in errors where a device runs out of memory: before the pool is made, and after."""
 PATIENCE = 0.1
-"""Seconds that a step without anything to run waits for a grammar or for KV; then it is an empty step."""
+"""Seconds that a step without runnable requests waits for a grammar or for KV, before it is an empty step."""
 
 
 class Engine:
@@ -91,16 +91,16 @@ class Engine:
             OWNER/NAME on a hub (`sources/find.py`), or a model that is loaded already.
         revision: of a hub name: a branch, a tag or a commit; None: main.
         download_dir: of a hub name: the cache to download to; None: that of huggingface_hub.
-        num_blocks: KV blocks; or `kv_cache_bytes`, a budget that they must fit. Neither: a default that is logged; on a
-            GPU what `gpu_memory_utilization` leaves.
+        num_blocks: KV blocks; or `kv_cache_bytes`, a budget that they must fit. With neither, a default, which is
+            logged; on a GPU the memory that `gpu_memory_utilization` leaves.
         gpu_memory_utilization: share of a GPU's memory that the engine may take in all, above 0 and at most 1: weights,
             the largest step, which is run once to measure it, and the KV pool (`memory.py`). None: 0.9. Not on a CPU.
         dtype: "float32", "bfloat16", on a GPU also "float16", of weights and KV; "auto": bfloat16 on a GPU, float32
             elsewhere. For a model that is not loaded yet.
-        max_model_len: longest sequence, prompt and output together; None: what the model was made for.
-        seed: of the requests that give none.
+        max_model_len: maximum length of a sequence, prompt and output together; None: the model's own maximum.
+        seed: for requests that give none.
         recorder: records every call and decision of the scheduler.
-        clock: seconds; the core itself never reads one.
+        clock: returns seconds; the core itself never reads a clock.
         kv_cache_dtype: "float32", "bfloat16", on a GPU also "float16"; "auto": the model's.
         device: "cpu", "cuda", "cuda:1", ...; "auto": a GPU if PyTorch sees one. For a model that is not loaded yet.
         enforce_eager: on a GPU, compute decode steps without CUDA graphs, as in vLLM. No effect on a CPU.
@@ -114,24 +114,25 @@ class Engine:
             take; three times as many seconds may pass.
         kv_offload_bytes: host memory for KV that the pool evicts, see `kv/offload.py`; None: none.
         kv_store: a directory in which KV is kept for other engines and for later, see `kv/store.py`; None: nowhere.
-        kv_store_role: "producer": computed KV is written there; "consumer": KV found there is not computed; "both".
-        kv_store_bytes: the maximum that the files there may take; None: no limit but the disk's.
-        kv_events_config: where to publish what enters and leaves the prefix cache, see `kv/events.py`; None: nowhere.
-        disable_hybrid_kv_cache_manager: whether layers with a sliding window keep the KV of the whole context, as those
-            without do; False: they keep that of their window, see `kv/layout.py`. None: that too, where it takes less
-            memory.
-        stream_interval: tokens from one output of a request to the next; the first token and the last output come at
-            once.
+        kv_store_role: "producer": computed KV is written to the store; "consumer": KV found there is not computed;
+            "both".
+        kv_store_bytes: maximum size of the files there; None: no limit but the disk's.
+        kv_events_config: where to publish changes of the prefix cache, see `kv/events.py`; None: nowhere.
+        disable_hybrid_kv_cache_manager: True: layers with a sliding window keep the KV of the whole context, like other
+            layers; False: they keep the KV of their window only, see `kv/layout.py`; None: whichever takes less memory.
+        stream_interval: tokens from one output of a request to the next; the first token and the last output are
+            reported at once.
         prompt_lookup_min, prompt_lookup_max: with `num_draft_tokens`: the minimum and the maximum number of its newest
             tokens that must occur earlier in a request for drafts to be taken from there (`drafts/prompt_lookup.py`);
             None: 2 and 5.
-        speculative_config: the same three as vLLM has them, in their place, see `params/engine_args.py`.
-        watchdog_seconds: without progress, after which a request is reported in the log (`watchdog.py`); 0: never.
-        scheduler_knobs: fields of `SchedulerConfig`, which mean what they say there; where an engine's defaults differ,
-            and what it cannot use, is in `params/engine_args.py`.
+        speculative_config: the same three in vLLM's form, instead of them, see `params/engine_args.py`.
+        watchdog_seconds: a request without progress for so many seconds is reported in the log (`watchdog.py`); 0:
+            never.
+        scheduler_knobs: fields of `SchedulerConfig`; `params/engine_args.py` has the engine's own defaults, and the
+            fields that it cannot use.
 
     Raises:
-        ModelLoadError, UnsupportedModel: the model cannot be read, or not be run correctly.
+        ModelLoadError, UnsupportedModel: the model cannot be read, or cannot be run correctly.
         ConfigError, ValueError: a knob is out of range.
     """
 
@@ -199,7 +200,7 @@ class Engine:
         self.max_model_len = self.loaded.choose_max_model_len(max_model_len)
         kv_dtype = choose_kv_dtype(kv_cache_dtype, self.loaded.dtype, place)
         config = SchedulerConfig(
-            num_blocks=1 if num_blocks is None else num_blocks,  # in the end as many as there is memory for
+            num_blocks=1 if num_blocks is None else num_blocks,  # replaced below
             max_model_len=self.max_model_len,
             enable_kv_cache_events=events_config is not None,
             **knobs,
@@ -267,7 +268,7 @@ class Engine:
             limits=GrammarLimits(timeout=grammar_timeout),
         )
         self.on_ready: Callable[[Request], None] | None = None
-        """Gets every request that was parked for its grammar when it has it."""
+        """Called with every request that was parked for its grammar, once the grammar is ready."""
         self.deadlines = Deadlines()
         self.pausing = Pausing(self.scheduler, clock, self._abort_all)
         self.steps = StepLoop(
@@ -281,7 +282,7 @@ class Engine:
             clock=clock,
             counters=self.counters,
         )
-        give_back_freed_pages()  # of loading
+        give_back_freed_pages()  # freed after loading
 
     @property
     def tokenizer(self) -> Any | None:
@@ -300,7 +301,10 @@ class Engine:
 
     @property
     def on_output(self) -> Callable[[RequestOutput], None] | None:
-        """Called with every output as soon as there is one; `step` and `finish_steps` then return none."""
+        """A listener that is called with every output as soon as it exists; `step` and `finish_steps` then return none.
+
+        Forwards to `OutputProcessor.on_output`, which the step loop uses too.
+        """
         return self.outputs.on_output
 
     @on_output.setter
@@ -313,7 +317,7 @@ class Engine:
 
     @property
     def default_sampling_params(self) -> SamplingParams:
-        """Those of a request without any: what the model's generation_config.json recommends."""
+        """The parameters of a request without any: those that the model's generation_config.json recommends."""
         return SamplingParams(**self.loaded.generation_defaults)
 
     # ---------------------------------------------------------------------------------------------- requests
@@ -336,31 +340,33 @@ class Engine:
         more_input: bool = False,
         resumed: Resumed | None = None,
     ) -> Request:
-        """Queue a prompt; if its grammar is still to be compiled, park it until that is done.
+        """Queue a request; if its grammar is not compiled yet, park the request until it is.
 
         Args:
-            request_id: text, unique among unfinished requests; free again with the step after it finishes.
+            request_id: text, unique among unfinished requests; may be used again after the step that follows its
+                finish.
             prompt: text, or token ids.
-            params: None: `default_sampling_params`; a `PoolingParams`: its output has an embedding and no token.
+            params: None: `default_sampling_params`; a `PoolingParams`: the output has an embedding and no tokens.
             arrival_time: seconds on the engine's clock; None: now.
             priority: smaller is more urgent; read under order "priority".
-            tenant: whose request it is; read by orders that are fair to tenants.
-            ttft_target: seconds from its arrival within which its first token is wanted; read by orders that go by it.
-                None: the order's own. It never ends the request.
-            retention: seconds after its end for which its prefix is worth keeping cached; read by eviction policies
-                that go by it. None: the policy's own.
+            tenant: the owner of the request; read by orders that are fair to tenants.
+            ttft_target: target for the time to the first token, in seconds from its arrival; read by orders that use
+                it. None: the order's own. A missed target does not end the request.
+            retention: seconds for which its prefix should stay cached after it finishes; read by eviction policies that
+                use it. None: the policy's own.
             cache_salt: only requests with an equal salt share cached prefixes.
-            deadline: when the request finishes with finish_reason "deadline", waiting or running, in seconds on the
-                engine's clock; None: never.
-            prompt_text: what outputs show as the prompt if it is given as token ids.
-            eager_text: make the text when a step is reported, in the engine's thread, and not when an output's text is
-                read; for outputs that other threads read.
-            more_input: whether the prompt goes on in later parts (`extend`); nothing is generated before the last.
-            resumed: what another engine has generated for it; it goes on behind that, with the tokens that the other
-                engine would have generated, where it has the same model, seed and request id.
+            deadline: time on the engine's clock, in seconds, at which the request finishes with finish_reason
+                "deadline", waiting or running; None: never.
+            prompt_text: the prompt that outputs show if it is given as token ids.
+            eager_text: make the text when a step is reported, in the engine's thread, instead of when an output's text
+                is read; for outputs that other threads read.
+            more_input: whether later parts of the prompt follow (`extend`); nothing is generated before the last part.
+            resumed: the output that another engine has generated for the request. Generation continues behind it. With
+                the same model, seed and request id the tokens are those that the other engine would have generated.
 
         Raises:
-            RequestRefused, DuplicateRequest, ValueError: it can never run, with the reason; nothing else is disturbed.
+            RequestRefused, DuplicateRequest, ValueError: the request can never run, with the reason; other requests are
+                not affected.
         """
         now = self.clock()
         check_deadline(request_id, deadline)
@@ -393,7 +399,7 @@ class Engine:
             if prompt_text is None and isinstance(prompt, str):
                 prompt_text = prompt
             self.outputs.add(request, prompt_text, request.metadata, eager_text=eager_text, resumed=resumed)
-        except BaseException:  # a request that only the scheduler knows would break the steps of all
+        except BaseException:  # a request that only the scheduler knows would break every later step
             self._end(request_id, FinishReason.ERROR, now)
             raise
         if deadline is not None:
@@ -408,10 +414,10 @@ class Engine:
         *,
         more_input: bool,
     ) -> IntArray | Sequence[int]:
-        """The prompt's tokens, if prompt and parameters can be a request of this model.
+        """Check id, prompt and parameters against this model; return the prompt's tokens.
 
         Raises:
-            ValueError: they cannot, or the id cannot name one.
+            ValueError: this model cannot run the request, or the id is not valid.
         """
         check_request_id(request_id)
         content = self.tokenize(prompt) if isinstance(prompt, str) else prompt
@@ -435,30 +441,32 @@ class Engine:
         more_input: bool = False,
         prompt_text: str | None = None,
     ) -> None:
-        """The next part of the prompt of a request that was added with `more_input`.
+        """Append the next part of the prompt to a request that was added with `more_input`.
 
         Args:
-            prompt: text, tokenized for itself and without BOS, or token ids; may be empty if it is the last.
-            more_input: whether further parts come.
-            prompt_text: what outputs show for it if it is given as token ids.
+            prompt: text, which is tokenized separately and without BOS, or token ids; the last part may be empty.
+            more_input: whether further parts follow.
+            prompt_text: the text that outputs show for this part if it is given as token ids.
 
         Raises:
             UnknownRequest, InvalidTransition: there is no such request, or its prompt is complete.
-            ValueError: the part is not valid, or the prompt would be too long; the request is as before.
+            ValueError: the part is not valid, or the prompt would be too long; the request is unchanged.
         """
         tokens = self.tokenize(prompt, add_special_tokens=False) if isinstance(prompt, str) else prompt
         token_ids = checked_token_ids(request_id, tokens, self.loaded.vocab_size)
         request = self.scheduler.get_request(request_id)
-        most = 0 if more_input or request is None else most_output(request, len(token_ids), self.max_model_len)
-        request = self.scheduler.extend(request_id, token_ids, self.clock(), more=more_input, max_tokens=most)
+        max_tokens = 0
+        if not more_input and request is not None:
+            max_tokens = max_output_tokens(request, len(token_ids), self.max_model_len)
+        request = self.scheduler.extend(request_id, token_ids, self.clock(), more=more_input, max_tokens=max_tokens)
         text = prompt if isinstance(prompt, str) else prompt_text
         self.outputs.extend(request, "" if text is None and not len(token_ids) else text)
 
     def tokenize(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The prompt's token ids, with BOS and the like where the tokenizer adds them.
+        """The prompt's token ids, with the special tokens (BOS) that the tokenizer adds.
 
         Raises:
-            ValueError: the model has no tokenizer, or the prompt is no text that one could read.
+            ValueError: the model has no tokenizer, or the tokenizer cannot read the prompt.
         """
         if self.tokenizer is None:
             raise ValueError(
@@ -467,11 +475,11 @@ class Engine:
         return encode(self.tokenizer, prompt, add_special_tokens=add_special_tokens)
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """Abort a request now; its last output, or None if it is unknown or has finished."""
+        """Abort a request now; return its last output, or None if the request is unknown or has finished."""
         return self._end(request_id, FinishReason.ABORT, self.clock())
 
     def end_overdue(self) -> list[RequestOutput]:
-        """Finish the requests whose deadlines have passed; their last outputs. Every step does so too."""
+        """Finish the requests whose deadlines have passed; return their last outputs. Every step does so too."""
         now = self.clock()
         finished = []
         for request in self.deadlines.take_overdue(now):
@@ -482,8 +490,8 @@ class Engine:
         return finished
 
     def take_grammars(self) -> list[RequestOutput]:
-        """Requests whose grammar has been compiled return to their places in the queue; those whose grammar failed
-        finish, and these are their last outputs. Every step does so too.
+        """Return requests whose grammar has been compiled to their places in the queue. Finish requests whose grammar
+        failed, and return their last outputs. Every step does so too.
         """
         now = self.clock()
         finished = []
@@ -505,8 +513,8 @@ class Engine:
         return finished
 
     def take_transfers(self) -> list[RequestOutput]:
-        """Requests whose KV has been loaded return to their places in the queue; the last outputs of those that
-        finish because it could not be. Every step does so too.
+        """Return requests whose KV has been loaded to their places in the queue. Finish requests whose KV cannot be
+        loaded or computed, and return their last outputs. Every step does so too.
         """
         if self.kv_connector is None:
             return []
@@ -536,25 +544,34 @@ class Engine:
         return self.outputs.has_kept or len(self.steps) > 0 or self.scheduler.has_unfinished_requests()
 
     def has_runnable_requests(self) -> bool:
-        """Whether there is anything to compute: a step in flight, or a request that is neither paused nor parked (which
-        waits for a grammar, KV or a part of its prompt)."""
+        """Whether there is anything to compute: a step in flight, or a request that is neither paused nor parked.
+        Parked requests wait for a grammar, KV or a part of their prompt."""
         return len(self.steps) > 0 or self.scheduler.has_runnable_requests()
 
     # -------------------------------------------------------------------------------------------------- pausing
 
     def pause(self, mode: PauseChoice = "abort", *, clear_cache: bool = True) -> Future[None]:
-        """Admit no request until `resume`, so that weights can be changed. `pausing.py` says what `mode` (or a
-        ValueError) and `clear_cache` mean. Done when nothing will be computed until `resume`: at once, or after further
-        steps."""
+        """Stop admitting requests until `resume`, so that weights can be changed.
+
+        Args:
+            mode: for unfinished requests, see `pausing.py`.
+            clear_cache: whether KV of the old weights is dropped, see `pausing.py`.
+
+        Returns:
+            A future, done when nothing will be computed until `resume`: at once, or after further steps.
+
+        Raises:
+            ValueError: there is no such mode.
+        """
         return self.pausing.pause(mode, clear_cache=clear_cache)
 
     def resume(self) -> None:
-        """Go on after a pause; nothing happens if there was none."""
+        """Continue after a pause; without a pause nothing happens."""
         self.pausing.resume()
 
     @property
     def is_paused(self) -> bool:
-        """Whether it was paused, in any mode, and not resumed since."""
+        """Whether the engine was paused, in any mode, and not resumed since."""
         return self.scheduler.pause_mode is not None
 
     def _abort_all(self) -> None:
@@ -566,16 +583,16 @@ class Engine:
     # -------------------------------------------------------------------------------------------------- steps
 
     def step(self) -> list[RequestOutput]:
-        """Execute a step, and `update`. With several steps in flight that may be the one before it; see
-        `step_loop.py`.
+        """Execute a step, and update the scheduler with its result. With several steps in flight the update may be that
+        of the step before; see `step_loop.py`.
 
         Returns:
-            Outputs of the requests that got a token or finished meanwhile, in order; one may be there twice.
+            Outputs of the requests that got a token or finished meanwhile, in order; a request may have two.
 
         Raises:
-            EngineStepError: the model failed. Its cause is the failure; the scheduler is as it was before the step,
-                so stepping again tries again, and returns what earlier steps gave. So it is after a KeyboardInterrupt
-                that came before `update`.
+            EngineStepError: the model failed; the failure is its cause. The scheduler is as it was before the step, so
+                the next call tries again, and returns the outputs of earlier steps. The same holds for a
+                KeyboardInterrupt before the update.
         """
         if self.grammars.num_waiting and not self.has_runnable_requests():
             self.grammars.wait(PATIENCE)
@@ -595,7 +612,7 @@ class Engine:
         return self.outputs.take_kept()
 
     def close(self) -> None:
-        """Void the steps in flight, and close the connector and the publisher of KV events."""
+        """Void the steps in flight, and close the KV connector and the publisher of KV events."""
         self.steps.void()
         if self.kv_connector is not None:
             self.kv_connector.close()
@@ -603,8 +620,8 @@ class Engine:
             self.kv_events.close()
 
     def _before_schedule(self) -> None:
-        """Finish requests whose deadline passed, and return to the queue those whose grammar or KV has come."""
-        self._keep(self.end_overdue())  # before they cost anything
+        """Finish overdue requests, and return requests to the queue whose grammar or KV is ready."""
+        self._keep(self.end_overdue())  # first, so that overdue requests cost nothing
         if self.grammars.num_waiting:
             self._keep(self.take_grammars())
         if self.kv_connector is not None:
@@ -613,6 +630,6 @@ class Engine:
             self.watchdog.tick()
 
     def _keep(self, outputs: list[RequestOutput]) -> None:
-        """Outputs for the next `step` to return, unless `on_output` has had them."""
+        """Keep outputs for the next `step` to return, unless `on_output` has got them."""
         if self.on_output is None:
             self.outputs.hand_out(outputs)

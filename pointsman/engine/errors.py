@@ -1,4 +1,4 @@
-"""What the engine raises, beside the scheduler's own errors. Each message is one line: value, limit, remedy."""
+"""The exceptions of the engine, beside the scheduler's own. Each message is one line: value, limit, remedy."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pointsman.core.errors import PointsmanError
 NOTHING_LEFT = (
     "allowed_token_ids, bad_words, min_tokens and structured_outputs together leave no token to sample; loosen one"
 )
-"""Why a request finishes with an error through its own parameters."""
+"""The `finish_detail` of a request whose own parameters forbid every token."""
 GRAMMAR_TOO_SLOW = "the grammar took"
-"""How the same begins if its grammar costs too much."""
+"""How the `finish_detail` of a request begins if its grammar costs too much."""
 NO_COMPILER = "grammars cannot be compiled now: "
 """How every message of a `GrammarUnavailableError` begins."""
 TOO_MANY_GRAMMARS = "too many grammars"
@@ -25,7 +25,7 @@ class UnsupportedModel(ModelLoadError):
 
 
 class EngineStepError(PointsmanError, RuntimeError):
-    """A step failed on the host. The scheduler has been rewound to before it; the engine may go on stepping."""
+    """A step failed on the host. The scheduler is as it was before the step, so the engine may step again."""
 
 
 class EngineDeadError(PointsmanError, RuntimeError):
@@ -36,25 +36,25 @@ class EngineDeadError(PointsmanError, RuntimeError):
 
 
 class EngineStalledError(PointsmanError, RuntimeError):
-    """The engine lives, in a process of its own, and does not read what it is sent, or gives no sign of life."""
+    """The engine's process is alive, but does not read its messages or gives no sign of life."""
 
 
 class GrammarError(PointsmanError, ValueError):
     """A grammar that cannot be compiled or used: malformed, beyond a limit, or not for this model. Only the requests
-    that ask for it are concerned."""
+    that use it fail."""
 
 
 class GrammarQueueFullError(GrammarError):
-    """Nothing is wrong with the grammar, but too many others wait: an overload, which passes."""
+    """Too many other grammars wait to be compiled. The same request may succeed later."""
 
 
 class GrammarUnavailableError(GrammarError):
-    """Nothing is wrong with the grammar, but the process that compiles grammars does not answer or cannot be started,
-    although it was started again. The same request may succeed later."""
+    """The process that compiles grammars does not answer or cannot be started, even after a restart. The same request
+    may succeed later."""
 
 
 def row_failure(error: BaseException) -> str:
-    """Why a request finishes with an error whose sampling raised this: the engine's own words, or the exception's."""
+    """The `finish_detail` of a request whose sampling raised `error`."""
     if isinstance(error, ValueError) and str(error):
         return str(error)
     return f"its sampling failed: {type(error).__name__}: {first_line(error)}"
@@ -63,7 +63,7 @@ def row_failure(error: BaseException) -> str:
 def first_line(error: BaseException) -> str:
     """The first line of an error's message that says something, at most 200 characters.
 
-    A line that ends with a colon or a comma goes on in the next one.
+    A line that ends with a colon or a comma is joined with the next one.
     """
     text = ""
     for line in map(str.strip, str(error).splitlines()):

@@ -1,17 +1,17 @@
-"""Ctrl-C between steps instead of within one.
+"""Delays Ctrl-C to the end of a step.
 
 Python raises KeyboardInterrupt wherever the main thread happens to be: in the middle of the scheduler's bookkeeping, or
-between a lock and the `try` that would release it. A loop that steps an engine notes the signal and obeys it at its own
-boundaries, so that whatever it leaves is whole:
+between a lock and the `try` that would release it. A loop that steps an engine therefore notes the signal, and obeys it
+between steps, when the engine's state is consistent:
 
     with noted_interrupts() as interruption:
         while engine.has_unfinished_requests():
             engine.step()
             interruption.obey()
 
-Only the first one is noted: a second Ctrl-C means not to wait for the step.
+Only the first Ctrl-C is noted: a second one interrupts the step.
 
-While a model is found and loaded there are no steps: `ended_by_signals`.
+While a model is found and loaded there are no steps; `ended_by_signals` is for that time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 
 class Interruption:
-    """Whether Ctrl-C was pressed, and what it would have done. A plain flag: a handler must not wait for a lock."""
+    """A noted Ctrl-C, and the handler that it would have called. A plain flag: a handler must not wait for a lock."""
 
     __slots__ = ("_handler", "requested")
 
@@ -35,17 +35,17 @@ class Interruption:
         self.requested = False
 
     def obey(self) -> None:
-        """Do now what the noted signal would have done then; nothing, if there was none.
+        """Call the original handler if a signal was noted.
 
         Raises:
-            KeyboardInterrupt: as a rule; whatever else the handler before this one raises.
+            KeyboardInterrupt: by default; the original handler may raise something else.
         """
         if self.requested:
             self.requested = False
             self._call(signal.SIGINT, None)
 
     def note(self, signal_number: int, frame: FrameType | None) -> None:
-        """The signal's handler meanwhile."""
+        """The signal handler that replaces the original one."""
         if self.requested:
             self._call(signal_number, frame)
         self.requested = True
@@ -59,8 +59,8 @@ class Interruption:
 
 @contextmanager
 def noted_interrupts() -> Iterator[Interruption]:
-    """Turns the first Ctrl-C within into a note. In a thread that gets no signals, and under a handler that was not
-    installed from Python and so could not be restored, nothing changes.
+    """Note the first Ctrl-C within the block. Nothing changes in a thread that gets no signals, or under a handler that
+    was not installed from Python and so could not be restored.
     """
     previous = signal.getsignal(signal.SIGINT)
     interruption = Interruption(previous)
@@ -76,7 +76,7 @@ def noted_interrupts() -> Iterator[Interruption]:
 
 @contextmanager
 def ended_by_signals(codes: Mapping[signal.Signals, int]) -> Iterator[None]:
-    """Signals raise SystemExit meanwhile, so that a download removes its incomplete file. For the main thread.
+    """Within the block signals raise SystemExit, so that a download removes its incomplete file. For the main thread.
 
     Args:
         codes: the exit code for each signal.

@@ -1,4 +1,4 @@
-"""LLM: many prompts in, all outputs back, as vLLM's users know it.
+"""LLM: completes a list of prompts and returns all outputs, with the interface of vLLM's `LLM`.
 
 llm = LLM("demo")
 for output in llm.generate(["The import statement", "A class is"], SamplingParams(max_tokens=32)):
@@ -32,7 +32,7 @@ Prompt: TypeAlias = str | Mapping[str, Any]
 mapping may also have a "cache_salt"."""
 
 Conversation: TypeAlias = Sequence[Mapping[str, Any]]
-"""Messages in order, each {"role": ..., "content": ...} and what else the chat template reads."""
+"""Messages in order, each {"role": ..., "content": ...} and other keys that the chat template reads."""
 
 
 class LLM:
@@ -65,7 +65,7 @@ class LLM:
         return self.engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The parameters of `generate` and `chat` without any: what the model's generation_config.json recommends."""
+        """The parameters that `generate` and `chat` use by default, from the model's generation_config.json."""
         return self.engine.default_sampling_params
 
     def generate(
@@ -78,18 +78,18 @@ class LLM:
 
         Args:
             prompts: one or many.
-            sampling_params: one for all, or one per prompt; None: `get_default_sampling_params`. Their `output_kind` is
-                not read.
+            sampling_params: one for all, or one per prompt; None: `get_default_sampling_params`. `output_kind` is
+                ignored.
             use_tqdm: whether to show progress on stderr.
 
         Returns:
             One finished output per prompt, in the order of the prompts.
 
         Raises:
-            ValueError: a prompt can never run, or the numbers of prompts and parameters differ; nothing has run then.
-            EngineStepError: the model failed; nothing is left in the engine.
+            ValueError: a prompt can never run, or the numbers of prompts and parameters differ; nothing has run.
+            EngineStepError: the model failed; no request remains in the engine.
             RuntimeError: the engine is paused.
-            KeyboardInterrupt: Ctrl-C, obeyed once the step in progress is done; nothing is left in the engine.
+            KeyboardInterrupt: Ctrl-C, after the step in progress; no request remains in the engine.
         """
         try:
             many: list[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
@@ -118,7 +118,7 @@ class LLM:
         *,
         normalize: bool = True,
     ) -> list[EmbeddingRequestOutput]:
-        """One vector per prompt, made of the model's last hidden states.
+        """Return one vector per prompt, made from the model's last hidden states.
 
         Args:
             prompts: one or many.
@@ -130,14 +130,14 @@ class LLM:
             One output per prompt, in the order of the prompts; the vector is `output.outputs.embedding`.
 
         Raises:
-            As `generate`; RuntimeError: also if the model computes a vector that is not finite.
+            As `generate`; RuntimeError: also if a vector of the model is not finite.
         """
         params: Any = PoolingParams(pooling, normalize)
         return [EmbeddingRequestOutput.of(output) for output in self.generate(prompts, params, use_tqdm)]
 
     def _run(self, num_requests: int, use_tqdm: bool, interruption: Interruption) -> dict[str, RequestOutput]:
-        """Step until every request has finished; their last outputs, by id."""
-        interval = None if use_tqdm else self._log_stats_interval  # a line would tear the bar
+        """Step until every request has finished; return their last outputs, by request id."""
+        interval = None if use_tqdm else self._log_stats_interval  # a log line would break the progress bar
         statistics = StatsLogger(self.engine, interval) if interval is not None else None
         finished: dict[str, RequestOutput] = {}
         with tqdm(total=num_requests, desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
@@ -165,24 +165,25 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer conversations: the tokenizer's chat template makes a prompt of each, and `generate` completes them.
+        """Complete conversations: the chat template turns each into a prompt, and `generate` completes it.
 
         Args:
             messages: one conversation or many.
             sampling_params: as for `generate`.
             use_tqdm: whether to show progress on stderr.
             chat_template: a Jinja template in place of the tokenizer's own.
-            add_generation_prompt: end the prompt with the beginning of a completion.
-            continue_final_message: leave the last message open, to be continued; in place of a generation prompt.
+            add_generation_prompt: end the prompt with the header of the assistant's next message.
+            continue_final_message: leave the last message open, so that the model continues it; then there is no
+                generation prompt.
             tools: descriptions of functions, for templates that show them to the model.
-            chat_template_kwargs: whatever else the template reads.
+            chat_template_kwargs: other variables that the template reads.
 
         Returns:
-            One finished output per conversation; `prompt` is what the template made.
+            One finished output per conversation; its `prompt` is the text that the template made.
 
         Raises:
             ValueError: there is no tokenizer or no template, or the template refuses a conversation; nothing has run.
-            EngineStepError: the model failed; nothing is left in the engine.
+            EngineStepError: the model failed; no request remains in the engine.
         """
         many = [messages] if messages and isinstance(messages[0], Mapping) else messages
         options = {
@@ -203,13 +204,13 @@ class LLM:
             text = render_chat(tokenizer, conversation, options)
         except ValueError as error:
             raise ValueError(f"conversation {place}: {error}") from error
-        # The template has written special tokens such as BOS itself.
+        # The template has already written special tokens such as BOS.
         return {"prompt": text, "prompt_token_ids": self.engine.tokenize(text, add_special_tokens=False)}
 
     def _add_all(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams | PoolingParams], interruption: Interruption
     ) -> list[str]:
-        """Add every prompt, or none."""
+        """Add every prompt; if one is refused, abort the others."""
         ids: list[str] = []
         kind = RequestOutputKind.FINAL_ONLY
         distinct = {id(one): one for one in params}
@@ -233,7 +234,7 @@ class LLM:
     def _abort_all(self, ids: Sequence[str]) -> None:
         for request_id in ids:
             self.engine.abort(request_id)
-        with suppress(EngineStepError):  # their outputs have no reader
+        with suppress(EngineStepError):  # the outputs are discarded
             self.engine.finish_steps()
 
 
@@ -250,7 +251,7 @@ def _params_per_prompt(
 
 
 def _content(prompt: Prompt) -> tuple[str | Sequence[int], str | None, str | None]:
-    """What to run, its text if there is one, and the cache salt."""
+    """The prompt to run, its text if there is one, and the cache salt."""
     if isinstance(prompt, str):
         return prompt, prompt, None
     if not isinstance(prompt, Mapping):

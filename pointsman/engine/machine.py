@@ -1,13 +1,12 @@
-"""The machine: its cores and GPUs, how idle threads of the C libraries wait, when freed memory returns to the system.
+"""Counts cores and GPUs, and sets how the C libraries' idle threads wait and when freed memory is returned.
 
 This module imports no PyTorch, because OpenMP reads the environment when PyTorch is loaded.
 
-*Threads.* GNU's OpenMP lets a thread without work spin for milliseconds by default, see `wait_briefly`.
+*Threads.* GNU's OpenMP lets an idle thread spin for milliseconds by default, see `wait_briefly`.
 
-*Memory.* By default an allocation of more than a few hundred KiB gets pages of its own from the system, which are
-returned when it is freed. The activations of a large step are such allocations, a few per layer and step, and each
-time every page is mapped and zeroed again: 8 % of a prompt step where this was measured. Kept in the heap, the pages
-of one layer serve the next, see `keep_freed_pages`.
+*Memory.* By default an allocation of more than a few hundred KiB gets pages of its own from the system, and returns
+them when it is freed. The activations of a large step are such allocations, a few per layer. Mapping and zeroing their
+pages each time took 8 % of a measured prompt step. `keep_freed_pages` keeps the pages in the heap for the next layer.
 """
 
 from __future__ import annotations
@@ -22,26 +21,26 @@ from functools import cache
 from pathlib import Path
 
 SPINS = "5000"
-"""Turns of the loop in which GNU's OpenMP waits before it sleeps, about a tenth of a millisecond."""
+"""Iterations of the loop in which GNU's OpenMP waits before it sleeps, about a tenth of a millisecond."""
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 ENVIRONMENT = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
 LARGEST_IN_HEAP = 32 << 20
-"""Bytes; the maximum that the C library accepts."""
+"""Bytes; the largest threshold that the C library accepts."""
 KEPT_AT_THE_TOP = 1 << 30
-"""Bytes that may lie free at a heap's end before they go back to the system."""
+"""Free bytes at the end of a heap above which they are returned to the system."""
 CGROUP = Path("/sys/fs/cgroup")
 GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
-"""A machine whose GPUs PyTorch calls "cuda" has one of these: NVIDIA's driver, the same within WSL, AMD's driver."""
+"""Device files of NVIDIA's driver, of the same within WSL, and of AMD's driver; PyTorch calls all these GPUs "cuda"."""
 SECONDS_TO_COUNT = 120.0
 """Time for a child process to import PyTorch and count GPUs."""
 
 
 def wait_briefly() -> None:
-    """Let threads without work wait for as long as it is from one operator to the next, and then sleep.
+    """Let idle threads spin for about the time between two operators, and then sleep.
 
     By default they spin for milliseconds, which on a machine with other work costs a factor of twenty. Threads that
-    sleep at once have to be woken for every operator, which costs a quarter of the speed of a small model. What the
-    user has set is left alone. To be called before PyTorch is imported; processes that are started inherit it.
+    sleep at once have to be woken for every operator, which costs a quarter of the speed of a small model. The user's
+    own setting is kept. Call this before PyTorch is imported; child processes inherit it.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
@@ -50,13 +49,12 @@ def wait_briefly() -> None:
 
 @cache
 def keep_freed_pages(*, one_heap: bool = False) -> bool:
-    """Keep freed memory in the heap, in this process. False: the C library is not glibc, or the user has set it
-    otherwise.
+    """Keep freed memory in the heap of this process. False: the C library is not glibc, or the user has set this.
 
     Args:
-        one_heap: let all threads share the process's heap. A thread's own is made of pieces of 64 MiB, each given back
-            whenever it is empty, whatever is set here; a few threads that allocate seldom lose nothing by sharing.
-            Only before those threads allocate for the first time.
+        one_heap: let all threads share one heap; set it before they first allocate. A thread's own heap consists of
+            pieces of 64 MiB, and an empty piece is always returned to the system. Sharing costs nothing where few
+            threads allocate, and seldom.
     """
     mallopt = _of_the_c_library("mallopt")
     if mallopt is None or any(name in os.environ for name in ENVIRONMENT):
@@ -67,7 +65,7 @@ def keep_freed_pages(*, one_heap: bool = False) -> bool:
 
 
 def give_back_freed_pages() -> None:
-    """Return to the system what lies free in the heap, for a time in which it is not needed; takes milliseconds."""
+    """Return free memory of the heap to the system, before an idle time; takes milliseconds."""
     trim = _of_the_c_library("malloc_trim")
     if trim is not None:
         trim(0)
@@ -93,7 +91,7 @@ def num_cores() -> int:
 
 
 def cpu_quota(root: Path) -> float:
-    """How many processors' worth of time the control group at `root` may use; infinity without a limit.
+    """The CPU limit of the control group at `root`, in processors; infinity without a limit.
 
     Both interfaces of Linux's control groups are read: `cpu.max` ("quota period" or "max period"), and the older pair
     `cpu.cfs_quota_us` and `cpu.cfs_period_us`.
@@ -111,7 +109,7 @@ def cpu_quota(root: Path) -> float:
 
 
 def has_gpu_driver() -> bool:
-    """Whether this machine may have a GPU that PyTorch can use: without one, there is no need to ask PyTorch."""
+    """Whether this machine may have a GPU that PyTorch can use; cheap, and False saves importing PyTorch."""
     return any(path.exists() for path in GPU_DRIVERS)
 
 
@@ -119,10 +117,10 @@ def has_gpu_driver() -> bool:
 def visible_gpus() -> tuple[str, ...]:
     """The GPUs that PyTorch sees: "cuda:0", "cuda:1", ... `CUDA_VISIBLE_DEVICES` hides others and sets the order.
 
-    A child process counts, because the calling process may have no use for PyTorch.
+    A child process counts them, so that the caller need not import PyTorch.
 
     Raises:
-        ValueError: it could not.
+        ValueError: the GPUs cannot be counted.
     """
     if not has_gpu_driver():
         return ()

@@ -1,13 +1,13 @@
-"""Memory of a device: what the engine's KV pool may take of a GPU, and errors where there is too little.
+"""Divides a GPU's memory: measures the largest step, gives the KV pool the rest, and words out-of-memory errors.
 
-    total * utilization, at most what other processes leave
+    total * utilization, at most the memory that other processes leave
         peak of the largest step      weights, activations, logits, the sampler's workspace
         budget                        the KV pool
         CUDA graphs
     the rest                          kernels' code, fragmentation; other processes
 
-The peak is measured, not estimated: `measure_peak` runs the largest step once (`model/largest_step.py`). `DeviceMemory`
-is all that is asked of a device, so the arithmetic is tested without one. The share is per engine, as in vLLM: two
+The peak is measured, not estimated: `measure_peak` runs the largest step once (`model/largest_step.py`). The arithmetic
+reads a device through `DeviceMemory` alone, so it is tested without a GPU. The share is per engine, as in vLLM: two
 engines on one GPU get 0.45 each.
 """
 
@@ -23,7 +23,7 @@ import torch
 
 GIB = 1 << 30
 GRAPH_SHARE = 0.02
-"""Of a GPU's memory, what CUDA graphs may take."""
+"""Share of a GPU's memory that CUDA graphs may take."""
 
 
 class DeviceMemory(Protocol):
@@ -43,13 +43,13 @@ class DeviceMemory(Protocol):
 
     @property
     def peak(self) -> int:
-        """The most that tensors of this process took at a time since `reset_peak`."""
+        """Maximum memory that tensors of this process took at one time since `reset_peak`."""
 
     def reset_peak(self) -> None:
-        """Begin to measure `peak` again, from what tensors take now."""
+        """Reset `peak` to the memory that tensors take now."""
 
     def release_unused(self) -> None:
-        """Give memory that the allocator reserves without use back to the device."""
+        """Return reserved memory that no tensor uses to the device."""
 
 
 class CudaMemory:
@@ -87,7 +87,7 @@ class CudaMemory:
 
 
 def device_memory(device: torch.device) -> DeviceMemory | None:
-    """The memory of a GPU that is measured and shared by `gpu_memory_utilization`; None: the device has no such."""
+    """The memory of a GPU, which `gpu_memory_utilization` divides; None: the device is a CPU."""
     return CudaMemory(device) if device.type == "cuda" else None
 
 
@@ -101,11 +101,11 @@ def use_device(device: torch.device) -> None:
 
 
 def measure_peak(run: Callable[[], object], memory: DeviceMemory) -> int:
-    """Bytes that tensors of this process take at most while `run` runs, those from before included.
+    """Maximum bytes of this process's tensors while `run` runs, earlier tensors included.
 
-    Afterwards the allocator keeps nothing that is not in use.
+    Afterwards the allocator has released all unused memory.
     """
-    gc.collect()  # what loading left in circles is no part of a step
+    gc.collect()  # reference cycles from loading are no part of a step
     memory.release_unused()
     memory.reset_peak()
     run()
@@ -117,19 +117,18 @@ def measure_peak(run: Callable[[], object], memory: DeviceMemory) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBudget:
-    """How much of a GPU an engine may take, and what of it is left for KV. All in bytes."""
+    """The memory of a GPU that an engine may take, and the part of it for KV. All in bytes."""
 
     total: int
-    """Of the device."""
+    """Memory of the device."""
     used_by_others: int
-    """Taken from the device, but not by tensors of this process: by other processes, and by the CUDA context and the
-    kernels of this one."""
+    """Memory taken by other processes, and by the CUDA context and the kernels of this one."""
     peak: int
-    """Of the largest step, weights included."""
+    """Peak of the largest step, weights included."""
     utilization: float
     """`gpu_memory_utilization`."""
     graphs: int = 0
-    """What CUDA graphs may take."""
+    """Maximum memory of CUDA graphs."""
 
     @classmethod
     def measure(
@@ -138,8 +137,8 @@ class DeviceBudget:
         """Measure the largest step.
 
         Args:
-            run: runs it.
-            memory: of the device.
+            run: runs the largest step.
+            memory: the device's.
             utilization: share of the device that the engine may take in all, above 0 and at most 1.
             graphs: bytes that CUDA graphs may take.
         """
@@ -149,7 +148,7 @@ class DeviceBudget:
 
     @property
     def kv_bytes(self) -> int:
-        """What the KV pool may take; negative: the largest step alone takes more than the engine may."""
+        """Memory for the KV pool; negative: the largest step alone exceeds the engine's share."""
         return kv_budget(self.total, self.used_by_others, self.peak + self.graphs, self.utilization)
 
     def __str__(self) -> str:
@@ -161,12 +160,12 @@ class DeviceBudget:
 
 
 def kv_budget(total: int, used_by_others: int, peak: int, utilization: float) -> int:
-    """Bytes that the KV pool may take, of the four figures of a `DeviceBudget`."""
+    """Bytes that the KV pool may take, from the four figures of a `DeviceBudget`."""
     return min(int(total * utilization), total - used_by_others) - peak
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device ran out of memory: the error itself, or what caused it."""
+    """Whether the error, or one of its causes, is that a device ran out of memory."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, torch.OutOfMemoryError):
         cause = cause.__cause__
@@ -175,11 +174,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def naming_out_of_memory(doing: str, remedy: str, kind: type[Exception] = ValueError) -> Iterator[None]:
-    """An out-of-memory error of the device meanwhile becomes an error of one line with the remedy.
+    """Turn an out-of-memory error of the device into an error of one line with the remedy.
 
     Args:
-        doing: what needs the memory, such as "loading the model on cuda:0".
-        remedy: what the user can change.
+        doing: the action that needs the memory, such as "loading the model on cuda:0".
+        remedy: the settings that the user can change.
         kind: of the error that is raised.
     """
     try:
@@ -187,6 +186,6 @@ def naming_out_of_memory(doing: str, remedy: str, kind: type[Exception] = ValueE
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        # PyTorch's advice on its own settings, behind the figures, does not help here.
+        # PyTorch's advice on its own settings, after the figures, does not help here.
         figures = " ".join(str(error).split()).partition(" If reserved")[0].rstrip(".")
         raise kind(f"{doing} needs more memory than the device has free ({figures}); {remedy}") from error

@@ -1,14 +1,14 @@
-"""Pausing an engine, with vLLM's modes: what becomes of its unfinished requests?
+"""Pausing: pauses and resumes an engine, with vLLM's modes for its unfinished requests.
 
 | mode | running requests | waiting requests |
 | --- | --- | --- |
 | "abort" | are aborted, finish_reason "abort" | the same |
 | "wait" | run until they finish | wait for `resume` |
-| "keep" | are suspended, and go on after `resume` | wait for `resume` |
+| "keep" | are suspended, and continue after `resume` | wait for `resume` |
 
-Requests may be added meanwhile, and wait. A pause is complete when nothing will be computed until `resume`: no request
-runs, or all are suspended, and no step is in flight. Then the weights may be changed. With `clear_cache` the KV that
-the old ones computed is forgotten at that moment: suspended requests recompute theirs.
+Requests may be added during a pause, and wait. A pause is complete when nothing will be computed until `resume`: no
+step is in flight, and no request runs or all are suspended. Then the weights may be changed. With `clear_cache` all KV
+of the old weights is dropped at that moment, and suspended requests recompute theirs.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ PAUSE_CHOICES: tuple[PauseChoice, ...] = get_args(PauseChoice)
 
 
 class ResumedError(RuntimeError):
-    """The engine went on before a pause was complete."""
+    """The engine was resumed before a pause was complete."""
 
 
 class Pausing:
     """The pauses of one engine.
 
     Args:
-        scheduler: is paused.
+        scheduler: the engine's.
         clock: the engine's, in seconds.
         abort_all: aborts every request, with outputs for their readers.
     """
@@ -45,10 +45,10 @@ class Pausing:
         self._abort_all = abort_all
         self._clears_cache = False
         self.waiting: list[Future[None]] = []
-        """Done when the pause is complete."""
+        """Futures of callers, done when the pause is complete."""
 
     def pause(self, mode: PauseChoice, *, clear_cache: bool) -> Future[None]:
-        """Pause; done when the pause is complete. Paused already: the later mode counts, for earlier callers too.
+        """Pause; the future is done when the pause is complete. A later mode replaces an earlier one, for all callers.
 
         Raises:
             ValueError: there is no such mode.
@@ -66,13 +66,13 @@ class Pausing:
         return future
 
     def resume(self) -> None:
-        """Go on. A pause that is not complete will never be."""
+        """Resume the engine; the futures of an incomplete pause raise `ResumedError`."""
         self._scheduler.resume(self._clock())
         self.fail(ResumedError("the engine was resumed before the pause was complete"))
 
     def settle(self) -> None:
-        """Complete the pause, if it now is; after every step and every finished request while `waiting` is not
-        empty."""
+        """Complete the pause if nothing is left to compute. Called after every step and every finished request while
+        `waiting` is not empty."""
         if not self.waiting or self._scheduler.has_runnable_requests() or self._scheduler.num_steps_in_flight:
             return
         if self._clears_cache:
@@ -83,7 +83,7 @@ class Pausing:
             future.set_result(None)
 
     def fail(self, error: Exception) -> None:
-        """No pause will be complete any more."""
+        """Fail the futures of an incomplete pause."""
         waiting, self.waiting = self.waiting, []
         for future in waiting:
             future.set_exception(error)

@@ -1,14 +1,14 @@
-"""The pulse of an engine's thread: signs that it goes on, also within a step, and how far apart they usually are.
+"""Pulse: signs of life of an engine's thread, also within a step, and the time between them.
 
-What watches an engine from outside must tell a long step from one that hangs. So the thread reports between the layers
-of a model, and says before it is silent for long, which it is while kernels are compiled:
+A watcher outside the engine must distinguish a long step from one that hangs. So the thread reports between the layers
+of a model, and announces a long silence, such as the compilation of kernels:
 
     pulse.begin()                       the engine's thread, around every step
-    beat()                              anything in the step, on the same thread
+    beat()                              any code in the step, on the same thread
     beat(SECONDS_TO_COMPILE)            before a long silence; the next beat ends it
     pulse.end()
 
-`beat` finds the pulse of its thread by itself, and costs next to nothing where there is none.
+`beat` finds the pulse of its thread by itself, and costs next to nothing in a thread without one.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from contextvars import ContextVar
 from typing import NamedTuple
 
 SECONDS_BETWEEN_BEATS = 0.5
-"""Beats that follow each other faster are not reported."""
+"""Minimum time between reported beats."""
 SECONDS_TO_COMPILE = 600.0
-"""That compiling a kernel takes at most, on a slow machine with other work."""
+"""Maximum time to compile a kernel, on a slow machine with other work."""
 
 
 class PulseReading(NamedTuple):
-    """What a pulse has measured since the last reading. Seconds."""
+    """Measurements since the last reading, in seconds."""
 
     longest: float
-    """The longest time in a step without a beat, announced silences aside."""
+    """The longest time in a step without a beat, except announced silences."""
     mean_step: float | None
-    """None: there was no step."""
+    """Mean time of a step; None: there was no step."""
 
 
 class Pulse:
-    """Of one thread.
+    """The pulse of one thread.
 
     Args:
-        on_beat: called in the thread, at most every `SECONDS_BETWEEN_BEATS`, with the seconds for which the thread may
-            be silent now; 0: for no longer than usual. None: nothing is reported.
+        on_beat: called in the thread, at most every `SECONDS_BETWEEN_BEATS`, with the seconds of an announced silence;
+            0: none is announced. None: nothing is reported.
     """
 
     __slots__ = ("_began", "_last", "_longest", "_next_report", "_num_steps", "_on_beat", "_patience", "_step_seconds")
@@ -46,23 +46,23 @@ class Pulse:
     def __init__(self, on_beat: Callable[[float], None] | None = None) -> None:
         self._on_beat = on_beat
         self._began = self._next_report = self._patience = 0.0
-        self._last: float | None = None  # there is no step
+        self._last: float | None = None  # None: no step is in progress
         self._longest = self._step_seconds = 0.0
         self._num_steps = 0
 
     def install(self) -> None:
-        """Be the pulse of the calling thread."""
+        """Make this the pulse of the calling thread."""
         _of_this_thread.set(self)
 
     def begin(self) -> None:
-        """A step begins."""
+        """Note that a step begins."""
         self._began = self._last = time.perf_counter()
 
     def beat(self, patience: float = 0.0) -> None:
-        """The thread goes on.
+        """Report a sign of life.
 
         Args:
-            patience: seconds for which it may be silent now; 0: for no longer than usual.
+            patience: seconds for which the thread may be silent now; 0: no longer than usual.
         """
         now = self._note()
         if self._on_beat is not None and (patience or self._patience or now >= self._next_report):
@@ -71,7 +71,7 @@ class Pulse:
         self._patience = patience
 
     def end(self) -> None:
-        """The step is over."""
+        """Note that the step is over."""
         self._step_seconds += self._note() - self._began
         self._num_steps += 1
         self._last, self._patience = None, 0.0
@@ -86,7 +86,7 @@ class Pulse:
         return now
 
     def take(self) -> PulseReading:
-        """What was measured since the last call."""
+        """Return the measurements since the last call, and reset them."""
         mean = self._step_seconds / self._num_steps if self._num_steps else None
         reading = PulseReading(self._longest, mean)
         self._longest = self._step_seconds = 0.0

@@ -1,12 +1,12 @@
-"""A line every few seconds that says how the engine is doing, in the words that operators of vLLM know.
+"""Statistics of an engine: a log line every few seconds, with vLLM's wording.
 
     Avg prompt throughput: 512.0 tokens/s, Avg generation throughput: 96.4 tokens/s, Running: 8 reqs, Waiting: 2 reqs,
     KV cache usage: 41.7%, Prefix cache hit rate: 63.1%, Preemptions: 0, Scheduler: 31 us/step,
     Prefix cache saved: 3,230 tokens
 
-(one line, here wrapped). Rates, the hit rate, preemptions and savings are of the interval since the line before;
-running, waiting and the cache's usage are of this moment. An idle engine is silent: the interval in which its last
-request finished is the last one that is logged.
+(one line, here wrapped). Rates, the hit rate, preemptions and savings cover the interval since the line before;
+running, waiting and cache usage are current values. An idle engine logs nothing: its last line covers the interval in
+which its last request finished.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ DEFAULT_INTERVAL = 10.0
 """Seconds from one line to the next."""
 
 SHORT_RUN = 1.0
-"""A run of fewer seconds ends without a line: its rates would say little, and scripts make many of them."""
+"""Runs of fewer seconds log no line at their end: their rates mean little, and scripts make many such runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """What an engine has done and holds at one moment. Totals; the difference of two of these is an interval."""
+    """An engine's totals and state at one moment. The difference of two readings describes an interval."""
 
     time: float
     """Seconds, on the reader's clock."""
@@ -48,13 +48,13 @@ class EngineStats:
     has_external_kv: bool = False
     """Whether KV is kept outside the pool; see `kv/connector.py`."""
     num_grammar_restarts: int = 0
-    """How often the process that compiles grammars was replaced; see `grammar/process.py`."""
+    """Restarts of the process that compiles grammars; see `grammar/process.py`."""
     recording: RecordingState | None = None
-    """None: there is none."""
+    """State of the recording; None: nothing is recorded."""
 
 
 def read_stats(engine: Engine, now: float) -> EngineStats:
-    """The engine's state at `now`, in seconds. Only the thread that owns the engine may ask."""
+    """Read the engine's state at `now`, in seconds. Only the thread that owns the engine may call this."""
     num_stalled = engine.watchdog.num_stalled if engine.watchdog is not None else 0
     return EngineStats(
         now,
@@ -68,10 +68,10 @@ def read_stats(engine: Engine, now: float) -> EngineStats:
 
 
 def stats_line(before: EngineStats, after: EngineStats) -> str:
-    """The line about the interval between two readings.
+    """The log line for the interval between two readings.
 
     Raises:
-        ValueError: `after` is not later than `before`, so that there are no rates.
+        ValueError: `after` is not later than `before`, so there are no rates.
     """
     seconds = after.time - before.time
     if seconds <= 0:
@@ -90,7 +90,7 @@ def stats_line(before: EngineStats, after: EngineStats) -> str:
         f"Running: {now.num_running} reqs",
         f"Waiting: {now.num_waiting} reqs",
         f"KV cache usage: {now.kv_cache_usage:.1%}",
-        # No new request had a prefix cache lookup: that is neither a good rate nor a bad one.
+        # Without prefix cache lookups there is no rate: 0 % would look bad.
         f"Prefix cache hit rate: {f'{hits / queries:.1%}' if queries else 'n/a'}",
         *_external_hit_rate(before, after),
         f"Preemptions: {now.num_preemptions - was.num_preemptions}",
@@ -101,7 +101,7 @@ def stats_line(before: EngineStats, after: EngineStats) -> str:
 
 
 def _external_hit_rate(before: EngineStats, after: EngineStats) -> list[str]:
-    """How much of what the prefix cache did not have came from outside the pool, if anything could."""
+    """The hit rate of KV outside the pool, for tokens that the prefix cache did not have; empty without such KV."""
     if not after.has_external_kv:
         return []
     queries = after.counters.num_external_queries - before.counters.num_external_queries
@@ -110,13 +110,13 @@ def _external_hit_rate(before: EngineStats, after: EngineStats) -> list[str]:
 
 
 class StatsLogger:
-    """Decides when a line is due. The loop that steps the engine calls `tick` between steps: a comparison, mostly.
+    """Logs a line when one is due. The loop that steps the engine calls `tick` between steps; usually it only compares.
 
     Args:
-        engine: whose lines.
+        engine: the one to report.
         interval: seconds between lines.
-        clock: seconds; real time, whatever the engine's own clock is.
-        emit: takes a line; None: this module's logger, at level INFO.
+        clock: seconds of real time; may differ from the engine's clock.
+        emit: called with each line; None: this module's logger, at level INFO.
 
     Raises:
         ValueError: the interval is not a positive number.
@@ -140,28 +140,28 @@ class StatsLogger:
         self._started = self._before.time
 
     def tick(self) -> bool:
-        """Log a line if one is due and something happened since the last; whether it did."""
+        """Log a line if one is due and there was activity since the last; return whether it was logged."""
         now = self._clock()
-        return now - self._before.time >= self._interval and self._report(now)
+        return now - self._before.time >= self._interval and self._log(now)
 
     def flush(self) -> bool:
-        """Log what happened since the last line, however recent that is; for an engine that stops."""
+        """Log a line for the time since the last one, even if it is not due; for an engine that stops."""
         now = self._clock()
-        return now > self._before.time and self._report(now)
+        return now > self._before.time and self._log(now)
 
     def finish(self) -> bool:
-        """`flush` at the end of a run that was not short; whether it logged a line."""
+        """`flush` at the end of a run, unless the run was short; return whether a line was logged."""
         return self._clock() - self._started >= SHORT_RUN and self.flush()
 
     def wait(self) -> float | None:
-        """Seconds until a line will be due, if the engine does nothing more; None: no line is owed."""
+        """Seconds until the next line is due if the engine now stays idle; None: no line is due."""
         if self._engine.counters.num_steps == self._before.counters.num_steps:
             return None
         return max(0.0, self._before.time + self._interval - self._clock())
 
-    def _report(self, now: float) -> bool:
+    def _log(self, now: float) -> bool:
         after = read_stats(self._engine, now)
-        before, self._before = self._before, after  # also after silence: an idle hour is no part of the next interval
+        before, self._before = self._before, after  # also if nothing is logged: the next interval has no idle time
         stuck = after.scheduler.num_running or after.scheduler.num_waiting or after.scheduler.num_parked
         if after.counters.num_steps == before.counters.num_steps and not stuck:
             return False

@@ -1,17 +1,16 @@
-"""StepLoop: the five parts of a step, one after the other or interleaved with those of other steps.
+"""StepLoop: runs the five parts of each step in order, or interleaved with those of other steps.
 
     schedule   the scheduler decides what runs
-    prepare    inputs of the model are read from the scheduler
+    prepare    the model's inputs are read from the scheduler
     run        the model computes, the sampler draws
     update     the scheduler appends the tokens and finishes requests
     report     tokens become outputs, for callers
 
-With one step in flight these follow each other. With more (`max_steps_in_flight`), the thread that executes a step has
-something to do while other threads, or a GPU, compute for it: update and report the step before, schedule and prepare
-the next one, and launch it on the GPU. It does so part by part, at the moments that the step offers (`Meanwhile`). So
-all Python stays in one thread: two that run it take turns at its lock, and meet where it costs most. A step that offers
-no such moment, because nothing in it takes long, is updated and reported at its end as if there were one step in
-flight.
+With one step in flight these parts follow each other. With more (`max_steps_in_flight`), the thread that executes a
+step uses the time in which other threads, or a GPU, compute for it. It updates and reports the step before, schedules
+and prepares the next one, and launches that on the GPU: one part at each moment that the step offers (`Meanwhile`). So
+all Python code stays in one thread; two threads would contend for Python's lock when it costs most. A step that takes
+too little time to offer such a moment is updated and reported at its end, as with one step in flight.
 """
 
 from __future__ import annotations
@@ -51,18 +50,18 @@ class _Updated(NamedTuple):
 
 
 class StepLoop:
-    """The steps of one engine on their way through its model, in order.
+    """Runs the steps of one engine, in order.
 
     Args:
-        scheduler: decides; its `max_steps_in_flight` is the maximum number of steps here.
-        runner: prepares and executes.
-        outputs: makes outputs of the tokens.
+        scheduler: decides the steps; its `max_steps_in_flight` limits the steps in flight here.
+        runner: prepares and executes steps.
+        outputs: turns tokens into outputs.
         proposer: proposes drafts for the next steps; None: there are none.
-        kv_events: publishes what entered and left the prefix cache; None: nothing is published.
-        pausing: completes a pause when a step was the last to compute.
-        before_schedule: finishes or returns to the queue what waited for something else than a step.
+        kv_events: publishes changes of the prefix cache; None: nothing is published.
+        pausing: completes a pause after the last step.
+        before_schedule: finishes overdue requests, and returns parked requests to the queue that are ready.
         clock: the engine's, in seconds.
-        counters: of the engine; steps, tokens and the time spent here are counted there.
+        counters: the engine's; steps, tokens and times are added to them.
     """
 
     def __init__(
@@ -91,35 +90,37 @@ class StepLoop:
         self.last_output: SchedulerOutput | None = None
         """The last step's decisions, for displays."""
         self.on_report: Callable[[SchedulerOutput], None] | None = None
-        """Called with every step that was reported, after its outputs."""
-        self._most = scheduler.config.max_steps_in_flight
+        """Called with the scheduler's output of every step after the step's outputs were reported."""
+        self._max_in_flight = scheduler.config.max_steps_in_flight
         self._steps: deque[_Step] = deque()
         """Steps that were not executed yet; the oldest one may be executing."""
         self._executed: tuple[SchedulerOutput, StepExecution] | None = None
-        """The step before them, if the scheduler does not know its result yet."""
+        """The step before those, if it was executed and not updated yet."""
         self._updated: _Updated | None = None
-        """The step before that one, if it was not reported."""
-        self._goes_on = True
+        """The step before that one, if it was updated and not reported yet."""
+        self._may_schedule = True
         """Whether further steps are scheduled."""
         self._part: Callable[[], object] | None = None
-        """The next part that can be done while a step is executed; None: there is none."""
-        self._error_of_part: BaseException | None = None
-        self._elsewhere = 0.0
-        """Seconds of the present call that were spent on other parts than executing."""
+        """The next part of another step to do while a step is executed; None: there is none."""
+        self._part_error: BaseException | None = None
+        self._other_seconds = 0.0
+        """Seconds of the current call of `run` that were spent on other parts than prepare and run."""
 
     def __len__(self) -> int:
-        """Steps that were scheduled and whose results the scheduler does not know."""
+        """Number of steps in flight: scheduled, and not updated."""
         return len(self._steps) + (self._executed is not None)
 
     def run(self) -> SchedulerOutput:
-        """Execute the oldest step in flight, or schedule one. It is updated and reported by the next call, if that has
-        a step to execute by then, or else by this one.
+        """Execute one step: the oldest in flight, or a new one if none is in flight.
+
+        If further steps are in flight at the end of the call, the next call updates and reports this step while it
+        executes the next one. Otherwise this call does.
 
         Raises:
-            EngineStepError: the model failed. The step, and any scheduled after it, is void: the scheduler is as it
-                was before it, and the next call schedules again. Those before it were reported.
+            EngineStepError: the model failed. This step and all later ones are void: the scheduler is as it was before
+                this step, and the next call schedules again. Earlier steps were reported.
         """
-        started, self._elsewhere = time.perf_counter(), 0.0
+        started, self._other_seconds = time.perf_counter(), 0.0
         try:
             if not self._steps:
                 self._schedule_one()
@@ -130,27 +131,27 @@ class StepLoop:
             self._executed = step.output, execution
             if not self._steps:
                 self._report_all()
-        except BaseException:  # also KeyboardInterrupt: the decision must not stand
+        except BaseException:  # also KeyboardInterrupt: a decision that was not executed must be void
             self.void()
             raise
-        self._counters.execute_time += time.perf_counter() - started - self._elsewhere
+        self._counters.execute_time += time.perf_counter() - started - self._other_seconds
         return step.output
 
     def finish(self) -> None:
-        """Execute and report every step in flight, and schedule no further one.
+        """Execute, update and report every step in flight, and schedule no further one.
 
         Raises:
             EngineStepError: see `run`.
         """
-        self._goes_on = False
+        self._may_schedule = False
         try:
             while self._steps:
                 self.run()
         finally:
-            self._goes_on = True
+            self._may_schedule = True
 
     def void(self) -> None:
-        """Void every step in flight: the scheduler returns to the state before the oldest."""
+        """Void every step in flight: the scheduler returns to its state before the oldest one."""
         self._steps.clear()
         self._executed = None
         self._runner.loaded.context.end()
@@ -159,25 +160,26 @@ class StepLoop:
             self._runner.connector.void(void)
         if void:
             self._scheduler.fail(void[0], self._clock())
-        if self._updated is not None:  # its tokens are known already
+        if self._updated is not None:  # the scheduler has its tokens, so it stays
             self._report_updated()
 
     def void_if_broken_off(self) -> None:
-        """Void everything if a call was left, by an exception, between the scheduler's decision and here."""
+        """Void every step in flight if an exception ended an earlier call between the scheduler's decision and its
+        record here."""
         if len(self) != self._scheduler.num_steps_in_flight:
             self.void()
 
     # ------------------------------------------------------------------ the parts
 
     def schedule(self) -> SchedulerOutput:
-        """Decide what runs in the next step. Every output must be executed and updated, in order."""
+        """Schedule the next step. Every output must be executed and updated, in order."""
         started = time.perf_counter()
         self._before_schedule()
         now = self._clock()
         self.last_output = output = self._scheduler.schedule_again(now)
         for request, num_external in zip(output.admitted, output.num_external_tokens.tolist(), strict=True):
             self._outputs.note_scheduled(request, now, num_external)
-        if self._runner.connector is not None and output.finished:  # loads that took too long
+        if self._runner.connector is not None and output.finished:  # their KV took too long to load
             self._outputs.hand_out(self._outputs.end_all(output.finished, now))
         if self._kv_events is not None:
             self._kv_events.publish(self._scheduler.take_kv_events())
@@ -186,7 +188,7 @@ class StepLoop:
         return output
 
     def _update(self, output: SchedulerOutput, execution: StepExecution) -> StepUpdate:
-        """Give the scheduler the result of the oldest step in flight; its report must follow."""
+        """Update the scheduler with the result of the oldest step in flight; the step must be reported next."""
         started = time.perf_counter()
         update = self._scheduler.update(output, execution.result, self._clock())
         self._counters.scheduler_time += time.perf_counter() - started
@@ -195,8 +197,8 @@ class StepLoop:
         self._counters.num_generated_tokens += len(update.token_ids)
         return update
 
-    def _report(self, output: SchedulerOutput, update: StepUpdate, execution: StepExecution) -> None:
-        """Make outputs of an update, and finish the requests that a stop string ends."""
+    def _report_step(self, output: SchedulerOutput, update: StepUpdate, execution: StepExecution) -> None:
+        """Report a step: make and hand out its outputs, and finish the requests that a stop string ends."""
         now = self._clock()
         outputs, stops = self._outputs.process(output, update, execution, now)
         for request_id, num_tokens, stop, reason, detail in stops:
@@ -209,27 +211,27 @@ class StepLoop:
         if self.on_report is not None:
             self.on_report(output)
 
-    # ------------------------------------------------------------------ one after the other
+    # ------------------------------------------------------------------ in order
 
     def _execute(self, step: _Step, prepared: PreparedStep) -> StepExecution:
-        if self._most > 1:
+        if self._max_in_flight > 1:
             self._part = self._next_part()
             prepared.batches[0].meanwhile.do_part = self._do_part if self._part is not None else None
         try:
             return self._runner.run(prepared) if step.launched is None else self._runner.collect(step.launched)
         except Exception as error:
-            if error is self._error_of_part:
+            if error is self._part_error:
                 raise
             self._report_all()
             raise _failed(step, error) from error
         finally:
-            self._error_of_part = None
+            self._part_error = None
             prepared.batches[0].meanwhile.do_part = None
 
     def _schedule_one(self) -> None:
         started = time.perf_counter()
         self._steps.append(_Step(self.schedule()))
-        self._elsewhere += time.perf_counter() - started
+        self._other_seconds += time.perf_counter() - started
 
     def _prepare_newest(self) -> None:
         self._prepare(self._steps[-1])
@@ -250,7 +252,7 @@ class StepLoop:
             raise _failed(step, error) from error
 
     def _report_all(self) -> None:
-        """Update and report what was executed."""
+        """Update and report the executed steps."""
         if self._executed is not None:
             self._update_executed()
         if self._updated is not None:
@@ -261,26 +263,26 @@ class StepLoop:
         started = time.perf_counter()
         (output, execution), self._executed = self._executed, None
         self._updated = _Updated(output, self._update(output, execution), execution)
-        self._elsewhere += time.perf_counter() - started
+        self._other_seconds += time.perf_counter() - started
 
     def _report_updated(self) -> None:
         assert self._updated is not None
         started = time.perf_counter()
         updated, self._updated = self._updated, None
-        self._report(*updated)
-        self._elsewhere += time.perf_counter() - started
+        self._report_step(*updated)
+        self._other_seconds += time.perf_counter() - started
 
-    # ------------------------------------------------------------------ meanwhile
+    # ------------------------------------------------------------------ interleaved
 
     def _do_part(self) -> bool:
-        """Do one part of what can be done while a step is executed; whether there is a further one."""
+        """Do one part of another step while a step is executed; return whether there is a further part."""
         assert self._part is not None
         try:
-            with torch.inference_mode(False):  # the step's own is not for what is made here
+            with torch.inference_mode(False):  # the mode of the executing step must not apply to other parts
                 self._part()
                 self._part = self._next_part()
         except BaseException as error:
-            self._error_of_part = error
+            self._part_error = error
             raise
         return self._part is not None
 
@@ -293,8 +295,8 @@ class StepLoop:
         if newest.prepared is None:
             return self._prepare_newest
         if len(self._steps) > 1 and newest.launched is None and self._runner.can_launch_ahead(newest.prepared):
-            return self._launch_newest  # a GPU has it when it is done with the one before
-        if self._goes_on and len(self) < self._most and self._scheduler.can_advance():
+            return self._launch_newest  # so that a GPU starts it right after the step before
+        if self._may_schedule and len(self) < self._max_in_flight and self._scheduler.can_advance():
             return self._schedule_one
         return None
 

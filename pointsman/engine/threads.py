@@ -1,9 +1,8 @@
-"""How many threads compute.
+"""Sets the number of threads with which PyTorch computes.
 
-PyTorch takes every core it sees. That is wrong in two cases: in a container whose share of the processor is limited by
-a quota, where further threads only wait for each other; and for a model so small that handing its work to another
-thread takes longer than doing it. What the user has set, in the environment or by `torch.set_num_threads`, is left
-alone.
+By default PyTorch uses every core that it sees. That is slow in two cases. In a container with a CPU quota the
+additional threads only wait for each other. For a very small model, handing work to another thread takes longer than
+doing it. The user's own setting, in the environment or by `torch.set_num_threads`, is kept.
 """
 
 from __future__ import annotations
@@ -24,7 +23,8 @@ logger = logging.getLogger(__name__)
 
 ENVIRONMENT = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 SMALL_MODEL = 8_000_000
-"""Parameters below which one thread is fastest: such a step takes a few milliseconds, and waits at every operation."""
+"""Number of parameters below which one thread is fastest: a step takes a few milliseconds, and threads wait at every
+operation."""
 _PAUSE_SOFT = 1  # `omp_pause_soft`
 
 _at_start = torch.get_num_threads()
@@ -35,7 +35,7 @@ def set_num_threads(num_threads: int | None, num_parameters: int) -> int:
     """Set PyTorch's number of threads, for this process, and return it.
 
     Args:
-        num_threads: as many; None: the right number for a model of `num_parameters`.
+        num_threads: the number; None: the best number for a model of `num_parameters`.
 
     Raises:
         ValueError: the number is below 1.
@@ -62,11 +62,11 @@ def set_num_threads(num_threads: int | None, num_parameters: int) -> int:
 
 @cache
 def openmp_library() -> ctypes.CDLL | None:
-    """GNU's OpenMP library, if that is what PyTorch computes with."""
+    """GNU's OpenMP library, if PyTorch uses it."""
     for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")):
         with suppress(OSError, AttributeError):
             library = ctypes.CDLL(str(path))
-            library.GOMP_parallel  # noqa: B018 - raises where there is none
+            library.GOMP_parallel  # noqa: B018 - raises if the symbol is missing
             return library
     return None
 
@@ -74,9 +74,9 @@ def openmp_library() -> ctypes.CDLL | None:
 def release_helper_threads() -> None:
     """End the threads that OpenMP keeps for the calling thread; it gets new ones if it computes again.
 
-    OpenMP keeps helpers for each thread that has computed. With those of the thread that loaded the model beside those
-    of the thread that steps, it counts more threads than cores and lets none wait for the next operator awake: a decode
-    step of a small model took 1.5 times as long.
+    OpenMP keeps helper threads for each thread that has computed: the one that loaded the model, and the one that
+    steps. Together they are more than the cores, so OpenMP lets all sleep between operators. A decode step of a small
+    model took 1.5 times as long.
     """
     library = openmp_library()
     pause = getattr(library, "omp_pause_resource_all", None)

@@ -1,14 +1,14 @@
-"""Warming up: what the first requests would wait for is done before there are any.
+"""Warm-up: compiles, imports and starts in advance what the first requests would wait for.
 
-Most of what a request needs is made when it is first needed: kernels of the types at hand and the sampler's race are
-compiled (seconds, where no earlier process has kept them on disk), xgrammar is imported, the process that compiles
-grammars is started. `warm_up` runs requests of every kind through the model:
+Several things are made on first use: the kernels for the model's types and the sampler's race are compiled (seconds,
+unless an earlier process left them on disk), xgrammar is imported, the process that compiles grammars is started.
+`warm_up` runs requests of every kind through the model:
 
-    plain        chunks of a prompt, decodes, both in one step; drafts where the engine has them
-    the others   each way to sample, edits of logits, log probabilities, embeddings, structured output
+    plain        chunks of a prompt, decodes, both in one step; drafts if the engine has them
+    others       each way to sample, edits of logits, log probabilities, embeddings, structured output
 
-They run on the engine's model, and on a scheduler, a KV pool and counters of their own. So the engine is afterwards as
-it was: no request, step, cached block, event or recorded call of theirs is in it.
+They run on the engine's model, with a scheduler, a KV pool and counters of their own. So they leave no trace in the
+engine: no request, step, cached block, event or recorded call.
 """
 
 from __future__ import annotations
@@ -44,24 +44,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BUDGET, MAX_NUM_SEQS, MAX_DRAFTS = 32, 10, 2
-"""Of a step here. Small: what is made once does not depend on sizes, and a large model takes long for many tokens."""
+"""Limits of a warm-up step. They are small: compiled code does not depend on sizes, and a large model takes long for
+many tokens."""
 LONG_PROMPT, SHORT_PROMPT = 40, 6
-"""Tokens. The long one takes two steps."""
+"""Tokens. The long prompt takes two steps."""
 NUM_TOKENS, NUM_TOKENS_ALONE = 3, 5
-"""Output tokens; those of the request that is alone in the last steps."""
+"""Output tokens of most requests, and of the request that is alone in the last steps."""
 
 
 def warm_up(engine: Engine, server: GrammarServer | None = None) -> None:
     """Run requests of every kind on the engine's model. Call it in the thread that owns the engine.
 
-    What goes wrong with a kind of request beyond plain ones is a line of the log: the others can be served.
+    If a kind of request other than plain ones fails, a warning is logged: other requests can be served.
 
     Args:
-        engine: is not changed, but for the process of its grammars, which is started.
+        engine: not changed, except that its process for grammars is started.
         server: a process for grammars that was started before, for this engine alone; None: one is started.
 
     Raises:
-        EngineStepError: the model fails, so that no request could be served.
+        EngineStepError: the model fails, so no request could be served.
     """
     started = time.monotonic()
     grammar = engine.grammars.warm_up(server)  # in the background
@@ -86,7 +87,7 @@ def warm_up(engine: Engine, server: GrammarServer | None = None) -> None:
 
 
 class _Rehearsal:
-    """A scheduler, a KV pool and all that a step needs, over the model of an engine."""
+    """A scheduler, a KV pool and the other parts that a step needs, on the model of an engine."""
 
     def __init__(self, engine: Engine) -> None:
         knobs = engine.scheduler.config
@@ -135,13 +136,13 @@ class _Rehearsal:
         self._num_requests = 0
 
     def add_plain(self) -> None:
-        """Greedy requests: a prompt in chunks, and a short one beside it."""
+        """Add greedy requests: one prompt in chunks, and a short one beside it."""
         length = min(LONG_PROMPT, self._engine.max_model_len - NUM_TOKENS)
         self._add(SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True), length)
         self._add(SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True))
 
     def add_others(self) -> None:
-        """Requests that use what a plain one does not."""
+        """Add requests that use each other feature."""
         has_text = self._engine.tokenizer is not None
         words = ("warm",) if has_text else ()
         for params in (
@@ -163,13 +164,13 @@ class _Rehearsal:
             self._add(params)
         try:
             check_can_pool(self._engine.loaded.model)
-        except ValueError:  # there are no requests for embeddings then
+        except ValueError:  # this model has no embeddings
             return
         self._add(PoolingParams("last"))
         self._add(PoolingParams("mean"))
 
     def add_structured(self, grammar: Future[CompiledGrammar | None]) -> None:
-        """A request with a grammar, once that is compiled; none if there are no grammars."""
+        """Add a request with a grammar once it is compiled; none if the model has no grammars."""
         compiled = grammar.result()
         if compiled is not None:
             self._add(
@@ -183,7 +184,7 @@ class _Rehearsal:
         num_tokens: int = SHORT_PROMPT,
         grammar: CompiledGrammar | None = None,
     ) -> None:
-        """Add a request; no two prompts begin alike. Each repeats itself, so that prompt lookup finds something."""
+        """Add a request. No two prompts share a prefix; each repeats itself, so that prompt lookup finds drafts."""
         self._num_requests += 1
         vocab_size = self._engine.loaded.vocab_size
         token_ids = [(self._num_requests + index % 3) % vocab_size for index in range(num_tokens)]
@@ -204,10 +205,10 @@ class _Rehearsal:
         self._outputs.add(request, None, request.metadata, eager_text=True)
 
     def run(self, *, drafts: bool = False) -> None:
-        """Step until every request has finished; one that fails by itself is a line of the log.
+        """Step until every request has finished; a request that fails alone is logged.
 
         Args:
-            drafts: whether each row has a draft to verify, whatever prompt lookup expects.
+            drafts: give each row a draft to verify, even if prompt lookup proposes none.
 
         Raises:
             EngineStepError: a step failed.

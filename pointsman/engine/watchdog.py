@@ -1,7 +1,7 @@
-"""Reports requests that make no progress: a line in the log for each stall, and a number for the metrics.
+"""EngineWatchdog: reports requests without progress, in the log (a line per stall) and in the metrics (their number).
 
-It looks at the scheduler four times in `watchdog_seconds`, between steps or while the engine has nothing to run. A step
-that hangs keeps it from looking, too: then the server notices that the engine gives no sign of life (`pulse.py`).
+It checks the scheduler four times in `watchdog_seconds`, between steps or while the engine has nothing to run. It
+cannot check while a step hangs; then the server notices that the engine gives no sign of life (`pulse.py`).
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from pointsman.core import Scheduler
 
 logger = logging.getLogger(__name__)
 
-LOOKS = 4
-"""In `watchdog_seconds`."""
+CHECKS_PER_PERIOD = 4
+"""Checks in `watchdog_seconds`."""
 MAX_LINES = 10
-"""In the log, of one look; the others are counted in one more."""
+"""Maximum number of log lines per check; one more line counts the other requests."""
 
 
 class EngineWatchdog:
     """Watches the requests of one scheduler, in the thread that owns it.
 
     Args:
-        seconds: without progress, after which a request is reported.
-        clock: the one by which the scheduler is called.
+        seconds: time without progress after which a request is reported.
+        clock: the one that the scheduler's calls use.
 
     Raises:
         ValueError: the seconds are not a number above 0.
@@ -40,17 +40,17 @@ class EngineWatchdog:
         self._scheduler = scheduler
         self._seconds = float(seconds)
         self._clock = clock
-        self._next_look = -math.inf
-        self._reported: dict[str, float] = {}  # request id -> since when it stalls
+        self._next_check = -math.inf
+        self._reported: dict[str, float] = {}  # request id -> time of its last progress
         self.num_stalled = 0
-        """Requests without progress at the last look."""
+        """Requests without progress at the last check."""
 
     def tick(self) -> None:
-        """Look, if it is time."""
+        """Check, if a check is due."""
         now = self._clock()
-        if now < self._next_look:
+        if now < self._next_check:
             return
-        self._next_look = now + self._seconds / LOOKS
+        self._next_check = now + self._seconds / CHECKS_PER_PERIOD
         stalls = self._scheduler.stalled(now, self._seconds)
         new = [stall for stall in stalls if self._reported.get(stall.explanation.request_id) != stall.since]
         for stall in new[:MAX_LINES]:
@@ -65,7 +65,7 @@ def make_watchdog(scheduler: Scheduler, seconds: float, clock: Callable[[], floa
     """A watchdog; None for 0 seconds.
 
     Raises:
-        ValueError: the seconds are no number of 0 or more.
+        ValueError: the seconds are not a number of 0 or more.
     """
     is_off = not isinstance(seconds, bool) and isinstance(seconds, (int, float)) and seconds == 0
     return None if is_off else EngineWatchdog(scheduler, seconds, clock)

@@ -19,7 +19,7 @@ A request's way to the engine: begin with `service/service.py`. A token's way to
         engine/step_loop.py             `StepLoop._update`: `Scheduler.update` appends the token; with two steps in
                                         flight this happens while the next step computes
         engine/outputs/processor.py     `OutputProcessor.process`: the token's text, in a `RequestOutput` of all tokens
-        engine/aio/readers.py           `Readers.deliver`: to the mailbox of the request, and one `ring` a step
+        engine/aio/output_router.py     `OutputRouter.deliver`: to the mailbox of the request, and one `ring` a step
         outbox.py                       `RemotePort.ring`: `RequestOutput.since` gives the new tokens of each
                                         mailbox, which leave as one frame on the socket
     API process, event loop

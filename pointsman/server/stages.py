@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from pointsman.engine.turns import Room, RoomError
+from pointsman.engine.fair_queue import CapacityError, SharedCapacity
 from pointsman.server.config import OPERATOR
 from pointsman.server.wire.errors import ApiError
 
@@ -167,7 +167,7 @@ class StageRoom:
     def __init__(self, stage: Stage, size: int | None, *, is_shared: bool) -> None:
         self.stage = stage
         self.size = size
-        self._room = Room(2**63 if size is None else size, is_shared=is_shared and size is not None)
+        self._room = SharedCapacity(2**63 if size is None else size, is_shared=is_shared and size is not None)
 
     @property
     def total(self) -> int:
@@ -199,7 +199,7 @@ class StageRoom:
         try:
             if amount:
                 self._room.take(tenant, amount, own)
-        except RoomError as error:
+        except CapacityError as error:
             raise self._refusal(error, amount, retry_after()) from None
 
     def give_back(self, tenant: str, amount: int) -> None:
@@ -220,13 +220,13 @@ class StageRoom:
         finally:
             self.give_back(tenant, amount)
 
-    def _refusal(self, error: RoomError, amount: int, retry_after: int) -> ApiError:
+    def _refusal(self, error: CapacityError, amount: int, retry_after: int) -> ApiError:
         stage = self.stage
         assert stage.status is not None
         if error.total + amount > error.size:
             held, most, whose = error.total, error.size, ""
         else:
-            held, most, whose = error.held, error.most, " of this tenant"
+            held, most, whose = error.held, error.max_held, " of this tenant"
         return ApiError(
             stage.status,
             f"the server is overloaded: {held} {stage.held.format(whose=whose)}, this would be {amount} more, and at "

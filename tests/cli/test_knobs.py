@@ -88,7 +88,11 @@ def test_given_knobs_override_a_preset(name: str) -> None:
         ({"kv_events_config": '{"port": 1}'}, None, "no field 'port'; known are enable_kv_cache_events"),
         ({"kv_events_config": '{"hwm": 0}'}, None, "hwm is 0"),
         ({"speculative_config": "ngram"}, None, "--speculative-config is 'ngram', not JSON"),
-        ({"speculative_config": '{"method": "eagle"}'}, None, "method is 'eagle'; the one there is is \"ngram\""),
+        (
+            {"speculative_config": '{"method": "eagle"}'},
+            None,
+            "method is 'eagle'; the only supported method is \"ngram\"",
+        ),
         (
             {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 2}', "num_draft_tokens": 2},
             None,

@@ -1,4 +1,4 @@
-"""What all engine tests share."""
+"""Fixtures of all engine tests."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tests.forked_engines import forked_processes
 
 @pytest.fixture(autouse=True, scope="session")
 def compilers() -> Iterator[None]:
-    """Grammar compilers are forked."""
+    """Fork grammar compilers."""
     with forked_processes():
         yield
 
 
 @pytest.fixture(autouse=True)
 def attention_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With several steps in flight the tiny models of the tests run ahead as larger ones do: while a layer attends,
-    all is done that there is to do.
+    """With several steps in flight, let the tests' tiny models run ahead like larger ones: while a layer attends, all
+    parts of other steps are done.
     """
     do_meanwhile = PagedBatch.do_meanwhile
     monkeypatch.setattr(numba_attention, "LONG", 0)
@@ -31,7 +31,7 @@ def attention_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Tiny models gain nothing from threads, and threads that wait for each other on a busy machine cost a lot."""
+    """Use one thread: tiny models gain nothing from more, which cost a lot on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""Driving an engine to the end of its requests."""
+"""Steps an engine until its requests have finished."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pointsman.engine import Engine, RequestOutput, SamplingParams
 
 @dataclass
 class Seen:
-    """What the steps of a run consisted of."""
+    """Statistics of a run's steps."""
 
     mixed: int = 0
     """Steps with decodes and chunks of prompts."""
@@ -34,7 +34,7 @@ class Seen:
 
 
 def drain(engine: Engine, seen: Seen | None = None) -> dict[str, RequestOutput]:
-    """Step to the end: the last output of each request, by its id."""
+    """Step until all requests have finished; return the last output of each, by its id."""
     done = {}
     while engine.has_unfinished_requests():
         done.update((output.request_id, output) for output in engine.step() if output.finished)
@@ -50,7 +50,7 @@ def run(
     params: SamplingParams | list[SamplingParams],
     seen: Seen | None = None,
 ) -> list[RequestOutput]:
-    """All prompts at once, outputs in their order."""
+    """Run all prompts at once; return their outputs in order."""
     for index, prompt in enumerate(prompts):
         engine.add_request(str(index), prompt, params[index] if isinstance(params, list) else params)
     done = drain(engine, seen)

@@ -129,7 +129,7 @@ def _add_rope_factors(writer: GGUFWriter, config: Any) -> None:
 
 
 def llama3_factors(rope: Mapping[str, Any], head_dim: int) -> np.ndarray[Any, Any]:
-    """What long waves are stretched by: 1 below one length, `factor` above another, and between them smoothly."""
+    """Stretch factors of the frequencies: 1 below one wave length, `factor` above another, and interpolated between."""
     factors = []
     for at in range(0, head_dim, 2):
         wavelength = 2 * np.pi * rope["rope_theta"] ** (at / head_dim)

@@ -1,4 +1,4 @@
-"""Random regular expressions, grammars and JSON schemas, over an alphabet that has what readers get wrong.
+"""Random regular expressions, grammars and JSON schemas, over an alphabet of characters that parsers often get wrong.
 
 Each is made as a whole, with a form that an independent validator reads: Python's `re`, Lark, `jsonschema`.
 """
@@ -24,7 +24,7 @@ texts = st.text(characters, max_size=5)
 
 
 def _as_escape(draw: Any, character: str, wide: str = "U") -> str:
-    """One of the ways to write a character by its number."""
+    """One of the escapes of a character by its code point."""
     code = ord(character)
     forms = [f"\\U{code:08x}"] if wide == "U" else [f"\\u{{{code:x}}}"]
     if code < 0x10000:
@@ -79,7 +79,7 @@ expressions = st.recursive(_sequences(_parts), lambda inner: _sequences(st.one_o
 
 
 def is_match(expression: str, text: str) -> bool:
-    """Whether the whole text matches, with classes of ASCII."""
+    """Whether the whole text matches, with ASCII classes."""
     return re.fullmatch(expression, text, re.ASCII) is not None
 
 
@@ -131,7 +131,7 @@ def _terminal(draw: Any) -> _Part:
 
 @st.composite
 def grammars(draw: Any) -> Grammar:
-    """Some rules that refer to each other, or to themselves alone."""
+    """Some rules that refer to each other or to themselves."""
     num_rules = draw(st.integers(1, 4))
     names = ["root", *(f"r-{number}" for number in range(1, num_rules))]
     larks = ["start", *(f"r{number}" for number in range(1, num_rules))]
@@ -306,6 +306,6 @@ _ASCII_CLASSES: Any = jsonschema.validators.extend(jsonschema.Draft202012Validat
 
 
 def is_valid(schema: Any, value: Any) -> bool:
-    """Whether a value is of a schema, of whose patterns the classes are those of ASCII."""
+    """Whether a value is valid under a schema, with ASCII classes in its patterns."""
     validator = _ASCII_CLASSES(schema)
     return not list(validator.iter_errors(value))

@@ -1,4 +1,4 @@
-"""Which texts a grammar allows, for a vocabulary of the 256 bytes."""
+"""Tests texts against a grammar, with a vocabulary of the 256 bytes."""
 
 from __future__ import annotations
 
@@ -42,5 +42,5 @@ class Language:
         )
 
     def allows(self, *texts: str) -> list[str]:
-        """Those of the texts that are in it."""
+        """The given texts that the grammar allows."""
         return [text for text in texts if text in self]

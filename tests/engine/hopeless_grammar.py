@@ -1,4 +1,4 @@
-"""A grammar that cannot be compiled in time, and waiting for what then happens to the process that tries."""
+"""A grammar that cannot be compiled in time, and helpers to wait for its process."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Random JSON schemas, of what the compiler of grammars can enforce, and none that a small model could write for ever.
+"""Random JSON schemas that the compiler can enforce, and whose texts end even with a small model.
 
-Strings, numbers and arrays are bounded, because a model with random weights sees no reason to end one.
+Strings, numbers and arrays are bounded, because a model with random weights would not end them.
 """
 
 from __future__ import annotations

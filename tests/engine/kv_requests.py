@@ -1,4 +1,4 @@
-"""Requests that share prefixes, come again, and are too many for the pool; for the tests of KV outside the pool."""
+"""Requests that share prefixes, repeat, and are too many for the pool; for tests of KV outside the pool."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make(loaded: LoadedModel, **knobs: Any) -> Engine:
 
 
 def prompt_of(number: int) -> list[int]:
-    """12 to 34 tokens, of which four numbers each share the first 8."""
+    """12 to 34 tokens; every four prompts share the first 8."""
     return [3 + number % 4] * 8 + [5 + (7 * number + 3 * place) % 150 for place in range(4 + 5 * number % 23)]
 
 
@@ -39,7 +39,7 @@ def add_round(engine: Engine, name: int, count: int = 10) -> None:
 
 
 def drain(engine: Engine, failures: list[EngineStepError] | None = None) -> dict[str, list[int]]:
-    """Step to the end, with everything checked at every step: the tokens of each request, by its id.
+    """Step until all requests have finished, with invariant checks; return the tokens of each, by its id.
 
     Steps may fail if there is a list for that.
     """
@@ -68,7 +68,7 @@ def break_passes(
     chance: float,
     parts: Sequence[str] = ("run",),
 ) -> None:
-    """Some of these parts of a step fail before they begin, and as many of the others when they are over."""
+    """Make some of these calls fail before they begin, and the same number of others after their end."""
     for name in parts:
         original = getattr(engine.runner, name)
 
@@ -84,7 +84,7 @@ def break_passes(
 
 
 def run_rounds(engine: Engine, count: int = 3, failures: list[EngineStepError] | None = None) -> dict[str, list[int]]:
-    """The same requests several times over."""
+    """Run the same requests several times."""
     done: dict[str, list[int]] = {}
     for name in range(count):
         add_round(engine, name)
@@ -93,7 +93,7 @@ def run_rounds(engine: Engine, count: int = 3, failures: list[EngineStepError] |
 
 
 def settle(engine: Engine, seconds: float = 10.0) -> None:
-    """Until no transfer is under way and every block is free."""
+    """Wait until no transfer is in progress and every block is free."""
     deadline = time.monotonic() + seconds
     while engine.scheduler.stats().num_transfers and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Requests as the engine makes them of sampling parameters, for tests that drive a scheduler without an engine."""
+"""Makes requests from sampling parameters like the engine, for tests of a scheduler without an engine."""
 
 from __future__ import annotations
 

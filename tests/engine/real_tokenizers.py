@@ -23,7 +23,7 @@ NAMES = ("llama2", "llama3_1", "qwen3", "gemma3", "deepseek_v3", "gptoss")
 
 @cache
 def _folder() -> tempfile.TemporaryDirectory[str]:
-    """Where downloads are kept while the tests run."""
+    """The folder of downloads while the tests run."""
     return tempfile.TemporaryDirectory(prefix="pointsman-tokenizers-")
 
 

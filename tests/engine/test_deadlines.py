@@ -1,4 +1,4 @@
-"""Deadlines: who is overdue, in which order, and what an engine does about it."""
+"""Deadlines: the order of overdue requests, and how an engine ends them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from pointsman.core import Request
 from pointsman.core.state.status import FinishReason, RequestStatus
 from pointsman.engine import Engine, SamplingParams
-from pointsman.engine.deadlines import FEWEST, Deadlines
+from pointsman.engine.deadlines import MIN_ENTRIES, Deadlines
 
 
 def request(name: str) -> Request:
@@ -23,13 +23,13 @@ def test_the_longest_overdue_comes_first_and_once() -> None:
     assert deadlines.take_overdue(2.0) == [] and deadlines.next() == 3.0
 
 
-def test_those_that_ended_are_not_overdue_and_not_kept() -> None:
+def test_finished_requests_are_neither_overdue_nor_kept() -> None:
     deadlines = Deadlines()
-    ended = [request(str(number)) for number in range(10 * FEWEST)]
+    ended = [request(str(number)) for number in range(10 * MIN_ENTRIES)]
     for one in ended:
         deadlines.add(one, 1000.0)
         one._state.transition(RequestStatus.FINISHED_REFUSED)
-    assert len(deadlines._heap) <= FEWEST  # what they hold is bounded, not proportional to all there ever were
+    assert len(deadlines._heap) <= MIN_ENTRIES  # bounded, not proportional to the number of all requests so far
     assert deadlines.next() is None and deadlines.take_overdue(2000.0) == []
 
 
@@ -41,7 +41,7 @@ class Clock:
 
 
 @pytest.mark.e2e
-def test_an_engine_ends_who_waits_and_who_runs() -> None:
+def test_an_engine_ends_overdue_requests_waiting_or_running() -> None:
     clock = Clock()
     engine = Engine("demo", num_blocks=16, max_num_seqs=1, clock=clock)
     params = SamplingParams(max_tokens=50, temperature=0, ignore_eos=True)
@@ -66,7 +66,7 @@ def test_an_engine_ends_who_waits_and_who_runs() -> None:
     assert stats.finished[FinishReason.DEADLINE.value] == 2 and stats.num_free_blocks == 16
 
 
-def test_a_deadline_that_is_no_time_is_refused() -> None:
+def test_an_invalid_deadline_is_refused() -> None:
     engine = Engine("demo", num_blocks=16)
     with pytest.raises(ValueError, match="request 'a': the deadline is nan; give seconds on the engine's clock"):
         engine.add_request("a", [1], deadline=float("nan"))

@@ -1,4 +1,4 @@
-"""The engine as its callers see it: refusals, ends of every kind, failures, text, and `LLM` as vLLM's users know it."""
+"""The engine's interface: refusals, finish reasons, failures, text, and vLLM's `LLM`."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_request_from_start_to_end(engine: Engine) -> None:
         (None, GREEDY, "the prompt is of type NoneType"),
     ],
 )
-def test_what_can_never_run_is_refused_in_one_line(
+def test_requests_that_can_never_run_are_refused_in_one_line(
     engine: Engine, prompt: Any, params: SamplingParams, message: str
 ) -> None:
     engine.add_request("good", [3, 4, 5], GREEDY)
@@ -89,7 +89,7 @@ def test_what_can_never_run_is_refused_in_one_line(
     with pytest.raises(ValueError, match=message) as error:
         engine.add_request("bad", prompt, params)
     assert "\n" not in str(error.value)
-    assert list(drain(engine)) == ["good"], "the refusal disturbed another request"
+    assert list(drain(engine)) == ["good"], "the refusal affected another request"
 
 
 def test_a_prompt_larger_than_the_pool_is_refused_with_numbers(loaded: LoadedModel) -> None:
@@ -115,14 +115,14 @@ def test_an_id_in_use_is_refused(engine: Engine) -> None:
         ("\ud800", "not valid Unicode"),
     ],
 )
-def test_what_cannot_name_a_request_is_refused(engine: Engine, request_id: Any, message: str) -> None:
+def test_invalid_request_ids_are_refused(engine: Engine, request_id: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         engine.add_request(request_id, [3], GREEDY)
     engine.add_request("a name with é and spaces", [3], GREEDY)
     assert len(drain(engine)) == 1
 
 
-def test_ends(engine: Engine, loaded: LoadedModel) -> None:
+def test_finish_reasons(engine: Engine, loaded: LoadedModel) -> None:
     """Stop tokens, EOS, max_tokens=None, the model's length and the pool's capacity."""
     engine.add_request("free", [3, 4, 5], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
     tokens = drain(engine)["free"].token_ids
@@ -178,8 +178,8 @@ def test_unseeded_requests_differ_and_an_engine_repeats_itself(loaded: LoadedMod
 # ------------------------------------------------------------------------------------------------------- failures
 
 
-def test_a_failed_step_is_rewound_and_can_be_tried_again(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At several moments, also half way through the layers, with shared prefixes in the failing step."""
+def test_a_failed_step_is_rewound_and_can_be_retried(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails at several points, also half way through the layers, with shared prefixes in the failing step."""
     prompts = [[3 + i % 5] * (4 + 3 * i) for i in range(6)] + [[9] * 30, [9] * 30]
     for index, prompt in enumerate(prompts):
         engine.add_request(str(index), prompt, GREEDY)
@@ -221,11 +221,11 @@ def test_an_interrupt_leaves_the_engine_usable(engine: Engine, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("where", ["schedule", "begin", "end", "update"])
-def test_an_interrupt_in_a_gap_of_the_step_leaves_the_engine_usable(
+def test_an_interrupt_between_parts_of_a_step_leaves_the_engine_usable(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """Right after the decision, after the model was taken, before it is given back, before the scheduler hears of it:
-    the engine can be stepped again, and another thread's engine on the same model is not locked out.
+    """Interrupts after the decision, after the model is locked, before it is unlocked, and before the update: the
+    engine can be stepped again, and another thread's engine on the same model is not locked out.
     """
     if where in ("begin", "end") and engine.scheduler.config.max_steps_in_flight > 1:
         pytest.skip("the model runs in a thread of its own, and signals are handled in the main thread")
@@ -268,13 +268,13 @@ def test_an_interrupt_in_a_gap_of_the_step_leaves_the_engine_usable(
     thread = threading.Thread(target=other_engine, daemon=True)
     thread.start()
     thread.join(20)
-    assert not thread.is_alive(), "the model is still taken"
+    assert not thread.is_alive(), "the model is still locked"
     done.update(drain(engine))
     assert done["a"].token_ids == done["other"].token_ids and len(done["a"].token_ids) == 8
 
 
 def test_only_the_row_with_nan_ends(engine: Engine) -> None:
-    """A token whose embedding is NaN poisons its own request, and neither its neighbours nor its successors."""
+    """A token with a NaN embedding affects its own request only, no other and no later one."""
     embedding = engine.loaded.model.get_input_embeddings().weight
     saved = embedding[77].clone()
     engine.add_request("ref", [5, 6, 7], GREEDY)
@@ -287,7 +287,7 @@ def test_only_the_row_with_nan_ends(engine: Engine) -> None:
         engine.add_request("good", [5, 6, 7], GREEDY)
         done = drain(engine)
         assert (done["bad"].finish_reason, done["bad"].finish_detail) == ("error", NOT_FINITE)
-        for round_trip in range(20):  # long enough to be given every block that held NaN
+        for round_trip in range(20):  # long enough to get every block that held NaN
             engine.add_request(f"next{round_trip}", [5, 6, 7] + [8] * (3 * round_trip), GREEDY)
         later = drain(engine)
     finally:
@@ -324,12 +324,12 @@ def test_an_empty_step_runs_no_model(loaded: LoadedModel, monkeypatch: pytest.Mo
         ({"order": "alphabetic"}, "alphabetic"),
     ],
 )
-def test_knobs_that_cannot_work(loaded: LoadedModel, knobs: dict[str, Any], message: str) -> None:
+def test_invalid_knobs_are_refused(loaded: LoadedModel, knobs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Engine(loaded, **knobs)
 
 
-def test_an_output_that_goes_round_in_circles_ends(engine: Engine) -> None:
+def test_a_repeating_output_ends(engine: Engine) -> None:
     params = SamplingParams(
         allowed_token_ids=[9],
         ignore_eos=True,
@@ -342,7 +342,7 @@ def test_an_output_that_goes_round_in_circles_ends(engine: Engine) -> None:
         "repetition",
         "repetition_detected",
     )
-    assert output.text == engine.tokenizer.decode([9] * 5), "what repeats is part of the text"
+    assert output.text == engine.tokenizer.decode([9] * 5), "the repetition is part of the text"
 
 
 def test_the_log_of_a_request_comes_with_its_outputs(loaded: LoadedModel) -> None:
@@ -389,7 +389,7 @@ def test_a_recording_of_the_engine_replays(loaded: LoadedModel) -> None:
 # ----------------------------------------------------------------------------------------------------------- text
 
 
-def test_text_that_is_no_text() -> None:
+def test_invalid_unicode_in_prompts_is_refused() -> None:
     engine = Engine("demo", num_blocks=8, max_model_len=64)
     with pytest.raises(ValueError, match="not valid Unicode text"):
         engine.add_request("r", "a lone surrogate: \ud800")
@@ -408,7 +408,9 @@ def test_no_tokenizer(loaded: LoadedModel) -> None:
 # ------------------------------------------------------------------------------------------------------------ LLM
 
 
-def test_llm_answers_in_the_order_of_the_prompts(loaded: LoadedModel, capfd: pytest.CaptureFixture[str]) -> None:
+def test_llm_returns_outputs_in_the_order_of_the_prompts(
+    loaded: LoadedModel, capfd: pytest.CaptureFixture[str]
+) -> None:
     llm = LLM(loaded, num_blocks=64, block_size=4)
     prompts = ["short", {"prompt_token_ids": [9] * 40}, {"prompt": "third", "cache_salt": "x"}]
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (9, 2, 5)]
@@ -441,9 +443,7 @@ def test_llm_runs_nothing_if_a_prompt_is_bad(loaded: LoadedModel) -> None:
     assert len(llm.generate("still works", GREEDY, use_tqdm=False)[0].token_ids) == 8
 
 
-def test_llm_runs_nothing_if_it_is_interrupted_while_it_adds(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_llm_runs_nothing_if_interrupted_while_adding(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(loaded, num_blocks=16)
     original = llm.engine.outputs.add
 
@@ -461,7 +461,7 @@ def test_llm_runs_nothing_if_it_is_interrupted_while_it_adds(
 
 
 class Presses:
-    """Presses Ctrl-C a number of times during a model's next forward, and notes whether that came to its end."""
+    """Presses Ctrl-C a number of times during a model's next forward, and notes whether the forward completed."""
 
     def __init__(self, model: Any, times: int = 1) -> None:
         self.times = times
@@ -488,7 +488,7 @@ class Presses:
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_ctrl_c_ends_llm_after_the_step_and_twice_at_once(loaded: LoadedModel, times: int) -> None:
+def test_ctrl_c_ends_llm_after_the_step_and_a_second_one_at_once(loaded: LoadedModel, times: int) -> None:
     llm = LLM(loaded, num_blocks=64, block_size=4)
     handler = signal.getsignal(signal.SIGINT)
     with Presses(loaded.model, times) as presses, pytest.raises(KeyboardInterrupt):
@@ -499,7 +499,7 @@ def test_ctrl_c_ends_llm_after_the_step_and_twice_at_once(loaded: LoadedModel, t
     assert len(llm.generate("still works", GREEDY, use_tqdm=False)[0].token_ids) == 8
 
 
-def test_a_callers_own_handler_of_ctrl_c_is_called_once_the_step_is_done(loaded: LoadedModel) -> None:
+def test_a_custom_ctrl_c_handler_is_called_after_the_step(loaded: LoadedModel) -> None:
     llm = LLM(loaded, num_blocks=64, block_size=4)
     calls: list[bool] = []
     with Presses(loaded.model) as presses:
@@ -525,8 +525,8 @@ def test_importing_the_package_is_cheap() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_pool_that_memory_cannot_hold_is_the_callers_mistake() -> None:
+def test_a_pool_larger_than_memory_raises_value_error() -> None:
     with pytest.raises(
-        ValueError, match=r"a KV pool of \d+ blocks needs [\d,.]+ GiB, which cannot be had; lower num_b"
+        ValueError, match=r"a KV pool of \d+ blocks needs [\d,.]+ GiB, which is not available; lower num_b"
     ):
         Engine("demo", num_blocks=2**26)

@@ -55,12 +55,12 @@ CLOSEST = 2e-5
 """Logits of the two likeliest tokens are at least so far apart. Rounding makes errors of 5e-6."""
 
 BACKENDS = {"torch": "torch", "fast": "auto"}
-"""Plain PyTorch on the model's own layers, and what is the default: compiled attention and whatever layers fuse."""
+"""Plain PyTorch on the model's own layers, and the default: compiled attention and fused layers."""
 
 
 @dataclass
 class Case:
-    """A model as each backend runs it, and the outputs of transformers' own."""
+    """A model for each backend, and the reference outputs of transformers."""
 
     loaded: dict[str, LoadedModel]
     features: str
@@ -72,7 +72,7 @@ class Case:
         return Engine(self.loaded[backend], **knobs)
 
     def tight_engine(self, backend: str, **knobs: Any) -> Engine:
-        """With a pool that holds the longest request and little more, in whatever groups its layers are."""
+        """An engine whose pool holds little more than the longest request, with any groups of layers."""
         loaded = self.loaded[backend]
         known = {name: value for name, value in knobs.items() if name in SCHEDULER_NAMES}
         config = SchedulerConfig(num_blocks=1, max_model_len=loaded.choose_max_model_len(None), **known)
@@ -167,7 +167,7 @@ class Watched:
     indirect=True,
 )
 def test_chunks_prefixes_and_preemption_at_once(case: Case, backend: str) -> None:
-    """The short form runs every family with the default backend, and the thorough ones with both."""
+    """The short form runs every family with the default backend, and the thorough families with both."""
     seen = Seen()
     watched = Watched(case.loaded[backend].attention)
     outputs = run(case.tight_engine(backend, attention=watched, **EVERYTHING), case.prompts, greedy(case), seen)
@@ -184,7 +184,7 @@ thorough = pytest.mark.parametrize("case", THOROUGH, indirect=True)
 
 
 @thorough
-def test_alone(case: Case, backend: str) -> None:
+def test_single_requests(case: Case, backend: str) -> None:
     for prompt, expected in zip(case.prompts[::2], case.expected[::2], strict=True):
         engine = case.engine(backend, num_blocks=64, block_size=4)
         assert tokens(run(engine, [prompt], greedy(case))) == [expected]
@@ -231,8 +231,8 @@ def test_static_batching_and_whole_prompts(case: Case, backend: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["qwen3", "gpt2"], indirect=True)
-def test_seeded_sampling_does_not_see_its_neighbours(case: Case, backend: str) -> None:
-    """Alone, batched and chunked, and preempted: a seeded request's tokens are its own."""
+def test_seeded_sampling_is_independent_of_other_requests(case: Case, backend: str) -> None:
+    """Alone, batched, chunked or preempted: a seeded request gets the same tokens."""
     params = [
         SamplingParams(
             temperature=0.8 + 0.1 * (i % 3), top_k=(0, 40)[i % 2], top_p=(1.0, 0.9)[i % 2], seed=i, max_tokens=20
@@ -255,8 +255,8 @@ def test_seeded_sampling_does_not_see_its_neighbours(case: Case, backend: str) -
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "mimo-v2-flash"])
-def test_a_model_is_the_same_whatever_was_drawn_before(name: str) -> None:
-    """Else a run's other tests would decide about the models of this one, ties among their logits included."""
+def test_a_model_is_independent_of_earlier_random_numbers(name: str) -> None:
+    """Otherwise earlier tests would change the models of this one."""
     first = build(FAMILIES[name](), seed=1).state_dict()
     torch.randn(1)
     second = build(FAMILIES[name](), seed=1).state_dict()

@@ -1,4 +1,4 @@
-"""The line of an error that a user gets to see."""
+"""The first line of an error, as shown to a user."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ from pointsman.engine.errors import first_line
         ("x" * 300, "x" * 200),
     ],
 )
-def test_a_line_that_ends_in_a_colon_goes_on_in_the_next(text: str, line: str) -> None:
+def test_a_line_ending_in_a_colon_is_joined_with_the_next(text: str, line: str) -> None:
     assert first_line(ValueError(text)) == line

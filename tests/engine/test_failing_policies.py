@@ -1,4 +1,4 @@
-"""Policies of another package that fail in the bundled engine: every request gets its tokens, and the log says why."""
+"""Failing policies of another package: every request gets its tokens, and the failure is logged."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def installed(tmp_path: Path) -> Iterator[None]:
 
 
 def answers(engine: Engine) -> dict[str, list[int]]:
-    """What requests get that preempt each other, in more than 100 steps."""
+    """The outputs of requests that preempt each other, in more than 100 steps."""
     for index in range(12):
         params = SamplingParams(temperature=0, max_tokens=40 + index, ignore_eos=True)
         engine.add_request(f"r{index}", [3 + (7 * index + 3 * j) % 150 for j in range(9 + index)], params)

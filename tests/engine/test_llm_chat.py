@@ -58,7 +58,7 @@ def test_options_reach_the_template(llm: LLM) -> None:
     assert prompt(add_generation_prompt=False, continue_final_message=True) == "u:hi"
 
 
-def test_what_cannot_be_a_prompt(llm: LLM) -> None:
+def test_invalid_conversations_are_refused(llm: LLM) -> None:
     with pytest.raises(ValueError, match="conversation 1: the chat template failed: no robots here"):
         llm.chat([HELLO, [{"role": "robot", "content": "x"}]], GREEDY, use_tqdm=False)
     with pytest.raises(ValueError, match="conversation 0: the chat template failed"):
@@ -70,7 +70,7 @@ def test_what_cannot_be_a_prompt(llm: LLM) -> None:
     assert not llm.engine.has_unfinished_requests()
 
 
-def test_llm_returns_whole_outputs_whatever_the_kind(llm: LLM) -> None:
+def test_llm_returns_whole_outputs_for_every_output_kind(llm: LLM) -> None:
     kinds = [
         SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, output_kind=kind) for kind in RequestOutputKind
     ]

@@ -1,5 +1,4 @@
-"""How threads wait, and where freed memory goes: settings of C libraries, and only where the user has not set them; and
-which GPUs there are."""
+"""Settings of C libraries for waiting threads and freed memory, unless the user has set them; and the list of GPUs."""
 
 from __future__ import annotations
 
@@ -36,18 +35,18 @@ def run(mode: str, **environment: str) -> tuple[str, int]:
     return told, int(faults)
 
 
-def test_freed_pages_serve_again() -> None:
+def test_freed_pages_are_reused() -> None:
     told, faults = run("keep", MALLOC_ARENA_MAX="1")
     assert told == "True" and faults < NUM_PAGES / 4
 
 
-def test_what_the_user_says_counts() -> None:
+def test_the_users_own_settings_are_kept() -> None:
     told, faults = run("keep", MALLOC_MMAP_THRESHOLD_="1048576")
-    assert told == "False" and faults > 8, "every piece is mapped anew"
+    assert told == "False" and faults > 8, "every piece is mapped again"
 
 
-def test_idle_engines_give_freed_pages_back() -> None:
-    """Something small above keeps the heap's end where it is; the free pages below it can go all the same."""
+def test_idle_engines_return_freed_pages() -> None:
+    """A small allocation keeps the end of the heap in place; the free pages below it are returned nevertheless."""
     code = """
 import sys
 import torch
@@ -79,7 +78,7 @@ OPENMP_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
     ],
     ids=["nothing", "spins", "policy"],
 )
-def test_how_threads_wait_stays(
+def test_the_wait_policy_of_threads_is_set_once(
     monkeypatch: pytest.MonkeyPatch, set_before: dict[str, str], after: dict[str, str]
 ) -> None:
     for name in OPENMP_VARIABLES:
@@ -93,20 +92,20 @@ def test_how_threads_wait_stays(
 
 @pytest.fixture
 def uncounted() -> Iterator[None]:
-    """GPUs are counted anew, here and afterwards."""
+    """Count GPUs again, here and afterwards."""
     visible_gpus.cache_clear()
     yield
     visible_gpus.cache_clear()
 
 
-def test_without_a_driver_nothing_is_asked_for_gpus(uncounted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_driver_pytorch_is_not_asked_for_gpus(uncounted: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "GPU_DRIVERS", (Path("/nowhere"),))
     monkeypatch.setattr(machine.sys, "executable", "/nowhere/python")
     assert visible_gpus() == ()
 
 
 def test_gpus_are_those_that_pytorch_counts(uncounted: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A package of the name stands for PyTorch on a machine with three GPUs, of which two are visible."""
+    """A fake package stands for PyTorch on a machine with three GPUs, two of them visible."""
     code = "import os\nclass cuda:\n    is_available = lambda: True\n"
     code += "    device_count = lambda: len(os.environ['CUDA_VISIBLE_DEVICES'].split(','))\n"
     (tmp_path / "torch.py").write_text(code)

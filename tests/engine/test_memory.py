@@ -1,4 +1,4 @@
-"""Memory of a GPU, with a stand-in for the device's figures: what the KV pool gets, and what is said of too little."""
+"""Memory of a GPU, with fake figures of the device: the size of the KV pool, and errors for too little memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MIB = 1 << 20
 
 @dataclass
 class Memory:
-    """A device of 1 GiB of which other processes have 100 MiB."""
+    """A device of 1 GiB; other processes have 100 MiB."""
 
     total: int = GIB
     others: int = 100 * MIB
@@ -65,26 +65,26 @@ def loaded() -> LoadedModel:
     [
         (1000, 0, 300, 0.9, 600),
         (1000, 50, 300, 0.9, 600),  # others fit beside the engine's share
-        (1000, 250, 300, 0.9, 450),  # they do not, so the engine takes what they leave
+        (1000, 250, 300, 0.9, 450),  # they do not, so the engine gets the rest
         (1000, 450, 300, 0.45, 150),  # two engines on one GPU
         (1000, 0, 950, 0.9, -50),
         (1000, 0, 0, 1.0, 1000),
     ],
 )
-def test_the_pool_gets_the_share_without_the_peak(
+def test_the_pool_gets_the_share_minus_the_peak(
     total: int, others: int, peak: int, utilization: float, budget: int
 ) -> None:
     assert kv_budget(total, others, peak, utilization) == budget
     assert DeviceBudget(total, others, peak, utilization).kv_bytes == budget
 
 
-def test_the_peak_is_of_the_run_alone() -> None:
+def test_the_peak_is_measured_from_the_run_alone() -> None:
     memory = Memory()
     assert measure_peak(lambda: memory.calls.append("run"), memory) == 50 * MIB
     assert memory.calls == ["release_unused", "reset_peak", "run", "release_unused"]
 
 
-def test_what_the_own_allocator_reserves_is_not_others() -> None:
+def test_memory_reserved_by_the_own_allocator_is_not_others() -> None:
     budget = DeviceBudget.measure(lambda: None, Memory(), 0.5)
     assert budget == DeviceBudget(GIB, 100 * MIB, 50 * MIB, 0.5)
     assert budget.kv_bytes == (512 - 50) * MIB
@@ -114,7 +114,7 @@ def test_a_thread_uses_the_gpu_of_its_engine(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def engine_on(memory: Memory, monkeypatch: pytest.MonkeyPatch, loaded: LoadedModel, **options: Any) -> Engine:
-    """An engine on the CPU that takes the figures of `memory` for those of its device."""
+    """An engine on the CPU that uses the figures of `memory` for its device."""
     monkeypatch.setattr(engine_module, "device_memory", lambda device: memory)
     monkeypatch.setattr(engine_module, "check_utilization", lambda *_: None)
     return Engine(loaded, max_model_len=64, block_size=16, **{"enforce_eager": True, **options})
@@ -133,7 +133,7 @@ def tokens_of(engine: Engine) -> list[int]:
     ("given", "share", "graphs"),
     [({}, 0.9, 0), ({"gpu_memory_utilization": 0.2}, 0.2, 0), ({"enforce_eager": False}, 0.9, int(0.02 * GIB))],
 )
-def test_the_pool_takes_what_a_measured_step_leaves(
+def test_the_pool_takes_the_memory_that_a_measured_step_leaves(
     monkeypatch: pytest.MonkeyPatch, loaded: LoadedModel, given: dict[str, float], share: float, graphs: int
 ) -> None:
     memory = Memory()
@@ -143,12 +143,12 @@ def test_the_pool_takes_what_a_measured_step_leaves(
     assert engine.scheduler.config.num_blocks == (int(share * GIB) - 50 * MIB - graphs) // block
     assert engine.kv_pool.num_bytes <= share * GIB - 50 * MIB
     plain = Engine(loaded, max_model_len=64, block_size=16, num_blocks=9)
-    assert tokens_of(engine) == tokens_of(plain), "the step that was measured leaves nothing behind"
+    assert tokens_of(engine) == tokens_of(plain), "the measured step leaves no trace"
     engine.scheduler.check_invariants()
 
 
 @pytest.mark.parametrize(("size", "num_blocks"), [({"num_blocks": 7}, 7), ({"kv_cache_bytes": 9 * MIB}, None)])
-def test_a_given_size_of_the_pool_wins_and_nothing_is_measured(
+def test_with_a_given_pool_size_nothing_is_measured(
     monkeypatch: pytest.MonkeyPatch, loaded: LoadedModel, size: dict[str, int], num_blocks: int | None
 ) -> None:
     memory = Memory()
@@ -211,7 +211,7 @@ def full(*_: Any, **__: Any) -> None:
     raise FULL
 
 
-def test_memory_that_a_step_or_its_preparation_lacks_is_named(
+def test_out_of_memory_in_a_step_or_its_preparation_is_named(
     monkeypatch: pytest.MonkeyPatch, loaded: LoadedModel
 ) -> None:
     with monkeypatch.context() as patch:

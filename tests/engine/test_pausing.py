@@ -1,4 +1,4 @@
-"""Pausing a real engine: what becomes of its requests, when the pause is complete, and that weights may then change."""
+"""Pausing a real engine: its requests, the completion of the pause, and changed weights afterwards."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def make_async(loaded: LoadedModel) -> Iterator[Callable[..., AsyncEngine]]:
 
 
 def tokens_of(engine: Engine) -> dict[str, tuple[list[int], str | None]]:
-    """Tokens and finish reason of every request, by id; run to the end."""
+    """Run to the end; return tokens and finish reason of every request, by id."""
     ended = {}
     while engine.has_unfinished_requests():
         ended |= {one.request_id: (one.token_ids, one.finish_reason) for one in engine.step() if one.finished}
@@ -72,9 +72,7 @@ def test_a_pause_is_complete_when_no_step_is_in_flight(loaded: LoadedModel) -> N
 
 
 @pytest.mark.parametrize("clear_cache", [False, True])
-def test_what_is_kept_stands_still_and_then_generates_what_it_would_have(
-    loaded: LoadedModel, clear_cache: bool
-) -> None:
+def test_suspended_requests_later_generate_the_same_tokens(loaded: LoadedModel, clear_cache: bool) -> None:
     engine = Engine(loaded, **KNOBS)
     engine.add_request("a", PROMPT, LONG)
     for _ in range(5):
@@ -92,7 +90,7 @@ def test_what_is_kept_stands_still_and_then_generates_what_it_would_have(
     assert tokens_of(engine) == {"a": (expected, "length"), "b": (expected, "length")}
 
 
-def test_what_runs_is_waited_for_and_what_waits_is_not(loaded: LoadedModel) -> None:
+def test_mode_wait_waits_for_running_requests_only(loaded: LoadedModel) -> None:
     engine = Engine(loaded, **{**KNOBS, "max_num_seqs": 1})
     engine.add_request("a", PROMPT, LONG)
     engine.add_request("b", PROMPT, LONG)
@@ -108,7 +106,7 @@ def test_what_runs_is_waited_for_and_what_waits_is_not(loaded: LoadedModel) -> N
     assert list(tokens_of(engine)) == ["b"]
 
 
-def test_an_end_from_outside_completes_a_pause_as_well(loaded: LoadedModel) -> None:
+def test_aborts_and_deadlines_also_complete_a_pause(loaded: LoadedModel) -> None:
     engine = Engine(loaded, **KNOBS)
     engine.add_request("a", PROMPT, LONG)
     engine.step()
@@ -117,13 +115,13 @@ def test_an_end_from_outside_completes_a_pause_as_well(loaded: LoadedModel) -> N
     assert paused.done()
 
 
-def test_what_is_aborted_ends_at_once_and_says_so_with_the_next_step(loaded: LoadedModel) -> None:
+def test_mode_abort_ends_requests_at_once_and_the_next_step_reports_it(loaded: LoadedModel) -> None:
     engine = Engine(loaded, **{**KNOBS, "max_num_seqs": 1})
     engine.add_request("a", PROMPT, LONG)
     engine.add_request("b", PROMPT, LONG)
     engine.step()
     assert engine.pause("abort").done()
-    assert engine.has_unfinished_requests() and not engine.has_runnable_requests(), "only outputs are left"
+    assert engine.has_unfinished_requests() and not engine.has_runnable_requests(), "only outputs remain"
     assert {one.request_id: one.finish_reason for one in engine.step()} == {"a": "abort", "b": "abort"}
     assert not engine.has_unfinished_requests()
     engine.add_request("c", PROMPT, LONG)
@@ -132,7 +130,7 @@ def test_what_is_aborted_ends_at_once_and_says_so_with_the_next_step(loaded: Loa
     assert tokens_of(engine) == {"c": (undisturbed(loaded), "length")}
 
 
-def test_the_later_pause_counts_for_the_earlier_one_too(loaded: LoadedModel) -> None:
+def test_a_later_pause_replaces_an_earlier_one(loaded: LoadedModel) -> None:
     engine = Engine(loaded, **KNOBS)
     engine.add_request("a", PROMPT, LONG)
     engine.step()
@@ -142,7 +140,7 @@ def test_the_later_pause_counts_for_the_earlier_one_too(loaded: LoadedModel) -> 
     assert engine.scheduler.stats().num_running == 0, "the first one asked for an empty cache"
 
 
-def test_a_resumption_before_the_pause_is_complete_is_told(loaded: LoadedModel) -> None:
+def test_resuming_an_incomplete_pause_raises_for_its_callers(loaded: LoadedModel) -> None:
     engine = Engine(loaded, **KNOBS)
     engine.add_request("a", PROMPT, LONG)
     engine.step()
@@ -153,7 +151,7 @@ def test_a_resumption_before_the_pause_is_complete_is_told(loaded: LoadedModel) 
     assert tokens_of(engine) == {"a": (undisturbed(loaded), "length")}
 
 
-def test_a_mode_that_does_not_exist_is_refused(loaded: LoadedModel) -> None:
+def test_an_unknown_pause_mode_is_refused(loaded: LoadedModel) -> None:
     engine = Engine(loaded, **KNOBS)
     with pytest.raises(ValueError, match=r"'later'.*abort, wait, keep"):
         engine.pause("later")  # type: ignore[arg-type]
@@ -169,7 +167,7 @@ def test_llm_does_not_wait_for_ever_on_a_paused_engine(loaded: LoadedModel) -> N
 
 @pytest.mark.parametrize("mode", ["keep", "wait"])
 def test_weights_may_change_under_a_paused_engine(mode: PauseChoice) -> None:
-    """What was kept goes on as the new weights would from its tokens so far; nothing of the old KV is read again."""
+    """Suspended requests continue from their tokens with the new weights; no old KV is read again."""
     old, new = build(FAMILIES["llama"](), seed=1), build(FAMILIES["llama"](), seed=2)
     before, after = wrap_model(copy.deepcopy(old), fuse=False), wrap_model(new, fuse=False)
     engine = Engine(before, **KNOBS)
@@ -200,7 +198,7 @@ def test_weights_may_change_under_a_paused_engine(mode: PauseChoice) -> None:
 # ------------------------------------------------------------------------------------------------- asyncio
 
 
-def test_a_paused_engine_does_nothing_at_all_and_streams_go_on_afterwards(
+def test_a_paused_engine_is_idle_and_streams_continue_afterwards(
     make_async: Callable[..., AsyncEngine], loaded: LoadedModel
 ) -> None:
     async def test() -> None:
@@ -214,7 +212,7 @@ def test_a_paused_engine_does_nothing_at_all_and_streams_go_on_afterwards(
         before = (await engine.stats()).counters.num_steps
         cpu = time.process_time()
         await asyncio.sleep(1.2)
-        assert time.process_time() - cpu < 0.4, "it is idle, and does not look for work over and over"
+        assert time.process_time() - cpu < 0.4, "it is idle, and does not poll for work"
         assert (await engine.stats()).counters.num_steps == before
         await engine.resume()
         for one in (stream, waiting):
@@ -223,7 +221,7 @@ def test_a_paused_engine_does_nothing_at_all_and_streams_go_on_afterwards(
     asyncio.run(asyncio.wait_for(test(), 60))
 
 
-def test_pausing_in_mode_wait_returns_when_what_ran_has_ended(make_async: Callable[..., AsyncEngine]) -> None:
+def test_mode_wait_returns_when_running_requests_have_finished(make_async: Callable[..., AsyncEngine]) -> None:
     async def test() -> None:
         engine = make_async()
         stream = engine.generate(PROMPT, LONG)
@@ -258,7 +256,7 @@ def test_deadlines_and_aborts_end_requests_of_a_paused_engine(make_async: Callab
 
 @pytest.mark.parametrize("drain", [False, True])
 def test_a_paused_engine_can_be_shut_down(make_async: Callable[..., AsyncEngine], drain: bool) -> None:
-    """What it holds up would never end by itself, so draining does not wait for it."""
+    """Paused requests would never finish by themselves, so draining does not wait for them."""
 
     async def test() -> None:
         engine = make_async()
@@ -273,7 +271,7 @@ def test_a_paused_engine_can_be_shut_down(make_async: Callable[..., AsyncEngine]
     asyncio.run(asyncio.wait_for(test(), 20))
 
 
-def test_an_engine_that_dies_tells_who_waits_for_its_pause(make_async: Callable[..., AsyncEngine]) -> None:
+def test_an_engines_death_fails_its_pause(make_async: Callable[..., AsyncEngine]) -> None:
     async def test() -> None:
         engine = make_async()
         stream = engine.generate(PROMPT, LONG)

@@ -1,4 +1,4 @@
-"""The pulse of an engine's thread: what it measures and reports of long steps."""
+"""The pulse of an engine's thread: measurements and reports during long steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pointsman.engine.pulse import SECONDS_BETWEEN_BEATS, SECONDS_TO_COMPILE, Pu
 
 @pytest.fixture
 def wait(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Lets seconds pass."""
+    """Advance the clock."""
     now = 100.0
 
     def add(seconds: float) -> None:
@@ -28,7 +28,7 @@ def wait(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 
 def with_pulse(measured: Pulse, work: Callable[[], Any]) -> None:
-    """Do work in a thread that has a pulse, as far as the work can tell."""
+    """Run a function in a context that has a pulse."""
 
     def run() -> None:
         measured.install()
@@ -48,7 +48,7 @@ def test_the_longest_silence_is_within_a_step(wait: Callable[[float], None]) -> 
         wait(silence)
         measured.end()
     assert measured.take() == PulseReading(2.0, pytest.approx((2.75 + 3 * 0.125) / 3))
-    assert measured.take() == PulseReading(0.0, None), "each reading begins anew"
+    assert measured.take() == PulseReading(0.0, None), "each reading resets the measurements"
     wait(1000.0)
     measured.beat()  # outside of a step
     assert measured.take().longest == 0.0
@@ -72,7 +72,7 @@ def test_an_announced_silence_does_not_count_and_ends_with_the_next_beat(wait: C
     measured.begin()
     wait(1.0)
     measured.end()
-    assert measured.take().longest == 1.0, "a step's end ends it, too"
+    assert measured.take().longest == 1.0, "the end of a step also ends a silence"
 
 
 def test_beats_are_not_reported_more_often_than_needed(wait: Callable[[float], None]) -> None:

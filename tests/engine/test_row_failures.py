@@ -1,5 +1,5 @@
-"""An exception in the sampling, the grammar or the text of one request finishes that request with an error, and the
-others get the tokens that they get without it."""
+"""An exception in the sampling, grammar or text of one request finishes that request with an error; other requests get
+the same tokens as without it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def is_bad(request: Request) -> bool:
 
 
 def fails_if(owner: Any, name: str, condition: Callable[..., bool]) -> Inject:
-    """Make a function raise where the condition holds for its arguments."""
+    """Make a function raise if the condition holds for its arguments."""
     original = getattr(owner, name)
 
     def maybe(*arguments: Any, **options: Any) -> Any:
@@ -106,7 +106,7 @@ def _biases(edits: logit_edits.LogitEdits, token_id: int) -> bool:
 
 @pytest.mark.parametrize("max_steps_in_flight", [1, 2])
 @pytest.mark.parametrize("where", INJECTIONS)
-def test_an_exception_in_the_sampling_of_a_row_ends_its_request_alone(
+def test_a_sampling_exception_ends_only_its_request(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, where: str, max_steps_in_flight: int
 ) -> None:
     expected = run(engine_of(loaded, max_steps_in_flight), None)
@@ -122,9 +122,7 @@ def test_an_exception_in_the_sampling_of_a_row_ends_its_request_alone(
     assert done["edited"].outputs[0].logprobs == expected["edited"].outputs[0].logprobs
 
 
-def test_a_request_that_is_alone_fails_and_the_engine_goes_on(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_single_request_fails_and_the_engine_continues(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(loaded)
     INJECTIONS["kernel"](monkeypatch)
     engine.add_request("bad", [9, 8, 7], BAD)
@@ -133,7 +131,7 @@ def test_a_request_that_is_alone_fails_and_the_engine_goes_on(
     assert drain(engine)["good"].finish_reason == "length"
 
 
-def test_what_fails_for_every_row_fails_the_step(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_of_every_row_fails_the_step(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = run(engine_of(loaded), None)
     engine = engine_of(loaded)
     for name, params in GOOD.items():
@@ -150,7 +148,7 @@ def test_what_fails_for_every_row_fails_the_step(loaded: LoadedModel, monkeypatc
 
 @pytest.mark.parametrize("stop", [None, "zz"])
 @pytest.mark.parametrize("name", ["feed", "finish"])
-def test_an_exception_in_the_text_of_a_request_ends_it_alone(
+def test_a_text_exception_ends_only_its_request(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, stop: str | None, name: str
 ) -> None:
     expected = run(engine_of(loaded), None)
@@ -182,7 +180,7 @@ def test_an_exception_in_the_text_of_a_request_ends_it_alone(
     }
 
 
-def test_a_request_that_cannot_be_followed_is_not_kept(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_the_outputs_refuse_is_not_kept(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(loaded)
     engine.add_request("good", [4, 5, 6], GOOD["random"])
     with monkeypatch.context() as broken:
@@ -219,7 +217,7 @@ class Breaking(sampler.RequestGrammar):
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("where", ["__init__", "mask"])
-def test_an_exception_in_the_grammar_of_a_request_ends_it_alone(
+def test_a_grammar_exception_ends_only_its_request(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     monkeypatch.setattr(Breaking, "where", where)

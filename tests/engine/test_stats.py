@@ -1,4 +1,4 @@
-"""The statistics line: what it says of an interval, and when there is one."""
+"""The statistics line: its content, and when it is logged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIXTEEN = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 
 
 class Clock:
-    """Seconds that a test moves on."""
+    """A clock that a test advances."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -85,7 +85,7 @@ def test_the_line_about_two_readings(engine: Engine) -> None:
         stats_line(later, later)
 
 
-def test_a_line_tells_what_really_ran(engine: Engine, clock: Clock, lines: tuple[list[str], StatsLogger]) -> None:
+def test_a_line_reports_the_actual_work(engine: Engine, clock: Clock, lines: tuple[list[str], StatsLogger]) -> None:
     told, log = lines
     for name in "abc":
         engine.add_request(name, [5] * 20, SIXTEEN)
@@ -112,7 +112,7 @@ def test_an_idle_engine_is_silent_after_one_last_line(
     engine: Engine, clock: Clock, lines: tuple[list[str], StatsLogger]
 ) -> None:
     told, log = lines
-    assert log.wait() is None, "nothing has happened, so no line is owed"
+    assert log.wait() is None, "without activity no line is due"
     clock.now += 50.0
     assert not log.tick()
     engine.add_request("a", [5] * 8, SIXTEEN)
@@ -128,11 +128,11 @@ def test_an_idle_engine_is_silent_after_one_last_line(
     steps(engine)
     clock.now += 10.0
     assert log.tick()
-    assert number_in(told[1], "Avg generation throughput") == 1.6, "the silence counts in the rate"
+    assert number_in(told[1], "Avg generation throughput") == 1.6, "the idle time counts in the rate"
     assert len(told) == 2
 
 
-def test_requests_that_wait_are_told_even_if_no_step_runs(
+def test_waiting_requests_are_reported_even_without_steps(
     engine: Engine, clock: Clock, lines: tuple[list[str], StatsLogger]
 ) -> None:
     told, log = lines
@@ -141,7 +141,9 @@ def test_requests_that_wait_are_told_even_if_no_step_runs(
     assert log.tick() and number_in(told[0], "Waiting") == 1
 
 
-def test_flush_tells_a_part_of_an_interval(engine: Engine, clock: Clock, lines: tuple[list[str], StatsLogger]) -> None:
+def test_flush_reports_a_part_of_an_interval(
+    engine: Engine, clock: Clock, lines: tuple[list[str], StatsLogger]
+) -> None:
     told, log = lines
     engine.add_request("a", [5] * 8, SIXTEEN)
     steps(engine)
@@ -160,14 +162,14 @@ def test_a_run_ends_with_a_line_unless_it_was_short(engine: Engine, clock: Clock
     assert log.finish() == bool(lines) and len(told) == lines
 
 
-def test_llm_tells_of_a_run_that_was_shorter_than_the_interval(
+def test_llm_reports_a_run_shorter_than_the_interval(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = LLM(wrap_model(build(FAMILIES["qwen3"](), seed=1)), num_blocks=64, block_size=4, log_stats_interval=1000.0)
     prompt = {"prompt_token_ids": [5] * 8}
     with caplog.at_level(logging.INFO, logger="pointsman.engine.stats"):
         llm.generate(prompt, SIXTEEN, use_tqdm=False)
-        assert "throughput" not in caplog.text, "a short run was told"
+        assert "throughput" not in caplog.text, "a short run was logged"
         monkeypatch.setattr("pointsman.engine.stats.SHORT_RUN", 0.0)
         llm.generate(prompt, SIXTEEN, use_tqdm=False)
     assert caplog.text.count("throughput: ") == 2  # of prompts and of generation, in one line

@@ -1,4 +1,4 @@
-"""Several steps in flight: the same answers, whatever becomes of requests meanwhile, and nothing left behind."""
+"""Several steps in flight: equal outputs, also with aborts, stops and failures, and no leaks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def add_mixture(engine: Engine, *, structured: bool = True) -> None:
 
 
 def story(output: RequestOutput) -> tuple[Any, ...]:
-    """All that a caller sees of a request's end."""
+    """The final state of a request, as its caller sees it."""
     completion = output.outputs[0]
     logprobs = [
         {token: (round(entry.logprob, 3), entry.decoded_token) for token, entry in place.items()}
@@ -73,7 +73,7 @@ def expected(loaded: LoadedModel) -> dict[str, tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize(("steps", "num_blocks"), [(2, 400), (2, 22), (3, 22)])
-def test_answers_are_those_of_one_step_at_a_time(
+def test_outputs_equal_those_with_one_step_in_flight(
     loaded: LoadedModel, expected: dict[str, tuple[Any, ...]], steps: int, num_blocks: int
 ) -> None:
     """Sampled and greedy, edited, stopped by text and tokens, structured, with log probabilities; with preemptions."""
@@ -88,7 +88,7 @@ def test_answers_are_those_of_one_step_at_a_time(
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_aborts_at_any_moment_disturb_nobody_else(
+def test_aborts_at_any_time_do_not_affect_other_requests(
     loaded: LoadedModel, expected: dict[str, tuple[Any, ...]], seed: int
 ) -> None:
     choose = random.Random(seed)
@@ -104,7 +104,7 @@ def test_aborts_at_any_moment_disturb_nobody_else(
             name = choose.choice(sorted(live))
             output = engine.abort(name)
             assert output is not None and output.finish_reason == "abort"
-            assert output.token_ids == expected[name][1][: len(output.token_ids)], "what it had is right"
+            assert output.token_ids == expected[name][1][: len(output.token_ids)], "its tokens so far are right"
             live.discard(name)
         engine.scheduler.check_invariants()
     assert 5 < len(done) < len(expected) - 2
@@ -113,10 +113,10 @@ def test_aborts_at_any_moment_disturb_nobody_else(
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_failed_step_voids_those_behind_it(
+def test_a_failed_step_voids_all_later_steps(
     loaded: LoadedModel, expected: dict[str, tuple[Any, ...]], when: str
 ) -> None:
-    """Before it has taken in the one ahead of it and scheduled others, and after that."""
+    """It fails before the update of the step before it, and after that update and the scheduling of others."""
     engine = make(loaded, 3)
     add_mixture(engine, structured=False)
     calls, run, outputs = iter(range(10**6)), engine.runner.run, {}
@@ -148,7 +148,7 @@ def test_a_failed_step_voids_those_behind_it(
 
 
 def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the engine does, as it does it."""
+    """Records the engine's actions in order."""
     events: list[str] = []
 
     def wrap(owner: Any, name: str) -> None:
@@ -168,9 +168,7 @@ def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return events
 
 
-def test_the_last_step_is_taken_in_and_the_next_one_scheduled_while_the_model_computes(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_update_and_schedule_run_while_the_model_computes(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make(loaded)
     events = watch(engine, monkeypatch)
     engine.add_request("a", [3, 4, 5], GREEDY)
@@ -186,15 +184,15 @@ def test_the_last_step_is_taken_in_and_the_next_one_scheduled_while_the_model_co
             + (["update"] if last else ["schedule", "prepare"])
         )
         end = events.index("run ends")
-        assert end == len(events) - 1 - 2 * last, "only the last step is taken in behind its end"
+        assert end == len(events) - 1 - 2 * last, "only the last step is updated after its end"
     assert not engine.has_unfinished_requests()
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_any_part_may_be_left_for_later(
+def test_any_part_of_a_step_may_be_postponed(
     loaded: LoadedModel, expected: dict[str, tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """Attention lasts for some of what there is to do, or for nothing."""
+    """Attention takes long enough for some of the parts, or for none."""
     choose, do_meanwhile = random.Random(seed), PagedBatch.do_meanwhile
 
     def some(batch: PagedBatch, _: Any) -> None:
@@ -208,8 +206,8 @@ def test_any_part_may_be_left_for_later(
     assert free_blocks(engine) == 22
 
 
-def test_attention_that_offers_no_moment_runs_ahead_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was not done while the model computed is done as with one step in flight."""
+def test_without_a_waiting_moment_no_step_runs_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts that were not done while the model computed are done as with one step in flight."""
     engine = make(wrap_model(build(FAMILIES["qwen3"](), seed=1), fuse=False), attention="torch")
     events = watch(engine, monkeypatch)
     engine.add_request("a", [3, 4, 5], GREEDY)
@@ -218,21 +216,21 @@ def test_attention_that_offers_no_moment_runs_ahead_of_nothing(monkeypatch: pyte
     assert events == one * 8
 
 
-def test_what_is_done_meanwhile_comes_before_the_step_ends(
+def test_outputs_are_delivered_before_the_current_step_ends(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A reader that is given every output at once has a token while the model computes the next."""
+    """A listener gets a token while the model computes the next one."""
     engine = make(loaded)
     events, seen = watch(engine, monkeypatch), []
     engine.on_output = lambda output: seen.append((len(output.token_ids), events[-1]))
     engine.add_request("a", [3, 4, 5], GREEDY)
-    assert [engine.step() for _ in range(8)] == [[]] * 8, "they were given already"
+    assert [engine.step() for _ in range(8)] == [[]] * 8, "they were delivered before"
     assert [count for count, _ in seen] == list(range(1, 9))
     assert {event for _, event in seen} == {"update ends"}
 
 
-def test_no_step_is_scheduled_for_nothing(loaded: LoadedModel) -> None:
-    """Behind the last token of the last request, and behind a token that a grammar has yet to see."""
+def test_no_useless_step_is_scheduled(loaded: LoadedModel) -> None:
+    """No step after the last token of the last request, or after a token that a grammar must accept first."""
     for params in (GREEDY, SamplingParams(**TEXTS[3], max_tokens=12)):
         counts = []
         for steps in (1, 3):
@@ -245,7 +243,7 @@ def test_no_step_is_scheduled_for_nothing(loaded: LoadedModel) -> None:
         assert counts[0] == counts[1]
 
 
-def test_a_stop_string_hides_and_bills_nothing_that_is_in_flight(loaded: LoadedModel) -> None:
+def test_tokens_in_flight_after_a_stop_string_are_dropped_and_not_billed(loaded: LoadedModel) -> None:
     counted = []
     for steps in (1, 2):
         engine = make(loaded, steps)
@@ -291,7 +289,7 @@ def test_an_exception_anywhere_leaves_the_engine_usable(
     assert drain(engine)["a"].token_ids == tokens
 
 
-def test_the_end_of_a_request_is_returned_though_the_step_behind_it_failed(
+def test_a_finish_is_returned_although_the_next_step_failed(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make(loaded)
@@ -324,8 +322,8 @@ def drain_one(engine: Engine, prompt: list[int], params: SamplingParams) -> Requ
     return drain(engine)["one"]
 
 
-def test_a_call_that_was_broken_off_between_two_steps_is_made_good(loaded: LoadedModel) -> None:
-    """As by an interrupt behind the decision, during the handling of another one."""
+def test_a_call_interrupted_between_two_steps_is_repaired(loaded: LoadedModel) -> None:
+    """An interrupt arrives after the decision, while another one is handled."""
     engine = make(loaded, 3)
     engine.add_request("ref", [3, 4], GREEDY)
     tokens = drain(engine)["ref"].token_ids
@@ -336,7 +334,7 @@ def test_a_call_that_was_broken_off_between_two_steps_is_made_good(loaded: Loade
     assert drain(engine)["a"].token_ids == tokens
 
 
-def test_llm_leaves_no_step_behind_when_it_is_interrupted(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_llm_leaves_no_step_in_flight(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(loaded, num_blocks=64, block_size=4, max_steps_in_flight=2)
     expected = llm.generate([{"prompt_token_ids": [3, 4]}], GREEDY, use_tqdm=False)[0].token_ids
     update, countdown = Scheduler.update, iter([0, 0, 1])
@@ -353,7 +351,7 @@ def test_llm_leaves_no_step_behind_when_it_is_interrupted(loaded: LoadedModel, m
     assert llm.generate([{"prompt_token_ids": [3, 4]}], GREEDY, use_tqdm=False)[0].token_ids == expected
 
 
-def test_an_engine_that_is_dropped_or_closed_leaves_nothing_behind(loaded: LoadedModel) -> None:
+def test_a_dropped_or_closed_engine_leaks_nothing(loaded: LoadedModel) -> None:
     engine = make(loaded)
     for name in "ab":
         engine.add_request(name, [3, 4], GREEDY)
@@ -371,14 +369,14 @@ def test_an_engine_that_is_dropped_or_closed_leaves_nothing_behind(loaded: Loade
     assert len(drain_one(make(loaded), [3, 4], GREEDY).token_ids) == 8
 
 
-def test_a_pause_is_complete_when_the_steps_in_flight_are(loaded: LoadedModel) -> None:
+def test_a_pause_completes_with_the_steps_in_flight(loaded: LoadedModel) -> None:
     engine = make(loaded)
     engine.add_request("ref", [3, 4], GREEDY)
     tokens = drain(engine)["ref"].token_ids
     engine.add_request("a", [3, 4], GREEDY)
     engine.step()
     paused = engine.pause("keep")
-    assert not paused.done() and engine.has_runnable_requests(), "one step is under way"
+    assert not paused.done() and engine.has_runnable_requests(), "one step is in flight"
     assert [output.token_ids for output in engine.step()] == [tokens[:1], tokens[:2]], "its token is kept"
     assert paused.done() and not engine.has_runnable_requests()
     engine.resume()
@@ -394,8 +392,8 @@ def test_a_recording_replays(loaded: LoadedModel) -> None:
     assert report.num_steps == engine.counters.num_steps and report.num_preemptions > 0
 
 
-def test_the_token_of_a_row_that_failed_on_its_own_harms_nobody(loaded: LoadedModel) -> None:
-    """It has a step in flight behind the one in which it failed, whose input is no real token."""
+def test_the_token_of_a_failed_row_affects_no_other_request(loaded: LoadedModel) -> None:
+    """A later step of the row is in flight, and its input is not a real token."""
     embedding = loaded.model.get_input_embeddings().weight
     saved = embedding[77].clone()
     engine = make(loaded)

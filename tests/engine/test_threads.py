@@ -1,4 +1,4 @@
-"""The number of threads: what is set stays, quotas are obeyed, small models get one."""
+"""The number of threads: the user's setting is kept, quotas are respected, small models get one."""
 
 from __future__ import annotations
 
@@ -29,20 +29,22 @@ def eight_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[N
     torch.set_num_threads(before)
 
 
-def test_a_large_model_takes_all_and_a_small_one_takes_one() -> None:
+def test_large_models_use_all_threads_and_small_models_one() -> None:
     assert threads.set_num_threads(None, LARGE) == 8
     assert threads.set_num_threads(None, LARGE - 1) == torch.get_num_threads() == 1
-    assert threads.set_num_threads(None, LARGE) == torch.get_num_threads() == 8, "a small model binds no later one"
+    assert threads.set_num_threads(None, LARGE) == torch.get_num_threads() == 8, (
+        "a small model does not limit a later one"
+    )
 
 
-def test_a_number_is_obeyed() -> None:
+def test_a_given_number_of_threads_is_used() -> None:
     assert threads.set_num_threads(3, 10) == torch.get_num_threads() == 3
     for bad in (0, -1, "2"):
         with pytest.raises(ValueError, match=r"num_threads is .* at least 1"):
             threads.set_num_threads(bad, 10)  # type: ignore[arg-type]
 
 
-def test_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_own_thread_setting_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(5)
     assert threads.set_num_threads(None, 10) == torch.get_num_threads() == 5
     monkeypatch.setattr(threads, "_last_set", 5)
@@ -65,12 +67,12 @@ def test_quota_of_the_older_interface(tmp_path: Path, microseconds: str, quota: 
     assert machine.cpu_quota(tmp_path) == quota
 
 
-def test_no_control_group_is_no_quota(tmp_path: Path) -> None:
+def test_without_a_control_group_there_is_no_quota(tmp_path: Path) -> None:
     assert machine.cpu_quota(tmp_path / "absent") == math.inf
 
 
 def test_helpers_of_a_thread_end_and_come_back() -> None:
-    """OpenMP's helpers are threads of this process; the calling thread's are gone, and it computes as before."""
+    """OpenMP's helpers of the calling thread end, and the thread computes as before."""
     if threads.openmp_library() is None:
         pytest.skip("PyTorch does not compute with GNU's OpenMP here")
     torch.set_num_threads(4)

@@ -1,4 +1,4 @@
-"""Warming up: nothing is left to be made when the first request comes, and no trace of it is left in the engine."""
+"""Warm-up: the first request waits for nothing, and the engine keeps no trace of the warm-up."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from _pytest.logging import LogCaptureFixture
 from pointsman.core.recording import Recorder
 from pointsman.engine import Engine, EngineStepError, PoolingParams, SamplingParams
 from pointsman.engine.drafts import prompt_lookup
-from pointsman.engine.drafts.worth import StepCost
+from pointsman.engine.drafts.draft_counts import StepCost
 from pointsman.engine.kernels.attention import attention_kernel
 from pointsman.engine.kernels.layers import gate_kernel, heads_kernel, norm_kernel
 from pointsman.engine.model.loaded import LoadedModel
@@ -42,7 +42,7 @@ def make(loaded: LoadedModel | str, **knobs: Any) -> Engine:
 
 
 def outputs(engine: Engine) -> dict[str, Any]:
-    """What requests of several kinds get."""
+    """The outputs of requests of several kinds."""
     for name, params in {
         "greedy": SamplingParams(temperature=0, max_tokens=8, ignore_eos=True),
         "drawn": SamplingParams(max_tokens=8, ignore_eos=True, top_p=0.9, top_k=30),
@@ -57,7 +57,7 @@ def outputs(engine: Engine) -> dict[str, Any]:
 
 
 def decisions(recording: io.StringIO) -> str:
-    """A recording without the time that each step took."""
+    """A recording without the times of steps."""
     return re.sub(r'"step_time":[^,]*,', "", recording.getvalue())
 
 
@@ -72,7 +72,7 @@ KNOBS: list[dict[str, Any]] = [
     {"num_draft_tokens": 40, "draft_table": ((1, 40), (4, 0)), "order": "priority", "max_num_seqs": 4},
     {"kv_cache_dtype": "bfloat16", "kv_offload_bytes": 2**20},
     {"max_model_len": 16, "block_size": 1},
-    {"max_model_len": 3, "num_blocks": 1},  # too short to rehearse anything in it
+    {"max_model_len": 3, "num_blocks": 1},  # too short for a warm-up
     {"enable_prefix_caching": False, "enable_chunked_prefill": False, "max_num_batched_tokens": 128},
     {"batching": "static", "watermark": 0.5, "max_num_active_seqs": 1},
 ]
@@ -80,15 +80,15 @@ KNOBS: list[dict[str, Any]] = [
 
 @pytest.fixture
 def drafts_ignore_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the search for drafts measures of steps and of itself differs from engine to engine: every step is searched,
-    and what a step costs is not observed."""
+    """Make the search for drafts independent of measured times: every step is searched, and step costs are not
+    observed."""
     monkeypatch.setattr(prompt_lookup, "SEARCH_SHARE", 1e9)
     monkeypatch.setattr(StepCost, "observe", lambda self, num_tokens, seconds: None)
 
 
 @pytest.mark.usefixtures("drafts_ignore_times")
 @pytest.mark.parametrize("knobs", short_of(KNOBS, KNOBS[1::3]), ids=str)
-def test_it_leaves_no_trace(loaded: LoadedModel, knobs: dict[str, Any], caplog: LogCaptureFixture) -> None:
+def test_warm_up_leaves_no_trace(loaded: LoadedModel, knobs: dict[str, Any], caplog: LogCaptureFixture) -> None:
     recorded, untouched = io.StringIO(), io.StringIO()
     engine = make(loaded, recorder=Recorder(recorded), log_request_events=True, clock=lambda: 1.0, **knobs)
     new = make(loaded, recorder=Recorder(untouched), log_request_events=True, clock=lambda: 1.0, **knobs)
@@ -107,7 +107,7 @@ def test_it_leaves_no_trace(loaded: LoadedModel, knobs: dict[str, Any], caplog: 
         assert decisions(recorded) == decisions(untouched), "step by step the same decisions, from the first number on"
 
 
-def test_nothing_is_left_to_be_compiled_or_started() -> None:
+def test_after_warm_up_nothing_is_compiled_or_started() -> None:
     engine = make("demo", kv_cache_dtype="bfloat16")
     warm_up(engine)
     kernels = (attention_kernel, heads_kernel, norm_kernel, gate_kernel)
@@ -131,7 +131,7 @@ def test_nothing_is_left_to_be_compiled_or_started() -> None:
     assert engine.grammars.pid == pid
 
 
-def test_drafts_are_verified_in_it(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_verifies_drafts(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make(loaded, num_draft_tokens=3)
     seen = []
     prepare = Sampler.prepare
@@ -157,10 +157,10 @@ def test_a_model_that_fails_is_an_error(loaded: LoadedModel, monkeypatch: pytest
         patch.setattr("pointsman.engine.model.forward.run_model", fail)
         with pytest.raises(EngineStepError, match="no such operation"):
             warm_up(engine)
-    assert outputs(engine) == outputs(make(loaded)), "the engine is as it was"
+    assert outputs(engine) == outputs(make(loaded)), "the engine is unchanged"
 
 
-def test_what_fails_for_some_requests_is_a_line_of_the_log(
+def test_failures_of_some_warm_up_requests_are_logged(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: LogCaptureFixture
 ) -> None:
     engine = make(loaded)
@@ -173,7 +173,7 @@ def test_what_fails_for_some_requests_is_a_line_of_the_log(
     assert outputs(engine) == outputs(make(loaded))
 
 
-def test_a_grammar_that_cannot_be_compiled_is_a_line_of_the_log(
+def test_a_failing_warm_up_grammar_is_logged(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: LogCaptureFixture
 ) -> None:
     engine = make(loaded)

@@ -1,4 +1,4 @@
-"""Requests without progress are told of: once for each stall in the log, and as a number."""
+"""Requests without progress are reported: once per stall in the log, and as a number."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def loaded() -> LoadedModel:
 
 
 class Watched:
-    """A scheduler with a watchdog, and a clock that is set by hand."""
+    """A scheduler with a watchdog, and a clock that tests set."""
 
     def __init__(self, seconds: float, **config: Any) -> None:
         self.host = Host(**config)
@@ -36,7 +36,7 @@ class Watched:
         self.dog.tick()
 
 
-def test_a_stall_is_told_once_with_its_reason_and_counted_while_it_lasts(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stall_is_logged_once_and_counted_while_it_lasts(caplog: pytest.LogCaptureFixture) -> None:
     watched = Watched(8.0, max_num_seqs=1)
     watched.host.add("runs", 4)
     watched.host.add("waits", 4)
@@ -55,10 +55,10 @@ def test_a_stall_is_told_once_with_its_reason_and_counted_while_it_lasts(caplog:
     watched.look(4.0)
     watched.look(8.0)
     assert watched.dog.num_stalled == 1
-    assert len(caplog.records) == 2, "a stall of its own, for another reason"
+    assert len(caplog.records) == 2, "a separate stall, for another reason"
 
 
-def test_it_looks_four_times_in_its_seconds_and_no_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_watchdog_checks_four_times_per_period(monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(8.0)
     asked: list[float] = []
     monkeypatch.setattr(Scheduler, "stalled", lambda _, now, seconds: asked.append(now) or [])
@@ -67,7 +67,7 @@ def test_it_looks_four_times_in_its_seconds_and_no_more_often(monkeypatch: pytes
     assert asked == [0.5, 2.5, 4.5, 6.5, 8.5]
 
 
-def test_many_stalls_make_few_lines(caplog: pytest.LogCaptureFixture) -> None:
+def test_many_stalls_make_a_bounded_number_of_lines(caplog: pytest.LogCaptureFixture) -> None:
     watched = Watched(1.0)
     for index in range(MAX_LINES + 5):
         watched.host.add(f"r{index}", 1)
@@ -78,7 +78,7 @@ def test_many_stalls_make_few_lines(caplog: pytest.LogCaptureFixture) -> None:
     assert watched.dog.num_stalled == MAX_LINES + 5
 
 
-def test_a_pause_is_no_stall(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_paused_request_is_not_stalled(caplog: pytest.LogCaptureFixture) -> None:
     watched = Watched(1.0)
     watched.host.add("a", 1)
     watched.host.scheduler.pause(watched.host.now, PauseMode.ALL)
@@ -88,7 +88,7 @@ def test_a_pause_is_no_stall(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf"), "1", True, None])
-def test_seconds_that_make_no_sense_are_refused(loaded: LoadedModel, seconds: Any) -> None:
+def test_invalid_watchdog_seconds_are_refused(loaded: LoadedModel, seconds: Any) -> None:
     with pytest.raises(ValueError, match="watchdog_seconds is"):
         Engine(
             loaded,
@@ -98,7 +98,7 @@ def test_seconds_that_make_no_sense_are_refused(loaded: LoadedModel, seconds: An
         )
 
 
-def test_an_engine_tells_of_a_request_that_waits(loaded: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_logs_a_stalled_waiting_request(loaded: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, logger="pointsman.engine.watchdog")
     now = 0.0
     engine = Engine(loaded, num_blocks=64, block_size=4, max_num_seqs=1, watchdog_seconds=3.0, clock=lambda: now)
@@ -117,7 +117,7 @@ def test_an_engine_tells_of_a_request_that_waits(loaded: LoadedModel, caplog: py
 
 
 def test_an_idle_engine_is_watched_too(loaded: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
-    """A parked request, and nothing that runs: no step is scheduled, and the thread waits for messages."""
+    """The only request is parked: no step is scheduled, and the thread waits for messages."""
     inner = Engine(loaded, num_blocks=64, block_size=4, watchdog_seconds=0.2)
 
     async def check() -> None:

@@ -1,4 +1,4 @@
-"""Real models with sliding windows, whose layers are in groups: what a request holds, reads and finds again.
+"""Real models with sliding windows and layers in groups: the blocks that a request holds, reads and reuses.
 
 `test_equality.py` compares the tokens of every such family with those of transformers.
 """
@@ -48,14 +48,14 @@ def gemma(num_windows: int = 2, window: int = WINDOW, max_model_len: int = 256, 
 
 
 def prompts() -> list[list[int]]:
-    """Of many lengths; the last ones continue earlier ones, whose beginning has fallen behind the window."""
+    """Prompts of many lengths; the last ones continue earlier ones whose beginning is outside the window."""
     draw = np.random.default_rng(2)
     some = [draw.integers(3, VOCAB_SIZE, count).tolist() for count in (70, 5, 33, 21, 48)]
     return [*some, some[0] + some[1], some[0][:41] + some[2], [*some[4][:30], 7]]
 
 
 def tokens_of(engine: Engine, after: Callable[[], object] = lambda: None) -> list[list[int]]:
-    """Run the prompts, the last three when the others have finished. `after` is called after each step."""
+    """Run the prompts, the last three after the others. `after` is called after each step."""
     found: dict[str, list[int]] = {}
     for first, last in ((0, 5), (5, 8)):
         for index in range(first, last):
@@ -91,7 +91,7 @@ def expected() -> list[list[int]]:
     ],
     ids=str,
 )
-def test_tokens_are_those_without_groups(knobs: dict[str, Any]) -> None:
+def test_tokens_equal_those_without_groups(knobs: dict[str, Any]) -> None:
     engine = Engine(gemma(attention=knobs.get("attention", "auto")), **{**KNOBS, **knobs})
     assert [group.kind for group in engine.scheduler.config.kv_groups] == ["window", "window", "full"]
     assert tokens_of(engine) == expected()
@@ -102,7 +102,7 @@ def test_tokens_are_those_without_groups(knobs: dict[str, Any]) -> None:
         assert (stats.prefix_hits > 0) == engine.scheduler.config.enable_prefix_caching
 
 
-# ------------------------------------------------------------------------------------------------- what is read
+# ------------------------------------------------------------------------------------------------- reads
 
 
 class Checked:
@@ -114,7 +114,7 @@ class Checked:
 
     def __init__(self, loaded: LoadedModel, engine_of: Callable[[], Engine], further: int = 0) -> None:
         self.backend, self.engine_of = loaded.attention, engine_of
-        self.further = further  # tokens behind the window that are compared, too
+        self.further = further  # number of tokens outside the window to compare too
         self.windows, self.layer = loaded.windows, 0
         self.known: dict[tuple[int, bytes], torch.Tensor] = {}
         self.num_read = self.num_reused = self.num_failures = 0
@@ -147,7 +147,7 @@ class Checked:
         return self.backend.attend(plan, query, keys, values, **options)
 
     def spoil(self) -> None:
-        """Write NaN to all that nobody may read any more."""
+        """Write NaN to all blocks that may no longer be read."""
         engine = self.engine_of()
         pool = engine.scheduler._kv.pool
         free = ((pool.num_references == 0) & ~pool.is_cached).nonzero()[0]
@@ -156,8 +156,8 @@ class Checked:
 
 
 @pytest.mark.parametrize("num_blocks", [200, TIGHT])
-def test_what_a_layer_reads_is_what_was_written_for_the_same_tokens(num_blocks: int) -> None:
-    """Also where steps fail in the middle of a forward pass, and are computed again."""
+def test_a_layer_reads_the_keys_written_for_the_same_tokens(num_blocks: int) -> None:
+    """Also if steps fail during a forward pass, and are computed again."""
     engines: list[Engine] = []
     checked = Checked(gemma(), lambda: engines[0])
     draw = np.random.default_rng(num_blocks)
@@ -168,8 +168,8 @@ def test_what_a_layer_reads_is_what_was_written_for_the_same_tokens(num_blocks: 
     assert (engines[0].scheduler.stats().num_preemptions > 0) == (num_blocks < 100)
 
 
-def test_a_read_of_another_block_is_noticed() -> None:
-    """The control of the test above."""
+def test_reading_another_block_is_detected() -> None:
+    """The control of the previous test."""
     engines: list[Engine] = []
     checked = Checked(gemma(), lambda: engines[0], further=SIZE)
     engines.append(Engine(gemma(), attention=checked, **{**KNOBS, "enable_prefix_caching": False}))
@@ -180,11 +180,11 @@ def test_a_read_of_another_block_is_noticed() -> None:
             checked.spoil()
 
 
-# ------------------------------------------------------------------------------------------------- what is held
+# ------------------------------------------------------------------------------------------------- held blocks
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
-def test_no_block_stays_behind_its_window_for_longer_than_a_step(steps_in_flight: int) -> None:
+def test_blocks_outside_a_window_are_freed_within_a_step(steps_in_flight: int) -> None:
     engine = Engine(gemma(), enable_prefix_caching=False, max_steps_in_flight=steps_in_flight, **KNOBS)
     groups = engine.scheduler.config.kv_groups
     before: list[dict[str, int]] = [{}] * steps_in_flight
@@ -215,8 +215,8 @@ def test_no_block_stays_behind_its_window_for_longer_than_a_step(steps_in_flight
     assert largest > 50
 
 
-def test_more_requests_fit() -> None:
-    """Of five windows to one layer of full attention, in the memory that 8 requests of full length take without."""
+def test_with_groups_more_requests_fit() -> None:
+    """With five windows per layer of full attention, in the memory of 8 requests of full length without groups."""
     window, length, size = (512, 4096, 32) if is_long() else (32, 256, 4)
     running: dict[bool, int] = {}
     for disable in (True, False):
@@ -259,7 +259,7 @@ def test_a_warm_engine_and_a_replay() -> None:
 
 @cache
 def gpt_oss() -> LoadedModel:
-    """A window and full attention in turns."""
+    """Layers with a window and full attention alternate."""
     layers = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
     config = FAMILIES["gpt-oss"]()
     lengths = {"sliding_window": WINDOW, "max_position_embeddings": 256}
@@ -289,7 +289,7 @@ def test_evicted_blocks_of_every_group_come_back_from_host_memory(make: Callable
 
 @MODELS
 def test_preempted_requests_swap_the_blocks_of_every_group(make: Callable[[], LoadedModel]) -> None:
-    """Most of what was computed again without host memory comes back."""
+    """Most KV that would be recomputed is copied back from host memory."""
 
     def run(**knobs: Any) -> tuple[dict[str, list[int]], Engine]:
         engine, draw = Engine(make(), **{**KNOBS, "num_blocks": 64, **knobs}), np.random.default_rng(5)
@@ -310,14 +310,14 @@ def test_preempted_requests_swap_the_blocks_of_every_group(make: Callable[[], Lo
             found, engine = run(preemption_mode=mode, kv_offload_bytes=1 << 22, max_steps_in_flight=steps)
             stats = engine.scheduler.stats()
             assert found == wanted and len(engine.scheduler.config.kv_groups) > 1
-            if mode == "swap":  # what is cheaper depends on the machine
+            if mode == "swap":  # the cheaper choice depends on the machine
                 assert engine.counters.num_restored_blocks > 20
                 assert stats.num_recomputed_tokens < 0.5 * plain.scheduler.stats().num_recomputed_tokens
 
 
 @MODELS
 def test_the_store_keeps_the_blocks_of_every_group(make: Callable[[], LoadedModel], tmp_path: Path) -> None:
-    """What one engine has computed the next one reads, all that the token after it attends to and no more."""
+    """An engine reads the KV of another: exactly the blocks to which the next token attends."""
     first = Engine(make(), kv_store=str(tmp_path), **KNOBS)
     assert len(first.scheduler.config.kv_groups) > 1
     assert tokens_of(first) == expected_of(make)
@@ -344,7 +344,7 @@ def test_the_store_keeps_the_blocks_of_every_group(make: Callable[[], LoadedMode
 
 
 @MODELS
-def test_files_of_the_store_that_are_lost_are_computed_again(make: Callable[[], LoadedModel], tmp_path: Path) -> None:
+def test_lost_files_of_the_store_are_recomputed(make: Callable[[], LoadedModel], tmp_path: Path) -> None:
     first = Engine(make(), kv_store=str(tmp_path), **KNOBS)
     tokens_of(first)
     first.close()
@@ -368,8 +368,8 @@ def test_retained_blocks_change_no_token(make: Callable[[], LoadedModel], evicti
     assert tokens_of(engine) == expected_of(make)
 
 
-def test_events_tell_of_the_blocks_of_every_group() -> None:
-    """What was stored and not removed is what is cached, in each group."""
+def test_events_report_the_blocks_of_every_group() -> None:
+    """Blocks stored and not removed equal the cached blocks, in each group."""
     engine = Engine(gemma(), kv_events_config={"endpoint": "inproc://windows"}, **{**KNOBS, "num_blocks": TIGHT})
     stored: set[tuple[int, bytes]] = set()
     kept: list[Any] = []

@@ -1,6 +1,6 @@
-"""Small real tokenizers, one per way of decoding, with vocabularies full of what makes decoding hard.
+"""Small real tokenizers, one per kind of decoding, with vocabularies of difficult cases.
 
-Built with the tokenizers library: nothing is downloaded or trained, so every token is there for a reason.
+Built with the tokenizers library: nothing is downloaded or trained, so every token has a purpose.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def metaspace(prepend_scheme: str = "always") -> PreTrainedTokenizerFast:
 
 
 def wordpiece(*, cleanup: bool, clean_up_tokenization_spaces: bool) -> PreTrainedTokenizerFast:
-    """Contractions and punctuation, which either the decoder or transformers pulls together."""
+    """Contractions and punctuation, which either the decoder or transformers joins."""
     pieces = "a ##b the ##é ' s n ##' ##t n't 's 've t . , 日 ##本 do not ve re m ? !"
     vocab = {piece: i for i, piece in enumerate(["[UNK]", *pieces.split()])}
     tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
@@ -55,7 +55,7 @@ def wordpiece(*, cleanup: bool, clean_up_tokenization_spaces: bool) -> PreTraine
 
 
 def byte_fallback() -> PreTrainedTokenizerFast:
-    """Llama 2's decoder: byte tokens stand for what the vocabulary lacks, and one leading space is stripped."""
+    """Llama 2's decoder: byte tokens for characters outside the vocabulary, and one leading space is stripped."""
     vocab = {"<unk>": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
     for piece in ("▁", "▁a", "b", "▁the", "é", "日", "▁▁", ".", ""):
         vocab[piece] = len(vocab)
@@ -128,7 +128,7 @@ def words_without_decoder() -> PreTrainedTokenizerFast:
 
 
 class ReplacingByT5Tokenizer(ByT5Tokenizer):
-    """As most tokenizers written in Python: bytes that are no text become replacement characters, not nothing."""
+    """Like most tokenizers written in Python: invalid bytes become replacement characters, not nothing."""
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
         """Tokens of one character are bytes, the others stand for themselves."""
@@ -177,7 +177,7 @@ def _gpt2_character(byte: int) -> str:
 def random_tokens(kind: str, tokenizer: Any, rng: random.Random, most: int = 12) -> list[int]:
     """Random tokens: ids that the vocabulary lacks, specials, stray bytes, and characters in bytes, whole or not."""
     size = len(tokenizer) + (0 if kind.startswith("python") else 2)
-    pieces_from = 257 if kind == "byte-fallback" else 0  # half of the tokens, or bytes would drown them
+    pieces_from = 257 if kind == "byte-fallback" else 0  # half of the tokens; otherwise bytes would dominate
     token_ids = [rng.randrange(rng.choice([0, pieces_from]), size) for _ in range(rng.randrange(most + 1))]
     for _ in range(rng.randrange(3)):
         text = rng.choice(HARD_TEXTS).encode()
@@ -198,7 +198,7 @@ def byte_tokenizer(vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
 
 
 class PickyTokenizer:
-    """Decodes as another does, but raises on some ids, and where two certain ones meet."""
+    """Decodes like another tokenizer, but raises on some ids, and on one pair of ids."""
 
     def __init__(self, tokenizer: Any, unknown: frozenset[int], clash: tuple[int, int] = (-1, -1)) -> None:
         self.inner, self.unknown, self.clash = tokenizer, unknown, clash

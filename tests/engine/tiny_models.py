@@ -96,11 +96,11 @@ class Family:
 
     model_type: str
     features: str
-    """What is special about its attention, for the table; "": plain rotary attention."""
+    """The special features of its attention, for the table; "": plain rotary attention."""
     options: dict[str, Any] = field(default_factory=dict)
     """On top of `COMMON`."""
     max_model_len: int | None = None
-    """What `wrap_model` is told; only "longrope" depends on it."""
+    """The maximum length passed to `wrap_model`; only "longrope" depends on it."""
     min_prompt: int = 1
     """Shortest prompt for which it is exact."""
 
@@ -113,7 +113,7 @@ class Family:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A configuration that must be turned away."""
+    """A configuration that must be refused."""
 
     family: Family
     error: str

@@ -1,4 +1,4 @@
-"""AsyncEngine: many requests at once from asyncio, each a stream of outputs.
+"""AsyncEngine: serves many requests at once to asyncio, each as a stream of outputs.
 
     engine = AsyncEngine("demo")
     async for output in engine.generate("The import statement", SamplingParams(max_tokens=32)):
@@ -6,11 +6,11 @@
     await engine.shutdown()
 
 The engine and its scheduler run in a thread of their own (`engine_thread.py`); outputs come back through a mailbox per
-request (`mailbox.py`). Nothing here blocks an event loop. Text prompts are tokenized in one further thread: a long one
-takes milliseconds per thousand tokens, which in the event loop would stall every stream, and in the engine's thread
-every step; one thread and not several, so that requests are queued in the order in which they were sent.
+request (`mailbox.py`). Nothing here blocks an event loop. Text prompts are tokenized in a third thread: a long prompt
+takes milliseconds per thousand tokens, which would stall every stream in the event loop, and every step in the engine's
+thread. A single thread queues requests in the order in which they were sent.
 
-A reader ends a stream in any way that Python has: a cancelled task, `aclose()`, `async with`, or by dropping it. Each
+A stream ends in any way that Python offers: a cancelled task, `aclose()`, `async with`, or a dropped reference. Each
 aborts the request, and its blocks are free at the next step boundary.
 """
 
@@ -50,16 +50,16 @@ Answer = TypeVar("Answer")
 
 
 class AsyncEngine:
-    """An engine for asyncio. Usable from any number of event loops and threads at once.
+    """An engine for asyncio. Any number of event loops and threads may use it at once.
 
     Args:
         model: a directory in the Hugging Face format, a GGUF file, the name of a small model ("demo", "smollm2"),
             OWNER/NAME on a hub, or a model that is loaded already; it is loaded here, before the first request.
-        max_step_retries: how often in a row a failed step is tried again. The scheduler is rewound each time, so
-            nothing is lost; after that, the engine is dead.
+        max_step_retries: maximum number of consecutive retries of a failed step. The scheduler is rewound each time, so
+            nothing is lost; after the last retry, the engine is dead.
         log_stats_interval: seconds between lines of statistics (see `stats.py`); None: none.
-        **knobs: as for `Engine`; where they name no `token_limits` and do not say how prompts are cut, the token limit
-            "prefill-gap" holds (`params/engine_args.py`).
+        **knobs: as for `Engine`; if they set neither `token_limits` nor a limit for chunks, the token limit
+            "prefill-gap" is used (`params/engine_args.py`).
 
     Raises:
         ModelLoadError, ConfigError, ValueError: see `Engine`.
@@ -79,7 +79,7 @@ class AsyncEngine:
     def from_engine(
         cls, engine: Engine, *, max_step_retries: int = 0, log_stats_interval: float | None = DEFAULT_INTERVAL
     ) -> AsyncEngine:
-        """Take over an engine. From now on it may only be used through `call`."""
+        """Take over an engine. Afterwards it may only be used through `call`."""
         self = cls.__new__(cls)
         self._own(engine, max_step_retries, log_stats_interval)
         return self
@@ -94,10 +94,10 @@ class AsyncEngine:
         self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pointsman-tokenizer")
         self._thread = EngineThread(engine, max_step_retries=max_step_retries, log_stats_interval=log_stats_interval)
         self._thread.start()
-        # An engine that is dropped without a shutdown stops its thread. (At the interpreter's exit: see engine_thread.)
+        # An engine that is dropped without a shutdown stops its thread. (engine_thread does so when Python exits.)
         weakref.finalize(self, self._thread.ask_to_stop).atexit = False
 
-    # ------------------------------------------------------------------ facts that never change
+    # ------------------------------------------------------------------ constants of the engine
 
     @property
     def tokenizer(self) -> Any | None:
@@ -111,7 +111,7 @@ class AsyncEngine:
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of the longest sequence, prompt and output together."""
+        """Maximum tokens of a sequence, prompt and output together."""
         return self._engine.max_model_len
 
     # ------------------------------------------------------------------ requests
@@ -129,27 +129,28 @@ class AsyncEngine:
         cache_salt: str | None = None,
         arrival_time: float | None = None,
     ) -> RequestStream:
-        """A stream of a request's outputs. It is queued when the stream is first read, or by `await stream.start()`.
+        """Return a stream of a request's outputs. The first read, or `await stream.start()`, queues the request.
 
         Args:
-            prompt: text, or token ids; or an asynchronous iterator of such parts, which are computed as they come. The
-                request is then queued with the first one, and generates when the iterator is exhausted.
-            params: None: what the model's generation_config.json recommends. Its `output_kind` says what the stream
-                yields: all so far (CUMULATIVE), what is new (DELTA), or one final output (FINAL_ONLY). Steps whose
-                outputs were not read in time come together in one.
+            prompt: text, or token ids; or an asynchronous iterator of such parts, which are computed as they arrive.
+                The first part queues the request; generation begins when the iterator is exhausted.
+            params: None: those that the model's generation_config.json recommends. Its `output_kind` sets the outputs
+                of the stream: everything so far (CUMULATIVE), only new tokens (DELTA), or one final output
+                (FINAL_ONLY). Outputs that were not read in time are merged into one.
             request_id: unique among unfinished requests; None: "request-0", "request-1", ...
             priority: smaller is more urgent; read under order "priority". `set_priority` changes it.
-            tenant: whose request it is; read by orders that are fair to tenants.
-            ttft_target: seconds from its arrival within which its first token is wanted; read by orders that go by it.
-                None: the order's own. It never ends the request.
-            retention: seconds after its end for which its prefix is worth keeping cached; read by eviction policies
-                that go by it. None: the policy's own.
+            tenant: the owner of the request; read by orders that are fair to tenants.
+            ttft_target: target for the time to the first token, in seconds from its arrival; read by orders that use
+                it. None: the order's own. A missed target does not end the request.
+            retention: seconds for which its prefix should stay cached after it finishes; read by eviction policies that
+                use it. None: the policy's own.
             cache_salt: only requests with an equal salt share cached prefixes.
-            arrival_time: seconds on the engine's clock; None: the moment it is queued, before it is tokenized.
+            arrival_time: seconds on the engine's clock; None: the time of the first read or of `start`, before
+                tokenizing.
 
-        The first reading raises:
-            RequestRefused, DuplicateRequest, ValueError: it can never run, with the reason.
-            EngineDeadError: the engine has died or is shutting down; any later reading may, too.
+        The first read raises:
+            RequestRefused, DuplicateRequest, ValueError: the request can never run, with the reason. EngineDeadError:
+                the engine has died or is shutting down; any later read may raise it too.
         """
         return RequestStream(
             self,
@@ -178,15 +179,15 @@ class AsyncEngine:
         retention: float | None = None,
         cache_salt: str | None = None,
     ) -> EmbeddingRequestOutput:
-        """A prompt's vector: `output.outputs.embedding`. Cancelling it aborts the request.
+        """Compute a prompt's vector: `output.outputs.embedding`. Cancelling the call aborts the request.
 
         Args:
-            params: how it is made; None: of the last token, scaled to length 1.
+            params: the kind of pooling; None: the last token's vector, scaled to length 1.
             prompt, request_id, priority, tenant, retention, cache_salt: as for `generate`.
-            ttft_target: as for `generate`, with the vector in place of a first token.
+            ttft_target: as for `generate`, for the vector instead of the first token.
 
         Raises:
-            As reading a stream; RuntimeError: it finished without a vector, and why.
+            As reading a stream; RuntimeError: the request finished without a vector, with the reason.
         """
         pooling = params or PoolingParams()
         stream = self.generate(
@@ -205,7 +206,7 @@ class AsyncEngine:
     async def abort(self, request_id: str) -> bool:
         """Abort a request now; its stream ends with finish_reason "abort". False: it is unknown or has finished.
 
-        A request whose prompt is still being tokenized is aborted in the same way, once that is done.
+        A request whose prompt is still being tokenized is aborted after that.
 
         Raises:
             EngineDeadError: there is no engine to ask.
@@ -216,21 +217,21 @@ class AsyncEngine:
         """Change the priority of an unfinished request; if it is queued, its place changes at once.
 
         Args:
-            request_id: of a request that is queued or runs, not of one whose prompt is still being tokenized.
+            request_id: of a queued or running request; its prompt must have been tokenized.
             priority: smaller is more urgent; read under order "priority".
 
         Raises:
-            UnknownRequest: no such request, or it has finished.
-            ValueError: the priority is no integer of 64 bits.
+            UnknownRequest: there is no such request, or it has finished.
+            ValueError: the priority is not an integer of 64 bits.
             EngineDeadError: there is no engine to ask.
         """
         await self._call(lambda engine: engine.scheduler.set_priority(request_id, priority, engine.clock()))
 
     async def tokenize(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The prompt's token ids, with BOS and the like where the tokenizer adds them.
+        """The prompt's token ids, with the special tokens (BOS) that the tokenizer adds.
 
         Raises:
-            ValueError: the model has no tokenizer, or the prompt is no text that one could read.
+            ValueError: the model has no tokenizer, or the tokenizer cannot read the prompt.
             EngineDeadError: the engine has died or been shut down.
         """
         self.check_health()
@@ -243,35 +244,36 @@ class AsyncEngine:
     # ------------------------------------------------------------------ questions
 
     async def call(self, function: Callable[[Engine], Answer]) -> Answer:
-        """What `function(engine)` returns, called between two steps in the engine's thread. It should be quick: every
-        request waits for it.
+        """Call `function(engine)` between two steps in the engine's thread, and return its result. It should be quick:
+        every request waits for it.
 
         Raises:
-            What it raises; EngineDeadError: there is no engine to ask.
+            EngineDeadError: the engine has died or been shut down.
+            The exceptions of `function`.
         """
         return await self._call(function)
 
     async def explain(self, request_id: str) -> Explanation:
-        """Where a request is, why it waits, which requests hold it up and since when.
+        """Explain where a request is, why it waits, which requests block it, and since when.
 
         Raises:
-            UnknownRequest: no such request, or its finish has been reported.
+            UnknownRequest: there is no such request, or its finish has been reported.
         """
         return await self._call(lambda engine: engine.scheduler.explain(request_id))
 
     async def stats(self) -> EngineStats:
-        """Counters and gauges of engine and scheduler at one moment on the engine's clock."""
+        """Read the counters and gauges of engine and scheduler."""
         return await self._call(lambda engine: read_stats(engine, engine.clock()))
 
     async def reset_prefix_cache(self, *, preempt_running: bool = False) -> None:
-        """Forget every cached prefix. Running requests keep their KV, or recompute it (`preempt_running`)."""
+        """Drop every cached prefix. Running requests keep their KV, or recompute it (`preempt_running`)."""
         await self._call(
             lambda engine: engine.scheduler.reset_prefix_cache(engine.clock(), preempt_running=preempt_running)
         )
 
     async def set_max_num_active_seqs(self, limit: int | None) -> None:
-        """Change how many requests may run at once, from the next step on; None: `max_num_seqs`. Running
-        requests go on.
+        """Change the maximum number of running requests, from the next step on; None: `max_num_seqs`. Running requests
+        continue.
 
         Raises:
             ConfigError: the limit is out of range.
@@ -279,28 +281,26 @@ class AsyncEngine:
         await self._call(lambda engine: engine.scheduler.set_max_num_active_seqs(limit, engine.clock()))
 
     async def pause(self, mode: PauseChoice = "abort", *, clear_cache: bool = True) -> None:
-        """Admit no request until `resume`, and return when nothing is computed any more: the weights may be changed
-        then.
+        """Stop admitting requests until `resume`, and return when nothing is computed: then the weights may be changed.
 
         Args:
-            mode: what becomes of unfinished requests: "abort" aborts them, "wait" lets running ones finish, "keep"
-                suspends all.
-            clear_cache: whether cached prefixes are then forgotten; paused requests recompute their KV.
+            mode: "abort" aborts unfinished requests, "wait" lets running ones finish, "keep" suspends all.
+            clear_cache: whether cached prefixes are then dropped; suspended requests recompute their KV.
 
         Raises:
             ValueError: there is no such mode.
-            ResumedError: the engine was resumed before.
-            EngineDeadError: there is no engine to pause.
+            ResumedError: the engine was resumed before the pause was complete.
+            EngineDeadError: the engine has died or been shut down.
         """
         paused = await self._call(lambda engine: engine.pause(mode, clear_cache=clear_cache))
         await asyncio.wrap_future(paused)
 
     async def resume(self) -> None:
-        """Go on after a pause; nothing happens if there was none."""
+        """Continue after a pause; without a pause nothing happens."""
         await self._call(lambda engine: engine.resume())
 
     async def is_paused(self) -> bool:
-        """Whether it was paused, in any mode, and not resumed since."""
+        """Whether the engine was paused, in any mode, and not resumed since."""
         return await self._call(lambda engine: engine.is_paused)
 
     async def _call(self, function: Callable[[Engine], Answer]) -> Answer:
@@ -312,40 +312,40 @@ class AsyncEngine:
 
     @property
     def is_running(self) -> bool:
-        """Whether requests are accepted and computed: it has neither died nor been shut down."""
+        """Whether requests are accepted and computed: the engine has neither died nor been shut down."""
         return self._thread.is_running
 
     @property
     def errored(self) -> bool:
-        """Whether it died of a failure."""
+        """Whether the engine died of a failure."""
         return self._thread.cause is not None
 
     @property
     def dead_error(self) -> EngineDeadError | None:
-        """What every call raises now, if it raises; None while the engine runs."""
+        """The error that calls raise after the engine's end; None while the engine runs."""
         return None if self._thread.is_running else self._thread.dead_error()
 
     def check_health(self) -> None:
-        """Nothing, if the engine runs.
+        """Raise if the engine does not run.
 
         Raises:
-            EngineDeadError: it has died, of its `__cause__`, or has been shut down.
+            EngineDeadError: the engine has died, of the error's `__cause__`, or has been shut down.
         """
         if not self._thread.is_running:
             raise self._thread.dead_error()
 
     async def shutdown(self, drain: bool = False, timeout: float | None = None) -> None:
-        """End the engine and its thread. May be called again, also while it is under way, in any state.
+        """End the engine and its thread. May be called again at any time, also during a shutdown.
 
         Args:
-            drain: let requests that were sent before finish, also those whose prompts are still being tokenized, and
-                refuse new ones; False: abort them, so that their streams end with finish_reason "abort", or raise
-                `EngineDeadError` if they were not queued yet.
-            timeout: seconds that draining may take, after which the rest is aborted; None: as long as it takes. A step
-                in progress is always waited for.
+            drain: True: refuse new requests, and let earlier ones finish, also those whose prompts are still being
+                tokenized. False: abort all requests. Streams of queued requests end with finish_reason "abort"; the
+                others raise `EngineDeadError`.
+            timeout: maximum seconds for draining, after which unfinished requests are aborted; None: no limit. The step
+                in progress always completes.
         """
         if not self._thread.will_end:
-            return  # this process is a fork, and the engine is its parent's
+            return  # this process is a fork, and the engine belongs to its parent
         ended = asyncio.wrap_future(self._thread.ended)
         self._send_stop(drain)
         if drain and timeout is not None:
@@ -356,7 +356,7 @@ class AsyncEngine:
         self._tokenizing.shutdown(wait=False)
 
     def _send_stop(self, drain: bool) -> None:
-        # An engine that has stopped needs no message.
+        # A stopped engine needs no message.
         if self._thread.is_running:
             try:
                 self._thread.send(Stop(drain))
@@ -413,7 +413,7 @@ class AsyncEngine:
     ) -> None:
         if (
             isinstance(params, SamplingParams) and params.output_kind is RequestOutputKind.DELTA
-        ):  # made by the stream, which knows what its reader has seen
+        ):  # the stream makes deltas, because it knows the last output that was read
             params = dataclasses.replace(params, output_kind=RequestOutputKind.CUMULATIVE)
 
         def add(engine: Engine) -> Request:
@@ -423,11 +423,11 @@ class AsyncEngine:
 
 
 class RequestStream(AsyncIterator[RequestOutput]):
-    """The outputs of one request, for one reader. Made by `AsyncEngine.generate`.
+    """The outputs of one request, read by one task at a time. Made by `AsyncEngine.generate`.
 
-    Dropping it before it has finished aborts the request; `async with stream:` or `aclose()` do so at a certain moment.
-    So does a reading that is cancelled, by a timeout too. `aclose()` may come from another task than the reader's, for
-    which the stream then simply ends.
+    A stream that is dropped before its end aborts the request; `async with stream:` and `aclose()` abort it at once. A
+    cancelled read, also by a timeout, aborts it too. If another task calls `aclose()`, the stream simply ends for the
+    task that reads it.
     """
 
     def __init__(
@@ -453,11 +453,11 @@ class RequestStream(AsyncIterator[RequestOutput]):
         self._is_reading = False
 
     async def start(self) -> None:
-        """Queue the request now, and return when it is queued: for a server that must know of a refusal before it sends
-        the first byte. Reading does it otherwise. Several tasks may start it, or one start and another read it.
+        """Queue the request, and return when it is queued. A server can so notice a refusal before it sends the first
+        byte. Without this call the first read queues the request. Any task may call it, and several may.
 
         Raises:
-            RequestRefused, DuplicateRequest, ValueError: it can never run, with the reason.
+            RequestRefused, DuplicateRequest, ValueError: the request can never run, with the reason.
             EngineDeadError: the engine has died or is shutting down.
         """
         async with self._starting:
@@ -513,7 +513,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
             raise
         finally:
             self._is_reading = False
-        if output is None:  # closed meanwhile, or its prompt broke off
+        if output is None:  # closed meanwhile, or the prompt's iterator failed
             self._is_over = True
             if self._feed is not None and self._feed.error is not None:
                 raise self._feed.error
@@ -525,8 +525,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
         return output
 
     async def aclose(self) -> None:
-        """End the stream. Its request is aborted if it has not finished; its blocks are free at the next step
-        boundary."""
+        """End the stream. An unfinished request is aborted; its blocks are free at the next step boundary."""
         self._detach()
 
     async def __aenter__(self) -> RequestStream:
@@ -542,7 +541,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
             self._abandon()
 
     def _detach(self) -> None:
-        """End the stream in its own event loop, where other tasks may wait for it."""
+        """End the stream in its own event loop, and wake tasks that wait for it."""
         self._abandon()
         if self._mailbox is not None:
             self._mailbox.wake()

@@ -1,14 +1,14 @@
-"""The thread that owns an engine, and the inbox through which all others reach it.
+"""EngineThread: runs an engine in a thread of its own, which other threads reach through an inbox of messages.
 
-    loop:  messages from the inbox -> schedule -> model -> update -> snapshots into mailboxes, one ring per port
+    loop:  messages from the inbox -> schedule -> model -> update -> snapshots to mailboxes -> ring each port once
 
 Messages are handled between steps, in the order in which they were sent, so nothing here or in the scheduler needs a
-lock. Without work the thread blocks on the inbox. It ends in one of two ways, and every waiting reader gets an
-error or a last output:
+lock. Without work the thread blocks on the inbox. It ends in one of two ways, and every waiting consumer gets an error
+or a last output:
 
-- it was asked to stop: at once (what runs is aborted), or once what runs has finished (`drain`);
-- it died: a step failed more often in a row than allowed, or anything else was raised. Then every stream and every
-  call, waiting or still to come, gets an `EngineDeadError`.
+- It was asked to stop: at once (requests are aborted), or when all requests have finished (`drain`).
+- It died: a step failed more often in a row than allowed, or another exception was raised. Then every stream and every
+  call, waiting or later, gets an `EngineDeadError`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from weakref import WeakSet
 
 from pointsman.core.errors import DuplicateRequest
 from pointsman.engine.aio.mailbox import Mailbox
-from pointsman.engine.aio.readers import Readers
+from pointsman.engine.aio.output_router import OutputRouter
 from pointsman.engine.errors import EngineDeadError, EngineStepError
-from pointsman.engine.kv.worker import EXIT_PATIENCE  # its thread ends after the one here, which may wait for it
+from pointsman.engine.kv.worker import EXIT_PATIENCE  # that worker ends after this thread, which may wait for it
 from pointsman.engine.machine import give_back_freed_pages
 from pointsman.engine.memory import use_device
 from pointsman.engine.pulse import Pulse
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SECONDS_TO_IDLE = 1.0
-"""Without work, after which freed memory goes back to the system."""
+"""Time without work after which freed memory is returned to the system."""
 LOOP_CHECK_INTERVAL = 0.5
-"""Seconds between checks for event loops that were closed while requests of theirs are unfinished."""
+"""Seconds between checks for closed event loops that have unfinished requests."""
 
 
 # ---------------------------------------------------------------------------------------- messages in the inbox
@@ -53,7 +53,7 @@ LOOP_CHECK_INTERVAL = 0.5
 
 @dataclass(slots=True, eq=False)
 class Expect:
-    """Message: an `Add` with this mailbox will follow, or an `Abandon`; its prompt is being tokenized."""
+    """Message: a prompt is being tokenized; an `Add` or an `Abandon` with this mailbox will follow."""
 
     request_id: str
     mailbox: Mailbox
@@ -66,7 +66,7 @@ class Add:
     request_id: str
     mailbox: Mailbox
     add: Callable[[Engine], Request]
-    """Adds it to the engine, or raises why not."""
+    """Adds the request to the engine, or raises the reason why it cannot."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,17 +77,17 @@ class Call:
     future: Future[Any]
 
     def run(self, engine: Engine) -> None:
-        """Call it; what it returns or raises goes to the caller."""
+        """Call the function; its result or exception goes to the caller."""
         if self.future.set_running_or_notify_cancel():  # False: the caller has given up
             try:
                 self.future.set_result(self.function(engine))
-            except BaseException as error:  # whatever it is, it is the caller's
+            except BaseException as error:  # belongs to the caller, not to the engine
                 self.future.set_exception(error)
 
 
 @dataclass(slots=True, eq=False)
 class Abandon:
-    """Message: this mailbox has no reader any more."""
+    """Message: the consumer of this mailbox no longer reads it."""
 
     request_id: str
     mailbox: Mailbox
@@ -107,7 +107,7 @@ class GrammarDone:
 
 @dataclass(slots=True, eq=False)
 class TransferDone:
-    """Message: KV has been loaded or stored, or could not be."""
+    """Message: a transfer of KV has ended or failed."""
 
 
 Message: TypeAlias = Expect | Add | Call | Abandon | Stop | GrammarDone | TransferDone
@@ -117,14 +117,14 @@ Message: TypeAlias = Expect | Add | Call | Abandon | Stop | GrammarDone | Transf
 
 
 class EngineThread:
-    """Steps an engine while it has work. Start it once; only its own thread touches the engine afterwards.
+    """Steps an engine while it has work. Start it once; afterwards only its own thread uses the engine.
 
     Args:
         engine: only this thread may use it from now on.
-        max_step_retries: how often in a row a failed step is tried again.
+        max_step_retries: maximum number of consecutive retries of a failed step.
         log_stats_interval: seconds between lines of statistics; None: none.
-        on_step: called in the thread after every step, with what ran in it.
-        on_beat: called in the thread while a step goes on; see `Pulse`.
+        on_step: called in the thread after every step, with the scheduler's output for it.
+        on_beat: called in the thread during a step; see `Pulse`.
     """
 
     def __init__(
@@ -137,37 +137,37 @@ class EngineThread:
         on_beat: Callable[[float], None] | None = None,
     ) -> None:
         self._engine = engine
-        self._readers = Readers(engine.abort)
-        engine.on_output = self._readers.deliver
+        self._router = OutputRouter(engine.abort)
+        engine.on_output = self._router.deliver
         engine.steps.on_report = self._note_report
-        engine.on_ready = self._readers.accept
+        engine.on_ready = self._router.accept
         engine.grammars.notify = self._note_grammar
         if engine.kv_connector is not None:
             engine.kv_connector.notify = self._note_transfer
         self._max_step_retries = max_step_retries
         self._on_step = on_step
         self.pulse = Pulse(on_beat)
-        """What the thread's steps take."""
+        """Signs of life and step times of the thread."""
         self._stats_log = None if log_stats_interval is None else StatsLogger(engine, log_stats_interval)
         self._inbox: SimpleQueue[Message] = SimpleQueue()
         self._adding: Mailbox | None = None
         self._num_failures = 0  # in a row
-        self._computed_at: float | None = None  # the last step, unless freed memory was given back since
+        self._computed_at: float | None = None  # time of the last step; None: freed memory was returned since
         self._stop: Stop | None = None
-        self._gate = threading.RLock()  # a message is sent, or the inbox is closed; held for no longer than that
+        self._gate = threading.RLock()  # held only while a message is sent or the inbox is closed
         self._is_draining = False
         self._is_closed = False
         self.cause: BaseException | None = None
-        """What killed the thread."""
+        """The exception that ended the thread."""
         self.ended: Future[None] = Future()
-        """Done when the thread has nothing left to do."""
+        """Done when the thread has ended its work."""
         self.ended.set_running_or_notify_cancel()  # a caller that gives up waiting must not cancel it for all
         self._thread = threading.Thread(target=self._run, name="pointsman-engine", daemon=True)
 
     # ------------------------------------------------------------------ any thread
 
     def start(self) -> None:
-        """Begin to handle messages. The calling thread is taken to have made the engine, and not to compute further."""
+        """Start the thread. The calling thread should have made the engine, and should not compute afterwards."""
         release_helper_threads()
         self._thread.start()
         _live.add(self)
@@ -178,7 +178,7 @@ class EngineThread:
         return not self._is_closed and self._thread.is_alive()
 
     def dead_error(self) -> EngineDeadError:
-        """Why no message will be handled; a new error for each caller."""
+        """The reason why no message will be handled; a new error for each caller."""
         if self.cause is not None:
             kind = type(self.cause).__name__
             what = " ".join(str(self.cause).split())  # one line
@@ -193,7 +193,7 @@ class EngineThread:
         """Put a message into the inbox.
 
         Raises:
-            EngineDeadError: it would never be handled, or it is a request and the engine only finishes what it has.
+            EngineDeadError: the message would never be handled, or it is a new request and the engine is draining.
         """
         with self._gate:
             if not self.is_running or (self._is_draining and self._is_new_request(message)):
@@ -210,17 +210,17 @@ class EngineThread:
 
     @property
     def will_end(self) -> bool:
-        """Whether `ended` is or will be done. After a fork the thread exists in the other process only."""
+        """Whether `ended` is or will be done. After a fork the thread exists in the parent process only."""
         return self._thread.is_alive() or self.ended.done()
 
     def abandon(self, request_id: str, mailbox: Mailbox) -> None:
-        """Abort a request that has no reader any more. Safe in finalizers, at any moment, also when the thread has
-        stopped."""
+        """Abort a request whose consumer no longer reads. Safe in finalizers, at any time, also after the thread's
+        end."""
         mailbox.is_abandoned = True
         self._inbox.put(Abandon(request_id, mailbox))
 
     def ask_to_stop(self) -> None:
-        """Stop at the end of the step in progress, whatever the state."""
+        """Stop at the end of the step in progress, in any state."""
         self._inbox.put(Stop(drain=False))
 
     def _note_grammar(self) -> None:
@@ -260,12 +260,12 @@ class EngineThread:
 
     @property
     def _load_deadline(self) -> float | None:
-        """When a step is due to give up a load."""
+        """Time at which a step must give up a load of KV."""
         return None if self._engine.kv_connector is None else self._engine.kv_connector.deadline
 
     @property
     def _has_unreported_ends(self) -> bool:
-        """Whether ids of finished requests are free only with the next output."""
+        """Whether finished requests remain to be reported; their ids are free after the next scheduler output."""
         return self._engine.scheduler.has_unreported_ends
 
     def _is_over(self) -> bool:
@@ -273,13 +273,13 @@ class EngineThread:
             return False
         if not self._stop.drain:
             return True
-        engine = self._engine  # what a pause holds up will not end by itself
+        engine = self._engine  # paused requests will not finish by themselves
         ends = engine.has_runnable_requests() if engine.is_paused else engine.has_unfinished_requests()
-        return not (ends or self._readers.are_expected)
+        return not (ends or self._router.are_expected)
 
     def _step(self) -> bool:
-        """One step of the engine; whether it worked. A failed one is tried again by the next call, unless there were
-        too many.
+        """Run one step; return whether it succeeded. The next call retries a failed step, up to `max_step_retries`
+        times in a row.
         """
         engine = self._engine
         self.pulse.begin()
@@ -298,19 +298,19 @@ class EngineThread:
         return True
 
     def _note_report(self, output: SchedulerOutput) -> None:
-        """The outputs of a step were delivered; the next one may be executed just now."""
+        """Called when the outputs of a step were delivered; the next step may be executing."""
         if self._on_step is not None:
             self._on_step(output)
-        self._readers.check_ports(LOOP_CHECK_INTERVAL)
-        self._readers.ring()
+        self._router.check_ports(LOOP_CHECK_INTERVAL)
+        self._router.ring()
         if self._stats_log is not None:
             self._stats_log.tick()
 
     # ------------------------------------------------------------------ messages
 
     def _handle_messages(self) -> None:
-        """All that are there by now, and not those that come meanwhile, or a busy caller could keep off the next step;
-        without work, wait for one.
+        """Handle the messages that are in the inbox; without work, wait for one. Later messages wait for the next call,
+        so that a busy caller cannot delay the next step without end.
         """
         message = self._next_message()
         num_more = self._inbox.qsize()
@@ -318,7 +318,7 @@ class EngineThread:
             self._handle(message)
             message = self._poll() if num_more > 0 else None
             num_more -= 1
-        self._readers.ring()
+        self._router.ring()
 
     def _next_message(self) -> Message | None:
         if self._has_work():
@@ -331,22 +331,22 @@ class EngineThread:
                 if self._seconds_to_idle == 0:
                     self._computed_at = None
                     give_back_freed_pages()
-                self._readers.check_ports()
-                self._engine.end_overdue()  # of those that are parked or paused
+                self._router.check_ports()
+                self._engine.end_overdue()  # requests that are parked or paused
             if self._engine.watchdog is not None:
                 self._engine.watchdog.tick()
             if self._stats_log is not None:
-                # The last line before silence; or silence ends, and it is no part of the next interval.
+                # Log the last line before an idle time, and begin a new interval after it.
                 self._stats_log.tick()
         return message
 
     def _patience(self) -> float | None:
-        """Seconds to wait for a message; None: without end."""
+        """Maximum seconds to wait for a message; None: no limit."""
         wait = None if self._stats_log is None else self._stats_log.wait()
-        if self._readers:
+        if self._router:
             wait = LOOP_CHECK_INTERVAL if wait is None else min(wait, LOOP_CHECK_INTERVAL)
         for deadline in (self._engine.deadlines.next(), self._load_deadline):
-            if self._readers.are_following and deadline is not None:
+            if self._router.are_following and deadline is not None:
                 left = max(0.0, deadline - self._engine.clock())
                 wait = left if wait is None else min(wait, left)
         if (idle := self._seconds_to_idle) is not None:
@@ -355,7 +355,7 @@ class EngineThread:
 
     @property
     def _seconds_to_idle(self) -> float | None:
-        """Until freed memory is to be given back; None: there is none."""
+        """Seconds until freed memory is to be returned; None: there is none."""
         if self._computed_at is None:
             return None
         return max(0.0, self._computed_at + SECONDS_TO_IDLE - time.monotonic())
@@ -369,70 +369,71 @@ class EngineThread:
     def _handle(self, message: Message) -> None:
         match message:
             case Expect(request_id, mailbox):
-                self._readers.expect(request_id, mailbox)
+                self._router.expect(request_id, mailbox)
             case Add():
                 self._add(message)
             case Call():
                 message.run(self._engine)
                 self._report_finished()
             case Abandon(request_id, mailbox):
-                self._readers.abandon(request_id, mailbox)
+                self._router.abandon(request_id, mailbox)
             case Stop(drain):
                 if self._stop is None or not drain:
                     self._stop = message
             case GrammarDone():
-                self._engine.take_grammars()  # accepts, or delivers ends
+                self._engine.take_grammars()  # accepts requests, or delivers last outputs
             case TransferDone():
-                self._engine.take_transfers()  # delivers ends
+                self._engine.take_transfers()  # delivers last outputs
 
     def _add(self, message: Add) -> None:
-        request_id, mailbox, readers = message.request_id, message.mailbox, self._readers
-        readers.stop_expecting(mailbox)
+        request_id, mailbox, router = message.request_id, message.mailbox, self._router
+        router.stop_expecting(mailbox)
         if mailbox.is_abandoned:
             return
-        self._adding = mailbox  # whatever happens below reaches it
+        self._adding = mailbox  # gets the error if the thread dies below
         request = self._try_to_add(message)
         has_ends = self._has_unreported_ends
-        if isinstance(request, DuplicateRequest) and has_ends and not readers.is_following(request_id):
-            while self._has_unreported_ends:  # for its consumer the id's last request is over: an output must say so
+        if isinstance(request, DuplicateRequest) and has_ends and not router.is_following(request_id):
+            while self._has_unreported_ends:  # the id is free for its caller, but not yet for the scheduler
                 self._step()
             request = self._try_to_add(message)
         if isinstance(request, BaseException):
-            readers.refuse(mailbox, request)
+            router.refuse(mailbox, request)
         else:
-            readers.follow(request, mailbox)
+            router.follow(request, mailbox)
             if mailbox.is_aborted:
                 self._engine.abort(request_id)
         self._adding = None
 
     def _try_to_add(self, message: Add) -> Request | BaseException:
-        """The request, or what was wrong with it: the caller's problem, whatever it is, and not the engine's."""
+        """Add a request; return it, or the exception, which belongs to the caller and must not end the engine."""
         try:
             return message.add(self._engine)
         except BaseException as error:
             return error
 
     def abort(self, request_id: str) -> bool:
-        """This thread only: end a request; its mailbox gets the last snapshot. Whether there was one to end.
+        """Abort a request; its mailbox gets the last snapshot. Return whether there was such a request. For this thread
+        only.
 
         A request whose prompt is still being tokenized is aborted as soon as it is queued.
         """
-        if self._engine.abort(request_id) is not None:  # delivers
+        if self._engine.abort(request_id) is not None:  # also delivers the output
             return True
-        return self._readers.abort_expected(request_id)
+        return self._router.abort_expected(request_id)
 
     def _report_finished(self) -> None:
-        """A `Call` may do anything with the engine; also finish requests in the scheduler without the engine."""
-        self._engine.outputs.hand_out(self._engine.outputs.end_all(self._readers.finished(), self._engine.clock()))
+        """Report requests that a `Call` finished in the scheduler directly, without the engine."""
+        self._engine.outputs.hand_out(self._engine.outputs.end_all(self._router.finished(), self._engine.clock()))
 
     # ------------------------------------------------------------------ the end
 
     def _abort_all(self) -> None:
-        for request_id in self._readers.request_ids():
+        for request_id in self._router.request_ids():
             self._engine.abort(request_id)
-        with suppress(EngineStepError):  # its outputs have no reader any more
+        with suppress(EngineStepError):  # the outputs are no longer read
             self._engine.finish_steps()
-        self._readers.ring()
+        self._router.ring()
         if self._stats_log is not None:
             self._stats_log.flush()
 
@@ -447,15 +448,15 @@ class EngineThread:
         self._engine.grammars.close()
         self._engine.pausing.fail(self.dead_error())
         self._engine.close()
-        self._readers.close(self.dead_error)
+        self._router.close(self.dead_error)
         if self._adding is not None:
-            self._readers.refuse(self._adding, self.dead_error())
+            self._router.refuse(self._adding, self.dead_error())
         while (message := self._poll()) is not None:
             if isinstance(message, Add):
-                self._readers.refuse(message.mailbox, self.dead_error())
+                self._router.refuse(message.mailbox, self.dead_error())
             elif isinstance(message, Call) and message.future.set_running_or_notify_cancel():
                 message.future.set_exception(self.dead_error())
-        self._readers.ring()
+        self._router.ring()
 
 
 _live: WeakSet[EngineThread] = WeakSet()
@@ -463,7 +464,8 @@ _live: WeakSet[EngineThread] = WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    """A thread inside a PyTorch kernel must not outlive the interpreter; one that hangs must not keep it alive."""
+    """Stop all engines when Python exits: a thread in a PyTorch kernel must not outlive the interpreter, and a hanging
+    one must not keep it alive."""
     threads = list(_live)
     for thread in threads:
         thread.ask_to_stop()

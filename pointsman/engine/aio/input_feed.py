@@ -1,4 +1,4 @@
-"""A prompt that arrives in parts, from an asynchronous iterator into an engine's request.
+"""InputFeed: passes a prompt that arrives in parts from an asynchronous iterator to an engine's request.
 
     async def parts():
         yield "The import "
@@ -6,9 +6,9 @@
 
     async for output in engine.generate(parts(), params): ...
 
-The request is queued with the first part, each further one is computed when it comes, and nothing is generated before
-the iterator is exhausted. The task that reads the iterator knows the request and not its stream, so that a stream that
-is dropped ends both.
+The first part queues the request, each further part is computed when it arrives, and nothing is generated before the
+iterator is exhausted. The task that reads the iterator has no reference to the stream. So dropping the stream ends both
+the request and the task.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from pointsman.core.errors import UnknownRequest
 
 Prompt = str | Sequence[int]
 Extend = Callable[[Prompt, bool], Awaitable[None]]
-"""Adds a part to the request, and says whether others come."""
+"""Adds a part to the request; the second argument says whether further parts follow."""
 
 
 class InputFeed:
-    """Feeds one request.
+    """Feeds the parts of one prompt to its request.
 
     Args:
-        parts: where they come from.
-        extend: where they go.
-        on_error: called in the event loop when the iterator, or the engine, refuses to go on; `error` says why.
+        parts: the prompt's parts.
+        extend: adds a part to the request.
+        on_error: called in the event loop when the iterator or the engine raises; `error` is the exception.
     """
 
     def __init__(self, parts: AsyncIterator[Prompt], extend: Extend, on_error: Callable[[], None]) -> None:
@@ -41,11 +41,11 @@ class InputFeed:
         self._task: asyncio.Task[None] | None = None
 
     async def first(self) -> Prompt:
-        """The first part that has anything in it.
+        """The first part that is not empty.
 
         Raises:
             ValueError: there is none.
-            What the iterator raises.
+            The exceptions of the iterator.
         """
         async for part in self._parts:
             if len(part):
@@ -57,7 +57,7 @@ class InputFeed:
         self._task = self._loop.create_task(self._feed())
 
     def stop(self) -> None:
-        """The request has no reader any more. Safe in finalizers, in any thread."""
+        """Stop feeding: the stream was closed. Safe in finalizers, in any thread."""
         if self._task is not None and not self._task.done() and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._task.cancel)
 
@@ -68,7 +68,7 @@ class InputFeed:
                     await self._extend(part, True)
             await self._extend((), False)
         except UnknownRequest:
-            return  # it has finished; its reader knows
+            return  # the request has finished, and its stream reports that
         except Exception as error:
             self.error = error
             self._on_error()

@@ -1,17 +1,18 @@
-"""How outputs leave the engine's thread: a mailbox per request, and a port for all mailboxes that one reader reads.
+"""Mailboxes and ports: pass outputs from the engine's thread to consumers in event loops or another process.
 
-    engine's thread                                    reader
-    mailbox.put(output)  ->  port.mark, port.ring  ->  gets all marked mailboxes
+    engine's thread                                    event loop, or API process
+    mailbox.put(output)  ->  port.mark, port.ring  ->  takes all marked mailboxes
 
-A mailbox holds one snapshot, the newest. Snapshots are cumulative, so a consumer that comes late finds in it all that
-it missed, and what a slow consumer costs does not grow.
+Each request has a mailbox, which holds the newest snapshot of its output for one consumer. Snapshots are cumulative, so
+a slow consumer misses nothing, and needs no more memory than a fast one. A port groups the mailboxes of one event loop
+or one process, and wakes it once per step for all of them.
 
-The engine's thread sees `Port` and `Mailbox`. For event loops they are `LoopPort` and `LoopMailbox`:
-the port wakes the tasks that wait at its mailboxes. It schedules one callback per ring, for all of them, and none while
-the one before has not run: a loop that is blocked finds one callback, not one per step.
+The engine's thread uses `Port` and `Mailbox`. For event loops they are `LoopPort` and `LoopMailbox`; the port wakes the
+tasks that wait at its mailboxes. It schedules one callback per ring, and none while the last one has not run: a blocked
+loop has one callback to run, not one per step.
 
-No locks: every flag is set by one side and cleared by the other, and the side that clears it does so *before* it reads
-what the flag announces. So the writer either sees the flag cleared and sets it again, or its value is still to be read.
+There are no locks. One side sets a flag and the other clears it, *before* it reads the announced value. So the writer
+either sees the flag cleared and sets it again, or the new value is still to be read.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ OwnMailbox = TypeVar("OwnMailbox", bound="Mailbox")
 
 
 class Port(ABC, Generic[OwnMailbox]):
-    """The reader of any number of mailboxes, as the engine's thread sees it."""
+    """The mailboxes of one event loop or process, which are woken together; the engine's thread uses this class."""
 
     __slots__ = ("_marked",)
 
@@ -39,20 +40,20 @@ class Port(ABC, Generic[OwnMailbox]):
     @property
     @abstractmethod
     def is_closed(self) -> bool:
-        """Whether it has no reader any more."""
+        """Whether the event loop or process is gone."""
 
     @abstractmethod
     def ring(self) -> bool:
-        """Wake the reader for all marked mailboxes. False: it is gone."""
+        """Wake the event loop or process for all marked mailboxes. False: it is gone."""
 
     def mark(self, mailbox: OwnMailbox) -> None:
-        """This mailbox has news for the next `ring`."""
+        """Include this mailbox in the next `ring`."""
         if not mailbox.is_marked:
             mailbox.is_marked = True
             self._marked.append(mailbox)
 
     def _take_marked(self) -> Iterator[OwnMailbox]:
-        """The marked mailboxes, for their reader; each is unmarked before it is returned."""
+        """Take the marked mailboxes, on the receiving side; each is unmarked before it is yielded."""
         while self._marked:
             mailbox = self._marked.popleft()
             mailbox.is_marked = False
@@ -60,7 +61,7 @@ class Port(ABC, Generic[OwnMailbox]):
 
 
 class Mailbox:
-    """The newest snapshot of one request, as the engine's thread sees it."""
+    """The newest snapshot of one request, for its consumer; the engine's thread uses this class."""
 
     __slots__ = (
         "_accepted",
@@ -77,30 +78,30 @@ class Mailbox:
     def __init__(self, port: Port[Any], *, finished_only: bool = False) -> None:
         self.port = port
         self.finished_only = finished_only
-        """Whether the consumer wants nothing but the last snapshot."""
+        """Whether the consumer reads only the last snapshot."""
         self.is_abandoned = False
-        """Set by the consumer: it will not read again."""
+        """Set by the consumer when it will not read again."""
         self.is_expected = False
-        """Set by the sender: the engine's thread knows of the request since before its prompt was tokenized."""
+        """Set by the sender of an `Expect`: the request was announced before its prompt was tokenized."""
         self.is_aborted = False
-        """Set by the engine's thread: the request is to end as soon as it is queued."""
+        """Set by the engine's thread: abort the request as soon as it is queued."""
         self.is_marked = False
         self._accepted = False
         self._latest: RequestOutput | None = None
         self._error: BaseException | None = None
 
     def accept(self) -> None:
-        """The request is queued."""
+        """Note that the request is queued."""
         self._accepted = True
         self.port.mark(self)
 
     def put(self, output: RequestOutput) -> None:
-        """A newer snapshot, in place of the last."""
+        """Replace the snapshot by a newer one."""
         self._latest = output
         self.port.mark(self)
 
     def fail(self, error: BaseException) -> None:
-        """There will be no more snapshots; the consumer gets this error once it has read the last one."""
+        """End the snapshots: the consumer gets this error after the last one."""
         self._error = error
         self.port.mark(self)
 
@@ -109,16 +110,16 @@ class Mailbox:
 
 
 class Waiter:
-    """One task waits here until others say that something has happened, in its event loop's thread.
+    """Lets one task wait until other code in its event loop's thread wakes it.
 
         while not is_done():
             await waiter.wait()      # and elsewhere: waiter.wake()
 
-    What has happened is not said: the task that was woken looks for itself. A `wake` while no task waits is forgotten.
-    No news is missed all the same, because the loop runs nothing else between the look and the wait.
+    `wake` passes no information: the woken task checks its condition. A `wake` while no task waits has no effect. No
+    event is missed, because the loop runs nothing else between the check and the wait.
 
     Args:
-        loop: of the task that waits; a task of another loop gets a RuntimeError.
+        loop: the waiting task's; a task of another loop gets a RuntimeError.
     """
 
     __slots__ = ("_future", "_loop")
@@ -128,7 +129,7 @@ class Waiter:
         self._future: asyncio.Future[None] | None = None
 
     async def wait(self) -> None:
-        """Until the next `wake`."""
+        """Wait until the next `wake`."""
         self._future = self._loop.create_future()
         try:
             await self._future
@@ -137,20 +138,20 @@ class Waiter:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a task waits, and was not woken yet."""
+        """Whether a task waits and was not woken yet."""
         return self._future is not None and not self._future.done()
 
     def wake(self) -> None:
-        """Let the waiting task, if there is one, look again."""
+        """Wake the waiting task, if there is one, to check its condition."""
         if self._future is not None and not self._future.done():
             self._future.set_result(None)
 
 
 class LoopPort(Port["LoopMailbox"]):
-    """One event loop.
+    """The port of one event loop.
 
     Args:
-        loop: its tasks wait at the mailboxes.
+        loop: the event loop whose tasks wait at the mailboxes.
     """
 
     __slots__ = ("_is_scheduled", "loop")
@@ -162,11 +163,11 @@ class LoopPort(Port["LoopMailbox"]):
 
     @property
     def is_closed(self) -> bool:
-        """Whether the loop is."""
+        """Whether the loop is closed."""
         return self.loop.is_closed()
 
     def ring(self) -> bool:
-        """Wake the loop for all marked mailboxes. False: it is closed."""
+        """Wake the loop for all marked mailboxes. False: the loop is closed."""
         if self.loop.is_closed():
             return False
         if not self._is_scheduled:
@@ -193,26 +194,26 @@ class LoopMailbox(Mailbox):
         self._waiter = Waiter(port.loop)
 
     async def wait_accepted(self) -> None:
-        """Until the request is queued, or its stream is closed.
+        """Wait until the request is queued, or its stream is closed.
 
         Raises:
-            What the engine said instead.
+            The error with which the engine refused the request.
         """
         while not (self._accepted or self.is_abandoned):
             await self._wait()
 
     async def newer_than(self, seen: RequestOutput | None) -> RequestOutput | None:
-        """The newest snapshot, once there is one other than `seen`; None once the stream is closed.
+        """Wait for a snapshot other than `seen`, and return it; None: the stream was closed.
 
         Raises:
-            The error that finished the request instead.
+            The error that ended the request.
         """
         while self._latest is seen and not self.is_abandoned:
             await self._wait()
         return None if self.is_abandoned else self._latest
 
     def wake(self) -> None:
-        """Let the waiting task look again."""
+        """Wake the waiting task to check its condition."""
         self._waiter.wake()
 
     async def _wait(self) -> None:

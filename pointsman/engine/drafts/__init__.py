@@ -1,7 +1,6 @@
-"""Speculative decoding: which tokens are proposed, how many are worth it, and which of them are accepted.
+"""Speculative decoding: proposes drafts and verifies them.
 
-`prompt_lookup.py` proposes drafts from a request's own tokens (`trail.py`) as far as they pay (`worth.py`);
-`verification.py` judges them once the model has run.
-It imports `params/` and the engine's counters.
-Begin with `prompt_lookup.py`.
+`prompt_lookup.py` proposes drafts from a request's own tokens (`ngram_lookup.py`), as many as raise the tokens per
+second (`draft_counts.py`); `verification.py` accepts or rejects them after the model has run. The package imports
+`params/` and the engine's counters. Begin with `prompt_lookup.py`.
 """

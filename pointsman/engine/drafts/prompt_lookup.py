@@ -1,11 +1,11 @@
-"""Prompt lookup: drafts for speculation from the request's own tokens, without a second model.
+"""PromptLookup: proposes drafts from the request's own tokens, without a second model.
 
-`trail.py` says what followed the same tokens earlier in a request, `worth.py` for which requests, and for how many
-tokens, a step that verifies them pays. So a request whose text does not repeat itself costs next to nothing, and where
-many requests share a step, only the likeliest drafts are in it.
+`ngram_lookup.py` finds the tokens that followed the same n-gram earlier in a request. `draft_counts.py` chooses the
+number of drafts of each request with which verification pays. So a request whose text does not repeat itself costs next
+to nothing, and where many requests share a step, only the likeliest drafts are in it.
 
-Some requests get no drafts: those whose logits depend on the tokens before (penalties, bad words, grammars), because
-each draft would need edits of its own.
+Requests whose logits depend on the tokens before (penalties, bad words, grammars) get no drafts, because each draft
+would need its own edits of the logits.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pointsman.engine.drafts.trail import Trail
-from pointsman.engine.drafts.worth import MIN_GAIN, Odds, StepCost, best_counts
+from pointsman.engine.drafts.draft_counts import MIN_GAIN, Odds, StepCost, best_counts
+from pointsman.engine.drafts.ngram_lookup import NgramLookup
 from pointsman.engine.params.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from pointsman.engine.counters import EngineCounters
 
 LONGEST_PAUSE = 8
-"""Steps from one search to the next, at most. A search that brings nothing doubles them, an accepted draft makes them
-one again: in a small model's steps that saves most of the search where text does not repeat itself."""
+"""Maximum number of steps from one search to the next. Each search doubles the number, an accepted draft resets it to
+one. With a small model this saves most of the search time where text does not repeat itself."""
 SEARCH_SHARE = 1 / 256
-"""Of a step's time, that may go into the search: where it takes less, every step is searched."""
+"""Share of a step's time that the search may take: where it takes less, every step is searched."""
 
 
 def takes_drafts(params: SamplingParams) -> bool:
-    """Whether the logits of each position do not depend on which drafts before it are accepted."""
+    """Whether the logits of each position are independent of the drafts that are accepted before it."""
     return not (params.has_penalties or params.bad_words or params.structured_outputs is not None)
 
 
@@ -42,9 +42,9 @@ class PromptLookup:
     """Proposes drafts for the rows of a step.
 
     Args:
-        scheduler: takes the drafts; its `max_drafts` is the maximum per request.
-        min_ngram, max_ngram: see `Trail`.
-        counters: of the engine: the time that its steps took.
+        scheduler: gets the drafts; its `max_drafts` is the maximum per request.
+        min_ngram, max_ngram: see `NgramLookup`.
+        counters: the engine's; read for the time of its steps.
         rounded: the number of rows that the model computes for a number of tokens.
     """
 
@@ -60,7 +60,7 @@ class PromptLookup:
         self._min_ngram = min_ngram
         self._max_ngram = max_ngram
         self._counters = counters
-        self._trails: dict[Request, Trail] = {}  # until the request's end is reported
+        self._lookups: dict[Request, NgramLookup] = {}  # until the request's finish is reported
         self._odds = Odds()
         self._cost = StepCost(rounded)
         self._work = counters.work_time
@@ -69,16 +69,16 @@ class PromptLookup:
         self._wait = 1
         """Steps until the next search."""
         self._step_seconds = self._search_seconds = 0.0
-        """What the last step took, and the last search."""
+        """Time of the last step, and of the last search."""
 
     def propose(self, output: SchedulerOutput, update: StepUpdate, now: float) -> None:
-        """Propose drafts behind the newest tokens of the output's rows; the output was updated last.
+        """Propose drafts to follow the newest tokens of the output's rows; the output is the one that was updated last.
 
         Args:
             update: the result of that update.
         """
         for request in output.finished:
-            self._trails.pop(request, None)
+            self._lookups.pop(request, None)
         self._observe_cost(output)
         if len(output.draft_token_ids) and len(update.token_ids) > np.count_nonzero(update.counts):  # one was accepted
             self._pause = self._wait = 1
@@ -90,46 +90,46 @@ class PromptLookup:
             self._wait, self._pause = self._pause, min(2 * self._pause, self._longest_pause())
 
     def _longest_pause(self) -> int:
-        """Steps from one search to the next with which searching takes `SEARCH_SHARE` of the time, or less."""
+        """Minimum number of steps between searches with which searching takes at most `SEARCH_SHARE` of the time."""
         steps = self._search_seconds / max(SEARCH_SHARE * self._step_seconds, 1e-9)
         return min(LONGEST_PAUSE, max(1, ceil(steps)))
 
     def _search(self, output: SchedulerOutput, update: StepUpdate, now: float) -> None:
-        """Propose the drafts that are worth it."""
-        most = self._scheduler.max_drafts
-        if not most:
+        """Propose the drafts with which a step gives the most tokens per second."""
+        max_drafts = self._scheduler.max_drafts
+        if not max_drafts:
             return
         found, num_rows = self._follow(output, update)
         if not found:
             return
-        lengths = [trail.length for _, trail in found]
-        if num_rows + self._odds.most_gain(lengths) < MIN_GAIN * num_rows:
+        lengths = [lookup.length for _, lookup in found]
+        if num_rows + self._odds.max_gain(lengths) < MIN_GAIN * num_rows:
             return
-        chances = self._odds.chances(lengths, most)
+        chances = self._odds.chances(lengths, max_drafts)
         drafts: list[int] = []
         counts = np.zeros(output.num_rows, dtype=np.int64)
-        for (index, trail), count in zip(found, best_counts(chances, num_rows, self._cost).tolist(), strict=True):
+        for (index, lookup), count in zip(found, best_counts(chances, num_rows, self._cost).tolist(), strict=True):
             if count:
-                drafts += trail.expected(count)
+                drafts += lookup.expected(count)
                 counts[index] = count
         if drafts:
             self._scheduler.propose(output, drafts, counts, now)
 
     def _observe_cost(self, output: SchedulerOutput) -> None:
-        """Measure the step: the time since the last output was spent on it. Steps with prompts are left out."""
+        """Take the time since the last output as the time of this step. Steps with prompts are left out."""
         before, self._work = self._work, self._counters.work_time
         self._step_seconds = seconds = self._work - before
         num_tokens, num_rows = output.total_num_scheduled_tokens, len(output.requests)
         if num_rows and num_tokens == num_rows + len(output.draft_token_ids):
             self._cost.observe(num_tokens, seconds)
 
-    def _follow(self, output: SchedulerOutput, update: StepUpdate) -> tuple[list[tuple[int, Trail]], int]:
-        """Append the newest tokens. Returns row indices and trails where a continuation is expected, and the number of
+    def _follow(self, output: SchedulerOutput, update: StepUpdate) -> tuple[list[tuple[int, NgramLookup]], int]:
+        """Append the newest tokens. Return the row indices and lookups that expect a continuation, and the number of
         rows that decode.
         """
-        trails = self._trails
+        lookups = self._lookups
         token_ids, start = update.token_ids.tolist(), 0
-        found: list[tuple[int, Trail]] = []
+        found: list[tuple[int, NgramLookup]] = []
         num_rows = 0
         known = output.num_computed_tokens + output.num_scheduled_tokens - output.num_draft_tokens
         rows = zip(output.requests, update.counts.tolist(), known.tolist(), strict=True)
@@ -139,15 +139,15 @@ class PromptLookup:
             if not newest or request.row is None:
                 continue
             num_rows += 1
-            trail = trails.get(request)
-            if trail is not None:
-                if len(trail) != num_known:  # steps in between were not searched
-                    newest = request.output_since(len(trail) - request.num_prompt_tokens).tolist()
-                judged = trail.go_on(newest)
+            lookup = lookups.get(request)
+            if lookup is not None:
+                if len(lookup) != num_known:  # steps in between were not searched
+                    newest = request.output_since(len(lookup) - request.num_prompt_tokens).tolist()
+                judged = lookup.append(newest)
                 if judged:
                     self._odds.note(judged)
             elif takes_drafts(request.metadata):
-                trail = trails[request] = Trail(request.all_token_ids, self._min_ngram, self._max_ngram)
-            if trail is not None and trail.length:
-                found.append((index, trail))
+                lookup = lookups[request] = NgramLookup(request.all_token_ids, self._min_ngram, self._max_ngram)
+            if lookup is not None and lookup.length:
+                found.append((index, lookup))
         return found, num_rows

@@ -1,12 +1,12 @@
-"""Verification: which tokens of a step with drafts are accepted.
+"""Verification: accepts or rejects the drafts of a step.
 
-At every position the sampler draws what it would draw without drafts, from the same logits and with the same
-randomness (a function of the request's seed and the position). A draft is accepted if it is just the token that was
-drawn before it; the first that is not voids everything behind it, and the token drawn in its place is taken.
+At every position the sampler draws the token that it would draw without drafts, from the same logits and with the same
+randomness (a function of the request's seed and the position). A draft is accepted if it equals the token drawn at its
+position. The first draft that differs voids all later ones, and the drawn token takes its place.
 
 For a proposal without randomness this is rejection sampling (Leviathan et al. 2023): a draft is accepted with its
-probability, and otherwise the token is distributed as the others are. It is even more: the tokens are those that the
-request would have got one by one, up to rounding in the logits.
+probability, and otherwise the token is distributed like the other tokens. The result is even stronger: the tokens are
+those that the request would have got one by one, except for rounding in the logits.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ BoolArray = npt.NDArray[np.bool_]
 
 @dataclass(slots=True)
 class Verification:
-    """Of one step: r rows sample at s positions, one and one more for each draft."""
+    """The positions of one step: r rows sample at s positions, one per row and one per draft."""
 
     rows: Int64Array
     """[r] row indices of the output."""
     counts: Int64Array
-    """[r] positions of each."""
+    """[r] number of positions of each row."""
     starts: Int64Array
-    """[r] where they begin among the s."""
+    """[r] the row's first position among the s."""
     sampling: Int64Array
     """[s] row index of each position."""
     behind: Int64Array
-    """[s] positions of the row behind it."""
+    """[s] number of later positions of the same row."""
     drafts: Int64Array
-    """The drafts, s - r of them: what is computed behind each position but a row's last."""
+    """[s - r] the drafts: the token after each position, except a row's last."""
 
     @classmethod
     def of(cls, output: SchedulerOutput, sampling: Int64Array) -> Verification:
@@ -54,16 +54,16 @@ class Verification:
         )
 
     def judge(self, token_ids: Int64Array, ok: BoolArray, num_rows: int) -> tuple[StepResult, BoolArray]:
-        """The result of the step.
+        """Compute the result of the step.
 
         Args:
-            token_ids: [s] what was drawn.
+            token_ids: [s] the drawn tokens.
             ok: [s] whether the token is valid.
             num_rows: of the output.
 
         Returns:
-            The result, without messages of errors, and [s] False for positions that make their row fail: first ones
-            that are not ok. A later one cuts the run, and the row fails by it in its next step.
+            The result, without error messages, and [s] False for positions that make their row fail: a row's first
+            position that is not ok. A later one only ends the accepted drafts; the row fails in its next step.
         """
         goes_on = np.zeros(len(token_ids), dtype=np.bool_)
         inner = (self.behind > 0).nonzero()[0]

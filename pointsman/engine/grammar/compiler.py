@@ -1,29 +1,29 @@
-"""GrammarCompiler: the grammars of one engine's requests, compiled beside its steps.
+"""GrammarCompiler: compiles the grammars of one engine's requests beside its steps.
 
     compiler.add(request)            compile a request's grammar; equal ones are compiled once
     compiler.take()                  -> requests whose grammar is compiled, or has failed
-    compiler.find(params)            a grammar that was compiled before: no wait
+    compiler.find(params)            a grammar that was compiled before, without waiting
 
-All of these belong to the engine's thread and return at once. Behind them threads wait for a process that compiles
-(`process.py`), each for one grammar at a time. When one is done, `notify` is called, in such a thread: that wakes
-an engine without anything else to do.
+All of these are called in the engine's thread and return at once. Background threads wait for a process that compiles
+(`process.py`), each for one grammar at a time. When a grammar is done, its thread calls `notify`, which wakes an idle
+engine.
 
-Most grammars take little time, a few reach the time limit, and only compiling shows which. So
-there are two stages, each with threads of its own:
+Most grammars take little time, a few reach the time limit, and only compiling shows which. So there are two stages,
+each with its own threads:
 
     new     a slice of processor time each     done, failed, or out of time: then to `slow`
     slow    the whole limit, from the start
 
-A grammar that takes long is compiled again from its start, which costs one slice more in all; and however many such
-grammars there are, a quick one waits only until those before it have had their slice.
+A slow grammar is compiled again from its start, which costs one slice more in total. A quick grammar waits only until
+those before it have used their slices, however many slow grammars there are.
 
-Tenants share both stages (`turns.py`). Each stage takes from the tenant that has been served least, no tenant has all
-of its threads, and the number of waiting grammars is bounded for each tenant and for all; what finds its queue full
-fails, and may be sent again later. A grammar that several tenants wait for stands in the queue of each, and the first
-turn compiles it for all.
+Tenants share both stages (`fair_queue.py`). Each stage takes the next grammar from the tenant that has been served
+least. No tenant gets all threads of a stage, and the number of waiting grammars is bounded per tenant and in total. A
+grammar whose queue is full fails, and may be sent again later. A grammar that several tenants wait for is in the queue
+of each, and is compiled once for all.
 
-What was compiled is kept, up to `CACHE_BYTES`, least recently used first to go. A failure of the grammar is kept too,
-for a while: the same hopeless grammar does not occupy the process again.
+Compiled grammars are cached, up to `CACHE_BYTES`; the least recently used is evicted first. Failures are cached too,
+for a while, so that the same failing grammar does not occupy the process again.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from pointsman.engine.errors import (
     GrammarUnavailableError,
     first_line,
 )
+from pointsman.engine.fair_queue import SHARE, CapacityError, FairQueue, QueuedItem, SharedCapacity
 from pointsman.engine.grammar.process import (
     NICENESS,
     SLOW_NICENESS,
@@ -60,7 +61,6 @@ from pointsman.engine.grammar.process import (
     OutOfTime,
 )
 from pointsman.engine.params.structured_outputs import StructuredOutputsParams
-from pointsman.engine.turns import SHARE, Room, RoomError, Turn, Turns
 
 if TYPE_CHECKING:
     from pointsman.core import Request
@@ -71,20 +71,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NUM_THREADS, NUM_SLOW_THREADS = 3, 2
-"""Grammars compiled at a time, of the new ones and of the slow ones: at most five times `GrammarLimits.memory`."""
+"""Grammars compiled at a time in each stage; together they take at most five times `GrammarLimits.memory`."""
 MAX_OUT, MAX_SLOW_OUT = 2, 1
-"""The same of one tenant."""
+"""Maximum of these for one tenant."""
 FIRST_SLICE, SLICE_PER_TOKEN = 0.15, 1.5e-5
-"""Seconds of processor time in which a new grammar is compiled before others have their turn, and how many more for
-each token of the vocabulary. Schemas of 2 to 80 properties took 0.01 to 0.08 s with 2,000 tokens, and up to 2 s with
-150,000, whatever their size."""
+"""A new grammar's slice of processor time, in seconds: a constant, and an amount per token of the vocabulary. Schemas
+of 2 to 80 properties took 0.01 to 0.08 s with 2,000 tokens, and up to 2 s with 150,000, independent of their size."""
 MAX_WAITING, MAX_SLOW_WAITING = 256, 32
-"""Grammars that one tenant alone may have in each queue; all tenants together may have a third more. Slow ones take
-seconds each, so that a longer queue would mean minutes."""
+"""Maximum number of grammars in each queue if there is one tenant; all tenants together may have a third more. Slow
+grammars take seconds each, so a longer queue would take minutes."""
 CACHE_BYTES = 256 * 1024**2
 MAX_FAILURES = 256
 FAILURE_MEMORY = 60.0
-"""Seconds for which a failure is kept."""
+"""Seconds for which a failure is cached."""
 
 Outcome: TypeAlias = CompiledGrammar | GrammarError
 
@@ -93,35 +92,35 @@ class _Done(NamedTuple):
     job: _SharedJob
     outcome: Outcome
     tenant: str | None = None
-    """Whose requests it is for; None: all that wait for the job."""
+    """The tenant whose requests get the outcome; None: all requests that wait for the job."""
 
 
 class _SharedJob(Job):
-    """A compilation, and the requests that wait for it. The worker's lock guards what is below."""
+    """A compilation, and the requests that wait for it. The worker's lock guards the fields below."""
 
     def __init__(self, spec: GrammarSpec, stage: _Stage) -> None:
         super().__init__(spec)
         self.stage: _Stage = stage
-        """Where it waits, or is compiled."""
+        """The stage in which it waits or is compiled."""
         self.requests: dict[Request, None] = {}
         self.num_requests = Counter[str]()
-        """By tenant."""
-        self.queued: dict[str, Turn[_SharedJob]] = {}
-        """Its places in the queues of tenants."""
+        """Number of requests by tenant."""
+        self.queued: dict[str, QueuedItem[_SharedJob]] = {}
+        """Its entry in the queue of each tenant."""
         self.is_out = False
         """Whether it is being compiled, or has its outcome."""
 
 
 class _Stage:
-    """Jobs that wait, by tenant, for threads that give each as much time as the others. The worker's lock guards it.
+    """One stage: jobs that wait, by tenant, for the stage's threads. The worker's lock guards it.
 
     Args:
         lock: the worker's.
         max_out: jobs of one tenant that are compiled at once.
-        max_waiting: jobs that one tenant alone may have waiting.
-        cpu_slice: seconds of processor time for each; 0: as many as the grammar's limit allows.
-        niceness: of the processes.
-        which: grammars these are, for an error.
+        max_waiting: maximum number of waiting jobs if there is one tenant.
+        cpu_slice: seconds of processor time for each job; 0: the grammar's own limit.
+        niceness: of the compiling processes.
+        which: describes the stage's grammars in errors.
     """
 
     def __init__(
@@ -130,68 +129,68 @@ class _Stage:
         self.cpu_slice = cpu_slice
         self.niceness = niceness
         self._which = which
-        self._turns = Turns[_SharedJob](max_out)
-        self._room = Room(-(-max_waiting * (SHARE + 1) // SHARE))
+        self._queue = FairQueue[_SharedJob](max_out)
+        self._capacity = SharedCapacity(-(-max_waiting * (SHARE + 1) // SHARE))
         self._has_news = threading.Condition(lock)
         self._is_closed = False
 
     def put(self, tenant: str, job: _SharedJob) -> None:
-        """A job waits in the queue of this tenant, too.
+        """Add a job to the queue of this tenant.
 
         Raises:
-            GrammarQueueFullError: it cannot.
+            GrammarQueueFullError: the queue is full.
         """
         try:
-            self._room.take(tenant, 1)
-        except RoomError as error:
-            most = SHARE * (error.size - error.total + error.held) // (SHARE + 1)
+            self._capacity.take(tenant, 1)
+        except CapacityError as error:
+            max_held = SHARE * (error.size - error.total + error.held) // (SHARE + 1)
             raise GrammarQueueFullError(
                 f"{TOO_MANY_GRAMMARS}{self._which} wait to be compiled: {error.held} of this tenant, of at most "
-                f"{most} now, and {error.total} of all, of at most {error.size}; try again later"
+                f"{max_held} now, and {error.total} of all, of at most {error.size}; try again later"
             ) from None
-        job.queued[tenant] = self._turns.put(tenant, job)
+        job.queued[tenant] = self._queue.put(tenant, job)
         job.stage = self
         job.is_out = False
         self._has_news.notify()
 
     def remove(self, tenant: str, job: _SharedJob) -> None:
-        """A job does not wait in the queue of this tenant any more."""
-        self._turns.remove(job.queued.pop(tenant))
-        self._room.give_back(tenant, 1)
+        """Remove a job from the queue of this tenant."""
+        self._queue.remove(job.queued.pop(tenant))
+        self._capacity.give_back(tenant, 1)
 
-    def take(self) -> Turn[_SharedJob] | None:
-        """Wait for the next job, which has left all queues; None: the stage is closed."""
+    def take(self) -> QueuedItem[_SharedJob] | None:
+        """Wait for the next job and remove it from all queues; None: the stage is closed."""
         while not self._is_closed:
-            turn = self._turns.take()
-            if turn is not None:
-                job = turn.item
-                self._room.give_back(turn.tenant, 1)
-                del job.queued[turn.tenant]
+            entry = self._queue.take()
+            if entry is not None:
+                job = entry.item
+                self._capacity.give_back(entry.tenant, 1)
+                del job.queued[entry.tenant]
                 for tenant in tuple(job.queued):
                     self.remove(tenant, job)
                 job.is_out = True
-                return turn
+                return entry
             self._has_news.wait()
         return None
 
-    def end(self, turn: Turn[_SharedJob]) -> None:
-        """A job that was taken is not compiled any more."""
-        self._turns.end(turn)
-        self._has_news.notify()  # the tenant's next may be ready now
+    def end(self, entry: QueuedItem[_SharedJob]) -> None:
+        """Note that a job that was taken is no longer compiled."""
+        self._queue.end(entry)
+        self._has_news.notify()  # the tenant's next job may run now
 
     def close(self) -> None:
-        """Every `take` returns None from now on."""
+        """Make every `take` return None from now on."""
         self._is_closed = True
         self._has_news.notify_all()
 
 
 class _Worker:
-    """What the threads share with the compiler. They do not refer to the compiler itself, so that it can be
-    collected."""
+    """The state that the threads share with the compiler. They hold no reference to the compiler itself, so that it can
+    be garbage-collected."""
 
     def __init__(self, process: GrammarProcess, first_slice: float) -> None:
         self.process = process
-        self.lock = threading.RLock()  # `close` may run in any thread at any moment, by the garbage collector
+        self.lock = threading.RLock()  # the garbage collector may call `close` in any thread at any time
         self.new = _Stage(self.lock, MAX_OUT, MAX_WAITING, first_slice, NICENESS, "")
         which = f" that take longer than {first_slice:.1f} s"
         self.slow = _Stage(self.lock, MAX_SLOW_OUT, MAX_SLOW_WAITING, 0.0, SLOW_NICENESS, which)
@@ -199,15 +198,15 @@ class _Worker:
         self.notify: Callable[[], None] | None = None
 
     def run(self, stage: _Stage) -> None:
-        """A thread: one job of a stage after the other, until it is closed."""
+        """Run a thread: compile one job of a stage after the other, until the stage is closed."""
         while True:
             with self.lock:
-                turn = stage.take()
-            if turn is None:
+                entry = stage.take()
+            if entry is None:
                 return
-            done = self._compile(turn.item)
+            done = self._compile(entry.item)
             with self.lock:
-                stage.end(turn)
+                stage.end(entry)
             for one in done:
                 self.put_done(one)
 
@@ -217,10 +216,10 @@ class _Worker:
             self.notify()
 
     def join(self, job: _SharedJob, request: Request) -> None:
-        """A request waits for a job.
+        """Let a request wait for a job.
 
         Raises:
-            GrammarQueueFullError: as for `_Stage.put`; the request is noted all the same.
+            GrammarQueueFullError: as for `_Stage.put`; the request is recorded nevertheless.
         """
         tenant = request.tenant
         with self.lock:
@@ -230,7 +229,7 @@ class _Worker:
                 job.stage.put(tenant, job)
 
     def leave(self, job: _SharedJob, request: Request) -> None:
-        """It does not any more."""
+        """End a request's wait for a job."""
         tenant = request.tenant
         with self.lock:
             del job.requests[request]
@@ -248,7 +247,7 @@ class _Worker:
             self.slow.close()
 
     def _compile(self, job: _SharedJob) -> list[_Done]:
-        """The outcome; none if the job was cancelled or is in the slow stage now."""
+        """Compile a job; no outcome if it was cancelled or has moved to the slow stage."""
         stage = job.stage
         try:
             return [_Done(job, self.process.compile(job, stage.cpu_slice, stage.niceness))]
@@ -258,13 +257,13 @@ class _Worker:
             return [_Done(job, error)] if stage is self.slow else self._move_to_slow(job)
         except GrammarError as error:
             return [_Done(job, error)]
-        except Exception as error:  # whatever it is, it ends the job's requests and nothing else
+        except Exception as error:  # ends only the job's requests
             logger.exception("a grammar could not be compiled")
             why = f"the grammar could not be compiled: {type(error).__name__}: {first_line(error)}"
             return [_Done(job, GrammarError(why))]
 
     def _move_to_slow(self, job: _SharedJob) -> list[_Done]:
-        """The outcome for tenants that have no room there."""
+        """Move a job to the slow stage; return the outcomes for tenants whose queue there is full."""
         refused = []
         with self.lock:
             for tenant in job.num_requests:
@@ -272,20 +271,20 @@ class _Worker:
                     self.slow.put(tenant, job)
                 except GrammarQueueFullError as error:
                     refused.append(_Done(job, error, tenant))
-            if not job.queued:  # the next that wants it tries there
+            if not job.queued:  # the next request for it starts in the slow stage
                 job.stage, job.is_out = self.slow, False
         return refused
 
 
 class GrammarCompiler:
-    """Compiles the grammars of one engine's requests. Nothing is started before the first of them, or `warm_up`.
+    """Compiles the grammars of one engine's requests. Threads and process start with the first grammar, or `warm_up`.
 
     Args:
-        tokenizer: of the model; None: `check` refuses all.
+        tokenizer: of the model; None: `check` refuses all requests.
         vocab_size: the number of the model's logits.
         eos_token_ids: of the model.
         limits: for each grammar.
-        cache_bytes: the maximum that compiled grammars may take.
+        cache_bytes: maximum size of cached grammars.
 
     Raises:
         ValueError: a limit is out of range.
@@ -319,7 +318,7 @@ class GrammarCompiler:
 
     @property
     def notify(self) -> Callable[[], None] | None:
-        """Called in another thread when there is something to `take`."""
+        """Called in another thread when `take` has something to return."""
         return self._worker.notify
 
     @notify.setter
@@ -328,21 +327,21 @@ class GrammarCompiler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that were added and neither taken nor forgotten."""
+        """Number of requests that were added, and neither taken nor forgotten."""
         return len(self._job_of)
 
     @property
     def pid(self) -> int | None:
-        """The process that compiles; None before it is needed."""
+        """The id of the process that compiles; None before it is needed."""
         return self._worker.process.pid
 
     @property
     def num_restarts(self) -> int:
-        """How often the process was started again, because it had ended or did not answer."""
+        """Number of restarts of the process, because it had ended or did not answer."""
         return self._worker.process.num_restarts
 
     def check(self, params: SamplingParams) -> None:
-        """What an engine calls before it adds a request.
+        """Refuse structured output that this model cannot have; an engine calls it before it adds a request.
 
         Raises:
             GrammarError: no request of this model can have structured output.
@@ -361,10 +360,10 @@ class GrammarCompiler:
         return None if params.structured_outputs is None else self._cache.get(params.structured_outputs.spec)
 
     def add(self, request: Request) -> None:
-        """Compile the grammar of a request; `take` will return the two together.
+        """Compile the grammar of a request; `take` will return the request with it.
 
         Raises:
-            GrammarUnavailableError: the system has no room for threads; the request does not wait.
+            GrammarUnavailableError: the system cannot start threads; the request does not wait.
         """
         self._start_threads()
         spec: GrammarSpec = request.metadata.structured_outputs.spec
@@ -382,7 +381,7 @@ class GrammarCompiler:
             self._worker.put_done(_Done(job, error, request.tenant))
 
     def forget(self, request: Request) -> None:
-        """A request has finished. A grammar that no other request waits for is not compiled any further."""
+        """Forget a finished request. Cancel its grammar's compilation if no other request waits for it."""
         job = self._job_of.pop(request, None)
         if job is None:
             return
@@ -392,7 +391,7 @@ class GrammarCompiler:
             job.cancel()
 
     def take(self) -> list[tuple[Request, Outcome]]:
-        """Requests that need not wait any longer, each with its grammar or with the reason why there is none."""
+        """Return the requests whose wait is over, each with its grammar or the error."""
         found: list[tuple[Request, Outcome]] = []
         for job, outcome, tenant in (*self._taken, *self._drain()):
             if isinstance(outcome, CompiledGrammar):
@@ -408,7 +407,7 @@ class GrammarCompiler:
         return found
 
     def wait(self, timeout: float) -> None:
-        """Until there is something to `take`, at most `timeout` seconds."""
+        """Wait until `take` has something to return, at most `timeout` seconds."""
         if not self._taken:
             try:
                 self._taken.append(self._worker.done.get(timeout=timeout))
@@ -416,15 +415,15 @@ class GrammarCompiler:
                 return
 
     def warm_up(self, server: GrammarServer | None = None) -> Future[CompiledGrammar | None]:
-        """Start the process now, in the background, and have it compile a grammar, so that the first request waits for
-        neither.
+        """Start the process in the background and let it compile a grammar, so that the first request need not wait for
+        this.
 
         Args:
-            server: a process that was started before the model was loaded, for this compiler alone; None: a new one.
+            server: a process that was started earlier, for this compiler alone; None: a new one.
 
         Returns:
-            The grammar of a JSON object, which is not kept here; None if there is none: no request of this model can
-            have one, or the log says why.
+            The grammar of a JSON object, which is not cached; None if this model has no structured output, or if the
+            compilation failed, which is logged.
         """
         grammar: Future[CompiledGrammar | None] = Future()
         if self._has_tokenizer and self._stop_token_ids and find_spec("xgrammar") is not None:
@@ -441,7 +440,7 @@ class GrammarCompiler:
         return grammar
 
     def close(self) -> None:
-        """End the process and the threads; nothing more will be compiled. Dropping the compiler does so too."""
+        """End the process and the threads. Dropping the compiler does so too."""
         for job in self._jobs.values():
             job.cancel()
         self._stop()
@@ -470,7 +469,7 @@ class GrammarCompiler:
         return error if time.monotonic() < until else None
 
     def _note_failure(self, spec: GrammarSpec, error: GrammarError) -> None:
-        if self._failure(spec) is None:  # a known failure does not become newer by being reported again
+        if self._failure(spec) is None:  # a repeated report does not renew a known failure
             self._failures.pop(spec, None)
             self._failures[spec] = (time.monotonic() + FAILURE_MEMORY, error)
             if len(self._failures) > MAX_FAILURES:
@@ -481,7 +480,7 @@ class GrammarCache:
     """Compiled grammars, up to a number of bytes; the least recently used ones are dropped first.
 
     Args:
-        max_bytes: one that is larger by itself is not kept.
+        max_bytes: the limit; a larger grammar is not kept.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -526,7 +525,7 @@ def _compile_first(
         compiled = process.compile(Job(StructuredOutputsParams(json_object=True).spec))
     except Cancelled:
         return
-    except Exception as error:  # whatever it is, it is reported again to the requests that meet it
+    except Exception as error:  # requests that meet the same error report it again
         logger.warning("no grammar could be compiled at the start: %s", first_line(error))
     finally:
         grammar.set_result(compiled)

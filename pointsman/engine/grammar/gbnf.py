@@ -1,9 +1,9 @@
-"""Grammars as llama.cpp writes them (GBNF), which vLLM's users call EBNF.
+"""Reads grammars in llama.cpp's format (GBNF), which vLLM calls EBNF.
 
     root ::= "a" (digit | [x-z]){1,3}   # a comment
     digit ::= [0-9]
 
-A rule goes on until the next one begins. Texts and classes have the escapes `\\n`, `\\t`, `\\xNN`, `\\uNNNN`,
+A rule ends where the next one begins. Texts and classes have the escapes `\\n`, `\\t`, `\\xNN`, `\\uNNNN`,
 `\\UNNNNNNNN` and so on, each of a fixed length; `.` is any character.
 """
 
@@ -58,7 +58,7 @@ def read_grammar(text: str) -> dict[str, Node]:
     """The rules of a grammar, `root` among them.
 
     Raises:
-        Unreadable: it is malformed, or names a rule that it lacks.
+        Unreadable: the grammar is malformed, or refers to a rule that it does not define.
     """
     return _Reader(text).read()
 
@@ -72,7 +72,7 @@ class _Reader:
         self._next = 0
         self._rules: dict[str, Node] = {}
         self._named: dict[str, int] = {}
-        """Each rule that is referred to, and where first."""
+        """Position of the first reference to each rule."""
 
     def read(self) -> dict[str, Node]:
         while self._peek().kind != "end":

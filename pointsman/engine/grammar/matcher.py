@@ -1,11 +1,10 @@
-"""RequestGrammar: the state of a request in its grammar, and which tokens may come next.
+"""RequestGrammar: follows a request's output through its grammar, and masks the tokens that may not come next.
 
-A `RequestGrammar` follows the output of its request: it accepts new tokens, and rewinds if there are fewer. So the
-tokens that it allows depend on the output alone, and not on when or beside which others the request runs.
+A `RequestGrammar` accepts new output tokens, and rewinds if the output becomes shorter. So the allowed tokens depend on
+the output alone, not on the time or the other requests of a step.
 
-A complete text is followed by EOS. While more text may follow, EOS is one choice among others, which `min_tokens` and
-`ignore_eos` take away; once nothing else may follow, EOS is what comes, whatever else the parameters say: the grammar's
-end is the request's end.
+EOS may follow a complete text. While more text may follow too, `min_tokens` and `ignore_eos` can forbid EOS. When
+nothing but EOS may follow, EOS comes regardless of other parameters: the request ends with its grammar.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ if TYPE_CHECKING:
     from pointsman.engine.grammar.process import CompiledGrammar
 
 BITS = 32
-"""Tokens per word of a mask."""
+"""Number of tokens per word of a mask."""
 
 
 class TokenMasks:
-    """The tokens that grammars allow in one step: a bit for each, in words of 32, for the rows that have a grammar.
+    """Bit masks of the tokens that grammars allow in one step, 32 tokens per word, for the rows that have a grammar.
 
     Args:
         num_rows: of the step's logits.
@@ -48,18 +47,18 @@ class TokenMasks:
         return len(self._rows)
 
     def add(self, row: int) -> None:
-        """The row's words are set."""
+        """Note that the words of a row are valid."""
         self._rows.append(row)
 
     def of_row(self, row: int) -> TokenMasks:
-        """Those of one row of logits alone."""
+        """The masks for one row of logits alone."""
         one = TokenMasks(1, self._vocab_size)
         one.words = self.words[row : row + 1]
         one._rows = [0] if row in self._rows else []
         return one
 
     def apply(self, logits: Tensor) -> None:
-        """Make logits [num_rows, vocab_size] of tokens that are not allowed minus infinity, in place."""
+        """Set logits [num_rows, vocab_size] of forbidden tokens to minus infinity, in place."""
         from xgrammar import apply_token_bitmask_inplace
 
         is_cpu = logits.device.type == "cpu"
@@ -77,7 +76,7 @@ class RequestGrammar:
 
     Args:
         request: its `metadata` are SamplingParams with `structured_outputs`.
-        grammar: what they ask for, compiled.
+        grammar: their grammar, compiled.
     """
 
     __slots__ = ("_limits", "_matcher", "_num_stop_ids", "_seconds", "num_accepted")
@@ -86,7 +85,7 @@ class RequestGrammar:
         from xgrammar import GrammarMatcher
 
         vocabulary = grammar.vocabulary
-        # A stop token without text (the end of a turn, say) ends a text as EOS does; one with text is part of it.
+        # A stop token without text (such as the end of a turn) ends a text like EOS; one with text is part of the text.
         tokens = vocabulary.tokens
         silent = [token_id for token_id in request.stop_token_ids if token_id < len(tokens) and not tokens[token_id]]
         stop_ids = sorted({*vocabulary.stop_token_ids, *silent})
@@ -95,7 +94,7 @@ class RequestGrammar:
         self._limits = grammar.limits
         self._seconds = 0.0
         self.num_accepted = 0
-        """The number of output tokens that it has accepted."""
+        """Number of output tokens that were accepted."""
 
     def rewind(self, num_tokens: int) -> None:
         """Return to the state after the first `num_tokens` accepted tokens."""
@@ -103,13 +102,13 @@ class RequestGrammar:
         self.num_accepted = num_tokens
 
     def mask(self, new_token_ids: Sequence[int], row: int, masks: TokenMasks) -> bool:
-        """Accept the output's next tokens, and put into `masks` which tokens may follow.
+        """Accept the output's next tokens, and put a mask of the tokens that may follow into `masks`.
 
         Returns:
-            Whether the text is complete and nothing but its end may follow.
+            Whether the text is complete and only EOS may follow.
 
         Raises:
-            GrammarError: the tokens are not of the grammar, or it takes too long.
+            GrammarError: the grammar does not allow the tokens, or takes too long.
         """
         started = time.thread_time()  # of processor time: a busy machine is not the grammar's fault
         try:

@@ -1,12 +1,11 @@
-"""Nodes: what regular expressions and grammars are read into, and how nodes are written for the compiler.
+"""Nodes: the syntax tree of regular expressions and grammars, and its text for the compiler.
 
     node = read_regex("[^a]b*")     -> Sequence([Characters(...), Repeat(Text("b"), 0, None)])
     written_rules({"root": node})   -> 'root ::= [^a\\ud800-\\udfff] "b"*'
 
-xgrammar has readers of its own, which differ from other dialects: they take every hexadecimal digit that follows `\\x`,
-read `.` as any character and let half a surrogate pair into `[^a]`. So Pointsman reads both languages itself, and
-writes the small part of EBNF that can be read in one way only: literals and classes, whose characters outside printable
-ASCII are escapes of a fixed length.
+xgrammar's own readers differ from other dialects: they take every hexadecimal digit that follows `\\x`, read `.` as any
+character and allow half a surrogate pair in `[^a]`. So Pointsman reads both languages itself, and writes a small,
+unambiguous part of EBNF: literals and classes. Their characters outside printable ASCII are escapes of a fixed length.
 """
 
 from __future__ import annotations
@@ -21,25 +20,25 @@ FIRST_SURROGATE, LAST_SURROGATE = 0xD800, 0xDFFF
 MAX_REPETITIONS = 65_536
 """The maximum of a counted repetition."""
 MAX_NESTING = 64
-"""Levels of groups within groups."""
+"""Maximum levels of nested groups."""
 
 CODE_ESCAPE = r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6})\}|U([0-9a-fA-F]{8})"
-"""Behind a backslash: the number of a character, as a pattern with four groups."""
+"""Pattern, with four groups, for the code point of a character after a backslash."""
 
 Range: TypeAlias = tuple[int, int]
 
 
 class Unreadable(ValueError):
-    """A regular expression or a grammar that Pointsman does not read, with the place and the remedy."""
+    """A regular expression or a grammar that Pointsman cannot read, with the position and the remedy."""
 
 
 def is_character(code: int) -> bool:
-    """Whether a text may have a character of this number."""
+    """Whether a text may contain this code point."""
     return code <= LAST and not FIRST_SURROGATE <= code <= LAST_SURROGATE
 
 
 def problem_of_counts(minimum: int, maximum: int | None) -> str | None:
-    """What is wrong with the counts of a repetition, and what to do."""
+    """The problem with the counts of a repetition and its remedy; None: the counts are valid."""
     if max(minimum, maximum or 0) > MAX_REPETITIONS:
         return f"the maximum is {MAX_REPETITIONS:,}: lower it"
     if maximum is not None and maximum < minimum:
@@ -48,7 +47,7 @@ def problem_of_counts(minimum: int, maximum: int | None) -> str | None:
 
 
 class CharacterSet:
-    """A set of characters: code points without surrogates, which no text has.
+    """A set of characters: code points without surrogates, which no text contains.
 
     Args:
         ranges: first and last code point of each range, in any order.
@@ -64,7 +63,7 @@ class CharacterSet:
             else:
                 merged.append((first, last))
         self.ranges: tuple[Range, ...] = tuple(merged)
-        """Ascending, disjoint, as few as possible."""
+        """Ascending, disjoint, not adjacent."""
 
     @classmethod
     def of(cls, text: str) -> CharacterSet:
@@ -118,7 +117,7 @@ class Characters:
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """One text of each part, in this order."""
+    """A text of each part, in this order."""
 
     parts: SequenceOf[Node]
 
@@ -132,7 +131,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """Texts of a part, `minimum` to `maximum` of them; None: without a maximum."""
+    """`minimum` to `maximum` texts of a part; None: no maximum."""
 
     part: Node
     minimum: int
@@ -141,7 +140,7 @@ class Repeat:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A text of the rule of this name."""
+    """A text of the rule with this name."""
 
     name: str
 
@@ -149,7 +148,7 @@ class Rule:
 Node: TypeAlias = Text | Characters | Sequence | Choice | Repeat | Rule
 
 NEVER = "never"
-"""The rule that stands for an empty class: it allows no text."""
+"""The rule for an empty class: it allows no text."""
 
 
 def written_rules(rules: Mapping[str, Node], names: Mapping[str, str] | None = None) -> str:
@@ -157,7 +156,7 @@ def written_rules(rules: Mapping[str, Node], names: Mapping[str, str] | None = N
 
     Args:
         rules: by their names.
-        names: what each of them is called in the EBNF; None: what it is called here.
+        names: the name of each rule in the EBNF; None: its name here.
     """
     names = names or {name: name for name in rules}
     lines = [f"{names[name]} ::= {_written(node, names)}" for name, node in rules.items()]
@@ -174,9 +173,11 @@ def _written(node: Node, names: Mapping[str, str]) -> str:
             return " ".join(_grouped(part, names) for part in parts) or '""'
         case Choice(options):
             return " | ".join(_written(option, names) for option in options)
-        case Repeat(Characters(characters), 1, None) if not _is_risky(characters):  # xgrammar would make a rule of `+`
+        case Repeat(Characters(characters), 1, None) if not _is_risky(
+            characters
+        ):  # xgrammar would make a separate rule for `+`
             return f"{_class(characters)} {_class(characters)}*"
-        case Repeat(Characters(characters), 0, None) if _is_risky(characters):  # and none of `*`
+        case Repeat(Characters(characters), 0, None) if _is_risky(characters):  # and none for `*`
             return f"({_class(characters)}+)?"
         case Repeat(Characters(characters), minimum, maximum):
             return f"{_class(characters)}{_count(minimum, maximum)}"
@@ -201,7 +202,7 @@ def _literal(text: str) -> str:
 
 
 def _class(characters: CharacterSet) -> str:
-    """A class as EBNF; one that reaches the last character by those that it excludes, surrogates among them."""
+    """A class as EBNF; one that contains the last character is written by its excluded characters, with surrogates."""
     if not characters:
         return NEVER
     if characters.ranges[-1][1] == LAST:
@@ -211,13 +212,13 @@ def _class(characters: CharacterSet) -> str:
 
 
 def _apart(characters: CharacterSet) -> str:
-    """A class, with a rule of its own if it needs one; a rule would be slow in a counted repetition."""
+    """A class, as a separate rule if that is necessary; in a counted repetition a rule would be slow."""
     return f"({_class(characters)} | {NEVER})" if _is_risky(characters) else _class(characters)
 
 
 def _is_risky(characters: CharacterSet) -> bool:
-    """Whether xgrammar 0.2.8 may allow wrong tokens in a repetition before the class: it lists characters of several
-    bytes."""
+    """Whether the class lists multi-byte characters: then xgrammar 0.2.8 may allow wrong tokens in a repetition before
+    it."""
     return bool(characters) and 0x80 <= characters.ranges[-1][1] < LAST
 
 
@@ -228,7 +229,7 @@ def _range(first: int, last: int) -> str:
 
 
 def _escaped(code: int, special: str) -> str:
-    """A character; as an escape if it is no printable ASCII, a backslash, or one of the special ones."""
+    """A character; escaped if it is not printable ASCII, a backslash, or in `special`."""
     character = chr(code)
     if 0x20 <= code < 0x7F and character != "\\" and character not in special:
         return character

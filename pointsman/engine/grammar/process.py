@@ -1,17 +1,17 @@
-"""The engine's side of the process that compiles grammars (`worker.py`): started when it is first needed.
+"""GrammarProcess: starts the process that compiles grammars (`worker.py`), sends it jobs and replaces it if it hangs.
 
-`GrammarProcess.compile` may be called from several threads, each of which waits for its own job: a socket pair whose
-other end goes to the process. Closing it, `Job.cancel`, ends the compilation at once.
+The process starts when it is first needed. Several threads may call `GrammarProcess.compile`, and each waits for its
+own job: a socket pair whose other end goes to the process. `Job.cancel` closes it, which ends the compilation at once.
 
-A process that is late is told apart from a grammar that takes long. The process forks a child for each job, and the
-child answers at once that it runs; the kernel ends it when the grammar's time is up. So it is the process that is late
+A process that hangs must be distinguished from a slow grammar. The process forks a child for each job. The child
+answers at once that it runs, and the kernel ends it when the grammar's time is up. So the process hangs
 
     if no child has begun                      within ACCEPT_TIMEOUT
     if a child is neither done nor ended       GRACE after the grammar's time was up, waiting included
 
 Then it is killed with all its children, another one is started, and the job is tried once more. If that fails too, the
 error is a `GrammarUnavailableError`. After two such processes in a row all jobs get that error at once, for
-`RETRY_AFTER` seconds: they do not wait for one hang after the other.
+`RETRY_AFTER` seconds, so that they do not wait for one hang after the other.
 """
 
 from __future__ import annotations
@@ -48,52 +48,53 @@ AnswerT = TypeVar("AnswerT")
 DEFAULT_TIMEOUT = 10.0
 """Seconds of processor time that a grammar may take to compile, by default."""
 SECONDS_PER_CPU_SECOND = 3
-"""Seconds that may pass for each of processor time: on a busy machine a child gets a part of a processor."""
+"""Seconds that may pass per second of processor time: on a busy machine a child gets a part of a processor."""
 START_TIMEOUT = 60.0
-"""Seconds in which the process must have imported xgrammar; some seconds, as a rule."""
+"""Maximum seconds until the process has imported xgrammar; usually a few."""
 ACCEPT_TIMEOUT = 3.0
-"""Seconds in which a child must have begun with a job; some milliseconds, as a rule."""
+"""Maximum seconds until a child has begun with a job; usually some milliseconds."""
 GRACE = 3.0
-"""Seconds from the end of the grammar's time to that of the child."""
+"""Maximum seconds from the end of the grammar's time to the end of the child."""
 RETRY_AFTER = 5.0
-"""Seconds for which nothing is tried after two processes in a row were late or ended."""
+"""Seconds without attempts after two processes in a row were late or ended."""
 NICENESS, SLOW_NICENESS = 5, 10
-"""Of the child that compiles a grammar, and of one that is known to take long. The model's threads go first."""
+"""Niceness of a child that compiles a new grammar, and of one with a slow grammar. The model's threads go first."""
 SECONDS_TO_END = 5.0
-"""In which a process that is killed must have ended; more than some milliseconds only where the kernel has trouble."""
+"""Maximum seconds until a killed process has ended; usually some milliseconds."""
 KILL_PATIENCE = 0.2
-"""Seconds from the end of a child to that of its parent, if both were killed."""
+"""Maximum seconds from the end of a child to the end of its parent, if both were killed."""
 MAX_COMPILED_BYTES = 64 * 1024**2
-"""The maximum length of a compiled grammar, as JSON. Reading one takes about a second per 100 MB."""
+"""Maximum length of a compiled grammar, as JSON. Reading it takes about a second per 100 MB."""
 
 _WORKER = Path(__file__).with_name("worker.py")
 _HAS_ENDED = "has ended"
-_READY, _ACCEPTED, _NO_ROOM = b"R", b"A", b"!"
+_READY, _ACCEPTED, _NO_CHILD = b"R", b"A", b"!"
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
-    """What compiling and using one grammar may cost."""
+    """Limits for compiling and using one grammar."""
 
     timeout: float = DEFAULT_TIMEOUT
-    """Seconds of processor time to compile it."""
+    """Maximum processor time to compile it, in seconds."""
     memory: int = 2 * 1024**3
-    """Bytes to compile it."""
+    """Maximum memory to compile it, in bytes."""
     start_time: float = 0.25
-    """Seconds of processor time that a text may spend in it at any moment, and ..."""
+    """Maximum processor time, in seconds, that the grammar may take for a text: this constant, plus `token_time` for
+    each token so far."""
     token_time: float = 0.002
-    """... for each token so far besides, to say which may come next. Some tens of microseconds are usual, but in a
-    grammar that allows one text in many ways each token takes longer than the one before, and every request waits."""
+    """Processor time per token, in seconds. Some tens of microseconds are usual. In a grammar that allows one text in
+    many ways each token takes longer than the one before, and every request waits."""
 
     @property
     def longest(self) -> float:
-        """Seconds that may pass while it is compiled."""
+        """Maximum seconds that may pass while it is compiled."""
         return SECONDS_PER_CPU_SECOND * self.timeout
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompiledGrammar:
-    """A grammar for one vocabulary. Requests share it."""
+    """A compiled grammar for one vocabulary. Requests share it."""
 
     compiled: xgrammar.CompiledGrammar
     vocabulary: GrammarVocabulary
@@ -102,7 +103,7 @@ class CompiledGrammar:
 
 
 class Cancelled(Exception):
-    """No request waits for the grammar any more."""
+    """The job was cancelled, or the process was closed."""
 
 
 class OutOfTime(GrammarError):
@@ -110,7 +111,7 @@ class OutOfTime(GrammarError):
 
 
 class _Late(Exception):
-    """The process, or a child of it, does not answer."""
+    """The process or one of its children does not answer."""
 
 
 class _Ended(Exception):
@@ -127,17 +128,17 @@ class Job:
         self._sock: socket.socket | None = None
 
     def cancel(self) -> None:
-        """Cancel it, running or queued."""
+        """Cancel the job, running or queued."""
         with self._lock:
             self.is_cancelled = True
             if self._sock is not None:
                 self._sock.shutdown(socket.SHUT_RDWR)
 
     def begin(self, sock: socket.socket) -> None:
-        """From now on `cancel` closes this socket.
+        """Let `cancel` close this socket from now on.
 
         Raises:
-            Cancelled: it has been.
+            Cancelled: the job was cancelled.
         """
         with self._lock:
             if self.is_cancelled:
@@ -145,7 +146,7 @@ class Job:
             self._sock = sock
 
     def end(self) -> None:
-        """The socket is about to be closed."""
+        """Forget the socket, which is about to be closed."""
         with self._lock:
             self._sock = None
 
@@ -160,7 +161,7 @@ class GrammarProcess:
 
     def __init__(self, read_vocabulary: Callable[[], GrammarVocabulary], limits: GrammarLimits) -> None:
         self.num_restarts = 0
-        """How often the process was started again, because it had ended or did not answer."""
+        """Number of restarts, because the process had ended or did not answer."""
         self._read_vocabulary = read_vocabulary
         self._limits = limits
         self._lock = threading.Lock()
@@ -170,12 +171,12 @@ class GrammarProcess:
         self._is_ready = False  # whether `_server` has the vocabulary
         self._spare: GrammarServer | None = None
         self._num_failures = 0  # processes in a row that were late or ended
-        self._trouble: tuple[float, str] = (0.0, "")  # until when nothing is tried, and why
+        self._trouble: tuple[float, str] = (0.0, "")  # time of the next attempt, and the error until then
         self._is_closed = False
 
     @property
     def pid(self) -> int | None:
-        """Of the process; None while there is none that can compile."""
+        """The id of the process; None while no process can compile."""
         server = self._server
         return server.pid if server is not None and self._is_ready else None
 
@@ -183,10 +184,10 @@ class GrammarProcess:
         """Start the process if it does not run, and wait until it can compile.
 
         Args:
-            server: one that was started before the vocabulary was known, to be used by no other; None: a new one.
+            server: one that was started earlier, for this object alone; None: a new one.
 
         Raises:
-            GrammarUnavailableError: it cannot be started.
+            GrammarUnavailableError: the process cannot be started.
             GrammarError: the model's tokenizer cannot be read, or there is no xgrammar.
             Cancelled: `close` was called.
         """
@@ -202,15 +203,15 @@ class GrammarProcess:
         """Compile a grammar, and wait for it.
 
         Args:
-            job: which.
-            cpu_slice: seconds of processor time that it may take; 0: as many as `GrammarLimits.timeout`.
+            job: the grammar's.
+            cpu_slice: seconds of processor time that it may take; 0: `GrammarLimits.timeout`.
             niceness: of the child that compiles it.
 
         Raises:
             OutOfTime: it takes longer.
             GrammarUnavailableError: the process does not answer, or cannot be started.
             GrammarError: it cannot be compiled, or exceeds another limit.
-            Cancelled: the job was, or `close` was called.
+            Cancelled: the job was cancelled, or `close` was called.
         """
         limits = self._limits
         content = {
@@ -233,7 +234,7 @@ class GrammarProcess:
             return self._ask(server, job, encoded)
 
         answer = self._with_server(ask)
-        if not answer.endswith(b"\0"):  # the kernel ended the child, and nothing else: the process lives
+        if not answer.endswith(b"\0"):  # the kernel ended the child alone: the process is alive
             seconds = time.monotonic() - started
             if cpu_slice or seconds >= limits.timeout:
                 why = f"it takes more than {limits.timeout:g} s of processor time to compile; simplify it"
@@ -249,7 +250,7 @@ class GrammarProcess:
         return CompiledGrammar(compiled, self._vocabulary, compiled.memory_size_bytes, limits)
 
     def close(self) -> None:
-        """End the process, and with it every compilation."""
+        """End the process and every compilation."""
         self._is_closed = True
         server, self._server = self._server, None
         if server is not None:
@@ -258,12 +259,12 @@ class GrammarProcess:
     # ------------------------------------------------------------------ one job
 
     def _ask(self, server: GrammarServer, job: Job, content: bytes) -> bytes:
-        """The child's answer, cut short if the child was ended.
+        """Run a job; return the child's answer, which is incomplete if the child was ended.
 
         Raises:
-            _Late, _Ended: it is the process that does not answer or has ended.
-            GrammarUnavailableError: the system has no room for a child.
-            Cancelled: the job was, or `close` was called.
+            _Late, _Ended: the process does not answer or has ended.
+            GrammarUnavailableError: the system cannot start a child.
+            Cancelled: the job was cancelled, or `close` was called.
         """
         if job.is_cancelled:
             raise Cancelled
@@ -272,9 +273,9 @@ class GrammarProcess:
         except OSError as error:
             raise GrammarUnavailableError(f"{NO_COMPILER}{first_line(error)}; try again later") from error
         with ours:
-            with theirs, self._lock:  # nobody closes the process's socket meanwhile
+            with theirs, self._lock:  # the process's socket must stay open meanwhile
                 server.hand_over(theirs)
-            _wait_for_child(ours)  # also for a job that is cancelled, or impatient clients would hide a late process
+            _wait_for_child(ours)  # also for a cancelled job, or clients that cancel early would hide a late process
             job.begin(ours)
             try:
                 answer = self._exchange(ours, content)
@@ -287,10 +288,10 @@ class GrammarProcess:
         return answer
 
     def _exchange(self, sock: socket.socket, content: bytes) -> bytes:
-        """What the child answers; cut short if it was ended.
+        """Send a job to its child; return the answer, which is incomplete if the child was ended.
 
         Raises:
-            _Late: it is silent after its time was up.
+            _Late: the child has not ended after its time was up.
         """
         pieces, size = [], 0
         patience = self._limits.longest + GRACE
@@ -314,11 +315,11 @@ class GrammarProcess:
     # ------------------------------------------------------------------ the process
 
     def _with_server(self, use: Callable[[GrammarServer], AnswerT]) -> AnswerT:
-        """What `use` returns: with the process, or with a second one if the first is late or has ended.
+        """Call `use` with the process, and with a second one if the first is late or has ended.
 
         Raises:
-            GrammarUnavailableError: the second is no better, or was none a moment ago.
-            GrammarError: there can be none.
+            GrammarUnavailableError: the second one fails too, or two have failed within `RETRY_AFTER` seconds.
+            GrammarError: this system or model cannot have such a process.
             Cancelled: `close` was called.
         """
         for is_last in (False, True):
@@ -373,7 +374,7 @@ class GrammarProcess:
         logger.info("grammars are compiled by process %d (%.1f s)", server.pid, time.monotonic() - started)
 
     def _replace(self, server: GrammarServer | None, why: Exception) -> None:
-        """End the process, unless another job has done so; the next job starts another."""
+        """End the process, unless another job has replaced it; the next job starts another one."""
         if server is None or server is not self._server:
             return
         self._server, self._is_ready = None, False
@@ -393,12 +394,12 @@ class GrammarProcess:
 
 
 class GrammarServer:
-    """The process, and the socket that it reads jobs from. Closing the socket, or the engine's end, ends it.
+    """The process, and the socket from which it reads jobs. Closing the socket, or the engine's end, ends the process.
 
-    It begins to import at once, and can compile once it was given a vocabulary.
+    It begins to import at once, and can compile after `prepare`.
 
     Raises:
-        GrammarUnavailableError: the system has no room for a process.
+        GrammarUnavailableError: the system cannot start a process.
         GrammarError: this system cannot limit such a process.
     """
 
@@ -425,7 +426,7 @@ class GrammarServer:
         return self._process.poll() is None
 
     def ends_within(self, seconds: float) -> bool:
-        """Whether it has ended, or does so within that time."""
+        """Whether the process has ended, or ends within that time."""
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -436,7 +437,7 @@ class GrammarServer:
         """Send the vocabulary, and wait until the process is ready.
 
         Raises:
-            _Late, _Ended: it is not.
+            _Late, _Ended: the process is not ready in time, or has ended.
         """
         content = pickle.dumps((vocabulary.tokens, vocabulary.stop_token_ids))
         self.sock.settimeout(START_TIMEOUT)
@@ -452,10 +453,10 @@ class GrammarServer:
         self.sock.settimeout(ACCEPT_TIMEOUT)
 
     def hand_over(self, theirs: socket.socket) -> None:
-        """Give it the socket of a job.
+        """Send the process the socket of a job.
 
         Raises:
-            _Late, _Ended: it does not take it.
+            _Late, _Ended: the process does not take the socket.
         """
         try:
             socket.send_fds(self.sock, [b"j"], [theirs.fileno()])
@@ -474,31 +475,31 @@ def _unavailable(why: Exception) -> str:
 
 
 def _wait_for_child(sock: socket.socket) -> None:
-    """Return when a child has begun with the job of this socket.
+    """Wait until a child has begun with the job of this socket.
 
     Raises:
-        _Late, _Ended: none has, in time or at all.
-        GrammarUnavailableError: the system has no room for one.
+        _Late, _Ended: no child has begun in time, or the process has ended.
+        GrammarUnavailableError: the system cannot start a child.
     """
     sock.settimeout(ACCEPT_TIMEOUT)
     try:
         first = sock.recv(1)
         if first == _ACCEPTED:
             return
-        why = sock.recv(200).decode("utf-8", "replace") if first == _NO_ROOM else ""
+        why = sock.recv(200).decode("utf-8", "replace") if first == _NO_CHILD else ""
     except TimeoutError as error:
         raise _Late(f"has not begun with a job within {ACCEPT_TIMEOUT:.1f} s") from error
     except OSError as error:
         raise _Ended(_HAS_ENDED) from error
-    if first == _NO_ROOM:
+    if first == _NO_CHILD:
         raise GrammarUnavailableError(f"{NO_COMPILER}{why}; try again later")
     raise _Ended(_HAS_ENDED)
 
 
 def _end(process: subprocess.Popen[bytes], sock: socket.socket) -> None:
     sock.close()
-    if process.poll() is None:  # or its number may be that of another
-        with suppress(ProcessLookupError):  # it has not made itself a group yet
+    if process.poll() is None:  # otherwise its id may belong to another process
+        with suppress(ProcessLookupError):  # it does not lead a group yet
             os.killpg(process.pid, signal.SIGKILL)  # also children that are stopped
         process.kill()
         with suppress(subprocess.TimeoutExpired):

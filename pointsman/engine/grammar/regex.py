@@ -1,18 +1,18 @@
-"""Regular expressions, read as every dialect reads them.
+"""Reads regular expressions so that every dialect agrees on the result.
 
     read_regex("[A-Z]\\\\d{2,}")      the whole text is a match
 
-Where the dialects of Python, ECMAScript (that of JSON schemas) and Rust differ, the text that is generated must be a
-match in all of them, or the expression is refused:
+Where the dialects of Python, ECMAScript (used by JSON schemas) and Rust differ, the generated text matches in all of
+them, or the expression is refused:
 
-| construct | is |
+| construct | meaning |
 | --- | --- |
-| `\\d`, `\\w`, `\\s` | those of ASCII |
-| `\\D`, `\\W`, `\\S` | what none of them takes for a digit, a part of a word, a space |
-| `.` | any character but those that end a line: `\\n`, `\\r`, U+2028, U+2029 |
+| `\\d`, `\\w`, `\\s` | the ASCII characters of the class |
+| `\\D`, `\\W`, `\\S` | characters outside the class in every dialect |
+| `.` | any character except line ends: `\\n`, `\\r`, U+2028, U+2029 |
 | `\\xNN`, `\\uNNNN`, `\\u{N...}`, `\\UNNNNNNNN`, `\\cX`, `\\a`, `\\e`, `\\0`, ... | one character |
-| lazy quantifiers, names of groups | without effect on which texts match |
-| `^`, `$` | allowed where the text begins and ends |
+| lazy quantifiers, names of groups | no effect on the matching texts |
+| `^`, `$` | allowed at the beginning and the end of the text |
 | look-around, `\\b`, back references, flags, `\\p{...}`, possessive quantifiers, octal escapes, `[]` | refused |
 """
 
@@ -51,14 +51,14 @@ _SYMBOLS = CharacterSet(
         (0xD7, 0xD7), (0xF7, 0xF7),
     ]
 )  # fmt: skip
-"""Signs of Latin-1 that no dialect takes for a part of a word. Those beyond would be slow or risky, see `nodes.py`."""
+"""Symbols of Latin-1 that are in no dialect's `\\w`. Symbols beyond Latin-1 would be slow or risky, see `nodes.py`."""
 _LINE_ENDS = CharacterSet.of("\n\r\u2028\u2029")
 
 _DIGITS_END = 0x20000
-"""No decimal digit has a code point above it."""
+"""Above the code points of all decimal digits."""
 
 _Bounds = tuple[CharacterSet, CharacterSet]
-"""What is in a class in every dialect, and what is in it in some."""
+"""The characters of a class in every dialect, and those in at least one."""
 
 
 def _negated(bounds: _Bounds) -> _Bounds:
@@ -92,10 +92,10 @@ _REFUSED_GROUPS = {
 
 
 def read_regex(pattern: str) -> Node:
-    """A regular expression that the whole text matches.
+    """Read a regular expression, which the whole text must match.
 
     Raises:
-        Unreadable: it is malformed, or has what cannot be enforced or what dialects read in different ways.
+        Unreadable: it is malformed, cannot be enforced, or has constructs that dialects read differently.
     """
     return _Reader(pattern).read()
 
@@ -117,12 +117,12 @@ class _Reader:
     # ------------------------------------------------------------------ structure
 
     def _choice(self, *, depth: int, is_start: bool, is_end: bool) -> Node:
-        """Options up to the end of their group.
+        """Read the options up to the end of their group.
 
         Args:
-            depth: groups around it.
+            depth: number of groups around them.
             is_start: whether the text begins here.
-            is_end: whether the text ends behind it.
+            is_end: whether the text ends after the group.
         """
         if depth > MAX_NESTING:
             raise self._refused("more", f"groups are nested {MAX_NESTING} levels deep at most: flatten them", self._at)
@@ -271,7 +271,7 @@ class _Reader:
         return _negated(bounds)[0] if is_negated else bounds[0]
 
     def _member(self, start: int) -> int | _Bounds:
-        """A character of a class, or a class within."""
+        """A character of a class, or a nested class."""
         token = self._peek()
         if token == "\\":
             return self._escape(in_class=True)
@@ -334,7 +334,7 @@ class _Reader:
     # ------------------------------------------------------------------ places
 
     def _peek(self, ahead: int = 0) -> str:
-        """A character from here; "" behind the end."""
+        """The character `ahead` of here; "" after the end."""
         return self._pattern[self._at + ahead : self._at + ahead + 1]
 
     def _refused(self, what: str, remedy: str, at: int) -> Unreadable:
@@ -342,13 +342,13 @@ class _Reader:
 
 
 def _ends_of_groups(pattern: str) -> dict[int, int]:
-    """Where the group of each '(' ends, as far as the expression is well formed."""
+    """Positions of each '(' and its ')', as far as the expression is well formed."""
     ends, open_groups, at = dict[int, int](), list[int](), 0
     while at < len(pattern):
         if pattern[at] == "\\":
             at += 1
         elif pattern[at] == "[":
-            at = _CLASS_END.match(pattern, at + 1).end()  # type: ignore[union-attr]  # it matches nothing, at least
+            at = _CLASS_END.match(pattern, at + 1).end()  # type: ignore[union-attr]  # it always matches, at least nothing
         elif pattern[at] == "(":
             open_groups.append(at)
         elif pattern[at] == ")" and open_groups:
@@ -358,7 +358,7 @@ def _ends_of_groups(pattern: str) -> dict[int, int]:
 
 
 def _joined(parts: list[Node]) -> list[Node]:
-    """The same parts, neighbouring texts joined."""
+    """The parts with neighbouring texts joined."""
     joined: list[Node] = []
     for part in parts:
         if isinstance(part, Text) and joined and isinstance(joined[-1], Text):

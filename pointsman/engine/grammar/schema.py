@@ -1,17 +1,17 @@
-"""JSON schemas as xgrammar compiles them, with what it would read otherwise than JSON Schema means it.
+"""Makes grammars of JSON schemas, and corrects the parts that xgrammar reads differently from JSON Schema.
 
     tree = schema_tree('{"type": "string", "pattern": "^é\\\\d+$"}', any_whitespace=True, max_whitespace=16)
 
-Some parts do not reach xgrammar: patterns, strings with a minimum or maximum length, numbers, escapes, and names beside
-properties. A short text keeps the place of each pattern, which gets its grammar afterwards (`tree.py`).
+Some parts are not given to xgrammar: patterns, strings with a minimum or maximum length, numbers, escapes, and names of
+additional properties. A placeholder text stands for each, and is replaced by its own grammar afterwards (`tree.py`).
 
-- A pattern describes the whole string. A character that JSON writes as an escape is written as one where nothing else
-  is possible, and is left out of a class that has others.
-- A number that the schema does not bound has at most `INTEGER_DIGITS` digits before the point, so that it fits into 64
-  bits, `FRACTION_DIGITS` behind it, and `EXPONENT_DIGITS` in its exponent. A weak model would otherwise write digits
-  until its tokens end.
-- A further property of an object has none of the names in its schema, with escapes or without.
-- An escape is no half of a surrogate pair.
+- A pattern describes the whole string. A character that JSON must escape is escaped if it is the only choice, and is
+  left out of a class that has other characters.
+- A number without bounds in the schema has at most `INTEGER_DIGITS` digits before the point, so that it fits into 64
+  bits, `FRACTION_DIGITS` after it, and `EXPONENT_DIGITS` in its exponent. Otherwise a weak model would write digits up
+  to its token limit.
+- An additional property of an object has none of the names in its schema, with escapes or without.
+- An escape is never half of a surrogate pair.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from pointsman.engine.params.json_schema import FRACTION_DIGITS, INTEGER_DIGITS,
 
 EXPONENT_DIGITS = 2
 _MARK = "\ue000"
-"""Begins the texts that keep a place. xgrammar gives the text of a pattern a rule of its own, without the quotation
-marks; every other text of a schema has them."""
+"""Begins placeholder texts. xgrammar makes a separate rule for the text of a pattern, without quotation marks; all
+other texts of a schema have them."""
 
 _NEED_ESCAPES = CharacterSet([(0, 0x1F)]) | CharacterSet.of('"\\')
 _ANY_CHARACTER = Characters(~_NEED_ESCAPES)
@@ -78,7 +78,7 @@ _ESCAPE: Node = Choice([
         Repeat(_HEXADECIMAL, 2, 2),
     ]),
 ])  # fmt: skip
-"""Behind a backslash. Surrogates come in pairs: a reader may refuse half of one."""
+"""The text after a backslash. Surrogates come in pairs, because parsers may refuse half of one."""
 _CHARACTERS: Node = Choice([
     Text('"'),
     Sequence([_ANY_CHARACTER, Rule("characters")]),
@@ -88,11 +88,11 @@ _CHARACTERS: Node = Choice([
 
 
 def schema_tree(text: str, *, any_whitespace: bool, max_whitespace: int) -> GrammarTree:
-    """The grammar of a schema that `prepare_schema` has prepared.
+    """Make the grammar of a schema that `prepare_schema` has prepared.
 
     Raises:
         Unreadable: one of its patterns cannot be enforced.
-        RuntimeError: xgrammar does not read it.
+        RuntimeError: xgrammar cannot read the schema.
     """
     import xgrammar
 
@@ -113,7 +113,8 @@ def schema_tree(text: str, *, any_whitespace: bool, max_whitespace: int) -> Gram
         free = f"names-{number}"
         _add_free_names(free, names, rules)
         places[free] = [place]
-    rules["any"] = Choice([Rule(name) for name in rules])  # or xgrammar would drop those that the root does not reach
+    # Without this root xgrammar would drop rules that the root does not reach.
+    rules["any"] = Choice([Rule(name) for name in rules])
     own = GrammarTree(xgrammar.Grammar.from_ebnf(written_rules(rules), root_rule_name="any"))
     added = tree.add(own, "own_")
     tree.graft({stock: added[name] for name, stocks in places.items() for stock in stocks})
@@ -121,7 +122,7 @@ def schema_tree(text: str, *, any_whitespace: bool, max_whitespace: int) -> Gram
 
 
 def _with_places(schema: Any, rules: dict[str, Node]) -> Any:
-    """The schema with texts in place of its patterns, whose rules are added."""
+    """Replace the patterns of a schema by placeholder texts, and add their rules to `rules`."""
     if not isinstance(schema, Mapping):
         return schema
     changed = map_within(schema, lambda one, _: _with_places(one, rules))
@@ -137,9 +138,9 @@ def _with_places(schema: Any, rules: dict[str, Node]) -> Any:
 
 
 def _add_free_names(rule: str, names: Iterable[str], rules: dict[str, Node]) -> None:
-    """Add a rule of all strings but some, behind their quotation mark: a trie, with a rule for each beginning.
+    """Add a rule for all strings except `names`, after the opening quotation mark: a trie with a rule per prefix.
 
-    What begins as one of the names does goes on without escapes, which would be other ways to write them.
+    A string that begins like one of the names may have no escapes there, because escapes are other spellings of it.
     """
     trie: list[dict[str, int]] = [{}]
     ends = set()
@@ -161,14 +162,14 @@ def _add_free_names(rule: str, names: Iterable[str], rules: dict[str, Node]) -> 
 
 
 def _place(node: Node, rules: dict[str, Node]) -> str:
-    """A pattern for xgrammar that keeps the place of a node."""
+    """A pattern for xgrammar that is a placeholder for a node."""
     name = f"pattern-{len(rules)}"
     rules[name] = node
     return f"^{_MARK}{name}$"
 
 
 def _json_string(pattern: str) -> Node:
-    """What stands between the quotation marks of a string that matches a pattern."""
+    """The content, between quotation marks, of a JSON string that matches a pattern."""
     try:
         return _in_json(read_regex(pattern))
     except Unreadable as error:
@@ -199,5 +200,5 @@ def _in_json(node: Node) -> Node:
 
 
 def _in_quotes(text: str) -> str:
-    """A text between the quotation marks of a JSON string."""
+    """A text as the content of a JSON string, without quotation marks."""
     return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -1,15 +1,16 @@
-"""GrammarTree: a grammar as xgrammar's readers leave it, for what has to be changed before it is compiled.
+"""GrammarTree: changes a grammar after xgrammar has read it and before it is compiled.
 
-xgrammar gives a grammar away as JSON: rules, each with the number of an expression, and expressions that refer to rules
-and to each other by number. These are changed there:
+xgrammar exports a grammar as JSON: rules, each with the number of an expression, and expressions that refer to rules
+and to each other by number. The methods change these:
 
-- `exclude_surrogates`: a class such as `[^a]` keeps no halves of surrogate pairs, which xgrammar lets in;
-- `graft`: a rule gets the body of a rule of another grammar;
-- `excluded_names`: the names that may not stand for an object's further properties, which xgrammar excludes by half;
-- `places`: the rules that stand for a marked text, which keeps the place of something else;
-- `prune`: options that allow no text are removed. A model that took one of them could never end its text.
+- `exclude_surrogates`: remove halves of surrogate pairs, which xgrammar allows, from classes such as `[^a]`;
+- `graft`: give a rule the body of a rule of another grammar;
+- `excluded_names`: find the names that an object's additional properties may not have; xgrammar excludes them only
+  partly;
+- `places`: find the rules of placeholder texts;
+- `prune`: remove options that allow no text. A model that took one of them could never end its text.
 
-`tests/engine/grammar/test_schema.py` notices where a new version of xgrammar writes another form.
+`tests/engine/grammar/test_schema.py` fails if a new version of xgrammar has another format.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ if TYPE_CHECKING:
     import xgrammar
 
 TEXT, CLASS, CLASS_STAR, EMPTY, RULE, SEQUENCE, CHOICES, TAGS, REPEAT = range(9)
-"""Kinds of expressions. Those behind them hold no other expressions."""
+"""Kinds of expressions. Kinds with higher numbers contain no other expressions."""
 
 
 class GrammarTree:
     """The rules and expressions of one grammar.
 
     Args:
-        grammar: is not changed.
+        grammar: the grammar to copy.
     """
 
     def __init__(self, grammar: xgrammar.Grammar) -> None:
@@ -42,7 +43,7 @@ class GrammarTree:
         self._expressions = [(data[at], data[at + 2 : at + 2 + data[at + 1]]) for at in starts]
 
     def grammar(self) -> xgrammar.Grammar:
-        """The grammar as it is now."""
+        """The grammar with all changes."""
         import xgrammar
 
         data, starts = list[int](), list[int]()
@@ -56,7 +57,7 @@ class GrammarTree:
         """The number of a rule.
 
         Raises:
-            KeyError: there is none of this name.
+            KeyError: there is no rule of this name.
         """
         for number, rule in enumerate(self._rules):
             if rule[0] == name:
@@ -64,10 +65,10 @@ class GrammarTree:
         raise KeyError(name)
 
     def add(self, other: GrammarTree, prefix: str) -> dict[str, int]:
-        """Add the rules of another grammar under names of their own.
+        """Add the rules of another grammar, with a prefix to their names.
 
         Returns:
-            The number here of each rule there.
+            The number that each of its rules has here, by name.
         """
         first_rule, first_expression = len(self._rules), len(self._expressions)
         for kind, payload in other._expressions:
@@ -84,10 +85,10 @@ class GrammarTree:
         return {rule[0]: first_rule + number for number, rule in enumerate(other._rules)}
 
     def graft(self, scions: Mapping[int, int]) -> None:
-        """Let rules stand for what others do: stock -> scion.
+        """Replace the bodies of rules by those of other rules: stock -> scion.
 
-        The parts of a scion without options stand in the sequences that name its stock: xgrammar cannot tell ahead what
-        follows a rule that ends with a long repetition, and each token of it would take milliseconds.
+        A scion that is a single sequence is inlined in the sequences that refer to its stock: xgrammar cannot look
+        ahead behind a rule that ends with a long repetition, and each token of it would take milliseconds.
         """
         parts: dict[int, list[int]] = {}
         for stock, scion in scions.items():
@@ -109,7 +110,7 @@ class GrammarTree:
         """The rules whose whole text is the mark and a name: name -> their numbers.
 
         Raises:
-            RuntimeError: the mark stands elsewhere, too: xgrammar has another form for such texts.
+            RuntimeError: the mark also occurs elsewhere: xgrammar has another format for such texts.
         """
         found: dict[str, list[int]] = {}
         expected = sum(kind == TEXT and bytes(payload).startswith(mark.encode()) for kind, payload in self._expressions)
@@ -124,13 +125,13 @@ class GrammarTree:
         return found
 
     def excluded_names(self) -> dict[int, list[str]]:
-        """The rules of names that objects have beside their properties: rule -> the names that it leaves out.
+        """The rules for names of additional properties: rule -> the names that it excludes.
 
-        xgrammar spells the names byte by byte, a rule for each, and lets in what begins with another byte of the same
-        character.
+        xgrammar spells the names byte by byte, with a rule for each byte, and wrongly allows names that begin with
+        another byte of the same character.
 
         Raises:
-            RuntimeError: xgrammar has another form for them.
+            RuntimeError: xgrammar has another format for them.
         """
         found = {}
         for rule in self._rules:
@@ -144,7 +145,7 @@ class GrammarTree:
         return found
 
     def _spelled(self, start: int) -> Iterator[bytes]:
-        """The texts that a rule spells and does not end with."""
+        """The names that a rule spells out but does not accept as complete."""
         open_rules = [(start, b"")]
         while open_rules:
             rule, before = open_rules.pop()
@@ -155,7 +156,7 @@ class GrammarTree:
             open_rules += [(rest[1][0], before + text[1]) for text, rest in longer]
 
     def _options(self, body: int) -> list[list[tuple[int, Any]]]:
-        """The sequences of a rule's body: kinds and payloads; the bytes of a text."""
+        """The sequences of a rule's body, as kinds and payloads; the payload of a text is its bytes."""
         found = []
         for option in self._expressions[body][1]:
             kind, payload = self._expressions[option]
@@ -164,7 +165,7 @@ class GrammarTree:
         return found
 
     def _text(self, expression: int) -> str:
-        """The one text of an expression; "" if it has others, or none."""
+        """The only text of an expression; "" if it has several, or none."""
         kind, payload = self._expressions[expression]
         if kind == TEXT:
             return bytes(payload).decode("utf-8", "replace")
@@ -174,30 +175,30 @@ class GrammarTree:
         return ""
 
     def exclude_surrogates(self) -> None:
-        """Exclude surrogates from each class of all characters but some: they are no text."""
+        """Exclude surrogates from each negated class, because no text contains them."""
         for number, (kind, payload) in enumerate(self._expressions):
             if kind in (CLASS, CLASS_STAR) and payload[0]:
                 self._expressions[number] = kind, [*payload, FIRST_SURROGATE, LAST_SURROGATE]
 
-    # ------------------------------------------------------------------ what allows no text
+    # ------------------------------------------------------------------ options without text
 
     def prune(self) -> bool:
-        """Remove options that allow no text at all.
+        """Remove options that allow no text.
 
         Returns:
-            Whether the grammar allows any.
+            Whether the grammar allows any text.
         """
         allows = self._allows_text()
         for number, (kind, payload) in enumerate(self._expressions):
             if kind == CHOICES:
                 self._expressions[number] = kind, [one for one in payload if allows[one]]
             elif kind == REPEAT and not allows[self._rules[payload[0]][1]]:
-                self._expressions[number] = EMPTY, []  # of zero times; otherwise what holds it is removed
+                self._expressions[number] = EMPTY, []  # repeated zero times; other expressions with it are removed
         body: int = self._rules[self._content["root_rule_id"]][1]
         return allows[body]
 
     def _allows_text(self) -> list[bool]:
-        """Of each expression, whether any text can be derived from it: the least fixed point, in linear time."""
+        """Whether each expression allows any text: the least fixed point, in linear time."""
         allows = [False] * len(self._expressions)
         missing = [0] * len(self._expressions)
         holders: list[list[int]] = [[] for _ in self._expressions]

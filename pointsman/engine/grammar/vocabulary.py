@@ -1,10 +1,10 @@
-"""GrammarVocabulary: the bytes of text that each of a model's tokens stands for.
+"""GrammarVocabulary: the bytes of text of each token of a model.
 
-xgrammar reads them from the tokenizer, for three ways in which vocabularies write bytes. An error there would make
-texts that the grammar never allowed, so its reading is compared with the engine's own decoder. Where the two disagree,
-or xgrammar does not know the tokenizer, the decoder is asked for each token, which takes some seconds for a large
-vocabulary. Then pairs of tokens are tried. If the text of a pair is not that of its tokens, the model has no structured
-output. Special tokens stand for no text, because texts leave them out.
+xgrammar reads them from the tokenizer, for three ways in which vocabularies write bytes. An error there would allow
+texts that the grammar forbids, so the result is compared with the engine's own decoder. If the two disagree, or
+xgrammar does not know the tokenizer, the decoder decodes each token, which takes some seconds for a large vocabulary.
+Then pairs of tokens are decoded. If the text of a pair differs from its tokens' bytes, the model has no structured
+output. Special tokens have no bytes, because texts leave them out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pointsman.engine.text.detokenizer import TextDecoder
 
 MAX_COMPARED = 2000
-"""Tokens that are compared, evenly spread over the vocabulary. A comparison takes some microseconds."""
+"""Maximum number of compared tokens, evenly spread over the vocabulary. A comparison takes some microseconds."""
 NUM_PAIRS = 300
 """Random pairs of tokens whose text is compared."""
 _REPLACEMENT = "\ufffd".encode()
@@ -30,15 +30,15 @@ _REPLACEMENT = "\ufffd".encode()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GrammarVocabulary:
-    """The tokens of one model. Both processes make the same `TokenizerInfo` of it."""
+    """The tokens of one model. Both processes make the same `TokenizerInfo` from it."""
 
     tokens: list[bytes]
-    """[vocab_size] one per logit; empty: never part of a text."""
+    """[vocab_size] the bytes of each token; empty: never part of a text."""
     stop_token_ids: tuple[int, ...]
-    """What may follow a complete text: the model's EOS, ascending."""
+    """The model's EOS tokens, which may follow a complete text, ascending."""
 
     def tokenizer_info(self) -> xgrammar.TokenizerInfo:
-        """What xgrammar compiles for and matches with."""
+        """The vocabulary for xgrammar's compiler and matcher."""
         import xgrammar
 
         return xgrammar.TokenizerInfo(
@@ -50,7 +50,7 @@ class GrammarVocabulary:
 
 
 def read_vocabulary(tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int]) -> GrammarVocabulary:
-    """The vocabulary of a tokenizer, for logits of `vocab_size` tokens, which may be more or fewer than it has.
+    """Read the vocabulary of a tokenizer, for `vocab_size` logits; the tokenizer may have more or fewer tokens.
 
     Raises:
         GrammarError: the tokenizer is of a kind whose tokens cannot be read as bytes.
@@ -66,16 +66,16 @@ def read_vocabulary(tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int
     for token_id in range(vocab_size):
         if decoder.is_special(token_id):
             tokens[token_id] = b""
-        elif token_id in added:  # written as it is, whatever way the vocabulary writes bytes
+        elif token_id in added:  # stored as plain text in every kind of vocabulary
             tokens[token_id] = decoder.token_text(token_id).encode()
-        if _REPLACEMENT in tokens[token_id]:  # bytes that are no character alone
+        if _REPLACEMENT in tokens[token_id]:  # a part of a character
             tokens[token_id] = b""
     _check_pairs(tokens, decoder)
     return GrammarVocabulary(tokens, tuple(stop_token_ids))
 
 
 def _read_by_xgrammar(tokenizer: Any, vocab_size: int, stop_token_ids: list[int]) -> list[bytes]:
-    """What xgrammar takes the tokens for; nothing for all of them if it does not know the tokenizer."""
+    """The bytes of each token according to xgrammar; all empty if it does not know the tokenizer."""
     import xgrammar
 
     try:
@@ -87,7 +87,7 @@ def _read_by_xgrammar(tokenizer: Any, vocab_size: int, stop_token_ids: list[int]
 
 
 def _agree(tokens: Sequence[bytes], decoder: TextDecoder) -> bool:
-    """Whether the engine's decoder takes tokens for the same bytes: some of all, without special ones."""
+    """Whether the engine's decoder has the same bytes, for a sample of tokens without special ones."""
     step = max(1, len(tokens) // MAX_COMPARED)
     others = (one for one in range(0, len(tokens), step) if not decoder.is_special(one))
     pairs = ((tokens[one], decoder.token_bytes(one)) for one in others)
@@ -95,10 +95,10 @@ def _agree(tokens: Sequence[bytes], decoder: TextDecoder) -> bool:
 
 
 def _check_pairs(tokens: Sequence[bytes], decoder: TextDecoder) -> None:
-    """Compare the text of two tokens with their bytes.
+    """Compare the texts of pairs of tokens with their bytes.
 
     Raises:
-        GrammarError: it is another text.
+        GrammarError: a text differs.
     """
     choose = random.Random(0)
     shown = [token_id for token_id, token in enumerate(tokens) if token]

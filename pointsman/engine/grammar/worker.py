@@ -1,22 +1,22 @@
-"""The program that compiles grammars, in a process of its own. `process.py` starts it, by its path.
+"""The program of the process that compiles grammars. `process.py` starts it, by its path.
 
-It imports xgrammar once, and then forks a child for each grammar, because compiling cannot be interrupted, may take any
-amount of time and memory, and may crash. The kernel ends a child, whatever it is doing:
+It imports xgrammar once, and forks a child for each grammar, because compiling cannot be interrupted, may take any
+amount of time and memory, and may crash. The kernel ends a child in these cases:
 
     its processor time is used up                              SIGPROF
     its time is up, waiting included                           SIGALRM
     it asks for more memory than the limit                     allocation fails
     the engine closes the job's socket, or no longer exists    SIGIO
 
-The engine sends the vocabulary first, once, and then a socket for each job. Child and engine talk over that alone:
+The engine sends the vocabulary once, and then a socket for each job. Child and engine exchange messages over that
+socket:
 
     child     b"A" as soon as it runs
     engine    the job as JSON
     child     b"+" and the compiled grammar as JSON, or b"-" and an error; b"\\0" when all is there
 
-Where the system has no room for a child, this process sends b"!" and the reason. The program ends when its own
-socket does, and its children with it: the program leads a process group. Of the package it imports the readers of
-grammars alone, so that starting it is quick.
+If the system cannot start a child, this process sends b"!" and the reason. The program and its children (a process
+group) end when its own socket is closed. It imports only the package's readers of grammars, so that it starts quickly.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from pointsman.engine.grammar.schema import schema_tree
 from pointsman.engine.grammar.tree import GrammarTree
 
 PROBE_STEPS = 192
-"""Tokens of a text that is written on trial: a grammar may compile at once, and then be too slow to use."""
-READY, ACCEPTED, NO_ROOM = b"R", b"A", b"!"
+"""Tokens of a trial text: a grammar may compile quickly, and then be too slow to use."""
+READY, ACCEPTED, NO_CHILD = b"R", b"A", b"!"
 
 _PLACE_IN_SOURCE = re.compile(r"^\[\d+:\d+:\d+\] \S+:\d+: ")
 _WARNING = re.compile(r"warning:?\s*", re.IGNORECASE)
@@ -55,8 +55,8 @@ _WARNING = re.compile(r"warning:?\s*", re.IGNORECASE)
 def main(descriptor: int) -> None:
     """Serve jobs until the socket ends."""
     os.setpgid(0, 0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the engine, which ends this process
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children leave nothing behind
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine handles Ctrl-C and ends this process
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children become no zombies
     with socket.socket(fileno=descriptor) as sock:
         size = int.from_bytes(_receive(sock, 8), "big")
         tokens, stop_token_ids = pickle.loads(_receive(sock, size))
@@ -98,9 +98,9 @@ def _receive(sock: socket.socket, size: int) -> bytes:
 def _fork_child(server: socket.socket, descriptor: int, compiler: xgrammar.GrammarCompiler) -> None:
     try:
         is_child = os.fork() == 0
-    except OSError as error:  # no room for another process: this one goes on
+    except OSError as error:  # no further process can start; this one continues
         with socket.socket(fileno=descriptor) as sock, suppress(OSError):
-            sock.sendall(NO_ROOM + str(error).encode())
+            sock.sendall(NO_CHILD + str(error).encode())
         return
     if is_child:
         _run_child(server, descriptor, compiler)
@@ -108,14 +108,14 @@ def _fork_child(server: socket.socket, descriptor: int, compiler: xgrammar.Gramm
 
 
 def _run_child(server: socket.socket, descriptor: int, compiler: xgrammar.GrammarCompiler) -> None:
-    """One job, and the end."""
+    """Run one job, and exit."""
     status = 1
     try:
         server.close()
         with socket.socket(fileno=descriptor) as sock:
             _answer(sock, compiler)
         status = 0
-    except BaseException as error:  # only the log is left to take it
+    except BaseException as error:  # can only be logged
         sys.stderr.write(f"pointsman: a grammar's compiler failed: {type(error).__name__}: {error}\n")
         sys.stderr.flush()
     finally:
@@ -141,33 +141,34 @@ def _answer(sock: socket.socket, compiler: xgrammar.GrammarCompiler) -> None:
         answer = b"-" + _message(error, job).encode()
     for timer in (signal.ITIMER_REAL, signal.ITIMER_PROF):
         signal.setitimer(timer, 0)
-    fcntl.fcntl(sock, fcntl.F_SETFL, fcntl.fcntl(sock, fcntl.F_GETFL) & ~os.O_ASYNC)  # a read, too, is news of a socket
+    # A read of the other side would send SIGIO too.
+    fcntl.fcntl(sock, fcntl.F_SETFL, fcntl.fcntl(sock, fcntl.F_GETFL) & ~os.O_ASYNC)
     with suppress(BrokenPipeError):
         sock.sendall(answer + b"\0")
 
 
 def _limit(job: dict[str, Any]) -> None:
-    """The kernel's limits for this process."""
+    """Set the kernel's limits for this process."""
     os.nice(job["niceness"])
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # where memory runs out, this process goes first
+        file.write("1000")  # if the machine runs out of memory, the kernel kills this process first
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with suppress(OSError), open("/proc/self/statm") as file:
         in_use = int(file.read().split()[0]) * resource.getpagesize()
-        most = in_use + job["memory_limit"]
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        limit = in_use + job["memory_limit"]
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     signal.setitimer(signal.ITIMER_PROF, job["cpu_seconds"])
     signal.setitimer(signal.ITIMER_REAL, job["seconds"])
 
 
 def _die_with(sock: socket.socket) -> None:
-    """End this process when the other end of the socket does: SIGIO, which has no handler here, ends it."""
+    """End this process when the other end of the socket is closed: SIGIO, which has no handler here, ends it."""
     fcntl.fcntl(sock, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(sock, fcntl.F_SETFL, fcntl.fcntl(sock, fcntl.F_GETFL) | os.O_ASYNC)
     poll = select.poll()
     poll.register(sock, 0)  # POLLHUP is always reported
     if poll.poll(0):
-        os._exit(0)  # it ended before
+        os._exit(0)  # it was closed before
 
 
 def _compile(job: dict[str, Any], compiler: xgrammar.GrammarCompiler) -> str:
@@ -179,7 +180,7 @@ def _compile(job: dict[str, Any], compiler: xgrammar.GrammarCompiler) -> str:
         raise ValueError("it allows no text; check where its parts exclude each other, or refer to themselves only")
     compiled = compiler.compile_grammar(tree.grammar())
     warnings = os.pread(log, 4096, 0).decode("utf-8", "replace").strip()
-    if warnings:  # of what it leaves out: the text would then not be what was asked for
+    if warnings:  # xgrammar ignores a part of the grammar, so texts would not conform to it
         raise ValueError(_WARNING.sub("", _PLACE_IN_SOURCE.sub("", warnings.splitlines()[0])))
     for is_random in (False, True):
         _probe(compiled, job, is_random)
@@ -188,20 +189,20 @@ def _compile(job: dict[str, Any], compiler: xgrammar.GrammarCompiler) -> str:
 
 
 def read_tree(job: dict[str, Any]) -> GrammarTree:
-    """The job's grammar before it is compiled."""
+    """Read the job's grammar, before it is compiled."""
     if job["kind"] == "json":
         return schema_tree(job["text"], any_whitespace=job["any_whitespace"], max_whitespace=job["max_whitespace"])
     rules = read_grammar(job["text"]) if job["kind"] == "ebnf" else {ROOT: read_regex(job["text"])}
-    # Names of their own: those of a grammar may be any, and the compiler has some itself.
+    # New names, because a grammar's own names might clash with the compiler's.
     names = {name: f"rule-{number}" for number, name in enumerate(rules)}
     return GrammarTree(xgrammar.Grammar.from_ebnf(written_rules(rules, names), root_rule_name=names[ROOT]))
 
 
 def _probe(compiled: xgrammar.CompiledGrammar, job: dict[str, Any], is_random: bool) -> None:
-    """Write a text under the grammar: of random tokens, or of the first that is allowed (a short one, mostly).
+    """Generate a trial text: of random allowed tokens, or always the first allowed one (mostly a short text).
 
     Raises:
-        ValueError: the tokens cannot go on with a text, one of them is allowed and then refused, or it takes too long.
+        ValueError: no token may continue the text, an allowed token is then refused, or it takes too long.
     """
     matcher = xgrammar.GrammarMatcher(compiled)
     info = compiled.tokenizer_info
@@ -230,7 +231,7 @@ def _probe(compiled: xgrammar.CompiledGrammar, job: dict[str, Any], is_random: b
 
 
 def _first_from(place: int, bits: int) -> int:
-    """The first bit that is set at `place` or above; if there is none, the first of all."""
+    """The first bit that is set at `place` or above; if there is none, the first bit that is set."""
     above = bits >> place
     if above:
         return place + (above & -above).bit_length() - 1
@@ -238,7 +239,7 @@ def _first_from(place: int, bits: int) -> int:
 
 
 def _message(error: Exception, job: dict[str, Any]) -> str:
-    """What went wrong, in a line without places in a source file that its reader does not have."""
+    """The error in one line, without positions in xgrammar's source files."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = _PLACE_IN_SOURCE.sub("", lines[0]) if lines else type(error).__name__
     if "bad_alloc" in text:

@@ -1,7 +1,6 @@
-"""Keys and values: the pool on the device, and the places for KV outside it.
+"""Keys and values: the KV pool on the device, and KV in host memory and on disk.
 
-`pool.py` holds the blocks; `connector.py` answers the scheduler's questions about KV in host memory (`offload.py`) and
-in a directory (`store.py`), and moves it; `events.py` publishes what enters and leaves the prefix cache.
-It imports `params/` and the engine's counters; a model is known here by its fingerprint only.
-Begin with `pool.py`, then `connector.py`.
+`pool.py` holds the blocks. `connector.py` finds and moves KV in host memory (`offload.py`) and in a directory
+(`store.py`) for the scheduler. `events.py` publishes changes of the prefix cache. The package imports `params/` and the
+engine's counters; of a model it knows the fingerprint only. Begin with `pool.py`, then `connector.py`.
 """

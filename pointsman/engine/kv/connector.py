@@ -1,15 +1,15 @@
-"""EngineConnector: KV outside the pool. It answers the scheduler's lookups, and moves the bytes.
+"""EngineConnector: finds KV outside the pool for the scheduler, and moves it.
 
-    scheduler.schedule     asks `num_external_tokens`: how much is in host memory, how much in the store?
-    connector.prepare      reads the output's saves and loads: what to copy with the step, which files to read then
-    transfers.run          with the step, before it computes
-    connector.settle       finished loads and sends are reported to the scheduler
-    connector.void         voided steps: their loads are reported as empty
+    scheduler.schedule     calls `num_external_tokens`: tokens in host memory or in the store
+    connector.prepare      plans the step's copies and file reads from the output's saves and loads
+    transfers.run          moves the KV with the step, before it computes
+    connector.settle       reports finished loads and sends to the scheduler
+    connector.void         reports the loads of voided steps as empty
 
-Host memory (`offload.py`) is read before the step computes: a request that finds its blocks there is admitted at
-once. The store (`store.py`) is read by a thread, while its request waits as WAITING_FOR_REMOTE_KVS and others run. If
-both have blocks of a request, the one that has more is used. The KV of finished requests is written to the store by a
-second thread; the blocks stay as they are until it is done.
+Host memory (`offload.py`) is read before the step computes: a request that finds its blocks there is admitted at once.
+A thread reads the store (`store.py`), while the request waits as WAITING_FOR_REMOTE_KVS and others run. If both have
+blocks of a request, the place with more blocks is used. A second thread writes the KV of finished requests to the
+store; their blocks are not reused until it is done.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 class FileLoad:
-    """A load from the store. The first to claim it answers it: the thread that reads the files, or the engine,
+    """A load from the store. The first to claim it reports its result: the thread that reads the files, or the engine
     if it voids the step before that thread has begun."""
 
     def __init__(self, load: Load, start: Callable[[FileLoad], object]) -> None:
@@ -56,26 +56,27 @@ class FileLoad:
         self._start(self)
 
     def claim(self) -> bool:
-        """Claim it; whether it was unclaimed."""
+        """Claim the load; return whether it was unclaimed."""
         try:
-            return self._claims.pop()  # of two threads one finds it
+            return self._claims.pop()  # only one thread succeeds
         except IndexError:
             return False
 
 
 @dataclass(slots=True, eq=False)
 class StepTransfers:
-    """What one step moves, beside its rows."""
+    """The KV that one step moves."""
 
     copies: HostCopies | None
     loads: list[FileLoad]
 
     def report(self) -> Copies | None:
-        """What was copied, once the step has computed; None: nothing."""
+        """The copied blocks and the time, after the step has computed; None: nothing was copied."""
         return None if self.copies is None else self.copies.report()
 
     def run(self) -> None:
-        """Steps do so in their order, before they compute: nothing that was computed before writes to these blocks."""
+        """Move the KV. Steps call this in order, before they compute, so no earlier computation writes to these
+        blocks."""
         if self.copies is not None:
             self.copies.run()
         for load in self.loads:
@@ -92,14 +93,14 @@ class Waiting(NamedTuple):
 class EngineConnector:
     """Both sides of a `pointsman.core.KVConnector`, for one engine.
 
-    Only the thread that owns the engine calls it; but `StepTransfers.run` is called where the steps are executed.
+    Only the thread that owns the engine calls it, except `StepTransfers.run`, which the executor of the steps calls.
 
     Args:
         pool: the engine's.
         tier: host memory; None: none.
         store: a directory; None: none.
         role: what the engine does with the store, see `STORE_ROLES`.
-        counters: of the engine; what is moved is counted there.
+        counters: the engine's; count the moved KV.
         clock: the engine's, in seconds.
         config: the scheduler's.
     """
@@ -128,8 +129,8 @@ class EngineConnector:
         self._clock = clock
         self._is_for_swap = config.preemption_mode != "recompute"
         self.saves_evicted = tier is not None and not self._is_for_swap
-        self._most = config.max_steps_in_flight
-        self._steps: dict[int, StepTransfers] = {}  # by step id, of those that may be in flight
+        self._max_in_flight = config.max_steps_in_flight
+        self._steps: dict[int, StepTransfers] = {}  # by step id, of steps that may be in flight
         self._loading: dict[int, Waiting] = {}
         self._num_resets = 0
         self._ended: SimpleQueue[tuple[int, int]] = SimpleQueue()
@@ -137,12 +138,12 @@ class EngineConnector:
         self._reader = Worker("pointsman-kv-load")
         self._writer = Worker("pointsman-kv-store")
         self.notify: Callable[[], None] | None = None
-        """Called in another thread when there is something to `settle`."""
+        """Called in another thread when `settle` has something to report."""
 
-    # ------------------------------------------------------------------ what the scheduler asks
+    # ------------------------------------------------------------------ called by the scheduler
 
     def num_external_tokens(self, request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
-        """Tokens behind the local ones that could be loaded, and whether while the request waits."""
+        """Number of tokens after the local ones that could be loaded, and whether the request must wait for them."""
         size = self._pool.block_size
         keys = block_keys(request, size)[num_local_tokens // size : (request.num_tokens - 1) // size]
         num_here = 0 if self.tier is None else self.tier.num_found(keys)
@@ -152,7 +153,7 @@ class EngineConnector:
     def num_tokens_in_groups(
         self, request: Request, num_local_tokens: int, has: npt.NDArray[np.bool_]
     ) -> tuple[int | None, bool]:
-        """The same for KV in groups, of which the pool `has` these blocks [groups, blocks]."""
+        """The same for KV in groups, where the pool `has` these blocks [groups, blocks]."""
         size, start = self._pool.block_size, num_local_tokens // self._pool.block_size
         num_here = 0 if self.tier is None else self._num_blocks(request, has, self.tier.has) - start
         num_stored = 0
@@ -161,7 +162,8 @@ class EngineConnector:
         return max(num_here, num_stored, 0) * size, num_stored > max(num_here, 0)
 
     def _num_blocks(self, request: Request, has: npt.NDArray[np.bool_], is_there: Callable[[bytes], bool]) -> int:
-        """The most blocks after which a request can continue, with those of the pool and what is there."""
+        """Maximum number of blocks after which a request can continue, with the pool's blocks and those that `is_there`
+        finds."""
         found = has.copy()
         for group, place in zip(*(where.tolist() for where in (~has).nonzero()), strict=True):
             found[group, place] = is_there(self._name(request, group, place))
@@ -173,7 +175,7 @@ class EngineConnector:
     def request_ended(
         self, request: Request, block_ids: npt.NDArray[np.int64], num_tokens: int, transfer_id: int
     ) -> bool:
-        """Whether blocks of a finished request are being written to the store."""
+        """Start writing new blocks of a finished request to the store; return whether there are any."""
         if self._writes is None or request.prefix_epoch != self._num_resets:  # computed before a reset
             return False
         folder, size = self._writes.folder, self._pool.block_size
@@ -188,22 +190,22 @@ class EngineConnector:
         return True
 
     def reset(self) -> None:
-        """Forget all KV that was kept so far."""
+        """Drop all KV that was kept so far."""
         self._num_resets += 1
         if self.tier is not None:
             self.tier.clear()
         if self.store is not None:
             self.store.reset()
 
-    # ------------------------------------------------------------------ what a scheduler's output says
+    # ------------------------------------------------------------------ for a scheduler's output
 
     def prepare(self, output: SchedulerOutput) -> StepTransfers | None:
-        """What a step that was scheduled now moves; None: nothing."""
+        """Plan the transfers of the step that was scheduled now; None: there are none."""
         self._count_hits(output)
         transfers = self._prepare(output) if output.loads or output.saves else None
         if self._is_for_swap and self.tier is not None:
             for request in output.finished:
-                if request.num_preemptions:  # nobody resumes with its blocks any more
+                if request.num_preemptions:  # its swapped blocks are no longer needed
                     for group in range(self._num_groups):
                         keys = block_keys(request, self._pool.block_size)
                         self.tier.discard(block_name(key, group, self._num_groups) for key in keys)
@@ -221,18 +223,19 @@ class EngineConnector:
             if load.is_async:
                 self._loading[load.transfer_id] = Waiting(load.request, self._clock())
                 starts.append(self._file_load(load))
-        self._steps = {step_id: one for step_id, one in self._steps.items() if step_id > output.step_id - self._most}
+        oldest = output.step_id - self._max_in_flight
+        self._steps = {step_id: one for step_id, one in self._steps.items() if step_id > oldest}
         self._steps[output.step_id] = transfers = StepTransfers(copies, starts)
         return transfers
 
     def void(self, outputs: Sequence[SchedulerOutput]) -> None:
-        """All steps in flight are void: none of them runs, or will."""
+        """Void the transfers of all steps in flight, none of which will run."""
         if self.tier is not None:
             self.tier.drop_plans()
         for output in outputs:
             transfers = self._steps.pop(output.step_id, None)
             loads = [load for load in output.loads if load.is_async]
-            if transfers is not None:  # else it was never prepared
+            if transfers is not None:  # otherwise the step was never prepared
                 loads = [one.load for one in transfers.loads if one.claim()]
             for load in loads:
                 self._ended.put((load.transfer_id, 0))
@@ -252,7 +255,7 @@ class EngineConnector:
                 self._counters.num_external_hits += external
 
     def _count(self, what: Literal["offloaded", "restored", "stored", "loaded"], blocks: int, num_bytes: int) -> None:
-        """Each of these by one thread only."""
+        """Add to the counters; each of them is changed by one thread only."""
         counters = self._counters
         setattr(counters, f"num_{what}_blocks", getattr(counters, f"num_{what}_blocks") + blocks)
         setattr(counters, f"num_{what}_bytes", getattr(counters, f"num_{what}_bytes") + num_bytes)
@@ -267,24 +270,24 @@ class EngineConnector:
         return FileLoad(load, start)
 
     def _chain(self, load: Load) -> tuple[bytes, ...]:
-        """The names of the blocks of a load's request that count as used now: with one group from its first one to the
-        last that is loaded, otherwise those that are loaded."""
+        """The names of the blocks that a load marks as used now: with one group, from the request's first block to the
+        last loaded one; otherwise the loaded blocks."""
         size = self._pool.block_size
         if self._num_groups == 1:
             return block_keys(load.request, size)[: load.first_token // size + len(load.block_ids)]
         return self._keys(load)
 
     def _keys(self, load: Load) -> tuple[bytes, ...]:
-        """The names of the blocks that are loaded."""
+        """The names of the loaded blocks."""
         if self._num_groups == 1:
             return self._chain(load)[-len(load.block_ids) :]
         at = zip(load.block_groups.tolist(), load.block_places.tolist(), strict=True)
         return tuple([self._name(load.request, group, place) for group, place in at])
 
-    # ------------------------------------------------------------------ what has ended
+    # ------------------------------------------------------------------ finished transfers
 
     def settle(self, scheduler: Scheduler) -> list[Request]:
-        """Report finished transfers to the scheduler. Returns the requests that finish by it."""
+        """Report finished transfers to the scheduler; return the requests that finish as a result."""
         ended, self._taken = self._taken, []
         while not self._ended.empty():
             ended.append(self._ended.get())
@@ -297,7 +300,7 @@ class EngineConnector:
         return requests
 
     def wait(self, timeout: float) -> None:
-        """While requests wait for loads: until there is something to `settle`, at most `timeout` seconds."""
+        """If requests wait for loads: wait until a transfer has ended, at most `timeout` seconds."""
         if self._loading and not self._taken:
             try:
                 self._taken.append(self._ended.get(timeout=timeout))
@@ -306,14 +309,14 @@ class EngineConnector:
 
     @property
     def deadline(self) -> float | None:
-        """When the next load will have taken too long, on the engine's clock, so that a step is due; None: never."""
+        """Time on the engine's clock at which the next load times out, so that a step is due; None: never."""
         if self._timeout is None or not self._loading:
             return None
         waiting = [one.since for one in self._loading.values() if one.request.status.is_parked]
         return min(waiting) + self._timeout if waiting else None
 
     def close(self) -> None:
-        """Write what is to be written, for `EXIT_PATIENCE` at most, and end the threads; a later transfer starts
+        """Finish submitted transfers, within `EXIT_PATIENCE` seconds, and end the threads; a later transfer starts
         others."""
         self._reader.close()
         self._writer.close()
@@ -327,7 +330,7 @@ class EngineConnector:
         keys = chain[-len(load.block_ids) :]
         try:
             for key, block in zip(keys, load.block_ids.tolist(), strict=True):
-                if load.request.is_finished:  # no request waits for it any more
+                if load.request.is_finished:  # the load is no longer needed
                     break
                 fill_block(self._pool, block, folder.read(key))
                 num_loaded += 1
@@ -335,7 +338,7 @@ class EngineConnector:
             pass  # another process has removed it
         except BadBlock as error:
             logger.warning("the KV store's %s is not used: %s", folder.path_of(keys[num_loaded]), error)
-            folder.distrust(keys[num_loaded:])  # what is computed in their place will replace them
+            folder.distrust(keys[num_loaded:])  # recomputed blocks will replace them
         except Exception:
             logger.exception("KV could not be loaded from %s", folder.path)
         folder.touch(chain[: len(chain) - len(keys) + num_loaded])
@@ -346,7 +349,7 @@ class EngineConnector:
         self._end(load.transfer_id, self._num_tokens(load, num_loaded))
 
     def _num_tokens(self, load: Load, num_loaded: int) -> int:
-        """Tokens of a load all blocks of which are among the first `num_loaded`."""
+        """Number of the load's tokens whose blocks are all among the first `num_loaded`."""
         if num_loaded == len(load.block_ids):
             return load.num_tokens
         size = self._pool.block_size
@@ -381,8 +384,8 @@ class EngineConnector:
 
 
 def fill_block(pool: KVPool, block_id: int, parts: dict[str, Any]) -> None:
-    """Copy a block's parts into the pool, in any thread: on a CPU without PyTorch, whose operators would start
-    helper threads for this one."""
+    """Copy a block's parts into the pool, in any thread. On a CPU NumPy copies, because PyTorch's operators would start
+    helper threads for this thread."""
     for name, target in pool.block(block_id).items():
         if target.device.type == "cpu":
             target.view(torch.uint8).numpy()[...] = parts[name].view(torch.uint8).numpy()
@@ -398,7 +401,7 @@ def make_kv_connector(
     counters: EngineCounters,
     clock: Callable[[], float],
 ) -> EngineConnector | None:
-    """The connector of an engine; None: it keeps no KV outside the pool.
+    """Make the connector of an engine; None: the engine keeps no KV outside the pool.
 
     Raises:
         ConfigError: a knob is out of range, or would have no effect.

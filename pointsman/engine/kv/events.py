@@ -1,14 +1,14 @@
-"""Publishes what enters and leaves the prefix cache over ZeroMQ, in vLLM's format, so that its subscribers can read it.
+"""KVEventsPublisher: publishes changes of the prefix cache over ZeroMQ, in vLLM's format.
 
 Each step's events are one message of three frames: the topic, a sequence number (8 bytes, big-endian, from 0) and a
 MessagePack array of [seconds since 1970, events, data parallel rank]. Events are maps with a "type": BlockStored,
 BlockRemoved, AllBlocksCleared (the interface is that of `vllm/distributed/kv_events.py` of vLLM 0.32; block hashes are
-SHA-256, see `pointsman/core/kv/digests.py`). A subscriber that missed messages asks the replay socket: a DEALER socket
-sends an empty frame and the first number that it wants, 8 bytes, big-endian. It gets the messages that are still kept,
-each behind an empty frame, then one with the number -1.
+SHA-256, see `pointsman/core/kv/digests.py`). A subscriber that missed messages uses the replay socket: its DEALER
+socket sends an empty frame and the number of the first missing message (8 bytes, big-endian). It gets the messages that
+are still kept, each after an empty frame, then one with the number -1.
 
-A thread of its own writes, so that a step never waits. If it cannot keep up, messages are dropped: a subscriber sees a
-gap in the numbers. What happens between two steps is published with the next one.
+A separate thread sends the messages, so that a step never waits. If it cannot keep up, messages are dropped, and a
+subscriber sees a gap in the numbers. Events between two steps are published with the next step.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MEDIUM = "GPU"
-"""What vLLM calls the memory that the model computes in, on every device."""
+"""vLLM's name for the memory of the model's device, whatever the device."""
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
-_POLL = 0.1  # seconds between looks at the replay socket
+_POLL = 0.1  # seconds between checks of the replay socket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVEventsConfig:
-    """Where events are published; names and defaults are vLLM's.
+    """Where and how events are published; names and defaults are vLLM's.
 
     Raises:
         ValueError: a value is out of range.
@@ -48,20 +48,20 @@ class KVEventsConfig:
     publisher: str = "zmq"
     """"zmq", or "null": nothing is published."""
     endpoint: str = "tcp://*:5557"
-    """Where to publish; bound if it has a * or ::, or is ipc:// or inproc://, else connected to. Routers connect, so
-    they need one that is bound."""
+    """Address to publish at. The publisher binds it if it has a * or ::, or is ipc:// or inproc://; otherwise it
+    connects to it. Routers connect, so they need an address that is bound."""
     replay_endpoint: str | None = None
-    """Where to bind the socket that repeats messages; None: none."""
+    """Address to bind the socket that repeats messages; None: no replay."""
     buffer_steps: int = 10_000
-    """Messages that are kept for replay."""
+    """Maximum number of messages kept for replay."""
     hwm: int = 100_000
-    """Messages that ZeroMQ keeps for a slow subscriber before it drops them."""
+    """Maximum number of messages that ZeroMQ keeps for a slow subscriber before it drops them."""
     max_queue_size: int = 100_000
-    """Messages that may wait for the thread that writes; more are dropped."""
+    """Maximum number of messages that wait for the sending thread; more are dropped."""
     topic: str = ""
-    """The first frame of every message, which subscribers choose by."""
+    """The first frame of every message, by which subscribers filter."""
     data_parallel_rank: int = 0
-    """The number of this engine among those of its server, which sets it; a part of every message."""
+    """The number of this engine in its server, which sets it; part of every message."""
 
     def __post_init__(self) -> None:
         if self.publisher not in ("zmq", "null"):
@@ -91,7 +91,7 @@ class KVEventsConfig:
 
     @classmethod
     def of(cls, value: KVEventsConfig | Mapping[str, Any] | None) -> KVEventsConfig | None:
-        """The configuration, given as one or as a mapping; None: nothing is to be published.
+        """The configuration from a `KVEventsConfig` or a mapping; None: nothing is published.
 
         Raises:
             ValueError: it has an unknown field, or a value is out of range.
@@ -109,7 +109,7 @@ class KVEventsConfig:
 
 
 def _bound_form(endpoint: str) -> str:
-    """The address of the same port that is bound."""
+    """A bound address with the same port."""
     return f"tcp://*:{endpoint.rpartition(':')[2]}"
 
 
@@ -117,9 +117,9 @@ class KVEventsPublisher:
     """Publishes the events of one engine.
 
     Args:
-        config: where.
+        config: where and how.
         block_size: tokens per block.
-        num_groups: groups of layers whose blocks are stored by themselves; with several, events name theirs.
+        num_groups: groups of layers, each with its own blocks; with several, events name their group.
 
     Raises:
         ValueError: pyzmq or msgspec is missing, or an endpoint cannot be used.
@@ -142,14 +142,14 @@ class KVEventsPublisher:
         self._context = zmq.Context()
         self._publish_socket, self._replay_socket = self._open(config)
         self.endpoint: str = self._publish_socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        """Where it publishes, with the port that was found for port *."""
+        """The address that it publishes at; a port * is replaced by the actual port."""
         replay = self._replay_socket
         self.replay_endpoint = replay.getsockopt_string(zmq.LAST_ENDPOINT) if replay is not None else None
         self._thread = threading.Thread(target=self._run, name="pointsman-kv-events", daemon=True)
         self._thread.start()
 
     def publish(self, events: Sequence[KVEvent]) -> None:
-        """Send these in one message, soon; returns at once."""
+        """Queue these events for sending in one message; returns at once."""
         if not events or not self._thread.is_alive():
             return
         number = self._next_number
@@ -157,15 +157,15 @@ class KVEventsPublisher:
         try:
             self._queue.put_nowait((number, [time.time(), list(events), self._rank]))
         except queue.Full:
-            logger.warning("KV events: message %d is dropped, as %d wait", number, self._queue.maxsize)
+            logger.warning("KV events: message %d is dropped, because %d messages wait", number, self._queue.maxsize)
 
     def close(self, timeout: float = 1.0) -> None:
-        """Send what waits, for at most `timeout` seconds, and close the sockets."""
+        """Send the waiting messages, for at most `timeout` seconds, and close the sockets."""
         if self._thread.is_alive():
             try:
                 self._queue.put(None, timeout=timeout)
             except queue.Full:
-                logger.warning("KV events: the last messages are lost, as nothing takes them")
+                logger.warning("KV events: the last messages are lost, because the queue stayed full")
             self._thread.join(timeout)
 
     def _open(self, config: KVEventsConfig) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes] | None]:
@@ -211,7 +211,7 @@ class KVEventsPublisher:
                 frame = number.to_bytes(8, "big")
                 self._publish_socket.send_multipart((self._topic, frame, payload))
                 self._kept.append((frame, payload))
-            except Exception:  # a message is lost, which subscribers see; the next one may go out
+            except Exception:  # subscribers see the gap; the next message may be sent
                 logger.exception("KV events: a message could not be sent")
                 time.sleep(_POLL)
         self._context.destroy(linger=500)

@@ -1,8 +1,8 @@
-"""Which layers keep their KV in the same blocks, and where in the memory of a block?
+"""KVLayout: assigns the layers of a model to groups with a block table each, and to memory within a block.
 
-Layers that attend alike, to everything or to a window, are in groups of equal size; each group has a block table of its
-own, and the blocks of all groups are from one pool. A block has memory for one group, whichever it is: it consists of
-slots, and each group uses a slot for a layer.
+Layers with the same attention (full, or the same window) are in groups of equal size. Each group has its own block
+table, and all groups take their blocks from one pool. A block has memory for any one group: it consists of slots, and
+each group uses one slot per layer.
 
     34 layers, five of six with a window       slot 0      slot 1     ...     slot 4
     group 0, window                           layer 0     layer 1            layer 4
@@ -10,8 +10,8 @@ slots, and each group uses a slot for a layer.
     group 5, window                          layer 30    layer 31                  -
     group 6, full attention                   layer 5    layer 11           layer 29
 
-Where some layers keep less per token than others, by a whole factor, a slot has several of them, its parts. Without
-groups every layer has a slot of its own, and all keep the whole context.
+Where some layers keep less per token than others, by an integer factor, a slot holds several of them, as its parts.
+Without groups every layer has its own slot, and all keep the whole context.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from pointsman.engine.params.engine_args import wants_one_group
 logger = logging.getLogger(__name__)
 
 MAX_GROUPS = 8
-"""Each group takes time in every step: its blocks, and its inputs of the attention."""
+"""Maximum number of groups. Each takes time in every step, for its blocks and its attention inputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one attention layer keeps per token, as seen when the model was probed."""
+    """The KV of one attention layer per token, as measured on a probe of the model."""
 
     num_kv_heads: int
     k_dim: int
@@ -53,30 +53,30 @@ class LayerShape:
 
     @property
     def num_elements(self) -> int:
-        """Of a token, keys and values."""
+        """Elements of a token's keys and values."""
         return self.num_keys + self.num_values
 
 
 class Place(NamedTuple):
-    """Where a layer keeps its KV."""
+    """The place of a layer's KV in a block."""
 
     group: int
     slot: int
     part: int = 0
-    """Of the slot, which has `num_parts` for such layers."""
+    """The part of the slot, which has `num_parts` parts for such layers."""
     num_parts: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Where the layers of a model keep their KV."""
+    """The places of all layers' KV."""
 
     groups: tuple[KVGroup, ...]
     """`SchedulerConfig.kv_groups`; (): one group of full attention."""
     places: tuple[Place, ...]
     """[layers]"""
     slots: tuple[LayerShape, ...]
-    """[slots of a block] the shape of the largest layer there."""
+    """[slots of a block] the shape of the slot's largest layer."""
 
     @classmethod
     def plain(cls, layers: Sequence[LayerShape]) -> KVLayout:
@@ -85,7 +85,7 @@ class KVLayout:
 
     @property
     def parts_of(self) -> tuple[int, ...]:
-        """[groups] the parts of a slot for layers of the group."""
+        """[groups] number of parts of a slot for layers of the group."""
         parts = {place.group: place.num_parts for place in self.places}
         return tuple(parts[group] for group in sorted(parts))
 
@@ -96,14 +96,14 @@ def choose_layout(
     config: SchedulerConfig,
     disable: bool | None,
 ) -> KVLayout:
-    """The layout of a model's KV, as the arguments of `Engine` say; the log says why windows save nothing.
+    """Choose the layout of a model's KV by the arguments of `Engine`. The reason why windows save nothing is logged.
 
     Args:
         windows: see `layout_in_groups`.
         disable: `disable_hybrid_kv_cache_manager`.
 
     Raises:
-        ConfigError: `disable` is no such value.
+        ConfigError: `disable` is not True, False or None.
     """
     why_not = "disable_hybrid_kv_cache_manager is True" if wants_one_group(disable) else None
     if not any(window is not None and window < config.max_model_len for window in windows):
@@ -120,15 +120,15 @@ def choose_layout(
 def layout_in_groups(
     layers: Sequence[LayerShape], windows: Sequence[int | None], config: SchedulerConfig, *, only_if_it_saves: bool
 ) -> KVLayout:
-    """The layout in groups with which a request of the longest length holds the least memory while it decodes.
+    """Choose the layout in groups with which a decoding request of maximum length holds the least memory.
 
-    It is the plain one if no layer has a window below that length, or where some layers keep less per token than
-    others, and not by a whole factor.
+    The result is the plain layout if no layer has a window below that length, or if the layers' sizes per token differ
+    by a factor that is not an integer.
 
     Args:
         windows: [layers] tokens to which a token attends, its own included; None: all.
-        config: whose number of blocks is not read.
-        only_if_it_saves: the plain layout also where groups take no less memory.
+        config: the scheduler's; its number of blocks is not read.
+        only_if_it_saves: return the plain layout also if groups take no less memory.
     """
     max_model_len = config.max_model_len
     largest = max(layers, key=lambda shape: shape.num_elements)
@@ -154,7 +154,7 @@ def layout_in_groups(
     layout = KVLayout(tuple(groups), tuple(places[index] for index in range(len(layers))), (largest,) * size)
 
     def num_elements(one: KVLayout) -> int:
-        """In the blocks of such a request, for each of their tokens."""
+        """Elements of the blocks of such a request, per token of a block."""
         num_blocks = config.replace(kv_groups=one.groups).decode_blocks(max_model_len)
         return num_blocks * sum(shape.num_elements for shape in one.slots)
 
@@ -162,7 +162,7 @@ def layout_in_groups(
 
 
 def _num_parts(shape: LayerShape, largest: LayerShape) -> int:
-    """How many layers of a shape fill the memory of the largest one; 0: they do not."""
+    """Number of layers of a shape that exactly fill the memory of the largest one; 0: none do."""
     parts = largest.num_keys // shape.num_keys
     fill = parts * shape.num_keys == largest.num_keys and parts * shape.num_values == largest.num_values
     return parts if fill else 0

@@ -1,20 +1,20 @@
-"""Host memory behind the KV pool: evicted blocks are copied there, and copied back instead of recomputed.
+"""HostTier: keeps evicted KV blocks in host memory, and copies them back so that they need not be recomputed.
 
-The pool evicts the content of a block when it needs the block and it is the least recently used: a cached prefix, or
-what a preempted request had computed. The scheduler names such blocks in `SchedulerOutput.saves`, and asks,
-when a request comes, how many of its blocks are here.
+When the pool needs a block, it evicts the least recently used content: a cached prefix, or the KV of a preempted
+request. The scheduler lists such blocks in `SchedulerOutput.saves`. When a request arrives, it looks up how many of the
+request's blocks are in host memory.
 
-The directory (which content is in which slot, `core/kv/slots.py`) is kept by the thread that owns the scheduler; bytes
-are moved by the thread that executes the steps, in their order. So one step's copies are planned while another one
+The thread that owns the scheduler keeps the directory of slots and their content (`core/kv/slots.py`). The thread that
+executes the steps moves the bytes, in the order of the steps. So one step's copies are planned while another one
 executes:
 
     copies = tier.plan(saves, loads)     owner: slots are taken, the least recently used first
-    copies.run()                         with the step, before it computes: blocks -> slots, blocks -> blocks for what
-                                         it saves and loads, then slots -> blocks
-    copies.report()                      once the step has computed: how much was copied, and how long it took
+    copies.run()                         with the step, before it computes: blocks -> slots, blocks -> blocks that the
+                                         step both saves and loads, then slots -> blocks
+    copies.report()                      after the step has computed: number of copied blocks, and the time
 
 On a GPU the slots are pinned memory, and the copies are queued on the stream of the model's kernels, which keeps the
-order and overlaps with nothing. (That path is written by the book and has not run on a GPU so far.)
+order but overlaps no work. (This path follows the documentation and has not run on a GPU so far.)
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pointsman.engine.kv.pool import KVPool, bytes_per_block
 
 
 class HostCopies:
-    """What one step copies between the pool and host memory."""
+    """The copies of one step between the pool and host memory."""
 
     def __init__(self, pool: KVPool, host: KVPool, plan: SlotPlan) -> None:
         self.plan = plan
@@ -43,7 +43,7 @@ class HostCopies:
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
     def run(self) -> None:
-        """Copy. Steps do so in their order, before they compute."""
+        """Copy the blocks. Steps call this in order, before they compute."""
         if self._pool.device.type == "cuda":
             began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             began.record()
@@ -57,7 +57,7 @@ class HostCopies:
         self.is_done = True
 
     def report(self) -> Copies | None:
-        """What was copied, once the step has computed; None: nothing."""
+        """The copied blocks and the time, after the step has computed; None: nothing was copied."""
         if not self.plan.num_blocks:
             return None
         if self._events is not None:
@@ -77,8 +77,8 @@ class HostTier(SlotDirectory):
     """Blocks in host memory, found by their content keys (`pointsman/core/kv/digests.py`).
 
     Args:
-        pool: that they belong to.
-        num_bytes: the maximum that they take. A slot takes as much as a block.
+        pool: the blocks' own.
+        num_bytes: maximum memory for all slots. A slot is as large as a block.
 
     Raises:
         ConfigError: less than one block fits.
@@ -104,16 +104,16 @@ class HostTier(SlotDirectory):
         )
         if pool.device.type == "cuda":
             self._host.pin_memory()
-        self._plans: list[HostCopies] = []  # that have not run
+        self._plans: list[HostCopies] = []  # plans that have not run
 
     def plan(self, saves: Sequence[tuple[int, bytes]], loads: Sequence[SlotLoad]) -> HostCopies:
-        """What a step copies: the content of blocks, given with their keys, and what is to be loaded."""
+        """Plan the copies of a step: blocks to save, with their keys, and blocks to load."""
         copies = HostCopies(self._pool, self._host, self.assign(saves, loads))
         self._plans = [*(one for one in self._plans if not one.is_done), copies]
         return copies
 
     def drop_plans(self) -> None:
-        """The steps in flight are void: what they were to save, and have not, is forgotten."""
+        """Forget the saves of voided steps that have not run."""
         self.withdraw(save for copies in self._plans if not copies.is_done for save in copies.plan.saves)
         self._plans = []
 

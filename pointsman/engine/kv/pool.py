@@ -1,18 +1,18 @@
-"""The paged KV pool: one pair of tensors per layer, addressed by the block ids that the scheduler hands out.
+"""KVPool: the memory of all KV blocks, a pair of tensors per layer, addressed by the scheduler's block ids.
 
 Shapes, per layer:
 
     keys   [num_blocks, num_kv_heads, block_size, k_dim]
     values [num_blocks, num_kv_heads, block_size, v_dim]
 
-Heads come before the slots of a block, so one head's keys of one block lie together: a decode kernel reads
-them as one run, and a gather of a request's blocks is a copy of whole runs. The pool may be of another type than the
-model: bfloat16 under a float32 model halves its memory, and costs the rounding of keys and values. Layers may differ
-in their shapes (multi-head latent attention expands keys and values to different widths).
+Heads come before the tokens of a block, so one head's keys of one block are contiguous: a decode kernel reads them in
+one piece, and gathering a request's blocks copies whole pieces. The pool may have another type than the model: bfloat16
+under a float32 model halves its memory, and rounds keys and values. Layers may differ in their shapes (multi-head
+latent attention expands keys and values to different widths).
 
 Layers of different groups (`layout.py`) share memory: their tensors are views of the same slot, and a block is in the
-table of one group at a time. Where a slot has p parts for a layer, its tensors have p times the blocks, and begin where
-its part does in the first: block b of the scheduler is block p * b there.
+table of one group at a time. Where a slot has p parts for a layer, the layer's tensors have p times as many blocks, and
+begin at its part of the first slot: block b of the scheduler is block p * b of the layer.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ logger = logging.getLogger(__name__)
 
 KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEFAULT_KV_CACHE_BYTES = 1 << 30
-"""What the pool may take when neither a byte budget nor a block count is given."""
+"""Maximum size of the pool if neither a byte budget nor a block count is given."""
 
 
 class KVPool:
     """Physical KV blocks of every layer.
 
     Args:
-        layers: the shape of each.
-        layout: which of them share memory; None: none.
+        layers: the shape of each layer.
+        layout: assigns layers to shared memory; None: no layers share memory.
 
     Attributes:
-        keys, values: one tensor per layer, shapes above. On a CPU, blocks that were never used take no memory.
+        keys, values: one tensor per layer, shapes above. On a CPU, unused blocks take no memory until their first use.
 
     Raises:
         ValueError: there is not enough memory.
@@ -67,7 +67,7 @@ class KVPool:
         self.block_size = block_size
         self.dtype = dtype
         self.group_of = [place.group for place in self.layout.places]
-        """[layers]"""
+        """[layers] the group of each layer."""
         num_tokens = num_blocks * block_size
         try:
             self._slots = [
@@ -80,13 +80,13 @@ class KVPool:
         except (MemoryError, torch.OutOfMemoryError):
             share = "" if torch.device(device).type == "cpu" else ", or gpu_memory_utilization if neither is given"
             raise ValueError(
-                f"a KV pool of {num_blocks} blocks needs {self.num_bytes / 2**30:,.1f} GiB, which cannot be had; lower "
-                f"num_blocks or kv_cache_bytes{share}"
+                f"a KV pool of {num_blocks} blocks needs {self.num_bytes / 2**30:,.1f} GiB, which is not available; "
+                f"lower num_blocks or kv_cache_bytes{share}"
             ) from None
         self._view_slots()
 
     def _view_slots(self) -> None:
-        """Make the tensors of the layers, of their slots."""
+        """Make the layers' tensors, as views of the slots."""
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         for shape, place in zip(self.layers, self.layout.places, strict=True):
@@ -107,23 +107,23 @@ class KVPool:
         return self.num_blocks * bytes_per_block(self.layout.slots, self.block_size, self.dtype)
 
     def take_memory(self) -> None:
-        """Have the system give the memory of all blocks now, before the first step; all KV is zero afterwards.
+        """Take the memory of all blocks from the system now, before the first step; all KV is zero afterwards.
 
-        Otherwise pages are given when a block is first written, which cost a step of 1,000 prompt tokens a fifth of its
-        time where this was measured.
+        Otherwise the system maps pages when a block is first written: a fifth of the time of a measured step of 1,000
+        prompt tokens.
         """
         for keys, values in self._slots:
             keys.zero_()
             values.zero_()
 
     def pin_memory(self) -> None:
-        """Of a pool on the CPU: move it into memory that a GPU can read and write by itself."""
+        """Move a pool on the CPU into memory that a GPU can access directly."""
         self._slots = [(keys.pin_memory(), values.pin_memory()) for keys, values in self._slots]
         self._view_slots()
 
     def block(self, block_id: int) -> dict[str, Tensor]:
-        """One block, by names of its parts: "0.keys", "0.values", "1.keys", ... for its slots, whichever layers use
-        them. Views, not copies."""
+        """One block as named parts: "0.keys", "0.values", "1.keys", ... for its slots, for any layers. Views, not
+        copies."""
         parts: dict[str, Tensor] = {}
         for index, (shape, (keys, values)) in enumerate(zip(self.layout.slots, self.slots(), strict=True)):
             parts[f"{index}.keys"] = keys[block_id].view(shape.num_kv_heads, self.block_size, shape.k_dim)
@@ -135,9 +135,9 @@ class KVPool:
         return [(keys.view(self.num_blocks, -1), values.view(self.num_blocks, -1)) for keys, values in self._slots]
 
     def log_capacity(self, config: SchedulerConfig) -> None:
-        """Log what fits, in tokens and in requests of the longest length, with the scheduler's configuration."""
+        """Log the capacity in tokens and in requests of maximum length."""
         logger.info(
-            "KV pool: %d blocks of %d tokens%s, %.1f MiB: room for %d tokens, or %.1f requests of the full length %d",
+            "KV pool: %d blocks of %d tokens%s, %.1f MiB: enough for %d tokens, or %.1f requests of the full length %d",
             self.num_blocks,
             self.block_size,
             f" in {text_of(config.kv_groups)}" if config.has_kv_groups else "",
@@ -156,7 +156,7 @@ class KVPool:
 
 
 def _lazy_zeros(count: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Zeros. On a CPU they come from NumPy, whose pages are mapped when first touched; torch would write them all."""
+    """Zeros. On a CPU they come from NumPy, whose pages are mapped on first use; torch would write them all."""
     if torch.device(device).type != "cpu":
         return torch.zeros(count, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(count * dtype.itemsize, dtype=np.uint8)).view(dtype)
@@ -166,7 +166,7 @@ def choose_kv_dtype(name: str, model_dtype: torch.dtype, device: torch.device) -
     """The element type of the pool; "auto" is the model's own.
 
     Raises:
-        ValueError: an unknown name, or a type that the device does not compute.
+        ValueError: the name is unknown, or the device does not support the type.
     """
     if name == "auto":
         return model_dtype
@@ -177,20 +177,20 @@ def choose_kv_dtype(name: str, model_dtype: torch.dtype, device: torch.device) -
 
 
 def check_float16(argument: str, name: str, device: torch.device) -> None:
-    """Refuse float16 where there is no GPU: a CPU computes it slowly, and the compiled kernels have no such type.
+    """Refuse float16 without a GPU: a CPU computes it slowly, and the compiled kernels do not support it.
 
     Args:
-        argument: whose value `name` is.
+        argument: the argument with the value `name`.
 
     Raises:
-        ValueError: it is float16, on a CPU.
+        ValueError: the value is float16, on a CPU.
     """
     if name == "float16" and device.type == "cpu":
         raise ValueError(f"{argument} is 'float16', which needs a GPU, and device is cpu; use float32 or bfloat16")
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
-    """Blocks that hold `num_tokens` tokens."""
+    """Number of blocks for `num_tokens` tokens."""
     return -(-num_tokens // block_size)
 
 
@@ -209,18 +209,18 @@ def choose_num_blocks(
     dtype: torch.dtype,
     device_budget: DeviceBudget | None = None,
 ) -> int:
-    """The block count: as given, or what the byte budget holds, or that of the device, or the default budget.
+    """Choose the number of blocks: as given, or from the byte budget, the device's budget or the default budget.
 
-    The default takes no more than `max_num_seqs` requests of full length could ever use. A device's budget is taken
-    whole: what requests do not use keeps prefixes.
+    The default is at most the number that `max_num_seqs` requests of full length can use. A device's budget is used
+    completely: blocks that no request needs hold cached prefixes.
 
     Args:
-        config: whose number of blocks is not read.
-        device_budget: of a GPU; None: there is none, or it was not measured because a size is given.
+        config: the scheduler's; its number of blocks is not read.
+        device_budget: of a GPU; None: there is no GPU, or a size is given, so the budget was not measured.
 
     Raises:
-        ValueError: both a count and a budget are given, or the budget is smaller than one block; or that of the device
-            is smaller than one request of full length.
+        ValueError: both a count and a budget are given, the budget is smaller than one block, or the device's budget is
+            smaller than one request of full length.
     """
     if num_blocks is not None:
         if kv_cache_bytes is not None:
@@ -235,8 +235,8 @@ def choose_num_blocks(
             raise ValueError(_too_little(device_budget, config, block_bytes))
         return device_budget.kv_bytes // block_bytes
     if kv_cache_bytes is None:
-        most_useful = full_length + (config.max_num_seqs - 1) * config.decode_blocks(config.max_model_len)
-        return max(1, min(most_useful, DEFAULT_KV_CACHE_BYTES // block_bytes))
+        max_useful = full_length + (config.max_num_seqs - 1) * config.decode_blocks(config.max_model_len)
+        return max(1, min(max_useful, DEFAULT_KV_CACHE_BYTES // block_bytes))
     if kv_cache_bytes < block_bytes:
         raise ValueError(
             f"kv_cache_bytes is {kv_cache_bytes}, less than one block of {block_bytes} bytes; a request of the full "
@@ -246,7 +246,7 @@ def choose_num_blocks(
 
 
 def _too_little(budget: DeviceBudget, config: SchedulerConfig, block_bytes: int) -> str:
-    """Why a GPU has no memory for a request of full length, and what helps."""
+    """The error for a GPU without enough memory for a request of full length, with remedies."""
     needed = block_bytes * config.most_blocks(config.max_model_len)
     num_blocks = max(0, budget.kv_bytes) // block_bytes
     fitting = bisect_right(range(1, config.max_model_len + 1), num_blocks, key=config.most_blocks)
@@ -259,6 +259,6 @@ def _too_little(budget: DeviceBudget, config: SchedulerConfig, block_bytes: int)
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor; without a copy, where it lies in one piece in the main memory."""
+    """The bytes of a tensor; without a copy if it is contiguous in main memory."""
     plain = tensor.detach().cpu().contiguous().view(-1)
     return plain.view(torch.uint8).numpy().data

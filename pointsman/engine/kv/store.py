@@ -1,20 +1,21 @@
-"""KV in a directory: what one engine has computed, another one reads, now or after a restart.
+"""KVStore: keeps KV blocks as files, for other engines and for later runs.
 
-Each full block is a file, named by its content key (`pointsman/core/kv/digests.py`) in a folder for everything that
-must be equal, too: the model's configuration and weights, the type of the elements, the block size.
+Each full block is a file, named by its content key (`pointsman/core/kv/digests.py`). Its folder is named by a
+fingerprint of everything else that must be equal: the model's configuration and weights, the element type, the block
+size.
 
     DIR/3f0a52c8d1e94b67a0c2/7b/7b9e...safetensors        folder by fingerprint, first byte of the key, key
 
-Of several groups of layers each has a file of its own for a block, whose name ends with the number of the group.
+With several groups of layers, each has its own file for a block, whose name ends with the number of the group.
 
-A file is written under another name and renamed, so it appears whole or not at all. A file that is read is used only if
-size, names, shapes, types, fingerprint, key and checksum are as they must be; anything else counts as absent. So a file
-may be torn, damaged or removed at any moment, which costs a recomputation. The checksum guards against accidents, not
-against writers: with write access to the directory one can make the model say anything, with read access one can infer
-the prompts. Protect it as you protect the prompts.
+A file is written under another name and renamed, so it appears completely or not at all. A file is used only if its
+size, names, shapes, types, fingerprint, key and checksum are right; otherwise it counts as missing. So a file may be
+truncated, damaged or removed at any time, at the cost of a recomputation. The checksum guards against accidents, not
+against attackers: write access to the directory allows control of the model's output, read access reveals prompts.
+Protect the directory like the prompts.
 
-Files that were used least recently go first when the directory grows beyond its limit. Each process counts what it
-wrote itself, and looks at all files when that may be too much.
+When the directory exceeds its limit, the least recently used files are removed first. Each process counts the bytes
+that it wrote, and looks at all files when the total may exceed the limit.
 """
 
 from __future__ import annotations
@@ -45,28 +46,28 @@ FORMAT = "pointsman-kv-1"
 SUFFIX = ".safetensors"
 UNFINISHED = ".part"
 MAX_HEADER = 2**20
-"""Bytes of a file beside its elements."""
+"""Maximum size of a file's header, in bytes."""
 OURS = re.compile(
     r"[0-9a-f]{20}/([0-9a-f]{2})/\1([0-9a-f]{62}([0-9a-f]{4})?|[0-9a-f]{14}-[0-9-]+)(?P<end>\.safetensors|\.part)"
 )
 """Paths of a store's files in its directory, finished or not."""
 ABANDONED_AFTER = 3600.0
-"""Seconds after which a file that was not finished is taken to be left behind by a process that is gone."""
-ROOM = 0.9
-"""The share of the limit that is kept when files are removed."""
+"""Seconds after which an unfinished file is taken to be left by a dead process."""
+KEPT_SHARE = 0.9
+"""Share of the limit down to which files are removed."""
 
 
 class BadBlock(Exception):
-    """A file that is there and does not hold what its name says."""
+    """A file whose content is not the block that its name says."""
 
 
 class BlockFolder:
-    """The files of one model, type of elements, and block size. Safe to use from several threads and processes.
+    """The files of one model, element type and block size. Safe to use from several threads and processes.
 
     Args:
-        path: of the folder; made when something is written.
+        path: of the folder; made on the first write.
         fingerprint: of everything that its files have in common.
-        pool: whose blocks they hold.
+        pool: the pool of the blocks.
     """
 
     def __init__(self, path: Path, fingerprint: str, pool: KVPool) -> None:
@@ -75,7 +76,7 @@ class BlockFolder:
         self._layout = {name: (tensor.shape, tensor.dtype) for name, tensor in pool.block(0).items()}
         num_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._layout.values())
         self._max_bytes = num_bytes + MAX_HEADER
-        self._known: set[bytes] = set()  # keys of files that were seen; they may be gone
+        self._known: set[bytes] = set()  # keys of files that were seen, and may have been removed
         self._distrusted: set[bytes] = set()
         self._numbers = itertools.count()
 
@@ -84,11 +85,11 @@ class BlockFolder:
         return self.path / name[:2] / (name + SUFFIX)
 
     def knows(self, key: bytes) -> bool:
-        """Whether a file of this key was seen that may be good. Looks at no file."""
+        """Whether a file of this key was seen and is not distrusted. Does not access the disk."""
         return key in self._known and key not in self._distrusted
 
     def has(self, key: bytes) -> bool:
-        """Whether there is a file of this key that may be good, or was not long ago."""
+        """Whether there is, or recently was, a file of this key that is not distrusted."""
         if key in self._distrusted:
             return False
         if key not in self._known:
@@ -98,22 +99,22 @@ class BlockFolder:
         return True
 
     def num_found(self, keys: Sequence[bytes]) -> int:
-        """How many of these are there in a row, from the first one on."""
+        """Number of leading keys that all have files."""
         return next((index for index, key in enumerate(keys) if not self.has(key)), len(keys))
 
     def read(self, key: bytes) -> dict[str, Tensor]:
         """The parts of a block, named as by `KVPool.block`.
 
         Raises:
-            FileNotFoundError: it is not there.
-            BadBlock: it is not what it should be.
+            FileNotFoundError: there is no such file.
+            BadBlock: the file is not valid.
         """
         try:
             return self._checked(key, read_regular(self.path_of(key), self._max_bytes))
         except FileNotFoundError:
             self._known.discard(key)
             raise
-        except OSError as error:  # no regular file, too large, or the disk fails
+        except OSError as error:  # not a regular file, too large, or a failing disk
             self._known.discard(key)
             raise BadBlock(str(error.strerror)) from error
         except BadBlock:
@@ -122,7 +123,7 @@ class BlockFolder:
 
     def _checked(self, key: bytes, data: bytes) -> dict[str, Tensor]:
         try:
-            tensors = safetensors.torch.load(data)  # which checks the header
+            tensors = safetensors.torch.load(data)  # also checks the header
             header: Any = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         except (ValueError, SafetensorError, KeyError) as error:
             raise BadBlock(f"no safetensors file: {error}") from None
@@ -134,10 +135,10 @@ class BlockFolder:
         return tensors
 
     def write(self, key: bytes, block: dict[str, Tensor]) -> int:
-        """Make a block's file; returns its size, 0 if there is one that may be good.
+        """Write a block's file; return its size, or 0 if there is already one that is not distrusted.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         path = self.path_of(key)
         if key not in self._distrusted and path.exists():
@@ -157,16 +158,17 @@ class BlockFolder:
         return len(data)
 
     def distrust(self, keys: Sequence[bytes]) -> None:
-        """Files of these are not read again, and may be overwritten."""
+        """Stop reading the files of these keys; they may be overwritten."""
         self._distrusted.update(keys)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """These were used now; the earlier ones count as used later, so that a prefix outlives what comes behind it."""
+        """Mark these keys as used now, earlier keys as used slightly later, so that a prefix outlives its
+        continuations."""
         now = time.time_ns()
         for index, key in enumerate(keys):
             try:
                 os.utime(self.path_of(key), ns=(now - 1000 * index, now - 1000 * index))
-            except OSError:  # it is gone, or only to be read
+            except OSError:  # removed, or read-only
                 continue
 
     def _metadata(self, key: bytes, tensors: dict[str, Tensor]) -> dict[str, str]:
@@ -177,14 +179,14 @@ class BlockFolder:
 
 
 class KVStore:
-    """The directory, as one engine uses it.
+    """The directory of one engine's KV files.
 
     Args:
-        directory: made if it is not there.
-        fingerprint: the name for what the engine's model computes with, 32 bytes, as the weights are now; it takes
-            seconds for a large model (`model/fingerprint.py`).
-        pool: its KV pool.
-        max_bytes: the maximum that all files may take, of all models; None: no limit.
+        directory: made if it does not exist.
+        fingerprint: returns 32 bytes that identify the model with its current weights; takes seconds for a large model
+            (`model/fingerprint.py`).
+        pool: the engine's KV pool.
+        max_bytes: maximum size of all files, of all models; None: no limit.
 
     Raises:
         ConfigError: the directory cannot be used.
@@ -197,7 +199,7 @@ class KVStore:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"kv_store is {str(directory)!r}, which is no usable directory: {error}") from None
+            raise ConfigError(f"kv_store is {str(directory)!r}, which is not a usable directory: {error}") from None
         self._model_fingerprint = fingerprint
         self._pool = pool
         self._max_bytes = max_bytes
@@ -206,13 +208,14 @@ class KVStore:
 
     @property
     def folder(self) -> BlockFolder:
-        """Of the model as it is now. Only the thread that owns the engine may ask."""
+        """The folder for the model's current weights. Only the thread that owns the engine may call this."""
         if self._folder is None:
             self._folder = self._find_folder()
         return self._folder
 
     def reset(self) -> None:
-        """The weights may have changed, or be about to: the next question for the folder looks at them again."""
+        """Note that the weights have changed or will change: the next use of `folder` computes the fingerprint
+        again."""
         self._folder = None
 
     def _find_folder(self) -> BlockFolder:
@@ -224,14 +227,14 @@ class KVStore:
         return BlockFolder(self.directory / fingerprint[:20], fingerprint, pool)
 
     def wrote(self, num_bytes: int) -> None:
-        """Files of `num_bytes` bytes are new: if that is too much, others are removed. One thread only."""
+        """Count `num_bytes` of new files; remove old files if the limit is exceeded. For one thread only."""
         self._num_bytes += num_bytes
         if self._max_bytes is None or self._num_bytes <= self._max_bytes:
             return
         files = sorted(self._files())
         total = sum(size for _, size, _ in files)
         for _, size, path in files:
-            if total <= self._max_bytes * ROOM:
+            if total <= self._max_bytes * KEPT_SHARE:
                 break
             try:
                 path.unlink(missing_ok=True)
@@ -242,7 +245,7 @@ class KVStore:
         self._num_bytes = total
 
     def _files(self) -> list[tuple[int, int, Path]]:
-        """When each was used last (ns), its size, and its path; abandoned unfinished files are removed."""
+        """Time of last use (ns), size and path of each file; removes abandoned unfinished files."""
         found = []
         for path in self.directory.glob("*/*/*"):
             match = OURS.fullmatch(path.relative_to(self.directory).as_posix())
@@ -254,6 +257,6 @@ class KVStore:
                     found.append((status.st_mtime_ns, status.st_size, path))
                 elif time.time() - status.st_mtime > ABANDONED_AFTER:
                     path.unlink()
-            except OSError:  # another process was faster
+            except OSError:  # another process has removed it
                 continue
         return found

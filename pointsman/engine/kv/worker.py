@@ -1,6 +1,6 @@
-"""A thread that calls functions in the order in which they were submitted: loads and stores of KV.
+"""Worker: a thread that calls functions in order, for loads and stores of KV.
 
-A thread of its own is worth it because reading and writing files, and copying large tensors, release Python's lock.
+A separate thread helps because reading and writing files, and copying large tensors, release Python's lock.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ Task: TypeAlias = tuple["Future[Any]", Callable[[], Any]]
 Inbox: TypeAlias = "SimpleQueue[Task | None]"
 
 EXIT_PATIENCE = 10.0
-"""Seconds that the interpreter's exit waits for what is in progress."""
+"""Maximum seconds that the exit of Python waits for the functions in progress."""
 
 
 class Worker:
-    """One thread that calls functions in order. It is started by the first one, and ends with the worker.
+    """One thread that calls functions in order. The first function starts it, and it ends with the worker.
 
     Args:
         name: of the thread.
@@ -34,7 +34,7 @@ class Worker:
         self._thread: threading.Thread | None = None
 
     def submit(self, function: Callable[[], Answer]) -> Future[Answer]:
-        """Have it called once those before it are done. The future may be cancelled until then."""
+        """Call the function after all earlier ones. The future may be cancelled until then."""
         if self._thread is None or not self._thread.is_alive():
             self._start()
         future: Future[Answer] = Future()
@@ -42,15 +42,15 @@ class Worker:
         return future
 
     def close(self) -> None:
-        """End the thread once what was submitted is done. A later `submit` starts another."""
+        """End the thread after the submitted functions. A later `submit` starts another."""
         thread, self._thread = self._thread, None
         if thread is not None and thread.is_alive():
             self._inbox.put(None)
             thread.join(EXIT_PATIENCE)
 
     def _start(self) -> None:
-        self._inbox = SimpleQueue()  # not that of a thread which a fork has left behind
-        # The thread must not keep the worker: one that is dropped takes its thread along.
+        self._inbox = SimpleQueue()  # a thread of the parent process, before a fork, may use the old one
+        # The thread holds no reference to the worker, so a dropped worker ends its thread.
         self._thread = threading.Thread(target=_work, args=(self._inbox,), name=self._name, daemon=True)
         finalize(self, self._inbox.put, None).atexit = False
         self._thread.start()
@@ -63,9 +63,9 @@ def _work(inbox: Inbox) -> None:
         if future.set_running_or_notify_cancel():
             try:
                 future.set_result(function())
-            except BaseException as error:  # whatever it is, it belongs to the caller
+            except BaseException as error:  # belongs to the caller
                 future.set_exception(error)
-        del task, future, function  # nothing is kept while it waits
+        del task, future, function  # an idle thread keeps no references
 
 
 _live: WeakSet[Worker] = WeakSet()
@@ -73,6 +73,6 @@ _live: WeakSet[Worker] = WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    """A thread inside a PyTorch kernel must not outlive the interpreter."""
+    """End all workers when Python exits: a thread in a PyTorch kernel must not outlive the interpreter."""
     for worker in list(_live):
         worker.close()

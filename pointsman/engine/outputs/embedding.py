@@ -1,4 +1,4 @@
-"""What a caller gets back for a prompt that becomes a vector. No PyTorch here: an API process only passes it on."""
+"""EmbeddingRequestOutput: the output of an embedding request. It imports no PyTorch, because an API process uses it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class EmbeddingOutput:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRequestOutput:
-    """A prompt and its vector, in the shape that vLLM's users know."""
+    """A prompt and its vector, in vLLM's form."""
 
     request_id: str
     outputs: EmbeddingOutput
@@ -30,10 +30,10 @@ class EmbeddingRequestOutput:
 
     @classmethod
     def of(cls, output: RequestOutput) -> EmbeddingRequestOutput:
-        """What the last output of a request says.
+        """The embedding in the last output of a request.
 
         Raises:
-            RuntimeError: it finished without a vector; the message says why.
+            RuntimeError: the request finished without a vector, with the reason.
         """
         if output.embedding is None:
             why = output.finish_detail or output.finish_reason

@@ -1,19 +1,19 @@
-"""OutputProcessor: from a step's tokens to what callers see.
+"""OutputProcessor: turns a step's tokens into outputs for callers.
 
-It keeps a `Transcript` per request until it finishes. In the common case a row costs a lookup, an append and one small
-object; only rows with something to do beyond that (the first token, text to make, a finish) take the longer way:
+It keeps a `Transcript` per unfinished request. In the common case a row costs a lookup, an append and one small object;
+only rows with more to do (the first token, text to make, a finish) take the slow path:
 
-| mode | what a step does with the row's token |
+| mode | processing of the row's token |
 | --- | --- |
 | CAREFUL | everything: first token, text, stop strings, finish |
-| CUMULATIVE, DELTA | appends it and hands out a view |
-| SILENT | appends it; the caller wants the final output only |
-| SPACED | appends it, and hands out a view every `stream_interval` tokens |
-| EAGER, with one of these four | makes its text first, and looks whether a stop string is complete |
+| CUMULATIVE, DELTA | appends it and returns a view |
+| SILENT | appends it; the caller gets the final output only |
+| SPACED | appends it, and returns a view every `stream_interval` tokens |
+| EAGER, with one of these four | makes its text first, and checks for a complete stop string |
 
-Text is made here, in the engine's thread, for requests with stop strings and for those whose outputs other threads
-read; for all others when it is read. If the tokenizer fails on one of them, that request finishes with an error and
-the others go on.
+Text is made here, in the engine's thread, for requests with stop strings and for requests whose outputs other threads
+read; for all others it is made when it is read. If the tokenizer fails on a request, that request finishes with an
+error and the others continue.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _MODES = {
 
 
 class StopFound(NamedTuple):
-    """A request that a stop string, or a failing tokenizer, finishes; the scheduler does not know it yet."""
+    """A request that a stop string or a failing tokenizer has finished, to be finished in the scheduler."""
 
     request_id: str
     num_tokens: int
-    """The number of its tokens that count."""
+    """Number of its output tokens to keep."""
     stop: str | None
     """The stop string; None if the text could not be made."""
     reason: FinishReason = FinishReason.STOP
@@ -59,12 +59,12 @@ class OutputProcessor:
 
     Args:
         tokenizer: of the model; None: there is no text.
-        counters: of the engine; counts prompts here.
-        stream_interval: tokens from one output of a request to the next; the first token and the last output come at
-            once.
+        counters: the engine's; count the prompts' tokens.
+        stream_interval: tokens from one output of a request to the next; the first token and the last output are
+            reported at once.
 
     Raises:
-        ValueError: the interval is no integer of at least 1.
+        ValueError: the interval is not an integer of at least 1.
     """
 
     def __init__(self, tokenizer: Any | None, counters: EngineCounters, stream_interval: int = 1) -> None:
@@ -77,20 +77,21 @@ class OutputProcessor:
         self._counters = counters
         self._live: dict[Request, Transcript] = {}
         self.on_output: Callable[[RequestOutput], None] | None = None
-        """Called with every output as soon as there is one; None: they are kept for `take_kept`."""
+        """A listener that is called with every output as soon as it exists; None: outputs are kept for `take_kept`.
+        `Engine.on_output` forwards to this attribute."""
         self._kept: list[RequestOutput] = []
 
     def __len__(self) -> int:
-        """Unfinished requests."""
+        """Number of unfinished requests."""
         return len(self._live)
 
     @property
     def requests(self) -> list[Request]:
-        """Those that have not finished, in the order in which they were added."""
+        """The unfinished requests, in the order in which they were added."""
         return list(self._live)
 
     def check(self, request_id: str, params: SamplingParams) -> None:
-        """Raises ValueError: the parameters ask for text that cannot be made."""
+        """Raises ValueError: the parameters need text, and the model has no tokenizer."""
         if params.stop and self.decoder is None:
             raise ValueError(
                 f"request {request_id!r}: stop is {params.stop[0]!r} and the model has no tokenizer; "
@@ -106,16 +107,16 @@ class OutputProcessor:
         eager_text: bool,
         resumed: Resumed | None = None,
     ) -> None:
-        """Follow a request.
+        """Add a request.
 
         Args:
-            prompt: its text, if it is known.
-            eager_text: its outputs may be read in other threads.
-            resumed: what another engine has reported of it.
+            prompt: the prompt's text, if it is known.
+            eager_text: whether its outputs may be read in other threads.
+            resumed: the output that another engine has reported for it.
         """
         decoder = self.decoder if params.detokenize else None
         detokenizer = None
-        is_verbatim = params.structured_outputs is not None  # what the grammar has matched is the text
+        is_verbatim = params.structured_outputs is not None  # the text is exactly the text that the grammar matched
         if decoder is not None:
             detokenizer = Detokenizer(
                 decoder.stream(params.skip_special_tokens, is_verbatim=is_verbatim),
@@ -140,12 +141,12 @@ class OutputProcessor:
         self._live[request] = transcript
 
     def so_far(self, request: Request) -> RequestOutput:
-        """What there is of a request, as an output that no later one repeats."""
+        """The request's output so far."""
         transcript = self._live[request]
         return RequestOutput(transcript, 0, len(transcript.token_ids))
 
     def extend(self, request: Request, part: str | None) -> None:
-        """A request's prompt goes on; None: with tokens whose text is unknown, and then the whole text is."""
+        """Append a part to a request's prompt text; None: its text is unknown, so the whole text is."""
         transcript = self._live[request]
         known = part is not None and transcript.prompt is not None
         transcript.prompt = f"{transcript.prompt}{part}" if known else None
@@ -156,8 +157,8 @@ class OutputProcessor:
         """Process a step: its tokens, log probabilities and embeddings.
 
         Returns:
-            Outputs of the requests that got a token or finished, in row order, without those that their callers do not
-            want; and the requests among them that have to be finished in the scheduler.
+            Outputs of the requests that got a token or finished, in row order, without outputs that are not due; and
+            the requests to finish in the scheduler.
         """
         live = self._live
         if execution.embeddings:
@@ -178,7 +179,7 @@ class OutputProcessor:
             try:
                 if mode > EAGER:
                     mode -= EAGER
-                    detokenizer: Detokenizer = transcript.detokenizer  # type: ignore[assignment]  # eager ones have it
+                    detokenizer: Detokenizer = transcript.detokenizer  # type: ignore[assignment]  # set if eager
                     transcript.texts.append(detokenizer.feed(token_id))
                     if detokenizer.stop_reason is not None:
                         outputs.append(self._stop(transcript, now, stops))
@@ -189,17 +190,17 @@ class OutputProcessor:
                     outputs.append(RequestOutput(transcript, len(token_ids) - 1, len(token_ids)))
                 elif mode == SPACED:
                     if len(token_ids) - transcript.num_reported >= transcript.stream_interval:
-                        outputs.append(self._report(transcript))
+                        outputs.append(self._make_output(transcript))
                 elif mode == CAREFUL and (one := self._advance(transcript, now, stops)) is not None:
                     outputs.append(one)
-            except Exception as error:  # of the tokenizer, whose code is foreign
+            except Exception as error:  # from the tokenizer, a foreign library
                 outputs.append(self._fail(transcript, error, now, stops))
         return outputs + self._finish_without_token(update, now), stops
 
     def _process_runs(
         self, output: SchedulerOutput, update: StepUpdate, now: float
     ) -> tuple[list[RequestOutput], list[StopFound]]:
-        """The same for a step that verified drafts: a request's tokens come in one output."""
+        """The same for a step that verified drafts, where a request may get several tokens in one output."""
         outputs: list[RequestOutput] = []
         stops: list[StopFound] = []
         token_ids, start = update.token_ids.tolist(), 0
@@ -224,7 +225,7 @@ class OutputProcessor:
                         return self._stop(transcript, now, stops, num_reported)
             transcript.token_ids.append(run[-1])
             return self._advance(transcript, now, stops, num_reported)
-        except Exception as error:  # of the tokenizer, whose code is foreign
+        except Exception as error:  # from the tokenizer, a foreign library
             return self._fail(transcript, error, now, stops, num_reported)
 
     def _finish_without_token(self, update: StepUpdate, now: float) -> list[RequestOutput]:
@@ -233,7 +234,7 @@ class OutputProcessor:
         return [self._finish(transcript, len(transcript.token_ids), now) for transcript in failed]
 
     def note_scheduled(self, request: Request, now: float, num_external_tokens: int = 0) -> None:
-        """A request was admitted, with `num_external_tokens` from outside the pool; the first time counts."""
+        """Note the admission of a request, with `num_external_tokens` from outside the pool; the first time counts."""
         transcript = self._live.get(request)
         if transcript is None:
             return
@@ -243,8 +244,8 @@ class OutputProcessor:
             transcript.metrics.num_external_tokens = num_external_tokens
 
     def end(self, request: Request, now: float, error: Exception | None = None) -> RequestOutput | None:
-        """The last output of a request that was finished from outside, by an error perhaps; None if it is unknown
-        here."""
+        """Return the last output of a request that was finished outside a step, possibly by an error; None if it is
+        unknown."""
         transcript = self._live.get(request)
         if transcript is None:
             return None
@@ -252,10 +253,10 @@ class OutputProcessor:
         return self._finish(transcript, len(transcript.token_ids), now)
 
     def end_all(self, requests: Sequence[Request], now: float) -> list[RequestOutput]:
-        """The last outputs of requests that the scheduler has finished, without those that have had theirs."""
+        """Return the last outputs of requests that the scheduler has finished, unless they were returned before."""
         return [output for request in requests if (output := self.end(request, now)) is not None]
 
-    # ---------------------------------------------------------------------------------------- where outputs go
+    # ---------------------------------------------------------------------------------------- handing outputs out
 
     def hand_out(self, outputs: list[RequestOutput]) -> None:
         """Give outputs to `on_output`, or keep them."""
@@ -271,7 +272,7 @@ class OutputProcessor:
         return bool(self._kept)
 
     def take_kept(self) -> list[RequestOutput]:
-        """The outputs since the last call that no `on_output` was there for."""
+        """Return the kept outputs since the last call."""
         outputs, self._kept = self._kept, []
         return outputs
 
@@ -280,7 +281,7 @@ class OutputProcessor:
     def _advance(
         self, transcript: Transcript, now: float, stops: list[StopFound], num_reported: int | None = None
     ) -> RequestOutput | None:
-        """Do whatever a new token may call for; all but it, or `num_reported`, were reported."""
+        """Handle the newest token in the slow path. All tokens before it, or `num_reported`, were reported."""
         request, num_tokens = transcript.request, len(transcript.token_ids)
         num_reported = num_tokens - 1 if num_reported is None else num_reported
         params: SamplingParams = request.metadata
@@ -300,11 +301,11 @@ class OutputProcessor:
             return None
         if is_spaced:
             is_due = num_reported == 0 or num_tokens - transcript.num_reported >= transcript.stream_interval
-            return self._report(transcript) if is_due else None
+            return self._make_output(transcript) if is_due else None
         return RequestOutput(transcript, num_reported if kind is RequestOutputKind.DELTA else 0, num_tokens)
 
-    def _report(self, transcript: Transcript) -> RequestOutput:
-        """What has come since the last output, or all of it."""
+    def _make_output(self, transcript: Transcript) -> RequestOutput:
+        """Make an output with the tokens since the last one, or with all tokens."""
         params: SamplingParams = transcript.request.metadata
         start = transcript.num_reported if params.output_kind is RequestOutputKind.DELTA else 0
         transcript.num_reported = len(transcript.token_ids)
@@ -327,7 +328,7 @@ class OutputProcessor:
         stops: list[StopFound],
         num_reported: int | None = None,
     ) -> RequestOutput:
-        """Finish a running request whose text the tokenizer failed to make."""
+        """Finish a running request on whose text the tokenizer failed."""
         num_tokens = len(transcript.token_ids)
         detail = _give_up_text(transcript, error)
         output = self._finish(transcript, num_tokens - 1 if num_reported is None else num_reported, now)
@@ -347,7 +348,7 @@ class OutputProcessor:
         self._counters.num_external_tokens += transcript.metrics.num_external_tokens
 
     def _finish(self, transcript: Transcript, num_reported: int, now: float) -> RequestOutput:
-        """The last output; the request is forgotten here. `num_reported` tokens were in an output before."""
+        """Make the last output and forget the request. `num_reported` tokens were in earlier outputs."""
         request, params = transcript.request, transcript.request.metadata
         del self._live[request]
         transcript.metrics.finished_time = now
@@ -363,7 +364,7 @@ class OutputProcessor:
         if failure and not _was_cut_short(request):
             transcript.finish("error", failure, None)
         elif stop is not None and not _was_cut_short(request):
-            transcript.finish("stop", "", stop)  # also if the token would have ended it for another reason
+            transcript.finish("stop", "", stop)  # even if the token ended it for another reason
         elif request.finish_reason is not None:
             transcript.finish(request.finish_reason.value, request.finish_detail, stop_reason_of(request))
         if transcript.stream_interval > 1:
@@ -385,7 +386,7 @@ class OutputProcessor:
         for row, chunk in execution.prompt_logprobs.items():
             transcript = self._live.get(output.requests[row])
             if transcript is not None and transcript.prompt_logprobs is not None:
-                first = chunk.start - 1  # the first token of a prompt has none
+                first = chunk.start - 1  # the first token of a prompt has no log probability
                 transcript.prompt_logprobs[first : first + len(chunk.entries)] = chunk.entries
 
 
@@ -399,7 +400,7 @@ def _tokens_by_request(output: SchedulerOutput, update: StepUpdate) -> zip[tuple
 
 
 def _give_up_text(transcript: Transcript, error: Exception) -> str:
-    """Leave the remaining text empty, because the tokenizer failed on it; returns why, in a line."""
+    """Leave the remaining text empty, because the tokenizer failed on it; return the reason in one line."""
     transcript.give_up_text()
     detail = " ".join(f"the tokenizer failed: {type(error).__name__}: {error}".split())
     logger.error("request %r: %s", transcript.request.request_id, detail)

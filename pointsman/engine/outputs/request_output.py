@@ -1,12 +1,11 @@
-"""RequestOutput: what a caller gets back for a request: text and tokens so far, and the finish reason.
+"""RequestOutput: a request's text and tokens so far, and its finish reason.
 
-A request's tokens, the text of each and their log probabilities are kept once, in its `Transcript`, which only ever
-grows. A `RequestOutput` is a view of a stretch of it: making one costs the same however long the output is, and lists
-and texts are put together when they are read. So an engine can hand out one per token and request, and a caller that
-looks at the last one only pays for that.
+A request's tokens, their texts and log probabilities are kept once, in its `Transcript`, which only grows. A
+`RequestOutput` is a view of a range of it. Making a view takes constant time; lists and texts are built when they are
+read. So an engine can return a view per token and request, and a caller that reads only the last one pays for one.
 
-    earlier.token_ids, earlier.text      # stay what they were when more tokens come
-    later.since(earlier).text            # what came between the two
+    earlier.token_ids, earlier.text      # do not change when more tokens come
+    later.since(earlier).text            # the text between the two
 """
 
 from __future__ import annotations
@@ -27,70 +26,70 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When things happened to a request, in seconds on the engine's clock, and what it cost."""
+    """Times of a request, in seconds on the engine's clock, its cache hits and preemptions."""
 
     arrival_time: float
     first_scheduled_time: float | None = None
-    """When it was first admitted: until then it waited in the queue."""
+    """Time of its first admission: until then it waited in the queue."""
     first_token_time: float | None = None
     finished_time: float | None = None
     num_cached_tokens: int = 0
-    """Tokens that the admission that led to its first token did not compute: they were found in the prefix cache, or
-    outside the pool."""
+    """Prompt tokens that were found in the prefix cache, or outside the pool, at the admission that led to its first
+    token."""
     num_external_tokens: int = 0
-    """Of these, tokens that came from host memory or the KV store."""
+    """Tokens of `num_cached_tokens` that came from host memory or the KV store."""
     num_preemptions: int = 0
     preemption_causes: tuple[PreemptionCause, ...] = ()
-    """Of each of them, in order."""
+    """The cause of each preemption, in order."""
     events: list[RequestEvent] = field(default_factory=list)
-    """What happened to it and when, with `log_request_events`."""
+    """Its events and their times, with `log_request_events`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """What an engine has reported of a request, for another one in which it goes on."""
+    """The output that one engine has reported for a request, for another engine that continues it."""
 
     token_ids: list[int]
-    """Generated so far, at least one."""
+    """Tokens generated so far, at least one."""
     first_token_time: float
-    """When the first of them came, in seconds on the clock that both engines have."""
+    """Time of the first of them, in seconds on the clock that both engines share."""
     num_cached_tokens: int = 0
     """Tokens of the prompt that the first engine did not compute."""
 
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """How likely a token was in its place."""
+    """The log probability of a token at its position."""
 
     logprob: float
     """Natural logarithm of its probability."""
     rank: int | None
-    """1 is the most likely token of the vocabulary."""
+    """Rank of the token in the vocabulary; 1 is the most likely."""
     decoded_token: str | None
-    """The text that it adds to that of the tokens before it; a character comes with the token that finishes it. None if
-    the request makes no text."""
+    """The text that it adds to the tokens before it; a character belongs to the token that completes it. None if the
+    request makes no text."""
 
 
 Piece: TypeAlias = bytes | str | None
-"""What a token stands for behind other text: its bytes in UTF-8, which may be part of a character. The name of a token
-that the text leaves out, such as EOS. None if the request makes no text."""
+"""The text of a token after other text, as UTF-8 bytes, which may be part of a character. For a token that the text
+leaves out, such as EOS, its name. None if the request makes no text."""
 
 NUM_BEFORE = 8
-"""Tokens before another one that are looked at for the beginning of its character."""
+"""Number of earlier tokens in which the beginning of a token's character is searched."""
 
 
 class Transcript:
-    """What a request has generated. The lists only grow, and a token's text never changes once it is there.
+    """The generated tokens of a request. The lists only grow, and a token's text never changes once it exists.
 
     Args:
         prompt: the prompt as text, if it is known.
         decoder: of the model's tokenizer; None: no text is made.
-        detokenizer: for this request's text; None with `decoder`.
+        detokenizer: for this request's text; None if `decoder` is None.
         skips_special_tokens: whether the text leaves special tokens out.
         is_verbatim: whether the text does not depend on the prompt.
-        is_eager: text is made by `make_text` alone, in the engine's thread; otherwise also when it is read.
+        is_eager: whether only `make_text` makes text, in the engine's thread; otherwise reading makes it too.
         keeps_logprobs: whether the caller asked for log probabilities of the output.
-        keeps_prompt_logprobs: and for those of the prompt.
+        keeps_prompt_logprobs: whether the caller asked for log probabilities of the prompt.
         stream_interval: tokens from one output to the next.
     """
 
@@ -122,48 +121,49 @@ class Transcript:
         self.is_eager = is_eager
         self.stream_interval = stream_interval
         self.num_reported = 0
-        """With an interval above 1: the number of tokens that outputs have reported."""
-        self.mode = 0  # the output processor's own note on how to treat it
+        """Number of tokens in outputs so far; only with an interval above 1."""
+        self.mode = 0  # for the output processor
         self.token_ids: list[int] = []
         self.texts: list[str] = []
-        """Text that each of the first tokens settled; as long as `token_ids` if eager, otherwise as far as was read."""
+        """Text that each token settled; as long as `token_ids` if eager, otherwise up to the last text that was
+        read."""
         self.logprobs: list[TokenLogprobs] | None = [] if keeps_logprobs else None
-        """One per token that was generated here, see `add_logprobs`."""
+        """One entry per token that was generated in this engine, see `add_logprobs`."""
         self.logprob_sums: list[float] = []
-        """The log probability of the tokens up to each of those."""
+        """Cumulative log probability up to each of those tokens."""
         self.num_resumed = 0
-        """Tokens at the beginning that another engine has generated; their log probabilities are not known here."""
+        """Number of leading tokens that another engine has generated; their log probabilities are unknown."""
         self.embedding: npt.NDArray[np.float32] | None = None
-        """Of a request that is pooled, once its prompt is computed."""
+        """The vector of an embedding request, after its prompt is computed."""
         self.prompt_logprobs: list[TokenLogprobs] | None = [] if keeps_prompt_logprobs else None
-        """One per prompt token from the second on."""
+        """One entry per prompt token, from the second on."""
         self.metrics = RequestMetrics(arrival_time=request.arrival_time)
         self.finish_reason: str | None = None
         self.finish_detail = ""
         self.error: Exception | None = None
-        """What finished it from outside, if that was an error."""
+        """The error that finished the request outside a step, if any."""
         self.stop_reason: int | str | None = None
         self.has_hidden_end = False
         """Whether the last token, which stopped the request, is not part of the text."""
         self._is_verbatim = is_verbatim
         self._has_begun = is_verbatim
-        self._num_unshown = 0  # tokens at the beginning that the text is known to leave out
-        self._rest: str | None = None  # text that the end of the tokens settled
+        self._num_unshown = 0  # leading tokens that are known not to be in the text
+        self._rest: str | None = None  # text that is settled only by the end of the tokens
         self._final_text: str | None = None
         self._prompt_token_ids: list[int] | None = None
 
     @property
     def prompt_token_ids(self) -> list[int]:
         known = self._prompt_token_ids
-        if known is None or len(known) != self.request.num_prompt_tokens:  # it may come in parts
+        if known is None or len(known) != self.request.num_prompt_tokens:  # a prompt may come in parts
             self._prompt_token_ids = self.request.prompt_token_ids.tolist()
             return self._prompt_token_ids
         return known
 
     def resume(self, resumed: Resumed) -> None:
-        """Begin with the tokens that another engine has reported, whose log probabilities are not known here.
+        """Begin with the tokens that another engine has reported. Their log probabilities are unknown.
 
-        Their times in the queue and in prefill are not known either: all of it counts as time in the queue.
+        The times in queue and prefill are unknown too: all of it counts as time in the queue.
         """
         self.token_ids += resumed.token_ids
         if self.is_eager:
@@ -175,14 +175,14 @@ class Transcript:
         metrics.num_cached_tokens = resumed.num_cached_tokens
 
     def add_logprobs(self, entry: TokenLogprobs) -> None:
-        """Keep those of the next token, if the caller asked for them."""
+        """Keep the log probabilities of the next token, if the caller asked for them."""
         if self.logprobs is not None:
             before = self.logprob_sums[-1] if self.logprob_sums else 0.0
             self.logprob_sums.append(before + float(entry.logprobs[0]))
             self.logprobs.append(entry)
 
     def make_text(self, num_tokens: int) -> None:
-        """Settle the text of the first `num_tokens` tokens; errors are the tokenizer's."""
+        """Make the text of the first `num_tokens` tokens; raises the tokenizer's exceptions."""
         if self.detokenizer is None:
             return
         texts = self.texts
@@ -192,30 +192,31 @@ class Transcript:
             texts.append("" if index == last else self.detokenizer.feed(self.token_ids[index]))
 
     def _begin_text(self) -> None:
-        """Before the first text is made: by then the whole prompt is known."""
+        """Give the detokenizer the prompt, before the first text is made: only then the whole prompt is known."""
         if not self._has_begun and self.detokenizer is not None:
             self._has_begun = True
-            prompt: Any = self.request.prompt_token_ids  # an array, of which only the end is read
+            prompt: Any = self.request.prompt_token_ids  # an array; only its end is read
             self.detokenizer.begin_behind(prompt)
 
     def make_rest(self) -> str:
-        """The text that only the end of the tokens settles; all tokens' text has been made."""
+        """Make the text that is settled only by the end of the tokens, after the text of all tokens."""
         if self._rest is None:
             self._begin_text()
             self._rest = self.detokenizer.finish() if self.detokenizer is not None else ""
         return self._rest
 
     def give_up_text(self) -> None:
-        """The tokenizer must not be called for this text again: what was not made of it stays empty."""
+        """Leave all text that was not made empty, so that the tokenizer is not called for it again."""
         self.texts += [""] * (len(self.token_ids) - len(self.texts))
         self._rest = self._rest or ""
 
     def text(self, start: int, end: int, *, to_the_end: bool) -> str:
-        """The text of tokens `start` to `end` - 1; with what follows the last one if `to_the_end`."""
+        """The text of tokens `start` to `end` - 1; if `to_the_end`, with the text that the end of the tokens
+        settles."""
         if self.detokenizer is None or self.decoder is None:
             return ""
         if to_the_end and start == 0 and not self.is_eager and not self.texts:
-            if self._final_text is None:  # none of it has been read: decoding all at once is the fastest
+            if self._final_text is None:  # no text has been read: decoding all tokens at once is fastest
                 self._begin_text()
                 shown = self.token_ids[:-1] if self.has_hidden_end else self.token_ids
                 self._final_text = self.detokenizer.whole(shown)
@@ -225,17 +226,17 @@ class Transcript:
         return text + self.make_rest() if to_the_end else text
 
     def finish(self, finish_reason: str, finish_detail: str, stop_reason: int | str | None) -> None:
-        """No token will follow."""
+        """Finish: no token will follow."""
         self.finish_reason = finish_reason
         self.finish_detail = finish_detail
         self.stop_reason = stop_reason
 
     def describe(self, entry: TokenLogprobs, before: list[int]) -> dict[int, Logprob]:
-        """Log probabilities of one position as callers get them; the token itself comes first.
+        """Convert the log probabilities of one position for callers; the token itself comes first.
 
         Args:
             entry: of the position.
-            before: the last of the tokens before it.
+            before: up to `NUM_BEFORE` tokens before it.
         """
         decoder = self.decoder
         ids, values = entry.token_ids.tolist(), entry.logprobs.tolist()
@@ -246,7 +247,7 @@ class Transcript:
         }
 
     def describe_output(self, start: int, end: int) -> list[dict[int, Logprob]] | None:
-        """The log probabilities of the generated tokens `start` to `end` - 1, as far as they are known here."""
+        """The log probabilities of the generated tokens `start` to `end` - 1, as far as they are known."""
         if self.logprobs is None:
             return None
         described = []
@@ -266,7 +267,7 @@ class Transcript:
         return [None, *(self.describe(entry, tokens[max(0, index - NUM_BEFORE) : index]) for index, entry in entries)]
 
     def piece(self, token_id: int) -> Piece:
-        """What a token stands for in the text."""
+        """The text of a token, or its name if the text leaves it out."""
         decoder = self.decoder
         if decoder is None:
             return None
@@ -275,7 +276,7 @@ class Transcript:
         return decoder.token_bytes(token_id)
 
     def pieces(self, start: int, end: int) -> list[Piece]:
-        """What each of the generated tokens `start` to `end` - 1 stands for in its place of the text."""
+        """The text of each of the generated tokens `start` to `end` - 1 at its position."""
         pieces = [self.piece(token_id) for token_id in self.token_ids[start:end]]
         if self.decoder is None:
             return pieces
@@ -287,8 +288,8 @@ class Transcript:
         return pieces
 
     def _pass_unshown(self, end: int) -> int:
-        """The first generated token that is in the text, or `end` if it is none of those before. None is looked at
-        again, as the text may have left out all of many tokens."""
+        """Index of the first generated token that is in the text, at most `end`. Tokens are checked once, because the
+        text may leave out many."""
         index = self._num_unshown
         while index < end and not isinstance(self.piece(self.token_ids[index]), bytes):
             index += 1
@@ -296,7 +297,7 @@ class Transcript:
         return index
 
     def _begins_text(self) -> bool:
-        """Whether there is no text before the first token's."""
+        """Whether the first token's text is the first text, with no text in the prompt."""
         prompt = self.request.prompt_token_ids.tolist()
         return not self._is_verbatim and not any(
             isinstance(piece, bytes) and piece for piece in map(self.piece, prompt)
@@ -304,7 +305,7 @@ class Transcript:
 
 
 class CompletionOutput:
-    """One sample of a prompt, or a stretch of it."""
+    """One sample of a prompt, or a range of its tokens."""
 
     __slots__ = ("_end", "_finished", "_logprobs", "_start", "_text", "_token_ids", "_transcript", "index")
 
@@ -322,8 +323,8 @@ class CompletionOutput:
     def text(self) -> str:
         """The text of `token_ids`, as far as it is settled; "" if the model has no tokenizer.
 
-        Text that a later token may change, or that may be the beginning of a stop string, comes with a later output.
-        Neither a stop string nor a stop token is in it, unless `include_stop_str_in_output`.
+        Text that a later token may change, or that may begin a stop string, comes with a later output. Stop strings and
+        stop tokens are left out, unless `include_stop_str_in_output`.
         """
         if self._text is None:
             self._text = self._transcript.text(self._start, self._end, to_the_end=self._finished)
@@ -331,33 +332,33 @@ class CompletionOutput:
 
     @property
     def token_ids(self) -> list[int]:
-        """Generated tokens, the one that finished the request included."""
+        """Generated tokens, including the one that finished the request."""
         if self._token_ids is None:
             self._token_ids = self._transcript.token_ids[self._start : self._end]
         return self._token_ids
 
     @property
     def logprobs(self) -> list[dict[int, Logprob]] | None:
-        """For each of `token_ids` its log probability and those of the most likely tokens; None if not asked for."""
+        """For each of `token_ids` its log probability and those of the most likely tokens; None if not requested."""
         if self._logprobs is None:
             self._logprobs = self._transcript.describe_output(self._start, self._end)
         return self._logprobs
 
     @property
     def token_logprobs(self) -> list[TokenLogprobs] | None:
-        """As `logprobs`, in the arrays that they come in: thousands of small objects take a caller long."""
+        """`logprobs` as arrays, which are much faster to read than thousands of small objects."""
         entries, before = self._transcript.logprobs, self._transcript.num_resumed
         return None if entries is None else entries[max(0, self._start - before) : max(0, self._end - before)]
 
     @property
     def token_pieces(self) -> list[Piece]:
-        """What each token of `token_logprobs` stands for in the text."""
+        """The text of each token of `token_logprobs`."""
         return self._transcript.pieces(max(self._start, self._transcript.num_resumed), self._end)
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """The log probability of everything generated so far in this engine; None if log probabilities were not asked
-        for."""
+        """The log probability of all tokens generated so far in this engine; None if log probabilities were not
+        requested."""
         if self._transcript.logprobs is None:
             return None
         num_tokens = self._end - self._transcript.num_resumed
@@ -365,17 +366,18 @@ class CompletionOutput:
 
     @property
     def finish_reason(self) -> str | None:
-        """ "stop", "length", "repetition", "abort", "deadline" or "error"; None while it runs."""
+        """ "stop", "length", "repetition", "abort", "deadline" or "error"; None while the request runs."""
         return self._transcript.finish_reason if self._finished else None
 
     @property
     def finish_detail(self) -> str:
-        """What exactly finished it: which limit, or the error."""
+        """The limit or the error that finished the request."""
         return self._transcript.finish_detail if self._finished else ""
 
     @property
     def stop_reason(self) -> int | str | None:
-        """The stop token or stop string that finished it, if one did, or "repetition_detected"; None for EOS."""
+        """The stop token or stop string that finished the request, or "repetition_detected"; None for EOS or other
+        reasons."""
         return self._transcript.stop_reason if self._finished else None
 
     @property
@@ -389,7 +391,7 @@ class CompletionOutput:
 
 
 class RequestOutput:
-    """A request after a step in which it got tokens or finished: a view, made in constant time."""
+    """The output of a request after a step in which it got tokens or finished: a view, made in constant time."""
 
     __slots__ = ("_completion", "_end", "_start", "_transcript", "finished")
 
@@ -401,10 +403,10 @@ class RequestOutput:
         self._completion: CompletionOutput | None = None
 
     def since(self, previous: RequestOutput | None) -> RequestOutput:
-        """What is in this output and was not in an earlier one of the request: new tokens, text and log probabilities.
+        """The part of this output that is new since an earlier one: tokens, text and log probabilities.
 
         Args:
-            previous: an output of the same request; None: everything so far, also if this output is itself only a part.
+            previous: an output of the same request; None: return everything so far, even if this output is only a part.
 
         Raises:
             ValueError: `previous` is another request's, or newer than this one.
@@ -433,17 +435,17 @@ class RequestOutput:
 
     @property
     def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
-        """One entry per prompt token, None for the first; None if not asked for, or if an earlier output had them."""
+        """One entry per prompt token, None for the first; None if not requested, or if an earlier output had them."""
         return None if self._start else self._transcript.describe_prompt()
 
     @property
     def prompt_token_logprobs(self) -> list[TokenLogprobs | None] | None:
-        """As `prompt_logprobs`, see `CompletionOutput.token_logprobs`."""
+        """`prompt_logprobs` as arrays, see `CompletionOutput.token_logprobs`."""
         entries = self._transcript.prompt_logprobs
         return None if entries is None or self._start else [None, *entries]
 
     def token_piece(self, token_id: int) -> Piece:
-        """What a token stands for in the text."""
+        """The text of a token, or its name if the text leaves it out."""
         return self._transcript.piece(token_id)
 
     @property
@@ -475,7 +477,7 @@ class RequestOutput:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens generated so far, whatever part of them this output shows."""
+        """Number of tokens generated so far; this output may show only a part."""
         return self._end
 
     @property
@@ -488,7 +490,7 @@ class RequestOutput:
 
     @property
     def error(self) -> Exception | None:
-        """The error that kept it from being computed (a `GrammarError`), in its last output."""
+        """The error that prevented the request's computation (a `GrammarError`), in its last output."""
         return self._transcript.error if self.finished else None
 
     @property
@@ -511,7 +513,7 @@ class RequestOutput:
 
 
 def stop_reason_of(request: Request) -> int | str | None:
-    """What stopped it, as vLLM has it: None for the model's own EOS, which stands first; a further EOS is named."""
+    """The stop reason, as in vLLM: None for the model's first EOS; the token id of another EOS."""
     further = request.eos_token_ids[1:]
     if further and request.stop_reason is None and ended_by_token(request) and request.num_output_tokens:
         last = int(request.output_since(request.num_output_tokens - 1)[0])
@@ -520,5 +522,5 @@ def stop_reason_of(request: Request) -> int | str | None:
 
 
 def ended_by_token(request: Request) -> bool:
-    """Whether its last token stopped the request: EOS or a stop token."""
+    """Whether EOS or a stop token finished the request."""
     return request.finish_reason is FinishReason.STOP

@@ -1,12 +1,12 @@
-"""Arguments of `Engine` that are checked before a model is loaded: of the scheduler, KV outside the pool, drafts.
+"""Checks the arguments of `Engine` before a model is loaded: for the scheduler, KV outside the pool and drafts.
 
 | arguments | checked by |
 | --- | --- |
-| fields of `SchedulerConfig` | `with_defaults`; of an engine that streams, after `with_prefill_gap` |
+| fields of `SchedulerConfig` | `with_defaults`; for an engine that streams, after `with_prefill_gap` |
 | `gpu_memory_utilization` | `check_utilization` |
 | `kv_offload_bytes`, `kv_store`, `kv_store_role`, `kv_store_bytes` | `KVKnobs.check` |
 | `disable_hybrid_kv_cache_manager` | `wants_one_group` |
-| `speculative_config`, in vLLM's form | `speculation_knobs`: the arguments that it stands for |
+| `speculative_config`, in vLLM's form | `speculation_knobs`, which converts it to the other arguments |
 | `prompt_lookup_min`, `prompt_lookup_max` | `check_prompt_lookup` |
 
 This module imports no PyTorch, so that the command line can check arguments first.
@@ -24,18 +24,18 @@ from pointsman.core import ConfigError, SchedulerConfig
 # --------------------------------------------------------------------------------------------------- the scheduler's
 
 SCHEDULER_DEFAULTS: Mapping[str, Any] = {"block_size": 32, "max_num_seqs": 64, "max_num_batched_tokens": 512}
-"""Where an engine's defaults differ from those of `SchedulerConfig`: for small models on a CPU."""
+"""Defaults of an engine that differ from those of `SchedulerConfig`, for small models on a CPU."""
 GPU_DEFAULTS: Mapping[str, Any] = {
     **SCHEDULER_DEFAULTS,
     "max_num_seqs": 256,
     "max_num_batched_tokens": 8192,
     "max_steps_in_flight": 2,
 }
-"""The same on a GPU. The sizes of a step are vLLM's for a server on an H100; while the device computes a step, the host
-schedules the next."""
+"""The same on a GPU. The sizes of a step are vLLM's for a server on an H100. The host schedules the next step while the
+device computes one."""
 
 PREFILL_GAP = "prefill-gap"
-"""The token limit of an engine that streams: prompts are cut so that requests which decode see no long gap."""
+"""The token limit of an engine that streams: it limits chunks so that decoding requests see no long gap."""
 CHUNK_KNOBS = (
     "enable_chunked_prefill",
     "first_chunk_only",
@@ -44,7 +44,7 @@ CHUNK_KNOBS = (
     "max_num_partial_prefills",
     "max_long_partial_prefills",
 )
-"""Knobs that say how prompts are cut. Where one differs from its default, that stands alone."""
+"""Knobs that set how prompts are cut into chunks. If one differs from its default, `PREFILL_GAP` is not added."""
 
 _NOT_TAKEN = {
     "num_reserved_blocks": "the engine's KV pool has no reserved blocks",
@@ -56,18 +56,18 @@ _NOT_TAKEN = {
 }
 
 SCHEDULER_NAMES = frozenset(field.name for field in fields(SchedulerConfig)) - _NOT_TAKEN.keys()
-"""What an engine takes, by name."""
+"""Names of the scheduler's knobs that an engine accepts."""
 
 
 def with_defaults(given: Mapping[str, Any], device_type: str = "cpu") -> dict[str, Any]:
-    """Fields of `SchedulerConfig`: the knobs that were given, and an engine's defaults.
+    """Merge the given knobs with an engine's defaults, as fields of `SchedulerConfig`.
 
     Args:
-        device_type: "cuda": those of a GPU.
+        device_type: "cuda": use the defaults for a GPU.
 
     Raises:
         TypeError: the scheduler has no such knob.
-        ConfigError: it has, but with an engine it would have no effect.
+        ConfigError: the knob would have no effect in an engine.
     """
     for name, value in given.items():
         if name in _NOT_TAKEN:
@@ -78,9 +78,9 @@ def with_defaults(given: Mapping[str, Any], device_type: str = "cpu") -> dict[st
 
 
 def scheduler_defaults(given: Mapping[str, Any], device_type: str) -> dict[str, Any]:
-    """An engine's defaults beside the knobs that were given.
+    """An engine's defaults, given the knobs that were set.
 
-    On a GPU, drafts keep the default at one step in flight, which they need. A token budget below the default
+    On a GPU, the default with drafts is one step in flight, which drafts need. A token budget below the default
     `max_num_seqs` lowers that default, as in vLLM.
     """
     if device_type != "cuda":
@@ -95,17 +95,17 @@ def scheduler_defaults(given: Mapping[str, Any], device_type: str) -> dict[str, 
 
 
 DEFAULT_UTILIZATION = 0.9
-"""`gpu_memory_utilization` where none is given, as in vLLM."""
+"""`gpu_memory_utilization` if none is given, as in vLLM."""
 
 
 def check_utilization(value: object, device_type: str) -> None:
-    """Refuse a `gpu_memory_utilization` that is out of range, or that was given and the device has no use for.
+    """Refuse a `gpu_memory_utilization` that is out of range, or that is given for a CPU.
 
     Args:
         value: None: not given.
 
     Raises:
-        ConfigError: it is such a one.
+        ConfigError: the value is refused.
     """
     if value is None:
         return
@@ -121,8 +121,8 @@ def check_utilization(value: object, device_type: str) -> None:
 
 
 def with_prefill_gap(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of an engine that streams: those that were given, and `PREFILL_GAP`, unless they name token limits (an
-    empty list of them too) or say how prompts are cut."""
+    """Add `PREFILL_GAP` to the arguments of an engine that streams, unless they set token limits (also an empty list)
+    or one of `CHUNK_KNOBS`."""
     defaults = {field.name: field.default for field in fields(SchedulerConfig)}
     has_own = "token_limits" in given or any(given.get(name, defaults[name]) != defaults[name] for name in CHUNK_KNOBS)
     return dict(given) if has_own else {**given, "token_limits": (PREFILL_GAP,)}
@@ -131,12 +131,12 @@ def with_prefill_gap(given: Mapping[str, Any]) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------- KV outside the pool
 
 STORE_ROLES = ("both", "producer", "consumer")
-"""What an engine does with the store: write what it computed, read what is there, or both."""
+"""Roles of an engine with a KV store: write computed KV, read stored KV, or both."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVKnobs:
-    """Where KV goes besides the pool, as the arguments of `Engine` say it."""
+    """The arguments of `Engine` for KV outside the pool."""
 
     kv_offload_bytes: int | None = None
     kv_store: str | Path | None = None
@@ -145,19 +145,19 @@ class KVKnobs:
 
     @property
     def is_on(self) -> bool:
-        """Whether there is any place for KV besides the pool."""
+        """Whether KV is kept outside the pool."""
         return self.kv_offload_bytes is not None or self.kv_store is not None
 
     @property
     def loads_later(self) -> bool:
-        """Whether requests may wait for loads."""
+        """Whether requests may wait for loads of KV."""
         return self.kv_store is not None and self.kv_store_role != "producer"
 
     def check(self, config: SchedulerConfig) -> None:
-        """Whether they are in range, and fit each other and the scheduler's knobs.
+        """Check the ranges, and the combination with each other and with the scheduler's knobs.
 
         Raises:
-            ConfigError: they do not.
+            ConfigError: a knob is out of range, or would have no effect.
         """
         for name in ("kv_offload_bytes", "kv_store_bytes"):
             value: Any = getattr(self, name)
@@ -192,13 +192,13 @@ def _without_effect(name: str, value: object, why: str) -> ConfigError:
 
 
 def wants_one_group(disable: bool | None) -> bool:
-    """Whether the KV of all layers is kept in one group of full attention, windows or not.
+    """Whether the KV of all layers is kept in one group of full attention, also with windows.
 
     Args:
         disable: `disable_hybrid_kv_cache_manager`.
 
     Raises:
-        ConfigError: it is no such value.
+        ConfigError: the value is not True, False or None.
     """
     if disable is not None and not isinstance(disable, bool):
         raise ConfigError(f"disable_hybrid_kv_cache_manager is {disable!r}; give True, False or None")
@@ -213,7 +213,7 @@ SPECULATIVE_KEYS = {
     "prompt_lookup_min": "prompt_lookup_min",
     "prompt_lookup_max": "prompt_lookup_max",
 }
-"""What each key sets."""
+"""Key of `speculative_config` -> the argument that it sets."""
 SPECULATIVE_REMEDIES = {
     "model": "drafts come from the request's own tokens, not from a second model",
     "num_speculative_tokens_per_batch_size": "use the knob draft_table, such as ((16, 2), (64, 0))",
@@ -221,17 +221,17 @@ SPECULATIVE_REMEDIES = {
 
 
 def speculation_knobs(config: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """The knobs that a `speculative_config` stands for; their values are checked where knobs are.
+    """Convert a `speculative_config` to knobs; their values are checked with all knobs.
 
-    Of `prompt_lookup_min` and `prompt_lookup_max` one alone is both, as in vLLM. Without either they have their
-    defaults here, which are wider than vLLM's 5 and 5; outputs do not depend on them.
+    If only one of `prompt_lookup_min` and `prompt_lookup_max` is given, it is used for both, as in vLLM. Without either
+    they have their defaults here, which are wider than vLLM's 5 and 5; outputs do not depend on them.
 
     Args:
-        config: None in it is as if the key were not there.
+        config: a value of None counts as missing.
         others: knobs that are set beside it.
 
     Raises:
-        ConfigError: a method or key that is not supported, no number of tokens, or a knob that is set beside it, too.
+        ConfigError: a method or key is not supported, the number of tokens is missing, or a knob is also set directly.
     """
     if not isinstance(config, Mapping):
         raise ConfigError(
@@ -240,7 +240,9 @@ def speculation_knobs(config: Mapping[str, Any], others: Mapping[str, Any]) -> d
     values = {key: value for key, value in config.items() if value is not None}
     method = values.pop("method", None)
     if method != "ngram":
-        raise ConfigError(f'speculative_config: method is {method!r}; the one there is is "ngram", prompt lookup')
+        raise ConfigError(
+            f'speculative_config: method is {method!r}; the only supported method is "ngram", prompt lookup'
+        )
     for key in values:
         if key not in SPECULATIVE_KEYS:
             remedy = SPECULATIVE_REMEDIES.get(key, f"known are method, {', '.join(SPECULATIVE_KEYS)}")
@@ -248,8 +250,8 @@ def speculation_knobs(config: Mapping[str, Any], others: Mapping[str, Any]) -> d
     tokens = values.get("num_speculative_tokens")
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
         raise ConfigError(
-            f"speculative_config: num_speculative_tokens is {tokens!r}; it must be an integer of at least 1, the most "
-            "drafts of a request and step"
+            f"speculative_config: num_speculative_tokens is {tokens!r}; it must be an integer of at least 1, the "
+            "maximum number of drafts of a request and step"
         )
     for one, other in (("prompt_lookup_min", "prompt_lookup_max"), ("prompt_lookup_max", "prompt_lookup_min")):
         if one in values:
@@ -261,10 +263,10 @@ def speculation_knobs(config: Mapping[str, Any], others: Mapping[str, Any]) -> d
 
 
 def check_prompt_lookup(config: SchedulerConfig, min_ngram: int | None, max_ngram: int | None) -> tuple[int, int]:
-    """The knobs of prompt lookup, None being their defaults.
+    """Check the knobs of prompt lookup; None: their defaults.
 
     Raises:
-        ConfigError: they cannot be, or not beside the scheduler's.
+        ConfigError: a knob is out of range, or does not fit the scheduler's knobs.
     """
     if not config.num_draft_tokens and (min_ngram is not None or max_ngram is not None):
         raise ConfigError(

@@ -1,20 +1,17 @@
-"""JSON schemas as they are enforced.
+"""Checks JSON schemas, and rewrites them for the compiler of grammars.
 
-The compiler of grammars leaves out what it does not know, silently or with a warning, and the output would then break
-a schema that it was promised to keep. So a schema that says something of the kind is refused when it is given, with
-the keyword and where it stands. Only places where a schema may stand are looked at: a property may well be called
-"contains".
+The compiler ignores keywords that it does not know, silently or with a warning, and the output would then violate the
+schema. So a schema with such a keyword is refused when it is given, with the keyword and its path. Only positions of
+schemas are checked: a property may be called "contains".
 
-What the compiler reads otherwise than JSON Schema means it is rewritten: an object or array of which the schema
-says nothing more may hold anything; an e-mail address is given as a pattern; the schemas that `$ref` leads to get plain
-names; a number that is bounded on one side is bounded on the other, too. Patterns are read where they are compiled
-(`grammar/schema.py`).
+Constructs that the compiler reads differently from JSON Schema are rewritten. An object or array without further
+keywords may hold anything; an e-mail address becomes a pattern; the targets of `$ref` get plain names; a number that is
+bounded on one side is bounded on the other side too. Patterns are read where they are compiled (`grammar/schema.py`).
 
-A schema comes from a client, and is checked while other requests wait: all of it takes time in proportion to
-its length.
+A schema comes from a client and is checked while other requests wait, so all checks take time linear in its length.
 
-Of the schemas in `oneOf` the compiler writes any, and refuses those that it cannot tell apart. It does not look behind
-`$ref`, where tagged unions have theirs, so those are told apart here.
+The compiler treats `oneOf` as a choice, and refuses options that it cannot distinguish. It does not follow `$ref`,
+which tagged unions use, so options behind `$ref` are distinguished here.
 """
 
 from __future__ import annotations
@@ -26,26 +23,26 @@ from typing import Any, TypeAlias
 from urllib.parse import unquote
 
 MAX_DEPTH = 32
-"""Levels of schemas within schemas."""
+"""Maximum levels of nested schemas."""
 MAX_NESTING = 128
-"""Levels of objects and arrays within each other, in values that are listed, too."""
+"""Maximum levels of nested objects and arrays, also in listed values."""
 
 INTEGER_DIGITS, FRACTION_DIGITS = 18, 17
-"""Digits before and behind the point of a number, where the schema does not bound it: what 64 bits hold."""
+"""Maximum digits before and after the point of a number without bounds in the schema, so that it fits 64 bits."""
 _LARGEST = 10**INTEGER_DIGITS - 1
 _INT64 = 2**63
 _LENGTHS = (("minLength", "maxLength"), ("minItems", "maxItems"), ("minProperties", "maxProperties"))
 _BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 BOUND_DIGITS = 6
-"""Digits behind the point that the compiler gives to numbers with bounds."""
+"""Maximum digits after the point that the compiler allows in numbers with bounds."""
 _EXACT = 1e9
-"""Numbers below it are exact to more digits than those."""
+"""Floats below this are exact to more than `BOUND_DIGITS` digits."""
 
 FORMATS = (
     "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uri-reference",
     "uri-template", "uuid",
 )  # fmt: skip
-"""Values of `format` that the compiler knows, and whose texts need no escapes in JSON."""
+"""Values of `format` that the compiler knows and whose texts need no escapes in JSON."""
 EMAIL = (
     r"^[A-Za-z0-9_+\-]+(\.[A-Za-z0-9_+\-]+)*@[A-Za-z0-9]([A-Za-z0-9\-]*[A-Za-z0-9])?"
     r"(\.[A-Za-z0-9]([A-Za-z0-9\-]*[A-Za-z0-9])?)+$"
@@ -55,7 +52,7 @@ NEVER = (
     "$anchor", "$dynamicAnchor", "$dynamicRef", "$recursiveRef", "contains", "dependencies", "dependentRequired",
     "dependentSchemas", "else", "if", "maxContains", "minContains", "multipleOf", "not", "then", "uniqueItems",
 )  # fmt: skip
-"""Keywords that would be ignored."""
+"""Keywords that the compiler would ignore."""
 _IGNORED = frozenset(NEVER)
 
 _ONE = (
@@ -88,14 +85,14 @@ _OF_TYPE: dict[str, Callable[[Any], bool]] = {
 
 
 _Path: TypeAlias = "tuple[_Path, str | int] | None"
-"""Where a schema stands: the path of the one around it, and the step from there. It is written out for errors only."""
+"""The position of a schema: the path of its parent, and the step from there. It becomes text for errors only."""
 
 
 def prepare_schema(schema: Any) -> Any:
-    """A schema, as `json.loads` gives it, as the compiler shall read it, with everything within.
+    """Check and rewrite a schema, as returned by `json.loads`, for the compiler.
 
     Raises:
-        ValueError: it is no schema, is nested too deeply, or says what cannot be enforced.
+        ValueError: it is not a schema, is nested too deeply, or cannot be enforced.
     """
     within = [schema]
     for _ in range(MAX_NESTING + 1):
@@ -107,11 +104,11 @@ def prepare_schema(schema: Any) -> Any:
 
 
 def map_within(schema: Mapping[str, Any], change: Callable[[Any, tuple[str | int, ...]], Any]) -> dict[str, Any]:
-    """A schema in which those directly within it are changed.
+    """Copy a schema with its direct subschemas replaced.
 
     Args:
-        schema: is not changed.
-        change: gets each schema within, and the steps that lead to it; returns what takes its place.
+        schema: the schema to copy.
+        change: gets each subschema and the steps to it; returns its replacement.
     """
     changed = dict(schema)
     for key in _ONE:
@@ -127,19 +124,19 @@ def map_within(schema: Mapping[str, Any], change: Callable[[Any, tuple[str | int
 
 
 class _Preparation:
-    """One schema on its way to the compiler."""
+    """Checks and rewrites one schema."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
         self._names: dict[str, str] = {}
-        """Each `$ref` -> the name that its schema gets."""
+        """Each `$ref` -> the new name of its target."""
         self._targets: list[tuple[str, Any]] = []
-        """Each `$ref` and the schema that it leads to, in the order of their names."""
+        """Each `$ref` and its target, in the order of their names."""
         self._tags: dict[int, dict[str, list[str]]] = {}
-        """Of schemas of objects, by their `id`: see `_tags_of`."""
+        """Results of `_tags_of`, by the `id` of the schema."""
 
     def prepared(self) -> Any:
-        """The schema, with the schemas that it refers to.
+        """The rewritten schema, with the targets of its references.
 
         Raises:
             ValueError: see `prepare_schema`.
@@ -150,7 +147,7 @@ class _Preparation:
         for key in ("$defs", "definitions"):
             prepared.pop(key, None)
         definitions: dict[str, Any] = {}
-        for reference, target in self._targets:  # which grows meanwhile
+        for reference, target in self._targets:  # the loop appends to it
             definitions[self._names[reference]] = self._prepare(target, (None, reference), 1)
         return {**prepared, "$defs": definitions} if definitions else prepared
 
@@ -187,7 +184,7 @@ class _Preparation:
             del prepared["format"]
             prepared["pattern"] = EMAIL
         for key in (one for both in _LENGTHS for one in both if one in schema):
-            prepared[key] = int(schema[key])  # 2.0 is an integer, too
+            prepared[key] = int(schema[key])  # 2.0 is an integer too
         _bound_numbers(prepared)
         if "oneOf" in schema and self._exclude_each_other(schema["oneOf"], path):
             prepared["anyOf"] = prepared.pop("oneOf")
@@ -200,7 +197,8 @@ class _Preparation:
         return prepared
 
     def _exclude_each_other(self, options: list[Any], path: _Path) -> bool:
-        """Whether types, or the values of a property that all objects among them require, tell options apart."""
+        """Whether options exclude each other, by their types or by a tag: a property that all object options require,
+        with different values."""
         seen = set[int]()
         types: list[str] = []
         tags: dict[str, list[str]] | None = None
@@ -221,7 +219,7 @@ class _Preparation:
         return tags is None or any(len(set(values)) == len(values) for values in tags.values())
 
     def _tags_of(self, schema: Mapping[str, Any]) -> dict[str, list[str]]:
-        """The properties that an object must have, each with a text out of a list: their values."""
+        """The required properties of an object whose values are texts from a list: name -> values."""
         known = self._tags.get(id(schema))
         if known is not None:
             return known
@@ -236,10 +234,10 @@ class _Preparation:
         return tags
 
     def _target(self, reference: str, path: _Path) -> Any:
-        """The schema that a pointer leads to (RFC 6901, as the fragment of a URI).
+        """The target of a pointer (RFC 6901, as the fragment of a URI).
 
         Raises:
-            ValueError: it leads nowhere.
+            ValueError: the pointer has no target.
         """
         target = self._root
         steps = unquote(reference.removeprefix("#")).split("/")
@@ -258,7 +256,7 @@ class _Preparation:
 
 
 def _bound_numbers(schema: dict[str, Any]) -> None:
-    """Bound numbers on both sides that the schema bounds on one."""
+    """Add the missing bound to numbers that the schema bounds on one side."""
     if "integer" not in _types(schema) and "number" not in _types(schema):
         return
     lower = [key for key in ("minimum", "exclusiveMinimum") if key in schema]
@@ -270,7 +268,7 @@ def _bound_numbers(schema: dict[str, Any]) -> None:
 
 
 def _problem(schema: Mapping[str, Any]) -> str | None:
-    """What a schema says, not looking within, that would be ignored."""
+    """The first problem of a schema itself, without its subschemas; None: there is none."""
     for key in () if _IGNORED.isdisjoint(schema) else NEVER:
         if schema.get(key) not in (None, False):
             return f"the keyword {key!r} is not supported; remove it"
@@ -322,7 +320,7 @@ def _problem_of_values(schema: Mapping[str, Any]) -> str | None:
 
 
 def _large_number(values: list[Any]) -> int | None:
-    """An integer within values that the compiler would round; None if there is none."""
+    """An integer within the values that the compiler would round; None if there is none."""
     within = list(values)
     while within:
         value = within.pop()
@@ -334,14 +332,14 @@ def _large_number(values: list[Any]) -> int | None:
 
 
 def _problem_of_bounds(schema: Mapping[str, Any]) -> str | None:
-    """Of lengths, counts and ranges."""
-    for least, most in _LENGTHS:
-        for key in (least, most):
+    """The first problem with lengths, counts and ranges."""
+    for minimum, maximum in _LENGTHS:
+        for key in (minimum, maximum):
             value = schema.get(key)
             if key in schema and (not _OF_TYPE["integer"](value) or not 0 <= value < _INT64):  # type: ignore[operator]
                 return f"{key!r} is {_shown(value)}; it must be an integer of 0 or more"
-        if least in schema and most in schema and schema[least] > schema[most]:
-            return f"{least!r} is {schema[least]}, more than {most!r} {schema[most]}; swap them"
+        if minimum in schema and maximum in schema and schema[minimum] > schema[maximum]:
+            return f"{minimum!r} is {schema[minimum]}, more than {maximum!r} {schema[maximum]}; swap them"
     bounds = [key for key in _BOUNDS if key in schema]
     for key in bounds:
         value = schema[key]
@@ -361,7 +359,8 @@ def _problem_of_bounds(schema: Mapping[str, Any]) -> str | None:
 
 
 def _is_empty(schema: Mapping[str, Any], digits: int) -> bool:
-    """Whether no number of so many digits behind the point is within the bounds, of which there are two or more."""
+    """Whether no number with at most `digits` digits after the point is within the bounds (at least one on each
+    side)."""
     bounds = {key: Decimal(str(schema[key])).scaleb(digits) for key in _BOUNDS if key in schema}
     lower = [math.ceil(bounds["minimum"])] if "minimum" in bounds else []
     lower += [math.floor(bounds["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in bounds else []
@@ -415,13 +414,13 @@ def _problem_of_objects(schema: Mapping[str, Any]) -> str | None:
 
 
 def _types(schema: Mapping[str, Any]) -> list[Any]:
-    """The types that a schema names; none if it speaks of all."""
+    """The types in a schema's `type`; empty: it has no `type`."""
     types = schema.get("type")
     return [] if types is None else list(types) if isinstance(types, list) else [types]
 
 
 def _written(path: _Path) -> str:
-    """A path as one speaks of it, on one line; the beginning of a long one."""
+    """A path as text on one line, cut to 100 characters."""
     steps: list[str] = []
     while path is not None:
         path, step = path

@@ -1,4 +1,4 @@
-"""PoolingParams: how a prompt becomes one vector, an embedding."""
+"""PoolingParams: parameters of an embedding request, which turns a prompt into one vector."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 Pooling = Literal["last", "mean"]
 
 SILENT = SamplingParams(max_tokens=1, temperature=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
-"""What stands in for sampling parameters where every request has some."""
+"""The sampling parameters of embedding requests, because every request has some."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolingParams:
-    """How a vector is made of a prompt.
+    """Parameters for the vector of a prompt.
 
     Raises:
         ValueError: there is no such pooling.
@@ -34,10 +34,10 @@ class PoolingParams:
 
     @property
     def max_tokens(self) -> int:
-        """Nothing is generated."""
+        """0: nothing is generated."""
         return 0
 
     @property
     def output_kind(self) -> RequestOutputKind:
-        """There is one output, at the end."""
+        """FINAL_ONLY: there is one output, at the end."""
         return RequestOutputKind.FINAL_ONLY

@@ -1,4 +1,4 @@
-"""From a caller's prompt and parameters to the scheduler's `Request`: checks that need no model, then `to_request`."""
+"""Makes the scheduler's `Request` of a prompt and its parameters, after checks that need no model."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def check_request_id(request_id: object) -> None:
-    """Raises ValueError: requests are looked up by their id and derive their seeds from it, and this one allows no such
-    thing.
+    """Raises ValueError: the id is not text that can be encoded. Requests are found by their id, and their seeds are
+    derived from it.
     """
     if not isinstance(request_id, str) or not request_id:
         what = "empty" if request_id == "" else f"of type {type(request_id).__name__}"
@@ -30,23 +30,23 @@ def check_request_id(request_id: object) -> None:
 
 
 def check_deadline(request_id: str, deadline: float | None) -> None:
-    """Raises ValueError: a deadline is no finite number of seconds."""
+    """Raises ValueError: the deadline is not a finite number of seconds."""
     if deadline is not None and not (isinstance(deadline, (int, float)) and math.isfinite(deadline)):
         raise ValueError(f"request {request_id!r}: the deadline is {deadline!r}; give seconds on the engine's clock")
 
 
 def check_may_come_in_parts(request_id: str, params: SamplingParams, *, is_pooled: bool) -> None:
-    """Raises ValueError: what is asked for needs the whole prompt from the start."""
+    """Raises ValueError: the request has a parameter that needs the whole prompt from the start."""
     what = "embeddings" if is_pooled else "prompt_logprobs" if params.prompt_logprobs is not None else ""
     if what:
         raise ValueError(f"request {request_id!r}: {what} need the whole prompt at once; leave out more_input")
 
 
 def checked_token_ids(request_id: str, prompt: Sequence[int], vocab_size: int) -> IntArray | Sequence[int]:
-    """The prompt's tokens; those that are integers are in the vocabulary, and `Request` refuses all others.
+    """The prompt's tokens, with integers checked against the vocabulary; `Request` refuses other types.
 
     Raises:
-        ValueError: the prompt is no sequence, or names a token that the model lacks.
+        ValueError: the prompt is not a sequence, or has a token that the model lacks.
     """
     try:
         token_ids = list(prompt)
@@ -71,11 +71,11 @@ def checked_token_ids(request_id: str, prompt: Sequence[int], vocab_size: int) -
     return array if array.dtype.kind in "iu" else token_ids
 
 
-def most_output(request: Request, num_last_tokens: int, max_model_len: int) -> int:
-    """How many tokens may be generated behind a prompt in parts, of which `num_last_tokens` are the last part's."""
+def max_output_tokens(request: Request, num_last_tokens: int, max_model_len: int) -> int:
+    """Maximum number of output tokens after a prompt in parts whose last part has `num_last_tokens` tokens."""
     length = request.num_prompt_tokens + sum(len(part.token_ids) for part in request.parts) + num_last_tokens
-    most: int | None = request.metadata.max_tokens
-    return max(1, max_model_len - length) if most is None else most
+    limit: int | None = request.metadata.max_tokens
+    return max(1, max_model_len - length) if limit is None else limit
 
 
 def to_request(
@@ -94,15 +94,15 @@ def to_request(
     more_input: bool = False,
     output_token_ids: Sequence[int] = (),
 ) -> Request:
-    """The request for a prompt, with its sampling parameters as metadata.
+    """Make the request for a prompt, with its sampling parameters as metadata.
 
     Raises:
-        RequestRefused: it could never run.
+        RequestRefused: the request could never run.
     """
     pooling = params if isinstance(params, PoolingParams) else None
     sampling = SILENT if isinstance(params, PoolingParams) else params
-    # The text of a structured request ends where its grammar does, even before `min_tokens` and with `ignore_eos`: as
-    # long as the text may go on, it is the sampler that keeps it from ending.
+    # A structured request ends with its grammar, even before `min_tokens` and with `ignore_eos`. While the text may
+    # continue, the sampler applies both.
     is_structured = sampling.structured_outputs is not None
     max_tokens = 0 if pooling or more_input else sampling.max_tokens
     if max_tokens is None:
@@ -122,10 +122,10 @@ def to_request(
         stop_token_ids=tuple(sampling.stop_token_ids),
         repetition_detection=sampling.repetition_detection,
         cache_salt=cache_salt,
-        # A cached prefix has neither the logits before a prompt token nor its hidden state.
+        # A cached prefix has no logits and no hidden states of prompt tokens.
         use_prefix_cache=pooling is None or pooling.pooling == "last",
         skip_reading_prefix_cache=sampling.prompt_logprobs is not None,
-        runs_ahead=not is_structured,  # a grammar says what may follow a token when it has seen the token
+        runs_ahead=not is_structured,  # a grammar needs each token before it can mask the next one
         more_input=more_input,
         output_token_ids=output_token_ids,
         metadata=sampling,

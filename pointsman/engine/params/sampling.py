@@ -1,9 +1,9 @@
-"""SamplingParams: how the next token is chosen and when a request finishes, under the names vLLM's users know.
+"""SamplingParams: the parameters of a request for sampling tokens and stopping, with vLLM's names.
 
-Names, defaults and ranges are those of vLLM's class of this name, with two exceptions: a bias beyond 100 is refused
-here and not brought into range silently, and a repetition penalty has a minimum and a maximum. Every value is checked
-when the object is built, so later readers need no checks; only what depends on the model (whether a token id exists) is
-checked by `check_token_ids`, which needs the vocabulary's size.
+Names, defaults and ranges are those of vLLM's class, with two exceptions: a bias beyond 100 is refused instead of
+clipped silently, and a repetition penalty has a minimum and a maximum. Every value is checked when the object is built,
+so later code needs no checks. Only the existence of token ids is checked later, by `check_token_ids`, because it
+depends on the model's vocabulary.
 """
 
 from __future__ import annotations
@@ -16,44 +16,45 @@ from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any
 
-from pointsman.core import RepetitionDetectionParams as RepetitionDetectionParams  # one of the public names
+from pointsman.core import RepetitionDetectionParams as RepetitionDetectionParams  # a public name
 from pointsman.engine.params.structured_outputs import StructuredOutputsParams
 
 GREEDY_BELOW = 1e-5
-"""A temperature below this means greedy: dividing logits by it would overflow to no useful distribution."""
+"""A temperature below this means greedy: dividing logits by it would overflow."""
 
 MAX_TOKEN_ID = 2**31 - 1
 
 ALL_TOKENS = -1
-"""In `logprobs` and `prompt_logprobs`: the whole vocabulary."""
+"""Value of `logprobs` and `prompt_logprobs` for the whole vocabulary."""
 
 LOGIT_BIAS_LIMIT = 100.0
-"""The largest bias either way, as in OpenAI's API."""
+"""Maximum absolute bias, as in OpenAI's API."""
 REPETITION_PENALTIES = (0.01, 100.0)
-"""The minimum and the maximum; beyond, logits would become infinite rather than less likely."""
+"""Minimum and maximum; values beyond would make logits infinite instead of tokens less likely."""
 
 
 class RequestOutputKind(enum.Enum):
-    """What an output of a streamed request holds; names and values are vLLM's."""
+    """The content of an output of a streamed request; names and values are vLLM's."""
 
     CUMULATIVE = 0
-    """All of the output so far, in every output."""
+    """Every output has all tokens so far."""
     DELTA = 1
-    """What is new since the last output."""
+    """Every output has the tokens since the last output."""
     FINAL_ONLY = 2
-    """Everything, in one output at the end."""
+    """One output at the end has all tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one request samples. Immutable and checked when built.
+    """The sampling parameters of one request. Immutable, and checked when built.
 
     Raises:
         ValueError: a value is out of range; one line with the value, the limit and the remedy.
     """
 
     n: int = 1
-    """Samples per prompt. Only 1: for more, add the prompt several times; the copies share its cached prefix."""
+    """Samples per prompt; only 1 is supported. For more, add the prompt several times: the copies share its cached
+    prefix."""
     temperature: float = 1.0
     """Logits are divided by it; 0 is greedy."""
     top_p: float = 1.0
@@ -61,55 +62,56 @@ class SamplingParams:
     top_k: int = 0
     """Sample only from this many most likely tokens; 0 or -1: from all."""
     max_tokens: int | None = 16
-    """The maximum number of tokens to generate; None: as many as the model's length allows."""
+    """Maximum number of tokens to generate; None: limited by the model's length only."""
     min_tokens: int = 0
-    """Before this many tokens neither EOS nor a stop token can be sampled; with `structured_outputs`, unless nothing
-    else may follow."""
+    """Before this many tokens neither EOS nor a stop token can be sampled; with `structured_outputs`, they can if
+    nothing else may follow."""
     seed: int | None = None
-    """Fixes the request's tokens whatever runs beside it; None: derived from the engine's seed and the request's id.
-    -1 is kept as None."""
+    """Makes the request's tokens reproducible, independent of other requests; None: derived from the engine's seed and
+    the request's id. -1 is kept as None."""
     stop_token_ids: Sequence[int] = ()
-    """Further tokens that end the request, beside the model's EOS."""
+    """Tokens that end the request, beside the model's EOS."""
     ignore_eos: bool = False
-    """Whether generation goes on past EOS; with `structured_outputs`, whether it goes on while the text may."""
+    """Whether generation continues after EOS; with `structured_outputs`, whether it continues while the grammar
+    allows."""
     min_p: float = 0.0
     """Sample only from tokens at least this fraction as likely as the most likely one; 0: from all."""
     repetition_penalty: float = 1.0
     """Above 1, tokens of the prompt and the output so far become less likely; positive logits are divided by it,
     negative ones multiplied. 0.01 to 100."""
     presence_penalty: float = 0.0
-    """Taken off the logit of every token that is in the output so far; -2 to 2."""
+    """Subtracted from the logit of every token that is in the output so far; -2 to 2."""
     frequency_penalty: float = 0.0
-    """Taken off the logit of a token once for each time it is in the output so far; -2 to 2."""
+    """Subtracted from the logit of a token once for each of its occurrences in the output so far; -2 to 2."""
     logprobs: int | None = None
-    """Log probabilities of this many most likely tokens beside the sampled one's; 0: only its own; -1: of the whole
-    vocabulary; None: none."""
+    """Return log probabilities of the sampled token and of this many most likely tokens; 0: of the sampled token only;
+    -1: of the whole vocabulary; None: none."""
     prompt_logprobs: int | None = None
     """The same for the tokens of the prompt (from the second on)."""
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
-    """Token id -> what is added to its logit, -100 to 100; more is refused."""
+    """Token id -> the value added to its logit, -100 to 100; other values are refused."""
     bad_words: Sequence[str] = ()
-    """Texts that must not be generated: the last token that would complete one cannot be sampled. Needs a tokenizer."""
+    """Texts that must not be generated: a token that would complete one cannot be sampled. Needs a tokenizer."""
     allowed_token_ids: Sequence[int] | None = None
     """Only these tokens can be sampled; None: all."""
     stop: str | Sequence[str] | None = ()
-    """Texts that end the request; kept as a tuple. The text ends before them, see `include_stop_str_in_output`."""
+    """Texts that end the request; kept as a tuple. The output ends before them, see `include_stop_str_in_output`."""
     include_stop_str_in_output: bool = False
-    """Whether the text keeps the stop string that ended it."""
+    """Whether the text includes the stop string that ended it."""
     detokenize: bool = True
-    """Whether tokens are made into text at all."""
+    """Whether text is made from the tokens."""
     skip_special_tokens: bool = True
     """Whether the text leaves out special tokens such as EOS."""
     spaces_between_special_tokens: bool = True
-    """Accepted for compatibility, without effect: tokenizers of transformers 5 have no such choice."""
+    """Accepted for compatibility, without effect: tokenizers of transformers 5 have no such option."""
     structured_outputs: StructuredOutputsParams | None = None
-    """What the text must look like; None: anything. Needs a tokenizer."""
+    """The form that the text must have; None: any. Needs a tokenizer."""
     repetition_detection: RepetitionDetectionParams | None = None
-    """Which repetitions at the end of the output end it, with `finish_reason` "repetition"; None: none does."""
+    """Repetitions that end the output, with `finish_reason` "repetition"; None: none."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    """What each output of a stream holds."""
+    """The content of each output of a stream."""
     stream_interval: int | None = None
-    """Tokens from one output to the next, if more than the engine's own `stream_interval`; None: the engine's."""
+    """Tokens from one output to the next, if larger than the engine's `stream_interval`; None: the engine's."""
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -144,7 +146,7 @@ class SamplingParams:
             self._set("seed", None)
 
     def _check_tokens(self) -> None:
-        """Sequences of token ids become tuples, the biases a dict of their own."""
+        """Check token ids and biases; sequences become tuples, and the biases are copied."""
         stop_ids = _items("stop_token_ids", self.stop_token_ids, "a list of token ids")
         self._set("stop_token_ids", _token_ids("a stop token id", stop_ids))
         if self.allowed_token_ids is not None:
@@ -168,7 +170,7 @@ class SamplingParams:
                     raise ValueError(f"{name} is above {MAX_TOKEN_ID}; use -1 for the whole vocabulary")
 
     def _check_text(self) -> None:
-        """`stop` and `bad_words` become tuples of non-empty strings."""
+        """Check the parameters for text; `stop` and `bad_words` become tuples of non-empty strings."""
         self._set("stop", _strings("stop", self.stop))
         self._set("bad_words", _strings("bad_words", self.bad_words))
         for name in (
@@ -193,10 +195,11 @@ class SamplingParams:
             raise ValueError(f"output_kind is {self.output_kind!r}; it must be a RequestOutputKind")
 
     def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)  # the object is frozen for everyone else
+        object.__setattr__(self, name, value)  # the object is frozen for callers
 
     def __getstate__(self) -> tuple[Any, ...]:
-        """Its values: what dataclasses have for this looks for the fields each time, and every request is pickled."""
+        """The values. The method of dataclasses is slow, because it looks for the fields each time, and every request
+        is pickled."""
         return _VALUES(self)
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
@@ -204,10 +207,10 @@ class SamplingParams:
             self._set(name, value)
 
     def check_token_ids(self, vocab_size: int) -> None:
-        """Check what depends on the model.
+        """Check token ids against the model's vocabulary.
 
         Raises:
-            ValueError: `logit_bias` or `allowed_token_ids` names a token that a vocabulary of this size lacks.
+            ValueError: `logit_bias` or `allowed_token_ids` has a token outside a vocabulary of this size.
         """
         for name, token_ids in (("logit_bias", self.logit_bias), ("allowed_token_ids", self.allowed_token_ids)):
             worst = max(token_ids or (), default=0)
@@ -221,7 +224,7 @@ class SamplingParams:
 
     @property
     def edits_logits(self) -> bool:
-        """Whether logits are changed before temperature, at all positions or at some."""
+        """Whether logits are changed before temperature, at any position."""
         return bool(
             self.has_penalties
             or self.min_tokens
@@ -233,7 +236,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
+        """Whether the most likely token is always chosen."""
         return self.temperature < GREEDY_BELOW
 
 
@@ -243,22 +246,22 @@ _VALUES: Callable[[SamplingParams], tuple[Any, ...]] = attrgetter(*_NAMES)
 
 def _check_number(name: str, value: object, wanted: str) -> None:
     if isinstance(value, int) and abs(value) > sys.float_info.max:
-        raise ValueError(f"{name} is too large a number; it must be {wanted}")  # which would fill the screen
+        raise ValueError(f"{name} is too large a number; it must be {wanted}")  # its digits would fill the screen
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
         raise ValueError(f"{name} is {value!r}; it must be {wanted}")
 
 
-def _check_int(name: str, value: object, least: int, remedy: str) -> None:
+def _check_int(name: str, value: object, minimum: int, remedy: str) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least}")
-    if value < least:
-        raise ValueError(f"{name} is {value}; it must be at least {least}: {remedy}")
+        raise ValueError(f"{name} is {value!r}; it must be an integer of at least {minimum}")
+    if value < minimum:
+        raise ValueError(f"{name} is {value}; it must be at least {minimum}: {remedy}")
 
 
-def _check_range(name: str, value: object, least: float, most: float, off: float) -> None:
-    wanted = f"between {least:g} and {most:g} ({off:g} turns it off)"
+def _check_range(name: str, value: object, minimum: float, maximum: float, off: float) -> None:
+    wanted = f"between {minimum:g} and {maximum:g} ({off:g} turns it off)"
     _check_number(name, value, wanted)
-    if not least <= value <= most:  # type: ignore[operator]
+    if not minimum <= value <= maximum:  # type: ignore[operator]
         raise ValueError(f"{name} is {value}; it must be {wanted}")
 
 

@@ -1,10 +1,10 @@
-"""StructuredOutputsParams: what the text of a request must look like, under the names vLLM's users know.
+"""StructuredOutputsParams: the form that the text of a request must have, with vLLM's names.
 
     SamplingParams(structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))
 
-One of five ways says it: a JSON schema, "any JSON object", a regular expression, a list of texts, or a grammar in EBNF.
-Here they are only checked and brought into one of the three forms that are compiled (`GrammarSpec`); a grammar's own
-syntax is checked by the compiler, in a process of its own (`grammar/compiler.py`), because some grammars take hours.
+There are five kinds: a JSON schema, "any JSON object", a regular expression, a list of texts, or a grammar in EBNF.
+This module only checks them, and converts them to one of three forms for the compiler (`GrammarSpec`). A separate
+process checks a grammar's syntax (`grammar/compiler.py`), because some grammars take hours.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from typing import Any, Literal, NamedTuple
 from pointsman.engine.params.json_schema import prepare_schema
 
 MAX_GRAMMAR_BYTES = 64 * 1024
-"""Longest schema, expression, grammar or list of choices, in bytes of UTF-8."""
+"""Maximum length of a schema, expression, grammar or list of choices, in bytes of UTF-8."""
 MAX_CHOICES = 4096
 MAX_WHITESPACE = 16
-"""Whitespace characters in a row between the elements of JSON: enough for a new line indented by 15. Without a limit, a
-model that likes whitespace writes nothing else until its tokens run out."""
+"""Maximum consecutive whitespace characters between the elements of JSON: enough for a new line indented by 15. Without
+a limit, a model may write whitespace up to its token limit."""
 
 _WAYS = ("json", "regex", "choice", "grammar", "json_object")
 
 
 class GrammarSpec(NamedTuple):
-    """A grammar as it is compiled; equal ones are compiled once."""
+    """A grammar for the compiler; equal ones are compiled once."""
 
     kind: Literal["json", "regex", "ebnf"]
     text: str
     any_whitespace: bool = True
-    """Of JSON: whether whitespace between elements is the model's choice, up to `MAX_WHITESPACE`."""
+    """For JSON: whether the model may choose the whitespace between elements, up to `MAX_WHITESPACE` characters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,26 +40,26 @@ class StructuredOutputsParams:
     """Exactly one of `json`, `regex`, `choice`, `grammar` and `json_object` is given. Checked when built.
 
     Raises:
-        ValueError: none is given or several, or one is too long, malformed, or asks for what could not be enforced.
+        ValueError: not exactly one is given, or it is too long, malformed, or cannot be enforced.
     """
 
     json: str | Mapping[str, Any] | None = field(default=None, hash=False)
-    """A JSON schema, as text or as a dictionary. Properties come in its order, and others only if the schema itself
-    says `additionalProperties`."""
+    """A JSON schema, as text or as a dictionary. Properties come in the schema's order; other properties only if the
+    schema has `additionalProperties`."""
     regex: str | None = None
-    """A regular expression that the whole text matches."""
+    """A regular expression that the whole text must match."""
     choice: Sequence[str] | None = None
-    """Texts, one of which the output is; kept as a tuple."""
+    """The allowed texts; kept as a tuple."""
     grammar: str | None = None
-    """A grammar in EBNF as llama.cpp writes it (GBNF); the text is what its rule `root` derives."""
+    """A grammar in llama.cpp's EBNF (GBNF); its rule `root` derives the text."""
     json_object: bool | None = None
     """True: any JSON object."""
     disable_any_whitespace: bool = False
-    """For JSON: no whitespace but what single separators bring, in place of up to `MAX_WHITESPACE` characters."""
+    """For JSON: no whitespace except in single separators, instead of up to `MAX_WHITESPACE` characters."""
     disable_additional_properties: bool = False
-    """Accepted for compatibility: objects have no properties that the schema does not allow, with it and without."""
+    """Accepted for compatibility, without effect: objects never have properties that the schema does not allow."""
     spec: GrammarSpec = field(init=False, repr=False, compare=False)
-    """What is compiled."""
+    """The grammar for the compiler."""
 
     def __post_init__(self) -> None:
         given = [name for name in _WAYS if getattr(self, name) not in (None, False)]
@@ -99,14 +99,14 @@ def _schema_text(schema: object) -> str:
     """A schema as text, the same for a dictionary and for its text.
 
     Raises:
-        ValueError: it is no JSON object, or uses what could not be enforced.
+        ValueError: it is not a JSON object, or cannot be enforced.
     """
     if not isinstance(schema, (str, Mapping)):
         raise ValueError(f"json is {_shown(schema)}; it must be a JSON schema: an object, or the text of one")
     text = schema if isinstance(schema, str) else _dumped(schema)
-    _check_text("json", text)  # before anything else is done with it
+    _check_text("json", text)  # before any other processing
     try:
-        parsed = json_module.loads(text)  # of a dictionary, too: what follows sees what JSON can hold and nothing else
+        parsed = json_module.loads(text)  # also for a dictionary, so that only JSON values remain
     except ValueError as error:
         raise ValueError(f"json is not valid JSON: {error}; give a JSON schema") from None
     except RecursionError:
@@ -134,7 +134,7 @@ def _choices(choices: object) -> tuple[str, ...]:
         if not isinstance(one, str) or not one:
             raise ValueError(f"choice holds {_shown(one)}; it must hold texts of at least one character")
     num_characters = sum(map(len, choices))
-    if num_characters > MAX_GRAMMAR_BYTES:  # before they are written as a grammar
+    if num_characters > MAX_GRAMMAR_BYTES:  # checked before a grammar is written
         raise ValueError(
             f"choice has {num_characters:,} characters, and the maximum is {MAX_GRAMMAR_BYTES:,}; shorten it"
         )

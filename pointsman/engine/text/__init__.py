@@ -1,7 +1,6 @@
-"""From text to token ids and back.
+"""Converts text to token ids and back.
 
-Tokenizers and chat templates (`tokenizer.py`), and text from tokens as they come, one at a time (`detokenizer.py`, with
-one stream per way of decoding in `token_streams.py`).
-It imports the engine's errors and no other package of it; nothing here loads PyTorch.
-Begin with `detokenizer.py`.
+`tokenizer.py` has tokenizers and chat templates. `detokenizer.py` makes text from tokens one at a time, with a stream
+per kind of decoding in `token_streams.py`. The package imports the engine's errors and no other package of it, and
+loads no PyTorch. Begin with `detokenizer.py`.
 """

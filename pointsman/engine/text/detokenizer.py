@@ -1,35 +1,36 @@
-"""From tokens to text, one token at a time.
+"""TextDecoder and Detokenizer: make text from tokens, one token at a time, and find stop strings.
 
-Decoding all tokens again at every step would cost time quadratic in the length, and decoding each token alone would be
-wrong: a character may be spread over several tokens, and some decoders treat the first token of a text differently.
-So a stream takes tokens one by one and releases text as soon as it is *settled*: no later token can change it. What
-it released, joined, is what `tokenizer.decode` makes of all tokens at once, and a text only ever grows.
+Decoding all tokens again at every step would take time quadratic in the length, and decoding each token alone would be
+wrong: a character may be spread over several tokens, and some decoders treat the first token of a text differently. So
+a stream takes tokens one by one and releases text as soon as it is *settled*: no later token can change it. The
+released pieces, joined, equal the result of `tokenizer.decode` for all tokens at once, and a text only grows.
 
-`TextDecoder` looks once at how a tokenizer decodes, and makes streams of the kind that fits:
+`TextDecoder` inspects the tokenizer's decoder once, and makes streams of the matching kind:
 
-| decoder | stream | what may have to wait |
+| decoder | stream | text that may have to wait |
 | --- | --- | --- |
 | byte-level BPE (GPT-2, Llama 3, Qwen) | tokens are bytes, joined as UTF-8 | an unfinished character |
-| Metaspace, WordPiece, others | new tokens decoded behind a settled one | nothing |
+| Metaspace, WordPiece, others | new tokens decoded after a settled one | nothing |
 | with byte fallback (Llama 2, Gemma) | the same | a run of byte tokens, until it ends |
-| tokenizers written in Python | the same, behind several | a replacement character at the end, `MAX_HELD` tokens |
+| tokenizers written in Python | the same, after several | a replacement character at the end, `MAX_HELD` tokens |
 
-Byte fallback decides over a whole run of byte tokens: if its bytes are not all valid UTF-8, every one of them becomes a
-replacement character, also those that looked like a character before. The `DecodeStream` of the tokenizers library is
-not used: it raises on some invalid bytes, holds back everything behind others, and does not clean up spaces.
+Byte fallback decides for a whole run of byte tokens: if its bytes are not all valid UTF-8, each of them becomes a
+replacement character, even those that formed a character before. The `DecodeStream` of the tokenizers library is not
+used: it raises on some invalid bytes, holds back all text after others, and does not clean up spaces.
 
-Text behind a prompt is what its tokens add to the prompt's text: a decoder that strips the first space of a text does
-not strip the first word of an output, and an output may finish a character that the prompt begins. With structured
-output the text is what the grammar has matched: decoded behind other text whatever the prompt is, and not cleaned up.
+An output's text is the text that its tokens add to the prompt's. A decoder that strips the first space of a text does
+not strip the first word of an output, and an output may complete a character that the prompt begins. With structured
+output the text is exactly the text that the grammar matched: tokens are decoded as after other text, independent of the
+prompt, and spaces are not cleaned up.
 
     prompt text + output text == the text of all tokens at once
 
 A token that the tokenizer cannot decode (models often have more logits than their tokenizer has tokens, and tokenizers
 written in Python may raise then) has no text.
 
-`Detokenizer` adds stop strings: it holds back text that may be the beginning of one. It also looks for them in text
-that has to wait for the end of a run of byte tokens, as if no token followed: a request ends with the token that
-completes its stop string, also if that is the byte of a newline.
+`Detokenizer` adds stop strings: it holds back text that may begin one. It also searches text that waits for the end of
+a run of byte tokens, as if no token followed. So a request ends with the token that completes its stop string, even if
+that token is the byte of a newline.
 """
 
 from __future__ import annotations
@@ -58,11 +59,12 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 MAX_CHANGED = 8
-"""Bytes of a prompt that tokenizers may have replaced before the next token, as by one character with an accent."""
+"""Maximum bytes of a prompt before a token that the tokenizer may have replaced, for example by an accented
+character."""
 
 
 class TextDecoder:
-    """How one tokenizer decodes. Shared by all requests; safe to use from several threads.
+    """Decodes the tokens of one tokenizer. Shared by all requests; safe to use from several threads.
 
     Args:
         tokenizer: a tokenizer of transformers.
@@ -74,7 +76,7 @@ class TextDecoder:
         self._backend = _own_backend(tokenizer)
         kinds = _decoder_kinds(self._backend.decoder) if self._backend is not None else []
         self._is_byte_level = kinds == ["ByteLevel"]
-        # Any other mixture with ByteLevel is unknown ground: decode by windows that wait for whole characters.
+        # Other combinations with ByteLevel are unknown: use windows that wait for complete characters.
         self._is_known = self._is_byte_level or (self._backend is not None and "ByteLevel" not in kinds)
         self._falls_back = "ByteFallback" in kinds
         self._cleans_up = _cleans_up(tokenizer, self._backend)
@@ -88,19 +90,19 @@ class TextDecoder:
         """The text of all tokens at once.
 
         Raises:
-            Exception: the tokenizer's own, although it decodes each of the tokens alone.
+            Exception: the tokenizer fails on the tokens together, although it decodes each alone.
         """
         return self._decode_readable(
             lambda ids: self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens), list(token_ids)
         )
 
     def stream(self, skip_special_tokens: bool = True, *, is_verbatim: bool = False) -> TokenStream:
-        """A stream for a new text.
+        """Make a stream for a new text.
 
         Args:
             skip_special_tokens: whether the text leaves special tokens out.
-            is_verbatim: each token has the text that it has behind other text, whatever the prompt is; nothing is
-                stripped or cleaned up.
+            is_verbatim: decode each token as after other text, independent of the prompt; nothing is stripped or
+                cleaned up.
         """
         skipped = self._special_ids if skip_special_tokens else frozenset()
         stream: TokenStream
@@ -118,44 +120,44 @@ class TextDecoder:
         return stream
 
     def is_special(self, token_id: int) -> bool:
-        """Whether texts may leave the token out, such as EOS."""
+        """Whether the token is special, such as EOS; texts may leave it out."""
         return token_id in self._special_ids
 
     def token_text(self, token_id: int) -> str:
-        """A token's text as it is behind other text, special tokens included: " the", not "the"."""
+        """A token's text after other text, also of special tokens: " the", not "the"."""
         text = self._token_texts.get(token_id)
         if text is None:
             if self._is_byte_level:
                 text = self._bytes_of(token_id).decode("utf-8", "replace")
-            else:  # behind itself: a decoder treats at most the first token of a text differently
+            else:  # decoded after itself: a decoder treats at most the first token of a text differently
                 text = self._decode_raw([token_id, token_id])[len(self._decode_raw([token_id])) :]
             self._token_texts[token_id] = text
         return text
 
     def name(self, token_id: int) -> str:
-        """The text of a token alone, special tokens included."""
+        """The text of a token alone, also of special tokens."""
         return self._decode_raw([token_id])
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token stands for behind other text, in UTF-8; part of a character, perhaps."""
+        """The UTF-8 bytes of a token after other text; may be part of a character."""
         if self._is_byte_level:
             return self._bytes_of(token_id)
         byte = self._fallback_byte(token_id) if self._falls_back else None
         return self.token_text(token_id).encode() if byte is None else byte
 
     def first_token_bytes(self, token_id: int) -> bytes:
-        """What a token stands for at the beginning of a text, where a decoder may strip spaces."""
+        """The UTF-8 bytes of a token at the beginning of a text, where a decoder may strip spaces."""
         alone = REPLACEMENT if self._is_byte_level else self._decode_raw([token_id])
         return self.token_bytes(token_id) if REPLACEMENT in alone else alone.encode()
 
     def added_text(self, token_id: int, before: Sequence[int]) -> str:
-        """A token's text, as of `token_text`; for one that ends within a character nothing.
+        """A token's text, as in `token_text`; "" if it ends within a character.
 
-        The token that finishes the character has the text of all of its tokens.
+        The token that completes a character has the text of all of the character's tokens.
 
         Args:
             token_id: the token.
-            before: the last of the tokens before it, as many as a character may have.
+            before: the tokens before it, at least as many as a character may have.
         """
         text = self.token_text(token_id)
         if REPLACEMENT not in text:
@@ -170,9 +172,9 @@ class TextDecoder:
         return added_text(self.token_bytes(token_id), unfinished)[0]
 
     def unfinished(self, prompt: Sequence[int]) -> bytes:
-        """The bytes at the end of a prompt that begin a character and do not finish it: 3 at most.
+        """The bytes of an incomplete character at the end of a prompt: 3 at most.
 
-        They are part of the text behind the prompt. A special token ends a character.
+        They belong to the text after the prompt. A special token ends a character.
         """
         if not (self._is_byte_level or self._falls_back):
             return b""
@@ -186,13 +188,13 @@ class TextDecoder:
         return unfinished_end(end)
 
     def prompt_text(self, token_ids: Sequence[int]) -> str:
-        """The text of a prompt, special tokens included; without an unfinished character at its end.
+        """The text of a prompt with special tokens, without an incomplete character at its end.
 
         Raises:
-            Exception: the tokenizer's own, although it decodes each of the tokens alone.
+            Exception: the tokenizer fails on the tokens together, although it decodes each alone.
         """
         unfinished = self.unfinished(token_ids)
-        if self._falls_back and unfinished:  # one replacement character would be there for each byte of the run
+        if self._falls_back and unfinished:  # each byte of the run would become a replacement character
             end = len(token_ids)
             for _ in unfinished:
                 end -= 1
@@ -203,14 +205,14 @@ class TextDecoder:
         return text.removesuffix(REPLACEMENT) if unfinished or not self._is_known else text
 
     def prompt_pieces(self, token_ids: Sequence[int], text: str) -> list[bytes | str]:
-        """What each token of a prompt stands for in the prompt's text.
+        """The part of the prompt's text that each of its tokens stands for.
 
         Args:
-            token_ids: of the prompt.
-            text: of the prompt, as `prompt_text` makes it or as it was tokenized.
+            token_ids: the prompt's.
+            text: the prompt's, as returned by `prompt_text` or as it was tokenized.
 
         Returns:
-            Bytes in UTF-8. For a special token that the text lacks, its name.
+            UTF-8 bytes; for a special token that the text lacks, its name.
         """
         whole = text.encode("utf-8", "replace")
         pieces: list[bytes | str] = []
@@ -218,7 +220,7 @@ class TextDecoder:
         for token_id in token_ids:
             piece = self.token_bytes(token_id)
             if not whole.startswith(piece, place):
-                shorter = piece.removeprefix(b" ")  # the first token of a text, or one behind a special token
+                shorter = piece.removeprefix(b" ")  # the first token of a text, or one after a special token
                 is_added = token_id in self._special_ids
                 if whole.startswith(shorter, place):
                     piece = shorter
@@ -226,7 +228,7 @@ class TextDecoder:
                     found := whole.find(piece, place, place + len(piece) + MAX_CHANGED)
                 ) >= 0:
                     place = found
-                elif is_added:  # by the tokenizer
+                elif is_added:  # the tokenizer added it
                     pieces.append(self.name(token_id))
                     continue
             pieces.append(piece)
@@ -234,7 +236,7 @@ class TextDecoder:
         return pieces
 
     def _neutral(self) -> list[int]:
-        """Tokens whose text is a letter or more, so that what comes behind them is not the beginning of a text."""
+        """Tokens whose text is at least a letter; tokens after them are not at the beginning of a text."""
         if self._neutral_ids is None:
             others = (token_id for token_id in range(len(self._tokenizer)) if token_id not in self._special_ids)
             words = ([token_id] for token_id in others if not (self._falls_back and self._fallback_byte(token_id)))
@@ -242,7 +244,7 @@ class TextDecoder:
         return self._neutral_ids
 
     def _decode_raw(self, token_ids: list[int]) -> str:
-        """The text of tokens, none of them skipped, with all its spaces; errors as of `decode`."""
+        """The text of all tokens, none skipped, with all spaces; raises as `decode`."""
         return self._decode_readable(self._decode_with_spaces, token_ids)
 
     def _decode_with_spaces(self, token_ids: list[int]) -> str:
@@ -254,7 +256,7 @@ class TextDecoder:
         return text
 
     def _decode_readable(self, decode: Callable[[list[int]], str], token_ids: list[int]) -> str:
-        """`decode` without the tokens that the tokenizer raises on, which are found out when it first does."""
+        """Call `decode` without unreadable tokens, which are determined when the tokenizer first raises."""
         if self._unreadable:
             token_ids = [token_id for token_id in token_ids if token_id not in self._unreadable]
         try:
@@ -268,12 +270,12 @@ class TextDecoder:
             return decode([token_id for token_id in token_ids if token_id not in unreadable])
 
     def _token(self, token_id: int) -> str | None:
-        """A token as the vocabulary writes it; None if the vocabulary lacks it."""
-        token: str | None = self._backend.id_to_token(token_id)  # type: ignore[union-attr]  # kinds come from it
+        """A token's text in the vocabulary; None if the vocabulary lacks it."""
+        token: str | None = self._backend.id_to_token(token_id)  # type: ignore[union-attr]  # set for known kinds
         return token
 
     def _bytes_of(self, token_id: int) -> bytes:
-        """What a token of a byte-level vocabulary stands for; nothing if the vocabulary lacks it."""
+        """The bytes of a token of a byte-level vocabulary; empty if the vocabulary lacks it."""
         known = self._token_bytes.get(token_id)
         if known is None:
             token = self._token(token_id)
@@ -282,12 +284,12 @@ class TextDecoder:
         return known
 
     def _fallback_byte(self, token_id: int) -> bytes | None:
-        """The byte that a token stands for; empty if the vocabulary lacks the token, None if it stands for text."""
+        """The byte of a byte token; empty if the vocabulary lacks the token, None if the token is text."""
         try:
             return self._fallback_bytes[token_id]
         except KeyError:
             token = self._token(token_id)
-            # A token that the vocabulary lacks is left out, so a run of bytes goes on behind it.
+            # A token that the vocabulary lacks is left out, so it does not end a run of bytes.
             match = _BYTE_TOKEN.fullmatch(token or "")
             known = bytes.fromhex(match[1]) if match else b"" if token is None else None
             self._fallback_bytes[token_id] = known
@@ -297,15 +299,15 @@ class TextDecoder:
 class Detokenizer:
     """The text of one request, cut at a stop string.
 
-    The stop string whose last character comes first in the text ends it, and of several that end there the longest: a
-    rule that does not depend on how the text was cut into tokens. What is searched after each token is the settled text
-    and the stream's `pending`, without waiting to see whether that is settled.
+    The stop string that ends first in the text ends the text; of several with the same end, the longest. This rule does
+    not depend on the division into tokens. After each token both the settled text and the stream's `pending` are
+    searched, even though `pending` may not be settled.
 
     Args:
         stream: for the tokens' text.
         stop: stop strings, none of them empty.
         include_stop: whether the text keeps the stop string.
-        min_tokens: a stop string counts only if it ends in text that came after this many tokens.
+        min_tokens: a stop string counts only if it ends in the text of later tokens than these.
     """
 
     __slots__ = ("_buffer", "_floor", "_include_stop", "_initials", "_longest", "_min_tokens", "_num_released",
@@ -317,29 +319,29 @@ class Detokenizer:
         self._stream = stream
         self._stop = tuple(stop)
         self.feed: Callable[[int], str] = self._search if self._stop else stream.feed
-        """Takes one token; the text that is settled now, which never has half a stop string at its end."""
+        """Takes one token; returns newly settled text, which never ends with a part of a stop string."""
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._initials = frozenset(one[0] for one in self._stop)
         self._longest = max(map(len, self._stop), default=0)
         self._num_tokens = 0
         self._buffer = ""
-        """The end of the text, as far as it may begin a stop string."""
-        self._num_released = 0  # characters of the buffer that were returned
+        """The end of the text that may begin a stop string."""
+        self._num_released = 0  # characters of the buffer that were released
         self._floor = 0  # characters of the buffer in which no stop string may end, because of min_tokens
         self.stop_reason: str | None = None
-        """The stop string that was found; nothing more is to be fed then."""
+        """The stop string that was found; no further token may be fed then."""
 
     def begin_behind(self, prompt: Sequence[int]) -> None:
-        """The text continues that of a prompt, see `TokenStream`; to be called before the first token, or never."""
+        """Continue the text of a prompt, see `TokenStream`. Call this before the first token, or never."""
         self._stream.begin_behind(prompt)
 
     def whole(self, token_ids: Sequence[int]) -> str:
-        """What is released if these tokens, and no others, are the remaining ones. Only without stop strings."""
+        """The text of these tokens as the last ones. Only without stop strings."""
         return self._stream.whole(token_ids)
 
     def _search(self, token_id: int) -> str:
-        """`feed`, with stop strings."""
+        """Take one token; return newly settled text. This is `feed` with stop strings."""
         text = self._stream.feed(token_id)
         self._num_tokens += 1
         if text and (self._buffer or self._floor or not self._initials.isdisjoint(text)):
@@ -349,13 +351,13 @@ class Detokenizer:
         return text
 
     def finish(self) -> str:
-        """No token follows: the remaining text. It, too, may complete a stop string."""
+        """End the text: return the remaining text, which may also complete a stop string."""
         if self.stop_reason is not None:
             return ""
         piece = self._stream.flush()
         if not self._stop:
             return piece
-        self._num_tokens += 1  # what comes now is not the text of the tokens so far alone
+        self._num_tokens += 1  # the last text depends on the end of the tokens, too
         text = self._take(piece)
         if self.stop_reason is None:
             text += self._buffer[self._num_released :]
@@ -363,7 +365,7 @@ class Detokenizer:
         return text
 
     def _take(self, piece: str) -> str:
-        """Search the buffer with `piece` behind it, and release what cannot be part of a stop string."""
+        """Append `piece` to the buffer and search it; release the text that cannot be part of a stop string."""
         text = self._buffer + piece
         if (last := self._stop_in(text)) is not None:
             return last
@@ -376,11 +378,12 @@ class Detokenizer:
         return released
 
     def _peek(self, pending: str) -> str:
-        """Search the buffer with text behind it that has to wait; what ends the text if that has a stop string."""
+        """Search the buffer with pending text; return the last text if it has a stop string, or ""."""
         return self._stop_in(self._buffer + pending) or ""
 
     def _stop_in(self, text: str) -> str | None:
-        """End the text at a stop string in `text`, and return what is left to release; None: there is none."""
+        """End the text at a stop string in `text`, and return the text still to be released; None: there is no stop
+        string."""
         if self._num_tokens <= self._min_tokens:
             self._floor = len(text)
         elif (found := self._find(text)) is not None:
@@ -400,7 +403,7 @@ class Detokenizer:
         return best
 
     def _start_of_candidate(self, text: str) -> int:
-        """Where the longest end of `text` starts that a stop string begins with; its length if there is none."""
+        """Start of the longest suffix of `text` that begins a stop string; the length of `text` if there is none."""
         for start in range(max(0, len(text) - self._longest + 1), len(text)):
             if text[start] in self._initials:
                 rest = text[start:]
@@ -409,11 +412,11 @@ class Detokenizer:
         return len(text)
 
 
-# ------------------------------------------------------------------------------------------- how a tokenizer decodes
+# ------------------------------------------------------------------------------------------- kinds of tokenizers
 
 
 def _own_backend(tokenizer: Any) -> Any | None:
-    """The tokenizer of the tokenizers library inside, if decoding is left to it alone."""
+    """The inner tokenizer of the tokenizers library, if it alone does the decoding."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
@@ -426,7 +429,7 @@ def _own_backend(tokenizer: Any) -> Any | None:
 
 
 def _decoder_kinds(decoder: Any | None) -> list[str]:
-    """The types of a decoder of the tokenizers library and of those in its sequence."""
+    """The type of a decoder of the tokenizers library, or the types in its sequence."""
     if decoder is None:
         return []
     state = json.loads(decoder.__getstate__())
@@ -447,7 +450,7 @@ def _special_ids(tokenizer: Any) -> frozenset[int]:
 
 
 def _cleans_up(tokenizer: Any, backend: Any | None) -> bool:
-    """Whether `tokenizer.decode` cleans up spaces by default; transformers refuses to for BPE."""
+    """Whether `tokenizer.decode` cleans up spaces by default; transformers does not for BPE."""
     if not getattr(tokenizer, "clean_up_tokenization_spaces", False):
         return False
     if backend is None or type(backend.model).__name__ != "BPE":
@@ -456,8 +459,8 @@ def _cleans_up(tokenizer: Any, backend: Any | None) -> bool:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The character that GPT-2's vocabulary writes for each byte: printable ones stand for themselves, and the others,
-    in order, are the characters from U+0100 on."""
+    """The character of each byte in GPT-2's vocabulary: printable bytes stand for themselves, the others map in order
+    to the characters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -467,7 +470,7 @@ _BYTE_ALPHABET = _byte_alphabet()
 
 
 def _bytes_of_token(token: str) -> bytes:
-    """A token with a character outside the alphabet (an added token may have one) stands for itself."""
+    """The bytes of a token; one with a character outside the alphabet, such as an added token, is plain text."""
     try:
         return bytes([_BYTE_ALPHABET[character] for character in token])
     except KeyError:

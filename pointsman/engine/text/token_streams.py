@@ -1,6 +1,6 @@
-"""Streams: each takes the tokens of one text in order and releases text as soon as no later token can change it.
+"""Token streams: take the tokens of one text in order, and release text as soon as no later token can change it.
 
-Which kind a tokenizer needs is decided by `TextDecoder`, whose module says what has to wait in each.
+`TextDecoder` chooses the kind of stream for a tokenizer; its module describes the kinds.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from itertools import islice
 from typing import Protocol
 
 MAX_HELD = 16
-"""Tokens that a stream of a tokenizer written in Python may hold back. An unfinished character has at most 3 bytes."""
+"""Maximum number of tokens that a stream of a Python tokenizer holds back. An incomplete character has at most 3
+bytes."""
 SLOW_CONTEXT = 4
-"""Settled tokens before new ones when a tokenizer written in Python decodes them."""
+"""Number of settled tokens before new ones when a Python tokenizer decodes them."""
 MAX_PEEKED = 256
-"""Held tokens up to which a stream decodes them all for each `pending`; beyond, only so often that the cost per token
-stays that of some such decodings."""
+"""Number of held tokens up to which each `pending` decodes them all. With more, it decodes rarely, so that the cost per
+token stays bounded."""
 MAX_UNFINISHED = 3
-"""Bytes of a character that lacks one."""
+"""Maximum bytes of an incomplete character."""
 
 REPLACEMENT = "\ufffd"
 
@@ -28,40 +29,40 @@ class TokenStream(Protocol):
     """Takes the tokens of one text in order."""
 
     def begin_behind(self, prompt: Sequence[int]) -> None:
-        """The text continues that of a prompt. To be called before the first token, or never.
+        """Continue the text of a prompt. Call this before the first token, or never.
 
-        What is released is the text that the tokens add to the prompt's. A character that the prompt leaves unfinished
-        belongs to the tokens.
+        The stream then releases the text that the tokens add to the prompt's. A character that the prompt leaves
+        incomplete belongs to the tokens.
         """
         ...
 
     def whole(self, token_ids: Sequence[int]) -> str:
-        """What `feed` and `flush` release if these tokens, and no others, are the remaining ones. Changes nothing."""
+        """The text that `feed` and `flush` would release for these tokens as the last ones. Changes nothing."""
         ...
 
     def feed(self, token_id: int) -> str:
-        """Take one token; the text that is settled now and was not before."""
+        """Take one token; return newly settled text."""
         ...
 
     def flush(self) -> str:
-        """No token will follow: the remaining text."""
+        """End the tokens; return the remaining text."""
         ...
 
     def pending(self) -> str:
-        """Text behind the settled one that is there if no token follows, and stays unless invalid bytes follow.
+        """The text after the settled text if no token follows. It changes only if invalid bytes follow.
 
-        Replacement characters at its end are left out: they may be unfinished characters. Changes nothing.
+        Replacement characters at its end are left out: they may be incomplete characters. Changes nothing.
         """
         ...
 
 
 class ByteStream:
-    """Tokens are bytes; the text is what UTF-8 makes of them.
+    """For tokens that are bytes: decodes them as UTF-8.
 
     Args:
-        bytes_of: of a token.
+        bytes_of: returns the bytes of a token.
         skipped: tokens that the text leaves out.
-        unfinished: the bytes of an unfinished character at the end of a prompt.
+        unfinished: returns the bytes of an incomplete character at the end of a prompt.
     """
 
     __slots__ = ("_bytes_of", "_decoder", "_skipped", "_unfinished")
@@ -94,23 +95,23 @@ class ByteStream:
         return self._decoder.decode(b"", True)
 
     def pending(self) -> str:
-        return ""  # only an unfinished character ever waits
+        return ""  # only an incomplete character ever waits
 
 
 class WindowStream:
-    """New tokens are decoded behind a context of settled ones, whose own text is then cut off.
+    """Decodes new tokens after a context of settled tokens, and removes the context's text.
 
-    Decoders of this kind look at a token, at whether it is the first, and at the run of byte tokens that it is in. The
-    context ends with a token that is no byte, so no run reaches into it; and it has text, so that whatever a decoder
-    strips from the beginning of a text is stripped from the context.
+    Decoders of this kind depend on the token, on whether it is the first, and on its run of byte tokens. The context
+    ends with a token that is not a byte, so no run reaches into it. It has text, so a decoder that strips the beginning
+    of a text strips only the context.
 
     Args:
-        decode: several tokens, none of them left out.
+        decode: decodes several tokens, none left out.
         skipped: tokens that the text leaves out.
-        byte_of: the byte of a byte token; empty for a token that the vocabulary lacks, None for all others. None: the
-            decoder knows no byte tokens.
-        unfinished: the bytes of an unfinished character at the end of a prompt.
-        neutral: tokens with text, none of them a byte token.
+        byte_of: returns the byte of a byte token, empty for a token that the vocabulary lacks, None for all others.
+            None: the decoder has no byte tokens.
+        unfinished: returns the bytes of an incomplete character at the end of a prompt.
+        neutral: returns tokens with text that are not byte tokens.
     """
 
     __slots__ = ("_byte_of", "_context", "_context_text", "_decode", "_held", "_neutral", "_skipped", "_unfinished")
@@ -133,14 +134,14 @@ class WindowStream:
         self._held: list[int] = []
 
     def begin_behind(self, prompt: Sequence[int]) -> None:
-        """The last tokens with text become the context, and those of an unfinished character are held.
+        """Make the last tokens with text the context, and hold the tokens of an incomplete character.
 
-        Finished byte tokens are no context, because the run that they are in would go on behind it. So invalid bytes
-        of a prompt spoil no characters behind it, and the other way round.
+        Byte tokens of complete characters are not used as context, because their run would continue after it. So
+        invalid bytes of a prompt damage no characters after it, and vice versa.
         """
         num_unfinished = len(self._unfinished(prompt))
         has_bytes = False
-        context: list[int] = []  # backwards, as `held`
+        context: list[int] = []  # in reverse order, like `held`
         held: list[int] = []
         for token_id in _backwards(prompt, self._skipped):
             byte = self._byte_of(token_id) if self._byte_of is not None else None
@@ -195,9 +196,9 @@ class WindowStream:
 
 
 class CautiousWindowStream:
-    """As `WindowStream`, for a decoder that one knows nothing about.
+    """As `WindowStream`, for an unknown decoder.
 
-    Tokens settle when they added text and it does not end with a replacement character, which may be an unfinished
+    Tokens settle when they have added text that does not end with a replacement character, which may be an incomplete
     character; or when too many wait.
     """
 
@@ -229,7 +230,7 @@ class CautiousWindowStream:
         text = self._decode(self._context + self._held)
         is_whole = not text.endswith(REPLACEMENT)
         is_settled = (is_whole and len(text) > self._num_released) or len(self._held) >= MAX_HELD
-        end = len(text) if is_whole or is_settled else len(text) - 1  # an unfinished character is one replacement
+        end = len(text) if is_whole or is_settled else len(text) - 1  # an incomplete character is one replacement
         new = text[self._num_released : end]
         self._num_released = max(self._num_released, end)
         if is_settled:
@@ -240,7 +241,7 @@ class CautiousWindowStream:
         return self.whole(())
 
     def pending(self) -> str:
-        return ""  # all but a replacement character at the end is released at once
+        return ""  # all text is released at once, except a replacement character at the end
 
     def _slide(self) -> None:
         window = self._context + self._held
@@ -254,25 +255,25 @@ class CautiousWindowStream:
 
 
 _SETTLED_MARK = re.compile(r" ' (?:(?= )|[^ .?!,mrstv])|n(?= +n)|( ' )(?=[mrstv])")
-"""Where a text may be cut between spaces that may yet go: behind a " ' " (found from the left, as `str.replace` does)
-with a character that cannot make a contraction of it, and behind an "n" whose next word begins with another; not behind
-a match with the group."""
+"""Positions at which a text may be cut although spaces before may still be removed. A cut is allowed after a " ' "
+(searched from the left, like `str.replace`) whose next character makes no contraction, and after an "n" whose next word
+begins with another "n"; not after a match with the group."""
 
 
 class CleanUpStream:
-    """What transformers calls `clean_up_tokenization_spaces`, for a text that grows: " n't" becomes "n't", and so on.
+    """Cleans up spaces like transformers' `clean_up_tokenization_spaces`, for a text that grows: " n't" becomes "n't".
 
-    Every replacement starts with a space and reaches at most three characters beyond it, none of them a space, except
-    " ' ", which ends with one and may make an " n't" of " n ' t". So text is settled once three characters follow its
-    last space, or one that no replacement goes on from; and otherwise up to a run of spaces, unless a " '" or " n" is
-    before it. Of a chain of these, only the end has to wait.
+    Every replacement starts with a space and covers at most three more characters. None of them is a space, except in "
+    ' ", which ends with one and may turn " n ' t" into " n't". So text is settled when three characters follow its last
+    space, or one with which no replacement continues. Otherwise it is settled up to a run of spaces, unless a " '" or "
+    n" comes before it. Of a chain of these, only the end has to wait.
 
-    Behind a prompt, whose text is there already, spaces of that text stay: what goes is the tokens' own.
+    After a prompt, spaces of the prompt's text stay, because that text is fixed; only spaces of the tokens are removed.
 
     Args:
-        stream: of the text before it is cleaned.
-        clean: the whole of a text.
-        decode: several tokens, none of them left out, to a text that is not cleaned.
+        stream: makes the text before it is cleaned.
+        clean: cleans a whole text.
+        decode: decodes several tokens, none left out, without cleaning.
         skipped: tokens that the text leaves out.
     """
 
@@ -280,9 +281,9 @@ class CleanUpStream:
 
     REACH = 3
     INSIDE = " 'nvr"
-    """What all beginnings of replacements end with."""
+    """Last characters of all proper beginnings of replacements."""
     PROMPT_TOKENS = 32
-    """At the end of a prompt, in whose text a replacement may begin."""
+    """Number of tokens at the end of a prompt in whose text a replacement may begin."""
 
     def __init__(
         self,
@@ -296,7 +297,7 @@ class CleanUpStream:
         self._decode = decode
         self._skipped = skipped
         self._raw = ""  # text that is not settled
-        self._prompt = ""  # the beginning of it that is the prompt's
+        self._prompt = ""  # its beginning, which is the prompt's
 
     def begin_behind(self, prompt: Sequence[int]) -> None:
         self._stream.begin_behind(prompt)
@@ -327,14 +328,14 @@ class CleanUpStream:
         return cleaned
 
     def _cleaned(self, settled: str) -> str:
-        """The beginning of the raw text, cleaned, and without the part that is the prompt's."""
+        """The beginning of the raw text, cleaned, without the prompt's part."""
         text = self._clean(settled)
         if not self._prompt:
             return text
         known = self._prompt[: len(settled)]
         num_solid, num_spaces = len(known) - known.count(" "), len(known) - len(known.rstrip(" "))
         start = 0
-        while num_solid:  # cleaning takes nothing but spaces away
+        while num_solid:  # cleaning removes only spaces
             num_solid -= text[start] != " "
             start += 1
         while num_spaces and text.startswith(" ", start):
@@ -356,12 +357,12 @@ class CleanUpStream:
 
 
 def _backwards(prompt: Sequence[int], skipped: frozenset[int]) -> Iterator[int]:
-    """The tokens of a prompt that are part of a text, the last one first."""
+    """The tokens of a prompt that are part of its text, the last one first."""
     return (token_id for token_id in map(int, reversed(prompt)) if token_id not in skipped)
 
 
 def split_text(text: bytes) -> tuple[str, bytes]:
-    """The characters of a text in UTF-8, and the bytes of an unfinished one at its end: 3 at most."""
+    """The characters of a text in UTF-8, and the bytes of an incomplete one at its end: 3 at most."""
     try:
         return text.decode(), b""
     except UnicodeDecodeError:
@@ -370,17 +371,17 @@ def split_text(text: bytes) -> tuple[str, bytes]:
 
 
 def unfinished_end(text: bytes) -> bytes:
-    """The bytes at the end of a text that begin a character and do not finish it: 3 at most."""
+    """The bytes of an incomplete character at the end of a text: 3 at most."""
     end = split_text(text)[1]
-    return end if len(end.decode("utf-8", "replace")) == 1 else b""  # Python waits for the end of a surrogate, too
+    return end if len(end.decode("utf-8", "replace")) == 1 else b""  # Python also holds back an incomplete surrogate
 
 
 def added_text(own: bytes, unfinished: bytes) -> tuple[str, bytes]:
-    """What a token adds to a text, and the bytes that wait behind it for a character's end.
+    """The text that a token adds, and the bytes of an incomplete character after it.
 
     Args:
-        own: of the token.
-        unfinished: those that wait before it.
+        own: the token's bytes.
+        unfinished: the bytes of an incomplete character before it.
     """
     try:
         return own.decode(), b"" if own else unfinished

@@ -1,6 +1,6 @@
-"""From text to token ids, and chat templates. Nothing here needs PyTorch: an API process uses it without a model.
+"""Loads tokenizers, encodes text and renders chat templates. It needs no PyTorch, because an API process uses it.
 
-An error that a tokenizer or a template raises on a text becomes a `ValueError` of one line.
+An exception of a tokenizer or a template for a text becomes a `ValueError` of one line.
 """
 
 from __future__ import annotations
@@ -23,28 +23,29 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", TOKENIZER_CONFIG)
 MODEL_SUFFIXES = frozenset({".json", ".safetensors", ".jinja", ".model", ".txt", ".tiktoken", ".py"})
 VOCABULARY_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json", "tokenization_*.py")
-"""Patterns: beside one of these, `tokenizer_config.json` is not alone."""
+"""Patterns of vocabulary files, one of which must accompany `tokenizer_config.json`."""
 
 PLAIN_CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-"""For models without a chat template: a line per message, as in a script of a play."""
+"""For models without a chat template: a line per message, with its role."""
 
 _loading = threading.Lock()
-"""transformers imports its modules when they are first used, and fails where two threads do so at once."""
+"""transformers imports its modules on first use, and fails if two threads do so at once."""
 
 
 def model_directory(model: str | Path | None) -> Path:
-    """Where a model is: the directory or GGUF file given, or the directory of the packaged one ("demo" or None)."""
+    """The path of a model: the given directory or GGUF file, or the directory of the packaged model ("demo" or
+    None)."""
     return DEMO_MODEL if model is None or str(model) == "demo" else Path(model)
 
 
 def check_model_directory(path: Path) -> None:
-    """Refuse what is no model's directory or GGUF file, before an engine is started for it.
+    """Refuse a path that is not a model's directory or GGUF file, before an engine is started for it.
 
     Raises:
-        ModelLoadError: there is no such directory, it has no config.json, or one of its files is no regular file; or
+        ModelLoadError: there is no such directory, it has no config.json, or one of its files is not a regular file; or
             the GGUF file cannot be read.
     """
     if is_gguf(path):
@@ -75,10 +76,10 @@ def weights_size(path: Path) -> int:
 
 
 def _check_files(path: Path) -> None:
-    """Refuse named pipes and the like, which would be waited for, and links that lead nowhere.
+    """Refuse files that are not regular, such as named pipes, whose reading would block, and broken links.
 
     Raises:
-        ModelLoadError: a file of a model is none that can be read.
+        ModelLoadError: a file of a model cannot be read.
     """
     for file in sorted(path.iterdir()):
         if file.suffix not in MODEL_SUFFIXES:
@@ -95,7 +96,7 @@ def read_object(file: Path) -> dict[str, Any]:
     """The JSON object in a file.
 
     Raises:
-        ModelLoadError: there is none, or something else.
+        ModelLoadError: the file cannot be read, or has no JSON object.
     """
     try:
         content = json.loads(read_regular(file, MAX_SETTINGS).decode("utf-8"))
@@ -110,7 +111,7 @@ def read_tokenizer(path: Path) -> Any | None:
     """The tokenizer of a model's directory or GGUF file; None if it has none.
 
     Raises:
-        ModelLoadError: its files cannot be read, or there is no vocabulary among them.
+        ModelLoadError: its files cannot be read, or have no vocabulary.
     """
     if is_gguf(path):
         with _loading:
@@ -128,7 +129,7 @@ def read_tokenizer(path: Path) -> Any | None:
         from transformers import AutoTokenizer
 
         try:
-            # A model's own code is never run: transformers would ask on standard input whether it may be.
+            # A model's own code is never run; otherwise transformers would ask for permission on standard input.
             return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         except Exception as error:
             if "trust_remote_code" in str(error):
@@ -142,9 +143,10 @@ def read_tokenizer(path: Path) -> Any | None:
 
 
 def _check_tokenizer_files(path: Path) -> None:
-    """Refuse settings of a tokenizer that are no JSON object, that hold a value of a wrong type, or that stand alone.
+    """Refuse settings of a tokenizer that are not a JSON object, have a value of a wrong type, or have no vocabulary
+    file.
 
-    Of settings that stand alone transformers makes an empty tokenizer, or an error of several lines.
+    Without a vocabulary file transformers makes an empty tokenizer, or raises an error of several lines.
     """
     settings = path / TOKENIZER_CONFIG
     if not settings.is_file():
@@ -194,18 +196,18 @@ TOKENIZER_FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         (lambda value: isinstance(value, bool), "true or false"),
     ),
 }
-"""Of tokenizer_config.json: whether a value is right, and what it must be."""
+"""Fields of tokenizer_config.json: the check of the value, and its description."""
 
 
 def encode(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> list[int]:
-    """The text's token ids, with BOS and the like where the tokenizer adds them.
+    """The text's token ids, with the special tokens (BOS) that the tokenizer adds.
 
     Raises:
-        ValueError: the text is none that one could read, or the tokenizer is broken.
+        ValueError: the text is not valid Unicode, or the tokenizer is broken.
     """
     try:
         token_ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
-    except TypeError as error:  # what tokenizers says of lone surrogates, which UTF-8 has no bytes for
+    except TypeError as error:  # tokenizers raises it for lone surrogates, which UTF-8 cannot encode
         try:
             text.encode()
         except UnicodeEncodeError:
@@ -217,10 +219,10 @@ def encode(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> lis
 
 
 def render_chat(tokenizer: Any, conversation: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-    """What a chat template makes of a conversation: a prompt with the special tokens written out.
+    """Render a conversation with a chat template to a prompt with the special tokens written out.
 
     Args:
-        options: what `apply_chat_template` of transformers takes; `chat_template` None: the tokenizer's own.
+        options: arguments of transformers' `apply_chat_template`; `chat_template` None: the tokenizer's own.
 
     Raises:
         ValueError: there is no template, or it fails on this conversation.
@@ -229,6 +231,6 @@ def render_chat(tokenizer: Any, conversation: Sequence[Mapping[str, Any]], optio
         raise ValueError("the model's tokenizer has no chat template; give chat_template, or use generate")
     try:
         text: str = tokenizer.apply_chat_template([dict(one) for one in conversation], tokenize=False, **options)
-    except Exception as error:  # templates raise what they like
+    except Exception as error:  # templates may raise anything
         raise ValueError(f"the chat template failed: {first_line(error)}") from error
     return text

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeAlias
 
-from pointsman.engine.turns import Turns
+from pointsman.engine.fair_queue import FairQueue
 from pointsman.server.api.access import is_reserved
 from pointsman.server.wire.errors import ApiError
 
@@ -36,7 +36,7 @@ class ArrivalMiddleware:
     def __init__(self, app: ASGIApp, tenant_of: Callable[[Scope], str]) -> None:
         self._app = app
         self._tenant_of = tenant_of
-        self._turns: Turns[_Waiter] = Turns()
+        self._turns: FairQueue[_Waiter] = FairQueue()
         self._num_left = NUM_PER_TURN  # that may begin in this turn of the loop
         self._is_counting = False  # whether the next turn of the loop sets it again
 

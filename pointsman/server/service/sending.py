@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
+from pointsman.engine.fair_queue import SHARE, FairQueue, QueuedItem
 from pointsman.engine.params.sampling import SamplingParams
-from pointsman.engine.turns import SHARE, Turn, Turns
 
 if TYPE_CHECKING:
     from pointsman.server.service.inbox import ClientStream
@@ -49,7 +49,7 @@ class Sending:
         self._client = client
         self._grammars = grammars
         self._num_out = 0
-        self._turns: Turns[_Group] = Turns(MAX_OUT * SHARE // (SHARE + 1) if is_shared else None)
+        self._turns: FairQueue[_Group] = FairQueue(MAX_OUT * SHARE // (SHARE + 1) if is_shared else None)
 
     async def queue(self, tenant: str, streams: Sequence[ClientStream]) -> None:
         """Send the requests of streams, in order, and return when all are queued (and their grammars compiled).
@@ -91,7 +91,7 @@ class Sending:
             if group.waiter is not None and not group.waiter.done():
                 group.waiter.set_result(None)
 
-    def _end(self, group: _Group, turn: Turn[_Group]) -> None:
+    def _end(self, group: _Group, turn: QueuedItem[_Group]) -> None:
         if group.is_out:
             self._turns.end(turn)
             self._num_out -= 1

@@ -20,7 +20,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
-from pointsman.engine.turns import Turn, Turns
+from pointsman.engine.fair_queue import FairQueue, QueuedItem
 from pointsman.server.stages import retry_seconds
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ CHARACTERS_PER_SECOND = 500_000
 """How fast a tokenizer is on the texts that are slowest, for Retry-After."""
 
 ResultT = TypeVar("ResultT")
-_Turn: TypeAlias = "Turn[asyncio.Future[_Turn] | None]"
+_Turn: TypeAlias = "QueuedItem[asyncio.Future[_Turn] | None]"
 
 
 class _Lane:
@@ -46,7 +46,7 @@ class _Lane:
 
     def __init__(self, name: str) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
-        self._turns: Turns[asyncio.Future[_Turn] | None] = Turns()
+        self._turns: FairQueue[asyncio.Future[_Turn] | None] = FairQueue()
         self._is_busy = False
 
     async def run(self, tenant: str, cost: float, function: Callable[[], ResultT], *, goes_on: bool) -> ResultT:
@@ -75,7 +75,7 @@ class _Lane:
             assert turn is not None  # nothing waits while the thread is idle
             return turn
         waiter: asyncio.Future[_Turn] = asyncio.get_running_loop().create_future()
-        waiting = self._turns.put(tenant, waiter, cost, goes_on=goes_on)
+        waiting = self._turns.put(tenant, waiter, cost, continues=goes_on)
         try:
             return await waiter
         except asyncio.CancelledError:

@@ -1,4 +1,5 @@
-"""AsyncEngine on the demo model, with real event loops: streams, refusals, every way to let go, failures, shutdown."""
+"""AsyncEngine on the demo model, with real event loops: streams, refusals, all ways to end a stream, failures,
+shutdown."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ also_with_two_steps_in_flight = pytest.mark.parametrize(
 
 
 def run(work: Coroutine[Any, Any, Answer], timeout: float = 60.0) -> Answer:
-    """In an event loop of its own; what hangs is a failure."""
+    """Run in a new event loop; a hang is a failure."""
 
     async def limited() -> Answer:
         async with asyncio.timeout(timeout):
@@ -78,7 +79,7 @@ async def last_of(stream: RequestStream) -> RequestOutput:
 
 
 async def settled(engine: AsyncEngine) -> None:
-    """Until the engine has handled what was sent to it and runs nothing; then no block may be in use."""
+    """Wait until the engine has handled all messages and is idle; then no block may be in use."""
     while await engine.call(Engine.has_unfinished_requests):
         await asyncio.sleep(0)
     await engine.call(lambda inner: inner.scheduler.check_invariants())
@@ -99,7 +100,7 @@ def test_outputs_come_at_the_stream_interval(make: Callable[..., AsyncEngine]) -
         engine = make(stream_interval=8)
         params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
         seen = [len(output.token_ids) async for output in engine.generate("class", params, "a")]
-        assert seen[-1] == 30 and set(seen) <= {1, 9, 17, 25, 30}, "a reader that is slow may miss some"
+        assert seen[-1] == 30 and set(seen) <= {1, 9, 17, 25, 30}, "a slow consumer may miss some"
 
     run(work())
 
@@ -137,7 +138,7 @@ def test_concurrent_streams_equal_llm_token_for_token(make: Callable[..., AsyncE
     ]
 
 
-def test_output_kinds_tell_the_same_story(make: Callable[..., AsyncEngine]) -> None:
+def test_output_kinds_have_the_same_content(make: Callable[..., AsyncEngine]) -> None:
     engine = make()
 
     async def outputs_of(kind: RequestOutputKind) -> list[RequestOutput]:
@@ -151,7 +152,7 @@ def test_output_kinds_tell_the_same_story(make: Callable[..., AsyncEngine]) -> N
     so_far, new = by_kind[RequestOutputKind.CUMULATIVE], by_kind[RequestOutputKind.DELTA]
     (end,) = by_kind[RequestOutputKind.FINAL_ONLY]
     assert end.finished and len(end.token_ids) == 12
-    assert len(so_far) > 1 and len(new) > 1, "the tokens did not come one after the other"
+    assert len(so_far) > 1 and len(new) > 1, "the tokens did not come one by one"
     assert all(output.token_ids == end.token_ids[: len(output.token_ids)] for output in so_far)
     assert (so_far[-1].token_ids, so_far[-1].text) == (end.token_ids, end.text)
     assert [token for output in new for token in output.token_ids] == end.token_ids
@@ -161,9 +162,7 @@ def test_output_kinds_tell_the_same_story(make: Callable[..., AsyncEngine]) -> N
 
 
 @pytest.mark.parametrize("kind", [RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA])
-def test_a_slow_consumer_finds_one_snapshot_of_all_it_missed(
-    make: Callable[..., AsyncEngine], kind: RequestOutputKind
-) -> None:
+def test_a_slow_consumer_gets_one_merged_snapshot(make: Callable[..., AsyncEngine], kind: RequestOutputKind) -> None:
     engine = make()
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, output_kind=kind)
 
@@ -171,7 +170,7 @@ def test_a_slow_consumer_finds_one_snapshot_of_all_it_missed(
         outputs = []
         async for output in engine.generate([5, 6, 7], params):
             outputs.append(output)
-            if len(outputs) == 1:  # this loop stands still until the engine, asked from another loop, is done
+            if len(outputs) == 1:  # block this loop until the engine is done, as seen from another loop
                 other = threading.Thread(target=lambda: run(settled(engine)))
                 other.start()
                 other.join()
@@ -205,7 +204,7 @@ def test_two_event_loops_at_once(make: Callable[..., AsyncEngine]) -> None:
 
 @also_with_two_steps_in_flight
 def test_two_engines_share_a_loaded_model(make: Callable[..., AsyncEngine]) -> None:
-    """Each in its own thread, over its own KV pool: their steps take turns on the model."""
+    """Each has its own thread and KV pool; their steps alternate on the model."""
     left, right = make(max_num_seqs=3), make(max_num_seqs=5, block_size=8)
 
     async def answers(*engines: AsyncEngine) -> list[list[RequestOutput]]:
@@ -229,7 +228,7 @@ def test_two_engines_share_a_loaded_model(make: Callable[..., AsyncEngine]) -> N
         (None, ValueError, "the prompt is of type NoneType; give text or token ids"),
     ],
 )
-def test_bad_values_raise_in_the_caller_and_nowhere_else(
+def test_bad_values_raise_only_in_the_caller(
     make: Callable[..., AsyncEngine], prompt: Any, kind: type[Exception], message: str
 ) -> None:
     engine = make()
@@ -250,9 +249,7 @@ def test_bad_values_raise_in_the_caller_and_nowhere_else(
 
 
 @pytest.mark.parametrize("prompt", [[5, 6], "A class is"])
-def test_an_id_that_names_nothing_raises_in_the_caller_and_nowhere_else(
-    make: Callable[..., AsyncEngine], prompt: Any
-) -> None:
+def test_an_invalid_id_raises_only_in_the_caller(make: Callable[..., AsyncEngine], prompt: Any) -> None:
     engine, request_id = make(), "\ud800"
 
     async def beside_a_good_one() -> None:
@@ -267,7 +264,7 @@ def test_an_id_that_names_nothing_raises_in_the_caller_and_nowhere_else(
 
 
 @also_with_two_steps_in_flight
-def test_an_id_in_use_is_refused_and_one_that_ended_is_free_at_once(make: Callable[..., AsyncEngine]) -> None:
+def test_used_ids_are_refused_and_finished_ids_are_free_at_once(make: Callable[..., AsyncEngine]) -> None:
     engine = make()
     short = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 
@@ -276,7 +273,7 @@ def test_an_id_in_use_is_refused_and_one_that_ended_is_free_at_once(make: Callab
         await first.start()
         with pytest.raises(DuplicateRequest):
             await anext(engine.generate([6], short, "a"))
-        assert not (await anext(first)).finished, "the refusal disturbed the stream that has the id"
+        assert not (await anext(first)).finished, "the refusal affected the stream with this id"
         assert await engine.abort("a")
         for _ in range(5):
             assert len((await last_of(engine.generate([6], short, "a"))).token_ids) == 2
@@ -286,7 +283,7 @@ def test_an_id_in_use_is_refused_and_one_that_ended_is_free_at_once(make: Callab
 
 
 @pytest.mark.parametrize("prompt", [[5, 6, 7], "The import statement"])
-def test_starting_and_reading_at_once(make: Callable[..., AsyncEngine], prompt: Any) -> None:
+def test_several_tasks_may_start_and_read_a_stream(make: Callable[..., AsyncEngine], prompt: Any) -> None:
     engine = make()
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
@@ -305,7 +302,7 @@ def test_starting_and_reading_at_once(make: Callable[..., AsyncEngine], prompt: 
     run(together())
 
 
-def test_a_reader_that_is_cancelled_while_another_task_starts_the_stream(make: Callable[..., AsyncEngine]) -> None:
+def test_cancelled_read_while_another_task_starts_the_stream(make: Callable[..., AsyncEngine]) -> None:
     engine = make()
 
     async def cancelled() -> None:
@@ -364,7 +361,7 @@ def _step_to_the_end(engine: Engine) -> None:
         (_step_to_the_end, "length"),
     ],
 )
-def test_an_end_by_a_call_reaches_the_reader(
+def test_a_request_ended_by_a_call_ends_its_stream(
     make: Callable[..., AsyncEngine], end: Callable[[Engine], object], reason: str
 ) -> None:
     engine = make()
@@ -479,7 +476,7 @@ WAYS = [_cancel, _break, _aclose, _async_with, _forget, _timeout, _generator_aro
 
 @also_with_two_steps_in_flight
 @pytest.mark.parametrize("let_go", [*WAYS, _aclose_before_it_is_queued])
-def test_letting_go_of_a_stream_aborts_it(
+def test_a_dropped_or_closed_stream_aborts_its_request(
     make: Callable[..., AsyncEngine], let_go: Callable[[AsyncEngine], Coroutine[Any, Any, None]]
 ) -> None:
     engine = make()
@@ -494,18 +491,18 @@ def test_letting_go_of_a_stream_aborts_it(
     run(watch())
 
 
-def test_a_loop_that_is_closed_takes_its_requests_along(make: Callable[..., AsyncEngine]) -> None:
+def test_closing_a_loop_aborts_its_requests(make: Callable[..., AsyncEngine]) -> None:
     engine = make()
     loop = asyncio.new_event_loop()
     stream = engine.generate([5, 6], LONG)
     loop.run_until_complete(stream.start())
     loop.close()
-    run(settled(engine))  # the stream object still exists, but nobody can read it
+    run(settled(engine))  # the stream object still exists, but its loop is closed
     assert run(engine.stats()).scheduler.finished["abort"] == 1
     del stream
 
 
-def test_a_loop_that_is_closed_is_noticed_without_news_for_it(make: Callable[..., AsyncEngine]) -> None:
+def test_a_closed_loop_is_noticed_without_new_outputs(make: Callable[..., AsyncEngine]) -> None:
     engine = make(num_blocks=512, max_model_len=8192)
     params = SamplingParams(max_tokens=8000, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY)
     loop = asyncio.new_event_loop()
@@ -519,7 +516,7 @@ def test_a_loop_that_is_closed_is_noticed_without_news_for_it(make: Callable[...
 
 
 async def _one_of_many(engine: AsyncEngine, number: int, rng: random.Random) -> None:
-    """A request that ends in one of many ways, at a random moment."""
+    """A request that ends in one of many ways, at a random time."""
     params = SamplingParams(temperature=0, max_tokens=rng.randint(1, 16), ignore_eos=rng.random() < 0.5)
     stream = engine.generate(prompt_of(number), params)
     way = rng.choice(["read", "read", "cancel", "break", "abort", "forget"])
@@ -545,8 +542,8 @@ async def _one_of_many(engine: AsyncEngine, number: int, rng: random.Random) -> 
 
 
 async def _round(engine: AsyncEngine, num_requests: int, seed: int) -> None:
-    """Many requests, at most 100 at a time, in a pool that is too small for them; nothing may be left of them."""
-    before = _tracked()  # the report of a test that failed holds on to what it had
+    """Many requests, at most 100 at a time, in a pool that is too small for them; they may leak nothing."""
+    before = _tracked()  # the report of a failed test keeps references to its objects
     rng = random.Random(seed)
     seats = asyncio.Semaphore(100)
 
@@ -562,7 +559,7 @@ async def _round(engine: AsyncEngine, num_requests: int, seed: int) -> None:
 
 
 def _forget_last_output(engine: Engine) -> None:
-    """It is kept for displays, and names the last requests that ended."""
+    """Drop the last output, which is kept for displays and refers to the last finished requests."""
     engine.steps.last_output = None
 
 
@@ -578,13 +575,13 @@ def _resident_mib() -> float:
 
 
 @also_with_two_steps_in_flight
-def test_random_cancellations_leave_nothing(make: Callable[..., AsyncEngine]) -> None:
+def test_random_cancellations_leak_nothing(make: Callable[..., AsyncEngine]) -> None:
     engine = make(num_blocks=48, max_num_seqs=24, max_model_len=256, full_sequence_must_fit=False)
     run(_round(engine, 200, seed=1))
 
 
 @pytest.mark.long
-def test_three_thousand_random_cancellations_leave_nothing(make: Callable[..., AsyncEngine]) -> None:
+def test_three_thousand_random_cancellations_leak_nothing(make: Callable[..., AsyncEngine]) -> None:
     engine = make(num_blocks=48, max_num_seqs=24, max_model_len=256, full_sequence_must_fit=False)
 
     async def rounds() -> list[float]:
@@ -602,14 +599,14 @@ def test_three_thousand_random_cancellations_leave_nothing(make: Callable[..., A
         return resident
 
     resident = run(rounds(), timeout=600)
-    assert resident[-1] - resident[-3] < 4.0, f"memory grows from round to round: {resident} MiB"
+    assert resident[-1] - resident[-3] < 4.0, f"memory grows with each round: {resident} MiB"
 
 
 # ------------------------------------------------------------------------------------------------------- failures
 
 
 class FailingForward:
-    """Makes a model's forward raise, from now on or a number of times."""
+    """Makes a model's forward raise, always or a number of times."""
 
     def __init__(self, model: Any, error: BaseException, times: int | None = None) -> None:
         self.times = times
@@ -681,7 +678,7 @@ def test_a_failure_reaches_a_request_that_is_being_added(make: Callable[..., Asy
         await first.start()
         with FailingForward(loaded.model, RuntimeError("out of memory"), times=0) as failing:
             held = asyncio.create_task(engine.call(lambda _: gate.wait(30)))
-            await asyncio.sleep(0.05)  # while the thread is held, three messages gather, to be handled in one go
+            await asyncio.sleep(0.05)  # while the thread is blocked, three messages arrive, to be handled together
             failed = asyncio.create_task(engine.call(lambda _: setattr(failing, "times", None)))
             await asyncio.sleep(0)
             await first.aclose()
@@ -696,7 +693,7 @@ def test_a_failure_reaches_a_request_that_is_being_added(make: Callable[..., Asy
     run(reuse())
 
 
-def test_a_step_is_tried_again_as_often_as_allowed(make: Callable[..., AsyncEngine], loaded: LoadedModel) -> None:
+def test_a_failed_step_is_retried_up_to_the_limit(make: Callable[..., AsyncEngine], loaded: LoadedModel) -> None:
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     expected = run(last_of(make().generate("The import statement", params))).token_ids
     engine = make(max_step_retries=2)
@@ -705,7 +702,7 @@ def test_a_step_is_tried_again_as_often_as_allowed(make: Callable[..., AsyncEngi
         stream = engine.generate("The import statement", params)
         with FailingForward(loaded.model, RuntimeError("a hiccup"), times=2) as failing:
             await anext(stream)
-            failing.times = 2  # failures count in a row: a step between them forgives
+            failing.times = 2  # consecutive failures count: a successful step resets the number
             assert (await last_of(stream)).token_ids == expected
         engine.check_health()
         assert (await engine.stats()).scheduler.num_failed_steps == 4
@@ -715,7 +712,7 @@ def test_a_step_is_tried_again_as_often_as_allowed(make: Callable[..., AsyncEngi
     run(stumble())
 
 
-def test_a_policy_that_fails_once_costs_a_step_and_no_request(
+def test_a_policy_failing_once_costs_a_step_but_no_request(
     make: Callable[..., AsyncEngine], loaded: LoadedModel
 ) -> None:
     class Once(FirstComeFirstServed):
@@ -739,7 +736,7 @@ def test_a_policy_that_fails_once_costs_a_step_and_no_request(
     run(serve())
 
 
-def test_a_policy_that_always_fails_ends_neither_the_engine_nor_a_request(
+def test_an_always_failing_policy_ends_no_engine_and_no_request(
     make: Callable[..., AsyncEngine], loaded: LoadedModel
 ) -> None:
     class Always(FirstComeFirstServed):
@@ -761,7 +758,7 @@ def test_a_policy_that_always_fails_ends_neither_the_engine_nor_a_request(
     run(serve())
 
 
-def test_what_a_call_raises_is_its_callers(make: Callable[..., AsyncEngine]) -> None:
+def test_an_exception_of_a_call_reaches_its_caller_only(make: Callable[..., AsyncEngine]) -> None:
     engine = make()
 
     async def calls() -> None:
@@ -805,7 +802,7 @@ def test_shutdown_aborts_or_drains(make: Callable[..., AsyncEngine], drain: bool
 
 
 @also_with_two_steps_in_flight
-def test_a_drain_lets_what_is_being_tokenized_finish(make: Callable[..., AsyncEngine]) -> None:
+def test_a_drain_waits_for_prompts_being_tokenized(make: Callable[..., AsyncEngine]) -> None:
     engine = make()
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
@@ -822,7 +819,7 @@ def test_a_drain_lets_what_is_being_tokenized_finish(make: Callable[..., AsyncEn
     run(stop())
 
 
-def test_a_drain_does_not_wait_for_a_loop_that_is_closed(make: Callable[..., AsyncEngine]) -> None:
+def test_a_drain_does_not_wait_for_a_closed_loop(make: Callable[..., AsyncEngine]) -> None:
     engine = make()
     loop = asyncio.new_event_loop()
     stream = engine.generate(" ".join(WORDS * 2000), LONG)
@@ -853,7 +850,7 @@ def test_shutdown_in_a_fork_returns(make: Callable[..., AsyncEngine]) -> None:
     run(last_of(engine.generate([5], SamplingParams(max_tokens=2))))
 
 
-def test_a_drain_that_takes_too_long_aborts_the_rest(make: Callable[..., AsyncEngine]) -> None:
+def test_a_drain_aborts_remaining_requests_after_its_timeout(make: Callable[..., AsyncEngine]) -> None:
     engine = make()
 
     async def stop() -> str | None:
@@ -877,7 +874,7 @@ def test_shutdown_when_fresh_idle_or_left_by_async_with(make: Callable[..., Asyn
     run(all_three())
 
 
-def test_an_engine_that_is_dropped_ends_its_thread(loaded: LoadedModel) -> None:
+def test_a_dropped_engine_ends_its_thread(loaded: LoadedModel) -> None:
     engine = AsyncEngine(loaded, num_blocks=32, max_model_len=256)
     run(last_of(engine.generate([5], SamplingParams(max_tokens=2))))
     (thread,) = [thread for thread in threading.enumerate() if thread.name == "pointsman-engine"]
@@ -931,11 +928,11 @@ def test_an_idle_engine_neither_spins_nor_sleeps_through_a_call(make: Callable[.
 
     busy, wait = run(idle())
     assert busy < 0.1, "the idle engine used CPU time"
-    assert wait < 0.02, "a call waited for something"
+    assert wait < 0.02, "a call had to wait"
 
 
 @pytest.mark.parametrize("interval", [float("inf"), 1e10])
-def test_an_interval_of_ages(make: Callable[..., AsyncEngine], interval: float) -> None:
+def test_a_very_long_statistics_interval_is_accepted(make: Callable[..., AsyncEngine], interval: float) -> None:
     engine = make(log_stats_interval=interval)
 
     async def idle() -> None:
@@ -947,7 +944,7 @@ def test_an_interval_of_ages(make: Callable[..., AsyncEngine], interval: float) 
     run(idle())
 
 
-def test_an_engine_made_elsewhere_and_its_prefix_cache(loaded: LoadedModel) -> None:
+def test_from_engine_and_resetting_its_prefix_cache(loaded: LoadedModel) -> None:
     inner = Engine(loaded, num_blocks=64, max_model_len=512)
 
     async def cached() -> list[int]:
@@ -965,7 +962,7 @@ def test_an_engine_made_elsewhere_and_its_prefix_cache(loaded: LoadedModel) -> N
     assert counts[0] == counts[2] == 0 and counts[1] > 0
 
 
-def test_who_asks_and_how_urgently_reaches_the_scheduler_and_can_be_changed(make: Callable[..., AsyncEngine]) -> None:
+def test_tenant_and_priority_reach_the_scheduler_and_can_change(make: Callable[..., AsyncEngine]) -> None:
     engine = make(max_num_seqs=1, order="priority", displace=False)
 
     async def work() -> None:
@@ -1005,7 +1002,7 @@ def test_knobs_are_checked(loaded: LoadedModel, knobs: dict[str, Any]) -> None:
 
 
 def test_prompts_are_tokenized_beside_the_detokenizer(make: Callable[..., AsyncEngine]) -> None:
-    """Both threads use one tokenizer object; neither may disturb the other."""
+    """Both threads use one tokenizer object without affecting each other."""
     engine = make()
     text = " ".join(WORDS * 20)
 

@@ -1,4 +1,4 @@
-"""The thread that owns an engine, between its steps."""
+"""The engine's thread, between its steps."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def test_the_thread_computes_on_the_gpu_of_its_engine(monkeypatch: pytest.Monkey
     assert used == [("cpu", "pointsman-engine")]
 
 
-def test_freed_memory_is_given_back_though_questions_keep_coming(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine of the server is asked for a sign of life every second, and is idle all the same."""
+def test_freed_memory_is_returned_although_calls_keep_coming(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server asks its engines for a sign of life every second; they are idle nevertheless."""
     given_back: list[float] = []
     monkeypatch.setattr(engine_thread, "give_back_freed_pages", lambda: given_back.append(time.monotonic()))
     monkeypatch.setattr(engine_thread, "SECONDS_TO_IDLE", 0.4)

@@ -1,4 +1,4 @@
-"""Prompts in parts on a real model: the answer is that of the whole prompt, whatever came when."""
+"""Prompts in parts on a real model: the output equals that of the whole prompt, whenever the parts arrive."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from pointsman.core import InvalidTransition, RequestRefused, UnknownRequest
 from pointsman.engine import LLM, AsyncEngine, Engine, PoolingParams, SamplingParams, StructuredOutputsParams
-from pointsman.engine.drafts.worth import StepCost
+from pointsman.engine.drafts.draft_counts import StepCost
 from pointsman.engine.model.loaded import LoadedModel
 from pointsman.engine.model.loader import load_model, wrap_model
 from tests.engine.tiny_models import FAMILIES, build
@@ -32,7 +32,7 @@ def whole(loaded: LoadedModel, params: SamplingParams = GREEDY) -> list[int]:
 
 
 def run_out(engine: Engine) -> dict[str, Any]:
-    """Step while there is anything to run; the last outputs."""
+    """Step while any request is runnable; return the last outputs."""
     ended = {}
     while engine.has_runnable_requests():
         ended |= {one.request_id: one for one in engine.step() if one.finished}
@@ -52,7 +52,7 @@ PARAMS = [
 @pytest.mark.parametrize("params", PARAMS, ids=["greedy", "random", "penalties"])
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("eager", [True, False], ids=["at once", "one by one"])
-def test_the_answer_is_that_of_the_whole_prompt(
+def test_parts_give_the_output_of_the_whole_prompt(
     loaded: LoadedModel, params: SamplingParams, caching: bool, eager: bool
 ) -> None:
     engine = Engine(loaded, enable_prefix_caching=caching, **KNOBS)
@@ -66,7 +66,7 @@ def test_the_answer_is_that_of_the_whole_prompt(
     assert output.prompt_token_ids == PROMPT and output.finish_reason == "length"
 
 
-def test_the_end_of_the_input_may_come_by_itself(loaded: LoadedModel) -> None:
+def test_the_last_part_may_be_empty(loaded: LoadedModel) -> None:
     engine = Engine(loaded, **KNOBS)
     engine.add_request("a", PARTS[0], GREEDY, more_input=True)
     for part in PARTS[1:]:
@@ -77,8 +77,8 @@ def test_the_end_of_the_input_may_come_by_itself(loaded: LoadedModel) -> None:
     assert run_out(engine)["a"].token_ids == whole(loaded)
 
 
-def test_requests_that_wait_for_input_and_others_share_a_small_pool(loaded: LoadedModel) -> None:
-    """What the waiting ones computed is evicted meanwhile; the answers are the same."""
+def test_requests_waiting_for_input_share_a_small_pool(loaded: LoadedModel) -> None:
+    """The KV of waiting requests is evicted meanwhile; the outputs are equal."""
     expected = whole(loaded)
     engine = Engine(loaded, **{**KNOBS, "num_blocks": 12, "max_model_len": 48})
     for number in range(5):
@@ -95,7 +95,7 @@ def test_requests_that_wait_for_input_and_others_share_a_small_pool(loaded: Load
 
 
 @pytest.mark.parametrize("knobs", [{"num_draft_tokens": 3}, {"max_steps_in_flight": 2}], ids=str)
-def test_the_answer_is_the_same_with_drafts_and_with_steps_in_flight(
+def test_parts_give_the_same_output_with_drafts_and_steps_in_flight(
     loaded: LoadedModel, knobs: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Whether drafts are searched and pay does not depend on measured times.
@@ -115,7 +115,7 @@ def test_the_answer_is_the_same_with_drafts_and_with_steps_in_flight(
     engine.close()
 
 
-def test_what_a_part_computed_is_found_by_the_next(loaded: LoadedModel) -> None:
+def test_the_next_part_reuses_the_kv_of_the_last(loaded: LoadedModel) -> None:
     engine = Engine(loaded, **KNOBS)
     request = engine.add_request("a", PARTS[0], GREEDY, more_input=True)
     found = []
@@ -129,7 +129,7 @@ def test_what_a_part_computed_is_found_by_the_next(loaded: LoadedModel) -> None:
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["before its grammar is compiled", "behind the first part"])
-def test_a_structured_answer_to_a_prompt_in_parts(early: bool) -> None:
+def test_structured_output_after_a_prompt_in_parts(early: bool) -> None:
     params = SamplingParams(temperature=0, structured_outputs=StructuredOutputsParams(choice=["yes, it is", "no"]))
     engine = Engine(load_model("demo"), num_blocks=64)
     engine.add_request("whole", "The import statement", params)
@@ -145,14 +145,14 @@ def test_a_structured_answer_to_a_prompt_in_parts(early: bool) -> None:
 
 
 def run_out_with_grammars(engine: Engine) -> dict[str, Any]:
-    """As `run_out`, and wait for grammars."""
+    """Like `run_out`, but wait for grammars."""
     ended = {}
     while engine.has_unfinished_requests():
         ended |= {one.request_id: one for one in engine.step() if one.finished}
     return ended
 
 
-def test_a_stop_string_ends_the_answer(loaded: LoadedModel) -> None:
+def test_a_stop_string_ends_the_output(loaded: LoadedModel) -> None:
     engine = Engine(load_model("demo"), num_blocks=64)
     engine.add_request("a", "The import", SamplingParams(temperature=0, max_tokens=40, stop=["e"]), more_input=True)
     engine.extend("a", " statement")
@@ -170,7 +170,7 @@ def test_a_request_may_end_between_its_parts(loaded: LoadedModel) -> None:
     assert aborted is not None and aborted.finish_reason == "abort"
     for now[0] in (10.0, 30.0, 59.0):
         engine.step()
-    assert engine.watchdog is not None and engine.watchdog.num_stalled == 0, "it is its caller whom it waits for"
+    assert engine.watchdog is not None and engine.watchdog.num_stalled == 0, "it waits for its caller"
     now[0] = 61.0
     (output,) = engine.end_overdue()
     assert (output.request_id, output.finish_reason, output.token_ids) == ("late", "deadline", [])
@@ -182,7 +182,7 @@ def test_a_request_may_end_between_its_parts(loaded: LoadedModel) -> None:
     assert stats.num_free_blocks == stats.num_blocks
 
 
-def test_what_needs_the_whole_prompt_is_refused(loaded: LoadedModel) -> None:
+def test_parameters_that_need_the_whole_prompt_are_refused(loaded: LoadedModel) -> None:
     engine = Engine(loaded, **KNOBS)
     with pytest.raises(ValueError, match="embeddings need the whole prompt"):
         engine.add_request("a", PROMPT, PoolingParams(), more_input=True)
@@ -222,8 +222,8 @@ def test_an_iterator_of_parts_is_a_prompt(loaded: LoadedModel) -> None:
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_many_prompts_in_parts_share_a_pool_that_holds_one_of_them(loaded: LoadedModel, caching: bool) -> None:
-    """Memory runs out again and again, and nobody waits for one who waits."""
+def test_many_prompts_in_parts_share_a_pool_for_one_of_them(loaded: LoadedModel, caching: bool) -> None:
+    """Blocks run out repeatedly, and no request waits for another waiting one."""
     prompts = [[number + 1, *PROMPT] for number in range(8)]
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     knobs = {**KNOBS, "num_blocks": 12, "max_model_len": 44, "max_num_seqs": 8, "enable_prefix_caching": caching}
@@ -256,7 +256,7 @@ def test_parts_of_text_make_the_prompt_s_text() -> None:
     asyncio.run(asyncio.wait_for(test(), 60))
 
 
-def test_an_iterator_that_breaks_ends_its_request_and_tells_its_reader(loaded: LoadedModel) -> None:
+def test_a_failing_iterator_ends_its_request_and_raises_in_its_stream(loaded: LoadedModel) -> None:
     async def breaks() -> AsyncIterator[list[int]]:
         yield PARTS[0]
         await asyncio.sleep(0.05)
@@ -287,7 +287,7 @@ def test_an_iterator_that_breaks_ends_its_request_and_tells_its_reader(loaded: L
     asyncio.run(asyncio.wait_for(test(), 60))
 
 
-def test_letting_go_of_a_stream_ends_its_input_too(loaded: LoadedModel) -> None:
+def test_dropping_a_stream_ends_its_input(loaded: LoadedModel) -> None:
     given = []
 
     async def endless() -> AsyncIterator[list[int]]:

@@ -1,4 +1,4 @@
-"""Mailboxes between a thread and event loops: the newest snapshot arrives, whatever the reader does meanwhile."""
+"""Mailboxes between a thread and event loops: the newest snapshot arrives, whatever the consumer does meanwhile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pointsman.engine.outputs.request_output import RequestOutput, Transcript
 
 
 class Writer:
-    """A request whose snapshots a test makes."""
+    """A request with snapshots made by a test."""
 
     def __init__(self, port: LoopPort) -> None:
         self.mailbox = LoopMailbox(port)
@@ -35,7 +35,7 @@ def with_port(test: Callable[[LoopPort], Awaitable[None]]) -> None:
 
 
 def in_thread(work: Callable[[], object]) -> None:
-    """Do it elsewhere while this thread, and its loop, stand still."""
+    """Run a function in another thread while this thread and its loop are blocked."""
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
@@ -69,8 +69,8 @@ def test_a_blocked_loop_finds_one_callback_and_the_newest_snapshots(monkeypatch:
     with_port(test)
 
 
-def test_a_reader_beside_a_writer_misses_no_end() -> None:
-    """Over and over, a last snapshot that comes at any moment of the reading."""
+def test_a_concurrent_consumer_never_misses_the_last_snapshot() -> None:
+    """Repeatedly, a last snapshot arrives at an arbitrary time of the read."""
 
     async def test(port: LoopPort) -> None:
         for _ in range(300):
@@ -109,7 +109,7 @@ def test_an_error_comes_after_the_last_snapshot() -> None:
     with_port(test)
 
 
-def test_acceptance_is_told_and_kept() -> None:
+def test_acceptance_is_reported_and_kept() -> None:
     async def test(port: LoopPort) -> None:
         mailbox = LoopMailbox(port)
         waiting = asyncio.ensure_future(mailbox.wait_accepted())
@@ -126,7 +126,7 @@ def test_acceptance_is_told_and_kept() -> None:
     with_port(test)
 
 
-def test_a_closed_mailbox_ends_whoever_waits() -> None:
+def test_closing_a_mailbox_wakes_its_waiting_task() -> None:
     async def test(port: LoopPort) -> None:
         for read in (LoopMailbox.wait_accepted, lambda mailbox: mailbox.newer_than(None)):
             mailbox = LoopMailbox(port)

@@ -1,4 +1,4 @@
-"""A waiter: what wakes a task does, and nothing else; a task that gives up leaves it as it was."""
+"""Waiter: only `wake` wakes a task, and a cancelled task leaves it unchanged."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def with_waiter(test: Callable[[Waiter], Awaitable[None]]) -> None:
 
 
 async def turns() -> None:
-    """Let all others do what they can."""
+    """Let all other tasks run."""
     for _ in range(5):
         await asyncio.sleep(0)
 
 
-def test_who_waits_is_woken_and_waits_again() -> None:
+def test_a_waiting_task_is_woken_and_may_wait_again() -> None:
     async def test(waiter: Waiter) -> None:
         num_woken = 0
 
@@ -34,13 +34,13 @@ def test_who_waits_is_woken_and_waits_again() -> None:
                 await waiter.wait()
                 num_woken += 1
 
-        waiter.wake()  # nobody waits: forgotten
+        waiter.wake()  # no task waits: no effect
         task = asyncio.ensure_future(work())
         await turns()
         assert num_woken == 0
         for expected in (1, 2, 3):
             waiter.wake()
-            waiter.wake()  # the same news
+            waiter.wake()  # a second wake for the same event
             await turns()
             assert num_woken == expected
         await task
@@ -48,7 +48,7 @@ def test_who_waits_is_woken_and_waits_again() -> None:
     with_waiter(test)
 
 
-def test_a_cancelled_task_leaves_the_place_to_the_next() -> None:
+def test_after_a_cancelled_wait_another_task_may_wait() -> None:
     async def test(waiter: Waiter) -> None:
         first = asyncio.ensure_future(waiter.wait())
         await turns()
@@ -65,7 +65,7 @@ def test_a_cancelled_task_leaves_the_place_to_the_next() -> None:
     with_waiter(test)
 
 
-def test_a_task_of_another_loop_is_told_so() -> None:
+def test_a_task_of_another_loop_gets_an_error() -> None:
     loop = asyncio.new_event_loop()
     try:
         with pytest.raises(RuntimeError, match="attached to a different loop"):

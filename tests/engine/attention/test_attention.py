@@ -328,6 +328,6 @@ def test_capacity_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     config = SchedulerConfig(num_blocks=7, max_model_len=56, block_size=16)
     with caplog.at_level("INFO"):
         pool.log_capacity(config)
-    assert "room for 112 tokens, or 1.8 requests of the full length 56" in caplog.text
+    assert "enough for 112 tokens, or 1.8 requests of the full length 56" in caplog.text
     pool.log_capacity(config.replace(max_model_len=113))
     assert "less than one request of the full length 113" in caplog.text

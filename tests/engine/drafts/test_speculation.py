@@ -1,4 +1,4 @@
-"""Speculation in the engine: the same answers in fewer steps, and a distribution that drafts do not change."""
+"""Speculative decoding in the engine: equal outputs in fewer steps, and an unchanged distribution."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 
 from pointsman.core import ConfigError
 from pointsman.engine import Engine, RequestOutput, RequestOutputKind, SamplingParams, StructuredOutputsParams
-from pointsman.engine.drafts import prompt_lookup, trail
+from pointsman.engine.drafts import ngram_lookup, prompt_lookup
+from pointsman.engine.drafts.ngram_lookup import NgramLookup
 from pointsman.engine.drafts.prompt_lookup import PromptLookup
-from pointsman.engine.drafts.trail import Trail
 from pointsman.engine.drafts.verification import Verification
 from pointsman.engine.model.loaded import LoadedModel
 from pointsman.engine.model.loader import wrap_model
@@ -45,7 +45,7 @@ def run(engine: Engine, params: list[SamplingParams], prompts: list[list[int]]) 
 
 
 def story(output: RequestOutput) -> tuple[Any, ...]:
-    """All that a caller sees of a request's end."""
+    """The final state of a request, as its caller sees it."""
     sample = output.outputs[0]
     logprobs = [{token: round(entry.logprob, 3) for token, entry in place.items()} for place in sample.logprobs or ()]
     return sample.token_ids, sample.text, sample.finish_reason, sample.stop_reason, logprobs
@@ -56,7 +56,7 @@ def prompts_of(count: int) -> list[list[int]]:
 
 
 class Oracle(PromptLookup):
-    """Proposes what the request got in a run without drafts, wrong from every fourth token on."""
+    """Proposes the tokens of a run without drafts, wrong from every fourth token on."""
 
     answers: dict[str, list[int]]
 
@@ -98,7 +98,7 @@ POOLS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("pool", POOLS, ids=str)
-def test_the_answers_are_those_without_drafts(loaded: LoadedModel, pool: dict[str, Any]) -> None:
+def test_outputs_equal_those_without_drafts(loaded: LoadedModel, pool: dict[str, Any]) -> None:
     params = [SamplingParams(**{"max_tokens": 30, "ignore_eos": True, **one}) for one in MIXTURE]
     prompts = prompts_of(len(params))
     plain = run(make(loaded, 0, **{**pool, "draft_table": ()}), params, prompts)
@@ -110,7 +110,7 @@ def test_the_answers_are_those_without_drafts(loaded: LoadedModel, pool: dict[st
     assert stats.num_free_blocks == stats.num_blocks
 
 
-def test_right_drafts_are_accepted_and_save_steps(loaded: LoadedModel) -> None:
+def test_correct_drafts_are_accepted_and_save_steps(loaded: LoadedModel) -> None:
     params = [SamplingParams(**{"max_tokens": 30, "ignore_eos": True, **one}) for one in MIXTURE[:4]]
     prompts = prompts_of(len(params))
     plain = run(make(loaded, 0), params, prompts)
@@ -125,7 +125,7 @@ def test_right_drafts_are_accepted_and_save_steps(loaded: LoadedModel) -> None:
     assert engine.counters.num_steps < 25
 
 
-def test_a_delta_holds_all_tokens_of_its_step(loaded: LoadedModel) -> None:
+def test_a_delta_has_all_tokens_of_its_step(loaded: LoadedModel) -> None:
     engine = make(loaded, 3)
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     (plain,) = run(make(loaded, 0), [params], [REPETITIVE])
@@ -147,14 +147,14 @@ def test_a_delta_holds_all_tokens_of_its_step(loaded: LoadedModel) -> None:
 
 
 def test_drafts_do_not_change_the_distribution() -> None:
-    """Chi-square: 4,000 draws at two positions over four tokens, with a draft that is right about as often as not."""
+    """Chi-square: 4,000 draws at two positions over four tokens, with a draft that is right about half the time."""
     rng = np.random.default_rng(0)
     first, second = np.array([0.5, 0.3, 0.15, 0.05]), {0: [0.1, 0.6, 0.2, 0.1], 1: [0.7, 0.1, 0.1, 0.1]}
     pairs: dict[tuple[int, ...], int] = {}
     num_draws = 4000
     for _ in range(num_draws):
         draft = 1
-        drawn = [int(rng.choice(4, p=first)), int(rng.choice(4, p=second[1]))]  # behind the draft, as if it were right
+        drawn = [int(rng.choice(4, p=first)), int(rng.choice(4, p=second[1]))]  # conditioned on a correct draft
         one = Verification(
             rows=np.array([0]), counts=np.array([2]), starts=np.array([0]), sampling=np.array([0, 0]),
             behind=np.array([1, 0]), drafts=np.array([draft]),
@@ -170,7 +170,7 @@ def test_drafts_do_not_change_the_distribution() -> None:
 
 
 def test_the_sampled_distribution_of_an_engine_is_the_same_with_drafts(loaded: LoadedModel) -> None:
-    """Chi-square over the tokens that two engines sample at the second position, with other seeds each."""
+    """Chi-square over the tokens that two engines sample at the second position, with different seeds."""
     allowed = [40, 41, 42]
     prompt = [40, 41, 42, 40, 41, 42, 40]
     counts = []
@@ -211,11 +211,11 @@ def test_knobs_are_checked(loaded: LoadedModel, knobs: dict[str, Any], message: 
         Engine(loaded, num_blocks=16, max_num_seqs=6, max_num_batched_tokens=47, **knobs)
 
 
-def test_drafts_that_are_wrong_cease(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever steps cost: once the odds are below 1 %, five drafts cannot bring 5 %."""
+def test_wrong_drafts_cease(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At any cost of steps: with odds below 1 %, five drafts cannot gain 5 %."""
     wrong = loaded.vocab_size - 1
-    monkeypatch.setattr(Trail, "expected", lambda self, count: [wrong] * count)
-    monkeypatch.setattr(trail, "look_up", lambda *_: (0, 2))  # the first token, which never comes again
+    monkeypatch.setattr(NgramLookup, "expected", lambda self, count: [wrong] * count)
+    monkeypatch.setattr(ngram_lookup, "look_up", lambda *_: (0, 2))  # the first token, which never comes again
     engine = make(loaded, 5, max_model_len=256, num_blocks=80)
     bias = {wrong: -100.0, 3: -100.0}
     params = SamplingParams(temperature=0.0, max_tokens=240, ignore_eos=True, logit_bias=bias)
@@ -246,19 +246,19 @@ def searched() -> Iterator[list[int]]:
         yield steps
 
 
-def test_searches_that_bring_nothing_become_seldom(
+def test_searches_without_result_become_rare(
     loaded: LoadedModel, searched: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And an accepted draft makes every step one with a search."""
+    """An accepted draft makes every step search again."""
     monkeypatch.setattr(prompt_lookup, "SEARCH_SHARE", 0.0)  # as if steps took no time
     engine = make(loaded, 4)
     engine.add_request("a", list(range(3, 40)), SamplingParams(temperature=1.0, seed=1, max_tokens=60, ignore_eos=True))
-    monkeypatch.setattr(trail, "look_up", lambda *_: (0, 0))
+    monkeypatch.setattr(ngram_lookup, "look_up", lambda *_: (0, 0))
     while engine.has_unfinished_requests():
         engine.step()
     assert np.diff(searched).tolist() == [1, 2, 4, *[8] * (len(searched) - 4)]
     monkeypatch.undo()
-    monkeypatch.setattr(Trail, "expected", lambda self, count: always[-count:])
+    monkeypatch.setattr(NgramLookup, "expected", lambda self, count: always[-count:])
     always = [77] * 4
     likely = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True, logit_bias={77: 100.0})
     engine.add_request("b", [77] * 40, likely)
@@ -269,7 +269,7 @@ def test_searches_that_bring_nothing_become_seldom(
     assert searched[-1] - searched[-8] == 7
 
 
-def test_where_steps_take_long_every_step_is_searched(
+def test_every_step_is_searched_where_steps_take_long(
     loaded: LoadedModel, searched: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prompt_lookup, "SEARCH_SHARE", 1e9)
@@ -280,8 +280,8 @@ def test_where_steps_take_long_every_step_is_searched(
     assert len(searched) == searched[-1] - searched[0] + 1
 
 
-def test_a_trail_follows_a_request_that_loses_its_row(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is expected, it is from a place where the request's newest tokens stand."""
+def test_a_lookup_follows_a_request_that_loses_its_row(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The expected tokens follow an earlier occurrence of the request's newest tokens."""
     checked = 0
     propose = PromptLookup.propose
 
@@ -289,11 +289,11 @@ def test_a_trail_follows_a_request_that_loses_its_row(loaded: LoadedModel, monke
         nonlocal checked
         propose(self, output, update, now)
         for request in output.requests:
-            known = self._trails.get(request)
+            known = self._lookups.get(request)
             if known is not None and request.row is not None and request.num_output_tokens:
                 assert known.tolist() == request.all_token_ids.tolist()[: len(known)]
                 checked += len(known) == request.num_tokens
-        assert not self._trails.keys() & set(output.finished)
+        assert not self._lookups.keys() & set(output.finished)
 
     monkeypatch.setattr(PromptLookup, "propose", watched)
     monkeypatch.setattr(prompt_lookup, "LONGEST_PAUSE", 4)

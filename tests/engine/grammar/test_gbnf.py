@@ -1,4 +1,4 @@
-"""Grammars as llama.cpp writes them: each escape has a fixed length, and rules without an end are left out."""
+"""Grammars in llama.cpp's format: each escape has a fixed length, and endless rules are left out."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TEXTS = (
         ('root ::= x "b" | "a"\nx ::= x "b" | "a"', ["a", "ab"]),
     ],
 )
-def test_a_grammar_allows_what_it_derives(grammar: str, allowed: list[str]) -> None:
+def test_a_grammar_allows_the_texts_it_derives(grammar: str, allowed: list[str]) -> None:
     assert Language(grammar=grammar).allows(*TEXTS) == allowed
 
 
@@ -85,7 +85,7 @@ def test_options_whose_texts_never_end_are_left_out() -> None:
         ("root ::= " + "(" * 70, "nest at most 64"),
     ],
 )
-def test_what_is_malformed_is_refused_with_its_place(grammar: str, words: str) -> None:
+def test_malformed_grammars_are_refused_with_the_position(grammar: str, words: str) -> None:
     with pytest.raises(Unreadable) as caught:
         read_grammar(grammar)
     assert words in str(caught.value)

@@ -1,4 +1,4 @@
-"""Compiling grammars with a real process: limits, failures, cancellation, and what is kept."""
+"""Compiling grammars with a real process: limits, failures, cancellation, and caching."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def make(tokenizer: Any) -> Iterator[Callable[..., GrammarCompiler]]:
 
 @pytest.fixture(scope="module")
 def shared(tokenizer: Any) -> Iterator[GrammarCompiler]:
-    """For tests that do no harm to it; with short limits."""
+    """A compiler with short limits, for tests that do not break it."""
     compiler = GrammarCompiler(tokenizer, VOCAB_SIZE, (EOS,), limits=GrammarLimits(timeout=2.0))
     yield compiler
     compiler.close()
@@ -82,7 +82,7 @@ def outcome(compiler: GrammarCompiler, **options: Any) -> CompiledGrammar | Gram
 
 
 def allowed_at_first(grammar: CompiledGrammar) -> bytes:
-    """The bytes that a text may begin with."""
+    """The bytes with which a text may begin."""
     bitmask = xgrammar.allocate_token_bitmask(1, VOCAB_SIZE)
     xgrammar.GrammarMatcher(grammar.compiled).fill_next_token_bitmask(bitmask)
     tokens = grammar.vocabulary.tokens
@@ -102,7 +102,7 @@ def test_grammars_of_every_kind_are_compiled(shared: GrammarCompiler) -> None:
         assert allowed_at_first(grammar) == first
 
 
-def test_equal_grammars_are_compiled_once_and_kept(shared: GrammarCompiler) -> None:
+def test_equal_grammars_are_compiled_once_and_cached(shared: GrammarCompiler) -> None:
     requests = [request_with(regex="once+") for _ in range(3)]
     assert shared.find(requests[0].metadata) is None
     for request in requests:
@@ -131,16 +131,14 @@ def test_equal_grammars_are_compiled_once_and_kept(shared: GrammarCompiler) -> N
         ({"regex": "\x7f"}, "no token of this model could follow the first 0 of a text"),
     ],
 )
-def test_what_cannot_be_compiled_is_said_in_one_line(
-    shared: GrammarCompiler, options: dict[str, Any], words: str
-) -> None:
+def test_compile_errors_have_one_line(shared: GrammarCompiler, options: dict[str, Any], words: str) -> None:
     error = outcome(shared, **options)
     assert isinstance(error, GrammarError)
     assert words in str(error)
     assert "\n" not in str(error) and len(str(error)) < 450 and ".cc" not in str(error)
 
 
-def test_a_hopeless_grammar_ends_and_holds_up_nobody(shared: GrammarCompiler) -> None:
+def test_a_hopeless_grammar_ends_without_delaying_others(shared: GrammarCompiler) -> None:
     shared.add(request_with(regex="[a-f]{3}"))
     take(shared)
     started = time.monotonic()
@@ -155,7 +153,7 @@ def test_a_hopeless_grammar_ends_and_holds_up_nobody(shared: GrammarCompiler) ->
 
 
 def slow_schema(number: int) -> dict[str, Any]:
-    """A schema that takes much longer to compile than it may: a thousand properties that may be there or not."""
+    """A schema that takes much longer to compile than the limit: it has a thousand optional properties."""
     return {
         "type": "object",
         "properties": {f"p{number}_{at}": {"enum": [f"v{at}", f"w{at}"]} for at in range(1000)},
@@ -163,24 +161,24 @@ def slow_schema(number: int) -> dict[str, Any]:
     }
 
 
-def test_many_hopeless_grammars_hold_up_the_others_for_a_slice_each(make: Callable[..., GrammarCompiler]) -> None:
+def test_each_hopeless_grammar_delays_others_by_one_slice(make: Callable[..., GrammarCompiler]) -> None:
     compiler = make()
     assert isinstance(outcome(compiler, regex="a"), CompiledGrammar)
     hopeless = [request_with(json=slow_schema(number)) for number in range(6)]
     for request in hopeless:
         compiler.add(request)
     started = time.monotonic()
-    for number in range(4):  # at once, and while the slow ones have their turn
+    for number in range(4):  # at once, and while the slow ones are compiled
         grammar = outcome(compiler, choice=["yes", f"no{number}"])
         assert isinstance(grammar, CompiledGrammar)
-        # Four slices, with room for a busy machine; without them, the time limits of the slow ones as well.
+        # Four slices, with a margin for a busy machine; without slices, also the time limits of the slow ones.
         assert time.monotonic() - started < 4 * FIRST_SLICE + 5.0
     assert compiler.num_waiting == 6
     for request in hopeless:
         compiler.forget(request)
 
 
-def test_a_grammar_that_needs_more_than_its_slice_is_compiled_all_the_same(
+def test_a_grammar_that_exceeds_its_slice_is_still_compiled(
     make: Callable[..., GrammarCompiler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_compiler, "FIRST_SLICE", 0.001)
@@ -210,7 +208,7 @@ def test_the_queue_of_new_grammars_is_bounded(
         "try again later"
     )
     assert {request for request, _ in take(compiler, 3)} == set(accepted)
-    assert isinstance(outcome(compiler, regex="late"), CompiledGrammar)  # the refusal was not kept
+    assert isinstance(outcome(compiler, regex="late"), CompiledGrammar)  # the refusal was not cached
     for request in hopeless:
         compiler.forget(request)
 
@@ -236,7 +234,7 @@ def test_the_queue_of_slow_grammars_is_bounded(
         compiler.forget(request)
 
 
-def test_a_failure_is_remembered_for_a_while(shared: GrammarCompiler) -> None:
+def test_a_failure_is_cached_for_a_while(shared: GrammarCompiler) -> None:
     error = outcome(shared, regex="forgotten(")
     started = time.monotonic()
     assert outcome(shared, regex="forgotten(") is error
@@ -244,7 +242,7 @@ def test_a_failure_is_remembered_for_a_while(shared: GrammarCompiler) -> None:
 
 
 def test_memory_is_limited(make: Callable[..., GrammarCompiler], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_process, "subprocess", subprocess)  # what is forked has its parent's memory to use up
+    monkeypatch.setattr(grammar_process, "subprocess", subprocess)  # a forked child would inherit its parent's memory
     compiler = make(memory=16 * 1024**2, timeout=30.0)
     error = outcome(compiler, grammar=HOPELESS)
     assert isinstance(error, GrammarError)
@@ -252,7 +250,7 @@ def test_memory_is_limited(make: Callable[..., GrammarCompiler], monkeypatch: py
     assert isinstance(outcome(compiler, regex="a"), CompiledGrammar)
 
 
-def test_what_nobody_waits_for_is_not_compiled_further(
+def test_a_grammar_without_waiting_requests_is_cancelled(
     make: Callable[..., GrammarCompiler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_compiler, "FIRST_SLICE", 30.0)
@@ -282,7 +280,7 @@ def test_a_killed_process_is_replaced(make: Callable[..., GrammarCompiler]) -> N
     assert compiler.pid not in (None, before)
 
 
-def test_letting_go_ends_the_process(tokenizer: Any) -> None:
+def test_dropping_the_compiler_ends_the_process(tokenizer: Any) -> None:
     pid = pid_of_one_let_go(tokenizer)
     gc.collect()
     wait_until(lambda: not is_alive(pid))
@@ -296,7 +294,7 @@ def pid_of_one_let_go(tokenizer: Any) -> int:
     return compiler.pid
 
 
-def test_an_engine_that_is_killed_leaves_nothing_behind() -> None:
+def test_a_killed_engine_leaves_no_grammar_process() -> None:
     script = f"""
 import sys, time
 sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -317,7 +315,7 @@ time.sleep(60)
         wait_until(lambda pid=pid: not is_alive(pid))  # type: ignore[misc]
 
 
-def test_whoever_waits_is_notified(shared: GrammarCompiler) -> None:
+def test_notify_is_called_when_a_grammar_is_done(shared: GrammarCompiler) -> None:
     told = threading.Event()
     shared.notify = told.set
     try:
@@ -329,7 +327,7 @@ def test_whoever_waits_is_notified(shared: GrammarCompiler) -> None:
         shared.notify = None
 
 
-def test_what_is_too_slow_to_use_is_refused(make: Callable[..., GrammarCompiler]) -> None:
+def test_grammars_too_slow_to_use_are_refused(make: Callable[..., GrammarCompiler]) -> None:
     error = outcome(make(timeout=60.0), regex=AMBIGUOUS)
     assert isinstance(error, GrammarError)
     assert re.search(r"a text of \d+ tokens takes \d\.\d\d s of processor time to check", str(error))
@@ -338,7 +336,7 @@ def test_what_is_too_slow_to_use_is_refused(make: Callable[..., GrammarCompiler]
 # ------------------------------------------------------------------------------------------ what needs no process
 
 
-def test_models_that_cannot_have_it_say_so(tokenizer: Any) -> None:
+def test_models_without_structured_output_are_refused_with_a_reason(tokenizer: Any) -> None:
     structured = request_with(regex="a").metadata
     for compiler, words in (
         (GrammarCompiler(None, VOCAB_SIZE, (EOS,)), "needs a tokenizer"),

@@ -1,4 +1,4 @@
-"""Structured output in an engine: the text is what was asked for, whatever runs beside it, and failures stay alone."""
+"""Structured output in an engine: texts conform, independent of other requests, and failures are isolated."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def demo() -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def tiny(demo: LoadedModel) -> LoadedModel:
-    """Random weights: it has no idea of JSON, and asks for tokens that do not exist."""
+    """A model with random weights, which knows no JSON and prefers tokens that do not exist."""
     options = {**HEAD16, "vocab_size": PADDED_VOCAB_SIZE, "eos_token_id": 0, "max_position_embeddings": 4096}
     return wrap_model(build(Family("qwen3", "", options)(), seed=3), tokenizer=demo.tokenizer)
 
@@ -69,7 +69,7 @@ def compiler_for(loaded: LoadedModel, **limits: Any) -> GrammarCompiler:
 
 @pytest.fixture(scope="module")
 def demo_compiler(demo: LoadedModel) -> Iterator[GrammarCompiler]:
-    """One process for many engines, which takes some seconds to start."""
+    """One process for many engines, because it takes some seconds to start."""
     compiler = compiler_for(demo)
     yield compiler
     compiler.close()
@@ -111,7 +111,7 @@ def generate(llm: LLM, params: SamplingParams | Sequence[SamplingParams], prompt
 
 
 def complete(outputs: list[RequestOutput], least: float = 0.9) -> list[int]:
-    """Which of them came to an end of their own; the others ran out of tokens."""
+    """The requests that ended by their grammar; the others reached max_tokens."""
     found = [index for index, output in enumerate(outputs) if output.finish_reason == "stop"]
     assert {output.finish_reason for output in outputs} <= {"stop", "length"}
     assert len(found) >= least * len(outputs)
@@ -122,7 +122,7 @@ def complete(outputs: list[RequestOutput], least: float = 0.9) -> list[int]:
 
 
 @pytest.mark.parametrize("which", ["demo", "tiny"])
-def test_json_keeps_its_schema(which: str, request: pytest.FixtureRequest) -> None:
+def test_json_conforms_to_its_schema(which: str, request: pytest.FixtureRequest) -> None:
     loaded, compiler = request.getfixturevalue(which), request.getfixturevalue(f"{which}_compiler")
     llm = llm_with(loaded, compiler, num_blocks=2048)
     rng = random.Random(which)
@@ -146,8 +146,8 @@ def test_any_json_object(llm: LLM) -> None:
         assert isinstance(json.loads(outputs[index].text), dict)
 
 
-def test_whitespace_comes_to_an_end(tiny: LoadedModel, tiny_compiler: GrammarCompiler) -> None:
-    """A random model asks for whitespace wherever it may."""
+def test_whitespace_is_limited(tiny: LoadedModel, tiny_compiler: GrammarCompiler) -> None:
+    """A random model generates whitespace wherever it is allowed."""
     schema = {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]}
     outputs = generate(llm_with(tiny, tiny_compiler), [structured(i, json=schema, max_tokens=100) for i in range(20)])
     assert [json.loads(output.text) for output in outputs] == [{"a": None}] * 20
@@ -182,7 +182,7 @@ def test_regular_expressions_match(which: str, request: pytest.FixtureRequest) -
         assert re.fullmatch(pattern, outputs[index].text), (pattern, outputs[index].text)
 
 
-def test_choices_are_kept(llm: LLM) -> None:
+def test_the_output_is_one_of_the_choices(llm: LLM) -> None:
     choices = ["a", "ab", "abc", "日本", 'q"u\\o', " spaced ", "line\nbreak", "\U0001f40d!", "a" * 80]
     outputs = generate(llm, [structured(i, 100.0, choice=choices) for i in range(60)])
     texts = {output.text for output in outputs}
@@ -190,7 +190,7 @@ def test_choices_are_kept(llm: LLM) -> None:
     assert {output.finish_reason for output in outputs} == {"stop"}
 
 
-def test_a_grammar_is_kept(llm: LLM) -> None:
+def test_the_output_conforms_to_the_grammar(llm: LLM) -> None:
     arithmetic = """
     root ::= sum
     sum ::= product (" + " product){0,3}
@@ -204,7 +204,7 @@ def test_a_grammar_is_kept(llm: LLM) -> None:
         assert re.fullmatch(r"[0-9+*() ]+", text)
 
 
-# -------------------------------------------------------------------------------- equal tokens, whatever runs beside
+# ------------------------------------------------------------------------- equal tokens beside any other requests
 
 MIX: tuple[dict[str, Any], ...] = (
     {"json": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9999}, "maxItems": 12}},
@@ -216,7 +216,7 @@ MIX: tuple[dict[str, Any], ...] = (
 
 
 def mixed_params(count: int) -> list[SamplingParams]:
-    """Structured and free ones, greedy and random."""
+    """Structured and free requests, greedy and random."""
     params = [structured(i, (0.0, 1.0)[i % 2], 64, **MIX[i % len(MIX)]) for i in range(count)]
     params[3::4] = [replace(one, structured_outputs=None) for one in params[3::4]]
     return params
@@ -268,7 +268,7 @@ def test_tokens_are_the_same_after_a_failed_step(llm: LLM, monkeypatch: pytest.M
     assert [found[f"again {index}"] for index in range(8)] == expected
 
 
-def test_bfloat16_keeps_a_grammar_too(demo_compiler: GrammarCompiler) -> None:
+def test_bfloat16_output_conforms_to_the_grammar(demo_compiler: GrammarCompiler) -> None:
     llm = llm_with(load_model("demo", "bfloat16"), demo_compiler)
     outputs = generate(llm, [structured(i, regex=r"\d{5}") for i in range(8)])
     assert all(re.fullmatch(r"\d{5}", output.text) for output in outputs)
@@ -277,7 +277,7 @@ def test_bfloat16_keeps_a_grammar_too(demo_compiler: GrammarCompiler) -> None:
 # -------------------------------------------------------------------------------------- beside the other parameters
 
 
-def test_the_end_of_a_grammar_is_the_end(llm: LLM) -> None:
+def test_the_end_of_a_grammar_ends_the_request(llm: LLM) -> None:
     """Also before `min_tokens`, with `ignore_eos`, and if EOS is not among the allowed tokens."""
     (letter,) = llm.engine.tokenize("a")
     for own in ({"min_tokens": 20}, {"ignore_eos": True}, {"allowed_token_ids": [letter]}, {"logit_bias": {0: -100}}):
@@ -285,13 +285,13 @@ def test_the_end_of_a_grammar_is_the_end(llm: LLM) -> None:
         assert (output.text, output.finish_reason, output.stop_reason) == ("a", "stop", None), own
 
 
-def test_the_end_is_seen_among_padded_logits(tiny: LoadedModel, tiny_compiler: GrammarCompiler) -> None:
+def test_eos_is_found_among_padded_logits(tiny: LoadedModel, tiny_compiler: GrammarCompiler) -> None:
     outputs = generate(llm_with(tiny, tiny_compiler), [structured(i, choice=["a"], min_tokens=9) for i in range(4)])
     assert {(output.text, output.finish_reason) for output in outputs} == {("a", "stop")}
 
 
 def test_masks_depend_on_the_tokens_alone(demo: LoadedModel, demo_compiler: GrammarCompiler) -> None:
-    """Asked for a place again, after later ones, a grammar says what it said before."""
+    """Rewound to an earlier position, a grammar gives the same mask again."""
     params = structured(regex="ab(cd|ef){2}", max_tokens=30)
     output_ids = [token_id for text in ("a", "b", "c", "d", "e", "f") for token_id in demo.tokenizer(text)["input_ids"]]
     request = Request("r", [5, 6], arrival_time=0.0, max_tokens=30, eos_token_ids=(0,), metadata=params)
@@ -310,12 +310,12 @@ def test_masks_depend_on_the_tokens_alone(demo: LoadedModel, demo_compiler: Gram
 
     first = [allowed(count) for count in range(len(output_ids) + 1)]
     assert all(token_id in allowed for token_id, allowed in zip(output_ids, first, strict=False))
-    assert first[-1] == [0]  # complete: nothing but EOS
+    assert first[-1] == [0]  # complete: only EOS
     for count in (3, 5, 0, 6, 1):
         assert allowed(count) == first[count]
 
 
-def test_a_text_that_may_go_on_keeps_to_min_tokens_and_ignore_eos(llm: LLM) -> None:
+def test_min_tokens_and_ignore_eos_hold_while_the_grammar_continues(llm: LLM) -> None:
     short = generate(llm, [structured(i, 1.0, 30, regex="[a-z]{1,200}") for i in range(10)])
     assert min(len(output.token_ids) for output in short) < 12
     for own in ({"min_tokens": 12}, {"ignore_eos": True}):
@@ -323,7 +323,7 @@ def test_a_text_that_may_go_on_keeps_to_min_tokens_and_ignore_eos(llm: LLM) -> N
         assert all(len(output.token_ids) >= (12 if "min_tokens" in own else 30) for output in outputs)
 
 
-def test_other_edits_choose_among_what_is_allowed(llm: LLM) -> None:
+def test_other_logit_edits_choose_among_allowed_tokens(llm: LLM) -> None:
     (yes,), (no,) = llm.engine.tokenize("y"), llm.engine.tokenize("n")
     for bias, text in (({yes: 100.0}, "y"), ({no: 100.0}, "n")):
         outputs = generate(llm, [structured(i, choice=["y", "n"], logit_bias=bias) for i in range(5)])
@@ -332,7 +332,7 @@ def test_other_edits_choose_among_what_is_allowed(llm: LLM) -> None:
     assert {output.text for output in outputs} == {"y"}
 
 
-def test_parameters_that_leave_nothing_end_their_request_alone(llm: LLM) -> None:
+def test_parameters_without_allowed_tokens_end_only_their_request(llm: LLM) -> None:
     (letter,) = llm.engine.tokenize("z")
     bad, good = generate(llm, [structured(choice=["y"], allowed_token_ids=[letter]), structured(choice=["y"])])
     assert (bad.finish_reason, bad.finish_detail) == ("error", NOTHING_LEFT)
@@ -347,8 +347,8 @@ def test_stop_strings_and_stop_tokens_end_a_text_early(llm: LLM) -> None:
     assert (output.text, output.stop_reason) == ("1", letter)
 
 
-def test_logprobs_are_of_the_model(llm: LLM) -> None:
-    """They are taken before anything is masked."""
+def test_logprobs_are_taken_before_masking(llm: LLM) -> None:
+    """Log probabilities are taken before masking."""
     (output,) = generate(llm, structured(temperature=0.0, choice=["\u00e9\u00e9"], logprobs=1))
     entries = output.outputs[0].logprobs
     assert entries is not None
@@ -358,13 +358,13 @@ def test_logprobs_are_of_the_model(llm: LLM) -> None:
 # ------------------------------------------------------------------------------------------------ parking, failures
 
 
-def test_parked_requests_hold_nothing_and_keep_their_places(demo: LoadedModel) -> None:
+def test_parked_requests_hold_no_blocks_and_keep_their_places(demo: LoadedModel) -> None:
     engine = Engine(demo, num_blocks=64, max_num_seqs=1, max_model_len=256)
     engine.grammars.warm_up()
     wait_until(lambda: engine.grammars.pid is not None)
     pid = engine.grammars.pid
     assert pid is not None
-    os.kill(pid, signal.SIGSTOP)  # so that the grammar is not there before it is needed
+    os.kill(pid, signal.SIGSTOP)  # so that the grammar is not ready before it is needed
     free = SamplingParams(max_tokens=6, ignore_eos=True)
     engine.add_request("structured", PROMPT, structured(choice=["a"]), arrival_time=1.0)
     engine.add_request("first", PROMPT, free, arrival_time=2.0)
@@ -385,7 +385,7 @@ def test_parked_requests_hold_nothing_and_keep_their_places(demo: LoadedModel) -
     assert ended == ["first", "structured", "second"]
 
 
-def test_a_step_without_anything_to_run_waits(demo: LoadedModel) -> None:
+def test_a_step_without_runnable_requests_waits(demo: LoadedModel) -> None:
     """An engine whose only request is parked does not spin while the process starts, which takes seconds."""
     engine = Engine(demo, num_blocks=64, max_model_len=256)
     engine.add_request("a", PROMPT, structured(choice=["a"]))
@@ -396,7 +396,7 @@ def test_a_step_without_anything_to_run_waits(demo: LoadedModel) -> None:
     assert time.thread_time() - cpu_started < 0.5 * (time.monotonic() - started)
 
 
-def test_failures_end_one_request_only(demo: LoadedModel) -> None:
+def test_a_grammar_failure_ends_one_request_only(demo: LoadedModel) -> None:
     llm = LLM(demo, num_blocks=128, max_model_len=512, grammar_timeout=1.0, log_stats_interval=None)
     params = [
         structured(regex="("),
@@ -415,7 +415,7 @@ def test_failures_end_one_request_only(demo: LoadedModel) -> None:
 
 
 def test_a_grammar_that_becomes_slow_ends_its_request(llm: LLM) -> None:
-    """Its texts can be read in more ways with every token, which no trial of some tokens shows."""
+    """Its texts become more ambiguous with every token, which a short trial does not show."""
     params = [
         structured(grammar='root ::= root root | "a"', min_tokens=600, max_tokens=600),
         SamplingParams(max_tokens=600, ignore_eos=True),
@@ -427,7 +427,7 @@ def test_a_grammar_that_becomes_slow_ends_its_request(llm: LLM) -> None:
     assert (free.finish_reason, len(free.token_ids)) == ("length", 600)
 
 
-def test_a_request_that_ends_while_parked_takes_its_grammar_along(demo: LoadedModel) -> None:
+def test_a_parked_request_that_ends_cancels_its_grammar(demo: LoadedModel) -> None:
     engine = Engine(demo, num_blocks=64, max_model_len=256, clock=time.monotonic)
     engine.add_request("a", PROMPT, structured(grammar=HOPELESS))
     engine.add_request("b", PROMPT, structured(grammar=HOPELESS + '"b"'), deadline=time.monotonic() + 0.2)
@@ -455,7 +455,7 @@ def test_a_model_without_a_tokenizer_refuses(demo: LoadedModel) -> None:
 # --------------------------------------------------------------------------------------------------------- asyncio
 
 
-def test_async_engine_waits_for_grammars_and_says_what_failed(demo: LoadedModel) -> None:
+def test_async_engine_waits_for_grammars_and_reports_failures(demo: LoadedModel) -> None:
     async def work() -> None:
         knobs: dict[str, Any] = {"num_blocks": 128, "max_model_len": 512, "log_stats_interval": None}
         async with AsyncEngine(demo, grammar_timeout=1.5, **knobs) as engine:
@@ -470,7 +470,7 @@ def test_async_engine_waits_for_grammars_and_says_what_failed(demo: LoadedModel)
             slow, wrong = await failures
             assert isinstance(slow, GrammarError) and isinstance(wrong, GrammarError)
             assert "cannot be used" in str(wrong)
-            with pytest.raises(GrammarError):  # whoever reads it instead of starting it
+            with pytest.raises(GrammarError):  # for the task that reads it
                 async for _ in engine.generate(PROMPT, structured(regex="(")):
                     pass
             await check_letting_go(engine)
@@ -497,7 +497,7 @@ def test_async_engine_waits_for_grammars_and_says_what_failed(demo: LoadedModel)
     gc.collect()
 
 
-def test_an_idle_engine_wakes_up_for_a_grammar_and_for_a_deadline(demo: LoadedModel) -> None:
+def test_an_idle_engine_wakes_for_a_grammar_and_for_a_deadline(demo: LoadedModel) -> None:
     """Nothing else is in the engine, so its thread sleeps."""
 
     async def work() -> None:

@@ -1,4 +1,4 @@
-"""A process that compiles grammars and hangs, ends or cannot be started: it is replaced, and no grammar is at fault."""
+"""A grammar process that hangs, ends or cannot be started is replaced, and grammars are not blamed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ VOCAB_SIZE, EOS = 199, 2
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., GrammarCompiler]]:
-    """Compilers that find out within two seconds that a process is late."""
+    """Compilers that notice a late process within two seconds."""
     monkeypatch.setattr(grammar_process, "ACCEPT_TIMEOUT", 2.0)
     monkeypatch.setattr(grammar_process, "GRACE", 0.5)
     made: list[GrammarCompiler] = []
@@ -71,7 +71,7 @@ def outcome(compiler: GrammarCompiler, **options: Any) -> Outcome:
 
 
 def started(compiler: GrammarCompiler) -> int:
-    """Start the process, which has no child then; its id."""
+    """Start the process, without a child; return its id."""
     assert isinstance(outcome(compiler, regex="start"), CompiledGrammar)
     pid = compiler.pid
     assert pid is not None
@@ -85,7 +85,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def child_of(pid: int) -> int:
-    """The one child of a process, once it is there."""
+    """Wait for the only child of a process."""
     wait_until(lambda: bool(children_of(pid)))
     (child,) = children_of(pid)
     return child
@@ -109,7 +109,7 @@ def is_gone(pid: int) -> bool:
 
 @contextmanager
 def all_stopped(compiler: GrammarCompiler) -> Iterator[None]:
-    """A block in which each process of a compiler is stopped as soon as it can compile."""
+    """Within the block each process of a compiler is stopped as soon as it can compile."""
     prepare = GrammarServer.prepare
 
     def prepare_and_stop(server: GrammarServer, vocabulary: GrammarVocabulary) -> None:
@@ -140,7 +140,7 @@ def test_a_stopped_process_is_replaced(make: Callable[..., GrammarCompiler], cap
     )
 
 
-def test_a_process_that_hangs_again_is_no_fault_of_the_grammar(make: Callable[..., GrammarCompiler]) -> None:
+def test_two_hanging_processes_are_not_a_grammar_error(make: Callable[..., GrammarCompiler]) -> None:
     compiler = make()
     started(compiler)
     with all_stopped(compiler):
@@ -150,13 +150,11 @@ def test_a_process_that_hangs_again_is_no_fault_of_the_grammar(make: Callable[..
         for found in take(compiler, 20):
             assert isinstance(found, GrammarUnavailableError)
             assert "grammars cannot be compiled now: their compiler has not begun with a job" in str(found)
-        assert time.monotonic() - began < 25.0  # two hangs and two starts, and not those of each job
+        assert time.monotonic() - began < 25.0  # two hangs and two starts, not two per job
     assert compiler.num_restarts <= 4
 
 
-def test_the_failure_of_a_process_is_not_kept(
-    make: Callable[..., GrammarCompiler], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_process_failures_are_not_cached(make: Callable[..., GrammarCompiler], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_process, "RETRY_AFTER", 0.5)
     compiler = make()
     started(compiler)
@@ -168,10 +166,10 @@ def test_the_failure_of_a_process_is_not_kept(
 
 
 def stopped_child(compiler: GrammarCompiler, process: int) -> int:
-    """The number of a child that was stopped while it compiles a hopeless grammar."""
+    """The id of a child that was stopped while it compiles a hopeless grammar."""
     add(compiler, grammar=HOPELESS)
     child = child_of(process)
-    wait_until(lambda: processor_time(child) > 0.1)  # it has said that it begins: else its process is replaced
+    wait_until(lambda: processor_time(child) > 0.1)  # it has reported its start, so its process is not replaced
     os.kill(child, signal.SIGSTOP)
     return child
 
@@ -179,7 +177,7 @@ def stopped_child(compiler: GrammarCompiler, process: int) -> int:
 OUT_OF_TIME = "takes more than 2 s of processor time"
 
 
-def test_a_stopped_child_is_killed_and_its_job_tried_again(
+def test_a_stopped_child_is_killed_and_its_job_retried(
     make: Callable[..., GrammarCompiler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_compiler, "FIRST_SLICE", 60.0)
@@ -192,7 +190,7 @@ def test_a_stopped_child_is_killed_and_its_job_tried_again(
     assert compiler.num_restarts == 1
 
 
-def test_time_in_which_a_child_gets_no_processor_is_not_its_own(
+def test_waiting_for_a_processor_does_not_count_as_processor_time(
     make: Callable[..., GrammarCompiler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_compiler, "FIRST_SLICE", 60.0)
@@ -212,7 +210,7 @@ def test_a_process_that_hangs_before_it_forks_is_replaced(
     compiler = make()
     before = started(compiler)
     ours, theirs = socket.socketpair()
-    with ours, theirs:  # a job nobody reads: its socket is silent, as of a process that does nothing with it
+    with ours, theirs:  # a job that is never read: its socket is silent, like that of a hanging process
         hand_over = GrammarServer.hand_over
 
         def lose(self: GrammarServer, sock: socket.socket) -> None:
@@ -229,7 +227,9 @@ def test_a_process_that_hangs_before_it_forks_is_replaced(
 
 
 @pytest.mark.parametrize("moment", ["idle", "with a job", "with a slow job"])
-def test_a_killed_process_costs_no_request_its_grammar(make: Callable[..., GrammarCompiler], moment: str) -> None:
+def test_no_request_loses_its_grammar_when_the_process_is_killed(
+    make: Callable[..., GrammarCompiler], moment: str
+) -> None:
     compiler = make(timeout=60.0)
     before = started(compiler)
     if moment != "idle":
@@ -245,7 +245,7 @@ def test_a_killed_process_costs_no_request_its_grammar(make: Callable[..., Gramm
         compiler.forget(slow)
 
 
-def test_clients_that_give_up_early_do_not_hide_a_hang(make: Callable[..., GrammarCompiler]) -> None:
+def test_early_cancellations_do_not_hide_a_hang(make: Callable[..., GrammarCompiler]) -> None:
     compiler = make()
     before = started(compiler)
     os.kill(before, signal.SIGSTOP)
@@ -297,7 +297,7 @@ def test_a_process_that_never_starts_is_tried_twice(
     assert len(servers) == 2 and all(is_gone(server.pid) for server in servers)
 
 
-def test_no_room_for_a_process_is_no_fault_of_the_grammar(
+def test_failing_to_start_a_process_is_not_a_grammar_error(
     make: Callable[..., GrammarCompiler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_process, "RETRY_AFTER", 0.2)
@@ -313,7 +313,7 @@ def test_no_room_for_a_process_is_no_fault_of_the_grammar(
     assert isinstance(outcome(compiler, regex="next"), CompiledGrammar)
 
 
-def test_no_room_for_a_child_is_no_fault_of_the_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_to_start_a_child_is_not_a_grammar_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> int:
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
@@ -337,11 +337,11 @@ def test_a_stopped_child_ends_with_its_engine(
     os.kill(child, signal.SIGSTOP)
     server = compiler._worker.process._server
     assert server is not None
-    server.sock.shutdown(socket.SHUT_RDWR)  # as if the engine had ended
+    server.sock.shutdown(socket.SHUT_RDWR)  # simulates the engine's end
     wait_until(lambda: is_gone(child))
 
 
-def test_many_different_grammars_are_all_answered(
+def test_many_different_grammars_all_get_a_result(
     make: Callable[..., GrammarCompiler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_compiler, "MAX_WAITING", 40)

@@ -1,4 +1,4 @@
-"""What is written under a grammar is of its language, as independent readers of that language say."""
+"""Texts generated under a grammar belong to its language, according to independent validators."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SETTINGS = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 
 class Compiler:
-    """Compiles for bytes and for some tokens of several of them."""
+    """Compiles for bytes and for some tokens of several bytes."""
 
     def __init__(self) -> None:
         tokens = [bytes([byte]) for byte in range(256)] + [b""]
@@ -60,7 +60,7 @@ class Compiler:
         self.num_refused = self.num_ended = self.num_cut = 0
 
     def texts(self, rng: random.Random, **options: Any) -> list[str]:
-        """Texts that random tokens make under a grammar, without those that do not end; none if it is refused."""
+        """Texts of random tokens under a grammar, without those that do not end; none if the grammar is refused."""
         try:
             spec = StructuredOutputsParams(**options).spec
             grammar = self.process.compile(Job(spec), 10.0)
@@ -93,7 +93,7 @@ class Compiler:
 
 
 def _weighted(allowed: list[int], tokens: list[bytes], rng: random.Random) -> list[int]:
-    """Some of them: mostly those that end what is open, so that texts end at all."""
+    """Choose a token, preferring those that close open brackets and quotes, so that texts end."""
     ends = [one for one in allowed if tokens[one] in (b'"', b"}", b"]", b",", b":")]
     return ends if ends and rng.random() < 0.4 else allowed
 
@@ -132,7 +132,7 @@ def test_texts_are_derived_by_their_grammar(compiler: Compiler, grammar: languag
     if texts:
         parser = lark.Lark(grammar.lark, parser="earley", lexer="dynamic", ambiguity="resolve")
         for text in texts:
-            parser.parse(text)  # raises where the text is not of the language
+            parser.parse(text)  # raises if the text is not in the language
 
 
 @settings(SETTINGS, max_examples=short_or_long(20, 100))
@@ -164,7 +164,7 @@ def test_texts_are_choices(compiler: Compiler, choices: list[str], seed: int) ->
     ],
     ids=str,
 )
-def test_a_token_that_is_allowed_is_accepted(options: dict[str, Any]) -> None:
+def test_allowed_tokens_are_accepted(options: dict[str, Any]) -> None:
     """For tokens of several characters: xgrammar sorts those of a vocabulary when it compiles a grammar."""
     choose = random.Random(0)
     letters = 'abx6 -"\\né{}:,=[]()%$日😀\u0301'

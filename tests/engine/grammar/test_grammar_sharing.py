@@ -1,4 +1,4 @@
-"""How tenants share the compiler: turns, bounds by tenant, and a grammar that several wait for."""
+"""Sharing of the compiler among tenants: fair order, limits per tenant, and grammars of several tenants."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Process:
         return CompiledGrammar(None, None, 1, GrammarLimits())  # type: ignore[arg-type]  # never used
 
     def release(self, *expressions: str) -> None:
-        """Compile these when their turn comes, or now."""
+        """Let these jobs finish compiling, now or when they are taken."""
         self._released.update(expressions)
 
     def close(self) -> None:
@@ -69,12 +69,12 @@ class Compiler:
         return request
 
     def begun(self, *expressions: str) -> bool:
-        """Wait until these, in any order, are what was begun in all; whether nothing else was."""
+        """Wait until exactly these jobs were begun, in any order; return whether no other was."""
         wait_until(lambda: len(self.process.order) >= len(expressions))
         return sorted(self.process.order) == sorted(expressions)
 
     def take(self, count: int) -> dict[Request, Outcome]:
-        """That many requests, with their outcomes."""
+        """Take this many requests, with their outcomes."""
         found: dict[Request, Outcome] = {}
 
         def has_all() -> bool:
@@ -103,7 +103,7 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Compiler]]
         compiler.close()
 
 
-def test_a_tenant_leaves_a_thread_to_the_others(shared: Callable[..., Compiler]) -> None:
+def test_a_tenant_leaves_a_thread_to_other_tenants(shared: Callable[..., Compiler]) -> None:
     one = shared()
     for number in range(20):
         one.add("a", f"a{number}")
@@ -113,7 +113,7 @@ def test_a_tenant_leaves_a_thread_to_the_others(shared: Callable[..., Compiler])
     assert list(one.take(1)) == [request]
 
 
-def test_slow_grammars_of_a_tenant_leave_a_thread_to_the_others(shared: Callable[..., Compiler]) -> None:
+def test_slow_grammars_of_a_tenant_leave_a_thread_to_others(shared: Callable[..., Compiler]) -> None:
     one = shared()
     for number in range(20):
         one.add("a", f"{SLOW} {number}")
@@ -153,22 +153,22 @@ def test_a_full_queue_of_one_tenant_is_not_full_for_others(shared: Callable[...,
     assert set(one.take(2)) == set(others)
 
 
-def test_one_grammar_of_two_tenants_is_compiled_at_the_first_turn(shared: Callable[..., Compiler]) -> None:
+def test_a_grammar_of_two_tenants_is_compiled_once(shared: Callable[..., Compiler]) -> None:
     one = shared(MAX_WAITING=30)
     for number in range(20):
         one.add("a", f"a{number}")
     assert one.begun("a0", "a1")
-    first = one.add("a", "both")  # behind all the others
+    first = one.add("a", "both")  # after all the others
     second = one.add("b", "both")
     one.process.release("both")
     assert set(one.take(2)) == {first, second}
     assert sorted(one.process.order) == ["a0", "a1", "both"]
-    for number in range(10):  # and the place in the queue of the other is free
+    for number in range(10):  # its place in the other tenant's queue is free again
         one.add("a", f"more {number}")
     assert not one.compiler.take()
 
 
-def test_one_grammar_of_two_tenants_outlives_the_first(shared: Callable[..., Compiler]) -> None:
+def test_a_grammar_of_two_tenants_outlives_the_first_tenant(shared: Callable[..., Compiler]) -> None:
     one = shared(NUM_THREADS=1)
     blocking = one.add("c", "c")
     assert one.begun("c")
@@ -180,21 +180,21 @@ def test_one_grammar_of_two_tenants_outlives_the_first(shared: Callable[..., Com
     assert one.process.order == ["c", "both"]
 
 
-def test_a_refusal_is_for_the_tenant_alone(shared: Callable[..., Compiler]) -> None:
+def test_a_full_queue_refuses_its_own_tenant_only(shared: Callable[..., Compiler]) -> None:
     one = shared(MAX_SLOW_WAITING=1)
     one.add("a", f"{SLOW} 0")
-    wait_until(lambda: len(one.process.order) == 2)  # it has the slow thread
+    wait_until(lambda: len(one.process.order) == 2)  # it occupies the slow thread
     one.add("a", f"{SLOW} 1")
     wait_until(lambda: len(one.process.order) == 3)
     one.process.release(f"{SLOW} 2")
-    with one.compiler._worker.lock:  # both before it has its slice
+    with one.compiler._worker.lock:  # add both before its slice begins
         mine, theirs = one.add("a", f"{SLOW} 2"), one.add("b", f"{SLOW} 2")
     found = one.take(2)
     assert isinstance(found[mine], GrammarQueueFullError) and isinstance(found[theirs], CompiledGrammar)
     assert one.compiler.num_waiting == 2
 
 
-def test_a_grammar_that_was_refused_is_compiled_for_another(shared: Callable[..., Compiler]) -> None:
+def test_a_refused_grammar_is_compiled_for_another_tenant(shared: Callable[..., Compiler]) -> None:
     one = shared(MAX_WAITING=1)
     one.add("a", "a0")
     assert one.begun("a0")
@@ -207,7 +207,7 @@ def test_a_grammar_that_was_refused_is_compiled_for_another(shared: Callable[...
     assert isinstance(found[refused], GrammarQueueFullError) and isinstance(found[accepted], CompiledGrammar)
 
 
-def test_what_nobody_waits_for_leaves_the_queue(shared: Callable[..., Compiler]) -> None:
+def test_a_grammar_without_requests_leaves_the_queue(shared: Callable[..., Compiler]) -> None:
     one = shared(MAX_WAITING=3)
     for number in range(2):
         one.add("a", f"a{number}")
@@ -226,7 +226,7 @@ def test_what_nobody_waits_for_leaves_the_queue(shared: Callable[..., Compiler])
     assert not one.compiler.take()
 
 
-def test_no_room_for_a_thread_is_no_fault_of_the_grammar(
+def test_failing_to_start_a_thread_is_not_a_grammar_error(
     shared: Callable[..., Compiler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = shared()

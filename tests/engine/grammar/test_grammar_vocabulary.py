@@ -1,4 +1,4 @@
-"""Tokens as grammars know them, against what texts are made of."""
+"""The bytes of tokens for grammars, compared with decoded texts."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_tokens_are_the_bytes_of_their_texts(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - set(READABLE)))
-def test_tokenizers_of_other_kinds_are_refused_or_read_right(kind: str) -> None:
-    """Whichever it is, no token may stand for a text that it is not decoded to."""
+def test_unknown_tokenizers_are_refused_or_read_correctly(kind: str) -> None:
+    """In both cases no token may have bytes other than its decoded text."""
     tokenizer = KINDS[kind]()
     try:
         vocabulary = read_vocabulary(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
@@ -51,7 +51,7 @@ def test_tokenizers_of_other_kinds_are_refused_or_read_right(kind: str) -> None:
 
 
 def test_added_tokens_stand_for_themselves() -> None:
-    """One of them is decoded to something else, because its letter stands for a byte in this vocabulary."""
+    """One of them would be decoded differently, because its letter stands for a byte in this vocabulary."""
     tokenizer = KINDS["byte-level"]()
     tokens = read_vocabulary(tokenizer, len(tokenizer), [tokenizer.eos_token_id]).tokens
     assert tokens[tokenizer.convert_tokens_to_ids("<tool>")] == b"<tool>"

@@ -1,4 +1,4 @@
-"""Regular expressions mean what they mean in every dialect, or are refused."""
+"""Regular expressions have the meaning of every dialect, or are refused."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_an_expression_allows_its_matches(expression: str, allowed: list[str]) -
         ("(" * (MAX_NESTING + 2), f"nested {MAX_NESTING} levels deep at most"),
     ],
 )  # fmt: skip
-def test_what_dialects_read_in_different_ways_is_refused(expression: str, words: str) -> None:
+def test_constructs_that_dialects_read_differently_are_refused(expression: str, words: str) -> None:
     with pytest.raises(Unreadable) as caught:
         read_regex(expression)
     assert words in str(caught.value)
@@ -124,7 +124,7 @@ def test_an_option_without_a_match_is_left_out() -> None:
     assert Language(regex=r"a(b[^\s\S])*").allows("a", "ab") == ["a"]
 
 
-def test_symbols_are_no_part_of_a_word() -> None:
+def test_symbols_are_not_word_characters() -> None:
     for first, last in _SYMBOLS.ranges:
         for code in range(first, last + 1):
             assert not re.match(r"[\w\d\s]", chr(code)), hex(code)
@@ -140,4 +140,4 @@ def test_the_longest_expressions_are_read_in_a_second(unit: str) -> None:
         read_regex(expression)
     except Unreadable as error:
         assert len(str(error)) < 200
-    assert time.thread_time() - started < 3.0  # a fifth of that here; what was quadratic would take minutes
+    assert time.thread_time() - started < 3.0  # takes a fifth of that here; quadratic time would be minutes

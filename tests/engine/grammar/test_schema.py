@@ -1,4 +1,4 @@
-"""JSON schemas under a grammar: every letter, every pointer, and numbers that end."""
+"""JSON schemas as grammars: letters, pointers, and bounded numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def written(value: Any) -> str:
 
 
 @pytest.mark.parametrize("text", ["Québec", "°C", "naïve", "½", "ÿb1", "\x80", 'q"\\', "日本", "😀", "é\n"])
-def test_every_place_of_a_schema_keeps_its_letters(text: str) -> None:
+def test_letters_are_kept_at_every_position_of_a_schema(text: str) -> None:
     name = written(text)
     for schema, right in (
         ({"enum": [text]}, name),
@@ -67,7 +67,7 @@ def test_strings_of_a_length_have_no_raw_control_characters() -> None:
     assert language.allows('"a"', '"é😀"', '"\t"', '"\x01"', '""', '"abc"', '"\ud800"') == ['"a"', '"é😀"']
 
 
-def test_strings_have_no_halves_of_surrogate_pairs() -> None:
+def test_strings_have_no_lone_surrogates() -> None:
     for schema in ({"type": "string"}, {"type": "object"}, {"type": "array", "items": {}}):
         language = Language(json=schema)
         for around in ('"{}"', '{{"a":"{}"}}', '["{}"]'):
@@ -81,12 +81,12 @@ def test_strings_have_no_halves_of_surrogate_pairs() -> None:
         ("ä", "#/$defs/ä"), ("a%b", "#/$defs/a%25b"), ("a b", "#/$defs/a%20b"), ("", "#/$defs/"), ("0", "#/$defs/0"),
     ],
 )  # fmt: skip
-def test_pointers_lead_where_rfc_6901_says(name: str, pointer: str) -> None:
+def test_pointers_follow_rfc_6901(name: str, pointer: str) -> None:
     schema = {"type": "array", "items": {"$ref": pointer}, "$defs": {name: {"enum": ["é"]}}}
     assert Language(json=schema).allows('["é"]', '["a"]') == ['["é"]']
 
 
-def test_pointers_lead_to_any_place_of_the_schema() -> None:
+def test_pointers_may_refer_to_any_part_of_the_schema() -> None:
     whole = {"properties": {"a": {"type": "null"}, "b": {"$ref": "#/properties/a"}}, "required": ["b"]}
     assert Language(json={"type": "object", **whole}).allows('{"b":null}', '{"b":1}') == ['{"b":null}']
     listed = {"anyOf": [{"const": 1}, {"type": "array", "items": {"$ref": "#/anyOf/0"}}]}
@@ -103,7 +103,7 @@ def test_a_pointer_to_nothing_is_refused(pointer: str) -> None:
         Language(json={"type": "array", "items": {"$ref": pointer}, "$defs": {"a": {"type": "null"}}, "x": [1]})
 
 
-def test_what_a_pointer_leads_to_is_checked_wherever_it_stands() -> None:
+def test_targets_of_pointers_are_checked_anywhere() -> None:
     with pytest.raises(ValueError, match=r"at /#/components/A: the keyword 'not' is not supported"):
         Language(json={"items": {"$ref": "#/components/A"}, "components": {"A": {"not": {}}}})
 
@@ -134,7 +134,7 @@ def test_options_of_endless_values_are_left_out() -> None:
     ]
 
 
-def test_numbers_that_nothing_bounds_end() -> None:
+def test_unbounded_numbers_end() -> None:
     nines = "9" * 18
     for schema in (
         {"type": "integer"}, {"type": ["integer", "null"]}, {"type": "number"}, {},
@@ -164,7 +164,7 @@ def test_thousands_of_choices_are_compiled() -> None:
     assert Language(choice=choices).allows(choices[0], choices[-1], "é4096") == [choices[0], choices[-1]]
 
 
-def test_a_tagged_union_of_definitions_is_any_of_them() -> None:
+def test_a_tagged_union_of_definitions_allows_each() -> None:
     def tagged(*kinds: str) -> dict[str, Any]:
         return {"type": "object", "properties": {"kind": {"enum": list(kinds)}}, "required": ["kind"]}
 
@@ -198,7 +198,7 @@ def test_a_tagged_union_of_definitions_is_any_of_them() -> None:
         ({"enum": [{"a": [-(2**80)]}]}, "which is no number of 64 bits"),
     ],
 )
-def test_what_the_compiler_would_write_otherwise_is_refused(schema: dict[str, Any], words: str) -> None:
+def test_constructs_that_the_compiler_misreads_are_refused(schema: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Language(json={"type": "array", "items": schema})
 
@@ -208,7 +208,7 @@ def test_lengths_may_be_written_as_floats() -> None:
     assert Language(json={"type": "array", "maxItems": 1.0}).allows("[1]", "[1,1]") == ["[1]"]
 
 
-def test_long_strings_are_checked_ahead() -> None:
+def test_long_strings_are_checked_quickly() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 500}}, "required": ["a"]}
     spec = StructuredOutputsParams(json=schema).spec
     tree = read_tree({**spec._asdict(), "max_whitespace": MAX_WHITESPACE})
@@ -217,7 +217,7 @@ def test_long_strings_are_checked_ahead() -> None:
 
 
 @pytest.mark.parametrize("name", ["a", "é", "日本", "😀", 'a"b', "\\", "a\n", ""])
-def test_other_properties_do_not_take_a_propertys_name(name: str) -> None:
+def test_additional_properties_never_have_a_propertys_name(name: str) -> None:
     schema = {"type": "object", "properties": {name: {"const": 1}, "ab": {}}, "additionalProperties": {"const": 2}}
     language = Language(json=schema)
     assert written({name: 1}) in language and written({name: 2}) not in language

@@ -1,4 +1,4 @@
-"""KV events on the wire: our own subscriber, and vLLM's decoder, read what an engine publishes."""
+"""KV events on the wire: our own subscriber and vLLM's decoder read an engine's messages."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def publisher() -> Iterator[KVEventsPublisher]:
 
 
 def replayed(publisher: KVEventsPublisher, count: int, first: int = 0) -> list[tuple[int, bytes]]:
-    """Ask the replay socket for messages from `first` on, until there are `count`: their numbers and payloads."""
+    """Request messages from `first` on from the replay socket until there are `count`; return numbers and payloads."""
     assert publisher.replay_endpoint is not None
     deadline = time.monotonic() + 10
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
@@ -77,7 +77,7 @@ def test_messages_reach_a_subscriber_in_order(publisher: KVEventsPublisher) -> N
         socket.connect(publisher.endpoint)
         socket.subscribe("kv@")
         received: list[list[bytes]] = []
-        for _ in range(100):  # what is sent before the subscription has arrived is lost to it
+        for _ in range(100):  # messages sent before the subscription are lost
             publisher.publish([AllBlocksCleared()])
             while socket.poll(50):
                 received.append(socket.recv_multipart())
@@ -92,7 +92,7 @@ def test_messages_reach_a_subscriber_in_order(publisher: KVEventsPublisher) -> N
     assert events == [{"type": "AllBlocksCleared"}]
 
 
-def test_a_message_says_which_engine_of_a_server_it_is_from() -> None:
+def test_a_message_has_the_number_of_its_engine() -> None:
     publisher = KVEventsPublisher(KVEventsConfig(**LOCAL, data_parallel_rank=3), block_size=2)
     publisher.publish([AllBlocksCleared()])
     ((_, payload),) = replayed(publisher, 1)
@@ -114,7 +114,7 @@ def test_events_are_maps_with_vllms_fields(publisher: KVEventsPublisher) -> None
 
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:5557", "tcp://broker:5557"])
-def test_a_publisher_that_connects_says_that_routers_do_so_too(
+def test_a_connecting_publisher_warns_that_routers_connect_too(
     address: str, caplog: pytest.LogCaptureFixture, publisher: KVEventsPublisher
 ) -> None:
     assert not caplog.records, "this one is bound"
@@ -123,8 +123,8 @@ def test_a_publisher_that_connects_says_that_routers_do_so_too(
     assert record.levelname == "WARNING" and address in record.message and "tcp://*:5557" in record.message
 
 
-def test_it_can_be_bound_to_this_machine_alone(caplog: pytest.LogCaptureFixture) -> None:
-    """With vLLM's rule, only an address with * or :: is bound; the one of IPv6 is private, too."""
+def test_the_publisher_can_bind_to_the_local_machine_only(caplog: pytest.LogCaptureFixture) -> None:
+    """By vLLM's rule, only an address with * or :: is bound; the IPv6 address is local, too."""
     config = KVEventsConfig(endpoint=f"tcp://[::1]:{free_port()}")
     publisher = KVEventsPublisher(config, block_size=2)
     with zmq.Context() as context, context.socket(zmq.SUB) as socket:
@@ -142,7 +142,7 @@ def test_it_can_be_bound_to_this_machine_alone(caplog: pytest.LogCaptureFixture)
 
 
 def published_run(loaded: LoadedModel) -> tuple[Engine, list[bytes]]:
-    """An engine that ran requests in a pool too small for them, and all that it published."""
+    """An engine that ran requests in a pool too small for them, and all of its messages."""
     engine = Engine(
         loaded, num_blocks=12, block_size=4, max_model_len=40, max_num_seqs=3, max_num_batched_tokens=32,
         kv_events_config=LOCAL,
@@ -173,7 +173,7 @@ def cached_names(engine: Engine) -> set[bytes]:
     return names
 
 
-def test_what_an_engine_publishes_is_what_it_has_cached(loaded: LoadedModel) -> None:
+def test_published_events_match_the_cached_blocks(loaded: LoadedModel) -> None:
     engine, payloads = published_run(loaded)
     known: set[bytes] = set()
     kinds = set()
@@ -217,12 +217,12 @@ def test_vllms_own_decoder_reads_it(loaded: LoadedModel, tmp_path: Path) -> None
         ({"endpoint": "tcp://127.0.0.1:1:*"}, "cannot be used"),
     ],
 )
-def test_what_cannot_be_is_refused(loaded: LoadedModel, value: Any, message: str) -> None:
+def test_invalid_values_are_refused(loaded: LoadedModel, value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Engine(loaded, num_blocks=12, kv_events_config=value)
 
 
-def test_nothing_is_published_unless_it_is_asked_for(loaded: LoadedModel) -> None:
+def test_nothing_is_published_by_default(loaded: LoadedModel) -> None:
     for value in (None, {"enable_kv_cache_events": False}, {"publisher": "null"}):
         engine = Engine(loaded, num_blocks=12, kv_events_config=value)
         assert engine.kv_events is None and not engine.scheduler.config.enable_kv_cache_events

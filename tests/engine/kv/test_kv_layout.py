@@ -1,4 +1,4 @@
-"""Which layers share blocks, and that no two of them ever share memory at the same time."""
+"""The layout of layers in blocks: no two layers share memory at the same time."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def test_five_windows_to_one() -> None:
     assert [place.group for place in full] == [6] * 5 and [place.slot for place in full] == [0, 1, 2, 3, 4]
 
 
-def test_a_window_that_is_never_left_is_none() -> None:
+def test_a_window_as_long_as_the_context_is_full_attention() -> None:
     assert layout_of([SHAPE] * 2, [256, None]).groups == ()
     assert layout_of([SHAPE] * 2, [255, None]).groups == (), "a window of nearly everything"
     assert layout_of([SHAPE] * 3, [32, 256, None]).groups == (WINDOW, FULL, FULL)
 
 
-def test_groups_that_save_nothing_are_only_made_if_asked_for() -> None:
-    """A window of 250 tokens may lie in all 64 blocks of 256."""
+def test_groups_without_savings_are_made_only_on_request() -> None:
+    """A window of 250 tokens may span all 64 blocks of 256."""
     near = KVGroup("window", 250)
     assert layout_in_groups([SHAPE] * 2, [250, None], config(), only_if_it_saves=True).groups == ()
     assert layout_in_groups([SHAPE] * 2, [250, None], config(), only_if_it_saves=False).groups == (near, FULL)
@@ -57,8 +57,8 @@ def test_layers_of_half_the_size_share_a_slot() -> None:
     assert layout_of([other, large], [32, None]).groups == (), "keys and values are of other widths"
 
 
-def test_a_block_is_memory_of_one_group() -> None:
-    """Each layer of each group writes its blocks, none of which another group has; nothing is overwritten."""
+def test_a_block_has_memory_for_one_group_at_a_time() -> None:
+    """Each layer of each group writes its own blocks; no write overwrites another."""
     choose = random.Random(5)
     for _ in range(20):
         large, small = LayerShape(2, 4, 6, 4), LayerShape(1, 4, 6, 4)
@@ -100,4 +100,4 @@ def test_capacity_is_logged_in_groups(caplog: pytest.LogCaptureFixture) -> None:
     # 64 blocks of full attention and 9 of each window for one that decodes; 20 more for one that computes 16 tokens
     full_length = 1 + (300 - 129) / 109
     assert "300 blocks of 4 tokens in 5 groups of a window of 32, 1 of full attention" in caplog.text
-    assert f"room for {int(full_length * 256)} tokens, or 2.6 requests of the full length 256" in caplog.text
+    assert f"enough for {int(full_length * 256)} tokens, or 2.6 requests of the full length 256" in caplog.text

@@ -1,7 +1,7 @@
 """Host memory, a store and everything else at random: tight pools, steps in flight and failing, aborts, resets, damage.
 
-Every answer must be the one that a large pool gives, and in the end every block, slot and transfer accounted for. Each
-run is recorded and replayed.
+Every output must equal that of a large pool, and in the end every block, slot and transfer is accounted for. Each run
+is recorded and replayed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def loaded() -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def expected(loaded: LoadedModel) -> list[list[int]]:
-    """By the number of the prompt."""
+    """Expected tokens, by the number of the prompt."""
     engine = make(loaded)
     for number in range(NUM_PROMPTS):
         engine.add_request(str(number), prompt_of(number), PARAMS)
@@ -73,8 +73,8 @@ def damage(choose: random.Random, directory: Path) -> None:
 
 
 def run_at_random(engine: Engine, choose: random.Random, expected: list[list[int]], directory: Path) -> int:
-    """Requests come, some in parts, go, are aborted; what was cached is forgotten now and then. Returns how many steps
-    failed."""
+    """Add requests at random, some in parts, abort some, and reset the cache now and then. Return the number of failed
+    steps."""
     live: dict[str, int] = {}
     to_come: dict[str, list[int]] = {}  # of prompts that come in parts
     num_added = num_failures = 0
@@ -125,7 +125,7 @@ def run_at_random(engine: Engine, choose: random.Random, expected: list[list[int
 def test_everything_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loaded: LoadedModel, expected: list[list[int]], seed: int
 ) -> None:
-    """Two engines one after the other, over one directory."""
+    """Two engines one after the other, with one directory."""
     choose = random.Random(seed)
     for part in range(2):
         file = io.StringIO()

@@ -1,4 +1,4 @@
-"""Host memory behind the pool: its directory against a plain dictionary, and the same answers with it as without."""
+"""KV offload to host memory: its directory compared with a dictionary, and equal outputs with and without it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def put(pool: KVPool, block: int, value: int) -> None:
 
 
 def value_of(pool: KVPool, block: int) -> float:
-    """What a block was filled with; all of it must agree."""
+    """The value with which a block was filled; all of its elements must agree."""
     parts = list(pool.block(block).values())
     value = float(parts[0].flatten()[0])
     assert all(bool((part == value + index / 8).all()) for index, part in enumerate(parts)), "a block is mixed up"
@@ -60,7 +60,7 @@ def key_of(value: int) -> bytes:
     return value.to_bytes(4, "big")
 
 
-def test_what_was_used_longest_ago_goes_first() -> None:
+def test_the_least_recently_used_block_is_evicted_first() -> None:
     pool, tier = make_tier(3)
     for value in range(3):
         put(pool, value, value)
@@ -70,19 +70,19 @@ def test_what_was_used_longest_ago_goes_first() -> None:
     put(pool, 3, 3)
     tier.plan([(3, key_of(3))], []).run()
     assert [tier.num_found([key_of(value)]) for value in range(4)] == [1, 0, 1, 1]
-    assert tier.num_found([key_of(0), key_of(1), key_of(2)]) == 1, "only what is there in a row counts"
+    assert tier.num_found([key_of(0), key_of(1), key_of(2)]) == 1, "only leading consecutive blocks count"
 
 
-def test_a_prefix_outlives_what_comes_behind_it() -> None:
+def test_a_prefix_outlives_its_continuations() -> None:
     _, tier = make_tier(3)
     chain = [key_of(value) for value in range(3)]
-    tier.plan([(2, chain[2]), (1, chain[1]), (0, chain[0])], []).run()  # as the pool gives them up
+    tier.plan([(2, chain[2]), (1, chain[1]), (0, chain[0])], []).run()  # in the order of the pool's evictions
     tier.plan([], [SlotLoad(chain, [5, 6, 7])]).run()
     tier.plan([(9, key_of(9))], []).run()
     assert tier.num_found(chain) == 2
 
 
-def test_what_a_step_loads_is_not_overwritten_by_what_it_saves() -> None:
+def test_a_step_does_not_overwrite_blocks_that_it_loads() -> None:
     pool, tier = make_tier(2)
     for value in range(2):
         put(pool, value, value)
@@ -93,8 +93,8 @@ def test_what_a_step_loads_is_not_overwritten_by_what_it_saves() -> None:
     assert tier.num_found([key_of(4)]) == 0, "there was no slot for it"
 
 
-def test_what_a_step_saves_it_may_load_though_its_blocks_are_written_at_once() -> None:
-    """Blocks 2 and 3 change places, and block 4 is filled from a slot that is full."""
+def test_a_step_may_load_blocks_that_it_saves() -> None:
+    """Blocks 2 and 3 are swapped, and block 4 is filled from a saved slot."""
     pool, tier = make_tier(1)
     put(pool, 9, 9)
     tier.plan([(9, key_of(9))], []).run()
@@ -119,7 +119,7 @@ def test_more_saves_than_slots_keep_the_last_ones() -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_random_plans_against_a_dictionary(seed: int) -> None:
-    """Several steps are planned before they run, some are taken back, everything is forgotten now and then."""
+    """Several steps are planned before they run, some are voided, and the tier is cleared now and then."""
     choose = random.Random(seed)
     pool, tier = make_tier(choose.randint(1, 6))
     flying: list[tuple[HostCopies, list[tuple[int, int]]]] = []  # plans, with (block, value) of their loads
@@ -165,7 +165,7 @@ def test_too_little_memory_for_a_block_is_refused() -> None:
 
 @pytest.mark.parametrize("steps", short_of([1, 2, 3], [2]))
 @pytest.mark.parametrize("num_bytes", [AMPLE, SCARCE])
-def test_answers_are_the_same_and_less_is_computed(
+def test_outputs_are_equal_and_fewer_tokens_are_computed(
     loaded: LoadedModel, expected: dict[str, list[int]], steps: int, num_bytes: int
 ) -> None:
     without = make(loaded, max_steps_in_flight=steps, **TIGHT)
@@ -185,7 +185,7 @@ def test_answers_are_the_same_and_less_is_computed(
 
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("mode", ["swap", "cheaper"])
-def test_preempted_requests_swap_and_answers_are_the_same(
+def test_preempted_requests_swap_with_equal_outputs(
     loaded: LoadedModel, expected: dict[str, list[int]], steps: int, mode: str
 ) -> None:
     offloading = make(loaded, max_steps_in_flight=steps, kv_offload_bytes=AMPLE, **TIGHT)
@@ -195,16 +195,16 @@ def test_preempted_requests_swap_and_answers_are_the_same(
     stats = engine.scheduler.stats()
     assert sum(stats.preemption_decisions.values()) == stats.num_preemptions > 3
     assert 0 < engine.counters.num_offloaded_blocks < offloading.counters.num_offloaded_blocks
-    if mode == "swap":  # what is cheaper depends on the machine
+    if mode == "swap":  # the cheaper choice depends on the machine
         assert stats.preemption_decisions["swap"] > 3
         assert engine.counters.num_restored_blocks > 0
     settle(engine)
     tier = engine.kv_connector.tier if engine.kv_connector is not None else None
-    assert tier is not None and len(tier) < 20, "what no request will resume with is forgotten"
+    assert tier is not None and len(tier) < 20, "blocks that no request needs are dropped"
 
 
 def test_long_outputs_that_swap_recompute_little(loaded: LoadedModel) -> None:
-    """Outputs that outgrow the pool: nearly all that was computed again without host memory comes back."""
+    """Outputs outgrow the pool: nearly all KV that would be recomputed is copied back from host memory."""
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
     def run(**knobs: Any) -> tuple[dict[str, list[int]], Engine]:
@@ -235,10 +235,10 @@ def test_layers_of_every_shape_come_back_as_they_were(family: str, num_groups: i
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_steps_that_fail_leave_nothing_wrong_behind(
+def test_failed_steps_leave_no_wrong_blocks(
     loaded: LoadedModel, expected: dict[str, list[int]], steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before they copied anything, and after, and while copies are planned: saves that were not made are not found."""
+    """Steps fail before and after their copies, and with planned copies: saves that were not made are not found."""
     engine = make(loaded, max_steps_in_flight=steps, kv_offload_bytes=AMPLE, **TIGHT)
     assert engine.kv_connector is not None and engine.kv_connector.tier is not None
     choose, plan = random.Random(5), engine.kv_connector.tier.plan
@@ -263,8 +263,8 @@ def change_weights(loaded: LoadedModel, factor: float) -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_after_a_reset_nothing_old_is_found(steps: int) -> None:
-    """The weights change; requests that run go on with what they have, and no later one gets any of it."""
+def test_no_old_kv_is_found_after_a_reset(steps: int) -> None:
+    """The weights change; running requests keep their KV, and no later request gets any of it."""
     loaded = wrap_model(build(FAMILIES["qwen3"](), seed=1), fuse=False)
     change_weights(loaded, 1.5)
     new = run_rounds(make(loaded), 1)
@@ -318,6 +318,6 @@ def test_a_server_offloads_too(loaded: LoadedModel, expected: dict[str, list[int
         ({"kv_store_bytes": 1 << 20}, "there is no kv_store"),
     ],
 )
-def test_knobs_that_cannot_work(loaded: LoadedModel, knobs: dict[str, Any], message: str) -> None:
+def test_invalid_knobs_are_refused(loaded: LoadedModel, knobs: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make(loaded, **knobs)

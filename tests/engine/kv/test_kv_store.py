@@ -1,4 +1,4 @@
-"""KV in a directory: files that are what they say or count for nothing, and engines that read what others computed."""
+"""KV in a directory: damaged files are ignored, and engines read KV that others computed."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_block_is_read_as_it_was_written(tmp_path: Path, loaded: LoadedModel, 
         other.read(KEYS[1])
 
 
-def test_a_damaged_file_is_never_believed(tmp_path: Path, loaded: LoadedModel) -> None:
+def test_a_damaged_file_is_never_used(tmp_path: Path, loaded: LoadedModel) -> None:
     """Cut at every length, with any byte changed, or grown."""
     store = open_store(tmp_path, loaded)
     folder, choose = store.folder, random.Random(1)
@@ -132,8 +132,8 @@ def test_a_pipe_or_an_endless_file_is_not_read(tmp_path: Path, loaded: LoadedMod
         folder.read(KEYS[0])
 
 
-def test_a_file_of_something_else_is_never_believed(tmp_path: Path, loaded: LoadedModel) -> None:
-    """Under the name of another block, of another model, or of another layout."""
+def test_a_file_with_other_content_is_never_used(tmp_path: Path, loaded: LoadedModel) -> None:
+    """A file under the name of another block, model or layout."""
     store, narrow = open_store(tmp_path, loaded), open_store(tmp_path, loaded, kv_cache_dtype="bfloat16")
     other = open_store(tmp_path, wrap_model(build(FAMILIES["qwen3"](), seed=2)))
     short = open_store(tmp_path, loaded, block_size=2)
@@ -156,7 +156,7 @@ def test_a_file_of_something_else_is_never_believed(tmp_path: Path, loaded: Load
             store.folder.read(KEYS[0])
 
 
-def test_the_directory_stays_below_its_bound_and_the_newest_stay(tmp_path: Path, loaded: LoadedModel) -> None:
+def test_the_directory_stays_below_its_limit_with_the_newest_files(tmp_path: Path, loaded: LoadedModel) -> None:
     size = open_store(tmp_path / "size", loaded).folder.write(KEYS[0], block_of(open_store(tmp_path, loaded), 0))
     store = open_store(tmp_path / "store", loaded, max_bytes=5 * size)
     for number, key in enumerate(KEYS[:5]):
@@ -172,7 +172,7 @@ def test_the_directory_stays_below_its_bound_and_the_newest_stay(tmp_path: Path,
     assert sorted(KEYS[3:6], key=lambda key: -fresh.path_of(key).stat().st_mtime_ns) == KEYS[3:6] == prefix_first
 
 
-def test_what_else_is_in_the_directory_is_never_removed(tmp_path: Path, loaded: LoadedModel) -> None:
+def test_foreign_files_in_the_directory_are_never_removed(tmp_path: Path, loaded: LoadedModel) -> None:
     mine = [tmp_path / "notes.txt", tmp_path / "models/qwen/model.safetensors", tmp_path / "a/b/c/d.part"]
     for path in mine:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -190,13 +190,13 @@ def test_what_else_is_in_the_directory_is_never_removed(tmp_path: Path, loaded: 
     assert not left_behind.exists() and not store.folder.path_of(KEYS[0]).exists()
 
 
-def test_no_directory_can_be_made_there(tmp_path: Path, loaded: LoadedModel) -> None:
+def test_an_unusable_directory_is_refused(tmp_path: Path, loaded: LoadedModel) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(ConfigError, match="which is no usable directory"):
+    with pytest.raises(ConfigError, match="which is not a usable directory"):
         make(loaded, kv_store=tmp_path / "file" / "store")
 
 
-def test_a_write_that_breaks_off_leaves_nothing(
+def test_an_interrupted_write_leaves_no_file(
     tmp_path: Path, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store(tmp_path, loaded)
@@ -219,7 +219,7 @@ def small_pool() -> KVPool:
 
 
 def write_forever(folder: str) -> None:
-    """What the process that is killed does."""
+    """The code of the process that is killed."""
     pool = small_pool()
     for part in pool.block(0).values():
         part.fill_(3.0)
@@ -230,7 +230,7 @@ def write_forever(folder: str) -> None:
 
 
 @pytest.mark.e2e
-def test_a_process_that_is_killed_while_it_writes_leaves_no_torn_block(tmp_path: Path) -> None:
+def test_a_process_killed_while_writing_leaves_no_partial_block(tmp_path: Path) -> None:
     for number in range(4):
         output, theirs = os.pipe()
         with open(output) as said:
@@ -256,7 +256,7 @@ def test_a_process_that_is_killed_while_it_writes_leaves_no_torn_block(tmp_path:
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_what_one_engine_stored_another_one_need_not_compute(
+def test_an_engine_reads_the_stored_kv_of_another(
     tmp_path: Path, loaded: LoadedModel, expected: dict[str, list[int]], steps: int
 ) -> None:
     producer = make(loaded, kv_store=tmp_path, kv_store_role="producer", max_steps_in_flight=steps)
@@ -275,7 +275,7 @@ def test_what_one_engine_stored_another_one_need_not_compute(
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_answers_are_the_same_in_a_tight_pool_with_every_tier(
+def test_outputs_are_equal_in_a_small_pool_with_every_tier(
     tmp_path: Path, loaded: LoadedModel, expected: dict[str, list[int]], steps: int
 ) -> None:
     for _ in range(2):
@@ -291,8 +291,8 @@ def test_answers_are_the_same_in_a_tight_pool_with_every_tier(
 
 
 @pytest.mark.parametrize("length", [8, 9, 10, 11])
-def test_a_conversation_goes_on_behind_what_was_generated(tmp_path: Path, loaded: LoadedModel, length: int) -> None:
-    """The last token of an answer has no KV yet, also where it would fill its block."""
+def test_a_conversation_reuses_the_kv_of_generated_tokens(tmp_path: Path, loaded: LoadedModel, length: int) -> None:
+    """The last token of an output has no KV yet, even if it fills its block."""
     first = [5 + place for place in range(length)]
     producer = make(loaded, kv_store=tmp_path)
     producer.add_request("a", first, PARAMS)
@@ -334,7 +334,7 @@ def run_and_store(loaded: LoadedModel, directory: Path) -> None:
 
 
 def hold_reads(engine: Engine) -> Callable[[], None]:
-    """Reading files takes until the returned function is called."""
+    """Block the reading of files until the returned function is called."""
     store, released = connector_of(engine).store, threading.Event()
     assert store is not None
     read = store.folder.read
@@ -347,7 +347,7 @@ def hold_reads(engine: Engine) -> Callable[[], None]:
     return released.set
 
 
-def test_files_that_vanish_or_are_damaged_cost_a_recomputation(
+def test_missing_or_damaged_files_cost_a_recomputation(
     tmp_path: Path, loaded: LoadedModel, expected: dict[str, list[int]]
 ) -> None:
     run_and_store(loaded, tmp_path)
@@ -369,7 +369,7 @@ def test_files_that_vanish_or_are_damaged_cost_a_recomputation(
         settle(engine)
 
 
-def test_an_engine_that_may_write_mends_what_is_damaged(
+def test_a_writing_engine_replaces_damaged_files(
     tmp_path: Path, loaded: LoadedModel, expected: dict[str, list[int]]
 ) -> None:
     run_and_store(loaded, tmp_path)
@@ -389,7 +389,7 @@ def test_an_engine_that_may_write_mends_what_is_damaged(
 
 
 @pytest.mark.parametrize("cause", ["vanished", "timeout"])
-def test_by_policy_a_failed_load_ends_its_request(tmp_path: Path, loaded: LoadedModel, cause: str) -> None:
+def test_with_policy_fail_a_failed_load_ends_its_request(tmp_path: Path, loaded: LoadedModel, cause: str) -> None:
     run_and_store(loaded, tmp_path)
     timeout = 5.0 if cause == "timeout" else None
     now = [0.0]
@@ -417,7 +417,7 @@ def test_by_policy_a_failed_load_ends_its_request(tmp_path: Path, loaded: Loaded
     settle(engine)
 
 
-def test_an_abort_during_a_load_frees_nothing_that_is_still_written(tmp_path: Path, loaded: LoadedModel) -> None:
+def test_an_abort_during_a_load_frees_no_block_being_written(tmp_path: Path, loaded: LoadedModel) -> None:
     run_and_store(loaded, tmp_path)
     engine = make(loaded, kv_store=tmp_path)
     release = hold_reads(engine)
@@ -431,10 +431,10 @@ def test_an_abort_during_a_load_frees_nothing_that_is_still_written(tmp_path: Pa
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_steps_that_fail_are_loaded_for_again(
+def test_loads_of_failed_steps_are_repeated(
     tmp_path: Path, loaded: LoadedModel, expected: dict[str, list[int]], steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every load is answered once, whether its step had begun it or not."""
+    """Every load is reported once, whether its step had begun it or not."""
     run_and_store(loaded, tmp_path)
     engine = make(loaded, max_steps_in_flight=steps, kv_store=tmp_path, **(TIGHT | {"num_blocks": 32}))
     choose, prepare = random.Random(5), engine.runner.prepare
@@ -452,7 +452,7 @@ def test_steps_that_fail_are_loaded_for_again(
     settle(engine)
 
 
-def test_a_full_disk_costs_nothing_but_the_store(
+def test_a_full_disk_affects_the_store_only(
     tmp_path: Path, loaded: LoadedModel, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def is_full(*_: Any) -> int:
@@ -471,7 +471,7 @@ def change_weights(loaded: LoadedModel, factor: float) -> None:
 
 
 def test_weights_that_change_are_another_model(tmp_path: Path) -> None:
-    """Nothing old is found after a reset, nor stored as new; with the old weights, it is there again."""
+    """After a reset no old KV is found or stored as new; with the old weights it is found again."""
     loaded = wrap_model(build(FAMILIES["qwen3"](), seed=1), fuse=False)
     change_weights(loaded, 2.0)
     new = run_rounds(make(loaded), 1)
@@ -484,7 +484,7 @@ def test_weights_that_change_are_another_model(tmp_path: Path) -> None:
         engine.step()
     change_weights(loaded, 2.0)
     engine.scheduler.reset_prefix_cache(engine.clock())
-    drain(engine)  # with KV of both: nobody may ever see it
+    drain(engine)  # its KV is of both weights, and must never be used
     assert run_rounds(engine, 1) == new
     settle(engine)
     assert run_rounds(make(loaded, kv_store=tmp_path), 1) == new
@@ -494,7 +494,7 @@ def test_weights_that_change_are_another_model(tmp_path: Path) -> None:
     assert again.counters.num_loaded_blocks > 20
 
 
-def test_salted_requests_share_with_their_like_only(tmp_path: Path, loaded: LoadedModel) -> None:
+def test_salted_requests_share_only_with_equal_salts(tmp_path: Path, loaded: LoadedModel) -> None:
     tokens = []
     for salt in ("mine", "mine", "yours"):
         engine = make(loaded, kv_store=tmp_path)
@@ -505,8 +505,8 @@ def test_salted_requests_share_with_their_like_only(tmp_path: Path, loaded: Load
     assert tokens[0] == tokens[1] == tokens[2]
 
 
-def test_a_waiting_server_wakes_when_kv_is_there_or_late(tmp_path: Path, loaded: LoadedModel) -> None:
-    """Nothing else runs: the end of the load, or its time limit, must wake the thread."""
+def test_a_waiting_server_wakes_when_kv_is_loaded_or_late(tmp_path: Path, loaded: LoadedModel) -> None:
+    """No other request runs: the end of the load, or its time limit, must wake the thread."""
     run_and_store(loaded, tmp_path)
 
     async def work() -> None:
@@ -531,7 +531,7 @@ def test_a_waiting_server_wakes_when_kv_is_there_or_late(tmp_path: Path, loaded:
     asyncio.run(work())
 
 
-def test_an_engine_that_is_let_go_of_writes_to_the_end(tmp_path: Path, loaded: LoadedModel) -> None:
+def test_a_dropped_engine_completes_its_writes(tmp_path: Path, loaded: LoadedModel) -> None:
     engine = make(loaded, kv_store=tmp_path)
     run_rounds(engine, 1)
     engine.close()

@@ -41,7 +41,7 @@ def run(engine: Engine, params: SamplingParams, *, prompt: Any = None, eager: bo
     while engine.has_unfinished_requests():
         outputs += engine.step()
         engine.scheduler.check_invariants()
-    engine.step()  # tells the workers of the end, and frees the id
+    engine.step()  # reports the end, and frees the id
     assert len(engine.outputs) == 0
     return outputs
 
@@ -52,7 +52,8 @@ def run(engine: Engine, params: SamplingParams, *, prompt: Any = None, eager: bo
 @pytest.mark.parametrize("kind", [*KINDS])
 @pytest.mark.parametrize("is_eager", [False, True])
 def test_random_groups_of_tokens(kind: str, is_eager: bool) -> None:
-    """Snapshots after groups of tokens, read late or never: each text begins with those before; the last is whole."""
+    """Snapshots after groups of tokens, read late or never: each text extends the last one, and the final one is
+    complete."""
     tokenizer, rng = KINDS[kind](), random.Random(kind)
     decoder = TextDecoder(tokenizer)
     for _ in range(150):
@@ -87,7 +88,7 @@ def test_random_groups_of_tokens(kind: str, is_eager: bool) -> None:
         assert [token_id for part in parts for token_id in part.token_ids] == token_ids
 
 
-def test_since_refuses_what_makes_no_sense(engine: Engine) -> None:
+def test_since_refuses_outputs_that_do_not_match(engine: Engine) -> None:
     first, *_, last = run(engine, GREEDY)
     with pytest.raises(ValueError, match="has 24 tokens, and this one only 1; swap"):
         first.since(last)
@@ -112,7 +113,7 @@ def test_output_kinds(engine: Engine, eager: bool) -> None:
     assert [one.finish_reason for one in cumulative[-2:]] == [None, "length"]
 
 
-def test_an_abort_reports_the_rest(engine: Engine) -> None:
+def test_an_abort_reports_the_remaining_text(engine: Engine) -> None:
     whole = run(engine, GREEDY)[-1]
     for kind in (RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA):
         engine.add_request("a", PROMPT, dataclasses.replace(GREEDY, output_kind=kind), eager_text=True)
@@ -125,8 +126,8 @@ def test_an_abort_reports_the_rest(engine: Engine) -> None:
         engine.step()
 
 
-def test_eager_text_needs_no_reader(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Readers in other threads must never touch the state of decoding."""
+def test_eager_text_is_made_without_reading(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other threads that read outputs must never change the state of decoding."""
     expected = run(engine, GREEDY)
     outputs = run(engine, GREEDY, eager=True)
     for output in outputs:
@@ -138,7 +139,7 @@ def test_eager_text_needs_no_reader(engine: Engine, monkeypatch: pytest.MonkeyPa
     assert texts == [one.text for one in expected]
 
 
-def test_no_text_if_none_is_wanted(engine: Engine) -> None:
+def test_without_detokenize_there_is_no_text(engine: Engine) -> None:
     output = run(engine, dataclasses.replace(GREEDY, detokenize=False, logprobs=1), eager=True)[-1]
     assert (output.text, len(output.token_ids)) == ("", 24)
     assert output.outputs[0].logprobs is not None
@@ -146,7 +147,7 @@ def test_no_text_if_none_is_wanted(engine: Engine) -> None:
 
 
 def test_special_tokens_in_the_text(loaded: LoadedModel, engine: Engine) -> None:
-    """A token that the model likes to generate is made a special one."""
+    """A token that the model often generates is made special."""
     token_id = run(engine, GREEDY)[-1].token_ids[3]
     tokenizer = byte_level()
     tokenizer.add_special_tokens({"additional_special_tokens": [tokenizer.convert_ids_to_tokens(token_id)]})
@@ -187,7 +188,7 @@ def test_a_stop_string_ends_a_request(engine: Engine, include: bool, kind: Reque
         assert "".join(one.text for one in outputs) == last.text
 
 
-def test_a_stop_string_outweighs_the_length_and_eos(loaded: LoadedModel, engine: Engine) -> None:
+def test_a_stop_string_has_priority_over_length_and_eos(loaded: LoadedModel, engine: Engine) -> None:
     """The token that completes it is also the last allowed one, or EOS."""
     free = run(engine, GREEDY)[-1]
     whole = text_after(engine, free.token_ids)
@@ -220,7 +221,7 @@ def test_a_stop_token_is_not_part_of_the_text(engine: Engine) -> None:
             assert output.text == engine.tokenizer.decode(shown, skip_special_tokens=True)
 
 
-def test_the_scheduler_knows_of_the_stop_string(engine: Engine) -> None:
+def test_a_stop_string_finishes_the_request_in_the_scheduler(engine: Engine) -> None:
     whole = text_after(engine, run(engine, GREEDY)[-1].token_ids)
     request = engine.add_request("a", PROMPT, dataclasses.replace(GREEDY, stop=whole[6]))
     while engine.has_unfinished_requests():
@@ -249,7 +250,7 @@ def only(token_id: int, **more: Any) -> SamplingParams:
 
 
 @pytest.mark.parametrize("kind", list(RequestOutputKind))
-def test_a_text_that_fails_ends_its_own_request_only(loaded: LoadedModel, kind: RequestOutputKind) -> None:
+def test_a_tokenizer_failure_ends_only_its_request(loaded: LoadedModel, kind: RequestOutputKind) -> None:
     engine = picky_engine(loaded, (70, 70))
     bad = engine.add_request("bad", PROMPT[-1:], only(70, stop="zz", output_kind=kind))
     engine.add_request("good", PROMPT, only(71, stop="zz"))
@@ -269,7 +270,7 @@ def test_a_text_that_fails_ends_its_own_request_only(loaded: LoadedModel, kind: 
     assert engine.scheduler.stats().num_free_blocks == engine.scheduler.config.num_blocks
 
 
-def test_a_text_that_fails_with_its_last_token(loaded: LoadedModel) -> None:
+def test_a_tokenizer_failure_at_the_last_token(loaded: LoadedModel) -> None:
     engine = picky_engine(loaded, (70, 70))
     engine.add_request("bad", PROMPT, dataclasses.replace(only(70, stop="zz"), max_tokens=2))
     engine.add_request("good", PROMPT, dataclasses.replace(only(71, stop="zz"), max_tokens=2))
@@ -284,8 +285,8 @@ def test_a_text_that_fails_with_its_last_token(loaded: LoadedModel) -> None:
 # ------------------------------------------------------------------------------------------------------- logprobs
 
 
-def test_the_cumulative_logprob_is_not_summed_anew() -> None:
-    """Reading it after each of many tokens: 50 million additions if each reading summed."""
+def test_the_cumulative_logprob_takes_constant_time() -> None:
+    """Reads it after each of many tokens, which would take 50 million additions if each read summed."""
     request = Request("r", [1], arrival_time=0.0, max_tokens=20_000)
     transcript = Transcript(request, keeps_logprobs=True)
     entry = TokenLogprobs(np.array([5]), np.array([-0.5], dtype=np.float32), 1)
@@ -321,7 +322,8 @@ def test_logprobs(engine: Engine) -> None:
 
 
 def test_prompt_logprobs(engine: Engine) -> None:
-    """A long prompt in chunks, although its prefix is cached; and they are those of the same tokens generated."""
+    """A long prompt is computed in chunks although its prefix is cached, with the same values as for generated
+    tokens."""
     prompt = [70 + i % 7 for i in range(50)]
     run(engine, GREEDY, prompt=prompt)
     output = run(engine, dataclasses.replace(GREEDY, prompt_logprobs=2, logprobs=0), prompt=prompt)[0]
@@ -340,8 +342,8 @@ def test_prompt_logprobs(engine: Engine) -> None:
         )
 
 
-def test_prompt_logprobs_computed_again(engine: Engine) -> None:
-    """A prompt that lost its place half way through: its positions come a second time."""
+def test_recomputed_prompt_logprobs_are_equal(engine: Engine) -> None:
+    """A prompt that was preempted half way: its positions are computed twice."""
     prompt = [70 + i % 7 for i in range(80)]
     params = dataclasses.replace(GREEDY, max_tokens=2, prompt_logprobs=1)
     expected = run(engine, params, prompt=prompt)[0].prompt_logprobs
@@ -376,7 +378,7 @@ def lengths(outputs: list[RequestOutput]) -> list[int]:
 
 
 @pytest.mark.parametrize("eager", [False, True])
-def test_an_interval_spaces_outputs_out_but_for_the_first_token_and_the_end(loaded: LoadedModel, eager: bool) -> None:
+def test_an_interval_delays_all_outputs_except_the_first_and_last(loaded: LoadedModel, eager: bool) -> None:
     plain = Engine(loaded, num_blocks=64, block_size=4)
     spaced = Engine(loaded, num_blocks=64, block_size=4, stream_interval=5)
     whole = run(plain, GREEDY)[-1]
@@ -391,7 +393,7 @@ def test_an_interval_spaces_outputs_out_but_for_the_first_token_and_the_end(load
     assert lengths(final) == [24]
 
 
-def test_a_request_may_ask_for_a_longer_interval_not_for_a_shorter_one(loaded: LoadedModel) -> None:
+def test_a_request_may_set_a_longer_interval_but_not_a_shorter_one(loaded: LoadedModel) -> None:
     engine = Engine(loaded, num_blocks=64, block_size=4, stream_interval=4)
     assert lengths(run(engine, dataclasses.replace(GREEDY, stream_interval=10))) == [1, 11, 21, 24]
     assert lengths(run(engine, dataclasses.replace(GREEDY, stream_interval=2))) == [1, 5, 9, 13, 17, 21, 24]
@@ -411,6 +413,6 @@ def test_a_stop_string_and_an_abort_do_not_wait_for_the_interval(loaded: LoadedM
 
 
 @pytest.mark.parametrize("interval", [0, True, 2.0])
-def test_an_interval_that_cannot_be_is_refused(loaded: LoadedModel, interval: Any) -> None:
+def test_an_invalid_interval_is_refused(loaded: LoadedModel, interval: Any) -> None:
     with pytest.raises(ValueError, match="stream_interval is"):
         Engine(loaded, num_blocks=64, stream_interval=interval)

@@ -1,4 +1,4 @@
-"""Engines that stream cut prompts to a gap by default; `LLM` and `Engine` do not."""
+"""Streaming engines limit chunks by the prefill gap by default; `LLM` and `Engine` do not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def limits_of(engine: Engine) -> tuple[str, ...]:
     return engine.scheduler.config.token_limits
 
 
-def test_only_engines_that_stream_have_it(loaded: LoadedModel) -> None:
+def test_only_streaming_engines_have_the_prefill_gap_limit(loaded: LoadedModel) -> None:
     async def of_async_engine(**knobs: Any) -> tuple[str, ...]:
         async with AsyncEngine(loaded, log_stats_interval=None, **SIZES, **knobs) as engine:
             return await engine.call(limits_of)
@@ -47,18 +47,18 @@ def test_only_engines_that_stream_have_it(loaded: LoadedModel) -> None:
         {"first_chunk_only": True},
     ],
 )
-def test_what_says_how_prompts_are_cut_stands_alone(own: dict[str, Any]) -> None:
+def test_chunk_knobs_replace_the_prefill_gap_limit(own: dict[str, Any]) -> None:
     assert with_prefill_gap(own) == own
 
 
-def test_other_settings_have_it_beside_them() -> None:
+def test_other_knobs_keep_the_prefill_gap_limit() -> None:
     given = {"max_num_batched_tokens": 2048, "enable_chunked_prefill": True, "order": "fair", "num_draft_tokens": 4}
     assert with_prefill_gap(given) == {**given, "token_limits": (PREFILL_GAP,)}
 
 
 @pytest.mark.parametrize("others", [{}, {"num_draft_tokens": 4}, {"max_steps_in_flight": 2}], ids=str)
-def test_the_tokens_are_those_of_whole_chunks(loaded: LoadedModel, others: dict[str, Any]) -> None:
-    """A target that no step keeps cuts prompts to the smallest chunks."""
+def test_tokens_equal_those_of_whole_chunks(loaded: LoadedModel, others: dict[str, Any]) -> None:
+    """A target that no step meets cuts prompts into minimum chunks."""
     prompts = [[5 + number] * 20 + list(range(10, 10 + 200 * number)) for number in range(5)]
 
     def outputs(**knobs: Any) -> tuple[list[tuple[int, ...]], int]:

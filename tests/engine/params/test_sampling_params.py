@@ -1,4 +1,4 @@
-"""SamplingParams: vLLM's defaults, and one clear line for each value that cannot be."""
+"""SamplingParams: vLLM's defaults, and a one-line error for each invalid value."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_defaults_are_those_of_vllm() -> None:
         ("output_kind", "delta"),
     ],
 )
-def test_an_impossible_value_is_named_in_one_line(field: str, value: object) -> None:
+def test_an_invalid_value_is_reported_in_one_line(field: str, value: object) -> None:
     with pytest.raises(ValueError) as error:
         SamplingParams(**{field: value})
     message = str(error.value)
@@ -106,14 +106,14 @@ def test_a_number_of_hundreds_of_digits_is_not_repeated() -> None:
 
 @pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
 @pytest.mark.parametrize("value", [2**31, 2**63, 10**30, 10**5000], ids=["2^31", "2^63", "10^30", "10^5000"])
-def test_more_log_probabilities_than_any_vocabulary_has(field: str, value: int) -> None:
+def test_more_logprobs_than_any_vocabulary_are_refused(field: str, value: int) -> None:
     with pytest.raises(ValueError, match=f"^{field} is above 2147483647; use -1 for the whole vocabulary$"):
         SamplingParams(**{field: value})
     assert getattr(SamplingParams(**{field: 2**31 - 1}), field) == 2**31 - 1
 
 
 @pytest.mark.parametrize("field", ["stop", "stop_token_ids", "bad_words", "allowed_token_ids"])
-def test_none_is_none_of_them(field: str) -> None:
+def test_none_means_no_value(field: str) -> None:
     assert not getattr(SamplingParams(**{field: None}), field)
 
 
@@ -123,15 +123,15 @@ def test_a_seed_of_minus_one_is_no_seed() -> None:
 
 
 @pytest.mark.parametrize("top_k", [0, -1])
-def test_both_ways_to_turn_top_k_off(top_k: int) -> None:
+def test_top_k_is_off_with_0_and_minus_1(top_k: int) -> None:
     assert SamplingParams(top_k=top_k).top_k == top_k
 
 
-def test_no_limit_of_its_own() -> None:
+def test_max_tokens_may_be_none() -> None:
     assert SamplingParams(max_tokens=None, min_tokens=500).max_tokens is None
 
 
-def test_sequences_are_kept_as_tuples_of_their_own() -> None:
+def test_sequences_are_copied_to_tuples() -> None:
     words, biases = ["a", "b"], {3: -1.5}
     params = SamplingParams(stop="end", bad_words=words, allowed_token_ids=[4, 5], logit_bias=biases)
     words.append("c")
@@ -147,7 +147,7 @@ def test_stop_strings_need_text() -> None:
         SamplingParams(stop="x", detokenize=False)
 
 
-def test_allowing_nothing_is_refused() -> None:
+def test_empty_allowed_token_ids_are_refused() -> None:
     with pytest.raises(ValueError, match="allowed_token_ids is empty"):
         SamplingParams(allowed_token_ids=[])
 

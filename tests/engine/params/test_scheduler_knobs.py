@@ -19,7 +19,7 @@ from pointsman.engine.params.engine_args import (
 from tests.engine.tiny_models import FAMILIES, build
 
 
-def test_what_is_given_wins_over_the_defaults() -> None:
+def test_given_knobs_replace_the_defaults() -> None:
     assert with_defaults({}) == SCHEDULER_DEFAULTS
     assert with_defaults({"block_size": 8, "order": "priority"}) == {
         **SCHEDULER_DEFAULTS,
@@ -38,23 +38,23 @@ def test_a_gpu_has_larger_steps_and_two_in_flight() -> None:
     assert set(GPU_DEFAULTS) <= SCHEDULER_NAMES
 
 
-def test_defaults_of_a_gpu_fit_what_is_given() -> None:
+def test_gpu_defaults_fit_the_given_knobs() -> None:
     assert with_defaults({"num_draft_tokens": 4}, "cuda")["max_steps_in_flight"] == 1, "drafts need one step in flight"
     assert with_defaults({"num_draft_tokens": 0}, "cuda")["max_steps_in_flight"] == 2
     assert with_defaults({"max_num_batched_tokens": 128}, "cuda")["max_num_seqs"] == 128
     given = {"max_num_batched_tokens": 128, "max_num_seqs": 300, "max_steps_in_flight": 1}
-    assert with_defaults(given, "cuda") == {**GPU_DEFAULTS, **given}, "what is given is never changed"
+    assert with_defaults(given, "cuda") == {**GPU_DEFAULTS, **given}, "given knobs are never changed"
     for knobs in ({}, {"num_draft_tokens": 4}, {"max_num_batched_tokens": 100}):
         SchedulerConfig(num_blocks=9, max_model_len=64, **with_defaults(knobs, "cuda"))
 
 
 @pytest.mark.parametrize("value", [0, -0.5, 1.01, float("nan"), True, "0.9"])
-def test_a_share_of_memory_out_of_range_is_refused(value: object) -> None:
+def test_gpu_memory_utilization_out_of_range_is_refused(value: object) -> None:
     with pytest.raises(ConfigError, match=r"^gpu_memory_utilization is .*; give a share .* above 0 and at most 1"):
         check_utilization(value, "cuda")
 
 
-def test_a_share_of_memory_is_for_gpus() -> None:
+def test_gpu_memory_utilization_is_refused_on_a_cpu() -> None:
     for value in (None, 0.9, 1):
         check_utilization(value, "cuda")
     check_utilization(None, "cpu")
@@ -71,7 +71,7 @@ def test_a_knob_that_an_engine_cannot_use_is_refused(name: str) -> None:
         Engine("demo", **{name: 1})
 
 
-def test_a_knob_that_nobody_has_is_refused() -> None:
+def test_an_unknown_knob_is_refused() -> None:
     with pytest.raises(TypeError, match=r"^Engine has no argument 'max_seqs', and SchedulerConfig has no such field$"):
         Engine("demo", max_seqs=3)
 
@@ -97,7 +97,7 @@ def answers(loaded: LoadedModel, **knobs: object) -> tuple[dict[str, list[int]],
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_every_system_of_the_field_gives_the_same_answers(loaded: LoadedModel, system: str) -> None:
+def test_every_preset_gives_the_same_outputs(loaded: LoadedModel, system: str) -> None:
     tokens, num_preemptions = answers(loaded, **SYSTEMS[system])
     assert len(tokens) == 12 and num_preemptions > 0
     assert tokens == answers(loaded)[0]

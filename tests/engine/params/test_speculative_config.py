@@ -1,4 +1,4 @@
-"""vLLM's `speculative_config`: the knobs that it stands for, and what is refused."""
+"""vLLM's `speculative_config`: the knobs that it sets, and refusals."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def loaded() -> LoadedModel:
         ({"prompt_lookup_min": 3}, {"prompt_lookup_min": 3, "prompt_lookup_max": 3}),
     ],
 )
-def test_it_stands_for_knobs(more: dict[str, Any], lookup: dict[str, int]) -> None:
+def test_speculative_config_sets_knobs(more: dict[str, Any], lookup: dict[str, int]) -> None:
     assert speculation_knobs({**CONFIG, **more}, {"max_num_seqs": 4}) == {"num_draft_tokens": 3, **lookup}
 
 
@@ -42,7 +42,7 @@ def test_it_stands_for_knobs(more: dict[str, Any], lookup: dict[str, int]) -> No
     ("config", "others", "message"),
     [
         ("ngram", {}, "speculative_config is 'ngram'; give a mapping"),
-        ({}, {}, 'method is None; the one there is is "ngram", prompt lookup'),
+        ({}, {}, 'method is None; the only supported method is "ngram", prompt lookup'),
         ({**CONFIG, "method": "eagle3"}, {}, "method is 'eagle3'"),
         ({**CONFIG, "model": "small"}, {}, "model is not supported; drafts come from the request's own tokens"),
         ({**CONFIG, "num_speculative_tokens_per_batch_size": [[1, 4, 3]]}, {}, "use the knob draft_table"),
@@ -54,13 +54,13 @@ def test_it_stands_for_knobs(more: dict[str, Any], lookup: dict[str, int]) -> No
         (CONFIG, {"prompt_lookup_max": 2}, "speculative_config and prompt_lookup_max 2 both set speculation"),
     ],
 )
-def test_what_it_cannot_say_is_refused(config: Any, others: dict[str, Any], message: str) -> None:
+def test_invalid_speculative_config_is_refused(config: Any, others: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         speculation_knobs(config, others)
 
 
 @pytest.mark.parametrize("kind", [LLM, AsyncEngine, Engine])
-def test_engines_take_it(loaded: LoadedModel, kind: Any) -> None:
+def test_engines_accept_speculative_config(loaded: LoadedModel, kind: Any) -> None:
     made = kind(loaded, num_blocks=80, speculative_config={**CONFIG, "prompt_lookup_max": 1})
     engine = getattr(made, OWNED[kind]) if kind in OWNED else made
     assert engine.scheduler.config.num_draft_tokens == 3

@@ -1,4 +1,5 @@
-"""What may be asked of a text's form: every value is checked when it is given, and so is what could not be enforced."""
+"""StructuredOutputsParams: every value is checked when it is given, and constructs that cannot be enforced are
+refused."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def spec_of(**options: Any) -> GrammarSpec:
     return StructuredOutputsParams(**options).spec
 
 
-def test_each_way_becomes_a_grammar() -> None:
+def test_each_kind_becomes_a_grammar() -> None:
     assert spec_of(json=OBJECT) == spec_of(json=json.dumps(OBJECT, indent=3)) == ("json", json.dumps(OBJECT), True)
     assert spec_of(json=OBJECT, disable_any_whitespace=True).any_whitespace is False
     assert spec_of(regex="a+", disable_any_whitespace=True) == ("regex", "a+", True)
@@ -90,7 +91,7 @@ def test_parameters_are_values() -> None:
         ({"regex": "a", "disable_any_whitespace": "yes"}, "disable_any_whitespace is 'yes'"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(options: dict[str, Any], words: str) -> None:
+def test_errors_have_one_line(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=r".") as caught:
         StructuredOutputsParams(**options)
     message = str(caught.value)
@@ -98,7 +99,7 @@ def test_what_is_wrong_is_said_in_one_line(options: dict[str, Any], words: str) 
     assert "\n" not in message and len(message) < 300
 
 
-def test_the_field_takes_nothing_else() -> None:
+def test_the_field_accepts_no_other_type() -> None:
     with pytest.raises(ValueError, match="structured_outputs is of type dict"):
         SamplingParams(structured_outputs={"regex": "a"})  # type: ignore[arg-type]
 
@@ -165,14 +166,14 @@ def test_schemas_that_are_enforced_pass(seed: int) -> None:
         ({"properties": {"a": 3}}, "has 3 where a schema belongs, at /properties/a"),
     ],
 )
-def test_what_could_not_be_enforced_is_refused(schema: dict[str, Any], words: str) -> None:
+def test_schemas_that_cannot_be_enforced_are_refused(schema: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=r".") as caught:
         StructuredOutputsParams(json=schema)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_keywords_are_sought_only_where_schemas_stand() -> None:
+def test_keywords_are_checked_only_at_positions_of_schemas() -> None:
     prepare_schema({"properties": {"not": {"type": "string"}, "format": {"type": "integer"}}, "default": {"if": 1}})
     prepare_schema({"enum": [{"multipleOf": 3}], "description": "contains"})
     prepare_schema({"type": "integer", "format": "int64"})  # says nothing about an integer
@@ -180,7 +181,7 @@ def test_keywords_are_sought_only_where_schemas_stand() -> None:
     prepare_schema({"$ref": "#/$defs/a", "description": "a part", "$defs": {"a": {}}})
 
 
-def test_what_the_compiler_reads_otherwise_is_written_anew() -> None:
+def test_constructs_that_the_compiler_misreads_are_rewritten() -> None:
     assert prepare_schema({"type": "object", "nullable": True})["additionalProperties"] is True
     assert prepare_schema({"items": {"type": "array", "minItems": 2}})["items"]["items"] is True
     email = prepare_schema({"type": "string", "format": "email"})
@@ -229,10 +230,10 @@ ROOM = MAX_GRAMMAR_BYTES - 100
     ids=lambda schema: str(schema)[:40],
 )
 def test_the_longest_schemas_take_milliseconds(schema: Any) -> None:
-    """They are looked at in the API's event loop, while others wait. What was quadratic took seconds."""
+    """They are checked in the API's event loop, while others wait; quadratic checks took seconds."""
     text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
     assert len(text.encode()) <= MAX_GRAMMAR_BYTES
-    assert seconds_to_check(text) < 0.2  # a quarter of that here; a busy machine takes longer
+    assert seconds_to_check(text) < 0.2  # takes a quarter of that here; a busy machine takes longer
 
 
 @pytest.mark.parametrize(
@@ -246,14 +247,14 @@ def test_the_longest_schemas_take_milliseconds(schema: Any) -> None:
     ],
     ids=lambda options: str(options)[:40],
 )
-def test_what_is_too_long_is_not_looked_into(options: dict[str, Any]) -> None:
+def test_too_long_values_are_refused_before_parsing(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"and the maximum is 65,536; shorten it"):
         StructuredOutputsParams(**options)
     assert seconds_to_check(**options) < 0.2
 
 
 def seconds_to_check(schema: Any = None, **options: Any) -> float:
-    """Of processor time; the least of three."""
+    """Processor time; the minimum of three runs."""
     seconds = []
     for _ in range(3):
         started = time.thread_time()
@@ -313,7 +314,7 @@ def test_any_schema_passes_or_is_refused_in_one_line(schema: dict[str, Any]) -> 
 
 
 @given(VALUES)
-def test_whatever_stands_in_place_of_a_schema(value: Any) -> None:
+def test_any_value_in_place_of_a_schema(value: Any) -> None:
     try:
         StructuredOutputsParams(json=value)
     except ValueError as error:
@@ -321,7 +322,7 @@ def test_whatever_stands_in_place_of_a_schema(value: Any) -> None:
 
 
 @given(st.text(alphabet='[]^-\\"(){}*+?.|abcsdDSWwxu0127é\n:', max_size=30) | st.text())
-def test_whatever_stands_as_a_pattern(pattern: str) -> None:
+def test_any_text_as_a_pattern(pattern: str) -> None:
     try:
         prepared = prepare_schema({"type": "string", "pattern": pattern})
     except ValueError as error:

@@ -45,7 +45,7 @@ def pieces_of(decoder: TextDecoder, token_ids: list[int], skip_special_tokens: b
 # -------------------------------------------------------------------------------------------------------- streams
 
 
-def test_random_tokens_one_by_one_equal_all_at_once(kind: str, tokenizer: Any) -> None:
+def test_streamed_text_equals_text_decoded_at_once(kind: str, tokenizer: Any) -> None:
     decoder, rng = TextDecoder(tokenizer), random.Random(kind)
     num_strings = NUM_STRINGS // 4 if kind.startswith("python") else NUM_STRINGS
     num_grown = 0
@@ -60,7 +60,7 @@ def test_random_tokens_one_by_one_equal_all_at_once(kind: str, tokenizer: Any) -
 
 @pytest.mark.parametrize("name", ["byte-level", "byte-fallback", "python", "python-replacing"])
 def test_no_half_characters(name: str) -> None:
-    """Whole texts spelled in bytes: nothing but whole characters comes out, and all of them."""
+    """Whole texts spelled in bytes: all characters are released, and only whole ones."""
     tokenizer = KINDS[name]()
     decoder, rng = TextDecoder(tokenizer), random.Random(1)
     for _ in range(200):
@@ -82,7 +82,7 @@ def test_a_character_comes_with_its_last_byte() -> None:
 
 
 @pytest.mark.parametrize("name", ["byte-level", "python"])
-def test_invalid_bytes_do_not_hold_back_what_follows(name: str) -> None:
+def test_invalid_bytes_do_not_hold_back_later_text(name: str) -> None:
     tokenizer = KINDS[name]()
     for junk in (b"\xff", b"\x80" * 40, b"\xe2\x82" * 20, b"\xc3"):
         token_ids = [byte_token(name, tokenizer, byte) for byte in junk + b"ok"]
@@ -91,8 +91,8 @@ def test_invalid_bytes_do_not_hold_back_what_follows(name: str) -> None:
         assert text.endswith("ok") and stream.flush() == ""
 
 
-def test_a_run_of_fallback_bytes_is_judged_as_a_whole() -> None:
-    """What the decoder does, and why such a run has to wait: one bad byte spoils the good characters before it."""
+def test_a_run_of_fallback_bytes_is_decoded_as_a_whole() -> None:
+    """The decoder's behaviour, and why a run has to wait: one bad byte changes the valid characters before it."""
     tokenizer = KINDS["byte-fallback"]()
     good = [byte_token("byte-fallback", tokenizer, byte) for byte in "é".encode()]
     b = tokenizer.convert_tokens_to_ids("b")
@@ -142,7 +142,7 @@ class _Parts:
 
 
 @given(st.lists(st.sampled_from(WORDS), max_size=12))
-@example([" n", " ' ", "t"])  # pulled together twice
+@example([" n", " ' ", "t"])  # joined twice
 @example([" '", " '", " '", " n", " '", "t", " '", " '", "s"])
 def test_cleaned_up_spaces(words: list[str]) -> None:
     """Against transformers' own clean-up of the whole text."""
@@ -153,8 +153,8 @@ def test_cleaned_up_spaces(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("chain", ["'", "n", "n '", "' ' n"])
-def test_a_chain_of_spaces_that_may_go_does_not_pile_up(chain: str) -> None:
-    """Quotes of which each might belong to the next word: text comes all the same, and at a constant cost."""
+def test_a_chain_of_removable_spaces_is_released(chain: str) -> None:
+    """Each quote might belong to the next word: text is released nevertheless, at a constant cost."""
     clean = metaspace().clean_up_tokenization
     words = [" " + word for word in chain.split()] * 8000
     stream = CleanUpStream(_Parts(words), clean, str, frozenset())
@@ -188,11 +188,11 @@ def test_a_tokens_own_text() -> None:
 
 @pytest.mark.parametrize("name", list(KINDS))
 def test_the_cost_of_a_token_does_not_grow(name: str) -> None:
-    """A text 16 times as long takes 16 times as long, where decoding anew at every step would take 256 times."""
+    """A text 16 times as long takes 16 times as long; decoding all tokens at every step would take 256 times."""
     tokenizer = KINDS[name]()
     decoder, rng = TextDecoder(tokenizer), random.Random(2)
     token_ids = random_tokens(name, tokenizer, rng, most=100) * 2
-    worst_case = token_ids if name != "byte-fallback" else [5, 200] * len(token_ids)  # one run without an end
+    worst_case = token_ids if name != "byte-fallback" else [5, 200] * len(token_ids)  # one endless run
 
     def seconds(times: int) -> float:
         started = time.process_time()
@@ -208,7 +208,7 @@ def test_the_cost_of_a_token_does_not_grow(name: str) -> None:
 
 
 def first_stop(text: str, stop: list[str], floor: int = 0) -> tuple[int, int, str] | None:
-    """(start, end, string) of the match that ends first behind `floor`; of several that end there the longest."""
+    """(start, end, string) of the match that ends first after `floor`; of several with the same end, the longest."""
     found = []
     for one in stop:
         start = text.find(one)
@@ -264,7 +264,7 @@ def without_half_a_stop(text: str, stop: list[str]) -> str:
 
 
 def _random_stop(text: str, rng: random.Random) -> str:
-    """A stretch of the text, sometimes changed, so that it is found, or nearly found."""
+    """A part of the text, sometimes changed, so that it is found or nearly found."""
     if len(text) < 2 or rng.random() < 0.1:
         return rng.choice(["zz", " a", "."])
     start = rng.randrange(len(text))
@@ -279,7 +279,7 @@ def _random_stop(text: str, rng: random.Random) -> str:
     st.booleans(),
 )
 def test_stop_strings_after_min_tokens(parts: list[str], stop: list[str], min_tokens: int, include: bool) -> None:
-    """Only two letters, so that stop strings overlap with themselves, each other and the border."""
+    """Two letters only, so that stop strings overlap with themselves, each other and the minimum."""
     detokenizer = Detokenizer(_Parts(parts), stop, include_stop=include, min_tokens=min_tokens)
     text, num_fed = "", 0
     while num_fed < len(parts) and detokenizer.stop_reason is None:
@@ -300,7 +300,7 @@ def test_stop_strings_after_min_tokens(parts: list[str], stop: list[str], min_to
 
 @pytest.mark.parametrize(("stop", "num_tokens"), [("\n", 3), ("\n\n", 4), (" a\n", 3), ("日", 7), ("\ufffd", 9)])
 def test_a_stop_string_in_byte_tokens_ends_the_text_at_once(stop: str, num_tokens: int) -> None:
-    """And not with the token after the bytes, of which there may be many; half a character is no replacement yet."""
+    """The text ends before the run of bytes does; an incomplete character is not yet a replacement character."""
     tokenizer = KINDS["byte-fallback"]()
     tokens = ["b", "▁a", "<0x0A>", "<0x0A>", "<0xE6>", "<0x97>", "<0xA5>", "<0xFF>", "▁a"]
     token_ids = [tokenizer.convert_tokens_to_ids(token) for token in tokens]
@@ -326,7 +326,7 @@ def test_min_tokens_counts_bytes_that_wait() -> None:
     assert [detokenizer.feed(newline), detokenizer.stop_reason] == ["\n", "\n"]
 
 
-def test_looking_into_a_long_run_of_bytes_costs_no_more_per_token() -> None:
+def test_searching_a_long_run_of_bytes_has_constant_cost_per_token() -> None:
     tokenizer = KINDS["byte-fallback"]()
     decoder = TextDecoder(tokenizer)
     byte = byte_token("byte-fallback", tokenizer, 0x41)

@@ -1,4 +1,4 @@
-"""Text behind a prompt is what its tokens add to the prompt's text, wherever the prompt ends."""
+"""The text after a prompt is the text that the tokens add to it, wherever the prompt ends."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_prompt_and_output_join_at_every_split(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", list(HARD_KINDS))
 def test_special_tokens_in_a_prompt_change_nothing(kind: str) -> None:
-    """Around text; what is behind special tokens alone is the beginning of a text."""
+    """Special tokens around text; after special tokens alone a text begins."""
     tokenizer = HARD_KINDS[kind]()
     decoder = TextDecoder(tokenizer)
     token_ids = tokenizer("The text", add_special_tokens=False)["input_ids"]
@@ -150,7 +150,7 @@ def test_the_first_word_keeps_its_space() -> None:
 
 @pytest.mark.parametrize("kind", ["byte-level", "byte-fallback", "python", "python-replacing"])
 @pytest.mark.parametrize("num_bytes", [1, 2, 3])
-def test_an_output_finishes_the_prompts_character(kind: str, num_bytes: int) -> None:
+def test_an_output_completes_the_prompts_last_character(kind: str, num_bytes: int) -> None:
     tokenizer = KINDS[kind]()
     decoder = TextDecoder(tokenizer)
     spelled: list[Any] = [byte_token(kind, tokenizer, byte) for byte in "aé😀".encode()]
@@ -171,7 +171,7 @@ def test_a_prompt_of_bytes_alone_is_the_beginning_of_a_text() -> None:
     )
 
 
-def test_invalid_bytes_of_a_prompt_spoil_no_character_behind_it() -> None:
+def test_invalid_bytes_of_a_prompt_damage_no_later_character() -> None:
     tokenizer = KINDS["byte-fallback"]()
     decoder = TextDecoder(tokenizer)
     prompt, output = tokens_of(tokenizer, "<0xFF>", "<0x41>"), tokens_of(tokenizer, "<0xC3>", "<0xA9>", "b")
@@ -187,7 +187,7 @@ def test_a_special_token_ends_a_character() -> None:
         assert text == REPLACEMENT
 
 
-def test_a_replacement_character_that_the_client_wrote_is_whole() -> None:
+def test_a_replacement_character_in_the_prompt_is_complete() -> None:
     for kind in ("byte-level", "byte-fallback"):
         tokenizer = KINDS[kind]()
         prompt: list[Any] = [byte_token(kind, tokenizer, byte) for byte in f"a{REPLACEMENT}".encode()]
@@ -199,7 +199,7 @@ def test_a_replacement_character_that_the_client_wrote_is_whole() -> None:
 @pytest.mark.parametrize(
     ("prompt", "output", "text"),
     [
-        ("a", "'s the", "'s the"),  # " 's" loses its space, as behind a generated word
+        ("a", "'s the", "'s the"),  # " 's" loses its space, as after a generated word
         ("a '", "s", "s"),  # the prompt's own space stays
         ("do", "n't .", "n't."),
         ("a", "the", " the"),
@@ -211,8 +211,8 @@ def test_spaces_are_cleaned_up_behind_a_prompt(prompt: str, output: str, text: s
     assert text_behind(decoder, tokens_of(tokenizer, *prompt.split()), tokens_of(tokenizer, *output.split())) == text
 
 
-def test_a_long_prompt_without_text_takes_no_long() -> None:
-    """Only its end is read, unless no token there has text."""
+def test_a_long_prompt_without_text_is_fast() -> None:
+    """Only its end is read, unless no token at the end has text."""
     tokenizer = metaspace()
     calls: list[int] = []
 
@@ -233,8 +233,8 @@ def test_a_long_prompt_without_text_takes_no_long() -> None:
 
 
 @pytest.mark.parametrize("kind", list(HARD_KINDS))
-def test_verbatim_text_is_that_of_the_tokens_wherever_it_begins(kind: str) -> None:
-    """What a grammar matches are the tokens' bytes: nothing is stripped at the beginning of a text."""
+def test_verbatim_text_is_independent_of_the_prompt(kind: str) -> None:
+    """A grammar matches the tokens' bytes: nothing is stripped at the beginning of a text."""
     tokenizer = HARD_KINDS[kind]()
     decoder = TextDecoder(tokenizer)
     token_ids = tokenizer(HARD_TEXT, add_special_tokens=False)["input_ids"]
@@ -272,7 +272,7 @@ def test_the_bytes_of_tokens_joined_are_the_text(kind: str) -> None:
     assert b"".join(joined).decode() == named  # type: ignore[arg-type]  # none is missing
 
 
-def test_the_first_token_of_a_text_stands_for_what_it_is_alone() -> None:
+def test_the_first_token_of_a_text_decodes_like_a_single_token() -> None:
     for tokenizer, token, alone in (
         (metaspace(), "▁▁", b""),
         (metaspace(), "▁the", b"the"),
@@ -285,8 +285,8 @@ def test_the_first_token_of_a_text_stands_for_what_it_is_alone() -> None:
         assert TextDecoder(tokenizer).first_token_bytes(token_id) == alone
 
 
-def test_an_output_without_text_takes_no_long_to_describe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that ignores EOS may get nothing else."""
+def test_logprobs_of_an_output_without_text_are_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that ignores EOS may get only EOS tokens."""
     tokenizer = byte_level()
     decoder = TextDecoder(tokenizer)
     request = Request("a", [5], arrival_time=0.0, max_tokens=1000)
@@ -315,7 +315,7 @@ def test_a_tokenizer_may_compose_the_characters_of_a_prompt() -> None:
 
 
 @pytest.mark.parametrize("kind", list(HARD_KINDS))
-def test_what_tokens_add_has_no_half_characters(kind: str) -> None:
+def test_added_texts_have_no_partial_characters(kind: str) -> None:
     tokenizer = HARD_KINDS[kind]()
     decoder = TextDecoder(tokenizer)
     token_ids = tokenizer(HARD_TEXT, add_special_tokens=False)["input_ids"]

@@ -1,4 +1,4 @@
-"""Reading tokenizers in several threads at once, as two starts of an engine client in one process do."""
+"""Reading tokenizers in several threads at once, like two engine clients in one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ print(len(read))
 
 @pytest.mark.e2e
 @pytest.mark.long
-def test_the_first_tokenizers_of_a_process_may_be_read_at_once() -> None:
-    """In a process that has not imported transformers yet."""
+def test_two_threads_may_read_the_first_tokenizers_at_once() -> None:
+    """Runs in a process that has not imported transformers yet."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=100)
     assert done.stdout == "3\n", done.stderr[-1000:]

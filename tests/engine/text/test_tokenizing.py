@@ -19,19 +19,19 @@ from pointsman.engine.text.tokenizer import (
 )
 
 
-def test_where_a_model_is(tmp_path: Path) -> None:
+def test_model_directory(tmp_path: Path) -> None:
     assert model_directory(None) == model_directory("demo") == DEMO_MODEL
     assert model_directory(str(tmp_path)) == tmp_path
 
 
-def test_a_directory_without_tokenizer_has_none_and_a_broken_one_is_an_error(tmp_path: Path) -> None:
+def test_a_missing_tokenizer_is_none_and_a_broken_one_an_error(tmp_path: Path) -> None:
     assert read_tokenizer(tmp_path) is None
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ModelLoadError, match="the tokenizer cannot be loaded"):
         read_tokenizer(tmp_path)
 
 
-def test_the_plain_template_is_a_script() -> None:
+def test_the_plain_template_has_a_line_per_message() -> None:
     tokenizer = read_tokenizer(DEMO_MODEL)
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     options = {"chat_template": PLAIN_CHAT_TEMPLATE, "add_generation_prompt": True}
@@ -40,7 +40,7 @@ def test_the_plain_template_is_a_script() -> None:
     assert render_chat(tokenizer, messages, {**options, "add_generation_prompt": False}).endswith("user: Hi\n")
 
 
-def test_text_that_cannot_be_read_is_an_error_in_one_line() -> None:
+def test_unreadable_text_is_an_error_in_one_line() -> None:
     tokenizer = read_tokenizer(DEMO_MODEL)
     assert encode(tokenizer, "a b", add_special_tokens=False)
     with pytest.raises(ValueError, match="a lone surrogate"):
@@ -48,7 +48,7 @@ def test_text_that_cannot_be_read_is_an_error_in_one_line() -> None:
 
 
 def test_a_template_cannot_reach_beyond_the_conversation() -> None:
-    """Templates run in a sandbox: no attribute of Python's own is in reach."""
+    """Templates run in a sandbox without access to Python's internals."""
     tokenizer = read_tokenizer(DEMO_MODEL)
     template = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
     with pytest.raises(ValueError, match="the chat template failed"):

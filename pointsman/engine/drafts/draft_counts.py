@@ -1,11 +1,11 @@
-"""The value of drafts: how likely they are accepted, and what a step costs that verifies them.
+"""Chooses the number of drafts, from the odds of acceptance and the cost of a step that verifies them.
 
     Odds         how often the expected token came, by the length of the match before it
     StepCost     seconds of a step, by the number of tokens that it computes
     best_counts  the drafts with which a step gives the most tokens per second, none if that is best
 
-Both are measured as the engine runs. Whether an expected token came is known at no cost, also when it was no
-draft, so a request that begins to repeat itself is noticed while it has no drafts.
+Both are measured while the engine runs. Whether an expected token came is known at no cost, also when it was not a
+draft. So a request that begins to repeat itself is noticed while it has no drafts.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ import numpy.typing as npt
 from pointsman.engine.arrays import Float64Array, Int64Array
 
 LONGEST = 16
-"""Matches of this length and longer ones count as one."""
+"""Matches of at least this length are counted together."""
 PRIOR = 4.0
-"""Tokens of a length that weigh as much as what shorter ones say."""
+"""Weight, in observed tokens, of the estimate from shorter matches."""
 MAX_NOTED = 128.0
-"""From this many tokens of a length on, half of them are forgotten."""
+"""Observed tokens per length above which the counts are halved."""
 MIN_GAIN = 1.05
-"""By how much drafts must be expected to raise the tokens per second, for there to be any: estimates are rough."""
+"""Minimum factor by which drafts must be expected to raise the tokens per second: estimates are rough."""
 
 
 class Odds:
     """How often the expected token came, by the length of the match.
 
-    The odds of a length begin at those of the next shorter one and a little better, so that where short matches mean
-    nothing, each longer one need not be tried for itself: what fails after a match of l tokens is (l + 1) / (l + 2) of
-    what fails after one of l - 1. With nothing noted, l of l + 2 come.
+    The prior of each length is slightly better than the estimate of the next shorter one: the failure probability at
+    length l is (l + 1) / (l + 2) of that at length l - 1. So where short matches mean nothing, each longer one need not
+    be tried separately. Without observations the probability of success is l / (l + 2).
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Odds:
         self._lengths = np.zeros((0, 0), dtype=np.int64)
 
     def note(self, judged: Iterable[int]) -> None:
-        """Take in what `Trail.go_on` returned."""
+        """Add the matches that `NgramLookup.append` returned."""
         for length in judged:
             at = min(abs(length), LONGEST)
             self._noted[at] += 1
@@ -58,33 +58,34 @@ class Odds:
             each.append((self._right[length] + PRIOR * prior) / (self._noted[length] + PRIOR))
         return each
 
-    def most_gain(self, lengths: Iterable[int]) -> float:
-        """How many tokens drafts behind matches of these lengths may bring, however many they are: an upper bound that
-        costs a tenth of `chances`, and where it is too small there are no drafts."""
+    def max_gain(self, lengths: Iterable[int]) -> float:
+        """Upper bound of the tokens that any number of drafts after matches of these lengths may give. It costs a tenth
+        of `chances`; where it is too small, there are no drafts."""
         each = self.by_length()
-        gain = each[LONGEST] / (1 - each[LONGEST])  # of what would go on forever
+        gain = each[LONGEST] / (1 - each[LONGEST])  # of an endless match
         gains = [gain] * (LONGEST + 1)
         for length in range(LONGEST - 1, 0, -1):
             gains[length] = gain = each[length] * (1 + gain)
         return sum([gains[min(length, LONGEST)] for length in lengths])
 
-    def chances(self, lengths: npt.ArrayLike, most: int) -> Float64Array:
-        """[n, most]: the probability that the 1st, 2nd, ... of the expected tokens come, and all before them.
+    def chances(self, lengths: npt.ArrayLike, num_tokens: int) -> Float64Array:
+        """[n, num_tokens]: the probability that the 1st, 2nd, ... expected token and all before it come.
 
         Args:
-            lengths: [n] of the matches, at least 1.
+            lengths: [n] lengths of the matches, at least 1.
+            num_tokens: number of expected tokens.
         """
-        if self._lengths.shape[1] != most:
-            self._lengths = np.minimum(np.arange(LONGEST + 1)[:, None] + np.arange(most), LONGEST)
+        if self._lengths.shape[1] != num_tokens:
+            self._lengths = np.minimum(np.arange(LONGEST + 1)[:, None] + np.arange(num_tokens), LONGEST)
         table: Float64Array = np.array(self.by_length())[self._lengths].cumprod(axis=1)
         return table[np.minimum(lengths, LONGEST)]
 
 
 class StepCost:
-    """Seconds of a step, as a line over the number of tokens that it computes, fitted to the newest steps.
+    """Seconds of a step as a linear function of its number of tokens, fitted to the newest steps.
 
-    Other programs make steps slower and never faster, so a step above the line counts for a quarter, and one far above
-    it as if it were less far. With too few sizes measured, twice the tokens cost an eighth more.
+    Other programs can only make steps slower, so a step above the line weighs a quarter, and its distance is capped.
+    While too few sizes are measured, twice the tokens cost an eighth more.
 
     Args:
         rounded: the number of rows that the model computes for a number of tokens.
@@ -92,9 +93,9 @@ class StepCost:
 
     PRIOR_SLOPE = 1 / 8
     PRIOR_WEIGHT = 1 / 8
-    """Of that slope: as that of two steps a quarter of the mean size away from it."""
+    """Weight of the prior slope: that of two steps whose sizes differ from the mean by a quarter of it."""
     FORGET = 1 / 32
-    """Share of the past that a step makes forgotten."""
+    """Share of the accumulated weight that each step removes."""
     ABOVE_WEIGHT = 1 / 4
     FAR_ABOVE = 3.0
 
@@ -105,7 +106,7 @@ class StepCost:
         self._base, self._slope = 0.0, 0.0
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """A step of `num_tokens` tokens took `seconds`."""
+        """Add a step of `num_tokens` tokens that took `seconds`."""
         x, weight = float(self._rounded(num_tokens)), 1.0
         if self._weight:
             line = self._base + self._slope * x
@@ -127,11 +128,12 @@ class StepCost:
         self._slope = min(max(slope, 0.0), steepest)
         self._base = mean_y - self._slope * mean_x
 
-    def between(self, least: int, most: int) -> Float64Array:
-        """[most - least + 1] the seconds of steps of `least` to `most` tokens; before the first step in any unit."""
-        if most >= len(self._sizes):
-            self._sizes = np.array([self._rounded(size) for size in range(2 * most)], dtype=np.int64)
-        sizes = self._sizes[least : most + 1]
+    def between(self, min_tokens: int, max_tokens: int) -> Float64Array:
+        """[max_tokens - min_tokens + 1] the seconds of steps with these numbers of tokens; before the first step in an
+        arbitrary unit."""
+        if max_tokens >= len(self._sizes):
+            self._sizes = np.array([self._rounded(size) for size in range(2 * max_tokens)], dtype=np.int64)
+        sizes = self._sizes[min_tokens : max_tokens + 1]
         seconds: Float64Array
         if self._weight:
             seconds = np.multiply(sizes, self._slope, dtype=np.float64) + self._base
@@ -141,17 +143,17 @@ class StepCost:
 
 
 def best_counts(chances: Float64Array, num_rows: int, cost: StepCost) -> Int64Array:
-    """The number of drafts of each request with which a step gives the most tokens per second.
+    """Choose the number of drafts of each request so that the step gives the most tokens per second.
 
     Args:
-        chances: [n, most] as `Odds.chances`; they do not rise along a row.
-        num_rows: requests in the step, these n among them.
+        chances: [n, max_drafts] from `Odds.chances`; they do not rise along a row.
+        num_rows: requests in the step, including these n.
 
     Returns:
-        [n] 0 to most.
+        [n] 0 to max_drafts.
     """
     flat = chances.ravel()
-    order = np.argsort(-flat, kind="stable")  # so that a draft comes behind the one before it
+    order = np.argsort(-flat, kind="stable")  # stable: a draft follows the one before it
     tokens = np.full(len(flat) + 1, float(num_rows))
     tokens[1:] += flat[order].cumsum()
     speed = tokens / cost.between(num_rows, num_rows + len(flat))

@@ -1,11 +1,11 @@
-"""What drafts are worth: odds from what came, costs from steps that were timed, and the choice between them."""
+"""The number of drafts: odds from observed tokens, costs from timed steps, and the choice."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from pointsman.engine.drafts.worth import LONGEST, MAX_NOTED, PRIOR, Odds, StepCost, best_counts
+from pointsman.engine.drafts.draft_counts import LONGEST, MAX_NOTED, PRIOR, Odds, StepCost, best_counts
 
 
 def line(base: float, slope: float, sizes: tuple[int, ...] = (1, 4, 9)) -> StepCost:
@@ -16,20 +16,20 @@ def line(base: float, slope: float, sizes: tuple[int, ...] = (1, 4, 9)) -> StepC
     return cost
 
 
-def test_odds_follow_what_came() -> None:
+def test_odds_follow_the_observed_tokens() -> None:
     odds = Odds()
     before = odds.chances([1, 2, 5], 3)
     assert before.shape == (3, 3)
-    assert (np.diff(before, axis=1) < 0).all(), "further ahead is less sure"
-    assert (np.diff(before[:, 0]) > 0).all(), "a longer match is surer"
+    assert (np.diff(before, axis=1) < 0).all(), "later tokens are less likely"
+    assert (np.diff(before[:, 0]) > 0).all(), "longer matches are more likely to continue"
     odds.note([2, -2] * 50 + [3] * 100)
     chances = odds.chances([2, 3], 2)
     assert chances[0, 0] == pytest.approx(0.5, abs=0.02)
     assert chances[1, 0] > 0.97
-    assert chances[0, 1] == pytest.approx(chances[0, 0] * chances[1, 0]), "the second comes behind a longer match"
+    assert chances[0, 1] == pytest.approx(chances[0, 0] * chances[1, 0]), "the second token follows a longer match"
 
 
-def test_long_matches_begin_at_what_short_ones_are_worth() -> None:
+def test_odds_of_long_matches_start_at_those_of_short_ones() -> None:
     odds = Odds()
     before = odds.by_length()
     assert before[1:] == pytest.approx([length / (length + 2) for length in range(1, LONGEST + 1)])
@@ -39,21 +39,21 @@ def test_long_matches_begin_at_what_short_ones_are_worth() -> None:
     assert after[4] < 0.25 < before[4] / 2, "no match of 4 tokens was seen"
     assert (np.diff(after[3:]) > 0).all()
     odds.note([4] * 100)
-    assert odds.by_length()[4] > 0.9, "what is seen counts for more"
+    assert odds.by_length()[4] > 0.9, "observations outweigh the prior"
 
 
-def test_the_most_that_drafts_may_bring_is_never_less_than_what_they_bring() -> None:
+def test_max_gain_is_an_upper_bound_of_the_gain() -> None:
     rng = np.random.default_rng(2)
     for _ in range(50):
         odds = Odds()
         odds.note(rng.integers(-LONGEST - 3, LONGEST + 4, size=int(rng.integers(0, 400))).tolist())
         lengths = rng.integers(1, 2 * LONGEST, size=4).tolist()
         brings = [odds.chances(lengths, most).sum() for most in (1, 8, 200)]
-        assert brings[0] <= brings[1] <= brings[2] <= odds.most_gain(lengths) * (1 + 1e-9)
-        assert brings[2] == pytest.approx(odds.most_gain(lengths), rel=0.02)
+        assert brings[0] <= brings[1] <= brings[2] <= odds.max_gain(lengths) * (1 + 1e-9)
+        assert brings[2] == pytest.approx(odds.max_gain(lengths), rel=0.02)
 
 
-def test_odds_forget() -> None:
+def test_odds_forget_old_observations() -> None:
     odds = Odds()
     odds.note([LONGEST] * 1000)
     odds.note([-LONGEST - 5] * int(MAX_NOTED))
@@ -66,7 +66,7 @@ def test_a_cost_is_the_line_through_the_steps() -> None:
     assert cost.between(1, 12) == pytest.approx(2.0 + 0.1 * np.arange(1, 13), rel=0.02)
 
 
-def test_costs_are_those_of_the_rows_that_are_computed() -> None:
+def test_costs_depend_on_the_computed_rows() -> None:
     cost = StepCost(lambda size: -(-size // 8) * 8)
     for turn in range(60):
         cost.observe(3 + 10 * (turn % 2), 1.0 + 0.5 * (turn % 2))
@@ -91,24 +91,24 @@ def test_a_cost_never_falls_and_is_never_negative() -> None:
             assert (np.diff(found) >= 0).all()
 
 
-def test_a_slow_step_in_between_is_not_taken_for_the_rule() -> None:
+def test_a_single_slow_step_hardly_changes_the_cost() -> None:
     cost = line(2.0, 0.1)
     cost.observe(9, 200.0)
     assert cost.between(9, 9)[0] < 1.2 * 2.9
     for _ in range(200):
         cost.observe(1, 5.0)
-    assert cost.between(1, 1)[0] == pytest.approx(5.0, rel=0.05), "but what lasts is"
+    assert cost.between(1, 1)[0] == pytest.approx(5.0, rel=0.05), "but a lasting change is"
 
 
-def test_sure_drafts_are_worth_it_where_steps_hardly_grow() -> None:
+def test_likely_drafts_are_chosen_where_tokens_cost_little() -> None:
     chances = np.array([[0.9, 0.8, 0.7], [0.1, 0.05, 0.01]])
-    assert best_counts(chances, 2, line(2.0, 0.005)).tolist() == [3, 2], "they cost next to nothing"
+    assert best_counts(chances, 2, line(2.0, 0.005)).tolist() == [3, 2], "drafts cost next to nothing"
     assert best_counts(chances, 2, line(1.0, 0.2)).tolist() == [3, 0]
-    assert best_counts(chances, 2, line(0.0, 1.0)).tolist() == [0, 0], "each costs as much as a step"
+    assert best_counts(chances, 2, line(0.0, 1.0)).tolist() == [0, 0], "a draft costs a whole step"
 
 
-def test_the_choice_is_the_best_there_is() -> None:
-    """Compared with every number of drafts, taken in the order of their chances."""
+def test_best_counts_is_the_best_choice() -> None:
+    """Compare with every number of drafts, in the order of their chances."""
     rng = np.random.default_rng(1)
     seen = set()
     for _ in range(200):

@@ -1,4 +1,4 @@
-"""Trails: where a request's tokens have been before, and what that makes expect."""
+"""NgramLookup: earlier occurrences of a request's tokens, and the expected continuation."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pointsman.engine.drafts import trail
-from pointsman.engine.drafts.trail import Trail, look_up
+from pointsman.engine.drafts import ngram_lookup
+from pointsman.engine.drafts.ngram_lookup import NgramLookup, look_up
 
 
-def trail_of(tokens: list[int], min_ngram: int = 1, max_ngram: int = 3) -> Trail:
-    return Trail(np.array(tokens, dtype=np.int32), min_ngram, max_ngram)
+def lookup_of(tokens: list[int], min_ngram: int = 1, max_ngram: int = 3) -> NgramLookup:
+    return NgramLookup(np.array(tokens, dtype=np.int32), min_ngram, max_ngram)
 
 
 @pytest.mark.parametrize(
@@ -20,49 +20,49 @@ def trail_of(tokens: list[int], min_ngram: int = 1, max_ngram: int = 3) -> Trail
     [
         ([1, 2, 3, 4, 1, 2, 3], [4, 1, 2]),
         ([7, 2, 9, 1, 2, 8, 1, 2], [8, 1, 2]),
-        ([1, 2, 8, 5, 2, 9, 1, 2], [8, 5, 2]),  # the longer suffix counts
-        ([5, 2, 6, 2, 7, 2], [7, 2, 7]),  # the last of several places; behind the end it goes round
+        ([1, 2, 8, 5, 2, 9, 1, 2], [8, 5, 2]),  # the longer suffix is used
+        ([5, 2, 6, 2, 7, 2], [7, 2, 7]),  # the last of several places; behind the end it repeats
         ([1, 1, 1, 1], [1, 1, 1]),
         ([4, 5, 4, 5, 4], [5, 4, 5]),
     ],
 )
-def test_what_followed_the_longest_suffix_is_expected(tokens: list[int], drafts: list[int]) -> None:
-    found = trail_of(tokens)
+def test_the_continuation_of_the_longest_suffix_is_expected(tokens: list[int], drafts: list[int]) -> None:
+    found = lookup_of(tokens)
     assert found.length > 0
     assert list(found.expected(3)) == drafts
 
 
 @pytest.mark.parametrize("tokens", [[1, 2, 3], [1], [0, 0, 0][:1], []])
-def test_nothing_is_expected_of_what_is_new(tokens: list[int]) -> None:
-    assert trail_of(tokens).length == 0
+def test_nothing_is_expected_after_new_tokens(tokens: list[int]) -> None:
+    assert lookup_of(tokens).length == 0
 
 
 def test_a_suffix_must_be_long_enough() -> None:
     tokens = [5, 2, 6, 1, 2]
-    assert trail_of(tokens, 2, 3).length == 0
+    assert lookup_of(tokens, 2, 3).length == 0
     assert look_up(np.array(tokens, dtype=np.int32), 1, 3) == (2, 1)
-    assert look_up(np.array([9, 1, 2, 7, 9, 1, 2], dtype=np.int32), 2, 2) == (3, 2), "no longer one is looked for"
+    assert look_up(np.array([9, 1, 2, 7, 9, 1, 2], dtype=np.int32), 2, 2) == (3, 2), "longer suffixes are not looked up"
 
 
-def test_a_place_moves_on_while_it_is_right() -> None:
-    one = trail_of([1, 2, 3, 4, 5, 6, 9, 1, 2], 2, 3)
+def test_the_place_advances_while_expected_tokens_come() -> None:
+    one = lookup_of([1, 2, 3, 4, 5, 6, 9, 1, 2], 2, 3)
     assert one.length == 2
-    assert one.go_on([3, 4]) == [2, 3]
+    assert one.append([3, 4]) == [2, 3]
     assert (one.length, list(one.expected(3))) == (4, [5, 6, 9])
-    assert one.go_on([5, 8]) == [4, -5]
+    assert one.append([5, 8]) == [4, -5]
     assert one.length == 0
-    assert one.go_on([7]) == []
-    assert one.go_on([3]) == []
-    assert one.go_on([4]) == [], "the pair was there before, and is found again"
+    assert one.append([7]) == []
+    assert one.append([3]) == []
+    assert one.append([4]) == [], "the pair was there before, and is found again"
     assert list(one.expected(2)) == [5, 8]
 
 
 @pytest.mark.parametrize(("min_ngram", "max_ngram"), [(1, 1), (1, 4), (2, 5), (3, 3), (4, 6)])
-def test_token_by_token_is_as_all_at_once(min_ngram: int, max_ngram: int) -> None:
-    """The filter lets nothing through that is not there, and hides nothing that is; also when it is made anew."""
+def test_appending_tokens_singly_equals_all_at_once(min_ngram: int, max_ngram: int) -> None:
+    """The filter has no false negatives and its false positives change no result, also after it is rebuilt."""
     rng = np.random.default_rng(min_ngram * 10 + max_ngram)
     tokens = rng.integers(0, 5, size=40).tolist()
-    one = trail_of(tokens, min_ngram, max_ngram)
+    one = lookup_of(tokens, min_ngram, max_ngram)
     found = 0
     while len(tokens) < 1600:
         expected = one.expected(1)[0] if one.length else None
@@ -72,7 +72,7 @@ def test_token_by_token_is_as_all_at_once(min_ngram: int, max_ngram: int) -> Non
             newest = tokens[start : start + 7]
         if expected is not None and rng.random() < 0.3:
             newest[0] = expected
-        judged = one.go_on(newest)
+        judged = one.append(newest)
         assert (expected is not None) == bool(judged)
         assert expected is None or (judged[0] > 0) == (newest[0] == expected)
         tokens += newest
@@ -86,8 +86,8 @@ def test_token_by_token_is_as_all_at_once(min_ngram: int, max_ngram: int) -> Non
     assert found > 10
 
 
-def test_what_is_new_is_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A filter eight times as large as the trail stops most tokens that were in no such n-gram."""
+def test_new_ngrams_are_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A filter with eight bytes per token stops most new n-grams."""
     calls = 0
 
     def counted(*arguments: Any) -> tuple[int, int]:
@@ -95,9 +95,9 @@ def test_what_is_new_is_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
         calls += 1
         return look_up(*arguments)
 
-    monkeypatch.setattr(trail, "look_up", counted)
-    one = trail_of(list(range(100, 200)), 2, 5)
+    monkeypatch.setattr(ngram_lookup, "look_up", counted)
+    one = lookup_of(list(range(100, 200)), 2, 5)
     for token in range(1000, 3000):
-        one.go_on([token])
+        one.append([token])
     assert one.length == 0
     assert calls < 400

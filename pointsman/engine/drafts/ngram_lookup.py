@@ -1,13 +1,13 @@
-"""Trail: a request's tokens, and what is expected next because it followed the same tokens before.
+"""NgramLookup: looks up a request's newest tokens among its earlier ones, and expects the same continuation.
 
-What a request generates often occurs in its tokens already: in a passage that it quotes, in code that it edits, in the
-turn before. So the longest suffix of `min_ngram` to `max_ngram` tokens that occurred earlier is looked
-up, and what followed it there is expected (Saxena 2023, "Prompt Lookup Decoding"; vLLM's method "ngram"). Of several
-places the last is taken. As long as the tokens that come are those expected, the place moves on with them and nothing
-is looked up: the longer that goes on, the surer is what follows (as in SuffixDecoding, Oliaro et al. 2024).
+A request often generates text that its tokens already contain: a passage that it quotes, code that it edits, the turn
+before. It looks up the longest suffix of `min_ngram` to `max_ngram` tokens that occurred earlier, and expects the
+tokens that followed it there (Saxena 2023, "Prompt Lookup Decoding"; vLLM's method "ngram"). Of several occurrences the
+last one is used. While the expected tokens come, the place moves with them and nothing is looked up. The longer the
+match, the more likely is its continuation (as in SuffixDecoding, Oliaro et al. 2024).
 
-Most tokens of a text that does not repeat itself end no n-gram that was there before. A filter knows that: a byte for
-each hash of an n-gram, several times as many as there are tokens.
+Most tokens of a text that does not repeat itself end an n-gram that is new. A filter recognizes those without a search:
+it has a byte for each hash of an n-gram, and several times as many bytes as there are tokens.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import numpy as np
 import numpy.typing as npt
 
 FILTER_FACTOR = 4
-"""Bytes of the filter for each token, at least; twice as many when it is made."""
+"""Minimum bytes of the filter per token; twice as many when it is made."""
 MULTIPLIER = 0x9E3779B1
 MASK_64 = (1 << 64) - 1
 
 
-class Trail:
+class NgramLookup:
     """The tokens of one request.
 
     Args:
-        token_ids: [n] int32, all that are known.
+        token_ids: [n] int32, all tokens so far.
         min_ngram: tokens of the shortest suffix from which drafts are taken.
-        max_ngram: of the longest that is looked for.
+        max_ngram: tokens of the longest suffix that is looked up.
     """
 
     __slots__ = (
@@ -41,14 +41,14 @@ class Trail:
         self._min_ngram = min_ngram
         self._max_ngram = max_ngram
         self._tokens = array("i")
-        self._tokens.frombytes(np.zeros(min_ngram, dtype=np.int32).tobytes())  # so that there always is an n-gram
+        self._tokens.frombytes(np.zeros(min_ngram, dtype=np.int32).tobytes())  # so that there is always an n-gram
         self._tokens.frombytes(token_ids.astype(np.int32).tobytes())
         self._power = pow(MULTIPLIER, min_ngram, MASK_64 + 1)
         self._key, self._mask, self._filter = self._make_filter()
         self._place = 0
-        """Of the token that is expected next, if `length` is not 0."""
+        """Index of the token that is expected next, if `length` is not 0."""
         self.length = 0
-        """How many of the newest tokens stand before that place, too, as far as is known; 0: nothing is expected."""
+        """Length of the match: the newest tokens that also stand before `_place`. 0: nothing is expected."""
         self._look_up()
 
     def __len__(self) -> int:
@@ -58,7 +58,7 @@ class Trail:
         """All tokens."""
         return self._tokens[self._min_ngram :].tolist()
 
-    def go_on(self, token_ids: Sequence[int]) -> list[int]:
+    def append(self, token_ids: Sequence[int]) -> list[int]:
         """Append tokens.
 
         Returns:
@@ -88,9 +88,9 @@ class Trail:
         return judged
 
     def expected(self, count: int) -> array[int]:
-        """The next `count` tokens, if it goes on as before; `length` is not 0.
+        """The next `count` tokens if the match continues; `length` is not 0.
 
-        Where the place is so near the end that less is known, the text repeats itself from there on.
+        If the place is so near the end that fewer tokens are known, they are repeated.
         """
         known = self._tokens[self._place : self._place + count]
         return known if len(known) == count else (known * (count // len(known) + 1))[:count]
@@ -101,10 +101,10 @@ class Trail:
         self._place = self._min_ngram + place
 
     def _make_filter(self) -> tuple[int, int, bytearray]:
-        """A filter with all n-grams so far, large enough for a while: the newest n-gram's key, the mask of keys, the
+        """Make a filter of all n-grams so far, with space for more: the newest n-gram's key, the mask of keys, the
         filter.
 
-        The key of an n-gram is a polynomial of its tokens, so that the next follows from the one before.
+        The key of an n-gram is a polynomial of its tokens, so that each key is computed from the one before.
         """
         size = 1 << (2 * FILTER_FACTOR * len(self._tokens) + 511).bit_length()
         mask = size - 1
@@ -119,13 +119,13 @@ class Trail:
 
 
 def look_up(token_ids: npt.NDArray[np.int32], min_ngram: int, max_ngram: int) -> tuple[int, int]:
-    """Where the longest suffix of `min_ngram` to `max_ngram` tokens occurred before.
+    """Find the last earlier occurrence of the longest suffix of `min_ngram` to `max_ngram` tokens.
 
     Args:
         token_ids: [n].
 
     Returns:
-        The place behind the last such occurrence, and the suffix's length; 0 and 0 if there is none.
+        The index behind the occurrence, and the suffix's length; 0 and 0 if there is none.
     """
     last = len(token_ids) - 1
     if last < min_ngram:

@@ -1,0 +1,245 @@
+"""Shares a stage before the scheduler, such as tokenizing, among tenants: capacity per tenant, and a fair queue.
+
+    capacity = SharedCapacity(1024)
+    capacity.take("a", 3)              # raises CapacityError if it exceeds the tenant's share, and takes nothing
+    capacity.give_back("a", 3)
+
+    queue = FairQueue()
+    waiting = queue.put("a", job, cost=5000)
+    queue.remove(waiting)              # the item is no longer needed
+    item = queue.take()                # an item of the tenant that has been served least
+    ...
+    queue.end(item)
+
+Neither class is thread-safe; callers with several threads hold a lock.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from itertools import count
+from typing import Generic, TypeVar
+
+ItemT = TypeVar("ItemT")
+
+SHARE = 3
+"""Multiple of the free capacity that one tenant may hold: three quarters of the capacity if it is alone."""
+
+_MIN_KEPT = 64
+"""Number of tenants that are kept, even if all are idle."""
+_MAX_KEPT = 4096
+"""Maximum number of idle tenants that are kept because they were served more than others. If there are more, their
+names are probably made up."""
+
+
+class CapacityError(Exception):
+    """The amount exceeds the free capacity or the tenant's share; nothing was taken.
+
+    Attributes:
+        held: amount that the tenant holds.
+        max_held: amount that the tenant may hold now.
+        total: amount that all tenants hold.
+        size: the whole capacity.
+    """
+
+    def __init__(self, held: int, max_held: int, total: int, size: int) -> None:
+        super().__init__(f"{held} are held, at most {max_held} may be; all hold {total} of {size}")
+        self.held, self.max_held, self.total, self.size = held, max_held, total, size
+
+
+class SharedCapacity:
+    """The capacity of a stage, in any unit, and the amount that each tenant holds.
+
+    A tenant may hold up to `SHARE` times the free capacity: the dynamic threshold of Choudhury and Hahne, "Dynamic
+    Queue Length Thresholds for Shared-Memory Packet Switches" (IEEE/ACM Transactions on Networking 6(2), 1998). So one
+    tenant alone gets three quarters, and a second one always gets some; the more tenants are busy, the less each may
+    hold.
+
+    Args:
+        size: the whole capacity.
+        is_shared: False: there is only one tenant, which may hold everything.
+    """
+
+    def __init__(self, size: int, *, is_shared: bool = True) -> None:
+        self.size = size
+        self.is_shared = is_shared
+        self.total = 0
+        """Amount that all tenants hold."""
+        self.held: dict[str, int] = {}
+        """Amount of each tenant that holds any."""
+
+    def take(self, tenant: str, amount: int, own: int = 0) -> None:
+        """Hold more. A tenant that holds nothing, or only parts of the same item, may take the whole free capacity.
+
+        Args:
+            tenant: the tenant that takes it.
+            amount: the amount to add.
+            own: amount of the same item that the tenant already holds, if an item comes in parts.
+
+        Raises:
+            CapacityError: the amount exceeds the free capacity or the tenant's share.
+        """
+        held, left = self.held.get(tenant, 0), self.size - self.total - amount
+        max_held = self.size if not self.is_shared else min(self.size, SHARE * max(0, left))
+        if left < 0 or (held > own and held + amount > max_held):
+            raise CapacityError(held, max_held, self.total, self.size)
+        self.held[tenant] = held + amount
+        self.total += amount
+
+    def give_back(self, tenant: str, amount: int) -> None:
+        """Free an amount that the tenant holds."""
+        self.total -= amount
+        self.held[tenant] -= amount
+        if not self.held[tenant]:
+            del self.held[tenant]
+
+
+@dataclass(slots=True, eq=False)
+class QueuedItem(Generic[ItemT]):
+    """An item that waits in the queue, or that was taken and has not ended."""
+
+    tenant: str
+    item: ItemT
+    cost: float
+    number: int
+    """Number in the order of `put`."""
+
+
+class _Tenant(Generic[ItemT]):
+    """A tenant's queue."""
+
+    __slots__ = ("num_out", "queue", "start")
+
+    def __init__(self) -> None:
+        self.start = 0.0
+        """Virtual start time of the first item in the queue; with an empty queue, the earliest start of the next
+        item."""
+        self.num_out = 0
+        """Number of items that were taken and have not ended."""
+        self.queue: OrderedDict[QueuedItem[ItemT], None] = OrderedDict()
+
+
+class FairQueue(Generic[ItemT]):
+    """A fair queue of items of several tenants. The next item belongs to the tenant that has been served least; items
+    of one tenant are served in order.
+
+    This is start-time fair queuing (Goyal, Vin and Cheng, SIGCOMM 1996). An item starts at the virtual time at which
+    its tenant's previous item ends, but not before the start of the last taken item, so that idle tenants save up no
+    credit. The item with the earliest start is next. With n tenants, each method takes O(log n) on average.
+
+    Args:
+        max_out: maximum number of items of one tenant that are out (taken and not ended); None: any number. If it is
+            less than the number of workers, no tenant occupies all of them.
+    """
+
+    def __init__(self, max_out: int | None = None) -> None:
+        self._max_out = max_out
+        self._tenants: dict[str, _Tenant[ItemT]] = {}
+        self._now = 0.0  # virtual time
+        self._number = count()
+        self._len = self._num_out = 0
+        self._prune_at = _MIN_KEPT
+        # A heap of (start, number, tenant) of first items. Outdated entries stay in it.
+        self._offers: list[tuple[float, int, str]] = []
+
+    def __len__(self) -> int:
+        """Number of waiting items."""
+        return self._len
+
+    def put(self, tenant: str, item: ItemT, cost: float = 1.0, *, continues: bool = False) -> QueuedItem[ItemT]:
+        """Add an item; returns the entry for `remove`, which `take` will return.
+
+        Args:
+            tenant: the owner of the item.
+            item: any object.
+            cost: the amount of work, above 0, in any unit.
+            continues: whether it continues an earlier item, and so comes before the tenant's other items.
+        """
+        own = self._tenants.get(tenant)
+        if own is None:
+            own = self._tenants[tenant] = _Tenant()
+        entry = QueuedItem(tenant, item, cost, next(self._number))
+        is_only = not own.queue
+        own.queue[entry] = None
+        self._len += 1
+        if is_only:
+            own.start = max(own.start, self._now)
+        elif continues:
+            own.queue.move_to_end(entry, last=False)
+        if is_only or continues:
+            self._offer(own)
+        return entry
+
+    def remove(self, entry: QueuedItem[ItemT]) -> None:
+        """Remove a waiting item; later items of the tenant move up. Nothing happens if the item was taken."""
+        own = self._tenants.get(entry.tenant)
+        if own is None or entry not in own.queue:
+            return
+        is_first = entry is next(iter(own.queue))
+        del own.queue[entry]
+        self._len -= 1
+        if is_first:
+            self._offer(own)
+        if not own.queue and not own.num_out and own.start <= self._now:
+            del self._tenants[entry.tenant]
+
+    def take(self) -> QueuedItem[ItemT] | None:
+        """Take the next item; None: no item waits, or all tenants with waiting items have `max_out` items out."""
+        while self._offers:
+            offer = heappop(self._offers)
+            start, _, tenant = offer
+            own = self._tenants.get(tenant)
+            if own is None or self._offer_of(own) != offer:
+                continue
+            entry, _ = own.queue.popitem(last=False)
+            self._now = max(self._now, start)
+            own.start = start + entry.cost
+            own.num_out += 1
+            self._num_out += 1
+            self._len -= 1
+            self._offer(own)
+            return entry
+        return None
+
+    def drop(self, entry: QueuedItem[ItemT]) -> None:
+        """End an item that was taken but is no longer needed; it costs the tenant nothing."""
+        self._tenants[entry.tenant].start -= entry.cost
+        self.end(entry)
+
+    def end(self, entry: QueuedItem[ItemT]) -> None:
+        """End an item that was taken."""
+        own = self._tenants[entry.tenant]
+        own.num_out -= 1
+        self._num_out -= 1
+        if not self._num_out and not self._len:  # no tenant is behind another
+            self._tenants.clear()
+            self._offers.clear()
+            return
+        self._offer(own)
+        if len(self._tenants) > self._prune_at:
+            self._prune()
+
+    def _offer_of(self, own: _Tenant[ItemT]) -> tuple[float, int, str] | None:
+        """The current heap entry of a tenant's first item; None: no item waits, or none may be taken now."""
+        if not own.queue or (self._max_out is not None and own.num_out >= self._max_out):
+            return None
+        first = next(iter(own.queue))
+        return own.start, first.number, first.tenant
+
+    def _offer(self, own: _Tenant[ItemT]) -> None:
+        offer = self._offer_of(own)
+        if offer is None:
+            return
+        heappush(self._offers, offer)
+        if len(self._offers) > 2 * len(self._tenants) + _MIN_KEPT:  # most entries are outdated
+            self._offers = [offer for own in self._tenants.values() if (offer := self._offer_of(own)) is not None]
+            heapify(self._offers)
+
+    def _prune(self) -> None:
+        """Forget idle tenants that are not ahead of others, or all idle tenants if they are very many."""
+        busy = {tenant: own for tenant, own in self._tenants.items() if own.queue or own.num_out}
+        ahead = {tenant: own for tenant, own in self._tenants.items() if own.start > self._now}
+        self._tenants = busy if len(ahead) > _MAX_KEPT else {**busy, **ahead}
+        self._prune_at = max(_MIN_KEPT, 2 * len(self._tenants))
