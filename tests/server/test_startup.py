@@ -35,7 +35,7 @@ def test_five_lines_that_say_what_how_much_how_and_where() -> None:
 
 def test_with_several_engines_it_says_which_process_is_which() -> None:
     lines = startup_lines([INFO, engine_info(pid=9)], ServerConfig(), URL)
-    assert lines[1].endswith("2, each with what the next two lines say: engine 0 is process 1, engine 1 is process 9")
+    assert lines[1].endswith("2, each as in the next two lines: engine 0 is process 1, engine 1 is process 9")
     assert "14 requests run" in lines[4]
     on_gpus = startup_lines([engine_info(device="cuda:0"), engine_info(pid=9, device="cuda:1")], ServerConfig(), URL)
     assert on_gpus[1].endswith(": engine 0 is process 1 on cuda:0, engine 1 is process 9 on cuda:1")
