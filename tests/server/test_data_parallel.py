@@ -141,7 +141,7 @@ def test_a_dead_engine_is_started_again_with_what_operators_have_set(two: Server
     wait_until(lambda: samples(http, "pointsman:engine_up")["1"] == 0, 10, "the death is noticed")
     wait_until(lambda: samples(http, "vllm:num_requests_waiting") == {"0": 4.0, "1": 0.0}, 10, "each counts once")
     assert f"engine 1, process {before[1]}, was ended by signal SIGKILL" in two.log()
-    assert f"{held} requests of engine 1 go on: {held} in engine 0" in two.log()
+    assert f"{held} requests of engine 1 are resumed: {held} in engine 0" in two.log()
     assert samples(http, "pointsman:requests_resumed_total") == {"0": 0.0, "1": held}
     assert http.get("/health").status_code == http.get("/ready").status_code == 200, "the other one serves"
     until_all_live(http)

@@ -98,7 +98,7 @@ def test_a_request_that_is_cancelled_at_the_door_holds_nobody_up() -> None:
 
 def test_what_names_no_tenant_properly_begins_as_well() -> None:
     def broken(_: Scope) -> str:
-        raise ApiError(400, "the header X-Tenant is there 2 times; send it once")
+        raise ApiError(400, "the header X-Tenant occurs 2 times; send it once")
 
     async def run() -> None:
         door = Door(broken)

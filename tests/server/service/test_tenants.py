@@ -52,7 +52,7 @@ def test_a_header_where_the_operator_takes_it() -> None:
     assert tenant(KEYS | PROXY, 0, "bob", b" carol ") == "carol"
     assert tenant(KEYS | PROXY, 0, "bob") == tenant(KEYS | PROXY, 0, "bob", b"") == "alice"
     assert tenant(PROXY, None, None, b"\xe9t\xe9") == "été"
-    with pytest.raises(ApiError, match=r"X-Tenant is there 2 times; send it once"):
+    with pytest.raises(ApiError, match=r"X-Tenant occurs 2 times; send it once"):
         tenant(PROXY, None, None, b"mine", b"of-the-proxy")
     with pytest.raises(ApiError, match=r"X-Tenant has 1025 characters, and at most 1024"):
         tenant(PROXY, None, None, b"x" * 1025)
