@@ -306,7 +306,7 @@ def test_requests_do_not_wait_for_the_end_of_a_process(
             process.kill()
 
     with_fleet(test)
-    assert "does not end, though it was killed" in caplog.text
+    assert "was killed but does not end" in caplog.text
 
 
 def test_a_shutdown_ends_although_a_process_does_not(monkeypatch: pytest.MonkeyPatch) -> None:

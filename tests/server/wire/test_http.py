@@ -288,7 +288,7 @@ def test_idle_connections_keep_no_client_out(narrow: ServerProcess, begun: bytes
         still = [place for place, sock in enumerate(idle) if is_open(sock)]
         assert MAX_CONNECTIONS - 4 <= len(still) <= MAX_CONNECTIONS
         assert still == list(range(len(idle)))[-len(still) :], "the oldest are closed first"
-    assert narrow.log().count("those that wait are closed") == 1
+    assert narrow.log().count("waiting ones are closed") == 1
 
 
 def test_when_all_are_in_use_operators_and_health_checks_are_answered(narrow: ServerProcess) -> None:
