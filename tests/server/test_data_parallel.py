@@ -55,7 +55,7 @@ def until_all_live(http: httpx.Client) -> None:
     wait_until(lambda: set(samples(http, "pointsman:engine_up").values()) == {1.0}, 60, "all engines live")
 
 
-def test_both_engines_answer_alike_and_are_told_apart(http: httpx.Client) -> None:
+def test_both_engines_give_equal_output_and_are_distinguishable(http: httpx.Client) -> None:
     """Requests are spread, equal prefixes stay together, and every question goes to both."""
     prompts = [f"{number} {FIELDS['prompt']} " * 12 for number in range(6)]
     before = samples(http, "pointsman:steps_total")
@@ -79,7 +79,7 @@ def test_both_engines_answer_alike_and_are_told_apart(http: httpx.Client) -> Non
     assert samples(http, "vllm:kv_cache_usage_perc") == {"0": 0.0, "1": 0.0}
 
 
-def test_operators_reach_both(http: httpx.Client) -> None:
+def test_operator_commands_reach_both_engines(http: httpx.Client) -> None:
     assert http.post("/pause", params={"mode": "keep"}).status_code == 200
     done: list[int] = []
 
@@ -119,7 +119,7 @@ def test_the_live_film_is_that_of_the_engine_asked_for(http: httpx.Client) -> No
     assert 'id="engine"' in page and "X-Engines" in page
 
 
-def test_a_dead_engine_is_started_again_with_what_operators_have_set(two: ServerProcess, http: httpx.Client) -> None:
+def test_restarted_engine_keeps_operator_settings(two: ServerProcess, http: httpx.Client) -> None:
     assert http.post("/max_num_active_seqs", params={"limit": 3}).status_code == 200
     assert http.post("/pause", params={"mode": "keep", "clear_cache": False}).status_code == 200
     done: list[int] = []
@@ -263,7 +263,7 @@ def test_a_drain_finishes_the_requests_of_an_engine_that_hangs() -> None:
 
 
 @pytest.mark.long
-def test_requests_wait_while_no_engine_lives_and_the_server_ends_when_none_comes_back() -> None:
+def test_requests_wait_for_a_restart_and_server_ends_without_one() -> None:
     with start_server(*SMALL, "--max-engine-restarts", "1") as server, httpx.Client(base_url=server.url) as http:
         expected = http.post("/v1/completions", json=FIELDS).json()["choices"][0]["text"]
         os.kill(server.engine_pid, signal.SIGKILL)
@@ -290,13 +290,13 @@ def test_requests_wait_while_no_engine_lives_and_the_server_ends_when_none_comes
         (("--data-parallel-size", "2", "--kv-cache-bytes", "900TiB"), " are free; lower kv_cache_bytes$"),
     ],
 )
-def test_what_the_machine_lacks_is_said_before_anything_is_started(arguments: tuple[str, ...], message: str) -> None:
+def test_missing_resources_are_reported_before_any_start(arguments: tuple[str, ...], message: str) -> None:
     with pytest.raises(ServerFailed) as caught:
         start_server("--model", "demo", *arguments, timeout=20)
     assert re.search(message, str(caught.value), re.MULTILINE), str(caught.value)
 
 
-def test_a_port_for_kv_events_that_is_taken_is_said_too() -> None:
+def test_used_kv_events_port_is_reported() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -359,7 +359,7 @@ def is_free(port: int) -> bool:
         return True
 
 
-def test_ports_that_are_taken_are_said_before_anything_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_used_ports_are_reported_before_any_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pointsman.server.shares.own_cores", lambda: [0, 1, 2])
     monkeypatch.setattr("pointsman.server.shares.num_cores", lambda: 3)
 

@@ -101,7 +101,7 @@ def test_a_gpu_that_is_full_when_it_warms_up_is_reported(monkeypatch: pytest.Mon
     assert "Tried to allocate 2.00 GiB" in message.message and "lower gpu_memory_utilization" in message.message
 
 
-def test_what_fails_for_some_requests_is_served_around(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_failure_of_some_requests_does_not_stop_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> Any:
         raise RuntimeError("no such operation")
 

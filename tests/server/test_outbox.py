@@ -79,7 +79,7 @@ def deltas_of(news: EngineOutputs, key: int) -> list[Delta]:
     return plain + [delta for name, delta in news.deltas if name == key]
 
 
-def test_deltas_add_up_and_pile_up_nowhere() -> None:
+def test_deltas_add_up_and_do_not_accumulate() -> None:
     ours, theirs = socket.socketpair()
     port = RemotePort(ours)
     one, whole = Generation(port, 1), Generation(port, 2, stream=False)
@@ -105,7 +105,7 @@ def test_deltas_add_up_and_pile_up_nowhere() -> None:
     assert port.mailboxes == {}
 
 
-def test_news_of_a_reader_that_is_gone_is_not_told() -> None:
+def test_outputs_of_abandoned_requests_are_not_reported() -> None:
     ours, theirs = socket.socketpair()
     port = RemotePort(ours)
     gone, failed = Generation(port, 1), Generation(port, 2)

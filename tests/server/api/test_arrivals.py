@@ -41,7 +41,7 @@ class Door:
         )
 
 
-def test_few_requests_begin_in_one_turn_of_the_loop() -> None:
+def test_requests_per_loop_iteration_are_limited() -> None:
     async def run() -> None:
         door, before = Door(), 0
         tasks = [door.send("a") for _ in range(MANY)]
@@ -54,7 +54,7 @@ def test_few_requests_begin_in_one_turn_of_the_loop() -> None:
     asyncio.run(run())
 
 
-def test_a_request_comes_before_the_many_of_another_tenant() -> None:
+def test_tenants_begin_requests_in_turn() -> None:
     async def run() -> None:
         door = Door()
         tasks = [door.send("a") for _ in range(MANY)]
@@ -79,7 +79,7 @@ def test_health_checks_and_operators_do_not_wait() -> None:
     asyncio.run(run())
 
 
-def test_a_request_that_is_cancelled_at_the_door_holds_nobody_up() -> None:
+def test_cancelled_arrival_does_not_block_others() -> None:
     async def run() -> None:
         door = Door()
         tasks = [door.send("a") for _ in range(MANY)]
@@ -96,7 +96,7 @@ def test_a_request_that_is_cancelled_at_the_door_holds_nobody_up() -> None:
     asyncio.run(run())
 
 
-def test_what_names_no_tenant_properly_begins_as_well() -> None:
+def test_request_with_invalid_tenant_header_begins() -> None:
     def broken(_: Scope) -> str:
         raise ApiError(400, "the header X-Tenant occurs 2 times; send it once")
 

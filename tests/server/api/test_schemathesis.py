@@ -85,7 +85,7 @@ def limited_server() -> Iterator[ServerProcess]:
 
 
 @pytest.mark.e2e
-def test_no_request_makes_a_server_error_or_an_answer_that_is_not_described(limited_server: ServerProcess) -> None:
+def test_no_request_causes_a_server_error_or_undescribed_response(limited_server: ServerProcess) -> None:
     operations = operations_of(described(limited_server), limited_server)
     varied = [operation for operation in operations if _varies(operation)]
     assert {*GENERATING, "/tokenize", "/detokenize"} <= {each.path for each in varied}
@@ -107,7 +107,7 @@ def test_no_request_makes_a_server_error_or_an_answer_that_is_not_described(limi
 
 
 @pytest.mark.e2e
-def test_requests_within_the_limits_of_this_server_are_answered_as_described(limited_server: ServerProcess) -> None:
+def test_responses_within_limits_match_their_description(limited_server: ServerProcess) -> None:
     description = narrowed(described(limited_server))
     operations = [each for each in operations_of(description, limited_server) if each.path in GENERATING]
     statuses: Counter[int] = Counter()

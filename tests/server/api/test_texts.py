@@ -180,7 +180,7 @@ def test_tokens_that_the_text_leaves_out_take_no_place(side: Side) -> None:
     assert shown["text"].endswith("</s>")
 
 
-def test_every_one_of_the_most_likely_tokens_has_a_key(side: Side) -> None:
+def test_every_top_token_has_its_own_key(side: Side) -> None:
     """Tokens without text, and a byte beside its character, would share one."""
     choice = side.complete("The text", max_tokens=1, logprobs=20)
     (sampled,), (top,) = choice["logprobs"]["tokens"], choice["logprobs"]["top_logprobs"]
@@ -191,7 +191,7 @@ def test_every_one_of_the_most_likely_tokens_has_a_key(side: Side) -> None:
 
 
 @pytest.mark.parametrize("text", [" The end", "naïve 😀x", "é", " 日本 "])
-def test_the_text_is_what_the_grammar_matched(side: Side, text: str) -> None:
+def test_text_is_exactly_the_grammar_match(side: Side, text: str) -> None:
     fields: dict[str, Any] = {"max_tokens": 60, "structured_outputs": {"choice": [text]}}
     refused = side.http.post("/v1/completions", json={"prompt": "The text", **fields})
     if refused.status_code == 400:  # its tokens cannot write this text

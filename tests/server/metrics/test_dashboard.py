@@ -49,7 +49,7 @@ NO_DATA_WITHOUT_PREEMPTION = "pointsman:resumed_prefix_cache_hits_total"
 # ---------------------------------------------------------------------------------------- the file
 
 
-def test_the_dashboard_is_as_grafana_wants_it() -> None:
+def test_dashboard_matches_grafanas_schema() -> None:
     assert BOARD["schemaVersion"] >= 38
     assert BOARD["title"] == "Pointsman"
     assert VARIABLES["datasource"]["type"] == "datasource"
@@ -64,7 +64,7 @@ def test_the_dashboard_is_as_grafana_wants_it() -> None:
             assert source == {"type": "prometheus", "uid": "${datasource}"}, panel["title"]
 
 
-def test_no_panel_lies_on_another_or_beside_the_page() -> None:
+def test_panels_do_not_overlap_and_stay_on_the_page() -> None:
     taken: dict[tuple[int, int], str] = {}
     for panel in BOARD["panels"]:
         place = panel["gridPos"]
@@ -293,7 +293,7 @@ def test_a_real_prometheus_evaluates_every_expression(server: ServerProcess, tmp
 
 @pytest.mark.e2e
 @pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian: apt-get install prometheus)")
-def test_promtool_has_nothing_to_say_but_about_vllms_names(server: ServerProcess) -> None:
+def test_promtool_complains_only_about_vllm_names(server: ServerProcess) -> None:
     exposition = httpx.get(f"{server.url}/metrics").content
     check = subprocess.run([str(PROMTOOL), "check", "metrics"], input=exposition, capture_output=True, timeout=60)
     assert check.returncode in (0, 3), check.stderr.decode()  # 3: remarks on style

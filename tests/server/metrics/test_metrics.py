@@ -102,7 +102,7 @@ def totals(observations: EngineObservations) -> dict[str, tuple[int, float]]:
     return {name: (own["count"], pytest.approx(own["sum"])) for name, own in found.items() if own["count"]}
 
 
-def test_a_finished_request_is_told_by_phase() -> None:
+def test_finished_request_is_observed_by_phase() -> None:
     causes = tuple(PreemptionCause)
     times = RequestMetrics(
         100.0, 101.0, 103.0, 111.0, num_cached_tokens=4, num_preemptions=len(causes), preemption_causes=causes
@@ -138,7 +138,7 @@ def test_phases_that_a_request_did_not_reach_are_not_counted() -> None:
     assert "request_time_per_output_token_seconds" not in one_token
 
 
-def test_an_aborted_request_says_nothing_about_the_service() -> None:
+def test_aborted_requests_are_not_observed() -> None:
     assert totals(ended("abort", RequestMetrics(100.0, 101.0, 102.0, 103.0), 3)) == {}
 
 
@@ -222,7 +222,7 @@ def difference(before: Samples, after: Samples, *names: str) -> list[float]:
 
 
 @pytest.mark.e2e
-def test_known_requests_give_known_figures(loop: asyncio.Runner, engine: tuple[EngineClient, ServerMetrics]) -> None:
+def test_known_requests_give_expected_values(loop: asyncio.Runner, engine: tuple[EngineClient, ServerMetrics]) -> None:
     client, measured = engine
 
     async def work() -> tuple[Samples, Samples]:
@@ -255,7 +255,7 @@ def test_known_requests_give_known_figures(loop: asyncio.Runner, engine: tuple[E
 
 
 @pytest.mark.e2e
-def test_what_runs_and_waits_and_a_client_that_goes_away(
+def test_gauges_of_running_waiting_and_abandoned_requests(
     loop: asyncio.Runner, engine: tuple[EngineClient, ServerMetrics]
 ) -> None:
     client, measured = engine
@@ -317,9 +317,7 @@ def test_counters_never_fall(loop: asyncio.Runner, engine: tuple[EngineClient, S
 
 
 @pytest.mark.e2e
-def test_others_run_while_a_scrape_is_rendered(
-    loop: asyncio.Runner, engine: tuple[EngineClient, ServerMetrics]
-) -> None:
+def test_scrape_yields_to_other_tasks(loop: asyncio.Runner, engine: tuple[EngineClient, ServerMetrics]) -> None:
     _, measured = engine
 
     async def work() -> int:
@@ -359,7 +357,7 @@ def test_a_scrape_does_not_wait_for_a_stuck_engine(
 
 
 @pytest.mark.e2e
-def test_a_dead_engines_last_counters_stay_and_it_holds_nothing(loop: asyncio.Runner) -> None:
+def test_dead_engine_keeps_counters_and_has_zero_gauges(loop: asyncio.Runner) -> None:
     async def work() -> tuple[Samples, Samples]:
         client, measured = await start()
         try:
@@ -380,7 +378,7 @@ def test_a_dead_engines_last_counters_stay_and_it_holds_nothing(loop: asyncio.Ru
 
 
 @pytest.mark.e2e
-def test_what_the_interface_tells_is_exposed(loop: asyncio.Runner, engine: tuple[EngineClient, ServerMetrics]) -> None:
+def test_observations_are_exposed(loop: asyncio.Runner, engine: tuple[EngineClient, ServerMetrics]) -> None:
     _, measured = engine
     before = loop.run(scrape(measured))
     measured.observations.engines[0].first_token(0.03)
@@ -412,9 +410,7 @@ def test_what_the_interface_tells_is_exposed(loop: asyncio.Runner, engine: tuple
 
 
 @pytest.mark.e2e
-def test_the_exposition_is_what_the_table_says(
-    loop: asyncio.Runner, engine: tuple[EngineClient, ServerMetrics]
-) -> None:
+def test_exposition_matches_the_metric_table(loop: asyncio.Runner, engine: tuple[EngineClient, ServerMetrics]) -> None:
     body, _ = loop.run(engine[1].render())
     families = {}
     for family in text_string_to_metric_families(body.decode()):
@@ -435,7 +431,7 @@ def test_the_exposition_is_what_the_table_says(
 
 
 @pytest.mark.e2e
-def test_llm_ds_endpoint_picker_finds_what_it_reads(
+def test_llm_d_endpoint_picker_finds_its_metrics(
     loop: asyncio.Runner, engine: tuple[EngineClient, ServerMetrics]
 ) -> None:
     """The names, types and labels of its protocol for model servers, where it reads vLLM:

@@ -130,7 +130,7 @@ class Deltas:
 
 
 @pytest.mark.parametrize("reason", [None, "abort", "deadline"])
-def test_a_first_sample_that_ends_early_holds_up_no_other(reason: str | None) -> None:
+def test_first_sample_ending_early_does_not_block_others(reason: str | None) -> None:
     found = None if reason else Logprobs(counts=[0])
 
     async def run() -> None:
@@ -171,7 +171,7 @@ ABORTED, LATE = Delta(finish_reason="abort"), Delta(finish_reason="deadline")
         ([SOME, Delta(finish_reason="error", finish_detail="a step failed")], 500),
     ],
 )
-def test_an_answer_that_lacks_its_content_is_an_error(outputs: list[Delta], status: int | None) -> None:
+def test_response_without_content_is_an_error(outputs: list[Delta], status: int | None) -> None:
     gate = Gate(cast(Any, SimpleNamespace(is_alive=True, death=None)), drain_timeout=1)
     delivery = Delivery(gate, Observations(100), backlog(10).enter("", 1))
     if status is None:

@@ -83,7 +83,7 @@ def test_texts_are_those_of_the_engine_itself() -> None:
     with_client(test, max_steps_in_flight=2)
 
 
-def test_requests_that_are_sent_together_are_queued_in_order_and_fail_on_their_own() -> None:
+def test_requests_sent_together_are_queued_in_order_and_fail_separately() -> None:
     async def test(client: EngineClient) -> None:
         streams = [client.generate(EngineRequest(f"one-{number}", [5, 6], ENDLESS)) for number in range(20)]
         bad = client.generate(EngineRequest("bad", [99_999], GREEDY))
@@ -117,7 +117,7 @@ def test_a_refusal_comes_before_the_first_delta() -> None:
     with_client(test)
 
 
-def test_who_closes_or_is_cancelled_frees_the_blocks() -> None:
+def test_closing_or_cancelling_a_stream_frees_the_blocks() -> None:
     async def test(client: EngineClient) -> None:
         closed = client.generate(EngineRequest("closed", [5, 6], ENDLESS))
         await anext(closed)
@@ -155,7 +155,7 @@ def test_closing_a_stream_of_an_engine_that_was_replaced_ends_no_other() -> None
     with_client(test)
 
 
-def test_an_explanation_says_who_asks_and_until_when() -> None:
+def test_explanation_has_user_and_deadline() -> None:
     async def test(client: EngineClient) -> None:
         first = client.generate(EngineRequest("first", [5, 6], ENDLESS))
         await anext(first)

@@ -132,7 +132,7 @@ async def until_idle(fleet: EngineFleet) -> None:
 
 
 @pytest.mark.parametrize("draft_tokens", [pytest.param(3, marks=pytest.mark.long), 0])
-def test_every_kind_of_request_goes_on_as_if_nothing_had_happened(
+def test_resumed_requests_of_every_kind_give_the_same_output(
     draft_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pointsman.server.service.fleet.LONGEST_DELAY", 0.2)  # of an engine that dies every few seconds
@@ -172,7 +172,7 @@ def reading_is_over(stream: ClientStream, expected: dict[str, Delta]) -> bool:
 
 
 @pytest.mark.long
-def test_in_bfloat16_a_stream_goes_on_validly() -> None:
+def test_bfloat16_stream_is_resumed_validly() -> None:
     """What was received stays, and each token behind it is as likely as the best, for an engine that computes all of
     them at once, but for what rounding does to an undisturbed stream as well."""
     params = SamplingParams(temperature=0, **LONG)
@@ -208,7 +208,7 @@ def test_in_bfloat16_a_stream_goes_on_validly() -> None:
 
 
 @pytest.mark.long
-def test_a_stop_string_may_lie_across_the_cut() -> None:
+def test_stop_string_may_span_the_resume_point() -> None:
     """The text that may begin it is held back by the engine that dies, and found by the next one."""
 
     async def test(fleet: EngineFleet) -> None:
@@ -238,7 +238,7 @@ def test_a_stop_string_may_lie_across_the_cut() -> None:
 
 
 @pytest.mark.long
-def test_a_request_that_kills_engines_ends_with_an_error_and_others_go_on() -> None:
+def test_request_that_kills_engines_fails_and_others_are_resumed() -> None:
     async def test(fleet: EngineFleet) -> None:
         deadly = fleet.generate(EngineRequest("deadly", PROMPT, SamplingParams(max_tokens=1500, ignore_eos=True)))
         reading = asyncio.ensure_future(read(deadly))
@@ -254,7 +254,7 @@ def test_a_request_that_kills_engines_ends_with_an_error_and_others_go_on() -> N
     with_fleet(test, max_resumes=2)
 
 
-def test_a_priority_that_was_changed_is_kept_and_waiting_requests_are_resumed_in_their_order() -> None:
+def test_changed_priority_survives_and_waiting_requests_resume_in_order() -> None:
     async def test(fleet: EngineFleet) -> None:
         params = SamplingParams(max_tokens=300, ignore_eos=True, temperature=0)
         streams = [

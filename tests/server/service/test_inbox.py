@@ -37,7 +37,7 @@ def stream_of(client: EngineClient, params: SamplingParams = ENDLESS) -> ClientS
     return client.generate(EngineRequest(f"request-{next(_numbers)}", [5, 6], params))
 
 
-def test_deltas_that_nobody_reads_come_together() -> None:
+def test_unread_deltas_are_merged() -> None:
     async def test(client: EngineClient) -> None:
         stream = stream_of(client, SamplingParams(max_tokens=50, temperature=0, ignore_eos=True))
         await stream.start()
@@ -49,7 +49,7 @@ def test_deltas_that_nobody_reads_come_together() -> None:
     with_client(test)
 
 
-def test_a_stream_that_was_closed_before_it_was_sent_asks_for_nothing() -> None:
+def test_stream_closed_before_sending_sends_nothing() -> None:
     async def test(client: EngineClient) -> None:
         stream = stream_of(client)
         await stream.aclose()
@@ -70,7 +70,7 @@ def standing_still(client: EngineClient) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("read", [ClientStream.start, lambda stream: anext(stream, None)], ids=["start", "read"])
-def test_closing_ends_whoever_waits(read: Callable[..., Any]) -> None:
+def test_closing_ends_waiting_readers(read: Callable[..., Any]) -> None:
     async def test(client: EngineClient) -> None:
         with standing_still(client):
             stream = stream_of(client)
@@ -83,7 +83,7 @@ def test_closing_ends_whoever_waits(read: Callable[..., Any]) -> None:
     with_client(test)
 
 
-def test_closing_at_the_moment_of_a_delta_ends_it_all_the_same() -> None:
+def test_closing_as_a_delta_arrives_ends_the_stream() -> None:
     async def test(client: EngineClient) -> None:
         with standing_still(client):
             stream = stream_of(client)
@@ -97,7 +97,7 @@ def test_closing_at_the_moment_of_a_delta_ends_it_all_the_same() -> None:
     with_client(test)
 
 
-def test_a_reading_that_is_cancelled_aborts_the_request() -> None:
+def test_cancelled_reader_aborts_the_request() -> None:
     async def test(client: EngineClient) -> None:
         ends: list[tuple[str, str | None]] = []
         client.inbox.on_end = lambda request, last, _: ends.append((request.request_id, last.finish_reason))
@@ -113,7 +113,7 @@ def test_a_reading_that_is_cancelled_aborts_the_request() -> None:
     with_client(test)
 
 
-def test_a_shortcut_takes_what_comes_while_the_reader_waits_and_no_delta_overtakes_another() -> None:
+def test_shortcut_takes_tokens_while_the_reader_waits_and_keeps_order() -> None:
     """The reader is sometimes busy, the shortcut sometimes refuses: each delta goes one way, and all in their order."""
 
     async def test() -> None:

@@ -104,7 +104,7 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.003)
 
 
-def test_a_fleet_begins_with_its_first_engine_and_loses_no_request_with_a_host_or_an_engine() -> None:
+def test_fleet_starts_with_first_engine_and_survives_lost_hosts() -> None:
     async def test(listener: EngineListener, hosts: Hosts) -> None:
         fleet = await start_fleet(listener.start, 2, 100, wait_for_all=False)
         try:
@@ -141,7 +141,7 @@ def test_a_fleet_begins_with_its_first_engine_and_loses_no_request_with_a_host_o
     with_listener(test, lambda: Hosts(num_free=1))
 
 
-def test_an_engine_elsewhere_that_hangs_is_ended_and_loses_no_request() -> None:
+def test_hung_remote_engine_is_ended_and_its_requests_resumed() -> None:
     async def test(listener: EngineListener, hosts: Hosts) -> None:
         fleet = await start_fleet(listener.start, 2, 100)
         try:
@@ -170,7 +170,7 @@ def lose_host(engine: EngineClient, hosts: Hosts) -> None:
     hosts.lost[cast("asyncio.Task[int]", engine._process._hosting)].set()
 
 
-def test_engines_that_live_have_the_lowest_numbers_and_the_others_are_missed_only_where_they_are_wanted() -> None:
+def test_live_engines_get_lowest_numbers() -> None:
     async def test(listener: EngineListener, hosts: Hosts) -> None:
         fleet = await start_fleet(listener.start, 4, 100, wait_for_all=False)
         metrics = ServerMetrics(fleet, "demo")
@@ -203,7 +203,7 @@ def test_engines_that_live_have_the_lowest_numbers_and_the_others_are_missed_onl
     with_listener(test, lambda: Hosts(num_free=2))
 
 
-def test_a_host_that_is_lost_before_it_starts_an_engine_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
+def test_host_lost_before_engine_start_is_not_a_failure(caplog: pytest.LogCaptureFixture) -> None:
     async def test(listener: EngineListener, hosts: Hosts) -> None:
         num_lost = 0
 
@@ -226,7 +226,7 @@ def test_a_host_that_is_lost_before_it_starts_an_engine_is_no_failure(caplog: py
     with_listener(test)
 
 
-def test_what_cannot_start_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+def test_failed_start_raises_and_leaves_no_process(tmp_path: Path) -> None:
     async def test(listener: EngineListener, hosts: Hosts) -> None:
         with pytest.raises(ValueError, match="no model directory"):
             await start_fleet(listener.start, 2, 100, wait_for_all=False)
@@ -290,9 +290,7 @@ async def answer_to(data: bytes, port: int) -> bytes:
         writer.close()
 
 
-def test_nothing_is_unpickled_without_the_token_and_a_token_is_good_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unpickling_needs_a_token_that_is_valid_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     evil = pickle.dumps(Evil(tmp_path / "made"))
     pickle.loads(pickle.dumps(Evil(tmp_path / "sanity")))
     assert (tmp_path / "sanity").exists()
@@ -336,7 +334,7 @@ def test_an_engine_has_the_clock_of_the_api_process() -> None:
     asyncio.run(run())
 
 
-def test_recordings_have_names_of_their_own() -> None:
+def test_recordings_have_distinct_names() -> None:
     assert numbered(None, 3, 1) is None
     names = {numbered("run.jsonl", index, restarts) for index in (0, 1) for restarts in (0, 1)}
     assert names == {"run.jsonl", "run.jsonl.1", "run.jsonl.restart-1", "run.jsonl.1.restart-1"}

@@ -89,11 +89,11 @@ def test_a_prompts_first_token_has_none() -> None:
     assert found["text_offset"] == [3, 6]
 
 
-def test_no_top_ones_leave_the_sampled_one() -> None:
+def test_zero_top_logprobs_keep_the_sampled_token() -> None:
     assert completion(LogprobWriter(0), [9], [SAMPLED_IS_UNLIKELY])["top_logprobs"] == [{"é": -7.0}]
 
 
-def test_chat_has_the_most_likely_ones_whether_sampled_or_not() -> None:
+def test_chat_top_logprobs_are_the_most_likely_tokens() -> None:
     (found,) = chat(LogprobWriter(2), [SAMPLED_IS_UNLIKELY])["content"]
     assert (found["token"], found["logprob"], found["bytes"]) == ("é", -7.0, list("é".encode()))
     assert [one["token"] for one in found["top_logprobs"]] == [" a", "b"]
@@ -101,7 +101,7 @@ def test_chat_has_the_most_likely_ones_whether_sampled_or_not() -> None:
     assert none["top_logprobs"] == []
 
 
-def test_json_can_hold_all_of_them() -> None:
+def test_all_logprobs_are_valid_json() -> None:
     for found in (completion(LogprobWriter(2), [9], [IMPOSSIBLE]), chat(LogprobWriter(2), [IMPOSSIBLE])):
         assert "-9999.0" in json.dumps(found, allow_nan=False)
 
@@ -240,7 +240,7 @@ def test_places_of_any_pieces_of_a_text(text: str, sizes: list[int]) -> None:
 # --------------------------------------------------------------------------------------------------- prompts
 
 
-def test_those_of_a_prompt_are_by_token_id() -> None:
+def test_prompt_logprobs_are_keyed_by_token_id() -> None:
     assert prompt(None) is None
     assert prompt([None, {7: Logprob(-0.1, 1, " a")}]) == [
         None,

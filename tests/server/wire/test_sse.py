@@ -45,7 +45,7 @@ def with_client(test: Callable[[Client], Awaitable[None]]) -> None:
     asyncio.run(run())
 
 
-def test_work_is_done_for_who_stays() -> None:
+def test_work_completes_for_a_connected_client() -> None:
     async def test(client: Client) -> None:
         done: list[int] = []
 
@@ -61,7 +61,7 @@ def test_work_is_done_for_who_stays() -> None:
     with_client(test)
 
 
-def test_work_is_cancelled_for_who_leaves_and_cleans_up_first() -> None:
+def test_disconnect_cancels_work_after_its_cleanup() -> None:
     async def test(client: Client) -> None:
         events: list[str] = []
 
@@ -79,7 +79,7 @@ def test_work_is_cancelled_for_who_leaves_and_cleans_up_first() -> None:
     with_client(test)
 
 
-def test_what_the_work_raises_is_raised() -> None:
+def test_exceptions_of_the_work_are_raised() -> None:
     async def test(client: Client) -> None:
         async def work() -> None:
             raise ApiError(400, "no")
@@ -90,7 +90,7 @@ def test_what_the_work_raises_is_raised() -> None:
     with_client(test)
 
 
-def test_who_cancels_the_response_cancels_the_work() -> None:
+def test_cancelling_the_response_cancels_the_work() -> None:
     async def test(client: Client) -> None:
         was_cancelled = asyncio.Event()
 
@@ -111,7 +111,7 @@ def test_who_cancels_the_response_cancels_the_work() -> None:
     with_client(test)
 
 
-def test_a_client_that_leaves_as_the_work_ends_cancels_nothing_behind_it() -> None:
+def test_disconnect_at_the_end_cancels_nothing_later() -> None:
     """Whichever of the two is first in a turn of the loop."""
 
     async def test(client: Client) -> None:
@@ -138,7 +138,7 @@ def test_a_client_that_leaves_as_the_work_ends_cancels_nothing_behind_it() -> No
     with_client(test)
 
 
-def test_work_that_fails_when_its_client_leaves_raises_and_leaves_no_cancellation() -> None:
+def test_work_failing_at_disconnect_raises_and_leaves_no_cancellation() -> None:
     async def test(client: Client) -> None:
         async def work() -> None:
             try:
@@ -172,7 +172,7 @@ def test_a_stream_has_headers_events_and_an_end() -> None:
     with_client(test)
 
 
-def test_a_reader_that_sleeps_holds_up_who_writes_to_it() -> None:
+def test_slow_reader_blocks_the_writer() -> None:
     async def test(client: Client) -> None:
         events = EventStream(client.send, {})
         await events.open()
