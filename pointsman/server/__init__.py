@@ -23,9 +23,9 @@ A request's way to the engine: begin with `service/service.py`. A token's way to
         outbox.py                       `RemotePort.ring`: `RequestOutput.since` gives the new tokens of each mailbox;
                                         all of them leave as one frame on the socket
     API process, event loop
-        service/inbox.py                `Inbox.data_received`: from the frame to the `ClientStream` of each request
-        service/delivery.py             `send_now`, in the same call, if the request's task waits and the connection
-                                        can be written; otherwise the task itself (`Delivery.send_events`)
+        service/receiver.py             `Receiver.data_received`: the frame to the `ClientStream` of each request
+        service/response_sender.py      `send_now`, in the same call, if the request's task waits and the connection
+                                        can be written; otherwise the task itself (`ResponseSender.send_events`)
         wire/answers.py                 the bytes of the event
         wire/http.py                    `write_now` writes to the connection. If that is full, the task sends through
                                         ASGI instead (`EventStream.write` in `wire/sse.py`)

@@ -230,9 +230,9 @@ def is_key(key: str) -> bool:
     return bool(key) and key == key.strip() and key.isascii() and key.isprintable()
 
 
-def _check_int(name: str, value: object, least: int, most: int | None = None) -> None:
+def _check_int(name: str, value: object, minimum: int, maximum: int | None = None) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least}")
-    if value < least or (most is not None and value > most):
-        limit = f"at least {least}" if most is None else f"between {least} and {most}"
+        raise ValueError(f"{name} is {value!r}; it must be an integer of at least {minimum}")
+    if value < minimum or (maximum is not None and value > maximum):
+        limit = f"at least {minimum}" if maximum is None else f"between {minimum} and {maximum}"
         raise ValueError(f"{name} is {value}; it must be {limit}")

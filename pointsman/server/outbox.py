@@ -108,7 +108,7 @@ class RemotePort(Port["RemoteMailbox"]):
 
     def __init__(self, sock: socket.socket) -> None:
         super().__init__()
-        self.outbox = Outbox(sock, on_clear=self._report)
+        self.outbox = Outbox(sock, on_clear=self._send_outputs)
         self.mailboxes: dict[int, RemoteMailbox] = {}
         """The mailboxes of unfinished requests, by their keys."""
         self._steps: deque[StepNote] = deque()
@@ -125,10 +125,10 @@ class RemotePort(Port["RemoteMailbox"]):
 
     def ring(self) -> bool:
         """Engine's thread: send new outputs to the API process, or leave that to the writer's thread."""
-        self._report()
+        self._send_outputs()
         return True
 
-    def _report(self) -> None:
+    def _send_outputs(self) -> None:
         # A thread that does not get the lock leaves its outputs to the holder, which checks again after the release.
         while (self._marked or self._steps) and self.outbox.is_clear and self._reporting.acquire(blocking=False):
             try:
@@ -183,7 +183,7 @@ class RemoteMailbox(Mailbox):
             and (latest.finished or reported is None or self.request.stream)
         ):
             self._reported = latest
-            _report(new, self.key, latest, reported)
+            _add_output(new, self.key, latest, reported)
             if latest.finished:
                 return True
         if error is not None:
@@ -191,7 +191,7 @@ class RemoteMailbox(Mailbox):
         return error is not None
 
 
-def _report(outputs: EngineOutputs, key: int, latest: RequestOutput, reported: RequestOutput | None) -> None:
+def _add_output(outputs: EngineOutputs, key: int, latest: RequestOutput, reported: RequestOutput | None) -> None:
     """Add the tokens of `latest` that are not in `reported` to `outputs`."""
     new = latest.since(reported)
     sample = new.outputs[0]

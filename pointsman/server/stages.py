@@ -224,13 +224,13 @@ class StageRoom:
         stage = self.stage
         assert stage.status is not None
         if error.total + amount > error.size:
-            held, most, whose = error.total, error.size, ""
+            held, maximum, whose = error.total, error.size, ""
         else:
-            held, most, whose = error.held, error.most, " of this tenant"
+            held, maximum, whose = error.held, error.most, " of this tenant"
         return ApiError(
             stage.status,
             f"the server is overloaded: {held} {stage.held.format(whose=whose)}, this would be {amount} more, and at "
-            f"most {most} may be; try again in {retry_after} s",
+            f"most {maximum} may be; try again in {retry_after} s",
             headers={"retry-after": str(retry_after)},
             reason=stage.reason,
         )

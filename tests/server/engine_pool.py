@@ -72,7 +72,7 @@ async def cancel(tasks: set[asyncio.Task[Any]]) -> None:
 
 async def tidy(client: EngineClient) -> None:
     """Leave an engine as if nobody had used it, but for its counters."""
-    client.inbox.on_steps = client.inbox.on_end = None
+    client.receiver.on_steps = client.receiver.on_end = None
     await client.ask(Resume())
     await client.ask(SetMaxNumActiveSeqs(None))
     while await client.ask(ExplainAll()):

@@ -7,7 +7,7 @@
         print(delta.text)
     await client.shutdown()
 
-Everything here runs in one event loop. Messages of the engine process arrive in `inbox.py`. A process that gives no
+Everything here runs in one event loop. Messages of the engine process arrive in `receiver.py`. A process that gives no
 sign of life for too long (`heartbeat.py`) counts as dead from then on, and is killed; nothing waits for its exit.
 """
 
@@ -32,7 +32,7 @@ from pointsman.engine.errors import EngineDeadError, EngineStalledError, ModelLo
 from pointsman.engine.stats import DEFAULT_INTERVAL
 from pointsman.engine.text.tokenizer import model_directory, read_tokenizer
 from pointsman.server.service.heartbeat import DEFAULT_TIMEOUT, INTERVAL, Heartbeat
-from pointsman.server.service.inbox import ClientStream, Inbox
+from pointsman.server.service.receiver import ClientStream, Receiver
 from pointsman.server.wire.messages import (
     Abandon,
     Add,
@@ -96,7 +96,7 @@ class EngineClient:
     Attributes:
         info: the engine's description of itself.
         tokenizer: of the model, in this process; None if it has none.
-        inbox: the streams of unfinished requests; reports steps and finished requests.
+        receiver: the streams of unfinished requests; reports steps and finished requests.
         is_here: whether the engine process runs on this machine, as far as known.
         is_hung: whether it counts as dead because it gave no sign of life.
         dead: set when the engine process has ended, for any reason, or counts as dead.
@@ -109,7 +109,7 @@ class EngineClient:
         self.info: EngineInfo = None  # type: ignore[assignment]  # `connect` returns no client without
         self.tokenizer: Any | None = None
         self.heartbeat = Heartbeat(timeout)
-        self.inbox = Inbox(self._handle, self._on_close, self.heartbeat)
+        self.receiver = Receiver(self._handle, self._on_close, self.heartbeat)
         self.is_here = True
         self.is_hung = False
         self.dead = asyncio.Event()
@@ -207,7 +207,7 @@ class EngineClient:
             loop = asyncio.get_running_loop()
             client.is_here = sock.family == socket.AF_UNIX
             create_connection = loop.create_unix_connection if client.is_here else loop.create_connection
-            client._transport, _ = await create_connection(lambda: client.inbox, sock=sock)
+            client._transport, _ = await create_connection(lambda: client.receiver, sock=sock)
             client._send(start)
             if tokenizer is None:
                 directory = model_directory(start.options.get("model"))
@@ -268,15 +268,15 @@ class EngineClient:
         others."""
         for stream in streams:
             stream.note_sent(next(self._keys))
-            self.inbox.streams[stream.key] = stream
+            self.receiver.streams[stream.key] = stream
         self._send(Add([(stream.key, stream.request) for stream in streams]))
 
     def abandon(self, stream: ClientStream) -> None:
         """Abort the request of a stream without a reader, unless the request was not sent here or has finished."""
-        if self.inbox.streams.get(stream.key) is stream:  # keys are unique within one engine only
-            del self.inbox.streams[stream.key]
+        if self.receiver.streams.get(stream.key) is stream:  # keys are unique within one engine only
+            del self.receiver.streams[stream.key]
             self._send(Abandon(stream.key))
-            self.inbox.report_end(stream, Delta(finish_reason="abort"))
+            self.receiver.report_end(stream, Delta(finish_reason="abort"))
 
     # ------------------------------------------------------------------ questions
 
@@ -497,8 +497,8 @@ class EngineClient:
         """Mark the engine as dead; called once. Open questions fail. Its streams go to `on_death`, by which a fleet
         resumes them elsewhere; without `on_death`, or at shutdown, they fail too."""
         self._death = "the engine has been shut down" if self._is_stopping else why
-        orphans = self.inbox.take_all()
-        why = self.inbox.last_words or self._death
+        orphans = self.receiver.take_all()
+        why = self.receiver.last_words or self._death
         if self.on_death is not None and not self._is_stopping:
             self.on_death(orphans, why)
         else:

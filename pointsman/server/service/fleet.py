@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from pointsman.engine.errors import EngineDeadError, EngineStalledError
 from pointsman.routing import Router
 from pointsman.server.service.engine_client import EngineClient, EngineStartError, queue_in_turns
-from pointsman.server.service.inbox import ClientStream
+from pointsman.server.service.receiver import ClientStream
 from pointsman.server.wire.messages import Delta, EngineInfo, EngineRequest
 from pointsman.server.wire.questions import (
     AnswerT,
@@ -163,8 +163,8 @@ class EngineFleet:
 
     def _connect(self, index: int) -> None:
         if self._observations:
-            inbox = self.engines[index].inbox
-            inbox.on_steps, inbox.on_end = self._observations[index].steps, self._observations[index].end
+            receiver = self.engines[index].receiver
+            receiver.on_steps, receiver.on_end = self._observations[index].steps, self._observations[index].end
 
     # ------------------------------------------------------------------ requests
 
@@ -225,7 +225,7 @@ class EngineFleet:
         answers = [taken and not engine.is_slow for taken, engine in zip(takes, self.engines, strict=True)]
         lives = [engine.is_alive for engine in self.engines]
         chosen = next(some for some in (answers, takes, lives) if any(some))
-        return [len(engine.inbox.streams) if one else None for one, engine in zip(chosen, self.engines, strict=True)]
+        return [len(engine.receiver.streams) if one else None for one, engine in zip(chosen, self.engines, strict=True)]
 
     def _abandon(self, stream: ClientStream) -> None:
         if stream in self._waiting:
@@ -294,7 +294,7 @@ class EngineFleet:
                 if not living:
                     raise EngineStalledError(NONE_LIVES)
                 for index in living:
-                    streams = self.engines[index].inbox.streams.values()
+                    streams = self.engines[index].receiver.streams.values()
                     if any(one.request.request_id == request_id for one in streams):
                         return index
                 return living[0]
@@ -345,7 +345,7 @@ class EngineFleet:
         they are resumed after their engine's death. Returns the ids of all requests that exist.
         """
         waiting = [stream.request for stream in self._waiting if stream.request.request_id in question.request_ids]
-        running = [stream.request for engine in self.engines for stream in engine.inbox.streams.values()]
+        running = [stream.request for engine in self.engines for stream in engine.receiver.streams.values()]
         known = set(changed)
         for request in (*waiting, *(one for one in running if one.request_id in known)):
             request.priority = question.priority
@@ -379,7 +379,7 @@ class EngineFleet:
 
     def _resume(self, index: int, orphans: list[ClientStream], why: str) -> None:
         """Resume the requests of engine `index`, which is dead."""
-        going_on = []
+        resumed = []
         for stream in orphans:
             stream.num_deaths += 1
             if self.dead.is_set():
@@ -393,15 +393,15 @@ class EngineFleet:
                 )
             else:
                 stream.prepare_to_resume()
-                going_on.append(stream)
-        if going_on:
-            self._num_resumed[index] += len(going_on)
-            self._send(going_on)
-            waiting = sum(stream in self._waiting for stream in going_on)
-            taken = Counter(stream.engine for stream in going_on if stream not in self._waiting)
+                resumed.append(stream)
+        if resumed:
+            self._num_resumed[index] += len(resumed)
+            self._send(resumed)
+            waiting = sum(stream in self._waiting for stream in resumed)
+            taken = Counter(stream.engine for stream in resumed if stream not in self._waiting)
             where = [f"{count} in engine {other}" for other, count in sorted(taken.items())]
             where += [f"{waiting} wait for an engine"] if waiting else []
-            logger.warning("%d requests of engine %d are resumed: %s", len(going_on), index, ", ".join(where))
+            logger.warning("%d requests of engine %d are resumed: %s", len(resumed), index, ", ".join(where))
 
     def expect(self, index: int, starting: Awaitable[EngineClient]) -> None:
         """Add engine `index`, which is being started for the first time, when it is ready; a failure to start

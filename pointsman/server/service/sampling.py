@@ -180,7 +180,7 @@ def for_sample(params: SamplingParams, *, max_tokens: int, sample: int) -> Sampl
     """The parameters of another sample, or of a prompt of another length. Only the differing values are checked again:
     a request may have a thousand samples, all with the same schema, biases and lists of tokens.
 
-    The first sample of a prompt computes the log probabilities of the prompt; the others repeat them (`Delivery`).
+    The first sample computes the log probabilities of the prompt; the others repeat them (`ResponseSender`).
 
     Args:
         params: of the first sample; returned unchanged if nothing differs.

@@ -18,7 +18,7 @@ from pointsman.engine.params.sampling import SamplingParams
 from pointsman.engine.turns import SHARE, Turn, Turns
 
 if TYPE_CHECKING:
-    from pointsman.server.service.inbox import ClientStream
+    from pointsman.server.service.receiver import ClientStream
     from pointsman.server.stages import StageRoom
 
 MAX_OUT = 64

@@ -1,6 +1,6 @@
 """Service: the steps of a client's request, from its route to the engine process and back.
 
-    gate -> limits -> backlog -> prompts -> parameters -> queued in the engine -> delivery
+    gate -> limits -> backlog -> prompts -> parameters -> queued in the engine -> response
     500, 503  400     429        400, 429   400           400, 408, 429           408, 500
 
 Everything up to "queued" happens before the first byte of the response, so that a refusal has its own status.
@@ -21,10 +21,10 @@ from starlette.responses import Response
 
 from pointsman.engine.errors import EngineDeadError, EngineStalledError
 from pointsman.server.service.backlog import Backlog, Ticket
-from pointsman.server.service.delivery import Delivery
 from pointsman.server.service.gate import too_late
 from pointsman.server.service.names import OWNER, RequestNames
 from pointsman.server.service.prompts import PromptReader
+from pointsman.server.service.response_sender import ResponseSender
 from pointsman.server.service.sampling import SamplingPlan
 from pointsman.server.service.sending import Sending
 from pointsman.server.service.tenants import TenantRule, isolated_salt
@@ -141,23 +141,23 @@ class Service:
             client = Client(scope.get(OWNER), self.tenants.of(scope, job.body.user))
             num_samples = job.prompts.count() * job.plan.n
             with self.backlog.enter(client.tenant, num_samples) as ticket:
-                async with Delivery(self.gate, self._observations, ticket, job.deadline(self.config)) as delivery:
+                async with ResponseSender(self.gate, self._observations, ticket, job.deadline(self.config)) as sender:
                     try:
-                        await self._queue_in_time(job, client, delivery, ticket)
-                        await self._deliver(job, delivery, scope, send)
+                        await self._queue_in_time(job, client, sender, ticket)
+                        await self._send_response(job, sender, scope, send)
                     finally:
-                        self.names.remove(stream.request.request_id for stream in delivery.streams)
+                        self.names.remove(stream.request.request_id for stream in sender.streams)
 
-    async def _queue_in_time(self, job: Job, client: Client, delivery: Delivery, ticket: Ticket) -> None:
+    async def _queue_in_time(self, job: Job, client: Client, sender: ResponseSender, ticket: Ticket) -> None:
         try:
-            async with asyncio.timeout(delivery.seconds_left):
-                await self._queue(job, client, delivery, ticket)
+            async with asyncio.timeout(sender.seconds_left):
+                await self._queue(job, client, sender, ticket)
         except TimeoutError:
             raise too_late() from None
         except (EngineDeadError, EngineStalledError, ValueError) as error:
             raise self.gate.from_engine(error) from error
 
-    async def _queue(self, job: Job, client: Client, delivery: Delivery, ticket: Ticket) -> None:
+    async def _queue(self, job: Job, client: Client, sender: ResponseSender, ticket: Ticket) -> None:
         """Queue a request of the engine for each sample.
 
         Raises:
@@ -175,7 +175,7 @@ class Service:
         is_only = len(prompts) == job.plan.n == 1
         for index, (prompt, samples) in enumerate(zip(prompts, params, strict=True)):
             for own in samples:
-                name = answer_id if is_only else f"{answer_id}-{len(delivery.samples)}"
+                name = answer_id if is_only else f"{answer_id}-{len(sender.samples)}"
                 request = EngineRequest(
                     request_id=self.names.add(answer_id, name, client.owner),
                     prompt_token_ids=prompt.token_ids,
@@ -186,21 +186,21 @@ class Service:
                     retention=body.retention,
                     cache_salt=cache_salt,
                     arrival_time=job.arrival_time,
-                    deadline=delivery.deadline,
+                    deadline=sender.deadline,
                     user=body.user,
                     stream=job.stream,
                 )
-                delivery.add(index, prompt, self.client.generate(request))
-        await self.sending.queue(tenant, delivery.streams)
+                sender.add(index, prompt, self.client.generate(request))
+        await self.sending.queue(tenant, sender.streams)
 
-    async def _deliver(self, job: Job, delivery: Delivery, scope: Scope, send: Send) -> None:
+    async def _send_response(self, job: Job, sender: ResponseSender, scope: Scope, send: Send) -> None:
         if isinstance(job.writer, TextWriter) and job.stream:
-            await delivery.send_events(job.writer, scope, send)
+            await sender.send_events(job.writer, scope, send)
         else:
-            await delivery.send_whole(job.writer, send)
+            await sender.send_whole(job.writer, send)
         if isinstance(job.plan, SamplingPlan):
-            engine = self._observations.engines[delivery.streams[0].engine]
-            engine.client_request(job.plan.n, max(choice.num_tokens for choice in delivery.choices))
+            engine = self._observations.engines[sender.streams[0].engine]
+            engine.client_request(job.plan.n, max(choice.num_tokens for choice in sender.choices))
 
     # ------------------------------------------------------------------ questions of operators
 

@@ -42,11 +42,11 @@ def check_urgency(priority: int, ttft_target: float | None, info: EngineInfo, co
     """
     if priority:
         check_priority_is_read(priority, info)
-        least = config.min_request_priority
-        if least is not None and priority < least:
+        minimum = config.min_request_priority
+        if minimum is not None and priority < minimum:
             raise ApiError(
                 400,
-                f"priority is {priority}, and smaller is more urgent; this server takes {least} at least: raise it",
+                f"priority is {priority}, and smaller is more urgent; this server takes {minimum} at least: raise it",
                 param=PRIORITY,
             )
     if ttft_target is not None:

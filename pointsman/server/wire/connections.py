@@ -299,14 +299,14 @@ def raise_file_limit() -> int:
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
-    if soft == resource.RLIM_INFINITY or soft >= most:
-        return most if soft == resource.RLIM_INFINITY else soft
+    maximum = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft == resource.RLIM_INFINITY or soft >= maximum:
+        return maximum if soft == resource.RLIM_INFINITY else soft
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (maximum, hard))
     except (OSError, ValueError):  # the system has a further limit
         return soft
-    return most
+    return maximum
 
 
 def size_for(max_connections: int | None, num_files: int) -> int:

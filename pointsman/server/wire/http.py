@@ -10,7 +10,7 @@
 - A pipelined request (sent before the last response is complete) is not read. The connection is closed after that
   response, and the client sends the request again on another connection, as HTTP/1.1 provides.
 
-- A streamed response may be written without a task, see `has_room` and `write`.
+- A streamed response may be written without a task, see `has_room` and `write_now`.
 
 uvicorn stops reading while a pipelined request waits, and would not notice that the client is gone. Here a connection
 is read until it ends, and a client that hangs up stops its request at once.
@@ -191,7 +191,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self.cycle.default_headers = [*self.cycle.default_headers, CLOSE_HEADER]
         # The app's task begins in the next iteration of the loop, so it sees this.
         self.scope["extensions"] = {
-            WRITE_NOW: {"has_room": partial(has_room, self.cycle), "write": partial(write, self.cycle)}
+            WRITE_NOW: {"has_room": partial(has_room, self.cycle), "write_now": partial(write_now, self.cycle)}
         }
 
     def on_body(self, body: bytes) -> None:
@@ -333,6 +333,6 @@ def has_room(cycle: RequestResponseCycle) -> bool:
     )
 
 
-def write(cycle: RequestResponseCycle, piece: bytes) -> None:
+def write_now(cycle: RequestResponseCycle, piece: bytes) -> None:
     """Write a part of a body, not empty, while `has_room`; without a task and without the app's layers."""
     cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))

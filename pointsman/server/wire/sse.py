@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from starlette.types import Scope, Send
 
 WRITE_NOW = "pointsman.write_now"
-"""The ASGI extension by which a protocol offers to write a part of a body without waiting: `write` may be called while
-`has_room` returns True."""
+"""The ASGI extension by which a protocol offers to write a part of a body without waiting: `write_now` may be called
+while `has_room` returns True."""
 
 DONE = b"data: [DONE]\n\n"
 EVENT_HEADERS = {
@@ -36,10 +36,10 @@ class EventStream:
     def __init__(self, send: Send, headers: Mapping[str, str], scope: Scope | None = None) -> None:
         self._send = send
         extensions = (scope or {}).get("extensions") or {}
-        offered = extensions.get(WRITE_NOW, {"has_room": lambda: False, "write": None})
+        offered = extensions.get(WRITE_NOW, {"has_room": lambda: False, "write_now": None})
         self.has_room: Callable[[], bool] = offered["has_room"]
         """Whether events can be written without waiting."""
-        self.write_now: Callable[[bytes], None] = offered["write"]
+        self.write_now: Callable[[bytes], None] = offered["write_now"]
         """Writes events without waiting; only while `has_room` returns True."""
         self._headers = {**EVENT_HEADERS, **headers}
         self._lock = asyncio.Lock()

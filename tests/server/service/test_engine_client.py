@@ -14,8 +14,8 @@ import pytest
 from pointsman.core.errors import UnknownRequest
 from pointsman.engine import LLM, EngineDeadError, SamplingParams
 from pointsman.server.service.engine_client import EngineClient
-from pointsman.server.service.inbox import ClientStream
 from pointsman.server.service.prompts import PromptReader, TextPrompts
+from pointsman.server.service.receiver import ClientStream
 from pointsman.server.wire.messages import Delta, EngineRequest, StepNote
 from pointsman.server.wire.questions import Explain, ExplainAll, Stats
 from tests.server.engine_pool import engine_pool
@@ -57,8 +57,8 @@ def test_texts_are_those_of_the_engine_itself() -> None:
         before = await client.ask(Stats())
         steps: list[StepNote] = []
         ends: list[tuple[str, str | None, int]] = []
-        client.inbox.on_steps = steps.extend
-        client.inbox.on_end = lambda request, last, n: ends.append((request.request_id, last.finish_reason, n))
+        client.receiver.on_steps = steps.extend
+        client.receiver.on_end = lambda request, last, n: ends.append((request.request_id, last.finish_reason, n))
         streams = [
             client.generate(EngineRequest(text, prompt.token_ids, GREEDY, stream=index != 1))
             for index, (text, prompt) in enumerate(zip(texts, prompts, strict=True))

@@ -16,7 +16,7 @@ from pointsman.engine import EngineDeadError, SamplingParams
 from pointsman.engine.params.structured_outputs import StructuredOutputsParams
 from pointsman.server.service.engine_client import EngineClient, EngineStartError
 from pointsman.server.service.fleet import EngineFleet, start_fleet
-from pointsman.server.service.inbox import ClientStream
+from pointsman.server.service.receiver import ClientStream
 from pointsman.server.wire.messages import Delta, EngineRequest
 from pointsman.server.wire.questions import ExplainAll, ResetPrefixCache, SetPriority, Stats
 from tests.forms import short_or_long

@@ -22,7 +22,7 @@ from pointsman.server.service import engine_client
 from pointsman.server.service.engine_client import EngineClient, is_traced
 from pointsman.server.service.fleet import EngineFleet, start_fleet
 from pointsman.server.service.heartbeat import INTERVAL
-from pointsman.server.service.inbox import ClientStream
+from pointsman.server.service.receiver import ClientStream
 from pointsman.server.wire.messages import Delta, EngineRequest
 from pointsman.server.wire.questions import (
     Explain,
@@ -102,7 +102,7 @@ async def streams_in_both(fleet: EngineFleet, count: int = 8) -> dict[str, Clien
     """Streams that run, in each of two engines as many."""
     streams = {f"a-{number}": stream_of(fleet, f"a-{number}") for number in range(count)}
     await fleet.queue(list(streams.values()))
-    assert [len(engine.inbox.streams) for engine in fleet.engines] == [count // 2, count // 2]
+    assert [len(engine.receiver.streams) for engine in fleet.engines] == [count // 2, count // 2]
     return streams
 
 

@@ -22,7 +22,7 @@ from pointsman.server.metrics.exposition import ServerMetrics
 from pointsman.server.service import remote
 from pointsman.server.service.engine_client import EngineClient, EngineStartError, start_process
 from pointsman.server.service.fleet import EngineFleet, start_fleet
-from pointsman.server.service.inbox import ClientStream
+from pointsman.server.service.receiver import ClientStream
 from pointsman.server.service.remote import EngineListener, HostLostError, Invitation, host_engine, numbered
 from pointsman.server.wire.messages import Delta, EngineRequest, Start
 from pointsman.server.wire.questions import Stats

@@ -1,6 +1,6 @@
-"""Inbox: receives frames from the engine process, and puts each delta into the stream of its request.
+"""Receiver: reads frames from the engine process, and puts each delta into the stream of its request.
 
-    socket -> Inbox.data_received -> ClientStream.put, put_tokens -> the stream's reader, or its shortcut
+    socket -> Receiver.data_received -> ClientStream.put, put_tokens -> the stream's reader, or its shortcut
 
 A stream is over after the delta with a finish_reason, after an error, or when it is closed:
 
@@ -27,7 +27,7 @@ Shortcut: TypeAlias = Callable[[str, list[int], int], bool]
 """Gets the text, the ids and the number of cached tokens of a delta."""
 
 
-class Inbox(asyncio.Protocol):
+class Receiver(asyncio.Protocol):
     """The streams of unfinished requests, and the receiving end of the socket.
 
     Args:
@@ -54,7 +54,7 @@ class Inbox(asyncio.Protocol):
         self._unpacker = Unpacker()
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes from the engine process, of any number."""
+        """Take bytes of the engine process, in pieces of any length."""
         self._heartbeat.hear()
         for message in self._unpacker.feed(data):
             if isinstance(message, EngineOutputs):
@@ -201,7 +201,7 @@ class ClientStream(AsyncIterator[Delta]):
         """Tokens received, read or not."""
         return len(self.output_token_ids)
 
-    # ------------------------------------------------------------------ for the client and its inbox
+    # ------------------------------------------------------------------ for the client and its receiver
 
     def prepare_to_resume(self) -> None:
         """Its engine is dead: let the request, when it is sent again, continue after the received tokens."""

@@ -1,11 +1,11 @@
-"""Delivery: reads the samples of a client's request, and sends them as one body or as events to the client.
+"""ResponseSender: reads the samples of a client's request, and sends the client one body or events.
 
-    inbox -> Sample (counts, times) -> answer writer -> sse
+    receiver -> Sample (counts, times) -> answer writer -> sse
 
 Reading and sending alternate: the next delta of a sample is read when the transport has taken its last event. A
 shortcut (`_shortcut`) writes a delta of plain text without waking the sample's task, while the task waits and the
 transport can be written. That halves the cost of a token here. A sample's first token never takes the shortcut: it
-returns False while `choice.plain_head` is "", and only an event written by the task sets that. Leaving a delivery in
+returns False while `choice.plain_head` is "", and only an event written by the task sets that. Leaving a sender in
 any way aborts its unfinished requests.
 """
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pointsman.server.metrics.observations import Observations
     from pointsman.server.service.backlog import Ticket
     from pointsman.server.service.gate import Gate
-    from pointsman.server.service.inbox import ClientStream, Shortcut
+    from pointsman.server.service.receiver import ClientStream, Shortcut
     from pointsman.server.wire.answers import AnswerWriter
     from pointsman.server.wire.logprobs import Logprobs
 
@@ -148,7 +148,7 @@ class Sample:
             return Delta(finish_reason="deadline", num_cached_tokens=self.choice.num_cached_tokens)
 
 
-class Delivery:
+class ResponseSender:
     """The samples of a client's request. A context: leaving it aborts unfinished requests.
 
     Args:
@@ -166,7 +166,7 @@ class Delivery:
         self._ticket = ticket
         self.deadline = deadline
 
-    async def __aenter__(self) -> Delivery:
+    async def __aenter__(self) -> ResponseSender:
         return self
 
     async def __aexit__(

@@ -15,7 +15,7 @@ import pytest
 
 from pointsman.engine import SamplingParams
 from pointsman.server.service.engine_client import EngineClient
-from pointsman.server.service.inbox import ClientStream
+from pointsman.server.service.receiver import ClientStream
 from pointsman.server.wire.messages import Delta, EngineRequest
 from pointsman.server.wire.questions import ExplainAll
 from tests.server.engine_pool import engine_pool
@@ -100,13 +100,13 @@ def test_closing_as_a_delta_arrives_ends_the_stream() -> None:
 def test_cancelled_reader_aborts_the_request() -> None:
     async def test(client: EngineClient) -> None:
         ends: list[tuple[str, str | None]] = []
-        client.inbox.on_end = lambda request, last, _: ends.append((request.request_id, last.finish_reason))
+        client.receiver.on_end = lambda request, last, _: ends.append((request.request_id, last.finish_reason))
         stream = stream_of(client)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.2):
                 async for _ in stream:
                     pass
-        client.inbox.on_end = None
+        client.receiver.on_end = None
         assert ends == [(stream.request.request_id, "abort")]
         assert [delta async for delta in stream] == []
 
@@ -159,7 +159,7 @@ def test_shortcut_takes_tokens_while_the_reader_waits_and_keeps_order() -> None:
 
 
 def test_a_shortcut_that_fails_leaves_the_delta_to_the_reader() -> None:
-    """The inbox is that of all clients: what one of them causes must not reach it."""
+    """The receiver is that of all clients: what one of them causes must not reach it."""
 
     async def test() -> None:
         stream = ClientStream(
