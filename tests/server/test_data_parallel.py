@@ -1,4 +1,4 @@
-"""Several engines behind one API process, as a client and an operator see them: real processes, real HTTP."""
+"""Several engines behind one API process, seen by clients and operators: real processes, real HTTP."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def until_all_live(http: httpx.Client) -> None:
 
 
 def test_both_engines_give_equal_output_and_are_distinguishable(http: httpx.Client) -> None:
-    """Requests are spread, equal prefixes stay together, and every question goes to both."""
+    """Requests are distributed, equal prefixes stay together, and every question goes to both engines."""
     prompts = [f"{number} {FIELDS['prompt']} " * 12 for number in range(6)]
     before = samples(http, "pointsman:steps_total")
     texts, engines = [], []
@@ -217,7 +217,7 @@ def listed(http: httpx.Client) -> list[dict[str, Any]]:
 
 
 def telling(answer: dict[str, Any]) -> Any:
-    """What does not differ from one request to the next: logits are computed in steps of other shapes."""
+    """The facts of a request that do not depend on the shapes of steps."""
     if "data" in answer:
         return answer["data"][0]["embedding"]
     choices = [(one["text"], one["finish_reason"], one["logprobs"]["tokens"]) for one in answer["choices"]]
@@ -244,7 +244,7 @@ def test_recordings_are_one_for_each_engine(tmp_path: Path) -> None:
 
 
 def test_a_drain_finishes_the_requests_of_an_engine_that_hangs() -> None:
-    """Operators see the hang meanwhile: its engine is down, and not the server."""
+    """Operators see the hang meanwhile: the engine is down, but not the server."""
     with start_server(*TWO, "--engine-timeout", "2", "--drain-timeout", "120") as server:
         with httpx.Client(base_url=server.url, timeout=120) as http, ThreadPoolExecutor(8) as pool:
             prompts = [f"{number} {FIELDS['prompt']}" for number in range(8)]
@@ -275,7 +275,7 @@ def test_requests_wait_for_a_restart_and_server_ends_without_one() -> None:
         answer = http.post("/v1/completions", json=FIELDS, timeout=60)
         assert answer.json()["choices"][0]["text"] == expected
         assert http.get("/ready").status_code == 200
-        os.kill(server.engine_pid, signal.SIGKILL)  # its second death, one after the other
+        os.kill(server.engine_pid, signal.SIGKILL)  # its second consecutive death
         assert server.wait(20) == 1
         assert "stays dead" in server.log()
 
@@ -309,7 +309,7 @@ def test_used_kv_events_port_is_reported() -> None:
 
 
 def test_ports_that_engines_could_not_have_are_refused() -> None:
-    """Those of the later engines as well, which are counted up from what was given."""
+    """Also the ports of later engines, which count up from the given one."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         local = f"tcp://127.0.0.1:{port}"
@@ -345,7 +345,7 @@ def test_cores_threads_blocks_and_ports_are_shared_out(monkeypatch: pytest.Monke
     assert (first.record, second.record, second.record_after(2)) == ("f", "f.1", "f.1.restart-2")
     alone = share_out(options, 1, "f")[0]
     assert (alone.options, alone.cores, alone.record, alone.name) == (options, None, "f", "")
-    # Where the time of all processors is limited, no engine may take all of it.
+    # If processor time is limited, no engine may take all of it.
     monkeypatch.setattr("pointsman.server.shares.num_cores", lambda: 4)
     assert [one.options["num_threads"] for one in share_out({"model": "demo"}, 2)] == [2, 2]
 

@@ -1,7 +1,6 @@
-"""vLLM's router in front of servers: what it makes of requests for operators, and where it sends the others.
+"""vLLM's router in front of servers: operators' requests through it, and its choice of servers.
 
-It passes every path on, without the headers of the request, and lets pages of every site read the answers to
-completions.
+The router forwards every path without the headers of the request, and lets pages of every site read completions.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ def test_client_key_cannot_operate_through_a_router() -> None:
 
 
 def test_router_key_counts_as_a_client_key() -> None:
-    """It sends that key with everything that it passes on unread, whatever key the request had."""
+    """The router sends that key with everything that it forwards unread, in place of the request's key."""
 
     async def run(server: str, routed_by: str) -> None:
         async with httpx.AsyncClient(base_url=server, timeout=60) as direct:
@@ -168,7 +167,7 @@ def test_prefixes_stay_together_and_ending_server_loses_no_request(two: Routed) 
 
 
 def test_ending_an_idle_server_loses_no_request(two: Routed) -> None:
-    """The router holds its prefix, and sends it the next requests as long as it has not noticed."""
+    """The router knows its prefix, and sends it requests until it notices the end."""
     prompt = {"model": "demo", "prompt": prefix(0)[:DRAIN_PROMPT], "max_tokens": 1}
     with two.router("cache_aware") as router:
         assert httpx.post(f"{router.url}/v1/completions", json=prompt).status_code == 200
@@ -252,7 +251,7 @@ def test_commands_of_the_document_run(script: list[str], tmp_path: Path, monkeyp
 
 
 def test_a_server_that_is_not_there_is_named() -> None:
-    """As many seconds as it may take to start."""
+    """The seconds that a start may take."""
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(RouterFailed) as caught:
         start_router([url], "--worker-startup-timeout-secs", "3", timeout=30)

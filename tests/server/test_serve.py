@@ -1,4 +1,4 @@
-"""The life of a server as its supervisor and its clients see it: real processes, real sockets, real signals."""
+"""Start, serving and exit of a server, seen by its supervisor and clients: real processes, sockets and signals."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def completion(server: ServerProcess, max_tokens: int, **fields: Any) -> httpx.R
 
 
 class Client(threading.Thread):
-    """One request in a thread of its own: its answer, or what became of it."""
+    """One request in its own thread, with its response or its failure."""
 
     def __init__(self, server: ServerProcess, max_tokens: int, *, stream: bool = False) -> None:
         super().__init__(daemon=True)
@@ -250,7 +250,7 @@ def test_a_drain_beside_an_engine_that_hangs_ends_in_time() -> None:
 
 
 def test_a_server_that_was_stopped_keeps_its_engine() -> None:
-    """As Ctrl-Z does, or a machine that sleeps, whichever process goes on first."""
+    """As after Ctrl-Z, or on a machine that sleeps, with either process continuing first."""
     with start_server(*SMALL, "--engine-timeout", "2") as server:
         for first in ("server", "engine"):
             client = Client(server, 200)
@@ -343,7 +343,7 @@ def test_a_model_that_is_not_there_is_an_error_before_anything_is_started(tmp_pa
 
 
 def test_a_broken_tokenizer_is_the_only_error(tmp_path: Path) -> None:
-    """The engine process, which is ended for it, is no second one."""
+    """The end of the engine process, which follows from it, is no second error."""
     model = tmp_path / "model"
     shutil.copytree(model_directory("demo") or "", model)
     (model / "tokenizer.json").write_text("{")

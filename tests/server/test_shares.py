@@ -1,4 +1,4 @@
-"""What each of several engines gets where the machine has GPUs, up to the options of the engine processes."""
+"""The shares of several engines on a machine with GPUs, as options of the engine processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stages: the table in the docs is the one in the code, and rooms are made from it."""
+"""Stages: the table in the docs matches the code, and rooms are made from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The start-up log: five lines, true, copy-pastable, and without secrets."""
+"""The start-up log: five lines, with a working curl, and without secrets."""
 
 from __future__ import annotations
 

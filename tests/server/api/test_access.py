@@ -1,4 +1,4 @@
-"""Who may call what: keys of clients and operators, and where an operator's request comes from."""
+"""Access: keys of clients and operators, and the origin of operators' requests."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ ENDPOINTS = [
     ("POST", "/max_num_active_seqs", "operator"),
     ("POST", "/v1/requests/{request_id}/priority", "operator"),
 ]
-"""Every endpoint, and who may call it: everybody; clients; operators; operators, and clients for their own requests."""
+"""Every endpoint and its callers: all; clients; operators; operators, and clients for their own requests."""
 FOR_OPERATORS = [(method, path) for method, path, who in ENDPOINTS if who in ("operator", "own")]
 DESCRIBED = {path for _, path, _ in ENDPOINTS} - {
     *("/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc", "/live", "/live/film")
@@ -113,7 +113,7 @@ def bearer_of(key: str | None) -> dict[str, str]:
 
 
 async def ask(http: httpx.AsyncClient, method: str, path: str, headers: Mapping[str, str] | None = None) -> Any:
-    """The response to a request that changes nothing for long; a completion's body is not valid."""
+    """The response to a request without lasting effect; the body of completions is not valid."""
     path = path.replace("{model}", "demo").replace("{request_id}", "cmpl-nothing")
     content: dict[str, Any] = {"content": b"{}"} if method == "POST" else {}
     if path.endswith("/priority"):
@@ -151,7 +151,7 @@ def test_every_route_is_in_the_list() -> None:
 
 
 def status_of(who: str, keys: str, key: str | None) -> int | None:
-    """The refusal that is expected; None: none."""
+    """The expected refusal; None: no refusal."""
     has_client_keys, has_operator_keys = keys in ("client keys", "both"), keys in ("operator keys", "both")
     is_client, is_operator = has_client_keys and key == CLIENT, has_operator_keys and key == OPERATOR
     if who == "open":
@@ -218,7 +218,7 @@ def test_the_description_says_which_key(keys: str) -> None:
 
 
 def in_words(who: str, keys: str) -> str:
-    """The least that a caller needs."""
+    """The weakest credential that the endpoint accepts."""
     if status_of(who, keys, None) is None:
         return "open" if who in ("open", "client") else "this machine"
     if status_of(who, keys, CLIENT) is None:
@@ -358,7 +358,7 @@ def test_pages_of_other_sites_cannot_call_operator_endpoints(keys: str) -> None:
         {"origin": "http://evil.example"},
         {"origin": "null"},
         {"origin": "http://127.0.0.1:8001", "host": "127.0.0.1:8000"},
-        {"origin": "http://evil.example:8000", "host": "evil.example:8000"},  # a name that was made to lead here
+        {"origin": "http://evil.example:8000", "host": "evil.example:8000"},  # a name that resolves to this server
         {"sec-fetch-site": "same-origin", "origin": "http://evil.example:8000", "host": "evil.example:8000"},
         {"origin": "http://localhost.evil.example", "host": "localhost.evil.example"},
         {"origin": "file://127.0.0.1", "host": "127.0.0.1"},
@@ -469,7 +469,7 @@ OPEN = [(method, path) for method, path, who in ENDPOINTS if who == "open"]
 def test_without_keys_pages_reach_client_endpoints_only_by_known_names(
     settings: dict[str, Any], names: list[str], others: list[str], keys: str
 ) -> None:
-    """A page's own name may be made to lead to the server; to the browser the server is then the page's own site."""
+    """A page's own name may resolve to this server (DNS rebinding); to the browser the server is then the same site."""
     key = bearer_of({"client keys": CLIENT, "both": CLIENT}.get(keys))
     addresses = ["10.9.8.7", "10.9.8.7:8000", "[fd00::9]:80", "[::ffff:10.0.0.6]", "0.0.0.0", "[::]"]
 
@@ -635,7 +635,7 @@ def test_a_client_sees_its_own_requests_and_an_operator_all() -> None:
         assert [one["id"] for one in await listed(a)] == ["cmpl-secret-of-a", "cmpl-twin"]
         of_b = await listed(b)
         assert [one["id"] for one in of_b] == ["cmpl-of-b", "cmpl-twin"]
-        # What it waits for is known, and which client's request that is, is not.
+        # It shows the reason to wait, but not the name of another client's request.
         assert of_b[0]["blocker"] == HIDDEN and {one["id"] for one in of_b[0]["holders"]} == {HIDDEN}
         assert of_b[0]["resource"] == "sequence slots" and HIDDEN in of_b[0]["explanation"]
         assert "secret-of-a" not in json.dumps(of_b)

@@ -1,4 +1,4 @@
-"""Everything beside completions: models, tokens, health, requests, and what is no request at all."""
+"""Endpoints other than completions: models, tokens, health, requests; and invalid requests."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PROMPT = "The import statement"
 
 
 def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
-    """The error of an answer, which has the one shape."""
+    """The error of a response, in the common form."""
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/json"
     ErrorResponse.model_validate_json(response.content)
@@ -204,7 +204,7 @@ def test_requests_endpoint_shows_every_request_state(http: httpx.Client) -> None
         same = RequestState.model_validate(http.get(f"/v1/requests/{one.engine_id}").json())
         assert (same.id, same.engine_id) == (one.id, one.engine_id)
         again = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "request_id": "watched"})
-        assert again.json()["id"] == again.headers["x-request-id"] == "cmpl-watched"  # who tries again may
+        assert again.json()["id"] == again.headers["x-request-id"] == "cmpl-watched"  # retries may have the same id
     assert error_of(http.get("/v1/requests/cmpl-nobody"), 404)["type"] == "NotFoundError"
 
 
@@ -267,7 +267,7 @@ def test_choices_share_prompt_logprobs_computed_once() -> None:
             return found["vllm:prompt_tokens_total"] - found["vllm:prompt_tokens_cached_total"]
 
         async def choices(n: int, **more: Any) -> list[dict[str, Any]]:
-            """They compute no more than the prompts, and for each further choice what fills no block."""
+            """They compute only the prompts, and for each further choice the tokens that fill no block."""
             await http.post("/reset_prefix_cache")
             before = await num_computed()
             response = await http.post("/v1/completions", json={"prompt": prompts, "n": n, **fields, **more})
@@ -343,7 +343,7 @@ def test_draining_server_finishes_requests_and_refuses_new_ones() -> None:
 
 def test_two_requests_may_have_one_name() -> None:
     async def test(client: EngineClient, app: Any, http: httpx.AsyncClient) -> None:
-        await client.ask(Pause("keep", False))  # none is to finish while it is looked for
+        await client.ask(Pause("keep", False))  # no request may finish during the search
         fields = {"prompt": PROMPT, "max_tokens": 8, "ignore_eos": True, "request_id": "twin"}
         twins = [asyncio.ensure_future(http.post("/v1/completions", json={**fields, "n": n})) for n in (1, 2)]
         while len(await client.ask(ExplainAll())) < 3:
@@ -439,7 +439,7 @@ def test_many_samples_do_not_block_other_clients() -> None:
 
 
 def test_full_grammar_queue_gets_retry_after() -> None:
-    """Nothing is wrong with it: an overload, as when too many requests wait."""
+    """The request is valid: this is an overload, as with too many waiting requests."""
 
     async def test(client: EngineClient, app: Any, http: httpx.AsyncClient) -> None:
         def ask(number: int) -> asyncio.Task[httpx.Response]:

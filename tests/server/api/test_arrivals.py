@@ -1,4 +1,4 @@
-"""Arrivals: requests begin a few at a time, in the turns of tenants, and health checks at once."""
+"""Arrivals: requests begin a few at a time, tenants in turn; health checks begin at once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def to_nobody(_: Message) -> None:
 
 
 class Door:
-    """The middleware, and in which order requests began behind it."""
+    """The middleware, and the order in which requests began."""
 
     def __init__(self, tenant_of: Callable[[Scope], str] = lambda scope: str(scope["tenant"])) -> None:
         self.begun: list[str] = []
@@ -47,7 +47,7 @@ def test_requests_per_loop_iteration_are_limited() -> None:
         tasks = [door.send("a") for _ in range(MANY)]
         while not all(task.done() for task in tasks):
             await asyncio.sleep(0)
-            assert len(door.begun) - before <= 2 * NUM_PER_TURN  # of this turn, and those let in by the last
+            assert len(door.begun) - before <= 2 * NUM_PER_TURN  # of this iteration, and those admitted by the last
             before = len(door.begun)
         assert len(door.begun) == MANY
 

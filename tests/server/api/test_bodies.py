@@ -1,4 +1,4 @@
-"""Bodies: their size, one by one and together, and the JSON in them."""
+"""Bodies: the size of one and of all together, and strict JSON."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_bodies_share_a_budget() -> None:
 
 
 def test_full_budget_still_accepts_small_bodies() -> None:
-    """Or one client with a few large bodies that never end would keep the requests of all clients out."""
+    """Otherwise a few large bodies that never end would block the requests of all clients."""
     budget = BodyBudget(bodies_room(100_000))
     large = [held_body(budget) for _ in range(5)]
     with pytest.raises(ApiError):
@@ -164,12 +164,12 @@ def test_one_tenants_bodies_do_not_use_the_whole_budget() -> None:
     assert caught.value.status_code == 429 and caught.value.reason == "queue_bytes"
     other = held_body(budget, "b")
     for _ in range(3):
-        other.add(100)  # one body has what there is, whoever it is of
+        other.add(100)  # a single body may use the whole budget, of any tenant
     assert budget.num_bytes == 1000
 
 
 def test_memory_is_given_back_after_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A moment later: whoever gives bytes back may still refer to them."""
+    """A moment later: the caller may still refer to the bytes."""
     trimmed: list[bool] = []
     monkeypatch.setattr(bodies, "TRIM_BYTES", 100)
     monkeypatch.setattr(bodies, "TRIM_SECONDS", 0.01)
@@ -244,7 +244,7 @@ def test_brackets_inside_strings_do_not_count(text: str) -> None:
 
 
 def test_escaped_quotes_do_not_hide_strings() -> None:
-    """A text may end with one, escaped: the quotation mark behind it is none within the text."""
+    """A string may end with an escaped backslash: the quotation mark after it ends the string."""
     body = json.dumps({f"{number}\\": 1 for number in range(MAX_TEXTS + 1)}).encode()
     assert f"{MAX_TEXTS + 1} texts" in refused(body)
 
@@ -258,7 +258,7 @@ class Wanted(BaseModel):
 
 
 def strict_app(monkeypatch: pytest.MonkeyPatch, *, is_direct: bool) -> FastAPI:
-    """A route with a body and a header, with the direct way to its endpoint or without."""
+    """A route with a body and a header, with or without the direct call of its endpoint."""
     if not is_direct:
         monkeypatch.setattr(StrictRoute, "_direct_call", lambda self: None)
     router = APIRouter(route_class=StrictRoute)

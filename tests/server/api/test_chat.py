@@ -19,7 +19,7 @@ GREEDY: dict[str, Any] = {"model": "demo", "messages": MESSAGES, "temperature": 
 
 
 def post(http: httpx.Client, **fields: Any) -> dict[str, Any]:
-    """An answer as JSON, which must be what the description says and no more."""
+    """A response as JSON, which must match the description exactly."""
     response = http.post("/v1/chat/completions", json={**GREEDY, **fields})
     assert response.status_code == 200, response.text
     body: dict[str, Any] = response.json()
@@ -53,7 +53,7 @@ def test_stream_begins_with_role_and_equals_the_whole_response(client: Any) -> N
 
 
 def test_plain_chunks_equal_full_chunks(http: httpx.Client) -> None:
-    """They are written in another way, because there are so many."""
+    """Plain chunks are written by another function, because they are so many."""
     found = http.post("/v1/chat/completions", json={**GREEDY, "stream": True}).text.split("\n\n")[:-2]
     role, full, *plain, _ = [json.loads(one.removeprefix("data: ")) for one in found]
     assert role["choices"][0]["delta"]["role"] == "assistant" and plain

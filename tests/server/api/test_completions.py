@@ -21,7 +21,7 @@ GREEDY: dict[str, Any] = {"model": "demo", "prompt": PROMPT, "temperature": 0, "
 
 
 def post(http: httpx.Client, **fields: Any) -> dict[str, Any]:
-    """A completion as JSON, which must be what the description says and no more."""
+    """A completion as JSON, which must match the description exactly."""
     response = http.post("/v1/completions", json={**GREEDY, **fields})
     assert response.status_code == 200, response.text
     body: dict[str, Any] = response.json()
@@ -66,7 +66,7 @@ def test_stream_equals_the_whole_response(client: Any) -> None:
 
 
 def test_plain_chunks_equal_full_chunks(http: httpx.Client) -> None:
-    """They are written in another way, because there are so many."""
+    """Plain chunks are written by another function, because they are so many."""
     full, *plain, _ = chunks(http)
     assert plain
     for one in plain:
@@ -292,7 +292,7 @@ def test_client_may_choose_the_request_id(http: httpx.Client) -> None:
 
 
 def metric(http: httpx.Client, name: str, label: str = "") -> float:
-    """The sum of a metric's series, of those with a label."""
+    """The sum of a metric's series that have a label."""
     lines = [line for line in http.get("/metrics").text.splitlines() if line.startswith(f"{name}{{") and label in line]
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 

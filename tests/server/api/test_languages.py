@@ -121,7 +121,7 @@ def test_grammar_without_matches_is_refused_before_it_runs(
 
 
 def check_refusal(client: openai.OpenAI, constraint: dict[str, Any], words: str, stream: bool) -> None:
-    """With a status, in a stream too: nothing has run."""
+    """The refusal has a status, in streams too: no step has run."""
     body = {"prompt": "The text", "max_tokens": 9, "stream": stream, "structured_outputs": constraint}
     answer = httpx.post(f"{client.base_url}completions", json=body, timeout=60)
     assert answer.status_code == 400

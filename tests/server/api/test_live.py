@@ -1,4 +1,4 @@
-"""What the scheduler decides now, over HTTP."""
+"""The live page and film, over HTTP."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FIELDS = {"prompt": "The import statement", "max_tokens": 40, "ignore_eos": True
 
 
 def films_of(answer: Any) -> Iterator[Film]:
-    """The parts that come, each as a film."""
+    """The parts of the film, each as a film."""
     stream, header, num_read = b"", b"", 0
     for data in answer.iter_raw():
         stream += data
@@ -52,7 +52,7 @@ def test_two_watch_the_same_film(http: httpx.Client) -> None:
 
 
 def test_a_film_ends_with_its_last_watcher(http: httpx.Client) -> None:
-    """The next one begins at 0 again; one that had gone on would be a second old."""
+    """The next film begins at 0 again; a continued film would be a second old."""
     for _ in range(2):
         with http.stream("GET", "/live/film") as answer, closing(films_of(answer)) as films:
             http.post("/v1/completions", json=FIELDS)

@@ -1,4 +1,4 @@
-"""What operators do to a running engine over HTTP: pause it in every mode, let it go on, empty its cache."""
+"""Operators' commands over HTTP: pause in every mode, resume, empty the cache."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def states(http: httpx.AsyncClient) -> list[tuple[str, str | None]]:
 
 
 async def until_it_runs(http: httpx.AsyncClient, num_tokens: int = 5) -> None:
-    """Until the one request that there is has generated some tokens."""
+    """Wait until the only request has generated some tokens."""
     while not any(one["num_output_tokens"] >= num_tokens for one in (await http.get("/v1/requests")).json()["data"]):
         await asyncio.sleep(0.005)
 

@@ -1,4 +1,4 @@
-"""What an operator reads about a request, made of what the engine says."""
+"""The JSON of a request for operators, from the engine's explanation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tenants before one server: what one sends is not felt, and not seen, by another."""
+"""Tenants of one server: the requests of one neither block nor reveal anything to another."""
 
 from __future__ import annotations
 

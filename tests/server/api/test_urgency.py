@@ -65,12 +65,12 @@ class Paused:
             await asyncio.sleep(0.002)
 
     async def states(self) -> list[dict[str, Any]]:
-        """All that wait."""
+        """All waiting requests."""
         data: list[dict[str, Any]] = (await self._http.get("/v1/requests", headers=self._operator)).json()["data"]
         return data
 
     async def queue(self) -> list[str]:
-        """Their ids in the order of the queue."""
+        """The ids of waiting requests in the order of the queue."""
         return [one["id"] for one in sorted(await self.states(), key=lambda one: one["position"])]
 
 

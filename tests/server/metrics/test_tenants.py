@@ -59,7 +59,7 @@ def test_number_of_tenant_series_is_limited_to_the_heaviest() -> None:
         named |= prompt.keys()
         before = prompt
     assert {tenant for tenant, weight in weights.items() if weight > 1} < before.keys()
-    assert len(named) <= MAX_NAMED + 20 + 1, "the light ones do not take turns"
+    assert len(named) <= MAX_NAMED + 20 + 1, "the light ones do not alternate"
     assert all(2 * value <= given[tenant] for tenant, value in before.items() if tenant != "other")
 
 

@@ -1,4 +1,4 @@
-"""How much may wait, and what the others are told."""
+"""Backlog: its limits, and the refusals beyond them."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_the_wait_is_estimated_from_the_rate_of_first_tokens() -> None:
         ticket.first_token(0)
     assert backlog.num_waiting == 100
     assert 40 <= backlog.retry_after("") <= 50
-    clock.now += 31  # nothing more happened: that rate says nothing any more
+    clock.now += 31  # no more events: the old rate is not used any more
     assert 31 <= backlog.retry_after("") <= MAX_WAIT
 
 

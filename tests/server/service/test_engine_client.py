@@ -1,4 +1,4 @@
-"""The engine in a process of its own, seen from the API process."""
+"""EngineClient: an engine in its own process, seen from the API process."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_closing_a_stream_of_an_engine_that_was_replaced_ends_no_other() -> None
             other = client.generate(EngineRequest("other", [5, 6], SamplingParams(max_tokens=50, ignore_eos=True)))
             await other.start()
             closed = client.generate(EngineRequest("closed", [5, 6], SamplingParams(max_tokens=1)))
-            closed.note_sent(other.key)  # by the engine before
+            closed.note_sent(other.key)  # by the earlier engine
             await closed.aclose()
             assert sum([len(delta.token_ids) async for delta in other]) == 50
 

@@ -1,4 +1,4 @@
-"""The gate of a server that shuts down, and the errors of the engine as clients get them."""
+"""The gate of a server that shuts down, and clients' errors for errors of the engine."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_engine_errors_have_a_status() -> None:
     hung = from_engine(portable(GrammarUnavailableError("grammars cannot be compiled now")))
     assert hung.status_code == 503 and int((hung.headers or {})["retry-after"]) >= 1
     assert from_engine(refused) is refused
-    with pytest.raises(KeyError):  # a fault of ours stays one
+    with pytest.raises(KeyError):  # a bug in the server stays an exception
         from_engine(KeyError("x"))
 
 

@@ -1,4 +1,4 @@
-"""Engines that hang: real processes that are stopped, or held up in a step, and what becomes of their requests."""
+"""Engines that hang: real processes are stopped, or blocked in a step, and their requests are resumed."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_the_router_avoids_an_engine_without_signs_well_before_the_limit() -> No
             stream = stream_of(fleet, f"c-{number}", SamplingParams(max_tokens=4))
             await read(stream)
             assert stream.engine == 1
-        stop(fleet.engines[1])  # none is better than the other: requests wait where they can
+        stop(fleet.engines[1])  # neither engine is better: requests wait in any of them
         await until(lambda: fleet.engines[1].is_slow)
         waiting = stream_of(fleet, "d", SamplingParams(max_tokens=4))
         waiting._send()
@@ -257,7 +257,7 @@ def test_restarted_engine_keeps_the_pause_of_a_hung_engine() -> None:
 
 @pytest.mark.parametrize("kind", ["hang", "long", "announced"])
 def test_long_step_is_distinguished_from_a_hang(kind: str) -> None:
-    """A request that holds its engine's thread up goes on in another, unless the thread says that it is well."""
+    """A request that blocks its engine's thread is resumed in another engine, unless the thread gives signs of life."""
 
     async def test(fleet: EngineFleet) -> None:
         stream = stream_of(fleet, f"{kind}-1", SamplingParams(max_tokens=4))
@@ -346,7 +346,7 @@ def test_questions_to_an_engine_without_signs_do_not_wait(monkeypatch: pytest.Mo
         assert len(await fleet.ask_each(Stats())) == 1
         assert b'pointsman:engine_up{engine="1",model_name="demo"} 1.0' in (await metrics.render())[0]
         assert time.monotonic() - begun < 1.0
-        assert not await fleet.engines[0].ask(IsPaused()), "a command that not all can follow is given to none"
+        assert not await fleet.engines[0].ask(IsPaused()), "a command that not all engines can follow is sent to none"
         go_on(fleet.engines[1])
         await until(lambda: not fleet.engines[1].is_slow)
         await fleet.ask(ExplainAll())
@@ -382,7 +382,7 @@ def test_without_resumes_a_hang_is_an_error_for_its_requests_alone() -> None:
 
 
 def test_engine_hung_during_start_of_others_is_restarted() -> None:
-    hung: list[EngineClient] = []  # the first engine, which may be there behind the second
+    hung: list[EngineClient] = []  # the first engine may be ready after the second
 
     async def start(index: int, num_restarts: int, tokenizer: Any = None) -> EngineClient:
         client = await EngineClient.start(OPTIONS, log_stats_interval=None, timeout=LIMIT)

@@ -1,4 +1,4 @@
-"""When an engine is slow, stalled or late, by a clock that the tests move."""
+"""Heartbeat: when an engine is slow, stalled or late, by a clock that the tests advance."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_an_announced_silence_is_allowed_until_the_next_sign() -> None:
     engine.tick()
     engine.heartbeat.hear(600.0)
     engine.tick(500)
-    assert not engine.heartbeat.is_late and engine.heartbeat.is_slow, "others should get the requests"
+    assert not engine.heartbeat.is_late and engine.heartbeat.is_slow, "other engines should get the requests"
     engine.heartbeat.hear()
     engine.tick(5)
     assert engine.heartbeat.is_late

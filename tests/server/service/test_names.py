@@ -1,4 +1,4 @@
-"""Names of requests, of which clients may choose the same."""
+"""Names of requests; clients may choose the same name twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small server: what it refuses when it is full, late or asked for too much, and whom it lets in."""
+"""A small server: refusals when it is full, at deadlines and beyond limits."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def http(small: ServerProcess) -> Iterator[httpx.Client]:
 
 
 def hold(http: httpx.Client, stack: ExitStack, **fields: Any) -> httpx.Response:
-    """A request that goes on until the stack is left."""
+    """A request that runs until the stack is left."""
     response: httpx.Response = stack.enter_context(http.stream("POST", "/v1/completions", json={**LONG, **fields}))
     return response
 
 
 def run(http: httpx.Client, stack: ExitStack, **fields: Any) -> None:
-    """The same, once it has its first token."""
+    """A request that runs until the stack is left; returns after its first token."""
     pieces = hold(http, stack, **fields).iter_bytes()
     next(pieces)
     stack.callback(pieces.close)  # type: ignore[attr-defined]  # a generator; letting go of it would close the response

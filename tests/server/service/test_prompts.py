@@ -1,4 +1,4 @@
-"""What counts as a prompt; text, chat templates and token ids."""
+"""Prompts: text, chat templates and token ids."""
 
 from __future__ import annotations
 

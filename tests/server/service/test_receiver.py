@@ -1,4 +1,4 @@
-"""Streams of a real engine process: each way to let go of one, at each moment, ends it for everybody."""
+"""Streams of a real engine process: each way to end one, at each moment, ends it for all readers."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_closing_as_a_delta_arrives_ends_the_stream() -> None:
             stream = stream_of(client)
             reading = asyncio.ensure_future(anext(stream, None))
             await asyncio.sleep(0.05)
-            stream.put(Delta(token_ids=[5]))  # as its news does, in the same turn of the loop
+            stream.put(Delta(token_ids=[5]))  # as its delta does, in the same iteration of the loop
             await stream.aclose()
             assert await reading is None
             assert await asyncio.wait_for(anext(stream, None), 5) is None
@@ -114,7 +114,7 @@ def test_cancelled_reader_aborts_the_request() -> None:
 
 
 def test_shortcut_takes_tokens_while_the_reader_waits_and_keeps_order() -> None:
-    """The reader is sometimes busy, the shortcut sometimes refuses: each delta goes one way, and all in their order."""
+    """The reader is sometimes busy, the shortcut sometimes refuses: each delta arrives once, and all in order."""
 
     async def test() -> None:
         generator = random.Random(4)
@@ -159,7 +159,7 @@ def test_shortcut_takes_tokens_while_the_reader_waits_and_keeps_order() -> None:
 
 
 def test_a_shortcut_that_fails_leaves_the_delta_to_the_reader() -> None:
-    """The receiver is that of all clients: what one of them causes must not reach it."""
+    """All clients share the receiver: an error of one client must not reach it."""
 
     async def test() -> None:
         stream = ClientStream(

@@ -36,7 +36,7 @@ HOST = "127.0.0.1"
 
 
 class Hosts:
-    """Stands for the other machines: hosts an engine when there is a free one, and can lose it."""
+    """Simulates the other machines: hosts an engine when a machine is free, and can lose it."""
 
     def __init__(self, num_free: int = 100, **options: Any) -> None:
         self.options = options
@@ -53,7 +53,7 @@ class Hosts:
         gone = asyncio.ensure_future(lost.wait())
         try:
             await asyncio.wait((hosting, gone), return_when=asyncio.FIRST_COMPLETED)
-            if lost.is_set():  # the engine process lives on, and nobody hosts it
+            if lost.is_set():  # the engine process survives without a host
                 asyncio.get_running_loop().create_task(self.forget(hosting))
                 raise HostLostError("the node is gone")
             self.codes.append(hosting.result())

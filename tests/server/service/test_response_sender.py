@@ -1,4 +1,4 @@
-"""The samples of a client's request, on a real engine process: what they share, and what each has of its own."""
+"""ResponseSender: the samples of a client's request on a real engine process, and the objects that they share."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def with_client(test: Callable[[EngineClient], Awaitable[None]]) -> None:
 
 
 def sender_of(client: EngineClient, name: str, prompt: Prompt, params: Sequence[SamplingParams]) -> ResponseSender:
-    """A sample for each of these, outside of any backlog that could be full."""
+    """A sample for each of the params, with a backlog that is never full."""
     observations = Observations(client.info.max_model_len)
     sender = ResponseSender(Gate(client, drain_timeout=1), observations, backlog(1000).enter("", len(params)))
     for number, own in enumerate(params):
@@ -111,7 +111,7 @@ def test_samples_share_the_log_probabilities_of_their_prompt(num_samples: int) -
 
 
 class Deltas:
-    """A stream of an engine that gives these, each once it is allowed to."""
+    """A stream of the given deltas, each once it is allowed."""
 
     def __init__(self, params: SamplingParams, *deltas: Delta) -> None:
         self.request = EngineRequest("a", [5, 6], params, stream=False)
@@ -162,7 +162,7 @@ ABORTED, LATE = Delta(finish_reason="abort"), Delta(finish_reason="deadline")
 @pytest.mark.parametrize(
     ("outputs", "status"),
     [
-        ([SOME, ABORTED, LATE], None),  # what there is, is sent
+        ([SOME, ABORTED, LATE], None),  # the existing output is sent
         ([ABORTED, LATE], 503),
         ([LATE, LATE], 408),
         ([VECTOR, VECTOR], None),

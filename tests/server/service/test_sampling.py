@@ -1,4 +1,4 @@
-"""From a client's fields to sampling parameters."""
+"""Sampling: a client's fields become sampling parameters."""
 
 from __future__ import annotations
 

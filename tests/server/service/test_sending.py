@@ -1,4 +1,4 @@
-"""Sending: how many requests are on their way to the engine, and whose are next."""
+"""Sending: the limit on unqueued requests, and the order of tenants."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Engine:
-    """Queues what it was sent when it is told to."""
+    """Queues sent requests when a test calls for it."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[str, int]] = []

@@ -1,4 +1,4 @@
-"""Whose a request is: by its key, and by a field or a header where the operator wants that."""
+"""The tenant of a request: by its key, or by a field or a header if configured."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_without_keys_there_is_one_tenant_without_a_name() -> None:
 def test_a_key_has_a_name_or_its_place() -> None:
     assert [tenant(KEYS, owner) for owner in (0, 1, 2)] == ["alice", "key-2", "alice"]
     assert tenant({"api_keys": ("secret-a", "secret-b")}, 1) == "key-2"
-    assert tenant(KEYS, None) == "operator"  # only an operator's key opens without being a client's
+    assert tenant(KEYS, None) == "operator"  # only an operator's key is valid without being a client's
 
 
 def test_a_client_cannot_choose_its_tenant() -> None:

@@ -1,4 +1,4 @@
-"""Text work: whose text is tokenized next, and what waits for nothing longer than itself."""
+"""Text work: the order of tenants, and short texts that do not wait for longer ones."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_a_thread_that_cannot_be_started_is_started_for_the_next_text(monkeypatc
 
 
 def test_a_client_that_leaves_its_text_at_work_frees_the_thread_later() -> None:
-    """Or a client could have several texts in one thread at once, by disconnecting again and again."""
+    """Otherwise a client could have several texts in one thread at once, by disconnecting repeatedly."""
 
     async def run() -> None:
         work, at_once, most = text_work(), 0, 0

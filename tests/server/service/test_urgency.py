@@ -1,4 +1,4 @@
-"""Which urgency is refused: without effect on this server, or beyond the operator's bounds."""
+"""Urgency: values are refused without effect on this server, or beyond the operator's limits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def scheduler(**knobs: Any) -> dict[str, Any]:
         ({"order": "priority", "victim": "latest"}, {"priority"}),
         ({"order": "priority-by-arrival"}, {"priority"}),
         ({"victim": "lowest-priority"}, {"priority"}),
-        ({"order": ByUrgency()}, {"priority", "ttft_target"}),  # of a package: who knows
+        ({"order": ByUrgency()}, {"priority", "ttft_target"}),  # of a package: may read anything
     ],
     ids=lambda value: (
         "-".join(str(getattr(each, "name", each)) for each in value.values()) or "none"

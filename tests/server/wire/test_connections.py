@@ -1,4 +1,4 @@
-"""Which connections are kept, which are closed for newer ones, and which have waited for too long."""
+"""Connections: which are kept, which are replaced by new ones, and which are closed as late."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Peer:
 
 
 class Clock:
-    """Seconds that pass as a test wants."""
+    """A clock that tests advance."""
 
     def __init__(self) -> None:
         self.now = 0.0

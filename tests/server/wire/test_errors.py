@@ -1,4 +1,4 @@
-"""Errors in one shape, whoever raises them."""
+"""All errors have the same form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HTTP below the app: what clients may send, and what happens to their requests when they go."""
+"""HTTP below the app: limits on input, and what happens when clients disconnect."""
 
 from __future__ import annotations
 
@@ -345,7 +345,7 @@ def test_incomplete_requests_do_not_delay_shutdown() -> None:
 
 
 def body_of(answer: bytes) -> bytes:
-    """The body that chunked transfer coding carries, which must be whole."""
+    """The body in chunked transfer coding, which must be complete."""
     rest, body = answer.partition(b"\r\n\r\n")[2], b""
     while True:
         size, _, rest = rest.partition(b"\r\n")
@@ -356,7 +356,7 @@ def body_of(answer: bytes) -> bytes:
 
 
 def serving(app: Any, talk: Callable[[int], Any], connections: Connections | None = None) -> Any:
-    """What `talk` returns, which runs in a thread beside a server of this app; it gets the port."""
+    """The result of `talk`, which gets the port and runs in a thread beside a server of this app."""
 
     async def run() -> Any:
         protocol: Any = partial(LimitedHttpProtocol, connections=connections or Connections(8))
@@ -399,7 +399,7 @@ def test_direct_writes_keep_order_and_stop_for_a_slow_reader(
         await events.write(b"data: first\n\n")
         while num_written < 100_000 and write_now(events, b"data: %01000d\n\n" % num_written):
             num_written += 1
-        await events.write(b"data: last\n\n")  # when there is room again
+        await events.write(b"data: last\n\n")  # when it can be written again
         written.append(write_now(events, b"data: behind\n\n"))
         await events.close()
         written.append(write_now(events, b"too late"))
@@ -454,7 +454,7 @@ def test_a_client_has_limited_time(monkeypatch: pytest.MonkeyPatch, wait: Wait, 
     def talk(port: int) -> float:
         with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
             started = time.monotonic()
-            for byte in sent:  # one byte after the other: none of them gives it more time
+            for byte in sent:  # one byte after the other: no byte extends the time
                 client.sendall(bytes([byte]))
                 time.sleep(0.001)
             with suppress(ConnectionResetError):

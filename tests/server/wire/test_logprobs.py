@@ -1,4 +1,4 @@
-"""Log probabilities as clients get them."""
+"""The JSON of log probabilities."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def at_once(work: Pieces[ResultT]) -> ResultT:
 
 
 def unplaced(token_ids: list[int], columns: Logprobs, *, first: bytes = b"", offset: int = 0) -> UnplacedLogprobs:
-    """Of an answer whose text is that of the tokens; `first`: of a token without a log probability."""
+    """Log probabilities of a response whose text is that of the tokens; `first`: a token without a log probability."""
     pieces = [first if piece is None else piece for piece in columns.own_pieces()]
     places = TextPlaces(offset)
     places.add_text(b"".join(piece for piece in pieces if isinstance(piece, bytes)).decode(), is_last=True)
@@ -265,7 +265,7 @@ def test_columns_are_appended() -> None:
 
 @pytest.mark.parametrize("form", ["completion", "chat", "prompt"])
 def test_many_are_written_in_short_pieces(form: str) -> None:
-    """And in pieces they are what they are at once."""
+    """Written in pieces, they are the same as at once."""
     entries = [SAMPLED_IS_LIKELY if place % 3 else SAMPLED_IS_UNLIKELY for place in range(5000)]
     ids = [next(iter(entry)) for entry in entries]
     make: dict[str, Callable[[], Any]] = {

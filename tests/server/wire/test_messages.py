@@ -1,4 +1,4 @@
-"""Frames: whatever the pieces in which the bytes arrive, the messages are those that were sent."""
+"""Frames: the messages are read correctly from pieces of any length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which bodies are requests, which are refused, and what a client is told."""
+"""Validation of request bodies, and the errors for clients."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ USER = {"role": "user", "content": "hello"}
 
 
 def refused(model: type[BaseModel], body: Any) -> ApiError:
-    """What a client is told about a body that is no such request."""
+    """The error for a body that is not valid for this request."""
     with pytest.raises(ValidationError) as caught:
         model.model_validate(body)
     return validation_error({**error, "loc": ("body", *error["loc"])} for error in caught.value.errors())
@@ -88,14 +88,14 @@ HUGE: list[tuple[type[BaseModel], dict[str, Any], str]] = [
         "at most 64 ",
     ),
     (DetokenizeRequest, {"tokens": ["x"] * 200_000}, "at most 131072 "),
-    # As many as there may be: validation ends with the first that is wrong.
+    # The maximum number of elements: validation ends at the first wrong one.
     (CompletionRequest, {"prompt": [1, *[None] * 100_000]}, "valid integer"),
     (CompletionRequest, {"prompt": [[1], *[None] * 1000]}, "valid list"),
     (CompletionRequest, {"prompt": "a", "structured_outputs": {"choice": [1] * 4000}}, "valid string"),
     (ChatCompletionRequest, {"messages": [{}] * 4000}, "messages"),
     (ChatCompletionRequest, {"messages": [{"role": "a", "content": [1] * 4000}]}, "messages"),
 ]
-"""Bodies of many wrong elements, and what the error says."""
+"""Bodies with many wrong elements, and their errors."""
 
 
 @pytest.mark.parametrize(("model", "body", "words"), HUGE)

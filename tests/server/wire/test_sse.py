@@ -1,4 +1,4 @@
-"""Responses that are watched, on clients that hang up, fall asleep or read on."""
+"""Watched responses, for clients that disconnect, stop reading or read slowly."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_work_completes_for_a_connected_client() -> None:
         await unless_disconnected(client.receive, work())
         assert done == [1]
         await asyncio.sleep(0)
-        assert len(asyncio.all_tasks()) <= 2  # nobody watches any more (wait_for is one)
+        assert len(asyncio.all_tasks()) <= 2  # no watcher is left (wait_for is one)
 
     with_client(test)
 
@@ -112,7 +112,7 @@ def test_cancelling_the_response_cancels_the_work() -> None:
 
 
 def test_disconnect_at_the_end_cancels_nothing_later() -> None:
-    """Whichever of the two is first in a turn of the loop."""
+    """In any order of the two within an iteration of the loop."""
 
     async def test(client: Client) -> None:
         for order in range(2):
