@@ -290,7 +290,7 @@ def refuse_other_machines(request: Request) -> None:
         if name in FORWARDED or name.startswith(FORWARDED_PREFIX):
             raise ApiError(403, f"the header {shown(name)} shows that a proxy has passed this on, and {only}")
     if not request.headers.get("user-agent"):
-        raise ApiError(403, f"User-Agent is missing, as in what a router passes on; send one, as {only}")
+        raise ApiError(403, f"User-Agent is missing, as in requests through some routers; send one, as {only}")
     peer = request.client.host if request.client is not None else "unknown"
     address = _address_or_none(peer)
     if address is None or not ip_address(address).is_loopback:

@@ -247,7 +247,7 @@ class EngineClient:
         Raises:
             ValueError: one request can never run; the others remain queued until their streams are closed.
             EngineDeadError: the engine has died or is shutting down.
-            EngineStalledError: it does not read what it is sent.
+            EngineStalledError: the engine process does not read its socket.
         """
         await queue_in_turns(streams, self.submit)
 
@@ -257,7 +257,7 @@ class EngineClient:
 
         Raises:
             EngineDeadError: the engine process has ended.
-            EngineStalledError: it does not read what it is sent.
+            EngineStalledError: the engine process does not read its socket.
         """
         self.check_health()
         self.check_takes_requests()

@@ -105,7 +105,7 @@ class Gate:
             if not self.num_open:
                 self._is_empty.set()
 
-    # ------------------------------------------------------------------ what a client gets instead
+    # ------------------------------------------------------------------ errors for clients
 
     def closed(self) -> ApiError:
         """503: the server shuts down."""

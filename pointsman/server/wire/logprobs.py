@@ -362,7 +362,7 @@ class _Lists:
             pending.append(value)
 
     def write(self) -> None:
-        """Turn what was appended into text."""
+        """Turn the appended values into text."""
         for pending, texts in zip(self._pending, self._texts, strict=True):
             if pending:
                 texts.append(_elements(pending))
