@@ -1,10 +1,9 @@
-"""The answers to the questions of `wire/questions.py`, each a function that runs in the engine's thread between two
-steps.
+"""Answers the questions of `wire/questions.py`: one function for each, run in the engine's thread between two steps.
 
     @answers(Explain)
     def _explain(host: Host, request_id: str) -> RequestExplanation: ...
 
-A function gets the fields of its question as arguments. mypy checks them, and the answer, against the question.
+A function gets the fields of its question as arguments. mypy checks the arguments and the answer against the question.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ Fields = ParamSpec("Fields")
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What the engine process has for an answer."""
+    """The objects of the engine process from which questions are answered."""
 
     engine: Engine
     mailboxes: Mapping[int, RemoteMailbox]
@@ -54,7 +53,7 @@ class Host:
 
 
 AnswerFunction: TypeAlias = Callable[Concatenate[Host, Fields], AnswerT | Future[AnswerT]]
-"""Answers now, or with a future when the answer takes further steps."""
+"""Returns the answer, or a future if the answer takes further steps."""
 
 _FUNCTIONS: dict[Callable[..., Question[Any]], Callable[..., Any]] = {}
 
@@ -62,7 +61,7 @@ _FUNCTIONS: dict[Callable[..., Question[Any]], Callable[..., Any]] = {}
 def answers(
     question: Callable[Fields, Question[AnswerT]],
 ) -> Callable[[AnswerFunction[Fields, AnswerT]], AnswerFunction[Fields, AnswerT]]:
-    """Decorator: the function answers the questions of this class."""
+    """Decorator: registers the function that answers questions of this class."""
 
     def register(function: AnswerFunction[Fields, AnswerT]) -> AnswerFunction[Fields, AnswerT]:
         _FUNCTIONS[question] = function
@@ -72,10 +71,10 @@ def answers(
 
 
 def answer(host: Host, question: Question[AnswerT]) -> AnswerT | Future[AnswerT]:
-    """The answer to a question, now or when the future is done.
+    """The answer to a question, or a future of it.
 
     Raises:
-        What the question's class says.
+        The exceptions that the question's class documents.
     """
     values = [getattr(question, one.name) for one in fields(question)]
     found: AnswerT | Future[AnswerT] = _FUNCTIONS[type(question)](host, *values)
@@ -167,7 +166,7 @@ def explain(engine: Engine, mailbox: RemoteMailbox) -> RequestExplanation:
     """The state of a request.
 
     Raises:
-        UnknownRequest: it has finished.
+        UnknownRequest: the request has finished.
     """
     wanted, now = mailbox.request, engine.clock()
     explanation = engine.scheduler.explain(wanted.request_id)

@@ -1,4 +1,4 @@
-"""The operator's settings of the server itself; those of engine and scheduler are keyword arguments of `Engine`."""
+"""The operator's settings of the server itself. Settings of engine and scheduler are keyword arguments of `Engine`."""
 
 from __future__ import annotations
 
@@ -12,52 +12,54 @@ MIB = 1024 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """How the server behaves towards its clients. Immutable, checked when built.
+    """Settings of the server. Immutable, checked when built.
 
     Raises:
         ValueError: a value is out of range; one line with the value, the limit and the remedy.
     """
 
     host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 is every network the machine is in."""
+    """Address to listen on; 0.0.0.0: all networks of the machine."""
     port: int = 8000
-    """0: any free one."""
+    """Port to listen on; 0: any free port."""
     api_keys: tuple[str, ...] = ()
-    """Keys of which a client must send one; none: no key is needed."""
+    """A client must send one of these keys; empty: no key is needed."""
     api_key_names: tuple[str, ...] = ()
-    """The tenants of these keys, one for each; keys of one tenant have one name. "", or none at all: by its place, the
-    first is "key-1"."""
+    """The tenant's name for each API key; keys of the same tenant have the same name. An empty name, or no names at
+    all: the key is named by its position, the first "key-1"."""
     tenant_from: str = "key"
-    """Who a request's tenant is: "key": the name of its key; "user": the field `user` of its body; "header:NAME": that
-    header. Without that field or header it is the name of the key. Clients choose the last two as they like, so a
-    trusted proxy should set them."""
+    """Where a request's tenant comes from: "key": the name of its key; "user": the field `user` of its body;
+    "header:NAME": that header. Without that field or header the tenant is the name of the key. Clients choose the field
+    and the header freely, so a trusted proxy should set them."""
     operator_keys: tuple[str, ...] = ()
-    """Keys of which an operator must send one, valid for clients' endpoints too; none: operators are programs on this
-    machine, or nobody where clients have keys."""
+    """An operator must send one of these keys, which clients' endpoints accept too. Empty: if clients have keys, there
+    is no operator; otherwise every program on this machine is one."""
     allowed_host: tuple[str, ...] = ()
-    """Further names of the server in the Host header of operators' and browsers' requests; one without a port matches
-    any port."""
+    """Further names of the server in the Host header of operators' and browsers' requests; a name without a port
+    matches any port."""
     served_model_name: tuple[str, ...] = ()
-    """What clients call the model, the first being what answers say; none: as it was given to the engine."""
+    """Names of the model for clients; responses have the first. Empty: the model's name as given to the engine."""
     max_connections: int | None = None
-    """Connections of clients at once; then those that wait for their client are closed, and further ones get 503. None:
-    4096, or fewer where the process may not open as many files."""
+    """Maximum number of client connections. At the limit, connections that wait for their client are closed, and new
+    ones get 503. None: 4096, or fewer if the process may not open that many files."""
     max_connections_per_address: int | None = None
-    """Connections of one address at once; None: no bound, as a proxy is one address."""
+    """Maximum number of connections of one address; None: no limit, as all clients of a proxy have its address."""
     max_waiting_requests: int = 1024
-    """Requests that may be open beyond those that can run at once; further ones get 429."""
+    """Maximum number of open requests beyond those that can run at once; further ones get 429."""
     max_waiting_prompt_tokens: int | None = None
-    """Prompt tokens of all requests without a first token; None: no limit. A single request is always taken."""
+    """Maximum number of prompt tokens of all requests without a first token; None: no limit. A request alone is always
+    accepted."""
     max_request_bytes: int = 4 * MIB
-    """Size of a request's body; larger ones get 413."""
+    """Maximum size of a request's body; larger bodies get 413."""
     max_total_request_bytes: int | None = None
-    """Size of all bodies together that arrive, or are not parsed yet; beyond it 429. None: of 16 of the largest."""
+    """Maximum size of all bodies that are arriving or not parsed yet; beyond it 429. None: 16 times
+    `max_request_bytes`."""
     max_waiting_characters: int | None = None
-    """Characters of requests that wait to be tokenized; beyond it 429. None: of 4 of the largest bodies."""
+    """Maximum number of characters that wait to be tokenized; beyond it 429. None: 4 times `max_request_bytes`."""
     isolate_prefixes: bool = False
-    """Whether tenants share no cached prefixes, so that none can find out what another has asked."""
+    """Whether tenants share no cached prefixes, so that no tenant can find out the prompts of another."""
     max_tokens_limit: int | None = None
-    """Maximum number of tokens that one request may ask for; None: as many as the model's length allows."""
+    """Maximum `max_tokens` of a request; None: the model's length."""
     max_n: int = 16
     """Maximum number of samples per prompt."""
     max_logprobs: int = 20
@@ -67,17 +69,17 @@ class ServerConfig:
     min_request_priority: int | None = None
     """The most urgent priority that a client may ask for, at most 0; None: no limit."""
     min_ttft_target: float | None = None
-    """The least TTFT target that a client may ask for, in seconds; None: no limit."""
+    """The shortest TTFT target that a client may ask for, in seconds; None: no limit."""
     max_retention: float = 600.0
     """The longest retention that a client may ask for, in seconds."""
     drain_delay: float = 0.0
-    """Seconds after SIGTERM in which new requests are still taken, while the server is not ready any more."""
+    """Seconds after SIGTERM in which the server reports that it is not ready, but still accepts requests."""
     drain_timeout: float = 30.0
-    """Seconds that running requests have to finish after that."""
+    """Seconds that open requests have to finish after `drain_delay`."""
     chat_template: str | None = None
-    """A chat template (Jinja) in place of the tokenizer's own."""
+    """A chat template (Jinja) that replaces the tokenizer's own."""
     response_role: str = "assistant"
-    """The role of chat answers."""
+    """The role of chat completions."""
     log_requests: bool = False
     """Whether prompts appear in the log."""
 
@@ -150,7 +152,7 @@ class ServerConfig:
                 f"api_key_names has {len(names)} names and there are {num_keys} API keys; give one for each"
             )
         for place, name in enumerate(names, 1):
-            # The name itself is not shown: it may be a part of a key that was not meant to have a name.
+            # The name itself is not shown: it may be part of a key that contains a colon.
             if name and _TENANT.fullmatch(name) is None:
                 raise ValueError(
                     f"the name of API key {place} is not 1 to 64 letters, digits, '.', '_' and '-'; correct what "
@@ -175,19 +177,19 @@ class ServerConfig:
 
     @property
     def body_budget(self) -> int:
-        """Bytes that all bodies may take together."""
+        """Maximum number of bytes of all bodies together."""
         return 16 * self.max_request_bytes if self.max_total_request_bytes is None else self.max_total_request_bytes
 
     @property
     def text_budget(self) -> int:
-        """Characters that may wait to be tokenized; a body has at most as many characters as bytes."""
+        """Maximum number of characters that wait to be tokenized. A body has no more characters than bytes."""
         return 4 * self.max_request_bytes if self.max_waiting_characters is None else self.max_waiting_characters
 
 
 def split_host(host: str) -> tuple[str, int | None] | None:
-    """The name, or address, and the port of a Host header, so that equal ones are written alike; None: it is neither.
+    """The normalized name or address of a Host header, and its port. None: the header is neither a name nor an address.
 
-    An IPv6 address is without brackets; an IPv4 address in an IPv6 one is itself.
+    IPv6 addresses have no brackets; an IPv4 address within an IPv6 address becomes the IPv4 address.
     """
     if (found := _HOST.fullmatch(host)) is None:
         return None
@@ -205,7 +207,7 @@ def plain_address(address: str) -> str:
     """An IP address as `split_host` writes it.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not an IP address.
     """
     parsed = ip_address(address.partition("%")[0])
     return str(parsed.ipv4_mapped or parsed) if isinstance(parsed, IPv6Address) else str(parsed)
@@ -214,7 +216,7 @@ def plain_address(address: str) -> str:
 OPERATOR = "operator"
 """The tenant of requests with an operator's key, where clients have keys."""
 OTHER = "other"
-"""What metrics call all tenants together that are too many to have figures of their own."""
+"""The tenant in metrics for all tenants beyond the maximum number with metrics of their own."""
 
 _TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _SECRET_HEADERS = frozenset({"authorization", "proxy-authorization", "cookie", "x-api-key", "api-key"})
@@ -228,9 +230,9 @@ def is_key(key: str) -> bool:
     return bool(key) and key == key.strip() and key.isascii() and key.isprintable()
 
 
-def _check_int(name: str, value: object, least: int, most: int | None = None) -> None:
+def _check_int(name: str, value: object, minimum: int, maximum: int | None = None) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least}")
-    if value < least or (most is not None and value > most):
-        limit = f"at least {least}" if most is None else f"between {least} and {most}"
+        raise ValueError(f"{name} is {value!r}; it must be an integer of at least {minimum}")
+    if value < minimum or (maximum is not None and value > maximum):
+        limit = f"at least {minimum}" if maximum is None else f"between {minimum} and {maximum}"
         raise ValueError(f"{name} is {value}; it must be {limit}")

@@ -1,13 +1,13 @@
-"""The engine process: what `EngineClient` starts, as `python -m pointsman.server.engine_process SOCKET`.
+"""The engine process. `EngineClient` starts it as `python -m pointsman.server.engine_process SOCKET`.
 
     main thread       reads requests and questions of the API process
     engine's thread   runs the steps
-                      and writes what they give to the socket (`outbox.py`), as long as it has room
+                      and writes their outputs to the socket (`outbox.py`) until it is full
     writer's thread   writes while the socket is full
 
-It exits when the socket is closed, on `Stop`, or when the engine dies, so it does not outlive the API process. Signals
-to the server as a whole (Ctrl-C, a supervisor's SIGTERM to all processes) are handled by the API process and ignored
-here. Programs find this process by the module's name in its command line: the name is part of the interface.
+The process exits when the socket is closed, on `Stop`, or when the engine dies, so it does not outlive the API process.
+Signals to the server as a whole (Ctrl-C, a supervisor's SIGTERM to all processes) are handled by the API process and
+ignored here. Programs find this process by the module's name in its command line: the name is part of the interface.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LAST_WORDS = 5.0
-"""Seconds that the last outputs have to reach the API process."""
+"""Maximum seconds to wait until the last outputs have been sent to the API process."""
 RECEIVE_BYTES = 1 << 18
 
 
@@ -73,7 +73,7 @@ class EngineProcess:
     """Passes requests and questions of the API process to an engine.
 
     Args:
-        engine: with its model; the only one of this process.
+        engine: with its model loaded; the only one of this process.
         sock: to the API process.
         start: the first message of the API process.
     """
@@ -116,7 +116,7 @@ class EngineProcess:
             return b""
 
     def _wake_up(self, _: Future[None]) -> None:
-        """The engine's thread has ended: end the main thread's wait for messages."""
+        """End the main thread's wait for messages, as the engine's thread has ended."""
         try:
             self._sock.shutdown(socket.SHUT_RD)
         except OSError:
@@ -189,7 +189,7 @@ class EngineProcess:
     # ------------------------------------------------------------------ in the engine's thread
 
     def _note_beat(self, patience: float) -> None:
-        if patience or self._port.outbox.is_clear:  # beats are not kept for an API process that does not read
+        if patience or self._port.outbox.is_clear:  # beats do not queue up for a slow API process
             self._port.outbox.put(Beat(patience))
 
     def _note_step(self, output: SchedulerOutput) -> None:
@@ -202,7 +202,7 @@ class EngineProcess:
 
 
 def describe(engine: Engine, model: str) -> EngineInfo:
-    """The engine's description for the API process and its log; `model` as the operator named it."""
+    """The engine's description for the API process and its log; `model` is the operator's name for it."""
     config, pool = engine.scheduler.config, engine.kv_pool
     return EngineInfo(
         pid=os.getpid(),
@@ -225,7 +225,7 @@ def describe(engine: Engine, model: str) -> EngineInfo:
 
 
 def main(descriptor: int) -> int:
-    """Serve the API process at the other end of a socket; the exit code."""
+    """Serve the API process at the other end of a socket; returns the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(stream=sys.stderr, format="pointsman: %(message)s")
@@ -264,7 +264,7 @@ def open_recording(path: str, start: Start, closing: ExitStack) -> SideFile:
         closing: writes and closes the file when this process ends.
 
     Raises:
-        OSError: it cannot be written, and the engine must record.
+        OSError: the file cannot be written, and the engine must record.
     """
     try:
         file = BackgroundFile.create(path, when_full=start.record_when_full)
@@ -284,10 +284,10 @@ def clock_with(offset: float) -> Callable[[], float]:
 
 
 def start_compiler(closing: ExitStack) -> GrammarServer | None:
-    """The process that compiles grammars, which imports while the model is loaded; None where there can be none.
+    """The process that compiles grammars; it imports while the model is loaded. None: it cannot be started.
 
     Args:
-        closing: ends it when this process does, at the latest.
+        closing: ends that process when this process ends, at the latest.
     """
     if find_spec("xgrammar") is None:
         return None
@@ -304,12 +304,12 @@ def _first_message(sock: socket.socket, unpacker: Unpacker) -> Start | None:
         for message in unpacker.feed(data):
             if not isinstance(message, Start):
                 raise TypeError(f"the first message is a {type(message).__name__}, not a Start")
-            return message  # nothing is sent before the answer to it
+            return message  # the API process sends nothing more before the reply
     return None
 
 
 if __name__ == "__main__":
     code = main(int(sys.argv[1]))
-    with suppress(OSError, ValueError):  # it is full, or its reader has gone
+    with suppress(OSError, ValueError):  # stderr is full, or its reader has gone
         sys.stderr.flush()
     os._exit(code)  # threads of libraries are not waited for

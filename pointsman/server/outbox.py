@@ -1,9 +1,8 @@
-"""How the engine process writes: a step never waits for the API process, even if that does not read.
+"""Outbox: writes to the API process. A step never waits for the API process, even if it does not read.
 
-As long as the socket takes every frame whole, a frame goes out at once, from the thread that makes it. Otherwise a
-thread writes the remaining bytes when there is room, and until then no further frame is made: tokens that come
-meanwhile are merged in the mailboxes of their requests. So what waits is bounded by what the requests may generate,
-however slow the reader.
+As long as the socket takes whole frames, the thread that makes a frame sends it at once. Otherwise the writer's thread
+sends the remaining bytes, and no further frame is made until then: new tokens are merged in the mailboxes of their
+requests. So the waiting data is bounded by the tokens that the requests may generate, however slow the reader.
 
     engine's thread   mailbox.put -> port.mark ...  port.ring -> one frame of outputs    one per step
     writer's thread   only while the socket is full
@@ -27,7 +26,8 @@ if TYPE_CHECKING:
 
 
 PART_BYTES = 4 * 1024 * 1024
-"""That the writer's thread sends in one call. After each it waits for Python's lock, which the engine's thread has."""
+"""Bytes that the writer's thread sends in one call. After each call it waits for the GIL, which the engine's thread
+holds."""
 
 
 class Outbox:
@@ -35,7 +35,7 @@ class Outbox:
 
     Args:
         sock: blocking; only the outbox writes to it.
-        on_clear: called in the writer's thread when no bytes wait any more.
+        on_clear: called in the writer's thread when all bytes have been sent.
     """
 
     def __init__(self, sock: socket.socket, on_clear: Callable[[], None]) -> None:
@@ -49,11 +49,11 @@ class Outbox:
 
     @property
     def is_clear(self) -> bool:
-        """Whether a frame would go out at once."""
+        """Whether a frame would be sent at once."""
         return not self._unsent
 
     def put(self, message: object) -> None:
-        """Send a message behind all others; returns at once. Lost if the other end is gone."""
+        """Send a message after all others; returns at once. The message is lost if the other end is closed."""
         frame = pack(message)
         with self._lock:
             if self._is_broken:
@@ -72,7 +72,7 @@ class Outbox:
                 self._unsent_changed.notify_all()
 
     def wait_until_clear(self, timeout: float) -> None:
-        """Wait until everything has gone out, at most `timeout` seconds."""
+        """Wait until all bytes have been sent, at most `timeout` seconds."""
         with self._lock:
             self._unsent_changed.wait_for(lambda: not self._unsent or self._is_broken, timeout)
 
@@ -82,7 +82,7 @@ class Outbox:
                 self._unsent_changed.wait_for(lambda: bool(self._unsent))
                 part = bytes(memoryview(self._unsent)[:PART_BYTES])
             try:
-                sent = self._sock.send(part)  # the only place that waits
+                sent = self._sock.send(part)  # the only call that blocks
             except OSError:
                 sent = -1
             with self._lock:
@@ -100,7 +100,7 @@ class Outbox:
 
 
 class RemotePort(Port["RemoteMailbox"]):
-    """All requests of the API process.
+    """The mailboxes of all requests of the API process, and the outbox that their new outputs leave by.
 
     Args:
         sock: to the API process.
@@ -108,28 +108,28 @@ class RemotePort(Port["RemoteMailbox"]):
 
     def __init__(self, sock: socket.socket) -> None:
         super().__init__()
-        self.outbox = Outbox(sock, on_clear=self._report)
+        self.outbox = Outbox(sock, on_clear=self._send_outputs)
         self.mailboxes: dict[int, RemoteMailbox] = {}
-        """Of unfinished requests, by their keys."""
+        """The mailboxes of unfinished requests, by their keys."""
         self._steps: deque[StepNote] = deque()
         self._reporting = threading.Lock()
 
     @property
     def is_closed(self) -> bool:
-        """Never: when the API process goes, the engine process does."""
+        """Always False: the engine process exits when the API process does."""
         return False
 
     def note_step(self, note: StepNote) -> None:
-        """Engine's thread: what a step did, to be reported with the next `ring`."""
+        """Engine's thread: add a step's note to the next frame."""
         self._steps.append(note)
 
     def ring(self) -> bool:
-        """Engine's thread: report all outputs to the API process, or leave that to the writer's thread."""
-        self._report()
+        """Engine's thread: send new outputs to the API process, or leave that to the writer's thread."""
+        self._send_outputs()
         return True
 
-    def _report(self) -> None:
-        # A thread that does not get the lock leaves its outputs to the holder, which checks again after releasing it.
+    def _send_outputs(self) -> None:
+        # A thread that does not get the lock leaves its outputs to the holder, which checks again after the release.
         while (self._marked or self._steps) and self.outbox.is_clear and self._reporting.acquire(blocking=False):
             try:
                 self.outbox.put(self._take_outputs())
@@ -147,12 +147,12 @@ class RemotePort(Port["RemoteMailbox"]):
 
 
 class RemoteMailbox(Mailbox):
-    """The newest output of one request of the API process, and how much of it has been reported.
+    """The newest output of one request of the API process, and the output that was reported last.
 
     Args:
         port: of the API process.
         key: the API process's name for the request.
-        request: what is asked for.
+        request: the API process's request.
     """
 
     __slots__ = ("_has_reported_acceptance", "_reported", "key", "request")
@@ -165,11 +165,12 @@ class RemoteMailbox(Mailbox):
         self._reported: RequestOutput | None = None
 
     def note_reported(self, output: RequestOutput) -> None:
-        """The API process has what is in this output, from another engine."""
+        """The API process has this output already, from another engine."""
         self._reported = output
 
     def take_outputs(self, new: EngineOutputs) -> bool:
-        """Put what is not reported yet into `new`; returns whether it is the last. For the thread that reports."""
+        """Add everything that is not reported yet to `new`; returns whether the request has ended. For the thread that
+        reports."""
         if self.is_abandoned:
             return True
         error, latest, reported = self._error, self._latest, self._reported
@@ -182,7 +183,7 @@ class RemoteMailbox(Mailbox):
             and (latest.finished or reported is None or self.request.stream)
         ):
             self._reported = latest
-            _report(new, self.key, latest, reported)
+            _add_output(new, self.key, latest, reported)
             if latest.finished:
                 return True
         if error is not None:
@@ -190,8 +191,8 @@ class RemoteMailbox(Mailbox):
         return error is not None
 
 
-def _report(outputs: EngineOutputs, key: int, latest: RequestOutput, reported: RequestOutput | None) -> None:
-    """Put what is new about a request into `outputs`."""
+def _add_output(outputs: EngineOutputs, key: int, latest: RequestOutput, reported: RequestOutput | None) -> None:
+    """Add the tokens of `latest` that are not in `reported` to `outputs`."""
     new = latest.since(reported)
     sample = new.outputs[0]
     entries = sample.token_logprobs

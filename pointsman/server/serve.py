@@ -1,13 +1,13 @@
 """The API process from start to exit.
 
 start      take the port, find the model (and download it), try the chat template, start the engine process, load the
-           tokenizer, warm up both processes, listen, say what is served
-serving    until a signal comes or no engine lives any more; one that dies may be started again (`service/fleet.py`)
-leaving    SIGTERM or SIGINT: for `drain_delay`, the server is not ready and still takes requests, until whoever sends
-           them has noticed. A second signal ends the server at once, here and below.
-drain      new requests get 503, running ones finish, up to `drain_timeout`; then the remaining ones finish with
+           tokenizer, warm up both processes, listen, log what is served
+serving    until a signal comes or all engines are dead; a dead engine may be restarted (`service/fleet.py`)
+leaving    SIGTERM or SIGINT: for `drain_delay` the server is not ready but still accepts requests, so that load
+           balancers can notice. From here on, a second signal ends the server at once.
+drain      new requests get 503, and open ones have up to `drain_timeout` to finish; the remaining ones then finish with
            finish_reason "abort". Exit code 0.
-death      no engine lives, and none will: every open request gets an error, and the exit code is 1, so that a
+death      all engines are dead and none will be restarted: every open request gets an error. Exit code 1, so that a
            supervisor restarts the server.
 """
 
@@ -58,13 +58,14 @@ EXIT_OK, EXIT_FAILED = 0, 1
 SECONDS_TO_REPORT = 3.0
 """Time for clients to receive the error after the engine's death, and the last events after a drain."""
 DEFAULT_RESTARTS = 5
-"""Failures of one of several engines, one after the other, after which it stays dead."""
+"""Consecutive failures of one of several engines after which it is not restarted."""
 NUM_ACCEPTED = 8
-"""Connections that are accepted in one turn of the event loop. libuv accepts one for each socket that listens, so there
-are as many of them: with one, a client that connects behind a thousand others waits for a thousand turns."""
+"""Connections that are accepted in one iteration of the event loop. libuv accepts one for each listening socket, so
+there are 8 such sockets. With one socket, a client that connects behind a thousand others waits for a thousand
+iterations."""
 LISTEN_BACKLOG = 2048
 EXAMPLE_CHAT = ({"role": "user", "content": "Hello"},)
-"""A conversation that every chat template should render."""
+"""A conversation that every chat template can render."""
 
 
 class AddressError(ValueError):
@@ -85,25 +86,25 @@ def run(
     max_resumes: int = DEFAULT_RESUMES,
     engine_timeout: float = DEFAULT_TIMEOUT,
 ) -> int:
-    """Serve until a signal or the last engine's death; the exit code.
+    """Serve until a signal or the last engine's death; returns the exit code.
 
     Args:
         options: keyword arguments of `Engine`, for all engines together (`shares.py`).
         config: of the server.
-        record: a file for the scheduler's recording; of further engines FILE.1, FILE.2, ...
-        record_when_full: what a full disk does to it.
+        record: a file for the first engine's recording; further engines record to FILE.1, FILE.2, ...
+        record_when_full: what happens to the recording when the disk is full.
         log_stats_interval: seconds between lines of statistics; None: none.
         max_step_retries: how often in a row a failed step is tried again.
         warm_up: whether requests of every kind are rehearsed before the first one is accepted.
         data_parallel_size: the number of engines.
-        max_engine_restarts: failures of an engine, one after the other, after which it is not started again; None: 0
-            for a single engine, whose death ends the server, otherwise `DEFAULT_RESTARTS`.
-        max_resumes: how often a request goes on in another engine, or in the restarted one, after a death.
+        max_engine_restarts: consecutive failures of an engine after which it is not restarted. None: 0 for a single
+            engine, whose death ends the server, otherwise `DEFAULT_RESTARTS`.
+        max_resumes: how often a request is resumed in another or in the restarted engine after its engine died.
         engine_timeout: seconds without a sign of life after which an engine counts as dead; 0: never.
 
     Raises:
-        ValueError: the model cannot be run, a knob is out of range, the machine is too small for that number of
-            engines, the chat template cannot be used, or the server cannot listen on the address.
+        ValueError: the model cannot be run, a knob is out of range, the machine is too small for the number of engines,
+          the chat template cannot be used, or the server cannot listen on the address.
     """
     num_connections = size_for(config.max_connections, raise_file_limit())
     if max_engine_restarts is None:
@@ -114,9 +115,9 @@ def run(
     from pointsman.server.api.app import create_app
 
     connections = Connections(num_connections, per_address=config.max_connections_per_address)
-    wait_briefly()  # for the engine process, which inherits it: this process needs the processor too
+    wait_briefly()  # for the engine process, which inherits it: idle threads should sleep, not spin
     with listening(config) as sock, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        # The event loop, which handles signals later, does not run yet.
+        # The event loop handles signals later, but does not run yet.
         with ended_by_signals({signal.SIGINT: EXIT_OK, signal.SIGTERM: EXIT_OK}):
             options = with_model_found(options)
         shares = share_out(options, data_parallel_size, record)
@@ -147,7 +148,7 @@ def run(
 
 
 def with_model_found(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `Engine` with the path of the model in place of another form; downloaded, where it is a hub name.
+    """Arguments of `Engine`, with the model replaced by its path. A model with a hub name is downloaded first.
 
     Raises:
         ModelLoadError: there is no such model, or it cannot run here.
@@ -161,7 +162,7 @@ def with_model_found(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_settings(path: Path) -> None:
-    """Refuse a model that cannot run here; with imports of seconds, which only a download is worth."""
+    """Refuse a model that cannot run here. Its imports take seconds, so it is called only before a download."""
     from pointsman.engine.model.loader import read_settings
 
     read_settings(path)
@@ -169,7 +170,8 @@ def _read_settings(path: Path) -> None:
 
 @contextmanager
 def listening(config: ServerConfig) -> Iterator[socket.socket]:
-    """A socket bound to the server's address; bound before the model is loaded, which takes long.
+    """A socket bound to the server's address. It is bound before the model is loaded, so that errors are reported
+    early.
 
     Raises:
         AddressError: the address is in use, or not an address of this machine.
@@ -188,11 +190,11 @@ def listening(config: ServerConfig) -> Iterator[socket.socket]:
 
 
 def check_chat_template(template: str, model: str | Path | None) -> None:
-    """Refuse a chat template that is empty, does not compile, or fails on a user's message. Of the model, only the
-    tokenizer is read, which has the special tokens.
+    """Refuse a chat template that is empty, does not compile, or fails on a user's message. Only the model's tokenizer
+    is read, as templates use its special tokens.
 
     Args:
-        template: in place of the tokenizer's own.
+        template: replaces the tokenizer's own.
         model: as `Engine` takes it; nothing is rendered if it has no tokenizer, as its prompts must be token ids.
 
     Raises:
@@ -207,7 +209,7 @@ def check_chat_template(template: str, model: str | Path | None) -> None:
     try:
         render_chat(tokenizer, EXAMPLE_CHAT, {"chat_template": template, "add_generation_prompt": True})
     except ValueError as error:
-        cause = error.__cause__ or error  # an error of Jinja's syntax has a line number
+        cause = error.__cause__ or error  # Jinja's syntax errors have a line number
         line = getattr(cause, "lineno", None)
         where = "" if line is None else f" (line {line})"
         raise ValueError(
@@ -216,12 +218,12 @@ def check_chat_template(template: str, model: str | Path | None) -> None:
 
 
 def warm_tokenizer(tokenizer: Any, template: str | None) -> None:
-    """Render a conversation, and encode and decode its text: what templates and tokenizers prepare when they are first
-    used is there for the first request. What fails here is reported to the requests that need it.
+    """Render a conversation, and encode and decode its text. Templates and tokenizers prepare themselves at first use,
+    so the first request need not wait for that. If this fails, the requests that need it get the error.
 
     Args:
-        tokenizer: that of the API process.
-        template: in place of the tokenizer's own.
+        tokenizer: of the API process.
+        template: replaces the tokenizer's own.
     """
     options = {"chat_template": template or tokenizer.chat_template or PLAIN_CHAT_TEMPLATE}
     try:
@@ -232,7 +234,7 @@ def warm_tokenizer(tokenizer: Any, template: str | None) -> None:
 
 
 def url_of(sock: socket.socket, host: str) -> str:
-    """Where the server listens."""
+    """The URL that the server listens at."""
     port = sock.getsockname()[1]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -265,7 +267,7 @@ class _Serving:
         try:
             return await self._start_and_serve(start, warm_up)
         finally:
-            for number in signals:  # a closed event loop of uvloop keeps them
+            for number in signals:  # uvloop's event loop keeps its handlers after it is closed
                 loop.remove_signal_handler(number)
 
     async def _start_and_serve(self, start: Callable[[], Awaitable[EngineFleet]], warm_up: bool) -> int:
@@ -283,7 +285,7 @@ class _Serving:
 
     async def _start(self, start: Callable[[], Awaitable[EngineFleet]], warm_up: bool) -> EngineFleet:
         template = self._config.chat_template
-        if template is not None:  # a broken one is reported before the model is loaded, which takes long
+        if template is not None:  # reports a broken template before the model is loaded
             await asyncio.to_thread(check_chat_template, template, self._options.get("model"))
         client = await start()
         if warm_up and client.tokenizer is not None:
@@ -323,7 +325,7 @@ class _Serving:
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
         for name in ("uvicorn.error", Connections.__module__):
             logging.getLogger(name).addFilter(SeldomFilter())
-        # What is there now stays. Later collections leave it out: looking at all of it holds the loop for 0.15 s.
+        # All current objects stay. Later collections leave them out: examining all of them holds the loop for 0.15 s.
         gc.collect()
         gc.freeze()
         listeners = [self._sock, *(self._sock.dup() for _ in range(NUM_ACCEPTED - 1))]
@@ -334,11 +336,11 @@ class _Serving:
         for line in startup_lines(infos, self._config, url_of(self._sock, self._config.host)):
             logger.info("%s", line)
         await self._first_of(self._stop.wait(), client.dead.wait(), serving)
-        # From the next second on, a client's connection ends with its answer: its next request finds another server.
+        # From now on a connection ends with its response, so that the client's next request goes to another server.
         server.config.encoded_headers.append((b"connection", b"close"))
         if self._config.drain_delay and not client.dead.is_set():
             app.state.gate.leave()
-            logger.info("not ready any more; new requests are taken for another %g s", self._config.drain_delay)
+            logger.info("not ready; new requests are accepted for another %g s", self._config.drain_delay)
             await self._first_of(self._force.wait(), client.dead.wait(), timeout=self._config.drain_delay)
         app.state.gate.close()
         left = SECONDS_TO_REPORT
@@ -347,7 +349,7 @@ class _Serving:
         code = EXIT_OK if client.death is None else EXIT_FAILED
         await client.shutdown()
         await self._first_of(app.state.gate.wait_empty(), self._force.wait(), timeout=SECONDS_TO_REPORT)
-        # Responses that are complete here may still be on their way to a slow reader.
+        # Complete responses may still be on their way to slow readers.
         server.config.timeout_graceful_shutdown = math.ceil(left)
         server.should_exit = True
         await self._first_of(serving, self._force.wait(), timeout=left + SECONDS_TO_REPORT)
@@ -356,7 +358,7 @@ class _Serving:
         return code
 
     async def _drain(self, client: EngineFleet, app: FastAPI) -> float:
-        """Wait for open requests; returns the seconds of `drain_timeout` that are left."""
+        """Wait for open requests; returns the remaining seconds of `drain_timeout`."""
         started = time.monotonic()
         num_open = app.state.gate.num_open
         if num_open:
@@ -382,7 +384,7 @@ class _Serving:
 
     @staticmethod
     async def _first_of(*awaitables: Any, timeout: float | None = None) -> None:
-        """Wait for the first of them; then coroutines among them are cancelled, tasks are not."""
+        """Wait for the first of the awaitables. Then the other coroutines are cancelled; tasks continue."""
         tasks = [asyncio.ensure_future(one) for one in awaitables]
         await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         for task, one in zip(tasks, awaitables, strict=True):

@@ -1,7 +1,8 @@
-"""What each of several engines gets of the machine: cores, threads, a GPU, KV blocks, and a name for what it writes.
+"""Divides the machine among several engines: cores, threads, GPUs, KV blocks, and a name for each engine's log and
+files.
 
-What the operator says is for the server as a whole, but for the memory of GPUs: each engine has a GPU of its own, so
-sizes of its KV pool are per engine there, as in vLLM. Everything here is decided before an engine is started.
+The operator's settings are for the server as a whole. The exception are sizes of KV pools on GPUs: each engine has its
+own GPU, so these sizes are per engine, as in vLLM. All of this is decided before an engine is started.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from pointsman.engine.machine import num_cores, own_cores, visible_gpus
 from pointsman.engine.text.tokenizer import model_directory, weights_size
 
 SHARED_SIZES = ("num_blocks", "kv_cache_bytes", "kv_offload_bytes")
-"""Arguments of `Engine` that are shared out."""
+"""Arguments of `Engine` that are divided among engines on the CPU."""
 HOST_SIZES = ("kv_offload_bytes",)
-"""Those that are shared out among engines on GPUs."""
+"""Arguments of `Engine` that are divided among engines on GPUs."""
 MEMORY_INFO = Path("/proc/meminfo")
 MAX_PORT = 65535
 _PORT = re.compile(r"^(tcp://.*:)([0-9]+)$")
@@ -28,33 +29,33 @@ _PORT = re.compile(r"^(tcp://.*:)([0-9]+)$")
 
 @dataclass(frozen=True, slots=True)
 class EngineShare:
-    """What one engine gets."""
+    """The share of one engine."""
 
     options: dict[str, Any]
     """Keyword arguments of `Engine`."""
     cores: list[int] | None = None
-    """The processors that it runs on; None: all."""
+    """The processors that the engine runs on; None: all."""
     record: str | None = None
-    """A file for its recording."""
+    """The file of its recording."""
     name: str = ""
-    """What lines of its log begin with."""
+    """The prefix of its log lines."""
 
     def record_after(self, num_restarts: int) -> str | None:
-        """A file for its recording once it was restarted so many times: no recording replaces another."""
+        """The file of its recording after `num_restarts` restarts: no recording replaces another."""
         return self.record if self.record is None or not num_restarts else f"{self.record}.restart-{num_restarts}"
 
 
 def share_out(options: Mapping[str, Any], num_engines: int, record: str | None = None) -> list[EngineShare]:
-    """The share of each engine. One alone gets what the operator said, as it is.
+    """The share of each engine. A single engine gets the operator's settings unchanged.
 
     Args:
         options: keyword arguments of `Engine`, for the server as a whole.
         num_engines: of the server.
-        record: a file for the first one's recording; the others have .1, .2, ... behind its name.
+        record: the file of the first engine's recording; the others append .1, .2, ... to its name.
 
     Raises:
-        ValueError: there are not that many cores, threads, GPUs or blocks, or there is not the memory, or a port for
-            KV events is taken.
+        ValueError: there are too few cores, threads, GPUs or blocks, or too little memory, or a port for KV events is
+            in use.
     """
     if num_engines < 1:
         raise ValueError(f"data_parallel_size is {num_engines}; it must be at least 1, one engine")
@@ -77,7 +78,7 @@ def share_out(options: Mapping[str, Any], num_engines: int, record: str | None =
                 f"one thread at least, so raise it to {num_engines}, or lower data_parallel_size to {threads}"
             )
         own["num_threads"] = threads // num_engines
-    elif at_once < len(cores):  # a quota on the time of all processors, which no engine knows to be shared
+    elif at_once < len(cores):  # a quota on processor time; an engine cannot know that others share it
         own["num_threads"] = at_once // num_engines
     for name in HOST_SIZES if devices else SHARED_SIZES:
         if (size := own.get(name)) is not None:
@@ -95,7 +96,7 @@ def share_out(options: Mapping[str, Any], num_engines: int, record: str | None =
         if devices:
             mine = {**mine, "device": devices[index]}
         path = record if record is None or index == 0 else f"{record}.{index}"
-        # Neighbours together: they share caches.
+        # Neighbouring cores share caches.
         bound = cores[index * len(cores) // num_engines : (index + 1) * len(cores) // num_engines]
         shares.append(EngineShare(mine, bound, path, f"engine {index}"))
     check_ports([share.options for share in shares])
@@ -103,7 +104,7 @@ def share_out(options: Mapping[str, Any], num_engines: int, record: str | None =
 
 
 def choose_devices(options: Mapping[str, Any], num_engines: int) -> list[str]:
-    """The GPU of each of several engines, in the order in which PyTorch lists them; empty: they run on the CPU.
+    """The GPU of each of several engines, in PyTorch's order; empty: the engines run on the CPU.
 
     Raises:
         ValueError: there are fewer GPUs than engines, or one GPU is given for all engines.
@@ -130,16 +131,16 @@ def choose_devices(options: Mapping[str, Any], num_engines: int) -> list[str]:
 
 
 def check_memory(options: Mapping[str, Any], num_engines: int, *, on_gpus: bool = False) -> None:
-    """Refuse what certainly does not fit into the host's memory: the weights of each engine as they lie on the disk,
-    and the KV that was asked for.
+    """Refuse settings that cannot fit into the host's memory: the weights of each engine, at their size on disk, and
+    the configured KV sizes.
 
     Args:
         options: keyword arguments of `Engine`, for all engines together.
         num_engines: of the server.
-        on_gpus: whether weights and KV pools lie in the memory of GPUs.
+        on_gpus: whether weights and KV pools are in the memory of GPUs.
 
     Raises:
-        ValueError: it is more than the machine has free.
+        ValueError: the settings need more memory than is free.
     """
     free = free_memory()
     if free is None:
@@ -163,7 +164,7 @@ def check_memory(options: Mapping[str, Any], num_engines: int, *, on_gpus: bool 
 
 
 def free_memory() -> int | None:
-    """Bytes that programs may still take, as Linux estimates it; None: it is not known."""
+    """Bytes of memory that programs may still allocate, by Linux's estimate; None: not known."""
     try:
         found = re.search(r"^MemAvailable:\s+([0-9]+) kB$", MEMORY_INFO.read_text(), re.MULTILINE)
     except OSError:
@@ -172,8 +173,8 @@ def free_memory() -> int | None:
 
 
 def offset_ports(config: KVEventsConfig | Mapping[str, Any], index: int) -> dict[str, Any]:
-    """Where and as which engine `index` publishes: TCP ports are counted up from the first one's, and other addresses
-    get a suffix, as in vLLM.
+    """The KV events configuration of engine `index`: TCP ports count up from the first engine's port, and other
+    addresses get a suffix, as in vLLM.
     """
     values = (
         {name: getattr(config, name) for name in KVEventsConfig.__dataclass_fields__}
@@ -191,7 +192,7 @@ def offset_ports(config: KVEventsConfig | Mapping[str, Any], index: int) -> dict
 
 
 def check_ports(options: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse TCP ports for KV events that are taken, or that two of the engines would take.
+    """Refuse TCP ports for KV events that are in use, or that two engines would bind.
 
     Args:
         options: keyword arguments of each engine.
@@ -226,7 +227,7 @@ def check_ports(options: Sequence[Mapping[str, Any]]) -> None:
 
 
 def why_taken(host: str, port: int) -> str | None:
-    """Why a socket cannot be bound there; None: it can, or the name of the host is one that only ZeroMQ knows."""
+    """Why a socket cannot be bound to this address; None: it can, or only ZeroMQ can resolve the host."""
     host = "" if host == "*" else host
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:

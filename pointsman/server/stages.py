@@ -1,13 +1,13 @@
-"""Stages: what may be held at each stage of a request, by all tenants together and by one of them.
+"""Stages: limits at each stage of a request, for all tenants together and for one tenant.
 
     rooms = Rooms(config, max_num_running=64)
     with rooms.texts.held("alice", 5000):       # ApiError 429, with the tenant's own figures
         ...
 
-`STAGES` is the one table of these bounds; docs/operating.md shows the same table. A stage that this process bounds has
-a `StageRoom`. In a room that tenants share, one tenant may hold three times what is left free (`engine/turns.py`):
-alone three quarters, so that a second tenant always finds room. Where a server can have one tenant only, it may hold
-all.
+`STAGES` is the one table of these limits; docs/operating.md shows the same table. Each stage that this process limits
+has a `StageRoom`. In a room that tenants share, one tenant may hold three times the free capacity (`engine/turns.py`).
+Alone, a tenant can hold three quarters, so that a second tenant always gets some. In a server that can have only one
+tenant, this tenant may hold all.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 MIN_WAIT, MAX_WAIT = 1, 60
-"""Limits of Retry-After, in seconds."""
+"""The range of Retry-After, in seconds."""
 
 
 def retry_seconds(estimate: float) -> int:
-    """What Retry-After says of a wait that is estimated, in seconds."""
+    """The value of Retry-After for an estimated wait, in seconds."""
     return min(max(math.ceil(estimate), MIN_WAIT), MAX_WAIT)
 
 
@@ -41,31 +41,31 @@ def _soon() -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One stage, and how it is bounded."""
+    """One stage, and its limit."""
 
     name: str
     """The label `stage` of metrics."""
     unit: str
     meaning: str
-    """What is counted, and from when to when."""
+    """What is counted, and from when until when."""
     bound: str
-    """How much may be held, with the default of the option."""
+    """The limit, with the default of the option."""
     option: str | None
-    """Of `pointsman serve`; None: the bound is fixed."""
+    """Of `pointsman serve`; None: the limit is fixed."""
     bounded_by: Literal["tenant", "all"]
-    """Whether each tenant has a share of it, or it is one bound for all."""
+    """Whether each tenant has a share, or there is one limit for all."""
     status: int | None
     """Of a refusal; None: nothing is refused."""
     reason: str | None
     """The label `reason` of refusals; None: nothing is refused."""
     held: str = ""
-    """For messages: what is held, and how; `{whose}` may become " of this tenant"."""
+    """For error messages: the noun and the verb; `{whose}` may become " of this tenant"."""
 
 
 CONNECTIONS = Stage(
     name="connections",
     unit="connections",
-    meaning="Of clients, idle ones among them; of each address, where --max-connections-per-address bounds it.",
+    meaning="Of clients, including idle ones; --max-connections-per-address limits those of one address.",
     bound="4,096, or the open files less 160",
     option="--max-connections",
     bounded_by="all",
@@ -76,7 +76,7 @@ BODIES = Stage(
     name="bodies",
     unit="bytes",
     meaning="Of bodies that arrive or are not parsed yet, beyond the first 64 KiB of each.",
-    bound="16 of the largest bodies",
+    bound="16 times --max-request-bytes",
     option="--max-total-request-bytes",
     bounded_by="tenant",
     status=429,
@@ -86,8 +86,8 @@ BODIES = Stage(
 TEXTS = Stage(
     name="texts",
     unit="characters",
-    meaning="Of requests that wait to be tokenized, rendered or detokenized, or are.",
-    bound="4 of the largest bodies",
+    meaning="Of requests that wait for or are in tokenization, rendering or detokenization.",
+    bound="4 times --max-request-bytes",
     option="--max-waiting-characters",
     bounded_by="tenant",
     status=429,
@@ -130,7 +130,7 @@ GRAMMARS = Stage(
 RUNNING = Stage(
     name="running",
     unit="requests",
-    meaning="In the batch. --order says whose turn it is: fair orders divide it among tenants.",
+    meaning="In the batch. --order decides which are admitted; fair orders divide the batch among tenants.",
     bound="64",
     option="--max-num-seqs",
     bounded_by="all",
@@ -152,15 +152,15 @@ STAGES = (CONNECTIONS, BODIES, TEXTS, REQUESTS, PROMPT_TOKENS, GRAMMARS, RUNNING
 """In the order in which a request passes them."""
 
 MAX_WAITING_GRAMMARS = 1024
-"""Clients' requests. Many may have the same grammar; the engine bounds the grammars that wait."""
+"""Clients' requests. Many may have the same grammar; the engine limits the number of waiting grammars."""
 
 
 class StageRoom:
-    """The room of one stage. One event loop owns it.
+    """The capacity of one stage. One event loop owns it.
 
     Args:
         stage: in `STAGES`.
-        size: in the stage's unit; None: no bound.
+        size: in the stage's unit; None: no limit.
         is_shared: whether there may be several tenants.
     """
 
@@ -171,29 +171,29 @@ class StageRoom:
 
     @property
     def total(self) -> int:
-        """Held by all tenants."""
+        """The amount that all tenants hold."""
         return self._room.total
 
     def of(self, tenant: str) -> int:
-        """Held by one tenant."""
+        """The amount that one tenant holds."""
         return self._room.held.get(tenant, 0)
 
     @property
     def by_tenant(self) -> dict[str, int]:
-        """What each tenant holds, of those that hold something."""
+        """The amount of each tenant that holds something."""
         return self._room.held
 
     def take(self, tenant: str, amount: int, *, own: int = 0, retry_after: Callable[[], int] = _soon) -> None:
         """Hold more.
 
         Args:
-            tenant: whose it is.
+            tenant: of the request.
             amount: in the stage's unit.
-            own: what the same request holds already.
-            retry_after: the seconds that a refusal says, where the stage can estimate them.
+            own: the amount that the same request holds already.
+            retry_after: returns the seconds that a refusal reports, if the stage can estimate them.
 
         Raises:
-            ApiError: with the stage's status and reason: there is no room, or the tenant has its share; nothing was
+            ApiError: with the stage's status and reason: the limit or the tenant's share is exhausted. Nothing was
                 taken.
         """
         try:
@@ -209,7 +209,7 @@ class StageRoom:
 
     @contextmanager
     def held(self, tenant: str, amount: int, retry_after: Callable[[], int] = _soon) -> Iterator[None]:
-        """A block in which the amount is held.
+        """Context: holds the amount until it is left.
 
         Raises:
             ApiError: as for `take`.
@@ -224,20 +224,20 @@ class StageRoom:
         stage = self.stage
         assert stage.status is not None
         if error.total + amount > error.size:
-            held, most, whose = error.total, error.size, ""
+            held, maximum, whose = error.total, error.size, ""
         else:
-            held, most, whose = error.held, error.max_held, " of this tenant"
+            held, maximum, whose = error.held, error.max_held, " of this tenant"
         return ApiError(
             stage.status,
             f"the server is overloaded: {held} {stage.held.format(whose=whose)}, this would be {amount} more, and at "
-            f"most {most} may be; try again in {retry_after} s",
+            f"most {maximum} may be; try again in {retry_after} s",
             headers={"retry-after": str(retry_after)},
             reason=stage.reason,
         )
 
 
 class Rooms:
-    """The rooms of all stages that this process bounds.
+    """The rooms of all stages that this process limits.
 
     Args:
         config: of the operator.
@@ -246,7 +246,7 @@ class Rooms:
 
     def __init__(self, config: ServerConfig, max_num_running: int) -> None:
         is_shared = has_tenants(config)
-        # Of a body that is not read yet, its field `user` is not known.
+        # Before a body is read, its field `user` is not known.
         self.bodies = StageRoom(
             BODIES, config.body_budget, is_shared=is_shared and (config.tenant_from != "user" or _has_key_names(config))
         )
@@ -266,6 +266,6 @@ def has_tenants(config: ServerConfig) -> bool:
 
 
 def _has_key_names(config: ServerConfig) -> bool:
-    """Whether keys alone tell several tenants apart; an operator with a key is one, where clients have keys."""
+    """Whether keys alone distinguish several tenants; if clients have keys, an operator with a key is a tenant."""
     operators = {OPERATOR} if config.api_keys and config.operator_keys else set()
     return len(operators.union(config.tenants)) > 1

@@ -1,12 +1,12 @@
-"""What the log says when the server is ready: five lines that show whether it is the intended server, and a sixth where
-other machines need no key.
+"""The log lines of a server that is ready: five lines that show which server this is, and a sixth if other machines
+need no key.
 
-serving      which model, of which size and type, where it runs
-engines      with several: their number, and the process of each
-KV cache     how much fits: blocks, tokens, requests of full length
+serving      the model, its size and type, the device
+engines      if there are several: their number, and the process of each
+KV cache     its capacity: blocks, tokens, requests of full length
 scheduler    the size of a step, the order, and every setting that differs from its default
-limits       what one request may ask for, the number of waiting requests, which keys are needed
-open         what every machine that reaches the address may do without a key
+limits       limits of one request, the number of waiting requests, which keys are needed
+open         requests that every machine that reaches the address may make without a key
 listening    where, and a curl that works
 """
 
@@ -37,13 +37,13 @@ LEFT_OUT = frozenset(
         "share_within_step",
     }
 )
-"""Fields of the scheduler's configuration that other lines show, or that only the engine sets."""
+"""Fields of the scheduler's configuration that are in other lines, or that only the engine sets."""
 ALWAYS_SHOWN = ("max_num_seqs", "max_num_batched_tokens", "order")
 EXAMPLE_QUESTION = "What is the capital of France?"
 
 
 def startup_lines(infos: Sequence[EngineInfo], config: ServerConfig, url: str) -> list[str]:
-    """The five lines, or six; one more with several engines.
+    """The five or six lines; one more with several engines.
 
     Args:
         infos: the engines' descriptions of themselves, in the order of their numbers; they have equal settings.
@@ -64,12 +64,12 @@ def startup_lines(infos: Sequence[EngineInfo], config: ServerConfig, url: str) -
 
 
 def served_name(info: EngineInfo, config: ServerConfig) -> str:
-    """What clients call the model."""
+    """The name of the model for clients."""
     return config.served_model_name[0] if config.served_model_name else info.model
 
 
 def example_curl(model: str, config: ServerConfig, url: str) -> str:
-    """A command for a POSIX shell that asks a question. It names the variable of the key, never the key."""
+    """A POSIX shell command that asks a question. It contains the name of the key's variable, never the key."""
     messages = [{"role": "user", "content": EXAMPLE_QUESTION}]
     body = json.dumps({"model": model, "messages": messages, "max_tokens": 32, "temperature": 0})
     key = ' -H "Authorization: Bearer $POINTSMAN_API_KEY"' if config.api_keys else ""
@@ -77,7 +77,7 @@ def example_curl(model: str, config: ServerConfig, url: str) -> str:
 
 
 def reachable(url: str) -> str:
-    """The address to call: for the wildcard address of all networks, the loopback address."""
+    """The URL to call: the loopback address in place of the wildcard address."""
     return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 
@@ -104,7 +104,7 @@ def _engines(infos: Sequence[EngineInfo]) -> str:
         f"engine {index} is process {info.pid}{f' on {info.device}' if on_gpus else ''}"
         for index, info in enumerate(infos)
     )
-    return f"{len(infos)}, each with what the next two lines say: {named}"
+    return f"{len(infos)}, each as in the next two lines: {named}"
 
 
 def _capacity(info: EngineInfo) -> str:

@@ -1,1 +1,1 @@
-"""Tests of `pointsman.server`, in the packages of what they test; tests of whole processes stand here."""
+"""Tests of `pointsman.server`, in the same packages as the code; tests of whole processes are here."""

@@ -1,5 +1,5 @@
-"""A question that the server does not have, with its answer. The engine process imports this module when it reads the
-first one."""
+"""A question that the server does not have, with its answer. The engine process imports this module when it unpickles
+the first such question."""
 
 from __future__ import annotations
 

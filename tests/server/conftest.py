@@ -15,7 +15,7 @@ from tests.server.engine_pool import engine_pool
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[ServerProcess]:
-    """`pointsman serve` on the demo model, with defaults; shared by all tests of a process, so leave it idle."""
+    """`pointsman serve` on the demo model, with defaults. All tests of a process share it, so leave it idle."""
     with start_server("--model", "demo") as running:
         yield running
 
@@ -37,7 +37,7 @@ def http(server: ServerProcess) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="session")
 def client(server: ServerProcess) -> Iterator[Any]:
-    """The official client of that server; it tries nothing again."""
+    """The official client of that server, without retries."""
     openai = pytest.importorskip("openai")
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         yield client

@@ -1,4 +1,4 @@
-"""What an engine could say about itself, for tests that need no engine."""
+"""Descriptions of engines, for tests that need no engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SCHEDULER = SchedulerConfig(num_blocks=100, max_model_len=1000, block_size=32, m
 
 
 def engine_info(**changes: Any) -> EngineInfo:
-    """That of an engine with a small model and the scheduler of `SCHEDULER`, apart from the fields given."""
+    """The description of an engine with a small model and the scheduler of `SCHEDULER`, except for the given fields."""
     fields: dict[str, Any] = {
         "pid": 1,
         "model": "/models/a",

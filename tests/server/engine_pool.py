@@ -1,4 +1,4 @@
-"""Engine processes for tests: the one that a test leaves is that of the next test which asks for the same options.
+"""A pool of engine processes: a test reuses an engine of an earlier test with the same options.
 
 Starting one takes seconds, nearly all of them imports. A test that ends its engine, or fails, leaves none.
 """
@@ -59,7 +59,7 @@ class EnginePool:
 
 @cache
 def engine_pool() -> EnginePool:
-    """The one of this process; `conftest.py` closes it."""
+    """The pool of this process; `conftest.py` closes it."""
     return EnginePool()
 
 
@@ -71,8 +71,8 @@ async def cancel(tasks: set[asyncio.Task[Any]]) -> None:
 
 
 async def tidy(client: EngineClient) -> None:
-    """Leave an engine as if nobody had used it, but for its counters."""
-    client.inbox.on_steps = client.inbox.on_end = None
+    """Reset an engine to its initial state, except its counters."""
+    client.receiver.on_steps = client.receiver.on_end = None
     await client.ask(Resume())
     await client.ask(SetMaxNumActiveSeqs(None))
     while await client.ask(ExplainAll()):

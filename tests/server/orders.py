@@ -1,4 +1,4 @@
-"""Orders for tests: one reads everything that a client may say of its urgency, one holds up the engine's thread."""
+"""Orders for tests: one reads all urgency fields of clients, one blocks the engine's thread."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class ByUrgency(FirstComeFirstServed):
 
 
 BY_URGENCY = ByUrgency()
-"""Crosses into an engine process by name of its class."""
+"""Pickled into an engine process by the name of its class."""
 
 
 class HeldUp(FirstComeFirstServed):
-    """Holds the engine's thread up once for each request, as its id says: "hang" for a minute, "long" for 6 s with
-    beats, "announced" for 5 s that are announced."""
+    """Blocks the engine's thread once for each request, by its id: "hang" for a minute, "long" for 6 s with beats,
+    "announced" for 5 s that are announced."""
 
     name = "held-up"
 

@@ -1,4 +1,4 @@
-"""Rooms of stages, for tests of what is held in them."""
+"""Helpers that make rooms of stages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def backlog(max_requests: int, max_prompt_tokens: int | None = None, *, is_share
 
 
 def bodies_room(max_bytes: int, *, is_shared: bool = False) -> StageRoom:
-    """Room for bodies of one tenant, or of several."""
+    """A budget for bodies of one tenant, or of several."""
     return room(BODIES, max_bytes, is_shared=is_shared)
 
 

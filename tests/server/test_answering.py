@@ -1,4 +1,4 @@
-"""The questions to an engine: each has an answer, and one that is added needs no more than its class and its answer."""
+"""Questions to an engine: each has an answer; a new question needs only its class and its answer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_every_question_has_an_answer() -> None:
 
 @pytest.mark.e2e
 def test_a_question_that_is_added_reaches_a_real_engine() -> None:
-    """Through its route, the fleet, the client and the engine process, none of which knows it."""
+    """Through the fleet, the client and the engine process, which do not know the question."""
 
     async def test(client: EngineClient) -> None:
         fleet = EngineFleet([client])

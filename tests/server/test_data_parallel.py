@@ -1,4 +1,4 @@
-"""Several engines behind one API process, as a client and an operator see them: real processes, real HTTP."""
+"""Several engines behind one API process, seen by clients and operators: real processes, real HTTP."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def until_all_live(http: httpx.Client) -> None:
     wait_until(lambda: set(samples(http, "pointsman:engine_up").values()) == {1.0}, 60, "all engines live")
 
 
-def test_both_engines_answer_alike_and_are_told_apart(http: httpx.Client) -> None:
-    """Requests are spread, equal prefixes stay together, and every question goes to both."""
+def test_both_engines_give_equal_output_and_are_distinguishable(http: httpx.Client) -> None:
+    """Requests are distributed, equal prefixes stay together, and every question goes to both engines."""
     prompts = [f"{number} {FIELDS['prompt']} " * 12 for number in range(6)]
     before = samples(http, "pointsman:steps_total")
     texts, engines = [], []
@@ -79,7 +79,7 @@ def test_both_engines_answer_alike_and_are_told_apart(http: httpx.Client) -> Non
     assert samples(http, "vllm:kv_cache_usage_perc") == {"0": 0.0, "1": 0.0}
 
 
-def test_operators_reach_both(http: httpx.Client) -> None:
+def test_operator_commands_reach_both_engines(http: httpx.Client) -> None:
     assert http.post("/pause", params={"mode": "keep"}).status_code == 200
     done: list[int] = []
 
@@ -119,7 +119,7 @@ def test_the_live_film_is_that_of_the_engine_asked_for(http: httpx.Client) -> No
     assert 'id="engine"' in page and "X-Engines" in page
 
 
-def test_a_dead_engine_is_started_again_with_what_operators_have_set(two: ServerProcess, http: httpx.Client) -> None:
+def test_restarted_engine_keeps_operator_settings(two: ServerProcess, http: httpx.Client) -> None:
     assert http.post("/max_num_active_seqs", params={"limit": 3}).status_code == 200
     assert http.post("/pause", params={"mode": "keep", "clear_cache": False}).status_code == 200
     done: list[int] = []
@@ -141,7 +141,7 @@ def test_a_dead_engine_is_started_again_with_what_operators_have_set(two: Server
     wait_until(lambda: samples(http, "pointsman:engine_up")["1"] == 0, 10, "the death is noticed")
     wait_until(lambda: samples(http, "vllm:num_requests_waiting") == {"0": 4.0, "1": 0.0}, 10, "each counts once")
     assert f"engine 1, process {before[1]}, was ended by signal SIGKILL" in two.log()
-    assert f"{held} requests of engine 1 go on: {held} in engine 0" in two.log()
+    assert f"{held} requests of engine 1 are resumed: {held} in engine 0" in two.log()
     assert samples(http, "pointsman:requests_resumed_total") == {"0": 0.0, "1": held}
     assert http.get("/health").status_code == http.get("/ready").status_code == 200, "the other one serves"
     until_all_live(http)
@@ -217,7 +217,7 @@ def listed(http: httpx.Client) -> list[dict[str, Any]]:
 
 
 def telling(answer: dict[str, Any]) -> Any:
-    """What does not differ from one request to the next: logits are computed in steps of other shapes."""
+    """The facts of a request that do not depend on the shapes of steps."""
     if "data" in answer:
         return answer["data"][0]["embedding"]
     choices = [(one["text"], one["finish_reason"], one["logprobs"]["tokens"]) for one in answer["choices"]]
@@ -244,7 +244,7 @@ def test_recordings_are_one_for_each_engine(tmp_path: Path) -> None:
 
 
 def test_a_drain_finishes_the_requests_of_an_engine_that_hangs() -> None:
-    """Operators see the hang meanwhile: its engine is down, and not the server."""
+    """Operators see the hang meanwhile: the engine is down, but not the server."""
     with start_server(*TWO, "--engine-timeout", "2", "--drain-timeout", "120") as server:
         with httpx.Client(base_url=server.url, timeout=120) as http, ThreadPoolExecutor(8) as pool:
             prompts = [f"{number} {FIELDS['prompt']}" for number in range(8)]
@@ -263,7 +263,7 @@ def test_a_drain_finishes_the_requests_of_an_engine_that_hangs() -> None:
 
 
 @pytest.mark.long
-def test_requests_wait_while_no_engine_lives_and_the_server_ends_when_none_comes_back() -> None:
+def test_requests_wait_for_a_restart_and_server_ends_without_one() -> None:
     with start_server(*SMALL, "--max-engine-restarts", "1") as server, httpx.Client(base_url=server.url) as http:
         expected = http.post("/v1/completions", json=FIELDS).json()["choices"][0]["text"]
         os.kill(server.engine_pid, signal.SIGKILL)
@@ -275,7 +275,7 @@ def test_requests_wait_while_no_engine_lives_and_the_server_ends_when_none_comes
         answer = http.post("/v1/completions", json=FIELDS, timeout=60)
         assert answer.json()["choices"][0]["text"] == expected
         assert http.get("/ready").status_code == 200
-        os.kill(server.engine_pid, signal.SIGKILL)  # its second death, one after the other
+        os.kill(server.engine_pid, signal.SIGKILL)  # its second consecutive death
         assert server.wait(20) == 1
         assert "stays dead" in server.log()
 
@@ -290,13 +290,13 @@ def test_requests_wait_while_no_engine_lives_and_the_server_ends_when_none_comes
         (("--data-parallel-size", "2", "--kv-cache-bytes", "900TiB"), " are free; lower kv_cache_bytes$"),
     ],
 )
-def test_what_the_machine_lacks_is_said_before_anything_is_started(arguments: tuple[str, ...], message: str) -> None:
+def test_missing_resources_are_reported_before_any_start(arguments: tuple[str, ...], message: str) -> None:
     with pytest.raises(ServerFailed) as caught:
         start_server("--model", "demo", *arguments, timeout=20)
     assert re.search(message, str(caught.value), re.MULTILINE), str(caught.value)
 
 
-def test_a_port_for_kv_events_that_is_taken_is_said_too() -> None:
+def test_used_kv_events_port_is_reported() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -309,7 +309,7 @@ def test_a_port_for_kv_events_that_is_taken_is_said_too() -> None:
 
 
 def test_ports_that_engines_could_not_have_are_refused() -> None:
-    """Those of the later engines as well, which are counted up from what was given."""
+    """Also the ports of later engines, which count up from the given one."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         local = f"tcp://127.0.0.1:{port}"
@@ -345,7 +345,7 @@ def test_cores_threads_blocks_and_ports_are_shared_out(monkeypatch: pytest.Monke
     assert (first.record, second.record, second.record_after(2)) == ("f", "f.1", "f.1.restart-2")
     alone = share_out(options, 1, "f")[0]
     assert (alone.options, alone.cores, alone.record, alone.name) == (options, None, "f", "")
-    # Where the time of all processors is limited, no engine may take all of it.
+    # If processor time is limited, no engine may take all of it.
     monkeypatch.setattr("pointsman.server.shares.num_cores", lambda: 4)
     assert [one.options["num_threads"] for one in share_out({"model": "demo"}, 2)] == [2, 2]
 
@@ -359,7 +359,7 @@ def is_free(port: int) -> bool:
         return True
 
 
-def test_ports_that_are_taken_are_said_before_anything_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_used_ports_are_reported_before_any_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pointsman.server.shares.own_cores", lambda: [0, 1, 2])
     monkeypatch.setattr("pointsman.server.shares.num_cores", lambda: 3)
 

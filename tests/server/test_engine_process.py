@@ -1,4 +1,4 @@
-"""The engine process as the API process sees it at its start: what comes of a warm-up that fails."""
+"""The start of the engine process as the API process sees it, with failing warm-ups."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OPTIONS = {"model": "demo", "num_blocks": 16, "max_model_len": 64, "num_threads"
 
 @pytest.fixture(autouse=True)
 def as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is this process here, which keeps its signals, its memory and its log."""
+    """Run the engine process within this process, without changing signals, memory or log."""
     monkeypatch.setattr(engine_process.signal, "signal", lambda *_: None)
     monkeypatch.setattr(engine_process, "keep_freed_pages", lambda **_: None)
     monkeypatch.setattr(engine_process.logging, "basicConfig", lambda **_: None)
@@ -101,7 +101,7 @@ def test_a_gpu_that_is_full_when_it_warms_up_is_reported(monkeypatch: pytest.Mon
     assert "Tried to allocate 2.00 GiB" in message.message and "lower gpu_memory_utilization" in message.message
 
 
-def test_what_fails_for_some_requests_is_served_around(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_failure_of_some_requests_does_not_stop_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> Any:
         raise RuntimeError("no such operation")
 

@@ -1,4 +1,4 @@
-"""Servers over one KV store: one computes prompts, another one answers, as a router would have them do."""
+"""Servers with one KV store: one does the prefills, another one the decodes, as behind a router."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_one_server_prefills_and_another_one_decodes(tmp_path: Path) -> None:
         assert value(decode, "pointsman:kv_transfers") == value(decode, "pointsman:kv_transfer_held_blocks") == 0
         for prompt in PROMPTS[2:]:
             answer(prefill, prompt, 1)
-        assert prefill.stop() == 0, "what is to be written is written first"
+        assert prefill.stop() == 0, "pending writes come first"
         assert [answer(decode, prompt, 16) for prompt in PROMPTS[2:]] == expected[2:]
         assert value(decode, blocks, "loaded") > num_loaded
         assert value(decode, blocks, "not_loaded") == value(decode, blocks, "stored") == 0

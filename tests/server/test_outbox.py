@@ -1,4 +1,4 @@
-"""The engine's side of the socket: nothing is lost or out of order, and a reader that does not read costs no step."""
+"""The engine's side of the socket: nothing is lost or out of order, and a slow reader delays no step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_frames_arrive_in_order_from_several_threads_through_a_full_socket() -> 
         writer.start()
     for writer in writers:
         writer.join()
-    assert time.monotonic() - started < 10 and not outbox.is_clear  # nobody has read yet, and nobody waited
+    assert time.monotonic() - started < 10 and not outbox.is_clear  # nothing was read yet, and no call waited
     found = read_until(theirs, Unpacker(), lambda found: len(found) == 3 * num_each)
     for name in range(3):
         assert [number for one, number, _ in found if one == name] == list(range(num_each))
@@ -74,12 +74,12 @@ class Generation:
 
 
 def deltas_of(news: EngineOutputs, key: int) -> list[Delta]:
-    """What is new about a request, plain tokens first."""
+    """The deltas of a request, plain tokens first."""
     plain = [Delta(text, ids, num_cached_tokens=cached) for name, text, ids, cached in news.tokens if name == key]
     return plain + [delta for name, delta in news.deltas if name == key]
 
 
-def test_deltas_add_up_and_pile_up_nowhere() -> None:
+def test_deltas_add_up_and_do_not_accumulate() -> None:
     ours, theirs = socket.socketpair()
     port = RemotePort(ours)
     one, whole = Generation(port, 1), Generation(port, 2, stream=False)
@@ -105,7 +105,7 @@ def test_deltas_add_up_and_pile_up_nowhere() -> None:
     assert port.mailboxes == {}
 
 
-def test_news_of_a_reader_that_is_gone_is_not_told() -> None:
+def test_outputs_of_abandoned_requests_are_not_reported() -> None:
     ours, theirs = socket.socketpair()
     port = RemotePort(ours)
     gone, failed = Generation(port, 1), Generation(port, 2)

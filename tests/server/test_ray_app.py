@@ -1,5 +1,5 @@
-"""The Ray Serve application on a real Ray cluster, whose nodes are processes of this machine: what is lost with an
-engine, a replica, a node and the API; autoscaling; what is refused before anything starts."""
+"""The Ray Serve application on a real Ray cluster, whose nodes are processes of this machine: the loss of an engine, a
+replica, a node and the API; autoscaling; refusals before anything starts."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def ask(port: int, path: str, body: dict[str, Any] | None = None, **headers: str
 
 
 def undisturbed_and_disturbed(port: int, disturb: Callable[[], None]) -> tuple[list[str | None], list[str | None]]:
-    """What streams say without and with a disturbance in their midst."""
+    """The texts of streams without and with a disturbance."""
     address = (HOST, port)
 
     async def run() -> tuple[list[str | None], list[str | None]]:
@@ -243,7 +243,7 @@ def ups(port: int) -> list[str]:
 
 
 def test_streams_end_well_when_the_application_is_deleted(running: Cluster) -> None:
-    """As the documentation says it is done: what takes too long ends with "abort", the rest is whole."""
+    """As documented: requests that take too long end with "abort", the others are complete."""
     command = re.findall(r"`(python -c .*?)`", SECTION)[0].replace("python", str(running.python), 1)
     where = {**running.environment, "RAY_ADDRESS": running.address}
     with application(running, "model=demo", "num_replicas=2", "drain_timeout=3", *FULL_SIZES) as (port, process):
@@ -300,7 +300,7 @@ def commands(text: str) -> list[str]:
 
 
 def test_the_commands_of_the_documentation(ray_python: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Each as it stands there, with ports of its own."""
+    """Each command as documented, with other ports."""
     folder = tmp_path_factory.mktemp("r")
     (config,) = [text for language, text in BLOCKS if language == "yaml"]
     (folder / "ray-app.yaml").write_text(config)
@@ -354,7 +354,7 @@ def test_the_commands_of_the_documentation(ray_python: Path, tmp_path_factory: p
 
 
 def refused(python: Path, *arguments: str, address: str | None = None, **variables: str) -> str:
-    """What `serve run` says; it does not start anything."""
+    """The error of `serve run`, which starts nothing."""
     where = () if address is None else ("--address", address)
     command = [python.with_name("serve"), "run", *where, BUILD_APP, *arguments]
     found = subprocess.run(command, capture_output=True, text=True, env=environment(**variables), cwd=ROOT, timeout=120)

@@ -1,7 +1,6 @@
-"""vLLM's router in front of servers: what it makes of requests for operators, and where it sends the others.
+"""vLLM's router in front of servers: operators' requests through it, and its choice of servers.
 
-It passes every path on, without the headers of the request, and lets pages of every site read the answers to
-completions.
+The router forwards every path without the headers of the request, and lets pages of every site read completions.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def message_of(answer: httpx.Response, status: int) -> str:
     return message
 
 
-def test_without_keys_nobody_operates_through_a_router() -> None:
+def test_without_keys_operator_endpoints_refuse_a_router() -> None:
     with (
         start_server("--model", "demo") as server,
         httpx.Client(base_url=server.url, timeout=60) as direct,
@@ -82,7 +81,7 @@ def test_without_keys_nobody_operates_through_a_router() -> None:
         assert direct.post("/resume").json() == {"status": "resumed"}
 
 
-def test_with_an_operator_key_no_client_operates_through_a_router() -> None:
+def test_client_key_cannot_operate_through_a_router() -> None:
     with (
         start_server("--model", "demo", *KEYS) as server,
         httpx.Client(base_url=server.url, timeout=60) as direct,
@@ -97,8 +96,8 @@ def test_with_an_operator_key_no_client_operates_through_a_router() -> None:
         assert direct.post("/resume", headers=OPERATOR).json() == {"status": "resumed"}
 
 
-def test_a_routers_own_key_is_a_clients() -> None:
-    """It sends that key with everything that it passes on unread, whatever key the request had."""
+def test_router_key_counts_as_a_client_key() -> None:
+    """The router sends that key with everything that it forwards unread, in place of the request's key."""
 
     async def run(server: str, routed_by: str) -> None:
         async with httpx.AsyncClient(base_url=server, timeout=60) as direct:
@@ -120,7 +119,7 @@ def test_a_routers_own_key_is_a_clients() -> None:
         asyncio.run(run(server.url, str(through.base_url)))
 
 
-def test_the_option_that_operating_md_names_makes_it_ask_for_readiness() -> None:
+def test_documented_router_option_checks_readiness() -> None:
     """A draining server is healthy and not ready: asked for its health, it would get every retry."""
     asked: list[str] = []
 
@@ -157,7 +156,7 @@ def two() -> Iterator[Routed]:
         yield Routed(stack, start_server)
 
 
-def test_prefixes_stay_together_and_a_server_that_ends_costs_no_request(two: Routed) -> None:
+def test_prefixes_stay_together_and_ending_server_loses_no_request(two: Routed) -> None:
     with two.router("cache_aware") as router:
         figures = asyncio.run(prefixes(two, router, 96))
         assert figures["hit_rate"] >= MIN_HIT_RATE
@@ -167,8 +166,8 @@ def test_prefixes_stay_together_and_a_server_that_ends_costs_no_request(two: Rou
         assert (drained["failures"], drained["exit_code"]) == ([], 0)
 
 
-def test_a_server_that_is_idle_when_it_is_ended_costs_no_request(two: Routed) -> None:
-    """The router holds its prefix, and sends it the next requests as long as it has not noticed."""
+def test_ending_an_idle_server_loses_no_request(two: Routed) -> None:
+    """The router knows its prefix, and sends it requests until it notices the end."""
     prompt = {"model": "demo", "prompt": prefix(0)[:DRAIN_PROMPT], "max_tokens": 1}
     with two.router("cache_aware") as router:
         assert httpx.post(f"{router.url}/v1/completions", json=prompt).status_code == 200
@@ -199,7 +198,7 @@ def test_kv_aware_sends_requests_where_their_prefix_is(two: Routed) -> None:
     assert min(found) >= 32, found
 
 
-def test_a_server_that_publishes_where_the_router_hears_nothing_says_so() -> None:
+def test_publishing_where_no_router_listens_is_logged() -> None:
     events = f'{{"endpoint": "tcp://127.0.0.1:{free_port()}"}}'
     with start_server("--model", "demo", "--no-warm-up", "--kv-events-config", events) as server:
         assert "routers connect, too" in server.log()
@@ -252,7 +251,7 @@ def test_commands_of_the_document_run(script: list[str], tmp_path: Path, monkeyp
 
 
 def test_a_server_that_is_not_there_is_named() -> None:
-    """As many seconds as it may take to start."""
+    """The seconds that a start may take."""
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(RouterFailed) as caught:
         start_router([url], "--worker-startup-timeout-secs", "3", timeout=30)

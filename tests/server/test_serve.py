@@ -1,4 +1,4 @@
-"""The life of a server as its supervisor and its clients see it: real processes, real sockets, real signals."""
+"""Start, serving and exit of a server, seen by its supervisor and clients: real processes, sockets and signals."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def completion(server: ServerProcess, max_tokens: int, **fields: Any) -> httpx.R
 
 
 class Client(threading.Thread):
-    """One request in a thread of its own: its answer, or what became of it."""
+    """One request in its own thread, with its response or its failure."""
 
     def __init__(self, server: ServerProcess, max_tokens: int, *, stream: bool = False) -> None:
         super().__init__(daemon=True)
@@ -139,7 +139,7 @@ def test_a_server_starts_warm_answers_and_ends() -> None:
     assert SECRET not in server.log()  # no prompt in the log
 
 
-def test_a_template_that_fails_when_it_is_warmed_up_is_left_to_the_requests(caplog: pytest.LogCaptureFixture) -> None:
+def test_template_failure_at_warm_up_is_reported_to_requests(caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = read_tokenizer(model_directory("demo"))
     with caplog.at_level("INFO", "pointsman.server.serve"):
         warm_tokenizer(tokenizer, None)
@@ -167,7 +167,7 @@ def test_warming_up_counts_nowhere() -> None:
         assert completion(server, 4).json()["usage"]["prompt_tokens_details"] in (None, {"cached_tokens": 0})
 
 
-def test_sigterm_finishes_what_was_accepted_and_refuses_what_comes() -> None:
+def test_sigterm_finishes_open_requests_and_refuses_new_ones() -> None:
     with start_server(*SMALL, "--drain-delay", "0.5", "--drain-timeout", "120") as server:
         clients = [Client(server, 400) for _ in range(6)]  # two of them wait
         wait_until(lambda: num_running(server) == 6, 20, "six requests are there")
@@ -194,7 +194,7 @@ def test_a_drain_that_takes_too_long_is_cut_short() -> None:
             assert (client.status, client.finish_reason) == (200, "abort")
 
 
-def test_in_the_delay_requests_are_still_taken_and_a_second_signal_ends_it_at_once() -> None:
+def test_drain_delay_accepts_requests_and_second_signal_ends_it() -> None:
     with start_server(*SMALL, "--drain-delay", "60") as server, httpx.Client(base_url=server.url) as kept:
         client = Client(server, 1500)
         wait_until(lambda: num_running(server) == 1, 20, "the request is there")
@@ -221,7 +221,7 @@ def test_a_second_signal_ends_an_engine_that_hangs() -> None:
         assert server.wait(15) == 0 and time.monotonic() - started < 5
 
 
-def test_the_only_engine_hangs_and_clients_health_and_the_supervisor_hear_of_it() -> None:
+def test_hang_of_the_only_engine_fails_requests_and_exits_with_error() -> None:
     with start_server(*SMALL, "--engine-timeout", "2") as server, httpx.Client(base_url=server.url) as http:
         clients = [Client(server, 1500, stream=number % 2 == 0) for number in range(4)]
         wait_until(lambda: num_running(server) == 4, 20, "four requests are there")
@@ -250,7 +250,7 @@ def test_a_drain_beside_an_engine_that_hangs_ends_in_time() -> None:
 
 
 def test_a_server_that_was_stopped_keeps_its_engine() -> None:
-    """As Ctrl-Z does, or a machine that sleeps, whichever process goes on first."""
+    """As after Ctrl-Z, or on a machine that sleeps, with either process continuing first."""
     with start_server(*SMALL, "--engine-timeout", "2") as server:
         for first in ("server", "engine"):
             client = Client(server, 200)
@@ -289,7 +289,7 @@ def test_a_slow_reader_gets_its_whole_answer_in_a_drain() -> None:
     assert len(json.loads(rest)["choices"]) == 4
 
 
-def test_a_killed_engine_is_an_error_for_all_and_for_the_supervisor() -> None:
+def test_killed_engine_fails_requests_and_exits_with_error() -> None:
     with start_server(*SMALL) as server:
         clients = [Client(server, 1500, stream=number % 2 == 0) for number in range(6)]
         wait_until(lambda: num_running(server) == 6, 20, "six requests are there")
@@ -343,7 +343,7 @@ def test_a_model_that_is_not_there_is_an_error_before_anything_is_started(tmp_pa
 
 
 def test_a_broken_tokenizer_is_the_only_error(tmp_path: Path) -> None:
-    """The engine process, which is ended for it, is no second one."""
+    """The end of the engine process, which follows from it, is no second error."""
     model = tmp_path / "model"
     shutil.copytree(model_directory("demo") or "", model)
     (model / "tokenizer.json").write_text("{")
@@ -364,7 +364,7 @@ def test_a_broken_chat_template_is_an_error_before_the_model_is_loaded(tmp_path:
     assert error.startswith(f"pointsman: error: {template}: chat_template cannot be used: unexpected '}}' (line 2); ")
 
 
-def test_where_it_listens() -> None:
+def test_url_of_the_socket() -> None:
     with listening(ServerConfig(port=0)) as sock:
         port = sock.getsockname()[1]
         assert url_of(sock, "127.0.0.1") == f"http://127.0.0.1:{port}"
@@ -382,7 +382,7 @@ def test_where_it_listens() -> None:
         ("{{ raise_exception('no users here') }}", "no users here"),
     ],
 )
-def test_a_chat_template_that_cannot_be_used_is_told_of_in_one_line(template: str, why: str) -> None:
+def test_invalid_chat_template_is_reported_in_one_line(template: str, why: str) -> None:
     with pytest.raises(ValueError, match=rf"^chat_template .*({why}).* leave it out for the model's own$") as caught:
         check_chat_template(template, "demo")
     assert "\n" not in str(caught.value)

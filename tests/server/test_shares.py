@@ -1,4 +1,4 @@
-"""What each of several engines gets where the machine has GPUs, up to the options of the engine processes."""
+"""The shares of several engines on a machine with GPUs, as options of the engine processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_each_engine_has_a_gpu_of_its_own(given: dict[str, str]) -> None:
     assert [share.record for share in found] == ["f", "f.1"]
 
 
-def test_memory_of_gpus_is_not_shared_out_and_that_of_the_host_is() -> None:
+def test_host_memory_is_divided_but_gpu_memory_is_not() -> None:
     options = {"model": "demo", "gpu_memory_utilization": 0.8, "kv_offload_bytes": 101}
     for size in ({"num_blocks": 7}, {"kv_cache_bytes": 1 << 60}, {}):  # 1 EiB is no matter of the host's memory
         for share, device in zip(share_out({**options, **size}, 2), GPUS, strict=True):
@@ -65,13 +65,11 @@ def test_without_a_gpu_or_with_device_cpu_cores_and_memory_are_shared(monkeypatc
             assert share.options == {**options, **given, "num_blocks": 4}
 
 
-def test_one_engine_gets_what_was_said() -> None:
+def test_single_engine_gets_the_given_options() -> None:
     assert share_out({"model": "demo"}, 1)[0].options == {"model": "demo"}, "the engine chooses its device"
 
 
-def test_what_the_host_lacks_for_engines_on_gpus_is_kv_that_is_offloaded(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_host_memory_check_on_gpus_counts_offloaded_kv(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text("MemAvailable:        1 kB\n")
     monkeypatch.setattr(shares, "MEMORY_INFO", tmp_path / "meminfo")
     options = {"model": "demo", "kv_cache_bytes": 1 << 30}

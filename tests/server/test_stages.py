@@ -1,4 +1,4 @@
-"""Stages: the table in the docs is the one in the code, and rooms are made from it."""
+"""Stages: the table in the docs matches the code, and rooms are made from it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def row(stage: Stage) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def test_the_table_in_the_docs_is_that_of_the_code() -> None:
+def test_stage_table_in_the_docs_matches_the_code() -> None:
     text = OPERATING.read_text(encoding="utf-8")
     section = text[text.index("## Stages\n") :]
     rows = re.findall(r"^\| `.*$", section[: section.index("\n## ", 1)], re.M)
@@ -54,11 +54,11 @@ def test_rooms_have_the_sizes_of_the_configuration() -> None:
         ({"tenant_from": "header:X-Tenant"}, True),
     ],
 )
-def test_one_tenant_may_hold_all_only_where_there_can_be_no_other(config: dict[str, object], expected: bool) -> None:
+def test_tenant_may_hold_all_only_if_it_is_the_only_one(config: dict[str, object], expected: bool) -> None:
     assert has_tenants(ServerConfig(**config)) is expected  # type: ignore[arg-type]
 
 
-def test_bodies_are_shared_by_what_is_known_before_they_arrive() -> None:
+def test_bodies_are_shared_by_tenants_known_before_the_body() -> None:
     def fill(config: ServerConfig) -> int:
         room, taken = Rooms(config, 1).bodies, 0
         with pytest.raises(ApiError):

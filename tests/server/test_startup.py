@@ -1,4 +1,4 @@
-"""The start-up log: five lines, true, copy-pastable, and without secrets."""
+"""The start-up log: five lines, with a working curl, and without secrets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ URL = "http://127.0.0.1:8000"
 INFO = engine_info()
 
 
-def test_five_lines_that_say_what_how_much_how_and_where() -> None:
+def test_startup_has_five_lines() -> None:
     what, fits, knobs, limits, where = startup_lines([INFO], ServerConfig(served_model_name=("a",)), URL)
     for part in ("a (/models/a)", "2.8 M parameters", "float32", "cpu", "numba", "1,000 tokens"):
         assert part in what
@@ -33,9 +33,9 @@ def test_five_lines_that_say_what_how_much_how_and_where() -> None:
     assert f"{URL} (on 0.0.0.0) - " in everywhere
 
 
-def test_with_several_engines_it_says_which_process_is_which() -> None:
+def test_several_engines_are_listed_with_their_processes() -> None:
     lines = startup_lines([INFO, engine_info(pid=9)], ServerConfig(), URL)
-    assert lines[1].endswith("2, each with what the next two lines say: engine 0 is process 1, engine 1 is process 9")
+    assert lines[1].endswith("2, each as in the next two lines: engine 0 is process 1, engine 1 is process 9")
     assert "14 requests run" in lines[4]
     on_gpus = startup_lines([engine_info(device="cuda:0"), engine_info(pid=9, device="cuda:1")], ServerConfig(), URL)
     assert on_gpus[1].endswith(": engine 0 is process 1 on cuda:0, engine 1 is process 9 on cuda:1")
@@ -67,9 +67,7 @@ def test_layers_in_groups() -> None:
     ],
     ids=str,
 )
-def test_of_the_knobs_the_lines_tell_the_step_the_order_and_what_differs_from_the_defaults(
-    knobs: dict[str, Any], said: list[str]
-) -> None:
+def test_scheduler_line_shows_step_size_order_and_changed_knobs(knobs: dict[str, Any], said: list[str]) -> None:
     sizes = {"num_blocks": 100, "max_model_len": 1000, "block_size": 32, "max_num_seqs": 7}
     config = SchedulerConfig(**{**sizes, **knobs})
     line = startup_lines([engine_info(scheduler=config.to_dict())], ServerConfig(), URL)[2]
@@ -93,7 +91,7 @@ def test_limits_that_are_set() -> None:
 
 @pytest.mark.parametrize("name", ["demo", "it's", 'a "b" $c `d`', "naïve \\n"])
 @pytest.mark.parametrize("keys", [(), ("sesame",)])
-def test_the_curl_is_words_of_a_shell_and_tells_no_key(name: str, keys: tuple[str, ...]) -> None:
+def test_curl_is_valid_shell_and_contains_no_key(name: str, keys: tuple[str, ...]) -> None:
     lines = startup_lines([INFO], ServerConfig(served_model_name=(name, "b"), api_keys=keys), URL)
     assert "sesame" not in "\n".join(lines)
     words = shlex.split(lines[-1].partition("try it: ")[2])
@@ -113,7 +111,7 @@ def test_the_curl_is_words_of_a_shell_and_tells_no_key(name: str, keys: tuple[st
         ("0.0.0.0", ("k",), "an API key is asked for"),
     ],
 )
-def test_a_server_without_a_key_says_who_may_call(host: str, keys: tuple[str, ...], said: str) -> None:
+def test_limits_line_warns_about_missing_keys(host: str, keys: tuple[str, ...], said: str) -> None:
     assert said in startup_lines([INFO], ServerConfig(host=host, api_keys=keys), URL)[3]
 
 
@@ -126,7 +124,7 @@ def test_a_server_without_a_key_says_who_may_call(host: str, keys: tuple[str, ..
         ({"api_keys": ("sesame",), "operator_keys": ("oil",)}, "operators: an operator key is asked for"),
     ],
 )
-def test_the_limits_say_who_may_operate(keys: dict[str, Any], said: str) -> None:
+def test_limits_line_names_the_operators(keys: dict[str, Any], said: str) -> None:
     assert said in startup_lines([INFO], ServerConfig(**keys), URL)[3]
 
 
@@ -141,7 +139,7 @@ def test_the_limits_say_who_may_operate(keys: dict[str, Any], said: str) -> None
         ("gpu1", {"operator_keys": ("k",)}, "an operator key"),
     ],
 )
-def test_one_line_says_what_is_open_to_other_machines(host: str, keys: dict[str, Any], operators: str | None) -> None:
+def test_open_line_lists_what_other_machines_may_do(host: str, keys: dict[str, Any], operators: str | None) -> None:
     lines = startup_lines([INFO], ServerConfig(host=host, **keys), URL)
     found = [line for line in lines if line.startswith("open ")]
     assert len(found) == (operators is not None) and len(lines) == 5 + len(found)
@@ -157,7 +155,7 @@ def test_the_address_to_call_is_one_that_can_be_called() -> None:
     assert reachable("http://example.org:80") == "http://example.org:80"
 
 
-def test_names_from_outside_cannot_drive_a_terminal() -> None:
+def test_names_are_shown_without_control_characters() -> None:
     info = engine_info(model="/models/\x1b[2J\nb")
     for line in startup_lines([info], ServerConfig(served_model_name=("x\x07",)), URL):
         assert line.isprintable()

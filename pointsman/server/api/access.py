@@ -1,20 +1,20 @@
-"""Who may call what.
+"""Access: checks API keys, operator keys, addresses, Host and Origin headers.
 
     open        /health, /ready, /version, /metrics      every caller
-                /live                                    likewise: the page alone, which holds nothing
-    clients     /v1/completions, /tokenize, /docs, ...   where clients have keys: a client's key, or an operator's
-    operators   /pause, /resume, /live/film, ...         where operators have keys: one of them;
-                                                         where only clients have keys: no caller;
+                /live                                    likewise: the page alone, which contains no data
+    clients     /v1/completions, /tokenize, /docs, ...   if clients have keys: a client's key, or an operator's
+    operators   /pause, /resume, /live/film, ...         if operators have keys: one of them;
+                                                         if only clients have keys: no caller;
                                                          otherwise: a program on this machine, not through a proxy
     own         /v1/requests, /v1/requests/ID            with a client's key: the client's requests;
                                                          otherwise as for operators: all requests
 
-Whatever key it has, a request to an operators' endpoint is refused where a browser says that a page of another site
-sends it, and where it calls the server by an unknown name: a page's own name may be made to lead here (DNS rebinding),
-and is then the same site to the browser. Where clients need no key, the latter holds for their endpoints, too, if a
-browser sends the request.
+Requests to operators' endpoints are also refused, with any key, in two cases: a browser reports that a page of another
+site sends the request, or the request calls the server by an unknown name. The owner of a page can make the page's name
+resolve to this server (DNS rebinding); to the browser both are then the same site. If clients need no key, their
+endpoints refuse unknown names too, for requests of browsers.
 
-When all ordinary connections are in use, `RESERVED_PATHS` are still answered.
+When all ordinary connections are in use, `RESERVED_PATHS` are still served.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from pointsman.server.stages import CONNECTIONS
 from pointsman.server.wire.errors import ApiError, shown
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics", "/live"})
-"""For load balancers, scrapers and browsers, which hold no keys; nothing there is about a request."""
+"""For load balancers, scrapers and browsers, which have no keys. Their responses say nothing about requests."""
 OWN_PATHS = frozenset({"/v1/requests", "/v1/requests/{request_id}"})
-"""For operators, and for clients as far as the requests are their own."""
+"""For operators, and for clients with their own requests."""
 RESERVED_PATHS = frozenset(
     {"/pause", "/resume", "/is_paused", "/reset_prefix_cache", "/max_num_active_seqs", "/v1/requests"}
 ).union(OPEN_PATHS)
-"""What health checks and operators call, and what is answered soon."""
+"""Paths of health checks and operators; their responses take little time."""
 FORWARDED = frozenset({"forwarded", "via", "x-real-ip"})
-"""Headers that a proxy adds, beside all that begin with `FORWARDED_PREFIX`."""
+"""Headers that a proxy adds, besides those that begin with `FORWARDED_PREFIX`."""
 FORWARDED_PREFIX = "x-forwarded-"
 
 
@@ -53,7 +53,7 @@ def is_reserved(path: str) -> bool:
 
 
 class ApiKeyMiddleware:
-    """Refuses requests without a valid key. Comparing takes as long for a wrong key as for a right one.
+    """Refuses requests without a valid key. The comparison takes the same time for right and wrong keys.
 
     The index of a client's key becomes the owner of the request, in its scope.
 
@@ -89,17 +89,17 @@ class ApiKeyMiddleware:
 
 
 def find_key(scope: Scope, keys: list[bytes]) -> int | None:
-    """The index of the key that a request sends; None: it is none of them."""
+    """The index of the request's key; None: the request has no valid key."""
     given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
     scheme, _, key = given.partition(b" ")
     key = key.strip()
-    # All keys are compared, whether one has matched or not.
+    # All keys are compared, even after a match.
     matches = [hmac.compare_digest(key, one) for one in keys]
     return matches.index(True) if scheme.lower() == b"bearer" and any(matches) else None
 
 
 def missing_key(what: str, placeholder: str) -> ApiError:
-    """401."""
+    """401: a valid key is missing."""
     return ApiError(
         401,
         f'{what}; send the header "Authorization: Bearer {placeholder}"',
@@ -108,7 +108,7 @@ def missing_key(what: str, placeholder: str) -> ApiError:
 
 
 class ServerNames:
-    """What `Host` may be: a page's own name may be made to lead to the server (DNS rebinding).
+    """The allowed names in `Host`. They protect against pages whose own name resolves to this server (DNS rebinding).
 
     Args:
         config: the names of the server.
@@ -125,8 +125,9 @@ class ServerNames:
         """Refuse a request that calls the server by an unknown name.
 
         Args:
-            request: from whomever.
-            any_address: whether each IP address counts as known: no page has one that is not the server's own.
+            request: of any caller.
+            any_address: whether every IP address is allowed: only the server's own pages have an IP address as their
+                name.
 
         Raises:
             ApiError: 403.
@@ -147,8 +148,8 @@ class ServerNames:
 
 
 class PageMiddleware:
-    """Refuses what a browser sends to an unknown name of the server, where no key is needed. Other clients, such as
-    curl and OpenAI's, send neither `Origin` nor `Sec-Fetch-Site`, and may call the server as they like.
+    """Refuses browsers' requests to an unknown name of the server. It is used if no key is needed. Other clients, such
+    as curl and OpenAI's, send neither `Origin` nor `Sec-Fetch-Site`, and may use any name.
 
     Args:
         app: the app behind it.
@@ -176,7 +177,7 @@ def _is_of_browser(scope: Scope) -> bool:
 
 
 class ReserveApp:
-    """The app for connections of the reserve: other requests than those of `RESERVED_PATHS` are refused.
+    """The app for reserve connections: refuses all requests except those of `RESERVED_PATHS`.
 
     Args:
         app: the whole app.
@@ -202,13 +203,13 @@ class ReserveApp:
 
 
 class OperatorRules:
-    """What a request to an operators' endpoint has to fulfil. `require` and `viewer` are dependencies of routes.
+    """Checks requests to operators' endpoints. `require` and `viewer` are dependencies of routes.
 
     Args:
         config: keys, and the names of the server.
 
     Attributes:
-        names: by which the server may be called.
+        names: the allowed names of the server.
     """
 
     def __init__(self, config: ServerConfig) -> None:
@@ -217,10 +218,10 @@ class OperatorRules:
         self.names = ServerNames(config)
 
     async def require(self, request: Request) -> None:
-        """Refuse all but operators.
+        """Refuse callers that are not operators.
 
         Raises:
-            ApiError: 403; 401 where no valid key is sent.
+            ApiError: 403; 401 if no valid key is sent.
         """
         refuse_foreign_pages(request.headers)
         self.names.refuse_others(request)
@@ -236,10 +237,10 @@ class OperatorRules:
             refuse_other_machines(request)
 
     async def viewer(self, request: Request) -> int | None:
-        """Whose requests the caller may see: those of a client, by the index of its key, or every one (None).
+        """The client whose requests the caller may see, as the index of its key; None: all requests.
 
         Raises:
-            ApiError: as `require` has it, for all but clients with a key.
+            ApiError: as for `require`, if the caller has no client's key.
         """
         owner: int | None = request.scope.get(OWNER)
         if owner is None:
@@ -257,10 +258,10 @@ class OperatorRules:
 
 
 def refuse_foreign_pages(headers: Headers) -> None:
-    """403 where a browser says that a page of another site asks.
+    """Refuse requests that come from a page of another site, as the browser reports it.
 
-    Such a page may send a POST to any address, without a key where none is needed, though it cannot read the response.
-    A page is this server's own if it was loaded under the name by which it calls the server.
+    Such a page may send a POST to any address, but cannot read the response. That is harmful if no key is needed. A
+    page is this server's own if it was loaded under the name by which it calls the server.
 
     Raises:
         ApiError: 403.
@@ -276,10 +277,10 @@ def refuse_foreign_pages(headers: Headers) -> None:
 
 
 def refuse_other_machines(request: Request) -> None:
-    """403 for what does not come from a program on this machine, as far as that can be seen.
+    """Refuse requests that do not come from a program on this machine, as far as the server can see.
 
-    A proxy on this machine looks like a program on it. It shows by the headers that it adds, or, where it passes no
-    header on, by the one that is not there: clients name themselves (User-Agent), HTTP libraries of proxies do not.
+    A proxy on this machine has a local address too. It is recognized by the headers that it adds or, if it forwards no
+    headers, by a missing User-Agent: clients send one, proxies' HTTP libraries do not.
 
     Raises:
         ApiError: 403.
@@ -289,7 +290,7 @@ def refuse_other_machines(request: Request) -> None:
         if name in FORWARDED or name.startswith(FORWARDED_PREFIX):
             raise ApiError(403, f"the header {shown(name)} shows that a proxy has passed this on, and {only}")
     if not request.headers.get("user-agent"):
-        raise ApiError(403, f"User-Agent is missing, as in what a router passes on; send one, as {only}")
+        raise ApiError(403, f"User-Agent is missing, as in requests through some routers; send one, as {only}")
     peer = request.client.host if request.client is not None else "unknown"
     address = _address_or_none(peer)
     if address is None or not ip_address(address).is_loopback:
@@ -297,7 +298,7 @@ def refuse_other_machines(request: Request) -> None:
 
 
 def _bound_name(host: str) -> str | None:
-    """The name or address that the server was told to listen on; None for all networks, which is no name to call."""
+    """The name or address that the server listens on; None: all networks, which clients cannot call by a name."""
     address = _address_or_none(host)
     if address is None:
         return host.lower()

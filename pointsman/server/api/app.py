@@ -1,12 +1,12 @@
-"""The HTTP interface: `create_app` puts routes, guards and errors together.
+"""The HTTP interface: `create_app` assembles routes, middleware and error handlers.
 
-    /v1/completions, /v1/chat/completions, /v1/embeddings, /v1/models     what OpenAI's clients call
-    /tokenize, /detokenize, /version                      what vLLM's clients call
-    /health, /ready, /metrics                             what supervisors, load balancers and Prometheus call
-    /v1/requests, /pause, /resume, /reset_prefix_cache    what operators call; a client sees its own requests
-    /live                                                 what operators look at
+    /v1/completions, /v1/chat/completions, /v1/embeddings, /v1/models     for OpenAI's clients
+    /tokenize, /detokenize, /version                      for vLLM's clients
+    /health, /ready, /metrics                             for supervisors, load balancers and Prometheus
+    /v1/requests, /pause, /resume, /reset_prefix_cache    for operators; a client sees its own requests
+    /live                                                 a page for operators
 
-An app serves engines that have loaded one model. When `app.state.gate` is closed, it refuses new requests.
+An app serves engines that have loaded the same model. While `app.state.gate` is closed, it refuses new requests.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ DESCRIPTION = "Completions of one model, with the fields of OpenAI's API and of 
 
 
 def create_app(client: EngineFleet, config: ServerConfig, connections: Connections | None = None) -> FastAPI:
-    """The server's ASGI app. Its `state.reserve_app` answers what comes on a connection of the reserve.
+    """The server's ASGI app. Its `state.reserve_app` handles requests on reserve connections.
 
     Args:
         client: engines that have loaded their model.
         config: the operator's settings.
-        connections: of clients; None: they are another server's.
+        connections: of clients; None: another server counts them.
     """
     rooms = Rooms(config, client.max_num_running)
     model_name = (config.served_model_name or (client.info.model,))[0]

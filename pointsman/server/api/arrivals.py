@@ -1,8 +1,8 @@
-"""Arrivals: whose request begins next, where more have arrived than the event loop can begin at once.
+"""Arrivals: limits how many requests begin in one iteration of the event loop, and shares these among tenants.
 
-To begin a request (its body, its routes, a refusal) takes 0.3 ms of the event loop. A tenant that sends two thousand at
-once would stop everybody's streams and requests for that long. So in each turn of the loop `NUM_PER_TURN` requests
-begin, and streams, connections and bodies go on in between. Where more wait, tenants take turns (`engine/turns.py`).
+Beginning a request (its body, its routes, a refusal) takes 0.3 ms of the event loop. A tenant that sends two thousand
+at once would stall all streams and requests for 0.6 s. So `NUM_PER_TURN` requests begin in each iteration, and streams,
+connections and bodies continue in between. If more wait, tenants are served in turn (`engine/turns.py`).
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 NUM_PER_TURN = 8
-"""Requests that begin in one turn of the event loop: 2 to 3 ms."""
+"""Requests that begin in one iteration of the event loop: 2 to 3 ms."""
 
 _Waiter: TypeAlias = "asyncio.Future[None]"
 
 
 class ArrivalMiddleware:
-    """Lets requests begin, in the turns of tenants. What health checks and operators call does not wait.
+    """Lets requests begin, tenants in turn. Requests of health checks and operators do not wait.
 
     Args:
         app: the app behind it.
-        tenant_of: whose a request is, by its scope.
+        tenant_of: the tenant of a request, by its scope.
     """
 
     def __init__(self, app: ASGIApp, tenant_of: Callable[[Scope], str]) -> None:
         self._app = app
         self._tenant_of = tenant_of
         self._turns: FairQueue[_Waiter] = FairQueue()
-        self._num_left = NUM_PER_TURN  # that may begin in this turn of the loop
-        self._is_counting = False  # whether the next turn of the loop sets it again
+        self._num_left = NUM_PER_TURN  # requests that may still begin in this iteration
+        self._is_counting = False  # whether `_next_turn` is scheduled
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not is_reserved(scope["path"]):
-            if self._num_left:  # then nothing waits
+            if self._num_left:  # no request waits
                 self._begin_one()
             else:
                 await self._wait(scope)
@@ -50,7 +50,7 @@ class ArrivalMiddleware:
 
     async def _wait(self, scope: Scope) -> None:
         tenant = ""
-        with suppress(ApiError):  # a request that names no tenant properly is refused when it has begun
+        with suppress(ApiError):  # a request with an invalid tenant is refused when it has begun
             tenant = self._tenant_of(scope)
         waiter: _Waiter = asyncio.get_running_loop().create_future()
         turn = self._turns.put(tenant, waiter)
@@ -67,10 +67,10 @@ class ArrivalMiddleware:
             asyncio.get_running_loop().call_soon(self._next_turn)
 
     def _next_turn(self) -> None:
-        """The loop has been around once."""
+        """A new iteration of the event loop: let waiting requests begin."""
         self._num_left, self._is_counting = NUM_PER_TURN, False
         while self._num_left and (turn := self._turns.take()) is not None:
-            if turn.item.cancelled():  # its task is told of this in this turn of the loop
+            if turn.item.cancelled():  # its task runs in this iteration, and raises
                 self._turns.drop(turn)
                 continue
             self._turns.end(turn)

@@ -1,13 +1,13 @@
-"""The body of a request: its size, that of all bodies together, strict JSON.
+"""Bodies of requests: limits the size of one and of all together, and parses JSON strictly.
 
-    BodyLimitMiddleware   at most `max_bytes` of one body, and a budget for all that are held at once, by tenant
-    StrictRequest.json    JSON in which every text, list and object is counted before the first is made, and in which no
-                          prompt is longer than the model takes
-    StrictRoute           a route that takes JSON, and lets go of the body's bytes once it is read
+    BodyLimitMiddleware   at most `max_bytes` of one body, and a budget by tenant for all bodies that are held at once
+    StrictRequest.json    counts strings, lists and objects before it parses them; refuses prompts that are longer than
+                          the model's length
+    StrictRoute           a route that accepts JSON, and releases the body's bytes once it is parsed
 
 JSON is parsed by pydantic, not by Python: it refuses NaN and infinities, lone surrogates, nesting beyond 200 levels and
-integers of thousands of digits, all with an error that names the place. While it parses, the event loop stands still.
-Numbers cost little (4 MiB of them 0.05 s), texts, lists and objects ten times as much, so their number is limited.
+integers of thousands of digits, all with an error that names the place. Parsing blocks the event loop. Numbers cost
+little (4 MiB of them 0.05 s). Strings, lists and objects cost ten times as much, so their number is limited.
 """
 
 from __future__ import annotations
@@ -39,29 +39,30 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HELD_BODY, MAX_PROMPT_TOKENS = "pointsman.body", "pointsman.max_prompt_tokens"
-"""In a request's ASGI scope."""
+"""Keys in a request's ASGI scope."""
 PROMPT_FIELDS = ("prompt", "input")
-"""Where prompts of token ids are."""
+"""Fields that may hold prompts of token ids."""
 MAX_TEXTS = 100_000
-"""Of a body, names of fields among them."""
+"""Strings in a body, including names of fields."""
 MAX_CONTAINERS = 100_000
-"""Lists and objects of a body."""
+"""Lists and objects in a body."""
 FREE_BYTES = 64 * 1024
-"""Of each body, which the budget does not count: large bodies that never end do not keep requests of usual size out."""
+"""The first bytes of each body, which the budget does not count: large bodies that never end do not block usual
+requests."""
 TRIM_BYTES = 16 * 1024 * 1024
-"""Bytes of bodies after which memory that they took is given back to the system."""
+"""Released bytes of bodies after which free memory is returned to the system."""
 TRIM_SECONDS = 0.5
-"""Time until what refers to them is gone."""
+"""Time until the objects that refer to the bytes are gone."""
 
 
 # ------------------------------------------------------------------------------------------------- size
 
 
 class BodyBudget:
-    """Bytes of the bodies that are held at once: those that arrive, and those that are not parsed yet.
+    """The bytes of all bodies that are arriving or not parsed yet.
 
     Args:
-        room: for all of them.
+        room: of the stage.
     """
 
     def __init__(self, room: StageRoom) -> None:
@@ -71,31 +72,31 @@ class BodyBudget:
 
     @property
     def num_bytes(self) -> int:
-        """Held now."""
+        """The number of bytes that are held now."""
         return self._room.total
 
     def take(self, tenant: str, num_bytes: int, own: int) -> None:
-        """Hold more bytes of a body of which `own` are held.
+        """Hold more bytes of a body, which holds `own` already.
 
         Raises:
-            ApiError: 429, they are more than there is room for; nothing was taken.
+            ApiError: 429, the budget is exhausted; nothing was taken.
         """
         try:
             self._room.take(tenant, num_bytes, own=own)
         except ApiError as error:
             assert error.headers is not None
-            error.headers = {**error.headers, "connection": "close"}  # or the rest of the body would still be read
+            error.headers = {**error.headers, "connection": "close"}  # otherwise the rest of the body is read
             raise
 
     def give_back(self, tenant: str, num_bytes: int) -> None:
-        """Bytes are no longer held."""
+        """Release bytes."""
         self._room.give_back(tenant, num_bytes)
         self._since_trim += num_bytes
         if self._since_trim >= TRIM_BYTES and self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(TRIM_SECONDS, self._trim_unless_held)
 
     def _trim_unless_held(self) -> None:
-        """The bytes that were given back are free by now; while as many are held, the next ones given back count."""
+        """Return freed memory to the system, unless `TRIM_BYTES` are held again; the next release then tries again."""
         self._timer = None
         if self.num_bytes < TRIM_BYTES:
             self._since_trim = 0
@@ -103,11 +104,11 @@ class BodyBudget:
 
 
 class HeldBody:
-    """What one request holds of the budget, beyond its first `FREE_BYTES`.
+    """One request's part of the budget, beyond its first `FREE_BYTES`.
 
     Args:
         budget: of all bodies.
-        tenant: whose request it is, as far as that is known before the body.
+        tenant: the request's tenant, as far as it is known before the body is read.
     """
 
     def __init__(self, budget: BodyBudget, tenant: Callable[[], str]) -> None:
@@ -117,7 +118,7 @@ class HeldBody:
         self.num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
-        """More has arrived.
+        """Count bytes that have arrived.
 
         Raises:
             ApiError: 429.
@@ -131,30 +132,29 @@ class HeldBody:
         self.num_bytes += num_bytes
 
     def release(self) -> None:
-        """The bytes are no longer needed; a second call does nothing."""
+        """Release the bytes; a second call does nothing."""
         if self.num_bytes > FREE_BYTES:
             self._budget.give_back(self._tenant, self.num_bytes - FREE_BYTES)
         self.num_bytes = 0
 
 
 def _trim() -> None:
-    """Give memory that is free back to the system, where the C library can: it keeps what lies between."""
+    """Return free memory to the system, if the C library can: by default it keeps free memory between used blocks."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
-    except (AttributeError, OSError, TypeError):  # not the C library of GNU
+    except (AttributeError, OSError, TypeError):  # not glibc
         logger.debug("this system's C library gives no memory back")
 
 
 class BodyLimitMiddleware:
-    """Reads at most `max_bytes` of a body, whether or not a header gives its length, and of all bodies what the budget
-    allows.
+    """Reads at most `max_bytes` of a body, with or without a Content-Length, and at most the budget of all bodies.
 
     Args:
         app: the app behind it.
         max_bytes: of a body.
         max_prompt_tokens: of one prompt.
         budget: of all bodies.
-        tenant_of: whose a request is, by its scope.
+        tenant_of: the tenant of a request, by its scope.
         answer: makes the response to an error.
     """
 
@@ -188,7 +188,7 @@ class BodyLimitMiddleware:
             message = await receive()
             if message["type"] == "http.request" and (body := message.get("body")):
                 if held.num_bytes + len(body) > self._max_bytes:
-                    raise self._too_large()  # where the app reads the body; it answers the error
+                    raise self._too_large()  # raised in the app, which reads the body and sends the response
                 held.add(len(body))
             return message
 
@@ -202,7 +202,7 @@ class BodyLimitMiddleware:
         return ApiError(
             413,
             f"the body has more than {self._max_bytes} bytes, the maximum of this server; send less",
-            headers={"connection": "close"},  # or the rest of the body would still be read
+            headers={"connection": "close"},  # otherwise the rest of the body would still be read
         )
 
 
@@ -210,7 +210,7 @@ class BodyLimitMiddleware:
 
 
 def check_numbers(body: bytes) -> None:
-    """Refuse JSON of very many texts, lists or objects: making them takes long.
+    """Refuse JSON with too many strings, lists or objects: creating them takes long.
 
     Raises:
         ApiError: 400.
@@ -227,11 +227,11 @@ def check_numbers(body: bytes) -> None:
 
 
 def check_prompt_lengths(body: Any, limit: int | None) -> None:
-    """Refuse prompts of more token ids than the model takes, before each of a million ids is validated.
+    """Refuse prompts with more token ids than the model's length, before each of a million ids is validated.
 
     Args:
         body: parsed JSON.
-        limit: of one prompt; None: there is none.
+        limit: token ids of one prompt; None: no limit.
 
     Raises:
         ApiError: 400.
@@ -254,7 +254,7 @@ def check_prompt_lengths(body: Any, limit: int | None) -> None:
 
 
 def _without_escapes(body: bytes) -> bytes:
-    """JSON without backslashes and quotation marks in its texts: every mark that is left begins or ends one."""
+    """JSON without escaped backslashes and quotation marks: each remaining quotation mark begins or ends a string."""
     return body.replace(b"\\\\", b"").replace(b'\\"', b"")
 
 
@@ -269,7 +269,7 @@ class StrictRequest(Request):
         if not hasattr(self, "_json"):
             body = await self.body()
             check_numbers(body)
-            # A hundred thousand small lists would set off the collector again and again.
+            # A hundred thousand small lists would trigger the garbage collector many times.
             gc.disable()
             try:
                 self._json = from_json(body, allow_inf_nan=False)
@@ -284,9 +284,9 @@ class StrictRequest(Request):
 class StrictRoute(APIRoute):
     """A route whose body, if it has one, must be application/json.
 
-    Where a request has no header that the route declares, its body is validated, and its endpoint called, without
-    FastAPI's general way to it. That saves 11 to 15 % of the CPU that a streamed request of 32 tokens takes in this
-    process.
+    If a request has none of the headers that the route declares, the route validates the body and calls the endpoint
+    itself, without FastAPI's general handler. That saves 11 to 15 % of the CPU that a streamed request of 32 tokens
+    takes in this process.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -304,17 +304,18 @@ class StrictRoute(APIRoute):
                 response = None if call_directly is None else await call_directly(own)
                 if response is None:
                     response = await handle(own)
-            except ClientDisconnect:  # while it sent its body; nothing reads the response
+            except ClientDisconnect:  # the client left while it sent its body; nothing reads the response
                 return Response(status_code=400)
             held = request.scope.get(HELD_BODY)
             if held is not None:
-                held.release()  # the response, which may take long, needs only what was made of it
+                held.release()  # the response may take long, and needs only the parsed body
             return response
 
         return strict
 
     def _direct_call(self) -> Callable[[StrictRequest], Coroutine[Any, Any, Response | None]] | None:
-        """Calls the endpoint, or returns None for a request that FastAPI must look at; None: that is every one."""
+        """A function that calls the endpoint, or returns None if FastAPI must handle the request. None: FastAPI must
+        handle all."""
         wanted, endpoint = self.dependant, self.endpoint
         if len(wanted.body_params) != 1 or self._embed_body_fields or wanted.dependencies:
             return None
@@ -330,7 +331,7 @@ class StrictRoute(APIRoute):
                 return None
             try:
                 body = model.model_validate(await request.json(), from_attributes=True)
-            except ValidationError as error:  # as FastAPI says it
+            except ValidationError as error:  # in FastAPI's form
                 found = error.errors(include_url=False)
                 raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in found]) from None
             response: Response = await endpoint(**{name: body}, **absent)

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: a conversation is continued."""
+"""POST /v1/chat/completions: continues a conversation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""POST /v1/completions: text, or tokens, are continued."""
+"""POST /v1/completions: continues text or tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: one vector per input, made of the model's last hidden states."""
+"""POST /v1/embeddings: returns one vector per input, computed from the model's last hidden states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GET /health, /ready, /version and /metrics: what supervisors, load balancers and Prometheus ask."""
+"""GET /health, /ready, /version and /metrics: probes for supervisors and load balancers, metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def health_router(client: EngineFleet, gate: Gate, metrics: ServerMetrics) -> AP
     @router.head("/health", include_in_schema=False)
     @router.get("/health", response_class=Response, responses={200: {"content": {}}, **errors(503)})
     async def health() -> Response:
-        """200 with an empty body while an engine lives or is being started: restart the server if none is."""
+        """200 with an empty body while an engine lives or is being started. Restart the server on any other status."""
         if not client.is_alive:
             raise ApiError(503, f"the engine has ended: {client.death or 'shut down'}", reason="engine_dead")
         return Response()
@@ -29,7 +29,7 @@ def health_router(client: EngineFleet, gate: Gate, metrics: ServerMetrics) -> AP
     @router.head("/ready", include_in_schema=False)
     @router.get("/ready", response_class=Response, responses={200: {"content": {}}, **errors(503)})
     async def ready() -> Response:
-        """200 with an empty body while new requests should be sent here: send them elsewhere if not."""
+        """200 with an empty body while new requests should be sent here. Send them elsewhere on any other status."""
         gate.check_ready()
         return Response()
 

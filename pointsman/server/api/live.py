@@ -1,11 +1,11 @@
-"""What the scheduler decides now, as a page.
+"""The live page: shows the scheduler's current decisions.
 
-    GET /live         the page; it holds nothing, and asks for the operator's key
-    GET /live/film?engine=1    the film of an engine, for as long as it is watched: a stream of records
-                               (`web/live.py`), for operators; its header X-Engines says how many engines there are
+    GET /live         the page; it contains no data, and asks for the operator's key
+    GET /live/film?engine=1    the film of an engine while it is watched: a stream of records (`web/live.py`), for
+                               operators; its header X-Engines has the number of engines
 
-The film is asked for as an operator's other questions are, ten times a second. While a watcher does not read, it is not
-asked for, and what it misses is dropped in the engine process.
+The server asks the engine for the film ten times a second, as for operators' other questions. While a watcher does not
+read, the server does not ask, and the engine process drops the records that the watcher misses.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from starlette.types import Scope, Send
 
 SECONDS_TO_READ = 60.0
-"""A watcher that takes longer for what it was sent does not watch meanwhile. Then the film begins again for it."""
+"""A watcher that takes longer to read a part leaves the film. When it reads again, its film begins again."""
 
 
 @cache
@@ -45,16 +45,16 @@ def live_router(service: Service, operators: OperatorRules) -> APIRouter:
     router = APIRouter()
     client, watchers = service.client, count()
 
-    # Neither is for programs, so the API's description has neither.
+    # The API's description leaves both routes out: they are not for programs.
     @router.head("/live", include_in_schema=False)
     @router.get("/live", include_in_schema=False)
     async def live() -> Response:
-        """A page that shows what the scheduler decides now."""
+        """A page that shows the scheduler's current decisions."""
         return HTMLResponse(live_page(), headers=PAGE_HEADERS)
 
     @router.get("/live/film", include_in_schema=False, dependencies=[Depends(operators.require)])
     async def film(engine: Annotated[int, Query(ge=0)] = 0) -> Response:
-        """What the scheduler of an engine decides, until the watcher leaves, or the engine ends."""
+        """The decisions of an engine's scheduler, until the watcher leaves or the engine ends."""
         if engine >= len(client.engines):
             raise ApiError(
                 400, f"engine is {engine}; this server has {len(client.engines)}, counted from 0", param="engine"

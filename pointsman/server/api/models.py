@@ -1,4 +1,4 @@
-"""GET /v1/models: the names of the model that is served."""
+"""GET /v1/models: lists the names of the model that is served."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def models_router(service: Service) -> APIRouter:
 
     @router.get("/v1/models", response_model=ModelList)
     async def list_models() -> Response:
-        """The names under which clients may ask for the model."""
+        """The names of the model."""
         return JSONResponse(ModelList(data=[card(name) for name in service.model_names]).model_dump())
 
     @router.get("/v1/models/{model:path}", response_model=ModelCard, responses=errors(400, 404))
     async def show_model(model: Annotated[str, Path(max_length=MAX_PATH)]) -> Response:
-        """One of them."""
+        """One name of the model."""
         if model not in service.model_names:
             raise not_found(f"the model {shown(model)} does not exist; /v1/models lists what there is", "model")
         return JSONResponse(card(model).model_dump())

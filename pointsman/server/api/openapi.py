@@ -1,4 +1,4 @@
-"""What the description at /openapi.json says about headers, errors, events and keys."""
+"""The description at /openapi.json: its headers, errors, events and keys."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_PATH = 1024
 GENERATION_ERRORS = (400, 404, 408, 413, 429, 500, 503)
 
 RequestIdHeader = Annotated[
-    str | None, Header(alias="X-Request-Id", pattern=REQUEST_ID, description="Part of the answer's id.")
+    str | None, Header(alias="X-Request-Id", pattern=REQUEST_ID, description="Part of the response's id.")
 ]
 DeadlineHeader = Annotated[
     float | None,
@@ -34,27 +34,27 @@ TTFTTargetHeader = Annotated[
         alias="X-Request-TTFT-Target",
         gt=0,
         allow_inf_nan=False,
-        description="Seconds from arrival within which the first token is wanted; where the server schedules by it.",
+        description="Seconds from arrival until the first token should come; the server's order must read it.",
     ),
 ]
 
 _MEANINGS = {
-    400: "The request is malformed, or asks for what cannot be had.",
+    400: "The request is malformed, or a value is not possible.",
     401: "No valid key.",
-    403: "The caller may not do this; the message says why, and who may.",
+    403: "The caller may not do this; the message has the reason and the remedy.",
     404: "There is no such model or request.",
     408: "The deadline passed before the first token.",
-    409: "Another call has overtaken it.",
+    409: "A later call has replaced this one.",
     413: "The body is too large.",
     429: "The server is overloaded; Retry-After says when to try again.",
-    500: "The engine has ended, or the request failed on its own.",
+    500: "The engine has ended, or the request failed.",
     503: "The server is shutting down, or not ready yet.",
 }
 _SECONDS: dict[str, Any] = {"description": "Seconds.", "schema": {"type": "integer"}}
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """For a route's `responses`: the errors that it may answer with."""
+    """For a route's `responses`: its possible errors."""
     described: dict[int | str, dict[str, Any]] = {}
     for status in statuses:
         described[status] = {"model": ErrorResponse, "description": _MEANINGS[status]}
@@ -64,10 +64,10 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def events() -> dict[str, Any]:
-    """For a route's 200: the answer may be a stream of events as well."""
+    """For a route's 200: the response may also be a stream of events."""
     item = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
     return {
-        "description": "The answer; with stream true, as events: pieces of it in JSON, and [DONE] as the last.",
+        "description": "The response; with stream true, as events: parts of it in JSON, then [DONE].",
         "content": {"text/event-stream": {"itemSchema": item}},
     }
 
@@ -77,7 +77,7 @@ def describe(app: FastAPI, config: ServerConfig) -> None:
 
     Args:
         app: with all its routes.
-        config: the keys, of which it says nothing but which operation needs one.
+        config: the keys; the description says only which operation needs one.
     """
 
     def openapi() -> dict[str, Any]:
@@ -109,13 +109,13 @@ def _description(app: FastAPI, config: ServerConfig) -> dict[str, Any]:
 
 
 def _keys_for(path: str, operation: dict[str, Any], config: ServerConfig) -> list[str]:
-    """Which kinds of keys an operation asks for."""
+    """The kinds of keys that an operation needs."""
     if path in OPEN_PATHS:
         return []
     is_for_operators = "operation" in operation.get("tags", ())
     is_for_clients = not is_for_operators or path in OWN_PATHS
     kinds = []
-    # Where operators have no keys, a request without a client's gets 401 before 403.
+    # If operators have no keys, a request without a client's key gets 401 before 403.
     if config.api_keys and (is_for_clients or not config.operator_keys):
         kinds.append("apiKey")
     if config.operator_keys and (config.api_keys or is_for_operators):

@@ -1,12 +1,12 @@
-"""Commands to a running engine: pause it, resume it, empty its prefix cache, limit the number of running requests.
+"""Operators' commands: pause and resume the engine, empty its prefix cache, limit the number of running requests.
 
-    POST /pause?mode=abort|wait|keep&clear_cache=true     answers when no step runs any more
+    POST /pause?mode=abort|wait|keep&clear_cache=true     responds when no step runs
     POST /resume
     GET  /is_paused
     POST /reset_prefix_cache?reset_running_requests=false
     POST /max_num_active_seqs?limit=4                     Pointsman's own
 
-vLLM has the others in its development mode only; here they are for operators alone (`access`).
+vLLM has the first four, in its development mode only. Here all are for operators alone (`access`).
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def operation_router(service: Service, operators: OperatorRules) -> APIRouter:
             Query(description="Whether unfinished requests are aborted, run until they finish, or stop until /resume."),
         ] = "abort",
         clear_cache: Annotated[
-            bool, Query(description="Whether cached prefixes are forgotten; stopped requests are recomputed.")
+            bool, Query(description="Whether cached prefixes are dropped; stopped requests are recomputed.")
         ] = True,
     ) -> Response:
-        """Start no further request until /resume. The response comes when no step runs any more: the weights may be
-        changed then. With mode "wait" it takes as long as the running requests do.
+        """Start no further request until /resume. The response comes when no step runs, so that the weights may be
+        changed. With mode "wait" it takes as long as the running requests.
         """
         try:
             await service.ask(Pause(mode, clear_cache), has_timeout=mode != "wait")
@@ -67,15 +67,16 @@ def operation_router(service: Service, operators: OperatorRules) -> APIRouter:
             Query(description="Whether running requests recompute their KV. If not, they keep it, uncached."),
         ] = False,
     ) -> Response:
-        """Forget every cached prefix."""
+        """Drop all cached prefixes."""
         await service.ask(ResetPrefixCache(reset_running_requests))
         return JSONResponse({"success": True})
 
     @router.post("/max_num_active_seqs", response_model=ActiveSeqsResponse, responses=errors(400, 403, 500, 503))
     async def set_max_num_active_seqs(
-        limit: Annotated[int | None, Query(description="From 1 to max_num_seqs, which it is if left out.")] = None,
+        limit: Annotated[int | None, Query(description="From 1 to max_num_seqs, its default.")] = None,
     ) -> Response:
-        """Change how many requests may run at once. Running ones continue; none is admitted until fewer run."""
+        """Change the maximum number of running requests. Running ones continue; none is admitted until fewer than that
+        run."""
         try:
             in_force = await service.ask(SetMaxNumActiveSeqs(limit))
         except ConfigError as error:

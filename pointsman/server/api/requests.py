@@ -1,8 +1,8 @@
-"""GET /v1/requests: the state of every request, why it waits, for which requests and for how long; an operator can
-change the priority of one.
+"""GET /v1/requests: shows each request's state, and why, for which requests and how long it waits. Operators can change
+the priority of a request.
 
-A client with a key sees its own requests, an operator all. What a client's request waits for is the same in both; other
-clients' requests have no name in it, and what the order says of tenants is left out.
+A client with a key sees its own requests, an operator all. Both see the same reasons; for clients, the names of other
+clients' requests and the order's text about tenants are left out.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def requests_router(service: Service, operators: OperatorRules) -> APIRouter:
     @router.get("/v1/requests", response_model=RequestList, responses=errors(400, 403, 500, 503))
     async def list_requests(
         answer_id: Annotated[
-            str | None, Query(alias="id", max_length=MAX_PATH, description="Only those of an answer with this id.")
+            str | None, Query(alias="id", max_length=MAX_PATH, description="Only requests of this response.")
         ] = None,
         viewer: int | None = Depends(operators.viewer),
     ) -> Response:
@@ -60,14 +60,15 @@ def requests_router(service: Service, operators: OperatorRules) -> APIRouter:
     async def show_request(
         request_id: Annotated[str, Path(max_length=MAX_PATH)], viewer: int | None = Depends(operators.viewer)
     ) -> Response:
-        """One of them: by the id of an answer, with "-0", "-1", ... behind it where that has several choices."""
+        """One unfinished request: by the id of its response, followed by "-0", "-1", ... if that has several
+        choices."""
         found = names.find(request_id, viewer)
         if len(found) > 1:
             raise ApiError(
                 400, f"{len(found)} requests are called {shown(request_id)}; GET /v1/requests?id=... has all"
             )
         unknown = not_found(f"no request {shown(request_id)} is waiting, parked or running; it may have ended")
-        if not found and viewer is not None:  # the engine knows every client's
+        if not found and viewer is not None:  # the engine would show other clients' requests
             raise unknown
         try:
             explanation = await service.ask(Explain(found[0] if found else request_id))
@@ -86,7 +87,7 @@ def requests_router(service: Service, operators: OperatorRules) -> APIRouter:
         request_id: Annotated[str, Path(max_length=MAX_PATH)],
         priority: Annotated[int, Query(ge=-(2**63), le=2**63 - 1, description="Smaller is more urgent.")],
     ) -> Response:
-        """Change the priority of a request, or of every sample of an answer; the bounds for clients do not hold here. A
+        """Change the priority of a request, or of every sample of a response; the limits for clients do not apply. A
         queued request changes its place at once.
         """
         check_priority_is_read(priority, service.client.info)
@@ -103,9 +104,9 @@ def describe(known: RequestExplanation, name_of: Callable[[str], str], *, sees_t
     """The JSON of a request, with times in Unix time.
 
     Args:
-        known: what the engine says.
+        known: the engine's explanation.
         name_of: the name that the reader knows, from the engine's id.
-        sees_tenants: whether the reader may see what policies say, which may name other tenants.
+        sees_tenants: whether the reader may see the policies' texts, which may name other tenants.
     """
     explanation = known.explanation
     waiting_for = known.waiting_for

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize: from text to token ids and back."""
+"""POST /tokenize and /detokenize: convert text to token ids and back."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ TOKEN_ERRORS = (400, 404, 413, 429, 500, 503)
 
 
 def tokenization_router(service: Service) -> APIRouter:
-    """The two routes. They use the same threads as prompts, in the same turns."""
+    """The two routes. They share the threads of prompts, and the order of tenants there."""
     router = APIRouter(route_class=StrictRoute, tags=["tokens"])
 
     def respond(make: Callable[[str], Awaitable[list[bytes]]]) -> WatchedResponse:
-        """The response whose JSON is made for a tenant, while the client is connected."""
+        """A response whose JSON is made for a tenant, while the client is connected."""
 
         async def work(scope: Scope, send: Send) -> None:
             with service.gate.inside():
@@ -39,7 +39,7 @@ def tokenization_router(service: Service) -> APIRouter:
 
     @router.post("/tokenize", response_model=TokenizeResponse, responses=errors(*TOKEN_ERRORS))
     async def tokenize(body: TokenizeRequest) -> Response:
-        """The token ids of a text, or of what the chat template makes of a conversation."""
+        """The token ids of a text, or of a conversation rendered by the chat template."""
         service.check_model(body.model)
         source: TextPrompts | ChatPrompt
         if isinstance(body, TokenizeCompletionRequest):

@@ -1,19 +1,19 @@
-"""ServerMetrics: the text that a scrape of /metrics gets.
+"""ServerMetrics: writes the text of a scrape of /metrics.
 
     metrics = ServerMetrics(fleet, "demo")  # steps and finished requests are counted from now on
     body, content_type = await metrics.render()
 
-Totals and gauges of an engine come from one `EngineStats`, asked for at every scrape; histograms and refusals are
-counted in this process as things happen (`observations.py`); `table.py` and `readings.py` list every
-metric. `prometheus_client` makes the text.
+Totals and gauges of an engine come from one `EngineStats`, requested at every scrape. Histograms and refusals are
+counted in this process (`observations.py`). `table.py` and `readings.py` list all metrics. `prometheus_client` makes
+the text.
 
-A scrape must not disturb requests: it asks each engine one question at a time, however many scrapers there are; it
-waits for the answer no longer than `STATS_TIMEOUT`, because an engine answers between two steps and one step may be
-long; and it lets other tasks of the event loop run after every metric. When there is no new answer, the last one is
-shown, and `pointsman:stats_age_seconds` says how old that is. A dead engine holds nothing, so its gauges are 0.
+A scrape must not disturb requests. It asks each engine one question at a time, for any number of scrapers. It waits at
+most `STATS_TIMEOUT`, because an engine answers between two steps, and a step may be long. It lets other tasks of the
+event loop run after every metric. Without a new answer, the last one is shown, and `pointsman:stats_age_seconds` has
+its age. The gauges of a dead engine are 0.
 
-Each engine has series of its own, by the label `engine`; counters of one that was started again begin at 0. What
-belongs to no engine has the label "0", and "" where there are several.
+Each engine has its own series, by the label `engine`; counters of a restarted engine begin at 0. The label of metrics
+of no engine is "0" with one engine, and "" with several.
 """
 
 from __future__ import annotations
@@ -69,14 +69,15 @@ STATS_TIMEOUT = 2.0
 """Seconds that a scrape waits for the engine; Prometheus gives up on a scrape after 10 by default."""
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""Of the format that every version of Prometheus reads."""
+"""The format that every version of Prometheus reads."""
 
 ENGINE_PROCESS_PREFIX = "pointsman:engine"
-"""Of the engine process's CPU, memory and files; those of the API process have none, as is the custom."""
+"""Prefix of the metrics of the engine process's CPU, memory and files; those of the API process have no prefix, as
+usual."""
 
 
 class MeasuredClient(Protocol):
-    """What a scrape asks of an engine; `EngineClient` has it."""
+    """An engine, as a scrape needs it; `EngineClient` implements this."""
 
     info: EngineInfo
     is_here: bool
@@ -91,32 +92,32 @@ class MeasuredClient(Protocol):
 
         Raises:
             EngineDeadError: the process has ended.
-            EngineStalledError: it gives no sign of life.
+            EngineStalledError: the engine gives no sign of life.
         """
 
 
 class MeasuredFleet(Protocol):
-    """What a scrape asks of all engines; `EngineFleet` has it."""
+    """All engines, as a scrape needs them; `EngineFleet` implements this."""
 
     @property
     def info(self) -> EngineInfo:
-        """Of the first engine."""
+        """The description of the first engine."""
 
     @property
     def engines(self) -> Sequence[MeasuredClient]:
-        """By their numbers; they change with restarts."""
+        """The engines by their numbers; they change with restarts."""
 
     @property
     def expected(self) -> list[int]:
-        """The numbers of those that live, or should."""
+        """The numbers of the engines that live or should live."""
 
     @property
     def num_restarts(self) -> Sequence[int]:
-        """How often each engine was started again."""
+        """How often each engine was restarted."""
 
     @property
     def num_resumed(self) -> Sequence[int]:
-        """How many requests of each engine went on when it had died."""
+        """How many requests of each engine were resumed after it died."""
 
     @property
     def num_hangs(self) -> Sequence[int]:
@@ -130,7 +131,7 @@ class MeasuredEngine:
     """The newest reading of one engine.
 
     Args:
-        fleet: has the engine, or another one in its place after a restart.
+        fleet: has the engine, or its replacement after a restart.
         index: its number there.
     """
 
@@ -140,7 +141,7 @@ class MeasuredEngine:
         self._started = time.monotonic()
         self._asking: asyncio.Task[EngineStats] | None = None
         self.stats: EngineStats | None = None
-        """None before the first."""
+        """None before the first reading."""
 
     @property
     def client(self) -> MeasuredClient:
@@ -148,14 +149,14 @@ class MeasuredEngine:
         return self._fleet.engines[self._index]
 
     def ask(self) -> asyncio.Task[EngineStats]:
-        """Take a new reading, if there is an answer in time."""
+        """Ask for a new reading, unless a question is unanswered."""
         if self._asking is None:
             self._asking = asyncio.create_task(self.client.ask(Stats()))
             self._asking.add_done_callback(self._answered)
         return self._asking
 
     def _answered(self, asked: asyncio.Task[EngineStats]) -> None:
-        # Also where no scrape waits any more: the next one asks again, and takes no old answer for a new one.
+        # Also if no scrape waits any more: then the next scrape asks again, and does not get an old answer.
         self._asking = None
         if not asked.cancelled():
             with contextlib.suppress(EngineDeadError, EngineStalledError):  # then the last reading is shown
@@ -163,7 +164,7 @@ class MeasuredEngine:
 
     @property
     def stats_age(self) -> float:
-        """Seconds since that reading; before the first, since the start."""
+        """Seconds since the last reading; before the first one, since the start."""
         read = self._started if self.stats is None else self.stats.time
         return max(0.0, time.monotonic() - read)
 
@@ -173,10 +174,10 @@ class ServerMetrics:
 
     Args:
         fleet: the engines.
-        model_name: what clients call the model; the label `model_name` of every metric.
+        model_name: the model's name for clients; the label `model_name` of every metric.
         tenants: those that are known from the start.
         rooms: of the stages.
-        connections: of clients; None: another server's (Ray Serve's), and none are counted here.
+        connections: of clients; None: another server (Ray Serve) counts them.
     """
 
     def __init__(
@@ -223,7 +224,7 @@ class _Only(Collector):
 
 
 class _EngineProcesses(Collector):
-    """Processor time, memory and files of the engine processes on this machine; with the label `engine` where there are
+    """Processor time, memory and files of the engine processes on this machine; with the label `engine` if there are
     several engines.
     """
 
@@ -254,7 +255,7 @@ def _pid_of(engine: MeasuredEngine) -> int:
 
 
 class _ServerCollector(Collector):
-    """Turns the figures into metrics, one after the other."""
+    """Makes the metrics, one after the other."""
 
     def __init__(self, metrics: ServerMetrics, model_name: str) -> None:
         self._metrics = metrics
@@ -262,10 +263,10 @@ class _ServerCollector(Collector):
         self._whole = self._bases if len(self._bases) == 1 else [(model_name, "")]
 
     def collect(self) -> Iterator[Metric]:
-        """Every metric of the table; those of an engine's totals only after a first reading."""
+        """Every metric of the table; an engine's totals only after its first reading."""
         engines, expected = self._metrics.engines, self._metrics.fleet.expected
         yield from self._stated(expected)
-        # The same for all metrics, even if another scrape gets a newer one meanwhile.
+        # One reading for all metrics, even if another scrape gets a newer one meanwhile.
         read = [(base, engine.stats, engine.client.is_alive) for base, engine in zip(self._bases, engines, strict=True)]
         known = [(base, stats, is_alive) for base, stats, is_alive in read if stats is not None]
         if known:
@@ -296,7 +297,7 @@ class _ServerCollector(Collector):
                 labels = dict(zip(BASE_LABELS, base, strict=True))
                 (counted,) = engine.histograms[definition].collect()
                 for sample in counted.samples:
-                    if not sample.name.endswith("_created"):  # the start of the process says the same
+                    if not sample.name.endswith("_created"):  # redundant with the start time of the process
                         family.add_sample(sample.name, {**labels, **sample.labels}, sample.value)
             yield family
         refused = observations.refused
@@ -347,14 +348,14 @@ class _ServerCollector(Collector):
 
 
 def nothing(reading: Reading) -> Reading:
-    """The reading of a gauge where there is nothing any more."""
+    """A gauge's reading with all values 0, for a dead engine."""
     if isinstance(reading, Mapping):
         return cast(Reading, dict.fromkeys(reading, 0))
     return 0
 
 
 def cache_labels(info: EngineInfo) -> dict[str, str]:
-    """How the KV cache is set up, with vLLM's labels, which say "gpu" for every device."""
+    """The configuration of the KV cache, with vLLM's labels, which have "gpu" for every device."""
     return {
         "block_size": str(info.block_size),
         "cache_dtype": info.kv_cache_dtype,
@@ -366,7 +367,7 @@ def cache_labels(info: EngineInfo) -> dict[str, str]:
 
 
 def engine_labels(info: EngineInfo) -> dict[str, str]:
-    """The model and version, and the settings that decide how much fits."""
+    """The version and the model, and the settings that decide the capacity."""
     knobs = ("max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill", "order", "watermark")
     return {
         "version": pointsman.__version__,

@@ -1,4 +1,4 @@
-"""What the API process counts while requests run: histograms, refused requests and open streams.
+"""Observations: histograms, refused requests and open streams, counted in the API process while requests run.
 
 Everything here happens in the event loop's thread. The histograms are those of `prometheus_client`.
 """
@@ -41,15 +41,15 @@ if TYPE_CHECKING:
 
 
 class Observations:
-    """Figures of the server since it started. They only grow, except what is open now.
+    """Counts of the server since it started. They only grow, except the number of open streams.
 
     Args:
         max_model_len: tokens of the longest sequence; sets the buckets of histograms over tokens.
         tenants: those that are known from the start.
-        num_engines: behind the server.
+        num_engines: the number of engines.
 
     Attributes:
-        engines: the figures of each engine's requests and steps.
+        engines: the observations of each engine's requests and steps.
     """
 
     def __init__(self, max_model_len: int, tenants: Iterable[str] = (), num_engines: int = 1) -> None:
@@ -59,12 +59,12 @@ class Observations:
         self.tenants = TenantCounts(tenants)
 
     def refusal(self, reason: str) -> None:
-        """A request got an error; a reason that is not in `REFUSALS` counts as "other"."""
+        """Count a request that got an error; a reason that is not in `REFUSALS` counts as "other"."""
         self.refused[reason if reason in self.refused else "other"] += 1
 
 
 class EngineObservations:
-    """Figures of one engine's requests and steps since the server started; a restart of the engine ends none.
+    """Histograms of one engine's requests and steps since the server started; they survive restarts of the engine.
 
     Args:
         max_model_len: tokens of the longest sequence; sets the buckets of histograms over tokens.
@@ -73,33 +73,34 @@ class EngineObservations:
     def __init__(self, max_model_len: int) -> None:
         tokens = token_buckets(max_model_len)
         self.histograms = {one: _histogram(one, one.buckets or tokens) for one in HISTOGRAMS}
-        # Bound once: they are called for every delta and step.
+        # Bound here, as they are called for every delta and step.
         self.first_token = self.histograms[TIME_TO_FIRST_TOKEN].observe
         self._inter_token = self.histograms[INTER_TOKEN_LATENCY].observe
         self._iteration_tokens = self.histograms[ITERATION_TOKENS].observe
         self._scheduler_step = self.histograms[SCHEDULER_STEP].observe
 
     def inter_token(self, seconds: float, num_tokens: int) -> None:
-        """`num_tokens` came `seconds` after the token before them; each counts with an equal share of the time."""
+        """Observe `num_tokens` tokens that came `seconds` after the token before them, each with an equal share of the
+        time."""
         for _ in range(num_tokens):
             self._inter_token(seconds / num_tokens)
 
     def steps(self, notes: Iterable[StepNote]) -> None:
-        """Steps of the engine, in any number at once."""
+        """Observe steps of the engine."""
         for num_scheduled_tokens, _, scheduler_seconds in notes:
             self._iteration_tokens(num_scheduled_tokens)
             self._scheduler_step(scheduler_seconds)
 
     def client_request(self, n: int, num_generated_tokens: int) -> None:
-        """A client's request was answered: with `n` samples, the longest of `num_generated_tokens` tokens."""
+        """Observe a completed client's request with `n` samples, the longest of `num_generated_tokens` tokens."""
         self.histograms[PARAMS_N].observe(n)
         self.histograms[MAX_GENERATION_TOKENS].observe(num_generated_tokens)
 
     def end(self, request: EngineRequest, delta: Delta, num_output_tokens: int) -> None:
-        """A request of the engine finished with `delta`, its last.
+        """Observe a finished request of the engine; `delta` is its last.
 
-        Aborted requests are left out: the engine does not report the finish of those whose client disconnected, and
-        the times of the others say nothing about the service.
+        Aborted requests are left out. The engine does not report the end of requests whose client disconnected, and the
+        times of other aborted requests say nothing about the service.
         """
         if delta.finish_reason == "abort":
             return
@@ -115,7 +116,7 @@ class EngineObservations:
             self._phases(delta.metrics, num_output_tokens)
 
     def _phases(self, metrics: RequestMetrics, num_output_tokens: int) -> None:
-        """The time that a finished request spent in each phase that it reached."""
+        """Observe the time that a finished request spent in each phase that it reached."""
         histograms = self.histograms
         arrival, end = metrics.arrival_time, metrics.finished_time
         if end is None:
@@ -135,5 +136,5 @@ class EngineObservations:
 
 
 def _histogram(definition: Definition, buckets: tuple[float, ...]) -> Histogram:
-    """Without labels, which `exposition.py` adds."""
+    """A histogram without labels; `exposition.py` adds them."""
     return Histogram(definition.name, definition.meaning, buckets=buckets, registry=None)

@@ -1,4 +1,4 @@
-"""The metrics that are read at every scrape, and where in one `EngineStats` each finds its figures."""
+"""The metrics that are read from one `EngineStats` at every scrape, each with the function that reads it."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ def _kv_transfer_blocks(stats: EngineStats) -> Reading:
 
 SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
     (
-        Definition("vllm:num_requests_running", "gauge", "requests", "Requests that hold a place in the batch."),
+        Definition("vllm:num_requests_running", "gauge", "requests", "Requests that have a sequence slot."),
         lambda stats: stats.scheduler.num_running,
     ),
     (
-        Definition("vllm:num_requests_waiting", "gauge", "requests", "Requests that wait, for whatever reason."),
+        Definition("vllm:num_requests_waiting", "gauge", "requests", "Requests that wait, for any reason."),
         lambda stats: stats.scheduler.num_waiting + _num_parked(stats),
     ),
     (
@@ -72,8 +72,8 @@ SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
             "vllm:num_requests_waiting_by_reason",
             "gauge",
             "requests",
-            "The same in two parts: capacity (they stand in the queue) and deferred (parked until something other "
-            "than capacity is there, such as a compiled grammar).",
+            "vllm:num_requests_waiting in two parts: capacity (in the queue) and deferred (parked until something "
+            "other than capacity is there, such as a compiled grammar).",
             "reason",
         ),
         lambda stats: {"capacity": stats.scheduler.num_waiting, "deferred": _num_parked(stats)},
@@ -83,8 +83,8 @@ SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
             "pointsman:requests_waiting",
             "gauge",
             "requests",
-            "Queued requests by why they wait: the head by what it lacks, the others as behind it, or not_tried if no "
-            "step has been scheduled since the head arrived.",
+            "Queued requests by reason: the head by the resource it lacks, the others as behind it, or not_tried if "
+            "no step has been scheduled since the head arrived.",
             "reason",
         ),
         _waiting,
@@ -98,7 +98,7 @@ SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
             "pointsman:stalled_requests",
             "gauge",
             "requests",
-            "Requests without progress for --watchdog-seconds or longer, at the last look; 0 without a watchdog.",
+            "Requests without progress for --watchdog-seconds or longer, at the last check; 0 without a watchdog.",
         ),
         lambda stats: stats.num_stalled,
     ),
@@ -107,7 +107,7 @@ SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
             "pointsman:grammar_process_restarts_total",
             "counter",
             "restarts",
-            "How often the process that compiles grammars was replaced, because it had ended or did not answer.",
+            "Times that the process that compiles grammars was replaced, because it had ended or did not respond.",
         ),
         lambda stats: stats.num_grammar_restarts,
     ),
@@ -116,7 +116,7 @@ SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
             "vllm:kv_cache_usage_perc",
             "gauge",
             "ratio, 0 to 1",
-            "Share of the KV blocks that requests hold. Free blocks whose content can still be found do not count.",
+            "Share of the KV blocks that requests hold. Free blocks with cached content do not count.",
         ),
         lambda stats: stats.scheduler.kv_cache_usage,
     ),
@@ -125,8 +125,8 @@ SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
             "pointsman:kv_blocks",
             "gauge",
             "blocks",
-            "KV blocks by state: held by requests, cached (free, with content that can still be found), retained "
-            "(cached, and evicted last) or blank.",
+            "KV blocks by state: held by requests, cached (free, with content that the prefix cache can find), "
+            "retained (cached, and evicted last) or blank.",
             "state",
         ),
         _blocks,
@@ -145,8 +145,8 @@ SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
             "vllm:prompt_tokens_by_source_total",
             "counter",
             "tokens",
-            "The same by where their KV came from: computed here (local_compute), found in the prefix cache "
-            "(local_cache_hit), or fetched from host memory or the KV store (external_kv_transfer).",
+            "vllm:prompt_tokens_total by the source of their KV: computed here (local_compute), found in the prefix "
+            "cache (local_cache_hit), or fetched from host memory or the KV store (external_kv_transfer).",
             "source",
         ),
         lambda stats: {
@@ -168,8 +168,8 @@ SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
             "vllm:request_success_total",
             "counter",
             "requests",
-            "Requests that ended, by why; each of n samples is one. Those that a client went away from (abort), that "
-            "failed (error) or whose time ran out (deadline) count, too.",
+            "Ended requests by reason; each of n samples is one. Requests whose client disconnected (abort), that "
+            "failed (error) or whose deadline passed (deadline) are included.",
             "finished_reason",
         ),
         lambda stats: {reason: stats.scheduler.finished[reason] for reason in FINISH_REASONS},
@@ -179,8 +179,8 @@ SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
             "vllm:num_preemptions_total",
             "counter",
             "preemptions",
-            "Running requests that lost their blocks, counted as vLLM counts: for memory, and by a reset of the prefix "
-            "cache that recomputes what runs. pointsman:preemptions_total has every cause.",
+            "Running requests that lost their blocks, counted as vLLM counts: for memory, and by a reset of the "
+            "prefix cache that recomputes running requests. pointsman:preemptions_total has all causes.",
         ),
         lambda stats: sum(_preemptions(stats)[cause.value] for cause in PreemptionCause if cause.exists_in_vllm),
     ),
@@ -190,8 +190,8 @@ SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
             "counter",
             "preemptions",
             "All preemptions by cause: memory, displaced (by a more urgent waiting request), parked, reset (of the "
-            "prefix cache), or unsampled (a step had no token for it). A rising rate of cause memory means that more "
-            "was admitted than the KV cache holds.",
+            "prefix cache), or unsampled (a step had no token for it). A rising rate of cause memory means that "
+            "admitted requests need more than the KV cache holds.",
             "cause",
         ),
         _preemptions,
@@ -201,7 +201,7 @@ SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
             "pointsman:displaced_total",
             "counter",
             "preemptions",
-            "Those of the preemptions in which the request gave way to a more urgent waiting one.",
+            "Preemptions of a request for a more urgent waiting one (cause displaced).",
         ),
         lambda stats: stats.scheduler.num_displaced,
     ),
@@ -210,9 +210,8 @@ SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
             "pointsman:preemption_decisions_total",
             "counter",
             "preemptions",
-            "With --preemption-mode swap or cheaper: preemptions by what was decided for the blocks that are evicted "
-            "before the request resumes, to copy them to host memory and back (swap) or to compute them again "
-            "(recompute).",
+            "With --preemption-mode swap or cheaper: preemptions by the decision for blocks that are evicted before "
+            "the request resumes: copy them to host memory and back (swap), or compute them again (recompute).",
             "decision",
         ),
         lambda stats: stats.scheduler.preemption_decisions,
@@ -222,7 +221,7 @@ SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
             "pointsman:recomputed_tokens_total",
             "counter",
             "tokens",
-            "Tokens that had been computed, were lost to a preemption and scheduled again: the price of preempting.",
+            "Computed tokens that were lost to a preemption and scheduled again: the price of preempting.",
         ),
         lambda stats: stats.scheduler.num_recomputed_tokens,
     ),
@@ -236,7 +235,12 @@ SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
         lambda stats: stats.scheduler.prefix_queries,
     ),
     (
-        Definition("vllm:prefix_cache_hits_total", "counter", "tokens", "Those of them that were found there."),
+        Definition(
+            "vllm:prefix_cache_hits_total",
+            "counter",
+            "tokens",
+            "Tokens of vllm:prefix_cache_queries_total that were found in the prefix cache.",
+        ),
         lambda stats: stats.scheduler.prefix_hits,
     ),
     (
@@ -244,7 +248,7 @@ SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
             "pointsman:resumed_prefix_cache_queries_total",
             "counter",
             "tokens",
-            "As vllm:prefix_cache_queries_total, of requests that came back after a preemption.",
+            "As vllm:prefix_cache_queries_total, for requests that resume after a preemption.",
         ),
         lambda stats: stats.scheduler.resumed_prefix_queries,
     ),
@@ -253,7 +257,8 @@ SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
             "pointsman:resumed_prefix_cache_hits_total",
             "counter",
             "tokens",
-            "Those of them that were found there, and so not recomputed.",
+            "Tokens of pointsman:resumed_prefix_cache_queries_total that were found in the prefix cache, and so not "
+            "recomputed.",
         ),
         lambda stats: stats.scheduler.resumed_prefix_hits,
     ),
@@ -262,7 +267,7 @@ SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
             "pointsman:evictions_total",
             "counter",
             "blocks",
-            "Cached blocks whose content was given up for new content.",
+            "Cached blocks whose content was replaced by new content.",
         ),
         lambda stats: stats.scheduler.num_evictions,
     ),
@@ -271,12 +276,17 @@ SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
             "vllm:external_prefix_cache_queries_total",
             "counter",
             "tokens",
-            "With host memory or a KV store: tokens of newly admitted requests that the prefix cache did not have.",
+            "With host memory or a KV store: tokens of newly admitted requests that were not in the prefix cache.",
         ),
         lambda stats: stats.counters.num_external_queries,
     ),
     (
-        Definition("vllm:external_prefix_cache_hits_total", "counter", "tokens", "Those of them that came from there."),
+        Definition(
+            "vllm:external_prefix_cache_hits_total",
+            "counter",
+            "tokens",
+            "Tokens of vllm:external_prefix_cache_queries_total that came from host memory or the KV store.",
+        ),
         lambda stats: stats.counters.num_external_hits,
     ),
     (
@@ -285,20 +295,24 @@ SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
             "counter",
             "blocks",
             "KV blocks that were copied to host memory (offloaded) and back (restored), written to the KV store "
-            "(stored) and read from it (loaded), or that were to be and could not (not_stored, not_loaded).",
+            "(stored) and read from it (loaded), or whose transfer failed (not_stored, not_loaded).",
             "transfer",
         ),
         _kv_transfer_blocks,
     ),
     (
         Definition(
-            "pointsman:kv_transfer_bytes_total", "counter", "bytes", "The same in bytes of what was done.", "transfer"
+            "pointsman:kv_transfer_bytes_total",
+            "counter",
+            "bytes",
+            "pointsman:kv_transfer_blocks_total in bytes, without failed transfers.",
+            "transfer",
         ),
         lambda stats: {name: getattr(stats.counters, f"num_{name}_bytes") for name in KV_TRANSFERS},
     ),
     (
         Definition(
-            "pointsman:kv_transfers", "gauge", "transfers", "Loads from the KV store, and stores, that are under way."
+            "pointsman:kv_transfers", "gauge", "transfers", "Loads from the KV store, and stores to it, in progress."
         ),
         lambda stats: stats.scheduler.num_transfers,
     ),
@@ -307,7 +321,7 @@ SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
             "pointsman:kv_transfer_held_blocks",
             "gauge",
             "blocks",
-            "KV blocks that are held for them, or for requests that have been loaded and do not run yet.",
+            "KV blocks that are held for KV transfers, or for loaded requests that do not run yet.",
         ),
         lambda stats: stats.scheduler.num_transfer_blocks,
     ),
@@ -335,7 +349,7 @@ SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
             "vllm:spec_decode_num_accepted_tokens_per_pos_total",
             "counter",
             "tokens",
-            "The same by their place among the drafts of their step, from 0.",
+            "vllm:spec_decode_num_accepted_tokens_total by position among the drafts of a step, from 0.",
             "position",
         ),
         lambda stats: {str(place): count for place, count in enumerate(stats.scheduler.num_accepted_tokens_per_pos)},
@@ -345,8 +359,8 @@ SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
             "pointsman:deferrals_total",
             "counter",
             "steps",
-            "Steps in which the head of the queue was not admitted, by reason: the rung (watermark, full_sequence, "
-            "blocks, sequence_limit, budget) without which it would have been, or what else stood in its way.",
+            "Steps in which the head of the queue was not admitted, by reason: the check that deferred it (watermark, "
+            "full_sequence, blocks, sequence_limit, budget), or another obstacle.",
             "reason",
         ),
         lambda stats: stats.scheduler.deferrals,
@@ -356,13 +370,11 @@ SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
         lambda stats: stats.counters.num_steps,
     ),
     (
-        Definition("pointsman:failed_steps_total", "counter", "steps", "Steps that failed and were taken back."),
+        Definition("pointsman:failed_steps_total", "counter", "steps", "Steps that failed and were undone."),
         lambda stats: stats.scheduler.num_failed_steps,
     ),
     (
-        Definition(
-            "pointsman:scheduler_seconds_total", "counter", "seconds", "Time that the scheduler's decisions took."
-        ),
+        Definition("pointsman:scheduler_seconds_total", "counter", "seconds", "Time of the scheduler's decisions."),
         lambda stats: stats.counters.scheduler_time,
     ),
     (
@@ -394,8 +406,8 @@ SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
             "pointsman:replaced_policies",
             "gauge",
             "policies",
-            "Policies of other packages that failed too often, or could not be constructed: the default of their kind "
-            "decides in their place.",
+            "Policies of other packages that failed too often, or could not be constructed, and were replaced by the "
+            "default of their kind.",
             "kind",
         ),
         lambda stats: {**dict.fromkeys(KINDS, 0), **stats.scheduler.num_replaced_policies},
@@ -414,7 +426,7 @@ SCRAPED: tuple[tuple[Definition, Callable[[EngineStats], Reading]], ...] = (
             "pointsman:recording_waiting_bytes",
             "gauge",
             "bytes",
-            "What of the recording waits in memory for the disk. At 64 MiB the recording ends.",
+            "Bytes of the recording that wait in memory for the disk. At 64 MiB the recording ends.",
         ),
         lambda stats: 0 if stats.recording is None else stats.recording.num_waiting_bytes,
     ),

@@ -1,16 +1,15 @@
-"""The metrics of the server, as tables: name, type, unit, meaning, labels, buckets, and where its figures come from.
+"""The table of the server's metrics: name, type, unit, meaning, labels, buckets and source.
 
-Where vLLM has a metric, this one has its name (prefix "vllm:"), its type, its labels and its bucket edges, so that
-dashboards and alerts written for vLLM go on working. What vLLM does not have is called "pointsman:". Three sources:
+Metrics that vLLM has keep its name (prefix "vllm:"), type, labels and bucket edges, so that dashboards and alerts for
+vLLM continue to work. Other metrics have the prefix "pointsman:". Three sources:
 
-    SCRAPED   read from one `EngineStats` at every scrape: the engine's totals and what it holds at that moment, see
-              `readings.py`
+    SCRAPED   read from one `EngineStats` at every scrape: the engine's totals and gauges, see `readings.py`
     KEPT      counted in the API process while requests run (`observations.py`): histograms, refusals, streams
     STATED    about the server itself: whether the engine is up, and its configuration
 
-Every metric carries the labels of `BASE_LABELS`; the name of one further label is in `label`. All values of
-such a label but `tenant` are exposed from the first scrape on, at 0, because a rate over a series that appears with
-its first event misses that event.
+Every metric has the labels of `BASE_LABELS`; the name of one further label is in `label`. All values of such a label,
+except of `tenant`, are exposed from the first scrape on, at 0: a rate over a series that appears with its first event
+misses that event.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ BASE_LABELS = ("model_name", "engine")
 """`engine` numbers the engines behind one API process, from "0" on."""
 
 FINISH_REASONS = ("stop", "length", "repetition", "abort", "error", "deadline")
-"""Of requests that were added; the last is ours, the others are vLLM's."""
+"""Finish reasons; the last is Pointsman's, the others are vLLM's."""
 
 REFUSALS = (
     "invalid",  # 400: the request is malformed, or can never run
@@ -76,20 +75,20 @@ class Definition:
     """The fixed part of a metric. Compared by identity: the constants below are keys."""
 
     name: str
-    """As Prometheus shows it; a histogram's also get the suffixes _bucket, _sum and _count."""
+    """The name in Prometheus; histograms also get the suffixes _bucket, _sum and _count."""
     kind: Literal["counter", "gauge", "histogram"]
     unit: str
     meaning: str
     label: str | None = None
-    """Its further label, beside `BASE_LABELS`."""
+    """Its further label, besides `BASE_LABELS`."""
     second_label: str | None = None
-    """One more, whose values are not known from the start."""
+    """A second further label, whose values are not known from the start."""
     buckets: tuple[float, ...] | None = None
     """Upper bounds of a histogram, inclusive; None: those of `token_buckets`."""
 
 
 Reading = float | Mapping[str, float] | Mapping[tuple[str, str], float]
-"""A value, or one for each value of the definition's label, or for each pair of values of both its labels."""
+"""A value; or one for each value of the definition's label; or one for each pair of values of its two labels."""
 
 
 # ------------------------------------------------------------------------- KEPT
@@ -160,7 +159,7 @@ PREFILL_COMPUTED_TOKENS = Definition(
     "vllm:request_prefill_kv_computed_tokens",
     "histogram",
     "tokens",
-    "Prompt tokens of a request that has ended which were not found in the prefix cache.",
+    "Prompt tokens of an ended request that were not found in the prefix cache.",
 )
 MAX_GENERATION_TOKENS = Definition(
     "vllm:request_max_num_generation_tokens",
@@ -176,13 +175,14 @@ PARAMS_N = Definition(
     buckets=PARAMS_N_BUCKETS,
 )
 PARAMS_MAX_TOKENS = Definition(
-    "vllm:request_params_max_tokens", "histogram", "tokens", "Most tokens that a request may generate."
+    "vllm:request_params_max_tokens", "histogram", "tokens", "Maximum number of tokens that a request may generate."
 )
 NUM_PREEMPTIONS = Definition(
     "vllm:request_num_preemptions",
     "histogram",
     "preemptions",
-    "Preemptions of a request, counted as vllm:num_preemptions_total. The first bucket also holds those without any.",
+    "Preemptions of a request, counted as vllm:num_preemptions_total. The first bucket includes requests without "
+    "preemptions.",
     buckets=NUM_PREEMPTIONS_BUCKETS,
 )
 ITERATION_TOKENS = Definition(
@@ -196,7 +196,7 @@ SCHEDULER_STEP = Definition(
     "pointsman:scheduler_step_seconds",
     "histogram",
     "seconds",
-    "Time that the scheduler took for a step.",
+    "Time of the scheduler's decisions for a step.",
     buckets=SCHEDULER_STEP_BUCKETS,
 )
 
@@ -224,24 +224,24 @@ REQUESTS_REFUSED = Definition(
     "pointsman:requests_refused_total",
     "counter",
     "requests",
-    "Requests that got an error in place of an answer, by why.",
+    "Requests that got an error response, by reason.",
     "reason",
 )
 ADMISSION_REJECTIONS = Definition(
     "vllm:admission_rejections_total",
     "counter",
     "requests",
-    "Those that were refused because too many requests, or too many prompt tokens, were waiting.",
+    "Requests that were refused because too many requests, or too many prompt tokens, were waiting.",
     "reason",
 )
 OPEN_STREAMS = Definition(
-    "pointsman:http_open_streams", "gauge", "streams", "Answers that are being streamed to clients."
+    "pointsman:http_open_streams", "gauge", "streams", "Responses that are being streamed to clients."
 )
 CONNECTIONS_CLOSED = Definition(
     "pointsman:http_connections_closed_total",
     "counter",
     "connections",
-    "Connections that the server closed on its own, by why.",
+    "Connections that the server closed on its own, by reason.",
     "reason",
 )
 
@@ -267,23 +267,27 @@ TENANT_OPEN_REQUESTS = Definition(
     "tenant",
 )
 TENANT_UNSTARTED_REQUESTS = Definition(
-    "pointsman:tenant_unstarted_requests", "gauge", "requests", "Those of them without a first token.", "tenant"
+    "pointsman:tenant_unstarted_requests",
+    "gauge",
+    "requests",
+    "Requests of a tenant that have not finished and have no first token.",
+    "tenant",
 )
 TENANT_METRICS = (TENANT_PROMPT_TOKENS, TENANT_GENERATION_TOKENS, TENANT_OPEN_REQUESTS, TENANT_UNSTARTED_REQUESTS)
-"""In the order of `TenantCounts.readings`. Here alone the values of a label are not known from the start."""
+"""In the order of `TenantCounts.readings`. Only here the values of a label are not known from the start."""
 
 STAGE_HELD = Definition(
     "pointsman:stage_held",
     "gauge",
     "the stage's",
-    "What all tenants together hold at a stage, in the unit that operating.md gives.",
+    "The amount that all tenants together hold at a stage, in the unit that operating.md gives.",
     "stage",
 )
 STAGE_ROOM = Definition(
     "pointsman:stage_room",
     "gauge",
     "the stage's",
-    "What they may hold there; +Inf where there is no bound.",
+    "The maximum of pointsman:stage_held; +Inf without a limit.",
     "stage",
 )
 TENANT_STAGE_HELD = Definition(
@@ -301,14 +305,14 @@ ENGINE_UP = Definition(
     "pointsman:engine_up",
     "gauge",
     "0 or 1",
-    "Whether the engine's process is alive and gives signs of life. If not, the engine's counters are the last that "
-    "were read, and its gauges 0. Engines that autoscaling may start and does not want now are left out.",
+    "Whether the engine's process is alive and gives signs of life. If not, the engine's counters keep their last "
+    "values, and its gauges are 0. Engines that autoscaling has not started or has ended are left out.",
 )
 ENGINE_RESTARTS = Definition(
     "pointsman:engine_restarts_total",
     "counter",
     "restarts",
-    "Times that the engine was started again after a death, or after a start that failed.",
+    "Times that the engine was restarted after a death or a failed start.",
 )
 ENGINE_HANGS = Definition(
     "pointsman:engine_hangs_total",
@@ -320,17 +324,17 @@ REQUESTS_RESUMED = Definition(
     "pointsman:requests_resumed_total",
     "counter",
     "requests",
-    "Requests of the engine that went on when it had died: in another engine, or in the next that lived.",
+    "Requests of the engine that were resumed after it died, in another or in the restarted engine.",
 )
 STATS_AGE = Definition(
     "pointsman:stats_age_seconds",
     "gauge",
     "seconds",
-    "How old the engine's figures are. More than a step's time means that it is dead or stuck in a step.",
+    "Age of the engine's values. If it is longer than a step, the engine is dead or in a long step.",
 )
 CACHE_CONFIG_INFO = Definition(
-    "vllm:cache_config_info", "gauge", "always 1", "How the KV cache is set up; the facts are its labels."
+    "vllm:cache_config_info", "gauge", "always 1", "The configuration of the KV cache, as labels."
 )
 ENGINE_INFO = Definition(
-    "pointsman:engine_info", "gauge", "always 1", "What is served, and the knobs in force; the facts are its labels."
+    "pointsman:engine_info", "gauge", "always 1", "The model that is served and the knobs in force, as labels."
 )

@@ -1,11 +1,11 @@
-"""TenantCounts: tokens and requests by tenant, under a bounded number of labels.
+"""TenantCounts: counts tokens and requests by tenant, with a bounded number of labels.
 
-A tenant may be whatever a client sends (`--tenant-from`), so at most `MAX_NAMED` tenants have series of their own, and
-all others together are `OTHER`. The first to come have them; one of the others takes over the series of the tenant with
-fewest tokens when it has had more than twice as many. So the heavy tenants have a name, and two of like weight do not
-take turns. A series counts what came while its tenant was named, so that no counter falls.
+Clients may choose the tenant's name (`--tenant-from`), so at most `MAX_NAMED` tenants have their own series, and all
+others together are `OTHER`. The first tenants get series. Another tenant replaces the named one with the fewest tokens
+once it has more than twice that number. So heavy tenants have their own series, and two similar ones do not alternate.
+A series counts only tokens from the time that its tenant was named, so that no counter falls.
 
-Counting happens once per delta, so it is an addition to a slot of a `TenantCount`; the sums are made at a scrape.
+Counting happens once per delta, so it only adds to an attribute of a `TenantCount`; the sums are made at a scrape.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from collections.abc import Iterable, Mapping
 from pointsman.server.config import OTHER
 
 MAX_NAMED = 32
-"""Tenants with series of their own."""
+"""Maximum number of tenants with their own series."""
 MAX_KNOWN = 1024
-"""Tenants that are remembered without an open request."""
+"""Maximum number of tenants that are remembered without an open request."""
 
 
 class TenantCount:
-    """What one tenant has had, and has now. Its users write the fields.
+    """Totals and open requests of one tenant. Its users write the fields.
 
     Args:
         name: of the tenant.
@@ -33,19 +33,19 @@ class TenantCount:
     def __init__(self, name: str) -> None:
         self.name = name
         self.num_prompt_tokens = 0
-        """Of requests that reached their first token."""
+        """Prompt tokens of requests that reached their first token."""
         self.num_generated_tokens = 0
         self.num_open = 0
         """Requests that have not finished."""
         self.num_unstarted = 0
-        """Of these, requests without a first token."""
-        # What was taken over into a series already, and what the series of its own says.
+        """Open requests without a first token."""
+        # The amounts that are already in a series, and the values of the tenant's own series.
         self.taken_prompt = self.taken_generated = 0
         self.exposed_prompt = self.exposed_generated = 0
 
     @property
     def weight(self) -> int:
-        """All its tokens."""
+        """All tokens of the tenant."""
         return self.num_prompt_tokens + self.num_generated_tokens
 
 
@@ -60,19 +60,19 @@ class TenantCounts:
         self._known: dict[str, TenantCount] = {}
         self._named: set[str] = set()
         self._others = TenantCount(OTHER)
-        """Its `exposed_...` are those of all tenants while they had no name."""
+        """Its `exposed_...` count the tokens of all tenants while they had no own series."""
         for name in names:
             self._count_of(name)
 
     def open(self, tenant: str) -> TenantCount:
-        """A request of a tenant begins; what it counts into."""
+        """Count a new request of a tenant; returns the tenant's counts."""
         count = self._count_of(tenant)
         count.num_open += 1
         count.num_unstarted += 1
         return count
 
     def close(self, count: TenantCount, *, is_started: bool) -> None:
-        """A request has finished, with a first token or without."""
+        """Count a finished request; `is_started`: it had a first token."""
         count.num_open -= 1
         if not is_started:
             count.num_unstarted -= 1
@@ -81,8 +81,8 @@ class TenantCounts:
             del self._known[count.name]
 
     def readings(self) -> tuple[dict[str, float], dict[str, float], dict[str, float], dict[str, float]]:
-        """By tenant: prompt tokens, generated tokens, open requests, and those without a first token. Empty while
-        there is one tenant alone, whose figures are those of the server.
+        """By tenant: prompt tokens, generated tokens, open requests, and open requests without a first token. Empty
+        while there is only one tenant, as its values are those of the server.
         """
         for count in self._known.values():
             self._take(count)
@@ -96,7 +96,7 @@ class TenantCounts:
         num_unstarted: dict[str, float] = {count.name: count.num_unstarted for count in named}
         others = [count for count in self._known.values() if count.name not in self._named]
         if others or self._others.exposed_prompt or self._others.exposed_generated:
-            # A client may call itself so: then it is one of them.
+            # A client may choose this name for its tenant: then it is one of the others.
             for series, value in (
                 (prompt, self._others.exposed_prompt),
                 (generated, self._others.exposed_generated),
@@ -107,7 +107,7 @@ class TenantCounts:
         return prompt, generated, num_open, num_unstarted
 
     def named(self, amounts: Mapping[str, float]) -> dict[str, float]:
-        """Amounts by tenant under the same labels; empty while there is one tenant alone."""
+        """Amounts by tenant with the same labels; empty while there is only one tenant."""
         if len(self._known) < 2:
             return {}
         found = dict.fromkeys(sorted(self._named), 0.0)
@@ -125,14 +125,15 @@ class TenantCounts:
         return count
 
     def _take(self, count: TenantCount) -> None:
-        """Put what is new of a tenant into the series where it belongs."""
+        """Add the new tokens of a tenant to its series."""
         series = count if count.name in self._named else self._others
         series.exposed_prompt += count.num_prompt_tokens - count.taken_prompt
         series.exposed_generated += count.num_generated_tokens - count.taken_generated
         count.taken_prompt, count.taken_generated = count.num_prompt_tokens, count.num_generated_tokens
 
     def _rename(self) -> None:
-        """Give the heaviest of the others the series of the lightest that have one, where they differ enough."""
+        """Give the series of the lightest named tenants to the heaviest others, if these have more than twice the
+        tokens."""
         others = [count for name, count in self._known.items() if name not in self._named and name != OTHER]
         if not others:
             return

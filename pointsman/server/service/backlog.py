@@ -1,13 +1,13 @@
-"""Backlog: the limits on open requests and waiting prompt tokens. Beyond them a client gets 429, at no cost.
+"""Backlog: limits open requests and waiting prompt tokens. Beyond the limits a client gets 429, at little cost.
 
     with backlog.enter("alice", num_requests=1) as ticket:      # 429 if too many requests are open
         ticket.add_prompts([512])                               # 429 if too many prompt tokens wait
         ...
-        ticket.first_token(0)                                   # the prompt waits no longer
+        ticket.first_token(0)                                   # the prompt no longer waits
 
-Requests are counted from arrival to finish, prompt tokens until the first token: a prompt waits while it is queued and
-while it is computed. Without such a bound, an overloaded server answers every request too late. Tenants share both
-(`stages.py`), so that the backlog of one does not keep the others out.
+Requests are counted from arrival to finish. Prompt tokens are counted until the first token: a prompt waits while it is
+queued and during prefill. Without these limits, an overloaded server completes every request too late. Tenants share
+both limits (`stages.py`), so that the backlog of one tenant does not block the others.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ MAX_SAMPLES = 1024
 
 
 class Backlog:
-    """The requests that are open now.
+    """The open requests, and the prompts that wait.
 
     Args:
-        requests: room for open requests of the engine.
-        prompt_tokens: room for waiting prompt tokens.
+        requests: the capacity for open requests of the engine.
+        prompt_tokens: the capacity for waiting prompt tokens.
         clock: seconds.
     """
 
@@ -51,26 +51,26 @@ class Backlog:
         self._waiting_since = 0.0
 
     def enter(self, tenant: str, num_requests: int) -> Ticket:
-        """Take a client's request, which is `num_requests` of the engine.
+        """Accept a client's request, which becomes `num_requests` requests of the engine.
 
         Raises:
-            ApiError: 429, too many requests are open; 400, it is more than fit at all.
+            ApiError: 429, too many requests are open; 400, the request alone exceeds the limit.
         """
         size = self.requests.size
         if size is not None and num_requests > size:
             raise ApiError(
                 400,
-                f"the request asks for {num_requests} completions (prompts times n), and this server has room for "
-                f"{size} at once; send fewer in one request",
+                f"the request asks for {num_requests} completions (prompts times n), and this server takes {size} "
+                "at once; send fewer in one request",
             )
         self.requests.take(tenant, num_requests, retry_after=lambda: self.retry_after(tenant))
         return Ticket(self, tenant, num_requests)
 
     def retry_after(self, tenant: str) -> int:
-        """Estimated seconds until all prompts of the tenant that wait now have their first token.
+        """Estimated seconds until all waiting prompts of the tenant have their first token.
 
-        Before the last of them come at most all prompts that wait; where tenants have equal shares, at most as many
-        prompts of each other tenant as of this one.
+        The estimate is an upper bound: all waiting prompts come first. With equal shares of tenants, each other tenant
+        gets at most the number of prompts that this tenant has.
         """
         now = self._clock()
         while self._first_tokens and self._first_tokens[0] < now - WINDOW:
@@ -78,7 +78,7 @@ class Backlog:
         if self._first_tokens:
             rate = len(self._first_tokens) / max(now - self._first_tokens[0], 1e-3)
             estimate = min(self.num_waiting, self._waiting_of[tenant] * len(self._waiting_of)) / rate
-        else:  # no rate is known yet, only the time waited so far
+        else:  # no rate is known yet, only the waiting time so far
             estimate = now - self._waiting_since if self.num_waiting else 0.0
         return retry_seconds(estimate)
 
@@ -101,7 +101,7 @@ class Backlog:
 
 
 class Ticket:
-    """One client's request in the backlog. A context: it holds the request's part of the backlog until it is left."""
+    """A client's request in the backlog. A context: leaving it frees the request's part of the backlog."""
 
     __slots__ = ("_backlog", "_num_requests", "_num_tokens", "_tenant", "_waiting")
 
@@ -110,7 +110,7 @@ class Ticket:
         self._tenant = tenant
         self._num_requests = num_requests
         self._waiting: dict[int, int] = {}  # prompt -> its tokens
-        self._num_tokens = 0  # of these, as far as they have room
+        self._num_tokens = 0  # their sum, at most the limit
 
     def __enter__(self) -> Ticket:
         return self
@@ -126,9 +126,9 @@ class Ticket:
             self._waiting.clear()
 
     def add_prompts(self, num_tokens: Sequence[int]) -> None:
-        """Count the request's prompts as waiting; each once, however many samples there are of it. To be called once.
+        """Count the request's prompts as waiting: each prompt once, for any number of samples. To be called once.
 
-        A request that waits alone is always taken, however long it is.
+        A request that waits alone is always accepted, at any length.
 
         Raises:
             ApiError: 429, too many prompt tokens of other requests wait.
@@ -143,7 +143,7 @@ class Ticket:
         backlog._add(tenant, len(num_tokens))
 
     def first_token(self, prompt: int) -> None:
-        """A sample of the prompt has its first token: the prompt waits no longer. Later calls change nothing."""
+        """Note a prompt's first token, in any sample: the prompt no longer waits. Later calls change nothing."""
         if self._waiting.pop(prompt, None) is None:
             return
         backlog, left = self._backlog, min(self._num_tokens, sum(self._waiting.values()))

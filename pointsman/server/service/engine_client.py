@@ -7,8 +7,8 @@
         print(delta.text)
     await client.shutdown()
 
-Everything here runs in one event loop. What the process sends back arrives in `inbox.py`. A process that gives no sign
-of life for too long (`heartbeat.py`) counts as dead from then on, and is killed; nothing waits for its exit.
+Everything here runs in one event loop. Messages of the engine process arrive in `receiver.py`. A process that gives no
+sign of life for too long (`heartbeat.py`) counts as dead from then on, and is killed; nothing waits for its exit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pointsman.engine.errors import EngineDeadError, EngineStalledError, ModelLo
 from pointsman.engine.stats import DEFAULT_INTERVAL
 from pointsman.engine.text.tokenizer import model_directory, read_tokenizer
 from pointsman.server.service.heartbeat import DEFAULT_TIMEOUT, INTERVAL, Heartbeat
-from pointsman.server.service.inbox import ClientStream, Inbox
+from pointsman.server.service.receiver import ClientStream, Receiver
 from pointsman.server.wire.messages import (
     Abandon,
     Add,
@@ -54,21 +54,23 @@ logger = logging.getLogger(__name__)
 ENGINE_PROCESS = "pointsman.server.engine_process"
 """The module that the engine process runs. Programs find the process by this name in its command line."""
 SECONDS_TO_DIE = 10.0
-"""Time for the engine process to exit after `Stop`, draining aside; then it is killed, and has as long to be gone."""
+"""Time for the engine process to exit after `Stop`, without draining. Then it is killed, and has the same time
+again."""
 SECONDS_BETWEEN_POLLS = 0.01
 MAX_UNREAD_BYTES = 16 * 1024 * 1024
-"""Bytes that may wait for an engine process that does not read; with more, requests are refused."""
+"""Maximum number of bytes that wait for an engine process that does not read; with more, requests are refused."""
 MAX_SENT_TOGETHER = 64
-"""Requests in one message; the next message follows when these are queued. Queuing a long prompt takes 0.2 ms, between
-two steps, so that a thousand requests at once would delay the tokens and the requests of all other clients."""
+"""Maximum number of requests in one message; the next message follows when these are queued. Queuing a long prompt
+takes 0.2 ms between two steps, so a thousand requests at once would delay the tokens and requests of all other
+clients."""
 
 
 class EngineStartError(RuntimeError):
-    """The engine process ended before its model was loaded, through no fault of the options."""
+    """The engine process ended before its model was loaded, and the options are not the cause."""
 
 
 class Process(Protocol):
-    """What is asked of an engine process; `subprocess.Popen` has it, and so has a process of another machine."""
+    """An engine process; `subprocess.Popen` and `RemoteProcess` implement this."""
 
     def poll(self) -> int | None:
         """Its exit code; None while it runs."""
@@ -78,35 +80,36 @@ class Process(Protocol):
 
 
 class NoProcess:
-    """A process that there is not."""
+    """The process of an engine that was never started."""
 
     def poll(self) -> int | None:
         """0: it has ended."""
         return 0
 
     def kill(self) -> None:
-        """There is nothing to end."""
+        """Does nothing."""
 
 
 class EngineClient:
-    """An engine in a process of its own. Made by `start`, or by `connect` for a process that there is already.
+    """An engine in its own process. Made by `start`, or by `connect` for an existing process.
 
     Attributes:
         info: the engine's description of itself.
         tokenizer: of the model, in this process; None if it has none.
-        inbox: the streams of unfinished requests; reports steps and finished requests.
-        is_here: whether the engine process runs on this machine, as far as is known.
+        receiver: the streams of unfinished requests; reports steps and finished requests.
+        is_here: whether the engine process runs on this machine, as far as known.
         is_hung: whether it counts as dead because it gave no sign of life.
-        dead: set when the engine process has ended, for whatever reason, or counts as dead.
-        on_death: gets the streams of unfinished requests when it has ended by itself, and why; None: they fail.
-        heartbeat: its signs of life.
+        dead: set when the engine process has ended, for any reason, or counts as dead.
+        on_death: called with the streams of unfinished requests and the reason when the process has ended by itself;
+            None: the streams fail.
+        heartbeat: of the engine.
     """
 
     def __init__(self, process: Process, timeout: float = DEFAULT_TIMEOUT) -> None:
         self.info: EngineInfo = None  # type: ignore[assignment]  # `connect` returns no client without
         self.tokenizer: Any | None = None
         self.heartbeat = Heartbeat(timeout)
-        self.inbox = Inbox(self._handle, self._on_close, self.heartbeat)
+        self.receiver = Receiver(self._handle, self._on_close, self.heartbeat)
         self.is_here = True
         self.is_hung = False
         self.dead = asyncio.Event()
@@ -117,9 +120,9 @@ class EngineClient:
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._transport: asyncio.WriteTransport | None = None
         self._ending: asyncio.Task[None] | None = None  # after the socket was closed
-        self._gone = asyncio.Event()  # the process, or all has been done to end it
+        self._gone = asyncio.Event()  # the process is gone, or cannot be ended
         self._pulse_key: int | None = None  # of the question that the heartbeat waits for
-        self._is_excused = False  # it is late, and a debugger is attached to it
+        self._is_excused = False  # the engine is late, and a debugger is attached to it
         self._is_stopping = False
         self._death: str | None = None
         self._failed: Failed | None = None
@@ -141,20 +144,20 @@ class EngineClient:
         tokenizer: Any | None = None,
         timeout: float = DEFAULT_TIMEOUT,
     ) -> EngineClient:
-        """Start an engine process and wait until its model is loaded, and warm where that is asked for.
+        """Start an engine process and wait until its model is loaded, and warmed up if `warm_up` is set.
 
         Args:
             options: keyword arguments of `Engine`.
             record: a file for the scheduler's recording.
-            record_when_full: what a full disk does to it.
+            record_when_full: what happens to the recording when the disk is full.
             must_record: whether an engine whose recording cannot be opened does not start.
             log_stats_interval: seconds between lines of statistics; None: none.
             max_step_retries: how often in a row a failed step is tried again.
-            warm_up: whether requests of every kind are rehearsed first, so that none of the real ones is slow.
-            name: what its lines in the log begin with, beside the program's.
+            warm_up: whether requests of every kind are rehearsed first, so that no real request is slow.
+            name: a prefix of its log lines, after the program's name.
             cores: the only processors that it may run on, where the system can bind it to them; None: all.
             tokenizer: of the model, if it was read before; None: it is read here.
-            timeout: seconds without a sign of life after which it counts as dead, once it has loaded its model; 0:
+            timeout: seconds without a sign of life after which the engine counts as dead, once its model is loaded; 0:
                 never.
 
         Raises:
@@ -185,12 +188,12 @@ class EngineClient:
         tokenizer: Any | None = None,
         timeout: float = DEFAULT_TIMEOUT,
     ) -> EngineClient:
-        """Make the engine of a process, and wait until its model is loaded.
+        """Make an engine in an existing process, and wait until its model is loaded.
 
         Args:
-            process: that was started (`start_process`), here or on another machine; it is ended where this fails.
+            process: started by `start_process`, here or on another machine; ended if this call fails.
             sock: connected to it; nothing has been sent yet.
-            start: what to make.
+            start: the engine's options.
             tokenizer: of the model, if it was read before; None: it is read here.
             timeout: as for `start`.
 
@@ -204,7 +207,7 @@ class EngineClient:
             loop = asyncio.get_running_loop()
             client.is_here = sock.family == socket.AF_UNIX
             create_connection = loop.create_unix_connection if client.is_here else loop.create_connection
-            client._transport, _ = await create_connection(lambda: client.inbox, sock=sock)
+            client._transport, _ = await create_connection(lambda: client.receiver, sock=sock)
             client._send(start)
             if tokenizer is None:
                 directory = model_directory(start.options.get("model"))
@@ -222,7 +225,7 @@ class EngineClient:
 
     @classmethod
     def absent(cls, other: EngineClient) -> EngineClient:
-        """In the place of an engine that was not started yet and will be like another: it counts as dead."""
+        """A placeholder for an engine that is not started yet, with the description of another. It counts as dead."""
         client = cls(NoProcess())
         client.info, client.tokenizer, client.is_here = other.info, other.tokenizer, other.is_here
         client._death = "the engine has not been started yet"
@@ -242,37 +245,38 @@ class EngineClient:
         """Send the requests of streams, in order, and return when all are queued (and their grammars compiled).
 
         Raises:
-            ValueError: one can never run; the others remain queued until their streams are closed.
+            ValueError: one request can never run; the others remain queued until their streams are closed.
             EngineDeadError: the engine has died or is shutting down.
-            EngineStalledError: it does not read what it is sent.
+            EngineStalledError: the engine process does not read its socket.
         """
         await queue_in_turns(streams, self.submit)
 
     def submit(self, streams: Sequence[ClientStream]) -> None:
-        """Send the requests of streams that were not sent yet, together: they are queued in this order, and what they
-        share (a prompt's tokens, biases, a grammar) crosses once.
+        """Send the requests of unsent streams in one message. They are queued in this order, and objects that they
+        share (a prompt's tokens, biases, a grammar) are sent once.
 
         Raises:
             EngineDeadError: the engine process has ended.
-            EngineStalledError: it does not read what it is sent.
+            EngineStalledError: the engine process does not read its socket.
         """
         self.check_health()
         self.check_takes_requests()
         self.send(streams)
 
     def send(self, streams: Sequence[ClientStream]) -> None:
-        """As `submit`. If the engine has died unnoticed, they share what becomes of its other streams: see `_die`."""
+        """As `submit`, without checks. If the engine has died unnoticed, `_die` handles these streams like its
+        others."""
         for stream in streams:
             stream.note_sent(next(self._keys))
-            self.inbox.streams[stream.key] = stream
+            self.receiver.streams[stream.key] = stream
         self._send(Add([(stream.key, stream.request) for stream in streams]))
 
     def abandon(self, stream: ClientStream) -> None:
-        """Abort the request of a stream that has lost its reader, unless it was not sent here or has finished."""
-        if self.inbox.streams.get(stream.key) is stream:  # an engine before this one had the same keys
-            del self.inbox.streams[stream.key]
+        """Abort the request of a stream without a reader, unless the request was not sent here or has finished."""
+        if self.receiver.streams.get(stream.key) is stream:  # keys are unique within one engine only
+            del self.receiver.streams[stream.key]
             self._send(Abandon(stream.key))
-            self.inbox.report_end(stream, Delta(finish_reason="abort"))
+            self.receiver.report_end(stream, Delta(finish_reason="abort"))
 
     # ------------------------------------------------------------------ questions
 
@@ -281,8 +285,8 @@ class EngineClient:
 
         Raises:
             EngineDeadError: the engine process has ended.
-            EngineStalledError: it has given no sign of life for long.
-            Exception: what the question's class says.
+            EngineStalledError: the engine has given no sign of life for long.
+            Exception: as the question's class documents.
         """
         self.check_health()
         self.check_answers()
@@ -296,7 +300,8 @@ class EngineClient:
             self._questions.pop(key, None)
 
     def tell(self, question: Question[None]) -> None:
-        """Send a command and wait for nothing, for callers that cannot wait. A dead engine gets none."""
+        """Send a command without waiting for an answer, for callers that cannot wait. If the engine is dead, nothing is
+        sent."""
         self._send(Ask(next(self._keys), question))
 
     # ------------------------------------------------------------------ health and end
@@ -308,12 +313,12 @@ class EngineClient:
 
     @property
     def is_slow(self) -> bool:
-        """Whether it gives no sign of life at the moment, so that other engines should get the requests."""
+        """Whether the engine gives no sign of life at the moment, so that other engines should get new requests."""
         return self.heartbeat.is_slow
 
     @property
     def takes_requests(self) -> bool:
-        """Whether the engine process runs, and reads what it is sent."""
+        """Whether the engine process runs, and reads its socket."""
         transport = self._transport
         return self._death is None and not (
             transport is not None and transport.get_write_buffer_size() > MAX_UNREAD_BYTES
@@ -332,10 +337,10 @@ class EngineClient:
     def check_takes_requests(self) -> None:
         """Raises EngineStalledError: the engine process does not read, and `MAX_UNREAD_BYTES` wait for it."""
         if self._death is None and not self.takes_requests:
-            raise EngineStalledError("the engine takes nothing in at the moment; try again later")
+            raise EngineStalledError("the engine reads no requests at the moment; try again later")
 
     def check_answers(self) -> None:
-        """Raises EngineStalledError: the engine has given no sign of life for so long that no question is worth it."""
+        """Raises EngineStalledError: the engine is stalled, so that no question should be sent."""
         if self._death is None and self.heartbeat.is_stalled:
             raise EngineStalledError(
                 f"{self._named} has given no sign of life for {self._silent_since()}: it is in a long step, or stuck; "
@@ -356,8 +361,8 @@ class EngineClient:
         """End the engine process. May be called again, in any state.
 
         Args:
-            drain: let requests that were sent before finish and refuse new ones; False: abort them, so that their
-                streams end with finish_reason "abort".
+            drain: let sent requests finish and refuse new ones; False: abort sent requests, so that their streams end
+                with finish_reason "abort".
             timeout: seconds that draining may take, after which the remaining requests are aborted; None: no limit.
         """
         self._is_stopping = True
@@ -379,7 +384,7 @@ class EngineClient:
         self._process.kill()
 
     async def _kill(self) -> None:
-        """Make sure that the process is gone. If it runs, this is why it ends."""
+        """End the process, and wait until it is gone."""
         is_ours = self._process.poll() is None and self._death is None
         self._is_stopping = self._is_stopping or is_ours
         if self._transport is not None:
@@ -392,11 +397,13 @@ class EngineClient:
             await self._gone.wait()
 
     async def wait_gone(self) -> None:
-        """Return when the process of a dead engine is gone, so that what it held is free, or cannot be ended."""
+        """Return when the process of a dead engine is gone, so that its memory and GPU are free, or when it cannot be
+        ended."""
         await self._gone.wait()
 
     async def _exit_code(self) -> int | None:
-        """Of the process, which has time to end by itself and is killed then; None: it cannot be ended."""
+        """The exit code of the process, which is killed if it does not end by itself in time; None: it cannot be
+        ended."""
         for kills in (True, False):
             limit = time.monotonic() + SECONDS_TO_DIE
             while (code := self._process.poll()) is None and time.monotonic() < limit:
@@ -405,7 +412,7 @@ class EngineClient:
                 return code
             if kills:
                 self._process.kill()
-        logger.error("%s does not end, though it was killed; what it holds is not free", self._named)
+        logger.error("%s was killed but does not end; its memory is not free", self._named)
         return None
 
     # ------------------------------------------------------------------ the connection
@@ -441,7 +448,7 @@ class EngineClient:
         self._ending.add_done_callback(lambda _: self._gone.set())
 
     async def _note_death(self) -> None:
-        """The connection is closed: wait for the process, which is dead then if it was not before (`_die`)."""
+        """The connection is closed: wait for the process to end; then the engine is dead, if it was not before."""
         code = await self._exit_code()
         if self._death is None:
             why = _describe_end(code)
@@ -451,7 +458,7 @@ class EngineClient:
             self._die(f"the engine process {why}")
 
     def _look(self) -> None:
-        """Look for signs of life, every `INTERVAL`, and ask for one."""
+        """Check the heartbeat every `INTERVAL`, and ask for a sign of life."""
         if self._death is not None:
             return
         if self.heartbeat.is_late and not self._excuse():
@@ -463,7 +470,7 @@ class EngineClient:
             self._send(Ask(self._pulse_key, TakePulse()))
 
     def _excuse(self) -> bool:
-        """Whether an engine that is late may live, as a debugger may hold it."""
+        """Whether an engine that is late may continue, because a debugger is attached to it."""
         was_excused, self._is_excused = self._is_excused, self.is_here and is_traced(self.info.pid)
         if self._is_excused and not was_excused:
             logger.warning(
@@ -474,7 +481,7 @@ class EngineClient:
         return self._is_excused
 
     def _end_hung(self) -> None:
-        """It is late: it counts as dead from now on, whenever its process ends."""
+        """The engine is late: it counts as dead from now on, and its process is killed."""
         self.is_hung = True
         why = (
             f"{self._named} has given no sign of life for {self._silent_since()} (the limit is "
@@ -487,11 +494,11 @@ class EngineClient:
         self._die(why)
 
     def _die(self, why: str) -> None:
-        """The engine is dead, once: open questions fail. Its streams go to `on_death`, which a fleet uses to resume
-        them elsewhere; without one, or at shutdown, they fail too."""
+        """Mark the engine as dead; called once. Open questions fail. Its streams go to `on_death`, by which a fleet
+        resumes them elsewhere; without `on_death`, or at shutdown, they fail too."""
         self._death = "the engine has been shut down" if self._is_stopping else why
-        orphans = self.inbox.take_all()
-        why = self.inbox.last_words or self._death
+        orphans = self.receiver.take_all()
+        why = self.receiver.last_words or self._death
         if self.on_death is not None and not self._is_stopping:
             self.on_death(orphans, why)
         else:
@@ -505,7 +512,7 @@ class EngineClient:
 
 
 def is_traced(pid: int) -> bool:
-    """Whether a debugger, or strace, is attached to a process of this machine; False where that cannot be seen."""
+    """Whether a debugger or strace is attached to a process of this machine; False if the system does not show that."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -514,7 +521,7 @@ def is_traced(pid: int) -> bool:
 
 
 def start_process(sock: socket.socket, cores: Sequence[int] | None = None) -> subprocess.Popen[bytes]:
-    """Start an engine process, which makes its engine when it gets a `Start`.
+    """Start an engine process. It makes its engine when it receives a `Start`.
 
     Args:
         sock: its own end of the connection to the API process; the caller closes its copy.
@@ -523,13 +530,13 @@ def start_process(sock: socket.socket, cores: Sequence[int] | None = None) -> su
     command = [sys.executable, "-m", ENGINE_PROCESS, str(sock.fileno())]
     process = subprocess.Popen(command, pass_fds=(sock.fileno(),), stdin=subprocess.DEVNULL)
     if cores is not None and hasattr(os, "sched_setaffinity"):
-        with suppress(ProcessLookupError):  # it has ended, which is noticed later
-            os.sched_setaffinity(process.pid, cores)  # while it has one thread, of which the others inherit it
+        with suppress(ProcessLookupError):  # the process has ended; the closed socket will show that
+            os.sched_setaffinity(process.pid, cores)  # before its second thread starts: threads inherit it
     return process
 
 
 async def queue_in_turns(streams: Sequence[ClientStream], submit: Callable[[Sequence[ClientStream]], None]) -> None:
-    """Send the requests of streams with `submit`, in order and not too many at once; return when all are queued."""
+    """Send the requests of streams with `submit`, in order, `MAX_SENT_TOGETHER` at once; return when all are queued."""
     for first in range(0, len(streams), MAX_SENT_TOGETHER):
         together = streams[first : first + MAX_SENT_TOGETHER]
         submit(together)

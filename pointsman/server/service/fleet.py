@@ -1,24 +1,24 @@
-"""EngineFleet: the engines behind one API process. Requests are routed among them, questions go to all of them, and one
-that dies is started again.
+"""EngineFleet: the engines behind one API process. It routes requests, sends questions to all engines, and restarts
+dead ones.
 
     fleet = EngineFleet([client, ...], restart=start_again, max_restarts=5)
     stream = fleet.generate(request)          # as `EngineClient`: the engine is chosen when the request is sent
-    await fleet.ask(Pause("keep", False))     # of all of them, and of those that are started later
+    await fleet.ask(Pause("keep", False))     # all engines, also those that are started later
 
-Nothing is lost with an engine: its requests go on in another one, or wait for the one that is started. The tokens that
-were received stay output, and what is drawn depends on the engines' seed, the request's id and the position alone, so
-the answer is the one that it would have been. A request that was in more than `max_resumes` engines when they died may
-be what killed them, and fails.
+Requests survive the death of their engine: they are resumed in another engine, or wait for the restarted one. Received
+tokens are kept. Sampling depends only on the engines' seed, the request's id and the position, so the output is the
+same as without the death. A request that was in more than `max_resumes` engines when they died may be the cause, and
+fails.
 
 An engine that gives no sign of life (`heartbeat.py`) is avoided while others take requests, and counts as dead when it
 is late.
 
-An engine that died is started again at once, and if it dies again, or does not start, with a delay that doubles. After
-`max_restarts` failures one after the other it stays dead. The new one has the pause state and the limits of the others
-before it gets a request. While no engine lives, requests wait for the one that is being started. When none lives and
-none will, the fleet is dead, and the server ends.
+A dead engine is restarted at once. If it dies again or does not start, the delay doubles each time. After
+`max_restarts` consecutive failures it stays dead. The new engine gets the pause state and the limits of the others
+before its first request. While no engine lives, requests wait for the one that is being started. When all engines stay
+dead, the fleet is dead, and the server ends.
 
-A fleet may begin with its first engine alone (`start_fleet`); the others join as they come, as restarted ones do.
+A fleet may begin with its first engine alone (`start_fleet`); the others join later, as restarted engines do.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from pointsman.engine.errors import EngineDeadError, EngineStalledError
 from pointsman.routing import Router
 from pointsman.server.service.engine_client import EngineClient, EngineStartError, queue_in_turns
-from pointsman.server.service.inbox import ClientStream
+from pointsman.server.service.receiver import ClientStream
 from pointsman.server.wire.messages import Delta, EngineInfo, EngineRequest
 from pointsman.server.wire.questions import (
     AnswerT,
@@ -53,35 +53,38 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LONGEST_DELAY = 30.0
-"""Seconds before an attempt to start an engine again, at most."""
+"""Maximum delay before a restart, in seconds."""
 FORGIVEN_AFTER = 60.0
-"""Seconds that an engine has to live for its earlier deaths not to count any more."""
+"""Seconds after whose survival an engine's earlier failures no longer count."""
 DEFAULT_RESUMES = 3
-"""How often a request goes on in another engine after a death."""
+"""How often a request is resumed in another engine after a death."""
 NONE_LIVES = "no engine runs at the moment, one is being started; try again in a few seconds"
 
 Restart = Callable[[int, int], Awaitable[EngineClient]]
 
 
 class StartEngine(Protocol):
-    """Starts the engine of a number, given how often it was started before; it has loaded its model afterwards."""
+    """Starts engine `index`, and returns when its model is loaded. `num_restarts` is how often it was restarted
+    before."""
 
     def __call__(self, index: int, num_restarts: int, tokenizer: Any = None, /) -> Awaitable[EngineClient]: ...
 
 
 class EngineFleet:
-    """Engines of one model, with equal options. Everything happens in one event loop.
+    """Engines of one model, with equal options. One event loop owns it.
 
     Args:
-        engines: which have loaded the model; at least one.
-        restart: starts the engine of a number again, given how often it was before; None: a dead engine stays dead.
-        max_restarts: failures of an engine one after the other, deaths or failed starts, after which it stays dead.
-        max_resumes: how often a request goes on in another engine.
+        engines: that have loaded the model; at least one.
+        restart: restarts an engine, given its number and how often it was restarted before; None: a dead engine stays
+            dead.
+        max_restarts: consecutive failures of an engine (deaths or failed starts) after which it stays dead.
+        max_resumes: how often a request is resumed in another engine.
 
     Attributes:
-        engines: by their numbers; those that died, or were not started yet, are here until they are replaced.
-        dead: set when no engine lives, and none will.
-        num_wanted: engines that should live now; fewer than all where something else starts and ends them by the load.
+        engines: by their numbers; dead engines, and placeholders of engines to start, stay here until they are
+            replaced.
+        dead: set when all engines are dead and none will be restarted.
+        num_wanted: the number of engines that should live now; fewer than all if an autoscaler starts and ends engines.
     """
 
     def __init__(
@@ -104,9 +107,9 @@ class EngineFleet:
         self._observations: Sequence[EngineObservations] = ()
         self._paused: Pause | None = None
         self._active_limit: SetMaxNumActiveSeqs | None = None
-        self._waiting: dict[ClientStream, None] = {}  # for an engine, while none lives
+        self._waiting: dict[ClientStream, None] = {}  # for an engine, while no engine lives
         self._starting: dict[int, asyncio.Task[None]] = {}
-        self._num_failures = [0] * count  # one after the other
+        self._num_failures = [0] * count  # consecutive
         self._num_restarts = [0] * count
         self._num_resumed = [0] * count
         self._num_hangs = [0] * count
@@ -119,32 +122,32 @@ class EngineFleet:
 
     @property
     def info(self) -> EngineInfo:
-        """Of the first engine; the others differ in their process ids alone."""
+        """The description of the first engine; the others differ only in their process ids."""
         return self.engines[0].info
 
     @property
     def tokenizer(self) -> Any | None:
-        """Of the model; None if it has none."""
+        """The tokenizer of the model; None if it has none."""
         return self.engines[0].tokenizer
 
     @property
     def max_num_running(self) -> int:
-        """Requests that run at once in all engines, as configured at the start."""
+        """Maximum number of running requests in all engines, as configured at the start."""
         return len(self.engines) * self.info.max_num_running
 
     @property
     def num_unsent(self) -> int:
-        """Requests that wait for an engine, as none lives."""
+        """The number of requests that wait for an engine, as no engine lives."""
         return len(self._waiting)
 
     @property
     def num_restarts(self) -> list[int]:
-        """How often each engine was started again."""
+        """How often each engine was restarted."""
         return self._num_restarts
 
     @property
     def num_resumed(self) -> list[int]:
-        """How many requests of each engine went on when it had died."""
+        """How many requests of each engine were resumed after it died."""
         return self._num_resumed
 
     @property
@@ -153,15 +156,15 @@ class EngineFleet:
         return self._num_hangs
 
     def observe(self, observations: Sequence[EngineObservations]) -> None:
-        """Report steps and finished requests of each engine from now on, of restarted ones as well."""
+        """Report steps and finished requests of each engine from now on, also of restarted ones."""
         self._observations = observations
         for index in range(len(self.engines)):
             self._connect(index)
 
     def _connect(self, index: int) -> None:
         if self._observations:
-            inbox = self.engines[index].inbox
-            inbox.on_steps, inbox.on_end = self._observations[index].steps, self._observations[index].end
+            receiver = self.engines[index].receiver
+            receiver.on_steps, receiver.on_end = self._observations[index].steps, self._observations[index].end
 
     # ------------------------------------------------------------------ requests
 
@@ -170,17 +173,17 @@ class EngineFleet:
         return ClientStream(request, self.submit, self._abandon)
 
     async def queue(self, streams: Sequence[ClientStream]) -> None:
-        """As `EngineClient.queue`; with no engine alive, it waits for one.
+        """As `EngineClient.queue`. While no engine lives, it waits for one.
 
         Raises:
-            ValueError: one can never run; the others remain queued until their streams are closed.
-            EngineDeadError: no engine lives, and none will.
-            EngineStalledError: none of those that live reads what it is sent.
+            ValueError: one request can never run; the others remain queued until their streams are closed.
+            EngineDeadError: all engines are dead, and none will be restarted.
+            EngineStalledError: no living engine reads its socket.
         """
         await queue_in_turns(streams, self.submit)
 
     def submit(self, streams: Sequence[ClientStream]) -> None:
-        """Send the requests of streams that were not sent yet, each to the engine that is chosen for it.
+        """Send the requests of unsent streams, each to the engine that the router chooses.
 
         Raises:
             EngineDeadError, EngineStalledError: as for `queue`.
@@ -192,7 +195,7 @@ class EngineFleet:
         self._send(streams)
 
     def _send(self, streams: Sequence[ClientStream]) -> None:
-        """To an engine that reads what it is sent and answers, to any that lives, or to the next that will."""
+        """Send to an engine that reads and answers; else to any that lives; else to the next that is started."""
         if not any(engine.is_alive for engine in self.engines):
             for stream in streams:
                 stream.note_sent()
@@ -202,7 +205,7 @@ class EngineFleet:
             self.engines[index].send(group)
 
     def _route(self, streams: Sequence[ClientStream]) -> dict[int, Sequence[ClientStream]]:
-        """The streams by the engine that each is sent to, in order."""
+        """The streams by the number of their engine, in order."""
         if self._router is None:
             return {0: streams}
         loads = self._loads()
@@ -216,12 +219,13 @@ class EngineFleet:
         return dict(groups)
 
     def _loads(self) -> list[int | None]:
-        """The number of open requests of each engine; None: it should get none. One that lives has a number."""
+        """The number of open requests of each engine; None: it should get no request. At least one living engine has a
+        number."""
         takes = [engine.takes_requests for engine in self.engines]
         answers = [taken and not engine.is_slow for taken, engine in zip(takes, self.engines, strict=True)]
         lives = [engine.is_alive for engine in self.engines]
         chosen = next(some for some in (answers, takes, lives) if any(some))
-        return [len(engine.inbox.streams) if one else None for one, engine in zip(chosen, self.engines, strict=True)]
+        return [len(engine.receiver.streams) if one else None for one, engine in zip(chosen, self.engines, strict=True)]
 
     def _abandon(self, stream: ClientStream) -> None:
         if stream in self._waiting:
@@ -232,17 +236,16 @@ class EngineFleet:
     # ------------------------------------------------------------------ questions
 
     async def ask(self, question: Question[AnswerT], engine: int = 0) -> AnswerT:
-        """The answer to a question, of the engines that its class says (`wire/questions.py`).
+        """The answer to a question, from one or all engines; the question's class decides (`wire/questions.py`).
 
         Args:
-            question: engines that are started later, and requests that wait for one, follow commands as well.
+            question: commands also apply to engines that are started later, and to requests that wait for an engine.
             engine: the number of the engine that gets a `OneEngineQuestion`.
 
         Raises:
-            EngineDeadError: no engine lives, and none will.
-            EngineStalledError: no engine that is to be asked lives now, or one gives no sign of life; then none is
-                asked.
-            Exception: what the question's class says.
+            EngineDeadError: all engines are dead, and none will be restarted.
+            EngineStalledError: no engine to ask lives now, or one of them gives no sign of life; then none is asked.
+            Exception: as the question's class documents.
         """
         self.check_health()
         index = self._chosen(question, engine)
@@ -263,7 +266,7 @@ class EngineFleet:
         return merged
 
     async def ask_each(self, question: Question[AnswerT]) -> list[AnswerT]:
-        """The answer of each engine that lives; engines that cannot answer are left out."""
+        """The answer of each living engine; engines that cannot answer are left out."""
         living = [engine for engine in self.engines if engine.is_alive]
         answers = await asyncio.gather(*[engine.ask(question) for engine in living], return_exceptions=True)
         return [answer for answer in answers if not isinstance(answer, BaseException)]
@@ -273,8 +276,8 @@ class EngineFleet:
         self.engines[engine].tell(question)
 
     def _chosen(self, question: Question[Any], engine: int) -> int | None:
-        """The number of the engine that gets a question; None: every engine gets it. Where no engine has the request
-        of a `RequestQuestion`, one that lives gets it, and its answer says so.
+        """The number of the engine that gets a question; None: all engines get it. If no engine has the request of a
+        `RequestQuestion`, any living engine gets it, and answers that it does not know the request.
 
         Raises:
             EngineStalledError: that engine does not live now, or none does.
@@ -291,14 +294,14 @@ class EngineFleet:
                 if not living:
                     raise EngineStalledError(NONE_LIVES)
                 for index in living:
-                    streams = self.engines[index].inbox.streams.values()
+                    streams = self.engines[index].receiver.streams.values()
                     if any(one.request.request_id == request_id for one in streams):
                         return index
                 return living[0]
         return None
 
     async def _ask_all(self, question: Question[AnswerT]) -> dict[int, AnswerT]:
-        """The answers of the engines that live, by their numbers; one that dies meanwhile has none.
+        """The answers of the living engines, by their numbers; an engine that dies meanwhile is left out.
 
         Raises:
             EngineDeadError, EngineStalledError, Exception: as for `ask`.
@@ -319,7 +322,7 @@ class EngineFleet:
         return found
 
     def _note_asked(self, question: Question[Any]) -> None:
-        """What a command means for engines that are started from now on, and for requests that wait for one."""
+        """Apply a command to engines that are started from now on, and to requests that wait for an engine."""
         match question:
             case Pause():
                 self._paused = question
@@ -329,7 +332,7 @@ class EngineFleet:
                 self._paused = None
 
     def _note_answered(self, question: Question[Any]) -> None:
-        """What a command means that all engines have followed."""
+        """Remember a command that all engines have followed."""
         match question:
             case SetMaxNumActiveSeqs():
                 self._active_limit = question
@@ -338,11 +341,11 @@ class EngineFleet:
                     self._router.forget()
 
     def _set_priority(self, question: SetPriority, changed: Sequence[str]) -> list[str]:
-        """Change the priority of requests that wait for an engine, and note that of `changed` requests, which go on
-        with it where their engine dies. Returns the ids of all requests that there are.
+        """Change the priority of requests that wait for an engine, and remember that of `changed` requests, in case
+        they are resumed after their engine's death. Returns the ids of all requests that exist.
         """
         waiting = [stream.request for stream in self._waiting if stream.request.request_id in question.request_ids]
-        running = [stream.request for engine in self.engines for stream in engine.inbox.streams.values()]
+        running = [stream.request for engine in self.engines for stream in engine.receiver.streams.values()]
         known = set(changed)
         for request in (*waiting, *(one for one in running if one.request_id in known)):
             request.priority = question.priority
@@ -352,7 +355,7 @@ class EngineFleet:
     # ------------------------------------------------------------------ deaths and restarts
 
     def _on_death(self, index: int, orphans: list[ClientStream], why: str) -> None:
-        """The engine process of this number has ended by itself, or counts as dead."""
+        """Engine `index` has ended by itself, or counts as dead: restart it, and resume its requests."""
         self._num_hangs[index] += self.engines[index].is_hung
         if self._router is not None:
             self._router.forget(index)
@@ -371,12 +374,12 @@ class EngineFleet:
         self._resume(index, orphans, why)
 
     def note_death(self, index: int, why: str) -> None:
-        """The engine of this number has died before it was in the fleet: start it again."""
+        """Engine `index` has died before it was in the fleet: restart it."""
         self._on_death(index, [], why)
 
     def _resume(self, index: int, orphans: list[ClientStream], why: str) -> None:
-        """Let the requests of the engine of this number, which is dead, go on."""
-        going_on = []
+        """Resume the requests of engine `index`, which is dead."""
+        resumed = []
         for stream in orphans:
             stream.num_deaths += 1
             if self.dead.is_set():
@@ -390,22 +393,24 @@ class EngineFleet:
                 )
             else:
                 stream.prepare_to_resume()
-                going_on.append(stream)
-        if going_on:
-            self._num_resumed[index] += len(going_on)
-            self._send(going_on)
-            waiting = sum(stream in self._waiting for stream in going_on)
-            taken = Counter(stream.engine for stream in going_on if stream not in self._waiting)
+                resumed.append(stream)
+        if resumed:
+            self._num_resumed[index] += len(resumed)
+            self._send(resumed)
+            waiting = sum(stream in self._waiting for stream in resumed)
+            taken = Counter(stream.engine for stream in resumed if stream not in self._waiting)
             where = [f"{count} in engine {other}" for other, count in sorted(taken.items())]
             where += [f"{waiting} wait for an engine"] if waiting else []
-            logger.warning("%d requests of engine %d go on: %s", len(going_on), index, ", ".join(where))
+            logger.warning("%d requests of engine %d are resumed: %s", len(resumed), index, ", ".join(where))
 
     def expect(self, index: int, starting: Awaitable[EngineClient]) -> None:
-        """Take in the engine of this number, which has not run yet, when it is there; a failure to start counts."""
+        """Add engine `index`, which is being started for the first time, when it is ready; a failure to start
+        counts."""
         self._starting[index] = asyncio.get_running_loop().create_task(self._bring_back(index, starting))
 
     async def _bring_back(self, index: int, starting: Awaitable[EngineClient] | None = None) -> None:
-        """Take in the engine that is being started, if one is, and otherwise start it again, until that succeeds."""
+        """Add engine `index` when it is ready. Without `starting`, or after a failed start, restart it until that
+        succeeds."""
         why = ""
         while self._num_failures[index] <= self._max_restarts:
             if starting is None:
@@ -433,7 +438,7 @@ class EngineFleet:
         return await self._restart(index, self._num_restarts[index])
 
     async def _join(self, engine: EngineClient) -> None:
-        """Give a new engine the pause state and the limit of the others, which may change meanwhile."""
+        """Give a new engine the pause state and the limit of the others; repeat if they change meanwhile."""
         try:
             applied: object = None
             while applied != (wanted := (self._paused or Resume(), self._active_limit)):
@@ -446,7 +451,7 @@ class EngineFleet:
             raise
 
     def _take(self, index: int, engine: EngineClient) -> None:
-        """A new engine has the number of the dead one, and gets what waits for one."""
+        """Replace engine `index` by a new one, and send the waiting requests."""
         self.engines[index] = engine
         engine.on_death = partial(self._on_death, index)
         self._born[index] = asyncio.get_running_loop().time()
@@ -487,18 +492,19 @@ class EngineFleet:
 
     @property
     def expected(self) -> list[int]:
-        """The numbers of the engines that live, and of as many others, the lowest, as are missing from `num_wanted`."""
+        """The numbers of the engines that should live: all living ones, filled up to `num_wanted` with the lowest other
+        numbers."""
         living = {index for index, engine in enumerate(self.engines) if engine.is_alive}
         others = [index for index in range(len(self.engines)) if index not in living]
         return sorted([*living, *others[: max(0, self.num_wanted - len(living))]])
 
     @property
     def death(self) -> str | None:
-        """Why the last engine ended by itself; None while there is one, or after `shutdown`."""
+        """Why the last engine ended by itself; None while an engine lives or starts, or after `shutdown`."""
         return self._death
 
     def check_health(self) -> None:
-        """Raises EngineDeadError: no engine lives, and none will."""
+        """Raises EngineDeadError: all engines are dead, and none will be restarted."""
         if self.dead.is_set():
             raise EngineDeadError(self._death or "the engine has been shut down")
 
@@ -515,7 +521,7 @@ class EngineFleet:
         self._end(EngineDeadError("the engine has been shut down"))
 
     def _abort_waiting(self) -> None:
-        """Finish what waits for an engine."""
+        """Abort the requests that wait for an engine."""
         for stream in list(self._waiting):
             stream.put(Delta(finish_reason="abort"))
         self._waiting.clear()
@@ -537,16 +543,16 @@ async def start_fleet(
     *,
     wait_for_all: bool = True,
 ) -> EngineFleet:
-    """Start engines, all at once; when one cannot be started, none is left running.
+    """Start all engines at once. If one cannot be started, all are ended.
 
     Args:
         start: starts one.
         num_engines: at least 1.
         max_restarts, max_resumes: see `EngineFleet`.
-        wait_for_all: False: the first to be there is enough, and the others join it.
+        wait_for_all: False: return when the first engine is ready; the others join later.
 
     Raises:
-        ValueError, EngineStartError: what the first of them raised that did not start.
+        ValueError, EngineStartError: raised by the first engine that did not start.
     """
     tasks = [asyncio.ensure_future(start(index, 0)) for index in range(num_engines)]
     try:

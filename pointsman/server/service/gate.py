@@ -1,4 +1,5 @@
-"""Gate: whether the server takes requests at all, and what a client gets when the server or its engine fails.
+"""Gate: refuses requests while the server shuts down or after the engine's death, and turns engine errors into
+responses.
 
 with gate.inside():          # 503 while the server shuts down, 500 after the engine's death
     ...                      # a shutdown waits for the end of this block, up to a timeout
@@ -26,16 +27,16 @@ from pointsman.server.service.fleet import NONE_LIVES, EngineFleet
 from pointsman.server.wire.errors import ApiError, one_line
 
 GRAMMAR_RETRY_AFTER = round(DEFAULT_TIMEOUT)
-"""Seconds after which a client may try again that found the queue of grammars full: a grammar takes at most as long."""
+"""Seconds after which a client may try again if the queue of grammars was full: the maximum time for one grammar."""
 COMPILER_RETRY_AFTER = round(RETRY_AFTER)
-"""The same where the process that compiles grammars does not answer: until then it is not started again."""
+"""The same if the grammar process does not respond: that process is restarted after this time."""
 
 
 class Gate:
-    """Counts the clients' requests from the first check to the last byte of the response. One event loop owns it.
+    """Counts clients' requests from the first check to the last byte of the response. One event loop owns it.
 
     Args:
-        client: the engines; when none lives, and none will, no request is taken.
+        client: the engines; when all are dead for good, requests are refused.
         drain_timeout: seconds that a shutdown takes at most.
     """
 
@@ -45,14 +46,14 @@ class Gate:
         self.is_closed = False
         """Whether new requests are refused."""
         self.num_open = 0
-        """Requests inside."""
+        """The number of requests inside."""
         self._client = client
         self._retry_after = max(1, round(drain_timeout))
         self._is_empty = asyncio.Event()
         self._is_empty.set()
 
     def leave(self) -> None:
-        """Be not ready from now on, while new requests are still taken: the server will shut down."""
+        """Report "not ready" from now on, but still accept requests: the server will shut down."""
         self.is_leaving = True
 
     def close(self) -> None:
@@ -64,7 +65,7 @@ class Gate:
         await self._is_empty.wait()
 
     def check_open(self) -> None:
-        """Refuse requests that would not be answered.
+        """Refuse requests that could not be completed.
 
         Raises:
             ApiError: 503 while the server shuts down; 500 when the engine is dead.
@@ -78,7 +79,7 @@ class Gate:
         """Report whether new requests should be sent here.
 
         Raises:
-            ApiError: 503: the server shuts down, or will; no engine lives, or none lives now.
+            ApiError: 503: the server shuts down or soon will, or no engine lives.
         """
         if self.is_leaving and self._client.death is None:
             raise self.closed()
@@ -89,7 +90,7 @@ class Gate:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """The block of one request.
+        """Context of one request.
 
         Raises:
             ApiError: 503 while the server shuts down; 500 when the engine is dead.
@@ -104,7 +105,7 @@ class Gate:
             if not self.num_open:
                 self._is_empty.set()
 
-    # ------------------------------------------------------------------ what a client gets instead
+    # ------------------------------------------------------------------ errors for clients
 
     def closed(self) -> ApiError:
         """503: the server shuts down."""
@@ -118,10 +119,11 @@ class Gate:
         return ApiError(status, f"the engine has ended: {self._client.death or 'shut down'}", reason="engine_dead")
 
     def from_engine(self, error: Exception) -> ApiError:
-        """The client's error for one of the engine. An engine that ended because the server shuts down is no fault.
+        """The client's error for an error of the engine. If the engine ended because the server shuts down, that is
+        503.
 
         Raises:
-            Exception: `error` itself, if it is a bug of the server.
+            Exception: `error` itself, if it is a bug in the server.
         """
         if isinstance(error, EngineDeadError) and self.is_closed and self._client.death is None:
             return self.closed()
@@ -129,10 +131,10 @@ class Gate:
 
 
 def from_engine(error: Exception) -> ApiError:
-    """The client's error for one of the engine or its client: it is dead, stalled, overloaded, or refuses.
+    """The client's error for an error of the engine or its client: dead, stalled, overloaded, or a refusal.
 
     Raises:
-        Exception: `error` itself, if it is none of these: a bug of the server, which the log must show.
+        Exception: `error` itself, if it is none of these: a bug in the server, which the log must show.
     """
     if isinstance(error, ApiError):
         return error
@@ -154,12 +156,12 @@ def _try_again(why: str, retry_after: int) -> ApiError:
 
 
 def too_late() -> ApiError:
-    """408: the deadline passed before there was a token."""
+    """408: the deadline passed before the first token."""
     return ApiError(
         408,
         "the deadline passed before the first token; give it more time, or try when the server has less to do",
         param="deadline",
-        headers={"x-should-retry": "false"},  # the official client would, and be late again
+        headers={"x-should-retry": "false"},  # OpenAI's client would retry, and be too late again
     )
 
 
@@ -167,8 +169,8 @@ def check_finish(finish_reason: str | None, detail: str) -> None:
     """Accept every finish reason but "error".
 
     Raises:
-        ApiError: the request failed on its own; 400 if what it asks for contradicts itself or takes too long, 503 if
-            its grammar could not be compiled for no fault of its own, else 500.
+        ApiError: the request failed. 400 if its fields contradict each other or its grammar takes too long; 503 if its
+            grammar could not be compiled for another reason; else 500.
     """
     if finish_reason == "error":
         if detail.startswith(TOO_MANY_GRAMMARS):

@@ -1,18 +1,19 @@
-"""Heartbeat: whether an engine still gives signs of life. The one rule for a part that is late or dead.
+"""Heartbeat: detects engines that give no sign of life. This is the one rule for slow, stalled and dead engines.
 
-About once a second the engine is asked a question that its own thread answers, between two steps or while idle. All
-that it sends is a sign of life: answers, tokens, and the beats of a long step (`engine/pulse.py`). While a question is
-unanswered, the seconds without a sign are its silence:
+About once a second the API process asks the engine a question, which the engine's thread answers between two steps or
+while idle. Everything that the engine sends is a sign of life: answers, tokens, and the beats of a long step
+(`engine/pulse.py`). Its silence is the time without a sign of life while a question is unanswered:
 
     slow     silent for a second and several times its usual step: the router avoids it while others take requests
     stalled  silent for `STALLED_AFTER`: operators get an error at once
     late     silent for longer than the limit: it counts as dead, and its process is ended
 
-The limit is the operator's, or ten times the longest silence within a step that ended well, if that is more; longer
-where the engine has announced it. An engine that is paused, idle, or waits for KV answers, so it is none of these.
+The limit is the maximum of three times: the operator's, ten times the longest silence within a step that ended well,
+and the time that the engine has announced. An engine that is paused, idle or waiting for KV still answers, so it is
+none of these.
 
-Only time in which the API process's own loop ran counts: after it was stopped, or the machine suspended, the answers
-are there and have not been read.
+Only time in which the API process's own loop ran counts: after the process was stopped or the machine suspended, the
+answers have arrived but are not read yet.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ from collections.abc import Callable
 from pointsman.engine.pulse import PulseReading
 
 INTERVAL = 1.0
-"""Seconds from question to question, and the most that one look adds to a silence."""
+"""Seconds between questions, and the maximum that one look adds to a silence."""
 DEFAULT_TIMEOUT = 30.0
 MIN_TIMEOUT = 2 * INTERVAL
-"""Seconds: with less, an API process that was stopped for a moment could take its engines for late."""
+"""Seconds. With less, a short stop of the API process could make its engines late."""
 STALLED_AFTER = 5.0
 SLOW_AFTER = 1.0
 MEAN_STEPS = 5
-"""An engine that is silent for so many of its mean steps, and for `SLOW_AFTER`, is slow."""
+"""An engine is slow if it is silent for this number of its mean steps, and for `SLOW_AFTER`."""
 LONGEST_SILENCES = 10
-"""An engine is late after so many of its longest silences, at the earliest."""
+"""An engine is late after this number of its longest silences, at the earliest."""
 SECONDS_TO_HALVE = 600.0
-"""In which the longest silence loses half its weight: one that was an accident is forgotten."""
+"""Half-life of the longest silence: an accidental one is forgotten."""
 
 
 class Heartbeat:
-    """Of one engine, in the API process.
+    """The heartbeat of one engine, in the API process.
 
     Args:
         timeout: seconds without a sign of life after which the engine is late; 0: never.
@@ -56,15 +57,15 @@ class Heartbeat:
         self._mean_step = 0.0
 
     def hear(self, patience: float = 0.0) -> None:
-        """A sign of life came.
+        """Note a sign of life.
 
         Args:
-            patience: seconds for which the engine says that it may be silent now.
+            patience: seconds of silence that the engine announces.
         """
         self._silence, self._looked_at, self._patience = 0.0, None, patience
 
     def ask(self) -> bool:
-        """Whether a question is to be sent now: none is unanswered. It counts as sent. Call it every `INTERVAL`."""
+        """Whether to send a question now, as none is unanswered; it then counts as sent. Call this every `INTERVAL`."""
         if self._is_asked:
             self._look()
             return False
@@ -73,7 +74,7 @@ class Heartbeat:
         return True
 
     def note_answer(self, reading: PulseReading | None) -> None:
-        """The question was answered; None: by an engine that ends."""
+        """Note the answer; None: the engine is ending."""
         self._is_asked = False
         if reading is not None:
             kept = self._longest * 0.5 ** (INTERVAL / SECONDS_TO_HALVE)
@@ -106,7 +107,7 @@ class Heartbeat:
 
     @property
     def is_stalled(self) -> bool:
-        """Whether a question to the engine is not worth waiting for."""
+        """Whether callers should not wait for the engine's answers."""
         return self.silence > STALLED_AFTER
 
     @property

@@ -1,12 +1,12 @@
-"""Names of requests: those of clients, which may occur twice, and those of the engine, which are unique.
+"""Names of requests: clients' names, which may occur twice, and the engine's ids, which are unique.
 
-    an answer   cmpl-7f3a                                       two choices, n = 2
-    its samples cmpl-7f3a-0            cmpl-7f3a-1              what /v1/requests shows
-    the engine  cmpl-7f3a-0-5c81e09d   cmpl-7f3a-1-b20d6f4e     its log and recordings
+    a response  cmpl-7f3a                                       two choices, n = 2
+    its samples cmpl-7f3a-0            cmpl-7f3a-1              shown by /v1/requests
+    the engine  cmpl-7f3a-0-5c81e09d   cmpl-7f3a-1-b20d6f4e     in its log and recordings
 
-Where clients have keys, a request belongs to the key it came with: a client sees its own requests, an operator all.
+If clients have keys, a request belongs to its key: a client sees its own requests, an operator all.
 
-A client that retries with the same X-Request-Id, while the first attempt still runs, has two requests of one name.
+A client that retries with the same X-Request-Id while the first attempt still runs has two requests with one name.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 OWNER = "pointsman.owner"
-"""In a request's ASGI scope: the index of the client's key, where clients have keys. It is all that is kept of it."""
+"""Key in a request's ASGI scope. Its value is the index of the client's API key, if clients have keys; the API key
+itself is not kept."""
 HIDDEN = "another client's request"
 """The name of a request for a client that is not its owner."""
 
 
 class Name(NamedTuple):
-    """Of one sample."""
+    """The names of one sample."""
 
     answer: str
-    """The answer's id."""
+    """The response's id."""
     sample: str
-    """The same where the answer has one choice; otherwise with the choice's index behind it."""
+    """The response's id, followed by the choice's index if there are several choices."""
     owner: int | None = None
-    """The client that asked for it: the index of its key."""
+    """The client, as the index of its key."""
 
     def is_for(self, viewer: int | None) -> bool:
-        """Whether the viewer may see it: its owner, or an operator (None)."""
+        """Whether the viewer may see the sample: the viewer is its owner, or an operator (None)."""
         return viewer is None or viewer == self.owner
 
 
@@ -43,7 +44,7 @@ class RequestNames:
         self._names: dict[str, Name] = {}  # by the engine's id, in the order of arrival
 
     def add(self, answer: str, sample: str, owner: int | None = None) -> str:
-        """Name one more request; returns its unique id in the engine."""
+        """Add a request; returns its unique id in the engine."""
         engine_id = f"{sample}-{secrets.token_hex(4)}"
         while engine_id in self._names:
             engine_id = f"{sample}-{secrets.token_hex(4)}"
@@ -56,13 +57,13 @@ class RequestNames:
             self._names.pop(engine_id, None)
 
     def belongs(self, engine_id: str, viewer: int | None) -> bool:
-        """Whether the viewer may see a request: an operator (None) every one, a client its own until they finish."""
+        """Whether the viewer may see a request. An operator (None) sees all, a client its own until they finish."""
         name = self._names.get(engine_id)
         return viewer is None if name is None else name.is_for(viewer)
 
     def shown(self, engine_id: str, viewer: int | None = None) -> str:
-        """The name that clients know; the engine's own id for a request that has just finished. `HIDDEN` where it is
-        not the viewer's.
+        """The name that clients know, or the engine's id if the request has just finished. `HIDDEN` if it is not the
+        viewer's.
         """
         if not self.belongs(engine_id, viewer):
             return HIDDEN
@@ -70,7 +71,8 @@ class RequestNames:
         return engine_id if name is None else name.sample
 
     def find(self, asked: str, viewer: int | None = None) -> list[str]:
-        """The engine's ids of the viewer's requests with this name: an answer's id, a sample's, or the engine's own."""
+        """The engine's ids of the viewer's requests with this name: a response's id, a sample's, or the engine's
+        own."""
         if asked in self._names:
             return [asked] if self.belongs(asked, viewer) else []
         return [

@@ -1,11 +1,10 @@
-"""Prompts: from a request's text, token ids or conversation to token ids, and from token ids to text.
+"""Prompts: converts a request's text, token ids or conversation to token ids, and token ids to text.
 
     source = TextPrompts("prompt", ["The import", [5, 6, 7]])
     source.count()                                     # 2, before anything is tokenized
     prompts = await reader.read(source, "alice")
 
-Tokenizing runs in threads of the API process (`text_work.py`), so that it delays neither the event loop nor a step of
-the engine.
+Tokenizing runs in threads of the API process (`text_work.py`), so it delays neither the event loop nor a step.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ if TYPE_CHECKING:
     from pointsman.server.wire.protocol import ChatFields
 
 RESERVED_TEMPLATE_NAMES = frozenset({"conversations", "messages", "processor_kwargs"})
-"""What chat_template_kwargs may not hold, beside the parameters of the tokenizer's function that runs templates."""
+"""Names that chat_template_kwargs may not have, besides the parameters of the tokenizer's `apply_chat_template`."""
 CHARACTERS_PER_TEXT = 64
-"""What each text of a conversation counts as, beside its characters: a template does something with each."""
+"""The cost of each text of a conversation in addition to its characters: templates process each text."""
 CHARACTERS_PER_TOKEN = 4
-"""What a token counts as whose text or name is looked up."""
+"""The cost of looking up a token's text or name."""
 TOKENS_AT_ONCE = 16 * 1024
-"""Tokens of a piece of JSON. Whatever makes one keeps the event loop waiting, for 1 ms."""
+"""Tokens in a piece of JSON. Making a piece blocks the event loop for 1 ms."""
 SHOWN_CHARACTERS, SHOWN_TOKENS = 10_000, 2048
-"""Of a prompt in the log, at most: the event loop writes it."""
+"""Maximum length of a prompt in the log: the event loop writes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +49,12 @@ class TextPrompts:
     value: str | Sequence[Any]
     add_special_tokens: bool = True
     needs_text: bool = False
-    """Whether the answer echoes the prompts."""
+    """Whether the response echoes the prompts."""
     has_logprobs: bool = False
-    """Whether the answer has log probabilities, and says where in its text they are."""
+    """Whether the response has log probabilities with their offsets in its text."""
 
     def count(self) -> int:
-        """The number of prompts, before any is read.
+        """The number of prompts, without reading them.
 
         Raises:
             ApiError: 400, too many.
@@ -71,14 +70,14 @@ class TextPrompts:
         return len(self.value)
 
     def parts(self) -> Sequence[str | list[int]]:
-        """Each prompt, as the client wrote it."""
+        """Each prompt as the client sent it."""
         return [self.value] if self._is_one else self.value  # type: ignore[list-item]  # by the check of `_is_one`
 
     def token_ids(self) -> list[list[int]] | None:
         """Each prompt's token ids; None: the prompts are texts.
 
         Raises:
-            ApiError: 400, one of them is empty.
+            ApiError: 400, a prompt is empty.
         """
         parts = self.parts()
         if isinstance(parts[0], str):
@@ -94,11 +93,11 @@ class TextPrompts:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """The one prompt that a chat template makes of a conversation."""
+    """A conversation, which a chat template renders to one prompt."""
 
     body: ChatFields
     template_input: Mapping[str, Any] = field(default_factory=dict)
-    """What the template may read beside what `body` holds."""
+    """Further variables of the template, besides those in `body`."""
     needs_text = has_logprobs = False
 
     def count(self) -> int:
@@ -107,14 +106,13 @@ class ChatPrompt:
 
 
 class PromptReader:
-    """Reads prompts for one model. The tenant, where a method takes one, is that of the request: its turn comes beside
-    those of the others (`TextWork`).
+    """Reads prompts for one model. The argument `tenant` is that of the request: `TextWork` serves tenants in turn.
 
     Args:
         tokenizer: of the model; None if it has none.
         info: of the engine.
         work: the threads for all of this.
-        chat_template: in place of the tokenizer's own.
+        chat_template: replaces the tokenizer's own.
     """
 
     def __init__(
@@ -125,22 +123,22 @@ class PromptReader:
         self._info = info
         self._work = work
         if tokenizer is not None:
-            encode(tokenizer, "a")  # the first call sets a tokenizer up; later ones, of several threads, change nothing
+            encode(tokenizer, "a")  # initializes the tokenizer; later calls, from several threads, do not change it
         self._chat_template = chat_template
         vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
-        # A name that a function on the way has for a parameter would be taken for that, or stop the call.
+        # Names of parameters of the called functions would set these parameters, or make the call fail.
         own = () if tokenizer is None else signature(type(tokenizer).apply_chat_template).parameters
         self._reserved_names = RESERVED_TEMPLATE_NAMES.union(own)
         self._longest_token = max(map(len, vocabulary), default=0)
-        """Characters. A text has at most this many per token: in vocabularies of bytes, these are bytes."""
+        """Maximum number of characters in a token (bytes, in byte vocabularies)."""
         self._known_names: dict[int, str] = {}
-        """Of tokens, as JSON: a hundred bytes for each of the vocabulary at most, once it was asked for."""
+        """Names of tokens as JSON, filled when they are asked for: at most about a hundred bytes for each token."""
 
     async def read(self, source: TextPrompts | ChatPrompt, tenant: str = "") -> list[Prompt]:
         """The prompts of a request, in order.
 
         Raises:
-            ValueError, ApiError: one of them is not valid; 429, too many characters wait.
+            ValueError, ApiError: a prompt is not valid; 429, too many characters wait.
         """
         if isinstance(source, TextPrompts) and (given := source.token_ids()) is not None:
             return [Prompt(token_ids) for token_ids in given]
@@ -149,7 +147,7 @@ class PromptReader:
             return [await text.run(cost, job) for cost, job in jobs]
 
     async def add_texts(self, source: TextPrompts | ChatPrompt, prompts: list[Prompt], tenant: str = "") -> None:
-        """Complete prompts with what an answer says of their text.
+        """Add to prompts the text, pieces and offsets that the response needs.
 
         Raises:
             ValueError: a prompt of token ids has no text.
@@ -176,9 +174,9 @@ class PromptReader:
     async def tokens_as_json(
         self, source: TextPrompts | ChatPrompt, facts: Mapping[str, Any], tenant: str = "", *, has_names: bool
     ) -> list[bytes]:
-        """The JSON of a prompt's tokens: `count` and `tokens`, what `facts` says, and `token_strs`, or null.
+        """The JSON of a prompt's tokens: `count`, `tokens`, the fields of `facts`, and `token_strs` or null.
 
-        There may be a million, so the JSON is in pieces, each of which is a turn of the tenant.
+        There may be a million tokens, so the JSON is made in pieces, each in a turn of the tenant.
 
         Raises:
             ValueError, ApiError: as for `read`.
@@ -194,7 +192,7 @@ class PromptReader:
                     names.append(await text.run(len(part), partial(_piece, number, part, self._names)))
                 names.append(b"]")
             for number in range(len(parts)):
-                part = parts.popleft()  # a million are not forgotten at once either
+                part = parts.popleft()  # freeing a million tokens at once takes long, too
                 tokens.append(await text.run(len(part), partial(_piece, number, part, _numbers)))
         head = _json({"count": count, **facts})[:-1].encode()
         return [head, b',"tokens":[', *tokens, b'],"token_strs":', *names, b"}"]
@@ -231,13 +229,14 @@ class PromptReader:
         first = prompt.token_ids[:SHOWN_TOKENS]
         return str(first) if self.tokenizer is None else ascii(self.tokenizer.decode(first))
 
-    # ------------------------------------------------------------------ what there is to do
+    # ------------------------------------------------------------------ preparing the work
 
     def _prepare(self, source: TextPrompts | ChatPrompt) -> tuple[int, list[tuple[int, Callable[[], Prompt]]]]:
-        """The size of a request's texts, and for each of them its own and what makes the prompt, in a thread.
+        """The size of all texts of a request; and for each text its size and a function that makes its prompt, in a
+        thread.
 
         Raises:
-            ValueError, ApiError: there is no tokenizer, or one of them is too long or not valid.
+            ValueError, ApiError: there is no tokenizer, or a text is too long or not valid.
         """
         if isinstance(source, ChatPrompt):
             size, job = self._of_chat(source)
@@ -278,7 +277,7 @@ class PromptReader:
 
         def prompt_of() -> Prompt:
             text = render_chat(tokenizer, messages, {**options, "chat_template": template})
-            # The template has written special tokens such as BOS itself; the plain one has none.
+            # The template writes special tokens such as BOS itself; the plain template does not.
             return Prompt(encode(tokenizer, text, add_special_tokens=template is PLAIN_CHAT_TEMPLATE))
 
         return sum(map(len, texts)) + CHARACTERS_PER_TEXT * len(texts), prompt_of
@@ -315,7 +314,7 @@ def _json(value: Any) -> str:
 
 
 def _in_parts(token_ids: list[int]) -> tuple[int, deque[list[int]]]:
-    """How many there are, and the ids themselves, `TOKENS_AT_ONCE` together; they are taken from the list."""
+    """The number of ids, and the ids in parts of `TOKENS_AT_ONCE`. Empties the list."""
     count = len(token_ids)
     parts = deque[list[int]]()
     while token_ids:
@@ -326,7 +325,7 @@ def _in_parts(token_ids: list[int]) -> tuple[int, deque[list[int]]]:
 
 
 def _piece(number: int, part: list[int], write: Callable[[list[int]], str]) -> bytes:
-    """A part of a JSON list, behind those before it."""
+    """A part of a JSON list, with a comma in front unless it is the first."""
     comma = "," if number else ""
     return f"{comma}{write(part)}".encode()
 
@@ -336,7 +335,7 @@ def _numbers(token_ids: list[int]) -> str:
 
 
 def _add_text(decoder: TextDecoder, source: TextPrompts | ChatPrompt, prompt: Prompt) -> None:
-    """Complete a prompt."""
+    """Add the text, pieces and offsets that the response needs."""
     if source.needs_text and prompt.text is None:
         prompt.text = decoder.prompt_text(prompt.token_ids)
     if source.has_logprobs:
@@ -349,7 +348,7 @@ def _add_text(decoder: TextDecoder, source: TextPrompts | ChatPrompt, prompt: Pr
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Every text in a template's input, names of fields aside: the template may write all of them."""
+    """All texts in a template's input, without names of fields: the template may write each of them."""
     open_values = [value]
     while open_values:
         one = open_values.pop()

@@ -1,21 +1,20 @@
-"""Engines on other machines: something that runs programs there is asked for one, and its process connects to here.
+"""Engines on other machines: a launcher (such as Ray) runs the engine process, which connects to this process.
 
     listener = await EngineListener.open("10.0.0.1", launch, template)
     engine = await listener.start(0, 0)           # an `EngineClient` like any other
     ...
     async def launch(invitation) -> int:          # on the other machine: `return await host_engine(invitation, share)`
 
-An engine lives as long as two things do: the connection, and the call of `launch` that hosts it. When the call ends,
-because the engine has ended or because the other machine has, the connection is closed; when the connection is closed,
-the engine process exits (`engine_process.py`). A machine that vanishes without a word is noticed after
-`SECONDS_OF_SILENCE`.
+An engine lives as long as both its connection and the call of `launch` that hosts it. When the call ends, because the
+engine or its machine is gone, the connection is closed. When the connection is closed, the engine process exits
+(`engine_process.py`). A machine that disappears silently is noticed after `SECONDS_OF_SILENCE`.
 
-Which engine comes first is for the machines to decide: an engine that connects has the lowest number for which one is
-waited for, whichever call hosts it. So the numbers of those that live have no gaps, however often they are replaced.
+Engines get their numbers in the order in which they connect: the lowest number that is waited for, regardless of the
+call that hosts it. So the numbers of living engines have no gaps, however often they are replaced.
 
-Messages are pickled, so bytes are read as messages only behind the token of the invitation, which is valid once. It
-travels as `launch` sends it; who can read that network could call an engine. Run it where Ray or a similar system runs:
-in a network of trusted machines.
+Messages are pickled, so bytes are read as messages only after the token of the invitation, which is valid once.
+`launch` sends the token over its own network; a reader of that network could call an engine. Run this only where Ray or
+a similar system may run: in a network of trusted machines.
 """
 
 from __future__ import annotations
@@ -44,19 +43,19 @@ logger = logging.getLogger(__name__)
 TOKEN_BYTES = 32
 MAX_HELLO_BYTES = 1 << 20
 SECONDS_FOR_HELLO = 60.0
-"""From a connection to its token, which comes at once; this process may be slow to read it."""
+"""Maximum seconds from a connection to its token. The token comes at once, but this process may be slow to read it."""
 SECONDS_TO_CONNECT = 10.0
 SECONDS_TO_NEXT_HOST = 1.0
-"""Before another host is asked for in place of one that is gone: whatever chooses it may not know yet."""
+"""Delay before a lost host is replaced: the launcher may not know of the loss yet."""
 SECONDS_OF_SILENCE = 15
-"""After which a machine that answers nothing counts as gone, by TCP's own probes."""
+"""Seconds after which TCP's keep-alive counts a silent machine as gone."""
 _HELLO = struct.Struct(f"!{TOKEN_BYTES}sdI")
-"""The token, the sender's `time.monotonic`, and the number of bytes that follow: pickled options of the engine."""
+"""The token, the sender's `time.monotonic`, and the length of the pickled engine options that follow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """What the process of an engine needs to connect."""
+    """The address and the token with which an engine process connects."""
 
     host: str
     port: int
@@ -64,24 +63,24 @@ class Invitation:
 
 
 Launch = Callable[[Invitation], Awaitable[int]]
-"""Hosts an engine somewhere (`host_engine`); returns its exit code when it has ended. Cancelled, it ends it. Raises
-`HostLostError` where what would have hosted it is gone."""
+"""Hosts an engine somewhere (`host_engine`); returns the engine's exit code when it has ended. If cancelled, it ends
+the engine. Raises `HostLostError` if the host is gone."""
 
 
 class HostLostError(EngineStartError):
-    """What hosts an engine, or would have, is gone. Before its engine has connected, another host is asked for."""
+    """The host of an engine is gone. If its engine had not connected yet, another host is asked for."""
 
 
 class EngineListener:
-    """Where engines of other machines connect to. Made by `open`; one event loop owns it.
+    """Accepts connections of engines on other machines. Made by `open`; one event loop owns it.
 
     Args:
-        sock: listens.
+        sock: a listening socket.
         launch: hosts an engine somewhere.
-        template: what to make; the host adds options of its own, and the engine's number is in its name.
+        template: the options of all engines; the host adds its own options, and the name gets the engine's number.
         timeout: seconds without a sign of life after which an engine counts as dead; 0: never.
 
-    There are as many invitations that no engine has accepted as engines that are waited for.
+    The number of open invitations equals the number of engines that are waited for.
     """
 
     def __init__(self, sock: socket.socket, launch: Launch, template: Start, timeout: float) -> None:
@@ -96,10 +95,10 @@ class EngineListener:
 
     @classmethod
     async def open(cls, host: str, launch: Launch, template: Start, timeout: float = DEFAULT_TIMEOUT) -> EngineListener:
-        """Listen on any free port of an address of this machine, which other machines reach it by.
+        """Listen on any free port of an address by which other machines reach this one.
 
         Raises:
-            OSError: it is no address of this machine.
+            OSError: the address is not one of this machine.
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         sock = socket.socket(family, socket.SOCK_STREAM)
@@ -121,11 +120,11 @@ class EngineListener:
         self._sock.close()
 
     async def start(self, index: int, num_restarts: int, tokenizer: Any = None) -> EngineClient:
-        """As `StartEngine`: an engine that runs somewhere else. Waits as long as the launcher does.
+        """Start an engine on another machine, as `StartEngine`. Waits as long as the launcher does.
 
         Raises:
             ValueError: the model cannot be run there, or a knob is out of range; the message says which.
-            EngineStartError: no engine came, or it ended before its model was loaded.
+            EngineStartError: no engine connected, or it ended before its model was loaded.
         """
         arriving = self._waited_for[index] = asyncio.get_running_loop().create_future()
         self._invite()
@@ -135,7 +134,7 @@ class EngineListener:
             self._waited_for.pop(index, None)
             if len(self._invited) > len(self._waited_for):
                 self._invited.popitem()[1].cancel()
-            if not arriving.cancelled() and arriving.exception() is None:  # it has just come
+            if not arriving.cancelled() and arriving.exception() is None:  # it has just connected
                 arriving.result().sock.close()
                 arriving.result().hosting.cancel()
             raise
@@ -151,14 +150,14 @@ class EngineListener:
         return await EngineClient.connect(process, arrival.sock, start, tokenizer, self._timeout)
 
     def _invite(self) -> None:
-        """Have one more engine hosted."""
+        """Ask the launcher for one more engine."""
         token = secrets.token_bytes(TOKEN_BYTES)
         host, port = self._sock.getsockname()[:2]
         hosting = self._invited[token] = asyncio.ensure_future(self._launch(Invitation(host, port, token)))
         hosting.add_done_callback(partial(self._note_end, token))
 
     def _note_end(self, token: bytes, hosting: asyncio.Future[int]) -> None:
-        """A call has ended that was to host an engine. If none has connected, none will."""
+        """A call of the launcher has ended. If its engine has not connected, it never will."""
         if self._invited.pop(token, None) is None:
             return
         if not hosting.cancelled() and isinstance(hosting.exception(), HostLostError):
@@ -170,12 +169,12 @@ class EngineListener:
                 arriving.set_exception(_not_started(hosting))
 
     def _invite_missing(self) -> None:
-        """In place of an invitation that was lost with its host, unless it is not needed any more."""
+        """Replace an invitation that was lost with its host, if it is still needed."""
         if len(self._invited) < len(self._waited_for):
             self._invite()
 
     def _next_waited_for(self) -> asyncio.Future[_Arrival] | None:
-        """The engine of the lowest number that is waited for, which is not waited for any more; None: there is none."""
+        """Remove and return the future of the lowest number that is waited for; None: no engine is waited for."""
         numbers = [index for index, arriving in self._waited_for.items() if not arriving.done()]
         return self._waited_for.pop(min(numbers)) if numbers else None
 
@@ -184,7 +183,7 @@ class EngineListener:
         while True:
             try:
                 sock, _ = await loop.sock_accept(self._sock)
-            except OSError as error:  # of this connection, or no file is free
+            except OSError as error:  # the connection failed, or too many files are open
                 logger.warning("an engine's connection could not be accepted: %s", error)
                 await asyncio.sleep(0.1)
                 continue
@@ -193,7 +192,7 @@ class EngineListener:
             task.add_done_callback(self._greeting.discard)
 
     async def _greet(self, sock: socket.socket) -> None:
-        """Take in a connection that shows a token; close every other."""
+        """Accept a connection that sends a valid token; close every other."""
         taken = False
         try:
             sock.setblocking(False)
@@ -223,15 +222,15 @@ class _Arrival(NamedTuple):
     clock_offset: float
     options: dict[str, Any]
     hosting: asyncio.Future[int]
-    """The call that hosts it."""
+    """The call of the launcher that hosts it."""
 
 
 class RemoteProcess:
-    """An engine process on another machine, as `EngineClient` needs it.
+    """An engine process on another machine, with the methods of `Process`.
 
     Args:
         index: the engine's number.
-        hosting: the call that hosts it, which returns its exit code.
+        hosting: the call that hosts it, and returns its exit code.
         sock: the connection, which is closed when the call ends.
     """
 
@@ -247,7 +246,7 @@ class RemoteProcess:
         return self._code
 
     def kill(self) -> None:
-        """End it at once; in the event loop's thread. It counts as ended, whatever the other machine does."""
+        """End it at once; in the event loop's thread. It counts as ended even if the other machine does not respond."""
         self._end(-signal.SIGKILL)
         self._hosting.cancel()
 
@@ -264,17 +263,17 @@ class RemoteProcess:
     def _end(self, code: int) -> None:
         if self._code is None:
             self._code = code
-            with suppress(OSError):  # it is closed
+            with suppress(OSError):  # already closed
                 self._sock.shutdown(socket.SHUT_RDWR)
 
 
 async def host_engine(invitation: Invitation, options: dict[str, Any], cores: Sequence[int] | None = None) -> int:
-    """Run an engine for the API process that sent the invitation; returns its exit code, 0 after a `Stop` or when the
-    API process is gone. Cancelled, it kills the engine.
+    """Run an engine for the API process that sent the invitation. Returns its exit code: 0 after a `Stop` or when the
+    API process is gone. If cancelled, kills the engine.
 
     Args:
         invitation: from `EngineListener`.
-        options: keyword arguments of `Engine` that are of this machine, over those of the API process.
+        options: keyword arguments of `Engine` for this machine; they override those of the API process.
         cores: as for `start_process`.
 
     Raises:
@@ -303,7 +302,7 @@ async def host_engine(invitation: Invitation, options: dict[str, Any], cores: Se
 
 
 def keep_watch(sock: socket.socket) -> None:
-    """Send what is written at once, and notice within `SECONDS_OF_SILENCE` that the other machine is gone."""
+    """Send written bytes without delay, and notice within `SECONDS_OF_SILENCE` that the other machine is gone."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
@@ -317,7 +316,7 @@ def keep_watch(sock: socket.socket) -> None:
 
 
 def numbered(record: str | None, index: int, num_restarts: int) -> str | None:
-    """A file for the recording of an engine: none replaces another's."""
+    """The file of an engine's recording: no recording replaces another."""
     if record is None:
         return None
     own = f"{record}.{index}" if index else record
@@ -325,10 +324,10 @@ def numbered(record: str | None, index: int, num_restarts: int) -> str | None:
 
 
 async def _receive(sock: socket.socket, size: int) -> bytes:
-    """So many bytes.
+    """Receive exactly `size` bytes.
 
     Raises:
-        EOFError: the connection ended before.
+        EOFError: the connection ended before that.
     """
     loop = asyncio.get_running_loop()
     data = bytearray()

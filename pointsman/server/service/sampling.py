@@ -1,7 +1,8 @@
-"""From a client's fields to `SamplingParams`: defaults of the model and of the server, limits of the operator.
+"""Sampling: converts a client's fields to `SamplingParams`, with defaults of the model and the server, and the
+operator's limits.
 
-A route states what it wants as a `SamplingPlan`, or a `PoolingPlan` for vectors; the plan makes the parameters of each
-sample once the prompts are known.
+A route makes a `SamplingPlan`, or a `PoolingPlan` for vectors. The plan makes the parameters of each sample once the
+prompts are known.
 """
 
 from __future__ import annotations
@@ -41,24 +42,25 @@ _INT64 = 2**64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingPlan:
-    """How the samples of a request are generated, as far as it is known before its prompts are read."""
+    """The sampling settings of a request that are known before its prompts are read."""
 
     body: SamplingFields
     n: int
     """Samples per prompt."""
     logprobs: int | None
-    """Most likely tokens with log probabilities, per position of the output; None: no log probabilities."""
+    """Number of most likely tokens with log probabilities, per position of the output; None: no log probabilities."""
     prompt_logprobs: int | None
     """The same per position of the prompt."""
     max_tokens: int | None
-    """What the client asks for; None: it left the field out."""
+    """The client's value; None: it left the field out."""
     max_tokens_field: str = "max_tokens"
-    """For errors."""
+    """The name of that field, for errors."""
     default_max_tokens: int | None = None
-    """Where the client left the field out; None: the model's own default, or what fits."""
+    """Used if the client left the field out; None: the model's own default, or the maximum that fits."""
 
     def params(self, prompts: list[Prompt], info: EngineInfo, config: ServerConfig) -> list[list[EngineParams]]:
-        """Those of each sample of each prompt: made and checked once, for what may be a thousand.
+        """The parameters of each sample of each prompt. They are made and checked once, for possibly a thousand
+        samples.
 
         Raises:
             ValueError, ApiError: a value, or a combination of values, is not possible.
@@ -87,31 +89,31 @@ class SamplingPlan:
 
 @dataclass(frozen=True, slots=True)
 class PoolingPlan:
-    """How the vectors of a request are made: one per prompt, with the same parameters."""
+    """The pooling settings of a request: one vector per prompt, with the same parameters."""
 
     pooling: PoolingParams
     n: int = 1
 
     def params(self, prompts: list[Prompt], info: EngineInfo, config: ServerConfig) -> list[list[EngineParams]]:
-        """Those of each prompt."""
+        """The parameters of each prompt."""
         return [[self.pooling] for _ in prompts]
 
 
 def choose_max_tokens(
     asked: int | None, num_prompt_tokens: int, default: int | None, name: str, info: EngineInfo, config: ServerConfig
 ) -> int:
-    """The maximum number of tokens that a request may generate: never more than `max_model_len` leaves room for.
+    """The maximum number of tokens that a request may generate: prompt and output together fit into `max_model_len`.
 
     Args:
-        asked: what the client wants; None: it left the field out.
+        asked: the client's value; None: it left the field out.
         num_prompt_tokens: of its prompt.
-        default: where the client left the field out; None: what fits.
+        default: used if the client left the field out; None: the maximum that fits.
         name: of the field, for errors.
         info: the model's length.
         config: the operator's limit.
 
     Raises:
-        ApiError: 400, the client wants more than the operator allows, or nothing fits.
+        ApiError: 400, the client asks for more than the operator allows, or no token fits.
     """
     room = info.max_model_len - num_prompt_tokens
     if room < 1:
@@ -136,14 +138,14 @@ def sampling_params(
     prompt_logprobs: int | None,
     defaults: Mapping[str, Any],
 ) -> SamplingParams:
-    """The parameters of a prompt's first sample; `for_sample` derives those of the others.
+    """The parameters of a prompt's first sample; `for_sample` derives the parameters of the other samples.
 
     Args:
         body: the request.
         max_tokens: maximum number of tokens.
         logprobs: per position of the output; None: none.
         prompt_logprobs: per position of the prompt; None: none.
-        defaults: what the model recommends.
+        defaults: the model's recommended values.
 
     Raises:
         ValueError, ApiError: a value, or a combination of values, is not possible.
@@ -175,15 +177,15 @@ def _repetition_detection(body: SamplingFields) -> RepetitionDetectionParams | N
 
 
 def for_sample(params: SamplingParams, *, max_tokens: int, sample: int) -> SamplingParams:
-    """The parameters of another sample, or of a prompt of another length. Only what differs is checked again: a request
-    may be for a thousand samples, and its schema, biases and lists of tokens are the same for all.
+    """The parameters of another sample, or of a prompt of another length. Only the differing values are checked again:
+    a request may have a thousand samples, all with the same schema, biases and lists of tokens.
 
-    The first sample of a prompt computes the log probabilities of the prompt; the others repeat them (`Delivery`).
+    The first sample computes the log probabilities of the prompt; the others repeat them (`ResponseSender`).
 
     Args:
-        params: of the first sample; shared wherever it fits.
+        params: of the first sample; returned unchanged if nothing differs.
         max_tokens: maximum number of tokens.
-        sample: which of its prompt's samples, from 0: each gets a seed of its own.
+        sample: the number of the sample within its prompt, from 0: each gets its own seed.
 
     Raises:
         ValueError: min_tokens is more than max_tokens.
@@ -202,7 +204,7 @@ def for_sample(params: SamplingParams, *, max_tokens: int, sample: int) -> Sampl
 
 
 def _seed(seed: int, sample: int) -> int | None:
-    found = (seed + sample + _INT64 // 2) % _INT64 - _INT64 // 2  # the last one's successor is the first
+    found = (seed + sample + _INT64 // 2) % _INT64 - _INT64 // 2  # the maximum wraps around to the minimum
     return None if found == -1 else found  # -1 means none, as for SamplingParams
 
 

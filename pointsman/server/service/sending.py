@@ -1,10 +1,10 @@
-"""Sending: from parameters to the queue of the engine, not too much at once and in the turns of tenants.
+"""Sending: sends requests to the engines, with a limit on unqueued ones, tenants in turn.
 
-The engine queues requests between two steps, in 0.1 to 0.2 ms each, so that a thousand at once would delay the tokens
-and the requests of all other clients. So at most `MAX_OUT` groups of requests are sent and not queued yet. A tenant
-leaves a quarter of them to the others, and where more wait, tenants take turns.
+The engine queues requests between two steps, in 0.1 to 0.2 ms each. A thousand at once would delay the tokens and the
+requests of all other clients. So at most `MAX_OUT` groups of requests are sent and not queued yet. One tenant gets at
+most three quarters of them; if more groups wait, tenants are served in turn.
 
-Requests with a grammar are queued when it is compiled, which may take seconds. They have a stage of their own.
+Requests with a grammar are queued when the grammar is compiled, which may take seconds. They have their own stage.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from pointsman.engine.fair_queue import SHARE, FairQueue, QueuedItem
 from pointsman.engine.params.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from pointsman.server.service.inbox import ClientStream
+    from pointsman.server.service.receiver import ClientStream
     from pointsman.server.stages import StageRoom
 
 MAX_OUT = 64
-"""Groups that are sent to the engines and not queued yet."""
+"""Maximum number of groups that are sent to the engines and not queued yet."""
 MAX_TOGETHER = 16
-"""Requests of a group: samples of one client's request."""
+"""Maximum number of requests in a group: samples of one client's request."""
 PATIENCE = 1.0
-"""Seconds after which a group is sent in any case: an engine that hangs does not keep requests from the others."""
+"""Seconds after which a group is sent in any case: a hung engine must not block requests to the others."""
 
 
 class Queue(Protocol):
-    """What queues requests in the engine; `EngineFleet` has it."""
+    """Queues requests in the engine; `EngineFleet` implements it."""
 
     async def queue(self, streams: Sequence[ClientStream]) -> None:
         """Send the requests of streams, in order, and return when all are queued (and their grammars compiled)."""
 
 
 class Sending:
-    """What is sent and not queued yet. One event loop owns it.
+    """The requests that are sent and not queued yet. One event loop owns it.
 
     Args:
         client: the engines.
-        grammars: room for requests that wait for a grammar.
+        grammars: the capacity for requests that wait for a grammar.
         is_shared: whether there may be several tenants.
     """
 
@@ -55,8 +55,8 @@ class Sending:
         """Send the requests of streams, in order, and return when all are queued (and their grammars compiled).
 
         Raises:
-            ApiError: 429, too many wait for a grammar.
-            ValueError, EngineDeadError, EngineStalledError: as the client has it.
+            ApiError: 429, too many requests wait for a grammar. ValueError, EngineDeadError, EngineStalledError: as for
+                the client.
         """
         params = streams[0].request.params
         if isinstance(params, SamplingParams) and params.structured_outputs is not None:  # the same for all samples
@@ -71,13 +71,13 @@ class Sending:
             try:
                 if not group.is_out:
                     await self._wait(group)
-                self._turns.remove(turn)  # where it has waited long enough
+                self._turns.remove(turn)  # if it still waits, after `PATIENCE`
                 await self._client.queue(together)
             finally:
                 self._end(group, turn)
 
     async def _wait(self, group: _Group) -> None:
-        """Return when it is the group's turn, or it has waited long enough."""
+        """Return when it is the group's turn, or after `PATIENCE`."""
         group.waiter = asyncio.get_running_loop().create_future()
         with suppress(TimeoutError):
             async with asyncio.timeout(PATIENCE):
@@ -109,4 +109,4 @@ class _Group:
         self.is_out = False
         """Whether its turn has come."""
         self.waiter: asyncio.Future[None] | None = None
-        """Where it waits for its turn."""
+        """Set when its turn comes; None: it does not wait."""

@@ -1,11 +1,11 @@
 """Service: the steps of a client's request, from its route to the engine process and back.
 
-    gate -> limits -> backlog -> prompts -> parameters -> queued in the engine -> delivery
+    gate -> limits -> backlog -> prompts -> parameters -> queued in the engine -> response
     500, 503  400     429        400, 429   400           400, 408, 429           408, 500
 
-Everything up to "queued" happens before the first byte of the response, so that a refusal has its own status. What each
-stage may hold, and how tenants share that, is in `stages.py`. What the kinds of requests do differently is in the parts
-of their `Job`.
+Everything up to "queued" happens before the first byte of the response, so that a refusal has its own status.
+`stages.py` has the limit of each stage and its shares for tenants. The parts of a `Job` hold the differences between
+kinds of requests.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from starlette.responses import Response
 
 from pointsman.engine.errors import EngineDeadError, EngineStalledError
 from pointsman.server.service.backlog import Backlog, Ticket
-from pointsman.server.service.delivery import Delivery
 from pointsman.server.service.gate import too_late
 from pointsman.server.service.names import OWNER, RequestNames
 from pointsman.server.service.prompts import PromptReader
+from pointsman.server.service.response_sender import ResponseSender
 from pointsman.server.service.sampling import SamplingPlan
 from pointsman.server.service.sending import Sending
 from pointsman.server.service.tenants import TenantRule, isolated_salt
@@ -51,41 +51,41 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ENGINE_TIMEOUT = 5.0
-"""Seconds that the engine has to answer a question; it does so between two steps, and one may be long."""
+"""Seconds that the engine has to answer a question; it answers between two steps, and a step may be long."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Job:
-    """What a client asks for, in the parts that the service works with. Its time begins when it is made."""
+    """A client's request, in the parts that the service needs. Its arrival time is when it is made."""
 
     body: SamplingFields | EmbeddingRequest
     prompts: TextPrompts | ChatPrompt
     plan: SamplingPlan | PoolingPlan
     writer: AnswerWriter
     stream: bool = False
-    """Whether the answer is sent as events."""
+    """Whether the response is sent as events."""
     timeout: float | None = None
-    """Seconds of the header X-Request-Deadline; the least of it, the body's and the server's counts."""
+    """Seconds of the header X-Request-Deadline; the minimum of header, body and server applies."""
     ttft_header: float | None = None
-    """Seconds of the header X-Request-TTFT-Target; the least of it and the body's counts."""
+    """Seconds of the header X-Request-TTFT-Target; the minimum of header and body applies."""
     arrival_time: float = field(default_factory=time.monotonic)
 
     @property
     def ttft_target(self) -> float | None:
-        """Seconds from its arrival within which the first token is wanted; None: not said."""
+        """Seconds from arrival until the first token should come; None: no target."""
         return min((one for one in (self.ttft_header, self.body.ttft_target) if one is not None), default=None)
 
     def deadline(self, config: ServerConfig) -> float | None:
-        """When the request finishes in any case, by `time.monotonic`; None: never."""
+        """The time at which the request finishes at the latest, by `time.monotonic`; None: no limit."""
         limits = [one for one in (self.timeout, self.body.deadline, config.max_deadline) if one is not None]
         return self.arrival_time + min(limits) if limits else None
 
 
 class Client(NamedTuple):
-    """Who sent a request."""
+    """The sender of a request."""
 
     owner: int | None
-    """The index of the client's key; None: it sent none, or an operator's."""
+    """The index of the client's key; None: it sent no key, or an operator's."""
     tenant: str
 
 
@@ -96,7 +96,7 @@ class Service:
         client: the engines.
         config: the operator's settings.
         observations: of times and tokens.
-        gate: every request is inside while it is answered; a closed gate means that the server shuts down.
+        gate: every request is inside until its response is complete; a closed gate means that the server shuts down.
         rooms: of the stages.
     """
 
@@ -112,7 +112,7 @@ class Service:
         self.names = RequestNames()
         self.tenants = TenantRule(config)
         self.model_names = config.served_model_name or (client.info.model,)
-        """Names of the model in requests; answers say the first, unless the request names another."""
+        """Names of the model in requests; responses have the first, unless the request names another."""
         self._observations = observations
 
     def check_model(self, name: str | None) -> None:
@@ -141,27 +141,27 @@ class Service:
             client = Client(scope.get(OWNER), self.tenants.of(scope, job.body.user))
             num_samples = job.prompts.count() * job.plan.n
             with self.backlog.enter(client.tenant, num_samples) as ticket:
-                async with Delivery(self.gate, self._observations, ticket, job.deadline(self.config)) as delivery:
+                async with ResponseSender(self.gate, self._observations, ticket, job.deadline(self.config)) as sender:
                     try:
-                        await self._queue_in_time(job, client, delivery, ticket)
-                        await self._deliver(job, delivery, scope, send)
+                        await self._queue_in_time(job, client, sender, ticket)
+                        await self._send_response(job, sender, scope, send)
                     finally:
-                        self.names.remove(stream.request.request_id for stream in delivery.streams)
+                        self.names.remove(stream.request.request_id for stream in sender.streams)
 
-    async def _queue_in_time(self, job: Job, client: Client, delivery: Delivery, ticket: Ticket) -> None:
+    async def _queue_in_time(self, job: Job, client: Client, sender: ResponseSender, ticket: Ticket) -> None:
         try:
-            async with asyncio.timeout(delivery.seconds_left):
-                await self._queue(job, client, delivery, ticket)
+            async with asyncio.timeout(sender.seconds_left):
+                await self._queue(job, client, sender, ticket)
         except TimeoutError:
             raise too_late() from None
         except (EngineDeadError, EngineStalledError, ValueError) as error:
             raise self.gate.from_engine(error) from error
 
-    async def _queue(self, job: Job, client: Client, delivery: Delivery, ticket: Ticket) -> None:
+    async def _queue(self, job: Job, client: Client, sender: ResponseSender, ticket: Ticket) -> None:
         """Queue a request of the engine for each sample.
 
         Raises:
-            ValueError, ApiError, EngineDeadError, EngineStalledError: it can never run, not now, or not any more.
+            ValueError, ApiError, EngineDeadError, EngineStalledError: the request can never run, or not now.
         """
         body, answer_id, ttft_target, tenant = job.body, job.writer.id, job.ttft_target, client.tenant
         prompts = await self.prompts.read(job.prompts, tenant)
@@ -175,7 +175,7 @@ class Service:
         is_only = len(prompts) == job.plan.n == 1
         for index, (prompt, samples) in enumerate(zip(prompts, params, strict=True)):
             for own in samples:
-                name = answer_id if is_only else f"{answer_id}-{len(delivery.samples)}"
+                name = answer_id if is_only else f"{answer_id}-{len(sender.samples)}"
                 request = EngineRequest(
                     request_id=self.names.add(answer_id, name, client.owner),
                     prompt_token_ids=prompt.token_ids,
@@ -186,21 +186,21 @@ class Service:
                     retention=body.retention,
                     cache_salt=cache_salt,
                     arrival_time=job.arrival_time,
-                    deadline=delivery.deadline,
+                    deadline=sender.deadline,
                     user=body.user,
                     stream=job.stream,
                 )
-                delivery.add(index, prompt, self.client.generate(request))
-        await self.sending.queue(tenant, delivery.streams)
+                sender.add(index, prompt, self.client.generate(request))
+        await self.sending.queue(tenant, sender.streams)
 
-    async def _deliver(self, job: Job, delivery: Delivery, scope: Scope, send: Send) -> None:
+    async def _send_response(self, job: Job, sender: ResponseSender, scope: Scope, send: Send) -> None:
         if isinstance(job.writer, TextWriter) and job.stream:
-            await delivery.send_events(job.writer, scope, send)
+            await sender.send_events(job.writer, scope, send)
         else:
-            await delivery.send_whole(job.writer, send)
+            await sender.send_whole(job.writer, send)
         if isinstance(job.plan, SamplingPlan):
-            engine = self._observations.engines[delivery.streams[0].engine]
-            engine.client_request(job.plan.n, max(choice.num_tokens for choice in delivery.choices))
+            engine = self._observations.engines[sender.streams[0].engine]
+            engine.client_request(job.plan.n, max(choice.num_tokens for choice in sender.choices))
 
     # ------------------------------------------------------------------ questions of operators
 
@@ -208,8 +208,8 @@ class Service:
         """The engines' answer to a question; `engine` as for `EngineFleet.ask`.
 
         Raises:
-            ApiError: 500, there is no engine; 503, none lives now, or it has not answered in time.
-            Exception: what the question's class says.
+            ApiError: 500, all engines are dead; 503, no engine lives now, or it has not answered in time.
+            Exception: as the question's class documents.
         """
         timeout = ENGINE_TIMEOUT if has_timeout else None
         try:
@@ -230,7 +230,7 @@ class Service:
 
 
 def check_limits(body: SamplingFields, num_samples: int, logprobs: int | None, config: ServerConfig) -> None:
-    """Refuse more than the operator allows. Cheap, and done before the prompt is read.
+    """Refuse requests beyond the operator's limits. The check is cheap, so it comes before the prompt is read.
 
     Args:
         body: the request.
@@ -256,12 +256,12 @@ def check_limits(body: SamplingFields, num_samples: int, logprobs: int | None, c
 class WatchedResponse(Response):
     """A response whose work is cancelled when the client hangs up.
 
-    Cancelling closes the streams of the engine, which aborts their requests at the next step boundary. Watching costs
-    a task per request and nothing per token.
+    Cancelling closes the engine's streams, which aborts their requests at the next step boundary. Watching the client
+    costs one task per request, and nothing per token.
 
     Args:
-        work: writes the whole response to the request of a `scope` with the `send` it is given; an exception before its
-            first message becomes the response of that error.
+        work: writes the whole response to the request of `scope` by `send`; an exception before its first message
+            becomes an error response.
     """
 
     def __init__(self, work: Callable[[Scope, Send], Coroutine[Any, Any, None]]) -> None:
@@ -273,14 +273,14 @@ class WatchedResponse(Response):
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Do the work; cancel it when the client hangs up.
+    """Run `work`; cancel it when the client hangs up.
 
     Args:
         receive: of ASGI; the request's body has been read.
-        work: what the client waits for.
+        work: makes the response.
 
     Raises:
-        What the work raises.
+        The exceptions of `work`.
     """
     task = asyncio.current_task()
     assert task is not None

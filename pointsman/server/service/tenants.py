@@ -1,7 +1,7 @@
-"""Whose is a request? Its tenant, of which fair orders and the metrics speak.
+"""Tenants: finds the tenant of a request, for fair orders and metrics.
 
-By default the tenant is the name of the API key, which a client cannot choose. A field or a header that names it
-(`--tenant-from`) can be made up by whoever sends the request, so that is for servers behind a proxy that sets it.
+By default the tenant is the name of the API key, which a client cannot choose. A field or header that names the tenant
+(`--tenant-from`) can be forged by the sender, so it is for servers behind a proxy that sets it.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ class TenantRule:
     """Finds the tenant of each request.
 
     Args:
-        config: names of the keys, and where the tenant is read.
+        config: names of the keys, and the source of tenants.
     """
 
     def __init__(self, config: ServerConfig) -> None:
         self._of_keys = config.tenants
-        self._without_key = OPERATOR if config.api_keys else ""  # where clients have keys, only operators have none
+        self._without_key = OPERATOR if config.api_keys else ""  # only operators have no client's key then
         kind, _, header = config.tenant_from.partition(":")
         self._reads_user = kind == "user"
         self._header = header
         self._header_name = header.lower().encode("ascii")
 
     def of(self, scope: Scope, user: str | None = None) -> str:
-        """The tenant of a request; "" where clients have no keys and nothing else names it.
+        """The tenant of a request; "" if clients have no keys and nothing else names the tenant.
 
         Args:
             scope: of ASGI.
-            user: the field of that name in its body; None: there is none, or the body has not arrived yet.
+            user: the field `user` of its body; None: left out, or the body has not arrived yet.
 
         Raises:
-            ApiError: 400, the header is there more than once, or too long.
+            ApiError: 400, the header occurs more than once, or is too long.
         """
         given = user if self._reads_user else self._in_header(scope["headers"]) if self._header else None
         if given:
@@ -53,8 +53,8 @@ class TenantRule:
 
     def _in_header(self, headers: Iterable[tuple[bytes, bytes]]) -> str | None:
         values = [value for name, value in headers if name == self._header_name]
-        if len(values) > 1:  # a client's own beside that of the proxy
-            raise ApiError(400, f"the header {self._header} is there {len(values)} times; send it once")
+        if len(values) > 1:  # a client's header besides the proxy's
+            raise ApiError(400, f"the header {self._header} occurs {len(values)} times; send it once")
         tenant = values[0].decode("latin-1").strip() if values else None
         if tenant and len(tenant) > MAX_USER_CHARACTERS:
             raise ApiError(
@@ -66,9 +66,10 @@ class TenantRule:
 
 
 def isolated_salt(tenant: str, cache_salt: str | None) -> str:
-    """The cache salt with which a tenant shares prefixes with itself alone, and only under an equal salt of its own.
+    """A cache salt that isolates a tenant: its requests share prefixes only with each other, and only under equal
+    salts.
 
-    The length in front keeps two tenants apart whatever they are called and whatever salts they send.
+    The length in front separates any two tenants, with any names and any salts.
     """
     own = "" if cache_salt is None else f":{cache_salt}"
     return f"{len(tenant)}:{tenant}{own}"

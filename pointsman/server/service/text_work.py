@@ -1,13 +1,13 @@
-"""Text work: the threads that tokenize, render and decode, in the turns of tenants and short before long.
+"""Text work: threads that tokenize, render and decode; tenants in turn, short texts not behind long ones.
 
     work = TextWork(rooms.texts)
     with work.admit("alice", size=5000) as text:              # 429 if too many characters wait
         token_ids = await text.run(5000, partial(encode, tokenizer, prompt))
 
 A tokenizer takes 0.3 to 3 microseconds per character, so a body of 2 MB takes up to 2 s. There is a thread for each
-size of text (`LONGEST`), so that a text waits for none of a larger size. Within a thread the tenant that has been
-served least is next (`engine/turns.py`); of its requests, those that have begun come first. Nothing waits in a queue
-once its client has disconnected.
+class of sizes (`LONGEST`), so that a text never waits for texts of a larger class. Within a thread the tenant that has
+been served least is next (`engine/turns.py`); of its requests, those that have begun come first. Work of disconnected
+clients leaves the queue.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     from pointsman.server.stages import StageRoom
 
 LONGEST = (16 * 1024, 256 * 1024, math.inf)
-"""Characters of the texts of each thread, at most."""
+"""Maximum number of characters of a request's texts, for each thread."""
 MIN = 256
-"""Characters that any text counts as: there is work in a text of one."""
+"""Minimum cost of a text in characters: a text of one character also costs work."""
 CHARACTERS_PER_SECOND = 500_000
-"""How fast a tokenizer is on the texts that are slowest, for Retry-After."""
+"""A tokenizer's speed on the slowest texts, for Retry-After."""
 
 ResultT = TypeVar("ResultT")
 _Turn: TypeAlias = "QueuedItem[asyncio.Future[_Turn] | None]"
 
 
 class _Lane:
-    """One thread, and what waits for it. One event loop owns it.
+    """One thread, and its queue. One event loop owns it.
 
     Args:
         name: of the thread.
@@ -50,13 +50,13 @@ class _Lane:
         self._is_busy = False
 
     async def run(self, tenant: str, cost: float, function: Callable[[], ResultT], *, goes_on: bool) -> ResultT:
-        """Call a function in the thread when it is the tenant's turn, and before all else of the tenant where it goes
-        on with a text.
+        """Call a function in the thread when it is the tenant's turn. With `goes_on`, for a text that has begun, the
+        function comes first among those of its tenant.
         """
         turn = await self._wait(tenant, cost, goes_on)
         try:
             job = self._thread.submit(function)
-        except RuntimeError:  # the system has no room for the thread
+        except RuntimeError:  # the system cannot start the thread
             self._end(turn)
             raise
         try:
@@ -72,7 +72,7 @@ class _Lane:
             self._is_busy = True
             self._turns.put(tenant, None, cost)
             turn = self._turns.take()
-            assert turn is not None  # nothing waits while the thread is idle
+            assert turn is not None  # the queue is empty while the thread is idle
             return turn
         waiter: asyncio.Future[_Turn] = asyncio.get_running_loop().create_future()
         waiting = self._turns.put(tenant, waiter, cost, continues=goes_on)
@@ -91,30 +91,30 @@ class _Lane:
         self._begin_next()
 
     def _begin_next(self) -> None:
-        """The turn of the next one that is still wanted."""
+        """Begin the next turn whose task still waits."""
         while (turn := self._turns.take()) is not None:
-            assert turn.item is not None  # what begins without waiting has begun
+            assert turn.item is not None  # turns without a waiter begin in `_wait`
             if not turn.item.cancelled():
                 turn.item.set_result(turn)
                 return
-            self._turns.drop(turn)  # its task is told of this in the next turn of the loop
+            self._turns.drop(turn)  # its task raises in the next iteration of the loop
         self._is_busy = False
 
     def _end_later(self, turn: _Turn) -> Callable[[Future[ResultT]], None]:
         loop = asyncio.get_running_loop()
 
         def end(_: Future[ResultT]) -> None:
-            with suppress(RuntimeError):  # the loop is closed, and nothing waits any more
+            with suppress(RuntimeError):  # the loop is closed, so the queue is empty
                 loop.call_soon_threadsafe(self._end, turn)
 
         return end
 
 
 class TextWork:
-    """The threads, and the room for what waits for them.
+    """The threads, and the capacity for waiting characters.
 
     Args:
-        room: for characters.
+        room: of the stage.
     """
 
     def __init__(self, room: StageRoom) -> None:
@@ -122,16 +122,16 @@ class TextWork:
         self._lanes = [(longest, _Lane(f"pointsman-text-{number}")) for number, longest in enumerate(LONGEST)]
 
     def admit(self, tenant: str, size: int) -> Text:
-        """A context in which the texts of one request are worked on.
+        """A context for the work on the texts of one request.
 
         Args:
-            tenant: whose request it is.
+            tenant: of the request.
             size: of all its texts together, in characters.
 
         Raises:
             ApiError: 429, too many characters wait.
         """
-        size = min(max(size, MIN), self.room.size or size)  # the largest body has room alone
+        size = min(max(size, MIN), self.room.size or size)  # the largest body alone is always admitted
         lane = next(lane for longest, lane in self._lanes if size <= longest)
         self.room.take(tenant, size, retry_after=lambda: self._retry_after(tenant))
         return Text(self.room, lane, tenant, size)
@@ -142,7 +142,7 @@ class TextWork:
 
 
 class Text:
-    """The texts of one request. A context: it holds their characters until it is left."""
+    """The texts of one request. A context: leaving it frees their characters."""
 
     __slots__ = ("_has_begun", "_lane", "_room", "_size", "_tenant")
 
@@ -165,8 +165,8 @@ class Text:
         """Call a function in a thread.
 
         Args:
-            size: characters that it works on.
-            function: raises what it likes.
+            size: the number of characters that it processes.
+            function: may raise any exception.
         """
         goes_on, self._has_begun = self._has_begun, True
         return await self._lane.run(self._tenant, max(size, MIN), function, goes_on=goes_on)

@@ -1,5 +1,5 @@
-"""What may a request say to policies? `priority`, `ttft_target` and `retention` are refused beyond the operator's
-bounds, and where no policy of this server reads them: a client must not believe in an effect that they do not have.
+"""Urgency: refuses `priority`, `ttft_target` and `retention` beyond the operator's limits, or if no policy reads them.
+A client must not rely on a field without effect.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ PRIORITY, TTFT_TARGET, RETENTION = "priority", "ttft_target", "retention"
 
 
 def fields_read(scheduler: Mapping[str, Any]) -> frozenset[str]:
-    """Those of `priority`, `ttft_target` and `retention` that the server's policies read. One that is not built in,
-    such as that of an installed package, may read those that are for its kind.
+    """Those of `priority`, `ttft_target` and `retention` that the server's policies read. A policy that is not built
+    in, such as one of an installed package, counts as reading all fields of its kind.
 
     Args:
         scheduler: `SchedulerConfig.to_dict()`.
@@ -38,15 +38,15 @@ def check_urgency(priority: int, ttft_target: float | None, info: EngineInfo, co
     """Refuse a priority or a target that would have no effect, or that is more urgent than the operator allows.
 
     Raises:
-        ApiError: 400, with the value, the bound and the remedy.
+        ApiError: 400, with the value, the limit and the remedy.
     """
     if priority:
         check_priority_is_read(priority, info)
-        least = config.min_request_priority
-        if least is not None and priority < least:
+        minimum = config.min_request_priority
+        if minimum is not None and priority < minimum:
             raise ApiError(
                 400,
-                f"priority is {priority}, and smaller is more urgent; this server takes {least} at least: raise it",
+                f"priority is {priority}, and smaller is more urgent; this server takes {minimum} at least: raise it",
                 param=PRIORITY,
             )
     if ttft_target is not None:
@@ -70,7 +70,7 @@ def check_retention(retention: float | None, info: EngineInfo, config: ServerCon
     """Refuse a retention that would have no effect, or that is longer than the operator allows.
 
     Raises:
-        ApiError: 400, with the value, the bound and the remedy.
+        ApiError: 400, with the value, the limit and the remedy.
     """
     if retention is None:
         return

@@ -1,12 +1,12 @@
-"""Answers: from the deltas of a request to the JSON and the events that its client reads.
+"""Response writers: turn the deltas of a request into JSON or events for its client.
 
     CompletionWriter   /v1/completions         whole, or as events
     ChatWriter         /v1/chat/completions    whole, or as events
     EmbeddingWriter    /v1/embeddings          whole
 
-A writer is made for one answer. An answer has choices, one per sample of each prompt; a choice's deltas become events
-in their order. The chunk between a choice's first and last one is plain, as a rule: it differs from the one before it
-in its text alone, and is written from three pieces: the choice's head, the text, the tail.
+A writer is made for one response. A response has choices, one per sample of each prompt; a choice's deltas become
+events in order. A chunk between a choice's first and last one is usually plain: it differs from the previous chunk only
+in its text. Plain chunks are written from three parts: the choice's head, the text, the tail.
 """
 
 from __future__ import annotations
@@ -39,33 +39,33 @@ if TYPE_CHECKING:
     )
 
 quote: Callable[[str], str] = encode_basestring_ascii
-"""Text as JSON, everything outside ASCII escaped: some clients split lines at characters such as U+2028."""
+"""Text as JSON in ASCII: some clients split lines at characters such as U+2028."""
 
 
 @dataclass(slots=True)
 class Prompt:
-    """A prompt as the engine gets it, and the parts of its text that an answer repeats."""
+    """A prompt as the engine gets it, and the parts of its text that a response repeats."""
 
     token_ids: list[int]
     text: str | None = None
-    """As the client wrote it, or as it is echoed; None if the client sent token ids, or a conversation."""
+    """The client's text, or the text to echo; None if the client sent token ids or a conversation."""
     pieces: Sequence[Piece] = ()
-    """What the tokens stand for in the text; only of echoed prompts with log probabilities."""
+    """The text of each token; only of echoed prompts with log probabilities."""
     offsets: Sequence[int] = ()
-    """Where they begin in the text, in characters."""
+    """The offset of each piece in the text, in characters."""
     unfinished: bytes = b""
-    """Of an unfinished character at the end, which belongs to the generated text; only for answers with log
+    """Bytes of an unfinished character at the end, which belongs to the generated text; only for responses with log
     probabilities."""
 
 
 @dataclass(slots=True)
 class Choice:
-    """One choice of an answer: a sample of a prompt, and what has been read of it."""
+    """One choice of a response: a sample of a prompt, and counts of its tokens that were read."""
 
     index: int
-    """In the answer."""
+    """Its place in the response."""
     prompt_index: int
-    """Of its prompt in the request."""
+    """The place of its prompt in the request."""
     prompt: Prompt
     num_tokens: int = 0
     """Generated tokens that were read."""
@@ -74,14 +74,14 @@ class Choice:
     plain_head: str = ""
     """A plain chunk up to its text; "" before the first chunk."""
     unplaced: UnplacedLogprobs | None = None
-    """Of a completion: those of tokens that were read and not written yet."""
+    """Of a completion: log probabilities of tokens that were read and are not written yet."""
 
 
 def usage(choices: Sequence[Choice], num_completion_tokens: int | None = None) -> dict[str, Any]:
-    """The tokens of a request; each prompt counts once, however many samples there are of it.
+    """The token counts of a request; each prompt counts once, for any number of samples.
 
     Args:
-        choices: all or some of the answer's.
+        choices: all or some choices of the response.
         num_completion_tokens: None: all generated tokens that were read.
     """
     prompts = {choice.prompt_index: choice for choice in reversed(choices)}  # the first choice of each
@@ -98,7 +98,7 @@ def usage(choices: Sequence[Choice], num_completion_tokens: int | None = None) -
 
 
 class AnswerWriter(ABC):
-    """Writes one answer.
+    """Writes one response.
 
     Args:
         body: the client's request.
@@ -115,19 +115,19 @@ class AnswerWriter(ABC):
 
     @abstractmethod
     def whole(self, choices: list[Choice], outputs: list[Delta]) -> Pieces[str]:
-        """The body of an answer that is not streamed; one output per choice, all its deltas in one.
+        """The body of a response that is not streamed; one output per choice, with all its deltas merged.
 
         Raises:
-            ValueError: something in it is no JSON, such as a NaN.
+            ValueError: a value is not possible in JSON, such as a NaN.
         """
 
     def envelope(self, object_name: str) -> dict[str, Any]:
-        """The first fields of all answers, and of all events of an answer."""
+        """The first fields of every response, and of every event of a response."""
         return {"id": self.id, "object": object_name, "created": self.created, "model": self.model}
 
 
 class TextWriter(AnswerWriter):
-    """Writes an answer of generated text, whole or as events.
+    """Writes a response of generated text, whole or as events.
 
     Args:
         body: the client's request.
@@ -137,13 +137,13 @@ class TextWriter(AnswerWriter):
     """
 
     object_name: ClassVar[str]
-    """Of events."""
+    """The field `object` of events."""
     head: ClassVar[str]
-    """Of a plain chunk, between the choice's index and the text."""
+    """The part of a plain chunk between the choice's index and the text."""
     middle: ClassVar[str]
-    """Of a plain chunk, between the text and the reasons for the end."""
+    """The part of a plain chunk between the text and the finish reasons."""
     tail: ClassVar[str]
-    """Of a plain chunk that is not the last, behind the text: `middle`, and that there are no reasons yet."""
+    """The part of a plain chunk after the text, unless it is the last: `middle`, and null for the finish reasons."""
 
     def __init__(self, body: SamplingFields, model: str, request_id: str | None = None, *, num_top: int | None) -> None:
         super().__init__(body, model, request_id)
@@ -155,16 +155,17 @@ class TextWriter(AnswerWriter):
         self._continuous_usage = self._includes_usage and bool(options and options.continuous_usage_stats)
         self._is_plain = not (self._has_logprobs or self._returns_token_ids or self._continuous_usage)
         self._has_opening = True
-        """Whether there is more in a choice's first chunk than in the others."""
+        """Whether a choice's first chunk has more fields than the others."""
 
     def plain_chunk(self, choice: Choice, text: str) -> bytes | None:
-        """The event of text between a choice's first and last delta; None: `chunk` writes it."""
+        """The event of text between a choice's first and last delta. None: `chunk` must write it, as it must for the
+        first delta."""
         if self._is_plain and (head := choice.plain_head):
             return f"{head}{quote(text)}{self.tail}".encode("ascii")
         return None
 
     def chunk(self, choice: Choice, delta: Delta) -> Pieces[bytes]:
-        """The events of a delta; none if it holds nothing that is written."""
+        """The events of a delta; empty if the delta has no token, no text and no finish reason."""
         if not (delta.token_ids or delta.text or delta.finish_reason is not None):
             return b""
         is_first = not choice.plain_head
@@ -183,7 +184,7 @@ class TextWriter(AnswerWriter):
 
     @abstractmethod
     def _full_chunk(self, choice: Choice, delta: Delta, *, is_first: bool) -> Pieces[bytes]:
-        """The same with every field the client asked for, and what comes once with the choice's first or last chunk."""
+        """As `chunk`, with every field that the client asked for, and the fields of a choice's first or last chunk."""
 
     def _choice_event(
         self,
@@ -197,9 +198,9 @@ class TextWriter(AnswerWriter):
         """The event of a choice.
 
         Args:
-            choice: which.
-            data: its fields.
-            more: fields beside the choices.
+            choice: of the event.
+            data: fields of the choice.
+            more: fields besides the choices.
             logprobs: of its tokens, as JSON.
             num_tokens: generated tokens in its usage; None: all so far.
         """
@@ -209,7 +210,7 @@ class TextWriter(AnswerWriter):
         return written_event(with_json(fields, {"choices": f"[{with_json(data, {'logprobs': logprobs})}]"}))
 
     def usage_event(self, choices: list[Choice]) -> bytes:
-        """The event behind the last chunk; empty unless the client asked for it."""
+        """The event after the last chunk; empty unless the client asked for usage."""
         if not self._includes_usage:
             return b""
         return event({**self.envelope(self.object_name), "choices": [], "usage": self._usage(choices)})
@@ -222,7 +223,7 @@ class TextWriter(AnswerWriter):
 
 
 class CompletionWriter(TextWriter):
-    """Writes the answer of /v1/completions."""
+    """Writes the response of /v1/completions."""
 
     id_prefix = "cmpl"
     object_name = "text_completion"
@@ -281,9 +282,10 @@ class CompletionWriter(TextWriter):
         return usage(choices, 0 if self._is_echo_alone else num_tokens)
 
     def _logprobs(self, choice: Choice, new: Delta, *, is_first: bool) -> Pieces[str]:
-        """Those of tokens whose place in the text is known now, behind those of an echoed prompt if they are the first.
+        """Log probabilities of the tokens whose place in the text is known now; before the first ones, those of an
+        echoed prompt.
 
-        In a stream, a token whose text is held back may be cut off, so its log probability comes with the text.
+        In a stream, a token whose text is held back may be cut off, so its log probability is sent with the text.
         """
         if not self._has_logprobs:
             return "null"
@@ -292,7 +294,7 @@ class CompletionWriter(TextWriter):
             places = TextPlaces(len(self._echo(choice)), prompt.unfinished)
             unplaced = choice.unplaced = UnplacedLogprobs(places)
         of_prompt = new.prompt_logprobs or Logprobs()
-        is_complete = len(of_prompt) == len(prompt.token_ids)  # or it finished before its first token
+        is_complete = len(of_prompt) == len(prompt.token_ids)  # False if the request finished before its first token
         if self._echoes and is_first and is_complete:
             unplaced.add(prompt.token_ids, prompt.pieces, of_prompt, prompt.offsets)
         if not self._is_echo_alone:
@@ -306,13 +308,13 @@ class CompletionWriter(TextWriter):
 
 
 class ChatWriter(TextWriter):
-    """Writes the answer of /v1/chat/completions.
+    """Writes the response of /v1/chat/completions.
 
     Args:
         body: the client's request.
         model: the name of the model in the answer.
         request_id: part of the answer's id; None: the body's own, or a random one.
-        response_role: the role of the answer, unless the last message is continued.
+        response_role: the role of the response, unless the last message is continued.
     """
 
     id_prefix = "chatcmpl"
@@ -370,7 +372,7 @@ class ChatWriter(TextWriter):
         return opening + self._choice_event(choice, data, logprobs=logprobs)
 
     def _opening(self, choice: Choice) -> bytes:
-        """The role, before the first text; and the text that is echoed."""
+        """The events before the first text: the role, and the echoed text."""
         role = {"role": self._role, "content": ""}
         data = {"index": choice.index, "delta": role, "finish_reason": None}
         prompt = {"prompt_token_ids": choice.prompt.token_ids} if self._returns_token_ids else {}
@@ -390,7 +392,7 @@ class ChatWriter(TextWriter):
 
 
 class EmbeddingWriter(AnswerWriter):
-    """Writes the answer of /v1/embeddings."""
+    """Writes the response of /v1/embeddings."""
 
     id_prefix = "embd"
 
@@ -408,7 +410,7 @@ class EmbeddingWriter(AnswerWriter):
         return with_json({**self.envelope("list"), "usage": usage(choices)}, {"data": f"[{','.join(data)}]"})
 
     def _encoded(self, vector: npt.NDArray[np.float32]) -> list[float] | str:
-        """As JSON numbers, or as little-endian float32 in base64, which is a quarter as long."""
+        """A vector as JSON numbers, or as little-endian float32 in base64, which has a quarter of the length."""
         if self._is_base64:
             return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")
         numbers: list[float] = vector.tolist()
@@ -423,16 +425,17 @@ _UNICODE = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(","
 
 
 def to_json(value: Any, *, is_ascii: bool = True) -> str:
-    """As JSON, without spaces; with everything outside ASCII escaped, or as it is.
+    """A value as JSON without spaces; `is_ascii`: everything outside ASCII is escaped.
 
     Raises:
-        ValueError: a float in it is infinite, or NaN.
+        ValueError: a float is infinite or NaN.
     """
     return (_ASCII if is_ascii else _UNICODE).encode(value)
 
 
 def with_json(fields: Mapping[str, Any], written: Mapping[str, str], *, is_ascii: bool = True) -> str:
-    """An object as JSON: its fields, of which there is one at least, and behind them those whose JSON is written."""
+    """An object as JSON: its `fields` (at least one), followed by the `written` fields, whose values are JSON
+    already."""
     more = ",".join([f'"{name}":{text}' for name, text in written.items()])
     return f"{to_json(fields, is_ascii=is_ascii)[:-1]},{more}}}"
 
@@ -443,10 +446,10 @@ def event(data: Mapping[str, Any]) -> bytes:
 
 
 def written_event(data: str) -> bytes:
-    """One server-sent event, of JSON in ASCII."""
+    """One server-sent event of JSON in ASCII."""
     return f"data: {data}\n\n".encode("ascii")
 
 
 def error_event(error: ApiError) -> bytes:
-    """An error where the status has been sent already."""
+    """The event of an error that occurs after the status was sent."""
     return event(error.body())

@@ -1,17 +1,17 @@
-"""The connections to clients: how many there may be, how long each may wait, and which is closed for a newer one.
+"""Connections: limits the number of client connections and their waiting times, and closes waiting ones for new ones.
 
-    ordinary   up to `size`. When there are as many, the next one replaces one that waits: by the order of `Wait`, and
-               of these the one that has waited longest
-    reserve    up to `reserve`, taken when all ordinary connections are in use. Requests of operators and of health
-               checks are answered there, others are refused
+    ordinary   up to `size`. At the limit, a new connection replaces a waiting one: by the order of `Wait`, and within
+               one kind the one that has waited longest
+    reserve    up to `reserve`, used when all ordinary connections are in use. Requests of operators and health checks
+               are served there, others are refused
     beyond     refused at once
 
-A connection waits while its client has to do something (`Wait`), and each kind of waiting has a limit. A connection
-whose request is being answered waits for nothing, and is never closed for another one.
+A connection waits while its client has to act (`Wait`); each kind of waiting has a time limit. A connection whose
+request is in progress waits for nothing, and is never closed for another one.
 
-A process that can open no further file closes every new connection, whoever it is from. So `size` leaves files for the
-reserve and for the process itself. The event loop accepts one connection in each of its turns, and closes a connection
-one turn after it was told to, so there are never more than a few files beyond the two sizes.
+A process that can open no more files closes every new connection, also those of operators. So `size` leaves files for
+the reserve and for the process itself. The event loop accepts a few connections in each iteration, and closes a
+connection one iteration after the call, so there are never more than a few files beyond the two sizes.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from typing import Protocol
 logger = logging.getLogger(__name__)
 
 DEFAULT_CONNECTIONS = 4096
-"""Ordinary connections, where the process may open as many files. One that is idle takes some 20 KiB."""
+"""Ordinary connections, if the process may open that many files. An idle connection takes about 20 KiB."""
 RESERVE = 32
 """Connections for operators and health checks."""
 OWN_FILES = 128
-"""Files for all but connections. A server with one engine has about 30."""
+"""Files besides connections. A server with one engine has about 30."""
 MIN_CONNECTIONS = 16
-"""With fewer, no server is started."""
+"""Minimum number of ordinary connections for the server to start."""
 MAX_FILES = 1 << 20
-"""Files that a process is allowed to open, where the system sets no limit."""
+"""Maximum number of files of a process if the system sets no limit."""
 SECONDS_BETWEEN_SWEEPS = 1.0
 
 KEEP_ALIVE = 30
 """Seconds that an idle connection is kept."""
 SECONDS_TO_ANSWER_HEALTH = 2.0
-"""What a connection of the reserve may wait in place of a longer time."""
+"""Maximum waiting time of reserve connections."""
 
 
 class Wait(IntEnum):
-    """What a connection waits for. Those with a smaller number are closed first."""
+    """The event that a connection waits for. Connections with a smaller value are closed first."""
 
     END = 0
-    """For the client's end of a connection, after a response that came before the end of its request."""
+    """For the client to close, after a response that came before the end of its request."""
     REQUEST = 1
     """Idle: for a request's first byte."""
     HEADERS = 2
@@ -57,33 +57,33 @@ class Wait(IntEnum):
     BODY = 3
     """For the end of a request's body."""
     READER = 4
-    """For the client to read what was written."""
+    """For the client to read written bytes."""
     NOTHING = 5
-    """A request is being answered."""
+    """A request is in progress."""
 
 
 FOR_INPUT = frozenset({Wait.REQUEST, Wait.HEADERS, Wait.BODY})
-"""For bytes of the client, which may have arrived and not been read yet."""
+"""Waiting for the client's bytes, which may have arrived but not been read yet."""
 SECONDS_TO_WAIT = {Wait.END: 3.0, Wait.REQUEST: KEEP_ALIVE, Wait.HEADERS: 10.0, Wait.BODY: 60.0, Wait.READER: 300.0}
-"""After which a connection is closed."""
+"""Seconds of waiting after which a connection is closed."""
 SECONDS_UNTIL_REPLACED = {Wait.BODY: 10.0, Wait.READER: 30.0}
-"""Before which a connection is not closed for a newer one: an honest client may need them."""
+"""Seconds of waiting before a connection is closed for a newer one: an honest client may need them."""
 
 CLOSED = ("replaced", "late", "refused")
-"""Why the server closed a connection: for a newer one; it waited too long; there was no place."""
+"""Why the server closed a connection: for a newer one; it waited too long; all connections were in use."""
 
 
 class Connection(Protocol):
-    """What is counted here."""
+    """A connection that is counted here."""
 
     place: Place | None
-    """Set here."""
+    """Set by `Connections`."""
 
     def has_input(self) -> bool:
-        """Whether something has arrived that was not read yet, be it the end."""
+        """Whether unread bytes, or the end of the input, have arrived."""
 
     def has_output(self) -> bool:
-        """Whether something was written that is not sent yet."""
+        """Whether written bytes are not sent yet."""
 
     def drop(self) -> None:
         """Close it at once."""
@@ -91,7 +91,7 @@ class Connection(Protocol):
 
 @dataclass(slots=True)
 class Place:
-    """Where a connection is counted, and what it waits for."""
+    """The pool that counts a connection, and what the connection waits for."""
 
     pool: Pool
     network: str
@@ -99,12 +99,12 @@ class Place:
 
 
 class Pool:
-    """Connections that share a bound.
+    """Connections that share a limit.
 
     Args:
-        size: the bound.
-        seconds: the limit of each kind of waiting.
-        grace: how long a connection that waits is not replaced.
+        size: the limit.
+        seconds: the time limit of each kind of waiting.
+        grace: the minimum waiting time before a connection is replaced.
     """
 
     def __init__(self, size: int, seconds: dict[Wait, float], grace: dict[Wait, float]) -> None:
@@ -112,7 +112,7 @@ class Pool:
         self.num_open = 0
         self._seconds, self._grace = seconds, grace
         self._waiting: dict[Wait, dict[Connection, float]] = {wait: {} for wait in seconds}
-        """Since when each one waits, the oldest first."""
+        """The waiting connections and when each began to wait, the oldest first."""
 
     def begin(self, connection: Connection, wait: Wait, now: float) -> None:
         """A connection begins to wait."""
@@ -120,21 +120,21 @@ class Pool:
             self._waiting[wait][connection] = now
 
     def end(self, connection: Connection, wait: Wait) -> None:
-        """It ends."""
+        """A connection no longer waits."""
         if wait is not Wait.NOTHING:
             self._waiting[wait].pop(connection, None)
 
     def replaceable(self, now: float) -> Connection | None:
-        """The connection that a newer one replaces; None: none waits."""
+        """The connection that a newer one may replace; None: there is none."""
         for wait, waiting in self._waiting.items():
             for connection, since in waiting.items():
                 if now - since >= self._grace.get(wait, 0.0):
                     return connection
-                break  # the others wait for a shorter time
+                break  # the others began to wait later
         return None
 
     def late(self, now: float) -> list[Connection]:
-        """Those that wait for too long."""
+        """The connections that have waited too long."""
         found = []
         for wait, waiting in self._waiting.items():
             for connection, since in waiting.items():
@@ -149,12 +149,12 @@ class Connections:
 
     Args:
         size: ordinary connections.
-        per_address: connections of one address, or of one network of IPv6 (64 bits); None: no bound.
+        per_address: connections of one address, or of one IPv6 network (64 bits); None: no limit.
         reserve: connections for health checks and operators.
         clock: seconds.
 
     Attributes:
-        closed: the number of connections that the server has closed, by why; see `CLOSED`.
+        closed: the number of connections that the server has closed, by reason; see `CLOSED`.
     """
 
     def __init__(
@@ -176,19 +176,19 @@ class Connections:
 
     @property
     def num_open(self) -> int:
-        """Connections, those of the reserve among them."""
+        """The number of connections, including the reserve."""
         return self._ordinary.num_open + self._reserve.num_open
 
     @property
     def size(self) -> int:
-        """Ordinary connections that there may be."""
+        """Maximum number of ordinary connections."""
         return self._ordinary.size
 
     def add(self, connection: Connection, address: str) -> bool:
-        """A connection is open, and idle; False: it must be closed, and is not counted.
+        """Count a new, idle connection. False: the connection is not counted, and must be closed.
 
         Args:
-            connection: a new one.
+            connection: the new one.
             address: of its client.
         """
         network = "" if self._per_address is None else network_of(address)
@@ -219,14 +219,14 @@ class Connections:
                 del self._by_network[place.network]
 
     def wait(self, connection: Connection, wait: Wait) -> None:
-        """What a connection waits for from now on. If it does already, its time goes on."""
+        """Set what a connection waits for. If that does not change, its waiting time continues."""
         if (place := connection.place) is not None and wait is not place.wait:
             place.pool.end(connection, place.wait)
             place.wait = wait
             place.pool.begin(connection, wait, self._clock())
 
     def is_ordinary(self, connection: Connection) -> bool:
-        """Whether a connection is none of the reserve, or need not be any more, because there is room again."""
+        """Whether a connection is ordinary. A reserve connection becomes ordinary when an ordinary one is free."""
         place = connection.place
         if place is not None and place.pool is self._reserve:
             if self._ordinary.num_open >= self._ordinary.size:
@@ -239,18 +239,16 @@ class Connections:
         return True
 
     def _room_for(self, network: str) -> Pool | None:
-        """Where a new connection has its place, after another one was closed for it where necessary."""
+        """The pool for a new connection, after closing another one if necessary; None: there is none."""
         if self._per_address is not None and len(self._by_network.get(network, ())) >= self._per_address:
             idle = (one for one in self._by_network[network] if one.place and one.place.wait <= Wait.HEADERS)
             if (oldest := next(idle, None)) is None:
-                logger.warning("an address has %d connections in use, and gets no further one", self._per_address)
+                logger.warning("an address has %d connections in use, and gets no more", self._per_address)
                 return None
             self._close(oldest, "replaced")
         if self._has_room(self._ordinary):
             return self._ordinary
-        logger.warning(
-            "all of %d connections are in use: only health checks and operators are answered on further ones", self.size
-        )
+        logger.warning("all %d connections are in use: further ones serve only health checks and operators", self.size)
         return self._reserve if self._has_room(self._reserve) else None
 
     def _has_room(self, pool: Pool) -> bool:
@@ -259,13 +257,13 @@ class Connections:
         now = self._clock()
         while (replaced := pool.replaceable(now)) is not None:
             wait = Wait.NOTHING if replaced.place is None else replaced.place.wait
-            if wait in FOR_INPUT and replaced.has_input():  # it was accepted in this turn of the loop: read in the next
+            if wait in FOR_INPUT and replaced.has_input():  # accepted in this iteration of the loop, read in the next
                 self.wait(replaced, Wait.NOTHING)
                 continue
             if wait is Wait.REQUEST and replaced.has_output():
-                self.wait(replaced, Wait.READER)  # the end of its last response has still to be read
+                self.wait(replaced, Wait.READER)  # the client has not read the end of its last response
                 continue
-            logger.warning("there are %d connections, as many as may be: those that wait are closed", self.num_open)
+            logger.warning("there are %d connections, the maximum: waiting ones are closed", self.num_open)
             self._close(replaced, "replaced")
             return True
         return False
@@ -285,7 +283,8 @@ class Connections:
 
 
 def network_of(address: str) -> str:
-    """What counts as one address: for IPv6 the first 64 bits, as one client has all addresses with these."""
+    """The network that counts as one address: for IPv6 the first 64 bits, as a client usually has all addresses with
+    these."""
     try:
         parsed = ip_address(address.partition("%")[0])
     except ValueError:
@@ -296,29 +295,29 @@ def network_of(address: str) -> str:
 
 
 def raise_file_limit() -> int:
-    """Allow this process, and those that it starts, to open as many files as the system lets it; how many that is."""
+    """Raise the limit of open files of this process and its children to the system's maximum; returns the limit."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
-    if soft == resource.RLIM_INFINITY or soft >= most:
-        return most if soft == resource.RLIM_INFINITY else soft
+    maximum = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft == resource.RLIM_INFINITY or soft >= maximum:
+        return maximum if soft == resource.RLIM_INFINITY else soft
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (maximum, hard))
     except (OSError, ValueError):  # the system has a further limit
         return soft
-    return most
+    return maximum
 
 
 def size_for(max_connections: int | None, num_files: int) -> int:
     """The number of ordinary connections.
 
     Args:
-        max_connections: as the operator wants it; None: `DEFAULT_CONNECTIONS`, or fewer where files are few.
-        num_files: that the process may open.
+        max_connections: the operator's setting; None: `DEFAULT_CONNECTIONS`, or fewer if the limit of files is lower.
+        num_files: the number of files that the process may open.
 
     Raises:
-        ValueError: the process may not open as many files.
+        ValueError: the process may not open that many files.
     """
     room = num_files - OWN_FILES - RESERVE
     wanted = MIN_CONNECTIONS if max_connections is None else max_connections

@@ -1,9 +1,9 @@
-"""Errors as clients get them: the body, the type's name and the status of vLLM's server, in one place.
+"""Errors for clients: their body, type names and statuses, as of vLLM's server.
 
     {"error": {"message": "...", "type": "BadRequestError", "param": "temperature", "code": 400}}
 
 Code that refuses a request raises an `ApiError`; `ErrorAnswers` turns every other exception into one. A message is one
-line: the value, the limit, the remedy. It quotes at most `SHOWN_CHARACTERS` characters of what the client sent.
+line: the value, the limit, the remedy. It quotes at most `SHOWN_CHARACTERS` characters of a client's value.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from starlette.responses import Response
 logger = logging.getLogger(__name__)
 
 PROBES = frozenset({"/health", "/ready"})
-"""Asked every few seconds; an error there does not count as a refused request."""
+"""Paths that are asked every few seconds; their errors do not count as refused requests."""
 SHOWN_CHARACTERS = 60
 """Maximum characters of a value that a message quotes."""
 SHOWN_FIELDS = 3
@@ -50,18 +50,18 @@ _REASONS = {
     413: "too_large",
     503: "draining",
 }
-"""What a refusal counts as where its `ApiError` gives no reason."""
+"""The reason that a refusal counts as if its `ApiError` gives none."""
 
 
 class ApiError(HTTPException):
-    """A request gets an error as its response.
+    """The error response to a request.
 
     Args:
         status: of HTTP.
         message: one line for the client.
         param: the field at fault.
         headers: further headers of the response.
-        reason: what it counts as, one of `metrics.table.REFUSALS`; None: by its status.
+        reason: one of `metrics.table.REFUSALS`, for the metrics; None: by its status.
     """
 
     def __init__(
@@ -109,10 +109,10 @@ class ErrorAnswers:
         self._count = count
 
     def __call__(self, error: HTTPException, *, is_refusal: bool = True) -> Response:
-        """The response; everything outside ASCII is escaped, so that no text can break it.
+        """The response, in ASCII with escapes, so that no text can make it invalid.
 
         Args:
-            error: what the client gets.
+            error: for the client.
             is_refusal: whether it counts as a refused request.
         """
         if not isinstance(error, ApiError):
@@ -141,7 +141,7 @@ class ErrorAnswers:
             return self(validation_error(error.errors()))
 
         async def on_fault(request: Request, error: Exception) -> Response:
-            # The trace is in the log; the client gets no details of the inside.
+            # The trace is in the log; the client gets no internal details.
             logger.error("%s %s failed: %s", request.method, request.url.path, type(error).__name__)
             return self(ApiError(500, "the server failed on this request; its log says why", reason="other"))
 
@@ -154,7 +154,7 @@ class ErrorAnswers:
 
 
 def validation_error(errors: Iterable[Mapping[str, Any]]) -> ApiError:
-    """400 for a body that its pydantic model refuses; names the first fields that are wrong."""
+    """400 for a body that its pydantic model refuses; names the first wrong fields."""
     fields: dict[str, list[Mapping[str, Any]]] = {}
     for error in errors:
         fields.setdefault(_field(error), []).append(error)
@@ -173,16 +173,16 @@ def _field(error: Mapping[str, Any]) -> str:
     where, *path = error["loc"]
     if where != "body":
         return str(path[0])
-    # Where a field takes several types, the path names classes and types as well.
+    # If a field takes several types, the path also names classes and types.
     names = [part for part in path if isinstance(part, str) and part.isidentifier() and part[0].islower()]
     return names[0] if names else ""
 
 
 def _complaint(field: str, errors: list[Mapping[str, Any]]) -> str:
-    """What is wrong with one field. A field that takes several types has an error for each."""
+    """The error text for one field. A field that takes several types has an error for each type."""
     messages = list(dict.fromkeys(str(error["msg"]) for error in errors))[:4]
     text = ", or ".join([messages[0], *(message[:1].lower() + message[1:] for message in messages[1:])])
-    # Messages of our own validators begin with the field's name already.
+    # Messages of this server's validators begin with the field's name already.
     said = text if field and text.startswith(f"{field}: ") else f"{field or 'the body'}: {text}"
     first = errors[0]
     if first["type"] in ("missing", "unsupported", "bounded"):
@@ -201,7 +201,7 @@ def shown(value: object) -> str:
     if isinstance(value, str):
         return ascii(value) if len(value) <= SHOWN_CHARACTERS else f"{value[:SHOWN_CHARACTERS]!a}..."
     if isinstance(value, int) and value.bit_length() > 3 * SHOWN_CHARACTERS:
-        return "an integer of very many digits"  # Python refuses to write some of them
+        return "an integer of very many digits"  # Python refuses to format some of these
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     return repr(value)[:SHOWN_CHARACTERS]

@@ -1,19 +1,19 @@
-"""HTTP as this server speaks it: uvicorn's protocol on httptools, with limits on what a client can hold or send.
+"""HTTP: uvicorn's protocol on httptools, with limits on what a client can hold or send.
 
 - A request line and headers of more than `MAX_HEADER_BYTES`, or more than `MAX_HEADERS` headers, get 431.
-- A body in chunks may have little beside its bytes: sizes, extensions and trailers that are more than
-  `MAX_OVERHEAD_BYTES` and `MAX_OVERHEAD_PER_BYTE` times the body get 400. Trailers are dropped.
+- The overhead of a chunked body (sizes, extensions and trailers) is limited to `MAX_OVERHEAD_BYTES` and
+  `MAX_OVERHEAD_PER_BYTE` times the body; more gets 400. Trailers are dropped.
 - A response before the end of its request (401, 413, 431 and the like) ends the connection. Of the rest of the request,
   at most `MAX_IGNORED_BYTES` are read, for at most `connections.SECONDS_TO_WAIT[Wait.END]`.
-- How many connections there may be, and how long each may wait for what, is in `connections.py`.
-- Of what is no HTTP the log says so once in `SECONDS_BETWEEN_WARNINGS`, with how often it happened.
-- A further request before the response to the last (pipelining) is not read. The connection is closed behind that
-  response, and the client sends the request again on another, as HTTP/1.1 provides.
+- Limits on the number of connections and on their waiting times are in `connections.py`.
+- Input that is not HTTP is logged once in `SECONDS_BETWEEN_WARNINGS`, with the number of times.
+- A pipelined request (sent before the last response is complete) is not read. The connection is closed after that
+  response, and the client sends the request again on another connection, as HTTP/1.1 provides.
 
-- A streamed response may be written without a task, see `has_room` and `write`.
+- A streamed response may be written without a task, see `has_room` and `write_now`.
 
 uvicorn stops reading while a pipelined request waits, and would not notice that the client is gone. Here a connection
-is read until its end, and a client that hangs up stops its request at once.
+is read until it ends, and a client that hangs up stops its request at once.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application
 
 MAX_HEADER_BYTES = 64 * 1024
-"""Of a request line and its headers together, before any API key is looked at."""
+"""Bytes of a request line and its headers together. The limit is checked before the API key."""
 MAX_HEADERS = 256
-"""Of a request. Browsers and proxies send some 30; Apache takes 100."""
+"""Headers of a request. Browsers and proxies send about 30; Apache allows 100."""
 MAX_OVERHEAD_BYTES = 64 * 1024
 MAX_OVERHEAD_PER_BYTE = 4
-"""What a request may have beside headers and body. A chunk of two bytes has six of them, one of 8 KiB has eight."""
+"""Overhead per byte of the body. A chunk of two bytes has six bytes of overhead, a chunk of 8 KiB has eight."""
 MAX_IGNORED_BYTES = 4 * 1024 * 1024
-"""Read and dropped of a connection that will be closed: the largest body of the default `max_request_bytes`."""
+"""Bytes that are read and dropped before a connection is closed: the default `max_request_bytes`."""
 
 SECONDS_BETWEEN_WARNINGS = 10.0
-"""That say the same."""
+"""Between equal warnings."""
 
 _TOO_LARGE_STATUS = b"431 Request Header Fields Too Large"
 _TOO_LARGE = b"the request line and headers are too large"
@@ -57,10 +57,10 @@ _NO_PLACE = b"all connections of the server are in use; try again in 1 s"
 
 
 class SeldomFilter(logging.Filter):
-    """Lets a warning through if none like it was for a while: clients must not fill the log.
+    """Lets a warning through if there was no equal one for a while: clients must not fill the log.
 
     Args:
-        seconds: at least, between two of them.
+        seconds: minimum time between equal warnings.
         clock: seconds.
     """
 
@@ -68,10 +68,10 @@ class SeldomFilter(logging.Filter):
         super().__init__()
         self._seconds = seconds
         self._clock = clock
-        self._seen: dict[str, tuple[float, int]] = {}  # by text: when the next may come, and how many did not
+        self._seen: dict[str, tuple[float, int]] = {}  # by text: when the next is let through, and the number dropped
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is logged. It then says how many were not."""
+        """Whether the record is logged. Its text then gets the number of dropped ones."""
         if record.levelno != logging.WARNING:
             return True
         now, text = self._clock(), str(record.msg)
@@ -94,8 +94,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     Args:
         args: as for uvicorn's protocol, and the next two.
-        connections: all of the server.
-        reserve_app: answers what comes on a connection of the reserve; None: the app itself.
+        connections: all connections of the server.
+        reserve_app: handles requests on reserve connections; None: the app itself.
         kwargs: as for uvicorn's protocol.
     """
 
@@ -108,9 +108,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._reserve_app = reserve_app
         self._is_in_headers = True
         self._is_whole = True  # no request is incomplete
-        self._num_received = self._num_body = 0  # bytes of the request, and of these the body's
-        self._ignores_input = False  # nothing more is read of what the client sends
-        self._is_refused = False  # the last response came from here
+        self._num_received = self._num_body = 0  # bytes of the request, and of its body
+        self._ignores_input = False  # further input is dropped
+        self._is_refused = False  # the last response was written by `_refuse`
         self._num_ignored = 0
 
     # ------------------------------------------------------------------------------------------- called by the loop
@@ -145,12 +145,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._all.wait(self, Wait.READER)
 
     def resume_writing(self) -> None:
-        """It has read most of it."""
+        """The client has read most of the buffer."""
         super().resume_writing()
         self._wait()
 
     def shutdown(self) -> None:
-        """The server ends: a request that is still incomplete is not waited for."""
+        """The server shuts down: do not wait for an incomplete request."""
         if self._is_whole or self._is_in_headers or self.transport.is_closing() or self.cycle.response_started:
             super().shutdown()
         else:
@@ -169,7 +169,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header, or a trailer behind a body in chunks, which nothing reads."""
+        """A header; or a trailer after a chunked body, which is dropped."""
         if not self._is_in_headers:
             return
         if len(self.headers) >= MAX_HEADERS:
@@ -189,9 +189,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         # A response before the end of the request ends the connection; `on_message_complete` takes this back.
         self.cycle.default_headers = [*self.cycle.default_headers, CLOSE_HEADER]
-        # The app's task begins in the next turn of the loop, and finds this.
+        # The app's task begins in the next iteration of the loop, so it sees this.
         self.scope["extensions"] = {
-            WRITE_NOW: {"has_room": partial(has_room, self.cycle), "write": partial(write, self.cycle)}
+            WRITE_NOW: {"has_room": partial(has_room, self.cycle), "write_now": partial(write_now, self.cycle)}
         }
 
     def on_body(self, body: bytes) -> None:
@@ -221,17 +221,17 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             super().send_400_response(msg)
 
     def has_input(self) -> bool:
-        """Whether something has arrived that was not read yet, be it the end."""
+        """Whether unread bytes, or the end of the input, have arrived."""
         poll = select.poll()
         poll.register(self._socket.get_extra_info("socket"), select.POLLIN)
         return bool(poll.poll(0))
 
     def has_output(self) -> bool:
-        """Whether something was written that is not sent yet."""
+        """Whether written bytes are not sent yet."""
         return self._socket.get_write_buffer_size() > 0
 
     def drop(self) -> None:
-        """Close the connection at once; what was not sent yet is lost."""
+        """Close the connection at once; unsent bytes are lost."""
         self._ignores_input = True
         self._socket.abort()
 
@@ -252,7 +252,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._all.wait(self, wait)
 
     def _check_overhead(self) -> None:
-        """Refuse a request with too much beside its body."""
+        """Refuse a request with too much overhead."""
         overhead = self._num_received - self._num_body
         if self._is_in_headers:
             if overhead > MAX_HEADER_BYTES:
@@ -264,7 +264,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
                 self._refuse(b"400 Bad Request", _TOO_MUCH_OVERHEAD)
 
     def _refuse(self, status: bytes, message: bytes) -> None:
-        """Respond in place of the app, which is told that the client is gone, and end the connection."""
+        """Respond in place of the app, notify the app that the client is gone, and end the connection."""
         self._ignores_input = self._is_refused = True
         head = b"HTTP/1.1 %s\r\ncontent-type: text/plain\r\nconnection: close\r\n" % status
         self._socket.write(head + b"content-length: %d\r\n\r\n%s" % (len(message), message))
@@ -274,16 +274,16 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def _close(self) -> None:
-        """End the connection behind what was written.
+        """End the connection after the written bytes.
 
-        If the client still sends its request, what it sends is read for a little longer: if the connection was closed
-        with bytes that nothing has read, TCP would reset it, and the client might lose the response.
+        If the client is still sending its request, its bytes are read and dropped for a while. Closing a connection
+        with unread bytes makes TCP reset it, and the client might lose the response.
         """
         if self._socket.is_closing():
             return
         has_response = self._is_refused or (not self._is_in_headers and self.cycle.response_started)
         if self._is_whole or not has_response or self.transport.is_closing():
-            self._all.wait(self, Wait.READER)  # if there is none, the loop closes it in its next turn
+            self._all.wait(self, Wait.READER)  # with an empty buffer, the loop closes it in its next iteration
             self._socket.close()
             return
         self._ignores_input = True
@@ -299,9 +299,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
 
 class Output:
-    """What uvicorn's protocol writes to: the transport, whose `close` this module has replaced.
+    """The transport with a replaced `close`; uvicorn's protocol writes to it.
 
-    Methods are the transport's own, kept here, so that a write costs what it costs there.
+    Its attributes are the transport's own methods, so that a write costs no extra call.
     """
 
     __slots__ = ("close", "get_extra_info", "is_closing", "pause_reading", "resume_reading", "write")
@@ -320,8 +320,8 @@ def _yes() -> bool:
 
 
 def has_room(cycle: RequestResponseCycle) -> bool:
-    """Whether a piece of the body of a streamed response can be written now, as `send` would if it need not wait: its
-    headers have been sent, its end has not, and the client reads as fast.
+    """Whether a part of a streamed response's body can be written without waiting: its headers have been sent, its end
+    has not, and the transport's buffer is not full.
     """
     return not (
         cycle.flow.write_paused
@@ -333,6 +333,6 @@ def has_room(cycle: RequestResponseCycle) -> bool:
     )
 
 
-def write(cycle: RequestResponseCycle, piece: bytes) -> None:
-    """Write a piece, not empty, for which there is room: no task and none of the app's layers are between."""
+def write_now(cycle: RequestResponseCycle, piece: bytes) -> None:
+    """Write a part of a body, not empty, while `has_room`; without a task and without the app's layers."""
     cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))

@@ -1,12 +1,13 @@
-"""Log probabilities: as columns between the processes, and as JSON of the two APIs.
+"""Log probabilities: columns for messages between the processes, and the JSON of both APIs.
 
-The engine gives arrays for each position (`TokenLogprobs`): the token itself first, then the most likely ones in their
-order (which may have the token itself among them; here it is once). A request may have hundreds of thousands of them.
-As columns they cross in a tenth of the time that so many objects take, and their JSON is written in pieces
-(`wire/pieces.py`).
+The engine gives arrays for each position (`TokenLogprobs`): the token itself first, then the most likely tokens in
+order. If the token itself is among the latter, it is kept once here. A request may have hundreds of thousands of
+entries. Columns cross between the processes in a tenth of the time of that many objects. Their JSON is written in
+pieces (`wire/pieces.py`).
 
-A token is bytes here, because it may be a part of a character. Clients read text: bytes that are no whole character are
-written `\\xNN`, as OpenAI does. The bytes of the tokens before it say what a token adds to the text, and where.
+A token is bytes here, because it may be a part of a character. Clients read text: bytes that are not a whole character
+are written `\\xNN`, as OpenAI does. The text that a token adds, and its offset, depend on the bytes of the tokens
+before it.
 
 JSON has no infinities, so an impossible token has -9999.0, as vLLM writes it.
 """
@@ -28,29 +29,29 @@ if TYPE_CHECKING:
 
 MIN_LOGPROB = -9999.0
 MAX_UNKNOWN = 8
-"""Characters of a text that are not those of its tokens, one after the other."""
+"""Maximum number of consecutive characters of a text that come from no token."""
 PIECE = 256
-"""Tokens whose log probabilities are written in one piece, at least: a millisecond."""
+"""Minimum number of tokens whose log probabilities are written in one piece: a millisecond."""
 
 
 def finite(logprob: float) -> float:
-    """A log probability that JSON can hold; also of NaN."""
+    """A log probability that is possible in JSON; also for NaN."""
     return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB
 
 
 @dataclass(slots=True)
 class Logprobs:
-    """Those of consecutive positions: for position i, `counts[i]` elements of each of the other lists."""
+    """Log probabilities of consecutive positions: for position i, `counts[i]` elements of each of the other lists."""
 
     counts: list[int] = field(default_factory=list)
-    """0: the position has none, being the first of a prompt."""
+    """0: the position has none, as the first of a prompt."""
     token_ids: list[int] = field(default_factory=list)
-    """Of a position: the token itself first."""
+    """For each position the token itself first."""
     values: list[float] = field(default_factory=list)
     """Natural logarithms."""
     ranks: list[int | None] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
-    """What the tokens stand for."""
+    """The text of the tokens."""
 
     @classmethod
     def of(
@@ -59,12 +60,12 @@ class Logprobs:
         piece_of: Callable[[int], Piece],
         own: Iterable[Piece] = (),
     ) -> Logprobs:
-        """Those that the engine gives.
+        """The columns of the engine's log probabilities.
 
         Args:
             entries: one per position.
-            piece_of: what a token stands for behind other text.
-            own: what each position's own token stands for in its place.
+            piece_of: the text of a token after other text.
+            own: the text of each position's own token in its place.
         """
         made = cls()
         for entry in entries:
@@ -73,7 +74,7 @@ class Logprobs:
                 continue
             token_ids, values = entry.token_ids.tolist(), entry.logprobs.tolist()
             ranks: list[int | None] = [entry.rank, *range(1, len(token_ids))]
-            if token_ids.count(token_ids[0]) > 1:  # it is among the most likely ones
+            if token_ids.count(token_ids[0]) > 1:  # the token is among the most likely ones
                 again = token_ids.index(token_ids[0], 1)
                 ranks[0] = again
                 del token_ids[again], values[again], ranks[again]
@@ -90,7 +91,7 @@ class Logprobs:
         return len(self.counts)
 
     def extend(self, later: Logprobs) -> None:
-        """Append those of the positions behind these."""
+        """Append the log probabilities of the following positions."""
         self.counts += later.counts
         self.token_ids += later.token_ids
         self.values += later.values
@@ -98,16 +99,16 @@ class Logprobs:
         self.pieces += later.pieces
 
     def drop(self, num_positions: int) -> None:
-        """Remove those of the first positions."""
+        """Remove the log probabilities of the first positions."""
         end = sum(self.counts[:num_positions])
         del self.counts[:num_positions], self.token_ids[:end], self.values[:end], self.ranks[:end], self.pieces[:end]
 
     def own_pieces(self) -> list[Piece]:
-        """Of each position: what its own token stands for; None where it has no log probability."""
+        """The text of each position's own token; None if it has no log probability."""
         return [self.pieces[place.start] if place else None for place in self.positions()]
 
     def positions(self) -> Iterator[range]:
-        """Of each position: where its elements are."""
+        """The range of each position's elements."""
         start = 0
         for count in self.counts:
             yield range(start, start + count)
@@ -115,12 +116,12 @@ class Logprobs:
 
 
 class TextPlaces:
-    """Finds where the tokens of an answer begin in its text, part of which may come after its tokens.
+    """Finds the offsets of tokens in the text of a response; parts of the text may arrive after their tokens.
 
     The text is that of the tokens' bytes, with these exceptions. It may end early, at a stop string. A leading space
-    may be missing, because it was stripped or cleaned up. Of bytes that are no character, each may be a replacement
-    character. A tokenizer may have replaced characters of a prompt. So the place behind a token is looked up in the
-    text, when that has come.
+    may be missing, because it was stripped or cleaned up. Each byte of an invalid character may become a replacement
+    character. A tokenizer may have replaced characters of a prompt. So the place after a token is looked up in the
+    text, once the text has arrived.
 
     Args:
         offset: characters before the text.
@@ -131,25 +132,25 @@ class TextPlaces:
         self._text = ""
         self._num_before = offset  # characters before `_text`
         self._at = 0  # in `_text`
-        self._added = ""  # by the last token, behind `_at`
-        self._num_bytes = 0  # of what was added
-        self._open = unfinished  # the beginning of a character, behind what was added
+        self._added = ""  # the text that the last token adds at `_at`
+        self._num_bytes = 0  # of `_added`
+        self._open = unfinished  # the beginning of a character, after `_added`
         self._is_complete = False
 
     def add_text(self, text: str, *, is_last: bool) -> None:
-        """The text that follows. If it is the last, the remaining tokens have their places within it."""
+        """Append text. If it is the last, all remaining tokens have their places within it."""
         self._text = self._text[self._at :] + text
         self._num_before += self._at
         self._at = 0
         self._is_complete = is_last
 
     def knows(self, piece: Piece) -> bool:
-        """Whether the text says where the next token begins, which is this one."""
+        """Whether enough text has arrived to know the offset of the next token, which is `piece`."""
         num_needed = self._at + len(self._added) + self._breaks_off(piece)
         return self._is_complete or num_needed <= len(self._text)
 
     def place(self, piece: Piece) -> int:
-        """The next token's offset in characters: where the character begins that holds its first byte."""
+        """The next token's offset in characters: the beginning of the character that contains its first byte."""
         self._pass_added()
         if isinstance(piece, bytes) and piece:
             if self._breaks_off(piece):
@@ -162,7 +163,7 @@ class TextPlaces:
         return self._num_before + self._at
 
     def _breaks_off(self, piece: Piece) -> bool:
-        """Whether the next token does not go on with the unfinished character before it, which stays one."""
+        """Whether the next token does not continue the unfinished character before it, which then stays unfinished."""
         return (
             isinstance(piece, bytes)
             and len(self._open) > 0 < len(piece)
@@ -170,7 +171,7 @@ class TextPlaces:
         )
 
     def _pass_added(self) -> None:
-        """Go behind the text that the last token added."""
+        """Advance past the text that the last token added."""
         text, at, added = self._text, self._at, self._added
         if not text.startswith(added, at):
             if added.startswith(" ") and text.startswith(added[1:], at):
@@ -181,19 +182,19 @@ class TextPlaces:
         self._added = ""
 
     def _pass_unknown(self) -> None:
-        """Go to what the new token has added, behind a few characters that no token accounts for."""
+        """Advance to the text of the new token, past a few characters that come from no token."""
         at, added = self._at, self._added
         is_shorter = added.startswith(" ") and self._text.startswith(added[1:], at)
-        if is_shorter or added.startswith(self._text[at : at + len(added)]):  # or the rest has not come
+        if is_shorter or added.startswith(self._text[at : at + len(added)]):  # or the rest has not arrived
             return
         found = self._text.find(added, at, at + len(added) + MAX_UNKNOWN)
         unknown = self._text[at:found]
-        is_replaced = unknown.startswith(REPLACEMENT) and unknown.strip(REPLACEMENT) != ""  # the token is, by the first
+        is_replaced = unknown.startswith(REPLACEMENT) and unknown.strip(REPLACEMENT) != ""  # by the first character
         self._at = at if found < 0 or is_replaced else found
 
 
 def _is_valid_start(text: bytes) -> bool:
-    """Whether bytes are the beginning of a text in UTF-8."""
+    """Whether bytes are a valid beginning of UTF-8 text."""
     try:
         codecs.getincrementaldecoder("utf-8")("strict").decode(text)
     except UnicodeDecodeError:
@@ -206,25 +207,25 @@ class UnplacedLogprobs:
     """Log probabilities of consecutive tokens of a completion that are not written yet."""
 
     places: TextPlaces
-    """Of the generated text."""
+    """Of the tokens in the generated text."""
     token_ids: list[int] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
-    """What the tokens stand for in their places."""
+    """The text of the tokens in their places."""
     entries: Logprobs = field(default_factory=Logprobs)
     offsets: list[int] = field(default_factory=list)
-    """Of the first tokens, if they are the prompt's."""
+    """Known offsets of the first tokens, if they are the prompt's."""
 
     def add(
         self, token_ids: Sequence[int], pieces: Sequence[Piece], entries: Logprobs, offsets: Sequence[int] = ()
     ) -> None:
-        """Append those of further tokens."""
+        """Append further tokens."""
         self.token_ids += token_ids
         self.pieces += pieces
         self.entries.extend(entries)
         self.offsets += offsets
 
     def drop(self, num_tokens: int) -> None:
-        """Remove those of the first tokens."""
+        """Remove the first tokens."""
         del self.token_ids[:num_tokens], self.pieces[:num_tokens], self.offsets[:num_tokens]
         self.entries.drop(num_tokens)
 
@@ -242,7 +243,7 @@ class LogprobWriter:
         self._as_token_ids = as_token_ids
 
     def _token(self, token_id: int, piece: Piece, prefix: str = "") -> str:
-        """A token in the form that the client asked for; `prefix` before one that is no whole characters."""
+        """A token in the form that the client asked for; with `prefix` if its bytes are not whole characters."""
         if self._as_token_ids or piece is None:
             return f"token_id:{token_id}"
         if isinstance(piece, str):
@@ -255,7 +256,8 @@ class LogprobWriter:
     # ------------------------------------------------------------------ completions
 
     def completion(self, unplaced: UnplacedLogprobs) -> Pieces[str]:
-        """An object of four lists, one element per token whose place in the text is known; these are removed."""
+        """An object of four lists, with one element for each token whose place in the text is known. These tokens are
+        removed."""
         written = _Lists("text_offset", "token_logprobs", "tokens", "top_logprobs")
         logprobs, places, known = unplaced.entries, unplaced.places, iter(unplaced.offsets)
         num_written = num_pending = 0
@@ -274,7 +276,7 @@ class LogprobWriter:
                 top = {token: value}
                 for one in place[1 : self._num_top + 1]:
                     other = self._token(logprobs.token_ids[one], logprobs.pieces[one], "bytes:")
-                    if other in top:  # as of two tokens without text
+                    if other in top:  # such as a second token without text
                         other = f"token_id:{logprobs.token_ids[one]}"
                     top[other] = finite(logprobs.values[one])
             written.append(offset, value, token, top)
@@ -289,7 +291,7 @@ class LogprobWriter:
     # ------------------------------------------------------------------ chat
 
     def chat(self, logprobs: Logprobs) -> Pieces[str]:
-        """One object per token, with the most likely ones in its place."""
+        """One object per token, with the most likely tokens at its position."""
         written = _Lists("content")
         num_pending = 0
         for place in logprobs.positions():
@@ -313,7 +315,7 @@ class LogprobWriter:
 
 
 def prompt_logprobs(logprobs: Logprobs | None) -> Pieces[str]:
-    """Those of a prompt as vLLM writes them: a list of token id -> its log probability, rank and text."""
+    """A prompt's log probabilities as vLLM writes them: a list of token id -> its log probability, rank and text."""
     if logprobs is None:
         return "null"
     texts: list[str] = []
@@ -336,7 +338,7 @@ def prompt_logprobs(logprobs: Logprobs | None) -> Pieces[str]:
 
 
 def _elements(values: list[Any]) -> str:
-    """As in a JSON list. All of it is ASCII, as in events."""
+    """The elements of a JSON list, without brackets. All of it is ASCII, as in events."""
     return json.dumps(values, allow_nan=False, separators=(",", ":"))[1:-1]
 
 
@@ -360,7 +362,7 @@ class _Lists:
             pending.append(value)
 
     def write(self) -> None:
-        """Turn what was appended into text."""
+        """Turn the appended values into text."""
         for pending, texts in zip(self._pending, self._texts, strict=True):
             if pending:
                 texts.append(_elements(pending))

@@ -1,8 +1,8 @@
-"""What crosses between the API process and the engine process: messages over a pair of Unix sockets.
+"""Messages between the API process and the engine process, over a pair of Unix sockets.
 
-A frame is four bytes of length, and the message, pickled. Both ends are the same program, and the sockets have no name,
-so no other program can write into them. Where the engine is on another machine it is a TCP connection, of which no
-message is read before the other end has shown a secret (`service/remote.py`).
+A frame is a length of four bytes, and the pickled message. Both ends are the same program, and the sockets have no
+name, so no other program can write to them. An engine on another machine has a TCP connection. No message is read from
+it before the other end has sent a secret (`service/remote.py`).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ MAX_FRAME = 2**31
 """Bytes; the largest legal message is far smaller."""
 
 
-# ------------------------------------------------------------------------------------------------- what is asked for
+# ------------------------------------------------------------------------------------------------- to the engine
 
 
 @dataclass(slots=True)
 class EngineRequest:
-    """One sample of one prompt, as the API process asks for it. Times are of its `time.monotonic`, which all processes
-    of a machine share; an engine on another machine sets its clock by that (`Start.clock_offset`).
+    """One sample of one prompt, as the API process requests it. Times are by its `time.monotonic`, which all processes
+    of a machine share. An engine on another machine adjusts its clock to that (`Start.clock_offset`).
     """
 
     request_id: str
@@ -48,22 +48,22 @@ class EngineRequest:
     cache_salt: str | None = None
     arrival_time: float | None = None
     deadline: float | None = None
-    """When it finishes with finish_reason "deadline", waiting or running; None: never."""
+    """The time at which it finishes with finish_reason "deadline", waiting or running; None: no limit."""
     tenant: str = ""
-    """Whose request it is."""
+    """The tenant of the request."""
     ttft_target: float | None = None
-    """Seconds from its arrival within which its first token is wanted."""
+    """Seconds from its arrival until its first token should come."""
     retention: float | None = None
-    """Seconds after its end for which its prefix is worth keeping cached."""
+    """Seconds after its end for which its prefix should stay cached."""
     user: str | None = None
-    """What its client calls the user."""
+    """The client's name for the user."""
     stream: bool = True
-    """False: after the first delta, which reports the first token, one with all remaining tokens is enough."""
+    """False: two deltas are enough, one with the first token and one with all remaining tokens."""
     resumed: Resumed | None = None
-    """What an engine that died has reported of it; None: nothing yet."""
+    """The output that a dead engine has reported; None: no output yet."""
 
     def __reduce__(self) -> tuple[type[EngineRequest], tuple[Any, ...]]:
-        """Its values without the names of the fields, which take longer than all the rest."""
+        """Pickle its values without the names of the fields, which take longer than everything else."""
         return EngineRequest, _REQUEST_VALUES(self)
 
 
@@ -72,9 +72,9 @@ _REQUEST_VALUES = attrgetter(*(one.name for one in fields(EngineRequest)))
 
 @dataclass(slots=True)
 class Add:
-    """Queue requests, in this order; their keys name them from now on.
+    """Queue requests, in this order; later messages refer to them by their keys.
 
-    An object that several of them refer to, such as a prompt's tokens, biases or a grammar, is pickled once, so samples
+    An object that several requests share, such as a prompt's tokens, biases or a grammar, is pickled once. So samples
     of one prompt belong in one message.
     """
 
@@ -83,7 +83,7 @@ class Add:
 
 @dataclass(slots=True)
 class Abandon:
-    """Abort this request: its outputs have no reader any more."""
+    """Abort this request: nothing reads its outputs any more."""
 
     key: int
 
@@ -105,27 +105,27 @@ class Stop:
 
 @dataclass(slots=True)
 class Start:
-    """The first message: what to make."""
+    """The first message: the options of the engine."""
 
     options: dict[str, Any]
     """Keyword arguments of `Engine`."""
     record: str | None
-    """A file for the scheduler's recording."""
+    """The file of the scheduler's recording."""
     log_stats_interval: float | None
     max_step_retries: int
     warm_up: bool
     """Whether requests are rehearsed before the engine takes any."""
     name: str = ""
-    """What lines of its log begin with, beside the program's name."""
+    """A prefix of its log lines, after the program's name."""
     clock_offset: float = 0.0
-    """Seconds by which the API process's `time.monotonic` is ahead of the engine's, where they are on two machines."""
+    """Seconds by which the API process's `time.monotonic` is ahead of the engine's, if they are on two machines."""
     record_when_full: WhenFull = "stop"
-    """What a full disk does to the recording."""
+    """What happens to the recording when the disk is full."""
     must_record: bool = True
     """Whether an engine whose recording cannot be opened does not start."""
 
 
-# ------------------------------------------------------------------------------------------------- what comes back
+# ------------------------------------------------------------------------------------------------- from the engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class EngineInfo:
 
     pid: int
     model: str
-    """As the operator named it: a directory, or "demo"."""
+    """The operator's name for it: a directory, or "demo"."""
     max_model_len: int
     vocab_size: int
     num_parameters: int
@@ -146,13 +146,13 @@ class EngineInfo:
     block_size: int
     kv_cache_bytes: int
     kv_cache_tokens: int
-    """Tokens that the pool holds; with KV in groups of layers, in requests of the longest length."""
+    """Tokens that the pool can hold; with KV in groups of layers, for requests of the maximum length."""
     full_length_requests: float
-    """Requests of the longest length that it holds at once."""
+    """Requests of the maximum length that the pool can hold at once."""
     scheduler: dict[str, Any]
     """`SchedulerConfig.to_dict()`."""
     generation_defaults: dict[str, Any]
-    """Sampling parameters that the model's own generation settings recommend, by their names in `SamplingParams`."""
+    """Sampling parameters that the model's generation settings recommend, by their names in `SamplingParams`."""
 
     @property
     def max_num_running(self) -> int:
@@ -164,7 +164,7 @@ class EngineInfo:
 
 @dataclass(slots=True)
 class Failed:
-    """The engine could not be made: the caller's fault (a bad knob, a model that cannot be run), or not."""
+    """The engine could not be made; `is_usage_error`: because of a wrong option, or a model that cannot run."""
 
     message: str
     is_usage_error: bool
@@ -180,12 +180,12 @@ class StepNote(NamedTuple):
 
 PlainTokens: TypeAlias = tuple[int, str, list[int], int]
 """The delta of a request that only got tokens: its key, then `text`, `token_ids` and `num_cached_tokens` as in `Delta`.
-Nearly every delta is one, so no object is made of it on its way."""
+Nearly all deltas have this form, so no `Delta` objects are made of them."""
 
 
 @dataclass(slots=True)
 class Delta:
-    """What is new about a request since its last delta; of several steps if the reader was slow."""
+    """The changes of a request since its last delta; of several steps if the reader was slow."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -195,12 +195,12 @@ class Delta:
     finish_detail: str = ""
     stop_reason: int | str | None = None
     prompt_logprobs: Logprobs | None = None
-    """In the first one, if asked for."""
+    """In the first delta, if asked for."""
     metrics: RequestMetrics | None = None
-    """In the last one."""
+    """In the last delta."""
     num_cached_tokens: int = 0
     embedding: npt.NDArray[np.float32] | None = None
-    """In the last one, of a request with `PoolingParams`."""
+    """In the last delta, of a request with `PoolingParams`."""
 
     def merge(self, later: Delta) -> None:
         """Append the delta that follows this one."""
@@ -222,22 +222,22 @@ class Delta:
 
 @dataclass(slots=True)
 class EngineOutputs:
-    """What happened to requests, and which steps ran, since the last message of this kind."""
+    """Changes of requests, and notes of steps, since the last message of this kind."""
 
     accepted: list[int] = field(default_factory=list)
     """Keys of requests that are queued now."""
     tokens: list[PlainTokens] = field(default_factory=list)
-    """Of requests that only got tokens."""
+    """Deltas of requests that only got tokens."""
     deltas: list[tuple[int, Delta]] = field(default_factory=list)
-    """Of the others: those that finished, and those with more than tokens."""
+    """All other deltas: of finished requests, and with more than tokens."""
     errors: list[tuple[int, Exception]] = field(default_factory=list)
-    """Of requests that were refused, or that the engine's death ended."""
+    """Errors of requests that were refused, or ended by the engine's death."""
     steps: list[StepNote] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Answer:
-    """To an `Ask`."""
+    """The reply to an `Ask`."""
 
     key: int
     value: Any = None
@@ -246,10 +246,10 @@ class Answer:
 
 @dataclass(slots=True)
 class Beat:
-    """The engine's thread goes on, in a step that takes long."""
+    """A sign of life of the engine's thread, in a long step."""
 
     patience: float
-    """Seconds for which it may be silent now; 0: for no longer than usual."""
+    """Seconds of silence that the engine announces; 0: no longer than usual."""
 
 
 # ------------------------------------------------------------------------------------------------- frames
@@ -262,7 +262,7 @@ def pack(message: object) -> bytes:
 
 
 class Unpacker:
-    """Messages out of a stream of bytes that arrives in pieces."""
+    """Reads messages from a stream of bytes that arrives in pieces."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -271,11 +271,11 @@ class Unpacker:
         """The messages that are complete with these bytes.
 
         Raises:
-            ValueError: a frame is longer than any message could be: this is not the other end.
+            ValueError: a frame is longer than any possible message, so the sender is no Pointsman process.
         """
         if not self._buffer and len(data) >= _HEAD.size:
             (length,) = _HEAD.unpack_from(data)
-            if len(data) == _HEAD.size + length:  # one whole frame, as a rule
+            if len(data) == _HEAD.size + length:  # usually exactly one frame
                 return (pickle.loads(memoryview(data)[_HEAD.size :]),)
         return self._feed(data)
 
@@ -298,7 +298,7 @@ class Unpacker:
 
 
 def portable(error: BaseException) -> Exception:
-    """An error that can cross: the given one if it can be pickled and rebuilt, else one with its message."""
+    """An error that can be sent: the error itself if it can be pickled and rebuilt, else one with its message."""
     try:
         rebuilt = pickle.loads(pickle.dumps(error))
     except Exception:

@@ -1,4 +1,4 @@
-"""Work in pieces: what takes long in the event loop yields between its pieces, so that others are served meanwhile.
+"""Work in pieces: long work in the event loop yields between its pieces, so that other tasks run in between.
 
 Such work is a generator of type `Pieces`: `yield` ends a piece, `return` gives the result, and `in_pieces` runs it.
 """
@@ -14,7 +14,7 @@ Pieces: TypeAlias = Generator[None, None, ResultT]
 
 
 async def in_pieces(work: Pieces[ResultT]) -> ResultT:
-    """The result of the work. Behind each piece every other task that is ready has its turn."""
+    """The result of the work. After each piece every other ready task runs."""
     while True:
         try:
             next(work)

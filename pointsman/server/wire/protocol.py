@@ -1,15 +1,15 @@
-"""What clients send: the fields of OpenAI's API and of vLLM's, with their names, defaults and ranges.
+"""Request bodies: the fields of OpenAI's API and of vLLM's, with their names, defaults and ranges.
 
-Unknown fields are ignored, as vLLM does. Known fields that this server cannot honour are refused with the reason,
-unless they ask for nothing (`_Refusing`): a client must not believe that its images were seen. A number in quotes is
-read as a number, again as vLLM does, except in lists of token ids; true and false are no numbers; NaN and infinities
-are refused everywhere. A field that may be left out may be null (`ProtocolModel`).
+Unknown fields are ignored, as vLLM does. Known fields that this server does not support are refused with the reason,
+unless their value is neutral (`_Refusing`): a client must not believe that its images were used. A number in quotes is
+read as a number, again as vLLM does, except in lists of token ids. true and false are not numbers. NaN and infinities
+are refused everywhere. Optional fields may be null (`ProtocolModel`).
 
-The event loop validates, and every stream waits for it. So the length of a list or an object is checked before its
-elements are (`AtMost`), and validation of a list ends with its first wrong element.
+Validation runs in the event loop, and blocks all streams. So the length of a list or an object is checked before its
+elements (`AtMost`), and validation of a list ends at its first wrong element.
 
-Ranges here are those that hold for every server. What depends on the model or on the operator's settings (a served
-name, the maximum `n`) is checked later, and what depends on several fields by `SamplingParams`.
+The ranges here hold for every server. Values that depend on the model or on the operator's settings (a served name, the
+maximum `n`) are checked later. Values that depend on several fields are checked by `SamplingParams`.
 """
 
 from __future__ import annotations
@@ -51,34 +51,34 @@ MAX_MODALITIES = 16
 MAX_PROMPTS = 1024
 """Prompts in one request."""
 MAX_USER_CHARACTERS = 1024
-"""Of `user`, and of a header that names the tenant."""
+"""Characters of `user`, and of a header that names the tenant."""
 MAX_NAME = 256
 """Characters of ids, roles and names."""
 REQUEST_ID = rf"^[!-~]{{1,{MAX_NAME}}}$"
-"""It becomes a header of the answer: printable ASCII without spaces."""
-USER = "Shown by /v1/requests; the tenant, where the server was started with --tenant-from user."
+"""The id becomes a header of the response: printable ASCII without spaces."""
+USER = "Shown by /v1/requests; also the tenant, if the server was started with --tenant-from user."
 TTFT_TARGET = (
-    "Seconds from arrival within which the first token is wanted; only where the server schedules by it. The request "
-    "goes on when they have passed. Also the header X-Request-TTFT-Target."
+    "Seconds from arrival until the first token should come; only if the server's order reads it. The request "
+    "continues after that time. Also the header X-Request-TTFT-Target."
 )
 
 RETENTION = (
-    "Seconds after its end for which its prefix is worth keeping cached, as between two calls of an agent; only where "
-    "the server retains prefixes."
+    "Seconds after its end for which its prefix should stay cached, as between two calls of an agent; only if the "
+    "server's eviction policy reads it."
 )
 
 
 @dataclass(frozen=True)
 class AtMost:
-    """The elements of a list or an object are validated only if there are at most so many of them, and those of a list
-    up to the first wrong one: a list of a million would make a million errors.
+    """Validates the elements of a list or an object only if there are at most `count`. Validation of a list ends at its
+    first wrong element: otherwise a list of a million could make a million errors.
     """
 
     count: int
     remedy: str = "send fewer"
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        schema: dict[str, Any] = {**handler(source), "max_length": self.count}  # which the description shows
+        schema: dict[str, Any] = {**handler(source), "max_length": self.count}  # shown by the description
         if schema["type"] == "list":
             schema["fail_fast"] = True
         return no_info_before_validator_function(self._check, cast(CoreSchema, schema))
@@ -92,7 +92,7 @@ class AtMost:
 
 
 def _no_bool(value: Any) -> Any:
-    """JSON has numbers and truth values; Python takes one for the other."""
+    """Refuse true and false as numbers: Python would accept them."""
     if isinstance(value, bool):
         raise PydanticCustomError("no_number", "true and false are no numbers; send a number")
     return value
@@ -116,7 +116,7 @@ User: TypeAlias = Annotated[str, Field(max_length=MAX_USER_CHARACTERS)]
 
 
 def _kind_of_prompt(value: Any) -> str:
-    """Which of the forms of `PromptField` it is, or is nearest to: the other ones are not tried."""
+    """The form of `PromptField` that the value has or resembles; the other forms are not tried."""
     if isinstance(value, str):
         return "text"
     first = value[0] if isinstance(value, list) and value else None
@@ -143,11 +143,11 @@ PromptField: TypeAlias = Annotated[
 
 
 class _DefaultForNull:
-    """null means the same as left out, for a field whose own type has no null.
+    """Replaces null by the default, for a field whose own type has no null.
 
     Args:
         default: makes the field's default.
-        kind: what else the field may be.
+        kind: the field's own type.
     """
 
     def __init__(self, default: Callable[[], Any], kind: Any) -> None:
@@ -163,13 +163,13 @@ class _DefaultForNull:
 
 
 class ProtocolModel(BaseModel):
-    """Anything a client sends. null means the same as left out: clients write every field that they know."""
+    """A part of a client's request. null means the same as left out: some clients write every field that they know."""
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """Let every field with a default take null, at no cost for bodies without one."""
+        """Let every field with a default accept null, at no cost for bodies without null."""
         super().__pydantic_init_subclass__(**kwargs)
         strict = [
             field
@@ -186,12 +186,12 @@ class ProtocolModel(BaseModel):
 
 
 def refusal(param: str, why: str) -> PydanticCustomError:
-    """For validators: the request asks for what is not possible."""
+    """For validators: the error for a value that is not possible."""
     return PydanticCustomError("unsupported", "{why}", {"param": param, "why": why})
 
 
 class _Refusing(ProtocolModel):
-    """A request with fields that are refused unless their value is neutral."""
+    """A request with unsupported fields, which are refused unless their value is neutral."""
 
     unsupported: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
         "use_beam_search": ((None, False), "beam search is not supported; leave it out and use n"),
@@ -202,7 +202,7 @@ class _Refusing(ProtocolModel):
         "thinking_token_budget": ((None, -1), "thinking is not limited here; use max_tokens"),
         "watermarking": ((None, False), "watermarks are not supported; leave it out"),
     }
-    """Field -> the values that ask for nothing, and what to do instead."""
+    """Field -> its neutral values, and the remedy."""
 
     @model_validator(mode="before")
     @classmethod
@@ -218,7 +218,7 @@ class _Refusing(ProtocolModel):
 
 
 class StreamOptions(ProtocolModel):
-    """What a stream holds beside the text."""
+    """Additions to the text of a stream."""
 
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = Field(False, description="Usage in every chunk; only with include_usage.")
@@ -267,15 +267,15 @@ class StructuredOutputs(_Refusing):
 
 
 class RepetitionDetection(ProtocolModel):
-    """Which repetitions at the end of an output finish it, with `finish_reason` repetition."""
+    """The repetitions at the end of an output that finish it, with `finish_reason` repetition."""
 
-    max_pattern_size: Number = Field(0, description="Tokens of the longest pattern looked for; 0: none is.")
-    min_pattern_size: Number = Field(0, description="Tokens of the shortest; 0 means 1.")
-    min_count: Number = Field(0, description="How often in a row a pattern must stand at the end; at least 2.")
+    max_pattern_size: Number = Field(0, description="Tokens of the longest pattern; 0: no detection.")
+    min_pattern_size: Number = Field(0, description="Tokens of the shortest pattern; 0 means 1.")
+    min_count: Number = Field(0, description="Number of consecutive patterns at the end; at least 2.")
 
 
 class SamplingFields(_Refusing):
-    """What both kinds of completion take."""
+    """The fields of both kinds of completions."""
 
     model: str | None = Field(None, description="A name that /v1/models lists; left out: the model that is served.")
     frequency_penalty: Penalty | None = None
@@ -311,7 +311,7 @@ class SamplingFields(_Refusing):
     ttft_target: Seconds | None = Field(None, description=TTFT_TARGET)
     retention: Annotated[float, Field(ge=0), NUMBER] | None = Field(None, description=RETENTION)
     request_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = Field(
-        None, description="Part of the answer's id; the header X-Request-Id has priority."
+        None, description="Part of the response's id; the header X-Request-Id has priority."
     )
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = Field(
         None, description="Only requests with an equal salt share cached prefixes."
@@ -349,14 +349,14 @@ class EmbeddingRequest(_Refusing):
     user: User | None = Field(None, description=USER)
 
     pooling: Literal["last", "mean"] = Field(
-        "last", description="Of which hidden states a vector is made: the last token's, or the mean over all tokens."
+        "last", description="The vector's source: the last token's hidden state, or the mean over all tokens."
     )
     use_activation: bool | None = Field(None, description="false: vectors are not scaled to length 1.")
     add_special_tokens: bool = True
     priority: Int64 = Field(0, description="Smaller is more urgent; only where the server schedules by priority.")
     ttft_target: Seconds | None = Field(None, description=TTFT_TARGET)
     retention: Annotated[float, Field(ge=0), NUMBER] | None = Field(None, description=RETENTION)
-    request_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = Field(None, description="Part of the answer's id.")
+    request_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = Field(None, description="Part of the response's id.")
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = Field(
         None, description="Only requests with an equal salt share cached prefixes."
     )
@@ -382,7 +382,7 @@ class CompletionRequest(SamplingFields):
     }
 
     prompt: PromptField = Field(description="Text, token ids, or a list of either.")
-    best_of: Count | None = Field(None, description="At most n: nothing is generated to be thrown away.")
+    best_of: Count | None = Field(None, description="At most n: no sample is generated and dropped.")
     echo: bool | None = Field(False, description="Put the prompt in front of the text.")
     logprobs: Number | None = None
     max_tokens: Number | None = Field(16, description="0 only with echo; null means the default.")
@@ -404,7 +404,7 @@ class CompletionRequest(SamplingFields):
 
 
 class ContentPart(ProtocolModel):
-    """A part of a message. Only text can be read here."""
+    """A part of a message. Only text is supported."""
 
     type: Literal["text"]
     text: str
@@ -422,7 +422,7 @@ class Message(ProtocolModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_media(cls, data: Any) -> Any:
-        """Refuse with a message of our own: the error of the union would be hard to read."""
+        """Refuse parts that are not text, with a short message: the union's error would be hard to read."""
         parts = data.get("content") if isinstance(data, dict) else None
         for part in parts if isinstance(parts, list) else ():
             kind = part.get("type") if isinstance(part, dict) else "text"
@@ -449,7 +449,7 @@ class Message(ProtocolModel):
 
 
 class ChatFields(_Refusing):
-    """How a conversation becomes a prompt; of chat completions and of /tokenize."""
+    """The fields of a conversation, for chat completions and /tokenize."""
 
     unsupported: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
         **_Refusing.unsupported,
@@ -467,7 +467,7 @@ class ChatFields(_Refusing):
         False, description="Leave the last message open and continue it; add_generation_prompt must be false then."
     )
     add_special_tokens: bool = Field(False, description="The chat template writes special tokens itself; only false.")
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="What else the chat template reads.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables of the chat template.")
     documents: (
         Annotated[
             list[Annotated[dict[str, str], AtMost(MAX_DOCUMENT_FIELDS)]],
@@ -516,10 +516,10 @@ class ChatCompletionRequest(ChatFields, SamplingFields):
 
     logprobs: bool | None = False
     top_logprobs: Number = 0
-    max_tokens: Count | None = Field(None, description="Left out, and max_completion_tokens, too: what fits.")
+    max_tokens: Count | None = Field(None, description="Default: max_completion_tokens, else the maximum that fits.")
     max_completion_tokens: Count | None = Field(None, description="Has priority over max_tokens.")
     n: Count = 1
-    echo: bool = Field(False, description="Put the last message in front of the text if its role is the answer's.")
+    echo: bool = Field(False, description="Put the last message in front of the text if its role is the response's.")
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     modalities: Annotated[list[str], AtMost(MAX_MODALITIES)] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
@@ -570,7 +570,7 @@ TokenizeRequest: TypeAlias = Annotated[
     Annotated[TokenizeCompletionRequest, Tag("Text")] | Annotated[TokenizeChatRequest, Tag("Chat")],
     Discriminator(_form_of),
 ]
-"""Of a conversation if it has messages. Choosing by that gives errors of one form, not of both."""
+"""A conversation if it has messages, otherwise a text. So errors are those of one form, not of both."""
 
 
 class DetokenizeRequest(ProtocolModel):

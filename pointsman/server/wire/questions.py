@@ -1,15 +1,15 @@
-"""The questions to an engine, as classes: the arguments, the type of the answer, and the engines that are asked.
+"""Questions to an engine: classes with the arguments, the type of the answer, and the engines to ask.
 
     explanation = await fleet.ask(Explain("cmpl-1"))    # a RequestExplanation
 
-A question object crosses to the engine process as it is. Its base class says which engines of a fleet get it:
+Question objects are pickled to the engine process. The base class decides which engines of a fleet get a question:
 
-    Question           every engine that lives; `merge` makes one answer of theirs
+    Question           all living engines; `merge` combines their answers into one
     OneEngineQuestion  the engine that the caller names
     RequestQuestion    the engine that has the request
 
 A new question needs its class here, a function that answers it (`server/answering.py`) and its route. The client, the
-fleet and the engine process pass on every question alike.
+fleet and the engine process forward all questions in the same way.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ AnswerT = TypeVar("AnswerT")
 
 @dataclass(frozen=True, slots=True)
 class Question(Generic[AnswerT]):
-    """A question or command to an engine, which answers it between two steps. A fleet asks every engine that lives."""
+    """A question or command to an engine, which answers it between two steps. A fleet asks all living engines."""
 
     def merge(self, answers: Mapping[int, AnswerT]) -> AnswerT:
-        """The answer of a fleet: that of its first engine, where no class below says otherwise.
+        """The answer of a fleet: by default that of its first engine.
 
         Args:
             answers: at least one, by the number of the engine, ascending.
@@ -43,7 +43,7 @@ class Question(Generic[AnswerT]):
 
 @dataclass(frozen=True, slots=True)
 class OneEngineQuestion(Question[AnswerT]):
-    """A question to one engine; the caller says which."""
+    """A question to one engine, which the caller chooses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class RequestQuestion(Question[AnswerT]):
 
 @dataclass(frozen=True, slots=True)
 class RequestExplanation:
-    """The scheduler's explanation of a request, with what else an operator wants to know about it."""
+    """The scheduler's explanation of a request, and further facts for an operator."""
 
     explanation: Explanation
     arrival_time: float
@@ -73,11 +73,11 @@ class RequestExplanation:
     ttft_target: float | None
     retention: float | None
     deadline_in: float | None
-    """Seconds until its deadline; None: it has none."""
+    """Seconds until its deadline; None: no deadline."""
     waiting_for: float | None
-    """Seconds since its present reason to wait began; None: it does not wait, or was not considered yet."""
+    """Seconds since its current reason to wait began; None: it does not wait, or was not considered yet."""
     engine: int = 0
-    """The number of the engine that has it."""
+    """The number of the engine that has the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,18 +99,18 @@ class ExplainAll(Question[list[RequestExplanation]]):
     """`Explain` of every unfinished request, in the order in which they reached the API process."""
 
     def merge(self, answers: Mapping[int, list[RequestExplanation]]) -> list[RequestExplanation]:
-        """All requests, with the numbers of their engines; by arrival where there are several engines."""
+        """All requests, with the numbers of their engines; sorted by arrival if there are several engines."""
         found = [replace(one, engine=engine) for engine, some in answers.items() for one in some]
         return found if len(answers) == 1 else sorted(found, key=lambda one: one.arrival_time)
 
 
 @dataclass(frozen=True, slots=True)
 class SetPriority(Question[list[str]]):
-    """Change the priority of requests. A queued request changes its place at once. The answer has the ids that are
-    known; the other requests have finished, or never were.
+    """Change the priority of requests. A queued request changes its place at once. The answer has the known ids; the
+    other requests have finished, or never existed.
 
     Raises:
-        ValueError: the priority is no integer of 64 bits.
+        ValueError: the priority is not an integer of 64 bits.
     """
 
     request_ids: tuple[str, ...]
@@ -127,7 +127,7 @@ class SetPriority(Question[list[str]]):
 
 @dataclass(frozen=True, slots=True)
 class Pause(Question[None]):
-    """Start no request until `Resume`; the answer comes when no step runs any more. See `Engine.pause`.
+    """Start no request until `Resume`; the answer comes when no step runs. See `Engine.pause`.
 
     Raises:
         ResumedError: the engine was resumed meanwhile.
@@ -153,7 +153,7 @@ class IsPaused(Question[bool]):
 
 @dataclass(frozen=True, slots=True)
 class ResetPrefixCache(Question[None]):
-    """Forget every cached prefix."""
+    """Drop all cached prefixes."""
 
     preempt_running: bool
     """Whether running requests recompute their KV; False: they keep it, uncached."""
@@ -181,11 +181,11 @@ class Stats(OneEngineQuestion[EngineStats]):
 
 @dataclass(frozen=True, slots=True)
 class Film(OneEngineQuestion[bytes]):
-    """What is new for a watcher of the scheduler's live film: records, see `web/live.py`. The first question of a
-    watcher begins its film, which `LeaveFilm` ends.
+    """The new records for a watcher of the scheduler's live film, see `web/live.py`. A watcher's first question begins
+    its film, and `LeaveFilm` ends it.
 
     Raises:
-        TooManyWatchers: it would be one too many.
+        TooManyWatchers: the maximum number of watchers is reached.
     """
 
     watcher: int
@@ -200,4 +200,4 @@ class LeaveFilm(OneEngineQuestion[None]):
 
 @dataclass(frozen=True, slots=True)
 class TakePulse(OneEngineQuestion[PulseReading]):
-    """What the steps of the engine's thread take, for the heartbeat."""
+    """The times of the engine's steps, for the heartbeat."""

@@ -1,7 +1,7 @@
-"""What clients get, for the OpenAPI description.
+"""Response bodies, for the OpenAPI description.
 
-Answers are written as plain dictionaries and constant text (`answers.py`), not through these models: the models
-describe an answer, and the tests compare the answers with them.
+Responses are written as plain dictionaries and constant text (`answers.py`), not through these models. The models only
+describe responses, and tests compare responses with them.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from pydantic import BaseModel, Field
 
 
 class PromptTokensDetails(BaseModel):
-    """More about the prompt tokens."""
+    """Details of the prompt tokens."""
 
-    cached_tokens: int = Field(description="Found in the prefix cache, so not computed.")
+    cached_tokens: int = Field(description="Tokens found in the prefix cache, which were not computed.")
 
 
 class Usage(BaseModel):
-    """Tokens of a request; each prompt counts once, however many samples there are of it."""
+    """Token counts of a request; each prompt counts once, for any number of samples."""
 
     prompt_tokens: int
     total_tokens: int
@@ -57,7 +57,7 @@ class CompletionChoice(BaseModel):
 
 
 class CompletionResponse(BaseModel):
-    """Answer of /v1/completions."""
+    """Response of /v1/completions."""
 
     id: str
     object: Literal["text_completion"]
@@ -76,7 +76,7 @@ class Embedding(BaseModel):
 
 
 class EmbeddingResponse(BaseModel):
-    """Answer of /v1/embeddings."""
+    """Response of /v1/embeddings."""
 
     id: str
     object: Literal["list"]
@@ -92,11 +92,11 @@ class ChatTokenLogprob(BaseModel):
     token: str
     logprob: float
     bytes: list[int] | None
-    """UTF-8, of part of a character perhaps; null for a token that the text leaves out."""
+    """UTF-8, possibly of a part of a character; null for a token that the text leaves out."""
 
 
 class ChatTokenLogprobs(ChatTokenLogprob):
-    """A generated token, and the most likely ones in its place."""
+    """A generated token, and the most likely tokens at its position."""
 
     top_logprobs: list[ChatTokenLogprob]
 
@@ -115,7 +115,7 @@ class ChatMessage(BaseModel):
 
 
 class ChatChoice(BaseModel):
-    """One answer."""
+    """One choice."""
 
     index: int
     message: ChatMessage
@@ -126,7 +126,7 @@ class ChatChoice(BaseModel):
 
 
 class ChatCompletionResponse(BaseModel):
-    """Answer of /v1/chat/completions."""
+    """Response of /v1/chat/completions."""
 
     id: str
     object: Literal["chat.completion"]
@@ -139,7 +139,7 @@ class ChatCompletionResponse(BaseModel):
 
 
 class ErrorInfo(BaseModel):
-    """What is wrong, and how to avoid it."""
+    """The error and its remedy."""
 
     message: str
     type: str
@@ -148,7 +148,7 @@ class ErrorInfo(BaseModel):
 
 
 class ErrorResponse(BaseModel):
-    """Every error."""
+    """The body of all errors."""
 
     error: ErrorInfo
 
@@ -195,7 +195,7 @@ class VersionResponse(BaseModel):
 
 
 class StatusResponse(BaseModel):
-    """What the engine is now."""
+    """The new state of the engine."""
 
     status: Literal["paused", "resumed"]
 
@@ -207,13 +207,13 @@ class PausedResponse(BaseModel):
 
 
 class ResetResponse(BaseModel):
-    """Whether it was done."""
+    """Whether the command succeeded."""
 
     success: bool
 
 
 class ActiveSeqsResponse(BaseModel):
-    """How many requests may run at once."""
+    """The maximum number of running requests."""
 
     max_num_active_seqs: int
 
@@ -222,55 +222,57 @@ class PriorityResponse(BaseModel):
     """The requests whose priority was changed."""
 
     priority: int
-    requests: list[str] = Field(description="Their ids.")
+    requests: list[str] = Field(description="The ids of the requests.")
 
 
 class RequestStateEvent(BaseModel):
-    """What happened to a request."""
+    """An event of a request."""
 
     event: str = Field(description="queued, scheduled, preempted, resumed, parked, rolled_back or first_token.")
-    at: float = Field(description="When, in Unix time.")
-    detail: str = Field(description="Of parked: what it waits for.")
+    at: float = Field(description="Unix time.")
+    detail: str = Field(description="For parked: what the request waits for.")
 
 
 class RequestHolder(BaseModel):
-    """A request that holds some of what another one waits for."""
+    """A request that holds a part of the resource that another request waits for."""
 
     id: str
-    amount: int = Field(description="How much of the resource; 0 where nothing is counted.")
-    what: str = Field(description="Of an adapter slot: the name of the adapter.")
-    transfer: int | None = Field(description="Of blocks held for a KV transfer: which; its request may have finished.")
+    amount: int = Field(description="Amount of the resource; 0 if it is not counted.")
+    what: str = Field(description="For an adapter slot: the name of the adapter.")
+    transfer: int | None = Field(description="The KV transfer that holds the blocks; its request may have finished.")
 
 
 class ReplacedPolicy(BaseModel):
-    """A policy of another package that failed, so that the default of its kind decides."""
+    """A policy of another package that failed and was replaced by the default of its kind."""
 
     kind: str
-    policy: str = Field(description="As it was named.")
-    by: str = Field(description="What decides in its place; empty: nothing, for a reserve or a limit.")
-    error: str = Field(description="What it failed with last.")
+    policy: str = Field(description="The name of the policy.")
+    by: str = Field(description="The policy that replaces it; empty for a reserve or a limit: none.")
+    error: str = Field(description="The last error of the policy.")
 
 
 class RequestState(BaseModel):
     """The state of a request of the engine, and why it does not advance."""
 
-    id: str = Field(description="As the answer's id, with the choice's index behind it where there are several.")
-    engine_id: str = Field(description="As the engine's log and recordings call it; no two have the same.")
-    engine: int = Field(description="The number of the engine that has it, from 0.")
-    state: str = Field(description="waiting, running, preempted, or what it waits for other than capacity.")
+    id: str = Field(description="The response's id, followed by the choice's index if there are several.")
+    engine_id: str = Field(description="The unique id in the engine's log and recordings.")
+    engine: int = Field(description="The number of its engine, from 0.")
+    state: str = Field(description="waiting, running, preempted, or waiting for something other than capacity.")
     phase: str
     reason: str | None = Field(description="Why it waits; null if it does not, or was not considered in a step yet.")
     blocker: str | None = Field(description="The request it waits for.")
-    missing: int = Field(description="How much of the resource it lacks.")
+    missing: int = Field(description="The missing amount of the resource.")
     resource: str | None = Field(
-        description="What it lacks, such as KV blocks or sequence slots; null: nothing that is counted."
+        description="The resource it lacks, such as KV blocks or sequence slots; null: none that is counted."
     )
-    holders: list[RequestHolder] = Field(description="The requests that hold it, the largest first; at most 8.")
-    num_holders: int = Field(description="The number of requests that hold some of it.")
-    explanation: str = Field(description="All of it in a sentence.")
+    holders: list[RequestHolder] = Field(
+        description="The requests that hold the resource, the largest first; at most 8."
+    )
+    num_holders: int = Field(description="The number of requests that hold some of the resource.")
+    explanation: str = Field(description="A sentence that says all of this.")
     replaced_policies: list[ReplacedPolicy] = Field(description="Policies that failed; shown to operators alone.")
-    since: float | None = Field(description="When this reason began, in Unix time.")
-    waiting_for: float | None = Field(description="Seconds since then.")
+    since: float | None = Field(description="When the current reason began, in Unix time.")
+    waiting_for: float | None = Field(description="Seconds since the current reason began.")
     transfer: int | None = Field(description="The KV transfer it waits for.")
     position: int | None = Field(description="The number of requests before it in the queue.")
     num_prompt_tokens: int
@@ -281,13 +283,13 @@ class RequestState(BaseModel):
     num_blocks: int
     num_preemptions: int
     priority: int
-    ttft_target: float | None = Field(description="Seconds from its arrival within which its first token is wanted.")
-    retention: float | None = Field(description="Seconds after its end for which its prefix is worth keeping cached.")
-    tenant: str = Field(description="Whose request it is: the name of a key, or as the operator has chosen.")
+    ttft_target: float | None = Field(description="Seconds from arrival until its first token should come.")
+    retention: float | None = Field(description="Seconds after its end for which its prefix should stay cached.")
+    tenant: str = Field(description="The name of a key, or as set by --tenant-from.")
     user: str | None
     age: float = Field(description="Seconds since its arrival.")
     deadline_in: float | None = Field(description="Seconds until its deadline.")
-    events: list[RequestStateEvent] = Field(description="What happened so far; empty unless the server logs it.")
+    events: list[RequestStateEvent] = Field(description="Past events; empty unless the server logs them.")
 
 
 class RequestList(BaseModel):

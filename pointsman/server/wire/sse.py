@@ -1,8 +1,8 @@
-"""How an answer leaves: server-sent events, or one body of JSON, as ASGI messages.
+"""Sends responses as ASGI messages: server-sent events, or one body of JSON.
 
-An event goes out in one write, and `EventStream.write` returns when the transport has taken it. So a slow reader holds
-the transport's buffer and one delta, into which everything that comes meanwhile is merged. While the transport has
-room (`has_room`), `write_now` writes without a task: the server's own protocol offers that to the app, see `http.py`.
+An event is sent in one write, and `EventStream.write` returns when the transport has taken it. So a slow reader costs
+the transport's buffer and one delta, into which later deltas are merged. While the transport is not full (`has_room`),
+`write_now` writes without a task. The server's own protocol offers both functions to the app, see `http.py`.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from collections.abc import Callable, Mapping, Sequence
 from starlette.types import Scope, Send
 
 WRITE_NOW = "pointsman.write_now"
-"""The extension of ASGI with which a protocol offers to write a piece of a body without waiting: with `write`, as long
-as `has_room` says that it can."""
+"""The ASGI extension by which a protocol offers to write a part of a body without waiting: `write_now` may be called
+while `has_room` returns True."""
 
 DONE = b"data: [DONE]\n\n"
 EVENT_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
-    "x-accel-buffering": "no",  # or nginx collects events
+    "x-accel-buffering": "no",  # otherwise nginx buffers events
 }
 
 
 class EventStream:
-    """Server-sent events to one client. Several tasks may write; each event goes out whole.
+    """Server-sent events to one client. Several tasks may write; each event is sent whole.
 
     Args:
         send: of ASGI.
@@ -36,11 +36,11 @@ class EventStream:
     def __init__(self, send: Send, headers: Mapping[str, str], scope: Scope | None = None) -> None:
         self._send = send
         extensions = (scope or {}).get("extensions") or {}
-        offered = extensions.get(WRITE_NOW, {"has_room": lambda: False, "write": None})
+        offered = extensions.get(WRITE_NOW, {"has_room": lambda: False, "write_now": None})
         self.has_room: Callable[[], bool] = offered["has_room"]
-        """Whether events can be sent without waiting."""
-        self.write_now: Callable[[bytes], None] = offered["write"]
-        """Sends events, for which there is room."""
+        """Whether events can be written without waiting."""
+        self.write_now: Callable[[bytes], None] = offered["write_now"]
+        """Writes events without waiting; only while `has_room` returns True."""
         self._headers = {**EVENT_HEADERS, **headers}
         self._lock = asyncio.Lock()
 
@@ -49,7 +49,7 @@ class EventStream:
         await self._send({"type": "http.response.start", "status": 200, "headers": _raw(self._headers)})
 
     async def write(self, events: bytes) -> None:
-        """Send events; returns when the transport has room for more."""
+        """Send events; returns when the transport can take more."""
         async with self._lock:
             await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
@@ -59,7 +59,7 @@ class EventStream:
 
 
 async def send_json(send: Send, pieces: Sequence[bytes], headers: Mapping[str, str] | None = None) -> None:
-    """Send an answer that is not streamed: its JSON, in pieces, of which the transport takes one when it has room."""
+    """Send a response that is not streamed: its JSON in pieces, each sent when the transport can take it."""
     facts = {**(headers or {}), "content-type": "application/json", "content-length": str(sum(map(len, pieces)))}
     await send({"type": "http.response.start", "status": 200, "headers": _raw(facts)})
     last = len(pieces) - 1

@@ -1,4 +1,4 @@
-"""Who may call what: keys of clients and operators, and where an operator's request comes from."""
+"""Access: keys of clients and operators, and the origin of operators' requests."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ ENDPOINTS = [
     ("POST", "/max_num_active_seqs", "operator"),
     ("POST", "/v1/requests/{request_id}/priority", "operator"),
 ]
-"""Every endpoint, and who may call it: everybody; clients; operators; operators, and clients for their own requests."""
+"""Every endpoint and its callers: all; clients; operators; operators, and clients for their own requests."""
 FOR_OPERATORS = [(method, path) for method, path, who in ENDPOINTS if who in ("operator", "own")]
 DESCRIBED = {path for _, path, _ in ENDPOINTS} - {
     *("/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc", "/live", "/live/film")
@@ -113,7 +113,7 @@ def bearer_of(key: str | None) -> dict[str, str]:
 
 
 async def ask(http: httpx.AsyncClient, method: str, path: str, headers: Mapping[str, str] | None = None) -> Any:
-    """The response to a request that changes nothing for long; a completion's body is not valid."""
+    """The response to a request without lasting effect; the body of completions is not valid."""
     path = path.replace("{model}", "demo").replace("{request_id}", "cmpl-nothing")
     content: dict[str, Any] = {"content": b"{}"} if method == "POST" else {}
     if path.endswith("/priority"):
@@ -151,7 +151,7 @@ def test_every_route_is_in_the_list() -> None:
 
 
 def status_of(who: str, keys: str, key: str | None) -> int | None:
-    """The refusal that is expected; None: none."""
+    """The expected refusal; None: no refusal."""
     has_client_keys, has_operator_keys = keys in ("client keys", "both"), keys in ("operator keys", "both")
     is_client, is_operator = has_client_keys and key == CLIENT, has_operator_keys and key == OPERATOR
     if who == "open":
@@ -218,7 +218,7 @@ def test_the_description_says_which_key(keys: str) -> None:
 
 
 def in_words(who: str, keys: str) -> str:
-    """The least that a caller needs."""
+    """The weakest credential that the endpoint accepts."""
     if status_of(who, keys, None) is None:
         return "open" if who in ("open", "client") else "this machine"
     if status_of(who, keys, CLIENT) is None:
@@ -226,7 +226,7 @@ def in_words(who: str, keys: str) -> str:
     return "operator" if status_of(who, keys, OPERATOR) is None else "nobody"
 
 
-def test_the_operators_page_has_the_same_table() -> None:
+def test_operating_md_has_the_same_access_table() -> None:
     told: dict[tuple[str, str], list[list[str]]] = {}
     for line in OPERATING.splitlines():
         if not line.startswith(("| `GET /", "| `POST /")):
@@ -248,7 +248,7 @@ def test_the_operators_page_has_the_same_table() -> None:
             assert told[method, path] == [[in_words(who, keys) for keys in CONFIGS]], path
 
 
-def test_the_example_for_nginx_lets_nothing_through_but_what_clients_use() -> None:
+def test_nginx_example_exposes_only_client_paths() -> None:
     (pattern,) = re.findall(r"^location ~ (\S+) \{$", OPERATING, re.MULTILINE)
     for _, path, who in ENDPOINTS:
         is_forwarded = who == "client" and path in DESCRIBED
@@ -268,7 +268,7 @@ def bearer(value: bytes) -> list[tuple[bytes, bytes]]:
 
 
 @pytest.mark.parametrize("value", [b"Bearer first", b"Bearer second", b"bearer second", b"Bearer  first "])
-def test_any_of_the_keys_opens(value: bytes) -> None:
+def test_every_valid_key_is_accepted(value: bytes) -> None:
     assert call(guarded("first", "second"), headers=bearer(value))[0]["status"] == 200
 
 
@@ -286,18 +286,18 @@ def test_any_of_the_keys_opens(value: bytes) -> None:
         b"Bearer FIRST",
     ],
 )
-def test_nothing_else_opens(value: bytes) -> None:
+def test_invalid_keys_are_refused(value: bytes) -> None:
     sent = call(guarded("first", "second"), headers=bearer(value))
     assert sent[0]["status"] == 401
     assert (b"www-authenticate", b"Bearer") in sent[0]["headers"]
 
 
-def test_no_header_does_not_open() -> None:
+def test_missing_header_is_refused() -> None:
     assert call(guarded("first"))[0]["status"] == 401
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/version", "/metrics", "/live"])
-def test_supervisors_need_no_key(path: str) -> None:
+def test_probes_need_no_key(path: str) -> None:
     assert call(guarded("first"), path=path)[0]["status"] == 200
 
 
@@ -323,11 +323,11 @@ def test_supervisors_need_no_key(path: str) -> None:
         "/max_num_active_seqs",
     ],
 )
-def test_everything_else_needs_one(path: str) -> None:
+def test_all_other_paths_need_a_key(path: str) -> None:
     assert call(guarded("first"), path=path)[0]["status"] == 401
 
 
-def test_an_operators_key_opens_what_clients_use() -> None:
+def test_operator_key_is_valid_for_client_paths() -> None:
     app = ApiKeyMiddleware(reads_all, ["client"], ANSWER, ["operator"])
     for key in (b"client", b"operator"):
         assert call(app, headers=bearer(b"Bearer " + key))[0]["status"] == 200
@@ -351,14 +351,14 @@ def test_the_scope_has_the_index_of_a_clients_key_and_no_key() -> None:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("keys", ["no keys", "operator keys", "both"])
-def test_pages_of_other_sites_may_call_nothing_of_operators(keys: str) -> None:
+def test_pages_of_other_sites_cannot_call_operator_endpoints(keys: str) -> None:
     foreign = [
         {"sec-fetch-site": "cross-site"},
         {"sec-fetch-site": "same-site"},
         {"origin": "http://evil.example"},
         {"origin": "null"},
         {"origin": "http://127.0.0.1:8001", "host": "127.0.0.1:8000"},
-        {"origin": "http://evil.example:8000", "host": "evil.example:8000"},  # a name that was made to lead here
+        {"origin": "http://evil.example:8000", "host": "evil.example:8000"},  # a name that resolves to this server
         {"sec-fetch-site": "same-origin", "origin": "http://evil.example:8000", "host": "evil.example:8000"},
         {"origin": "http://localhost.evil.example", "host": "localhost.evil.example"},
         {"origin": "file://127.0.0.1", "host": "127.0.0.1"},
@@ -430,7 +430,7 @@ HOSTS: list[tuple[dict[str, Any], list[str], list[str]]] = [
 @pytest.mark.e2e
 @pytest.mark.parametrize("keys", ["no keys", "operator keys"])
 @pytest.mark.parametrize(("settings", "names", "others"), HOSTS, ids=[str(case[0]) for case in HOSTS])
-def test_operators_call_the_server_by_its_name(
+def test_operator_requests_need_a_known_host_name(
     settings: dict[str, Any], names: list[str], others: list[str], keys: str
 ) -> None:
     key = bearer_of(None if keys == "no keys" else OPERATOR)
@@ -466,10 +466,10 @@ OPEN = [(method, path) for method, path, who in ENDPOINTS if who == "open"]
 @pytest.mark.e2e
 @pytest.mark.parametrize("keys", CONFIGS)
 @pytest.mark.parametrize(("settings", "names", "others"), HOSTS, ids=[str(case[0]) for case in HOSTS])
-def test_without_keys_a_page_reaches_clients_endpoints_by_the_servers_names_alone(
+def test_without_keys_pages_reach_client_endpoints_only_by_known_names(
     settings: dict[str, Any], names: list[str], others: list[str], keys: str
 ) -> None:
-    """A page's own name may be made to lead to the server; to the browser the server is then the page's own site."""
+    """A page's own name may resolve to this server (DNS rebinding); to the browser the server is then the same site."""
     key = bearer_of({"client keys": CLIENT, "both": CLIENT}.get(keys))
     addresses = ["10.9.8.7", "10.9.8.7:8000", "[fd00::9]:80", "[::ffff:10.0.0.6]", "0.0.0.0", "[::]"]
 
@@ -496,7 +496,7 @@ def bytes_of(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
 
 
 @pytest.mark.e2e
-def test_a_page_with_another_name_reaches_what_is_open_and_nothing_else() -> None:
+def test_page_with_unknown_host_reaches_only_open_paths() -> None:
     async def test(http: httpx.AsyncClient, client: EngineClient) -> None:
         page = {"host": "evil.example:8000", "origin": "http://evil.example:8000"}
         for method, path in FOR_CLIENTS + FOR_OPERATORS:
@@ -512,7 +512,7 @@ def test_a_page_with_another_name_reaches_what_is_open_and_nothing_else() -> Non
 
 
 @pytest.mark.e2e
-def test_the_address_that_was_called_is_a_name_of_a_server_on_all_networks() -> None:
+def test_called_address_is_a_known_name_of_a_wildcard_server() -> None:
     async def run(client: EngineClient) -> None:
         app = create_app(EngineFleet([client]), ServerConfig(host="0.0.0.0"))
         for address, host, status in (
@@ -534,7 +534,7 @@ def test_the_address_that_was_called_is_a_name_of_a_server_on_all_networks() -> 
 
 
 @pytest.mark.e2e
-def test_of_two_hosts_each_must_be_a_name_of_the_server() -> None:
+def test_every_host_header_must_be_a_known_name() -> None:
     async def test(http: httpx.AsyncClient, client: EngineClient) -> None:
         for hosts in (["localhost", "evil.example"], ["evil.example", "localhost"]):
             headers = [(b"host", host.encode()) for host in hosts]
@@ -557,7 +557,7 @@ PASSED_ON = [
 
 
 @pytest.mark.e2e
-def test_without_keys_what_a_proxy_passes_on_is_no_operators() -> None:
+def test_without_keys_proxied_requests_are_not_operators() -> None:
     async def test(http: httpx.AsyncClient, client: EngineClient) -> None:
         for headers, (method, path) in itertools.product(PASSED_ON, FOR_OPERATORS):
             answer = await ask(http, method, path, headers)
@@ -573,7 +573,7 @@ def test_without_keys_what_a_proxy_passes_on_is_no_operators() -> None:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("peer", ["192.0.2.7", "10.0.0.1", "::ffff:10.0.0.1", "2001:db8::1", "0.0.0.0", "unknown"])
-def test_without_keys_other_machines_are_no_operators(peer: str) -> None:
+def test_without_keys_other_machines_are_not_operators(peer: str) -> None:
     async def test(http: httpx.AsyncClient, client: EngineClient) -> None:
         for method, path in FOR_OPERATORS:
             answer = await ask(http, method, path)
@@ -596,7 +596,7 @@ def test_without_keys_this_machine_is_an_operator(peer: str) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("keys", ["operator keys", "both"])
-def test_with_its_key_an_operator_may_be_elsewhere_and_behind_a_proxy(keys: str) -> None:
+def test_operator_key_works_remotely_and_through_a_proxy(keys: str) -> None:
     async def test(http: httpx.AsyncClient, client: EngineClient) -> None:
         for headers, (method, path) in itertools.product([{}, *PASSED_ON], FOR_OPERATORS):
             answer = await ask(http, method, path, {**headers, **bearer_of(OPERATOR)})
@@ -635,7 +635,7 @@ def test_a_client_sees_its_own_requests_and_an_operator_all() -> None:
         assert [one["id"] for one in await listed(a)] == ["cmpl-secret-of-a", "cmpl-twin"]
         of_b = await listed(b)
         assert [one["id"] for one in of_b] == ["cmpl-of-b", "cmpl-twin"]
-        # What it waits for is known, and which client's request that is, is not.
+        # It shows the reason to wait, but not the name of another client's request.
         assert of_b[0]["blocker"] == HIDDEN and {one["id"] for one in of_b[0]["holders"]} == {HIDDEN}
         assert of_b[0]["resource"] == "sequence slots" and HIDDEN in of_b[0]["explanation"]
         assert "secret-of-a" not in json.dumps(of_b)
@@ -660,7 +660,7 @@ def test_a_client_sees_its_own_requests_and_an_operator_all() -> None:
 
 
 @pytest.mark.e2e
-def test_without_an_operator_key_clients_still_see_their_own_requests_from_anywhere() -> None:
+def test_without_operator_key_clients_see_their_own_requests_remotely() -> None:
     async def test(http: httpx.AsyncClient, client: EngineClient) -> None:
         answer = await http.get(
             "/v1/requests", headers={**bearer_of(CLIENT), **PASSED_ON[0], "host": "llm.example.com"}
@@ -688,7 +688,7 @@ def own_address() -> str | None:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("keys", [(), ("--operator-key", OPERATOR)])
-def test_a_server_on_all_networks_knows_its_addresses_and_its_callers(keys: tuple[str, ...]) -> None:
+def test_wildcard_server_knows_its_addresses_and_callers(keys: tuple[str, ...]) -> None:
     with start_server("--model", "demo", "--num-blocks", "64", "--host", "0.0.0.0", *keys) as server:
 
         def status(place: str, **headers: str) -> int:

@@ -1,4 +1,4 @@
-"""Everything beside completions: models, tokens, health, requests, and what is no request at all."""
+"""Endpoints other than completions: models, tokens, health, requests; and invalid requests."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PROMPT = "The import statement"
 
 
 def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
-    """The error of an answer, which has the one shape."""
+    """The error of a response, in the common form."""
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/json"
     ErrorResponse.model_validate_json(response.content)
@@ -77,7 +77,7 @@ def test_tokens_outside_the_vocabulary_have_no_text(http: httpx.Client) -> None:
     error_of(http.post("/v1/completions", json={"prompt": [2**31 - 1]}), 400)
 
 
-def test_health_and_version_say_so(http: httpx.Client) -> None:
+def test_health_and_version_respond(http: httpx.Client) -> None:
     for path in ("/health", "/ready"):
         response = http.get(path)
         assert (response.status_code, response.content) == (200, b"")
@@ -94,7 +94,7 @@ def test_the_prefix_cache_can_be_emptied(http: httpx.Client) -> None:
     assert usage["prompt_tokens_details"]["cached_tokens"] == 0
 
 
-def test_a_salt_keeps_a_tenants_prefixes_apart(http: httpx.Client) -> None:
+def test_cache_salt_isolates_prefixes(http: httpx.Client) -> None:
     def cached(salt: str | None) -> int:
         fields = {"prompt": "salted words " * 40, "max_tokens": 1, "cache_salt": salt}
         tokens: int = http.post("/v1/completions", json=fields).json()["usage"]["prompt_tokens_details"][
@@ -128,11 +128,11 @@ def test_a_salt_keeps_a_tenants_prefixes_apart(http: httpx.Client) -> None:
         b'{"prompt": "a", "deadline": 1e999}',
     ],
 )
-def test_what_is_no_request_is_the_clients_fault(http: httpx.Client, body: bytes) -> None:
+def test_invalid_requests_get_400(http: httpx.Client, body: bytes) -> None:
     error_of(http.post("/v1/completions", content=body, headers={"content-type": "application/json"}), 400)
 
 
-def test_a_null_character_in_a_prompt_is_text(http: httpx.Client) -> None:
+def test_null_character_in_prompt_is_accepted(http: httpx.Client) -> None:
     assert http.post("/v1/completions", json={"prompt": "a\x00b", "max_tokens": 1}).status_code == 200
 
 
@@ -164,7 +164,7 @@ def test_headers_are_checked(http: httpx.Client) -> None:
     error_of(http.post("/v1/completions", json={"prompt": "a"}, headers=odd), 400)
 
 
-def test_what_cannot_fit_is_refused_with_the_numbers(http: httpx.Client) -> None:
+def test_too_long_prompt_is_refused_with_the_numbers(http: httpx.Client) -> None:
     length = http.get("/v1/models").json()["data"][0]["max_model_len"]
     message = error_of(http.post("/v1/completions", json={"prompt": [1] * length}), 400)["message"]
     assert str(length) in message and str(length - 1) in message
@@ -173,7 +173,7 @@ def test_what_cannot_fit_is_refused_with_the_numbers(http: httpx.Client) -> None
     error_of(http.post("/v1/completions", json={"prompt": "a", "n": 17}), 400)
 
 
-def test_the_description_is_of_what_there_is(http: httpx.Client) -> None:
+def test_description_has_the_possible_responses(http: httpx.Client) -> None:
     description = http.get("/openapi.json").json()
     text = json.dumps(description)
     assert "422" not in text and "HTTPValidationError" not in text
@@ -186,7 +186,7 @@ def test_the_description_is_of_what_there_is(http: httpx.Client) -> None:
 # ------------------------------------------------------------------------------------------------- requests
 
 
-def test_every_request_says_where_it_stands(http: httpx.Client) -> None:
+def test_requests_endpoint_shows_every_request_state(http: httpx.Client) -> None:
     body = {"prompt": PROMPT, "max_tokens": 4000, "ignore_eos": True, "stream": True, "request_id": "watched"}
     body |= {"user": "alice", "deadline": 600}
     with http.stream("POST", "/v1/completions", json=body) as response:
@@ -204,11 +204,11 @@ def test_every_request_says_where_it_stands(http: httpx.Client) -> None:
         same = RequestState.model_validate(http.get(f"/v1/requests/{one.engine_id}").json())
         assert (same.id, same.engine_id) == (one.id, one.engine_id)
         again = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "request_id": "watched"})
-        assert again.json()["id"] == again.headers["x-request-id"] == "cmpl-watched"  # who tries again may
+        assert again.json()["id"] == again.headers["x-request-id"] == "cmpl-watched"  # retries may have the same id
     assert error_of(http.get("/v1/requests/cmpl-nobody"), 404)["type"] == "NotFoundError"
 
 
-def test_none_of_this_was_a_fault_of_the_server(server: ServerProcess) -> None:
+def test_no_request_was_logged_as_a_server_fault(server: ServerProcess) -> None:
     assert "Traceback" not in server.log()
 
 
@@ -227,7 +227,7 @@ def with_app(test: Callable[[EngineClient, Any, httpx.AsyncClient], Awaitable[No
     engine_pool().run(run, **{"model": "demo", "num_blocks": 512, "num_threads": 1, **options})
 
 
-def test_more_tokens_than_there_is_room_for_are_clamped() -> None:
+def test_max_tokens_is_clamped_to_the_model_length() -> None:
     async def test(_: EngineClient, app: Any, http: httpx.AsyncClient) -> None:
         async def lengths(path: str, **fields: Any) -> list[int]:
             body = {"temperature": 0, "ignore_eos": True, "return_token_ids": True, **fields}
@@ -257,7 +257,7 @@ def test_more_tokens_than_there_is_room_for_are_clamped() -> None:
     with_app(test, max_model_len=256)
 
 
-def test_choices_repeat_the_log_probabilities_of_prompts_that_are_computed_once() -> None:
+def test_choices_share_prompt_logprobs_computed_once() -> None:
     prompts = [[5 + index % 300 for index in range(400)], [9 + index % 200 for index in range(300)]]
     fields = {"max_tokens": 3, "ignore_eos": True, "seed": 1, "logprobs": 1}
 
@@ -267,7 +267,7 @@ def test_choices_repeat_the_log_probabilities_of_prompts_that_are_computed_once(
             return found["vllm:prompt_tokens_total"] - found["vllm:prompt_tokens_cached_total"]
 
         async def choices(n: int, **more: Any) -> list[dict[str, Any]]:
-            """They compute no more than the prompts, and for each further choice what fills no block."""
+            """They compute only the prompts, and for each further choice the tokens that fill no block."""
             await http.post("/reset_prefix_cache")
             before = await num_computed()
             response = await http.post("/v1/completions", json={"prompt": prompts, "n": n, **fields, **more})
@@ -298,7 +298,7 @@ def test_choices_repeat_the_log_probabilities_of_prompts_that_are_computed_once(
     with_app(test, max_model_len=512)
 
 
-def test_recommendations_of_the_model_count_whether_do_sample_is_set_or_not(tmp_path: Path) -> None:
+def test_model_sampling_defaults_apply_with_and_without_do_sample(tmp_path: Path) -> None:
     shutil.copytree(DEMO_MODEL, tmp_path / "model")
     recommended = {"temperature": 0.01, "top_k": 1, "repetition_penalty": 1.5, "max_new_tokens": 20}
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps(recommended))
@@ -322,7 +322,7 @@ def test_recommendations_of_the_model_count_whether_do_sample_is_set_or_not(tmp_
     with_app(test, model=str(tmp_path / "model"), max_model_len=512, num_blocks=64)
 
 
-def test_a_server_that_ends_finishes_what_it_has_and_takes_no_more() -> None:
+def test_draining_server_finishes_requests_and_refuses_new_ones() -> None:
     async def test(client: EngineClient, app: Any, http: httpx.AsyncClient) -> None:
         fields = {"prompt": PROMPT, "max_tokens": 100, "ignore_eos": True}
         running = asyncio.ensure_future(http.post("/v1/completions", json=fields))
@@ -343,7 +343,7 @@ def test_a_server_that_ends_finishes_what_it_has_and_takes_no_more() -> None:
 
 def test_two_requests_may_have_one_name() -> None:
     async def test(client: EngineClient, app: Any, http: httpx.AsyncClient) -> None:
-        await client.ask(Pause("keep", False))  # none is to finish while it is looked for
+        await client.ask(Pause("keep", False))  # no request may finish during the search
         fields = {"prompt": PROMPT, "max_tokens": 8, "ignore_eos": True, "request_id": "twin"}
         twins = [asyncio.ensure_future(http.post("/v1/completions", json={**fields, "n": n})) for n in (1, 2)]
         while len(await client.ask(ExplainAll())) < 3:
@@ -364,7 +364,7 @@ def test_two_requests_may_have_one_name() -> None:
     with_app(test)
 
 
-def test_an_engine_that_says_nothing_delays_nobody_beyond_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_engine_delays_no_question_beyond_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pointsman.server.service.service.ENGINE_TIMEOUT", 0.3)
 
     async def test(client: EngineClient, app: Any, http: httpx.AsyncClient) -> None:
@@ -397,7 +397,7 @@ def test_an_engine_that_says_nothing_delays_nobody_beyond_a_limit(monkeypatch: p
     with_app(test)
 
 
-def test_what_has_not_begun_when_the_server_ends_is_to_be_tried_elsewhere() -> None:
+def test_unstarted_requests_get_503_when_the_server_ends() -> None:
     async def test(client: EngineClient, app: Any, http: httpx.AsyncClient) -> None:
         fields = {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True}
         running = [asyncio.ensure_future(http.post("/v1/completions", json=fields)) for _ in range(2)]
@@ -422,7 +422,7 @@ def test_what_has_not_begun_when_the_server_ends_is_to_be_tried_elsewhere() -> N
     with_app(test, max_num_seqs=2)
 
 
-def test_many_samples_leave_others_their_turn() -> None:
+def test_many_samples_do_not_block_other_clients() -> None:
     async def test(client: EngineClient, app: Any, http: httpx.AsyncClient) -> None:
         schema = {"type": "object", "properties": {f"property{i}": {"type": "string"} for i in range(1500)}}
         fields = {"prompt": ["a"] * 32, "n": 16, "max_tokens": 1, "structured_outputs": {"json": schema}}
@@ -438,8 +438,8 @@ def test_many_samples_leave_others_their_turn() -> None:
     with_app(test)
 
 
-def test_a_grammar_that_finds_too_many_others_may_be_sent_again() -> None:
-    """Nothing is wrong with it: an overload, as when too many requests wait."""
+def test_full_grammar_queue_gets_retry_after() -> None:
+    """The request is valid: this is an overload, as with too many waiting requests."""
 
     async def test(client: EngineClient, app: Any, http: httpx.AsyncClient) -> None:
         def ask(number: int) -> asyncio.Task[httpx.Response]:
@@ -465,7 +465,7 @@ def test_a_grammar_that_finds_too_many_others_may_be_sent_again() -> None:
     with_app(test)
 
 
-def test_tokens_are_made_for_so_many_at_once() -> None:
+def test_characters_waiting_for_tokenization_are_limited() -> None:
     async def test(client: EngineClient, app: Any, http: httpx.AsyncClient) -> None:
         body = {"prompt": "a word or two " * 15_000}
         answers = await asyncio.gather(*(http.post("/tokenize", json=body) for _ in range(90)))
@@ -479,7 +479,7 @@ def test_tokens_are_made_for_so_many_at_once() -> None:
     with_app(test)
 
 
-def test_the_engines_death_is_an_error_for_everybody() -> None:
+def test_engine_death_fails_all_requests() -> None:
     async def test(client: EngineClient, app: Any, http: httpx.AsyncClient) -> None:
         fields = {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True}
         whole = asyncio.ensure_future(http.post("/v1/completions", json=fields))

@@ -1,4 +1,4 @@
-"""Arrivals: requests begin a few at a time, in the turns of tenants, and health checks at once."""
+"""Arrivals: requests begin a few at a time, tenants in turn; health checks begin at once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def to_nobody(_: Message) -> None:
 
 
 class Door:
-    """The middleware, and in which order requests began behind it."""
+    """The middleware, and the order in which requests began."""
 
     def __init__(self, tenant_of: Callable[[Scope], str] = lambda scope: str(scope["tenant"])) -> None:
         self.begun: list[str] = []
@@ -41,20 +41,20 @@ class Door:
         )
 
 
-def test_few_requests_begin_in_one_turn_of_the_loop() -> None:
+def test_requests_per_loop_iteration_are_limited() -> None:
     async def run() -> None:
         door, before = Door(), 0
         tasks = [door.send("a") for _ in range(MANY)]
         while not all(task.done() for task in tasks):
             await asyncio.sleep(0)
-            assert len(door.begun) - before <= 2 * NUM_PER_TURN  # of this turn, and those let in by the last
+            assert len(door.begun) - before <= 2 * NUM_PER_TURN  # of this iteration, and those admitted by the last
             before = len(door.begun)
         assert len(door.begun) == MANY
 
     asyncio.run(run())
 
 
-def test_a_request_comes_before_the_many_of_another_tenant() -> None:
+def test_tenants_begin_requests_in_turn() -> None:
     async def run() -> None:
         door = Door()
         tasks = [door.send("a") for _ in range(MANY)]
@@ -79,7 +79,7 @@ def test_health_checks_and_operators_do_not_wait() -> None:
     asyncio.run(run())
 
 
-def test_a_request_that_is_cancelled_at_the_door_holds_nobody_up() -> None:
+def test_cancelled_arrival_does_not_block_others() -> None:
     async def run() -> None:
         door = Door()
         tasks = [door.send("a") for _ in range(MANY)]
@@ -96,9 +96,9 @@ def test_a_request_that_is_cancelled_at_the_door_holds_nobody_up() -> None:
     asyncio.run(run())
 
 
-def test_what_names_no_tenant_properly_begins_as_well() -> None:
+def test_request_with_invalid_tenant_header_begins() -> None:
     def broken(_: Scope) -> str:
-        raise ApiError(400, "the header X-Tenant is there 2 times; send it once")
+        raise ApiError(400, "the header X-Tenant occurs 2 times; send it once")
 
     async def run() -> None:
         door = Door(broken)

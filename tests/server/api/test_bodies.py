@@ -1,4 +1,4 @@
-"""Bodies: their size, one by one and together, and the JSON in them."""
+"""Bodies: the size of one and of all together, and strict JSON."""
 
 from __future__ import annotations
 
@@ -85,20 +85,20 @@ def test_a_body_of_the_limit_is_read() -> None:
     assert call(limited(6), body=[b"abc", b"def"])[1]["body"] == b"6"
 
 
-def test_a_told_length_is_refused_before_anything_is_read() -> None:
+def test_content_length_over_limit_is_refused_unread() -> None:
     pieces: list[bytes] = []
     for length in (b"7", b"1" * 100):
         sent = call(limited(6), headers=[(b"content-length", length)], body=pieces)
         assert sent[0]["status"] == 413
 
 
-def test_a_length_that_is_not_told_is_refused_while_it_is_read() -> None:
+def test_chunked_body_over_limit_is_refused_while_read() -> None:
     with pytest.raises(ApiError) as caught:  # which the app answers
         call(limited(6), body=[b"abc", b"def", b"g", b"never read"])
     assert caught.value.status_code == 413 and "6 bytes" in caught.value.detail
 
 
-def test_a_wrong_length_does_not_help() -> None:
+def test_false_content_length_does_not_evade_the_limit() -> None:
     with pytest.raises(ApiError):
         call(limited(6), headers=[(b"content-length", b"3")], body=[b"abc", b"defg"])
 
@@ -131,8 +131,8 @@ def test_bodies_share_a_budget() -> None:
     assert budget.num_bytes == 0
 
 
-def test_a_full_budget_refuses_no_small_body() -> None:
-    """Or one client with a few large bodies that never end would keep the requests of all clients out."""
+def test_full_budget_still_accepts_small_bodies() -> None:
+    """Otherwise a few large bodies that never end would block the requests of all clients."""
     budget = BodyBudget(bodies_room(100_000))
     large = [held_body(budget) for _ in range(5)]
     with pytest.raises(ApiError):
@@ -154,7 +154,7 @@ def test_a_full_budget_refuses_no_small_body() -> None:
 
 
 @pytest.mark.usefixtures("no_free_bytes")
-def test_bodies_of_one_tenant_leave_room_for_another() -> None:
+def test_one_tenants_bodies_do_not_use_the_whole_budget() -> None:
     budget = BodyBudget(bodies_room(1000, is_shared=True))
     first = held_body(budget, "a")
     for _ in range(7):
@@ -164,12 +164,12 @@ def test_bodies_of_one_tenant_leave_room_for_another() -> None:
     assert caught.value.status_code == 429 and caught.value.reason == "queue_bytes"
     other = held_body(budget, "b")
     for _ in range(3):
-        other.add(100)  # one body has what there is, whoever it is of
+        other.add(100)  # a single body may use the whole budget, of any tenant
     assert budget.num_bytes == 1000
 
 
 def test_memory_is_given_back_after_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A moment later: whoever gives bytes back may still refer to them."""
+    """A moment later: the caller may still refer to the bytes."""
     trimmed: list[bool] = []
     monkeypatch.setattr(bodies, "TRIM_BYTES", 100)
     monkeypatch.setattr(bodies, "TRIM_SECONDS", 0.01)
@@ -224,7 +224,7 @@ def refused(body: bytes) -> str:
     return str(caught.value.detail)
 
 
-def test_texts_and_containers_are_counted_before_they_are_made() -> None:
+def test_strings_and_containers_are_counted_before_parsing() -> None:
     texts = json.dumps({str(number): 1 for number in range(MAX_TEXTS + 1)}).encode()
     assert f"{MAX_TEXTS + 1} texts" in refused(texts)
     check_numbers(json.dumps({str(number): 1 for number in range(MAX_TEXTS)}).encode())
@@ -236,15 +236,15 @@ def test_texts_and_containers_are_counted_before_they_are_made() -> None:
 @pytest.mark.parametrize(
     "text", ['"' * 250_000, "\\" * 300_000, '\\"' * 200_000, "[{" * 300_000, '["\\' * 200_000, "é\n" * 100_000]
 )
-def test_what_a_text_holds_does_not_count(text: str) -> None:
+def test_brackets_inside_strings_do_not_count(text: str) -> None:
     body = json.dumps({"prompt": text, "other": [text]}).encode()
     check_numbers(body)
     unescaped = json.dumps({"prompt": text}, ensure_ascii=False).encode()
     check_numbers(unescaped)
 
 
-def test_a_backslash_hides_no_text() -> None:
-    """A text may end with one, escaped: the quotation mark behind it is none within the text."""
+def test_escaped_quotes_do_not_hide_strings() -> None:
+    """A string may end with an escaped backslash: the quotation mark after it ends the string."""
     body = json.dumps({f"{number}\\": 1 for number in range(MAX_TEXTS + 1)}).encode()
     assert f"{MAX_TEXTS + 1} texts" in refused(body)
 
@@ -258,7 +258,7 @@ class Wanted(BaseModel):
 
 
 def strict_app(monkeypatch: pytest.MonkeyPatch, *, is_direct: bool) -> FastAPI:
-    """A route with a body and a header, with the direct way to its endpoint or without."""
+    """A route with a body and a header, with or without the direct call of its endpoint."""
     if not is_direct:
         monkeypatch.setattr(StrictRoute, "_direct_call", lambda self: None)
     router = APIRouter(route_class=StrictRoute)
@@ -295,7 +295,7 @@ JSON = (b"content-type", b"application/json")
         ([(b"content-type", b"text/plain")], [b'{"text": "a"}'], 400, False),
     ],
 )
-def test_the_direct_way_to_an_endpoint_leads_where_fastapi_does(
+def test_direct_call_gives_the_same_response_as_fastapi(
     headers: list[tuple[bytes, bytes]],
     body: list[bytes],
     status: int,
@@ -317,7 +317,7 @@ def test_the_direct_way_to_an_endpoint_leads_where_fastapi_does(
     assert direct == call(strict_app(monkeypatch, is_direct=False), path="/echo", headers=headers, body=body)
 
 
-def test_a_route_with_more_than_a_body_and_headers_has_no_direct_way() -> None:
+def test_routes_with_other_parameters_use_fastapi() -> None:
     router = APIRouter(route_class=StrictRoute)
 
     async def body_and_query(body: Wanted, asked: int = 1) -> Response:

@@ -19,7 +19,7 @@ GREEDY: dict[str, Any] = {"model": "demo", "messages": MESSAGES, "temperature": 
 
 
 def post(http: httpx.Client, **fields: Any) -> dict[str, Any]:
-    """An answer as JSON, which must be what the description says and no more."""
+    """A response as JSON, which must match the description exactly."""
     response = http.post("/v1/chat/completions", json={**GREEDY, **fields})
     assert response.status_code == 200, response.text
     body: dict[str, Any] = response.json()
@@ -36,7 +36,7 @@ def test_an_answer_has_a_role_and_a_text(client: Any) -> None:
     assert found.usage.total_tokens == found.usage.prompt_tokens + found.usage.completion_tokens
 
 
-def test_a_stream_begins_with_the_role_and_says_the_same(client: Any) -> None:
+def test_stream_begins_with_role_and_equals_the_whole_response(client: Any) -> None:
     whole = client.chat.completions.create(**GREEDY).choices[0]
     seen = list(client.chat.completions.create(**GREEDY, stream=True, stream_options={"include_usage": True}))
     assert seen[0].choices[0].delta.role == "assistant" and seen[0].choices[0].delta.content == ""
@@ -52,8 +52,8 @@ def test_a_stream_begins_with_the_role_and_says_the_same(client: Any) -> None:
     assert counts[0] == 0 and counts == sorted(counts) and counts[-1] == seen[-1].usage.completion_tokens
 
 
-def test_chunks_of_text_alone_are_like_those_with_everything(http: httpx.Client) -> None:
-    """They are written in another way, because there are so many."""
+def test_plain_chunks_equal_full_chunks(http: httpx.Client) -> None:
+    """Plain chunks are written by another function, because they are so many."""
     found = http.post("/v1/chat/completions", json={**GREEDY, "stream": True}).text.split("\n\n")[:-2]
     role, full, *plain, _ = [json.loads(one.removeprefix("data: ")) for one in found]
     assert role["choices"][0]["delta"]["role"] == "assistant" and plain
@@ -102,7 +102,7 @@ class _NONE:
     content: tuple[Any, ...] = ()
 
 
-def test_a_schema_is_kept_to(client: Any) -> None:
+def test_output_follows_the_json_schema(client: Any) -> None:
     schema = {
         "type": "object",
         "properties": {
@@ -120,7 +120,7 @@ def test_a_schema_is_kept_to(client: Any) -> None:
     assert set(person) == {"name", "age"} and isinstance(person["age"], int)
 
 
-def test_the_default_is_what_fits(http: httpx.Client) -> None:
+def test_default_max_tokens_is_the_remaining_length(http: httpx.Client) -> None:
     body = {key: value for key, value in GREEDY.items() if key != "max_completion_tokens"}
     response = http.post("/v1/chat/completions", json={**body, "stop": [" "]})
     assert response.status_code == 200 and response.json()["choices"][0]["finish_reason"] == "stop"
@@ -149,7 +149,7 @@ def test_token_ids_come_with_the_answer_if_wanted(http: httpx.Client) -> None:
     assert len(answer["choices"][0]["token_ids"]) == answer["usage"]["completion_tokens"]
 
 
-def test_the_templates_own_arguments_are_not_the_clients(http: httpx.Client) -> None:
+def test_reserved_template_arguments_are_refused(http: httpx.Client) -> None:
     post(http, chat_template_kwargs={"enable_thinking": False})
     parameters = (
         "add_generation_prompt chat_template continue_final_message conversation conversations documents kwargs "

@@ -21,7 +21,7 @@ GREEDY: dict[str, Any] = {"model": "demo", "prompt": PROMPT, "temperature": 0, "
 
 
 def post(http: httpx.Client, **fields: Any) -> dict[str, Any]:
-    """A completion as JSON, which must be what the description says and no more."""
+    """A completion as JSON, which must match the description exactly."""
     response = http.post("/v1/completions", json={**GREEDY, **fields})
     assert response.status_code == 200, response.text
     body: dict[str, Any] = response.json()
@@ -55,7 +55,7 @@ def test_defaults_are_sixteen_tokens_and_the_served_model(http: httpx.Client) ->
     assert response.json()["model"] == "demo"
 
 
-def test_a_stream_says_the_same_as_a_body(client: Any) -> None:
+def test_stream_equals_the_whole_response(client: Any) -> None:
     whole = client.completions.create(**GREEDY).choices[0]
     seen = list(client.completions.create(**GREEDY, stream=True))
     assert "".join(one.choices[0].text for one in seen) == whole.text
@@ -65,15 +65,15 @@ def test_a_stream_says_the_same_as_a_body(client: Any) -> None:
     assert all(one.usage is None for one in seen)
 
 
-def test_chunks_of_text_alone_are_like_those_with_everything(http: httpx.Client) -> None:
-    """They are written in another way, because there are so many."""
+def test_plain_chunks_equal_full_chunks(http: httpx.Client) -> None:
+    """Plain chunks are written by another function, because they are so many."""
     full, *plain, _ = chunks(http)
     assert plain
     for one in plain:
         assert one == {**full, "choices": [{**full["choices"][0], "text": one["choices"][0]["text"]}]}
 
 
-def test_a_stream_tells_its_usage_when_asked(client: Any) -> None:
+def test_stream_includes_usage_if_asked(client: Any) -> None:
     seen = list(client.completions.create(**GREEDY, stream=True, stream_options={"include_usage": True}))
     assert seen[-1].choices == [] and seen[-1].usage.completion_tokens == 12
     assert all(one.usage is None for one in seen[:-1])
@@ -160,7 +160,7 @@ def test_a_stop_token_ends_the_text(http: httpx.Client) -> None:
     assert choice["token_ids"] == token_ids[: token_ids.index(token_ids[3]) + 1]
 
 
-def test_biases_and_allowed_tokens_decide(http: httpx.Client) -> None:
+def test_logit_bias_and_allowed_tokens_constrain_output(http: httpx.Client) -> None:
     assert post(http, allowed_token_ids=[40], return_token_ids=True)["choices"][0]["token_ids"] == [40] * 12
     biased = post(http, logit_bias={"41": 100}, max_tokens=3, return_token_ids=True)["choices"][0]
     assert biased["token_ids"] == [41] * 3
@@ -226,7 +226,7 @@ def test_a_prompts_log_probabilities_are_by_token(http: httpx.Client) -> None:
         assert entry[str(token_id)]["logprob"] <= 0 and entry[str(token_id)]["rank"] >= 1
 
 
-def test_impossible_tokens_have_a_number_that_json_knows(http: httpx.Client) -> None:
+def test_impossible_tokens_have_a_finite_logprob(http: httpx.Client) -> None:
     logprobs = post(http, allowed_token_ids=[40], logprobs=5)["choices"][0]["logprobs"]
     assert all(math.isfinite(value) for value in logprobs["token_logprobs"])
 
@@ -243,7 +243,7 @@ def test_tokens_may_be_written_by_their_ids(http: httpx.Client) -> None:
         ({"regex": "[0-9]{3}-[0-9]{2}"}, lambda text: len(text) == 6 and text[3] == "-"),
     ],
 )
-def test_the_text_looks_as_asked(http: httpx.Client, structured: dict[str, Any], check: Any) -> None:
+def test_text_options_are_applied(http: httpx.Client, structured: dict[str, Any], check: Any) -> None:
     (choice,) = post(http, structured_outputs=structured, max_tokens=64)["choices"]
     assert choice["finish_reason"] == "stop" and check(choice["text"])
     streamed = "".join(one["choices"][0]["text"] for one in chunks(http, structured_outputs=structured, max_tokens=64))
@@ -266,7 +266,7 @@ def test_constraints_that_exclude_each_other_are_the_clients_fault(http: httpx.C
     assert json.loads(text)["error"]["code"] == 400
 
 
-def test_an_answer_that_goes_round_in_circles_ends(http: httpx.Client) -> None:
+def test_repetitive_output_ends_with_repetition(http: httpx.Client) -> None:
     tokens = http.post("/tokenize", json={"prompt": "x"}).json()["tokens"]
     detection = {"max_pattern_size": 5, "min_count": 4}
     answer = post(http, allowed_token_ids=tokens[-1:], ignore_eos=True, max_tokens=20, repetition_detection=detection)
@@ -278,7 +278,7 @@ def test_an_answer_that_goes_round_in_circles_ends(http: httpx.Client) -> None:
     assert response.status_code == 400 and "min_count is 0" in response.text
 
 
-def test_ids_are_the_clients_if_it_likes(http: httpx.Client) -> None:
+def test_client_may_choose_the_request_id(http: httpx.Client) -> None:
     response = http.post("/v1/completions", json=GREEDY, headers={"X-Request-Id": "order-66"})
     assert response.json()["id"] == "cmpl-order-66" == response.headers["x-request-id"]
     assert post(http, request_id="abc")["id"] == "cmpl-abc"
@@ -292,7 +292,7 @@ def test_ids_are_the_clients_if_it_likes(http: httpx.Client) -> None:
 
 
 def metric(http: httpx.Client, name: str, label: str = "") -> float:
-    """The sum of a metric's series, of those with a label."""
+    """The sum of a metric's series that have a label."""
     lines = [line for line in http.get("/metrics").text.splitlines() if line.startswith(f"{name}{{") and label in line]
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
@@ -304,7 +304,7 @@ def is_idle(http: httpx.Client) -> bool:
 LONG: dict[str, Any] = {**GREEDY, "max_tokens": 8000, "ignore_eos": True}
 
 
-def test_who_leaves_a_stream_ends_its_requests(http: httpx.Client) -> None:
+def test_disconnect_from_a_stream_aborts_its_requests(http: httpx.Client) -> None:
     with http.stream("POST", "/v1/completions", json={**LONG, "n": 2, "stream": True}) as response:
         pieces = response.iter_bytes()
         next(pieces)
@@ -312,7 +312,7 @@ def test_who_leaves_a_stream_ends_its_requests(http: httpx.Client) -> None:
     wait_until(lambda: is_idle(http), 10, "the blocks are free")
 
 
-def test_who_leaves_while_waiting_for_a_body_ends_its_requests(server: ServerProcess, http: httpx.Client) -> None:
+def test_disconnect_before_the_response_aborts_its_requests(server: ServerProcess, http: httpx.Client) -> None:
     def leave_early() -> None:
         with httpx.Client(base_url=server.url, timeout=0.7) as other, pytest.raises(httpx.TimeoutException):
             other.post("/v1/completions", json={**LONG, "request_id": "early"})

@@ -90,7 +90,7 @@ def test_ids_and_headers_are_those_of_other_answers(http: httpx.Client) -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_had_is_a_bad_request(http: httpx.Client, fields: dict[str, Any], param: str | None) -> None:
+def test_unsupported_values_get_400(http: httpx.Client, fields: dict[str, Any], param: str | None) -> None:
     response = http.post("/v1/embeddings", json=fields)
     assert response.status_code == 400, response.text
     error = response.json()["error"]

@@ -64,7 +64,7 @@ def answer_class(language: str) -> type[BaseModel]:
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
-def test_what_is_parsed_is_of_its_class(client: openai.OpenAI, language: str) -> None:
+def test_parsed_response_is_an_instance_of_its_class(client: openai.OpenAI, language: str) -> None:
     wanted = answer_class(language)
     for seed in range(short_or_long(1, 5)):
         asked: dict[str, Any] = {
@@ -114,14 +114,14 @@ def test_a_schema_that_allows_no_text_is_refused(
     "constraint", [{"grammar": 'root ::= "a" x\nx ::= x "b"'}, {"regex": r"a[^\s\S]"}, {"regex": r"[^\d\D]"}]
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_allows_no_text_is_refused_before_it_runs(
+def test_grammar_without_matches_is_refused_before_it_runs(
     client: openai.OpenAI, constraint: dict[str, str], stream: bool
 ) -> None:
     check_refusal(client, constraint, "it allows no text", stream)
 
 
 def check_refusal(client: openai.OpenAI, constraint: dict[str, Any], words: str, stream: bool) -> None:
-    """With a status, in a stream too: nothing has run."""
+    """The refusal has a status, in streams too: no step has run."""
     body = {"prompt": "The text", "max_tokens": 9, "stream": stream, "structured_outputs": constraint}
     answer = httpx.post(f"{client.base_url}completions", json=body, timeout=60)
     assert answer.status_code == 400

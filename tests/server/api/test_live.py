@@ -1,4 +1,4 @@
-"""What the scheduler decides now, over HTTP."""
+"""The live page and film, over HTTP."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FIELDS = {"prompt": "The import statement", "max_tokens": 40, "ignore_eos": True
 
 
 def films_of(answer: Any) -> Iterator[Film]:
-    """The parts that come, each as a film."""
+    """The parts of the film, each as a film."""
     stream, header, num_read = b"", b"", 0
     for data in answer.iter_raw():
         stream += data
@@ -32,7 +32,7 @@ def films_of(answer: Any) -> Iterator[Film]:
         num_read = len(records)
 
 
-def test_the_page_holds_nothing_and_runs_its_own_script_alone(http: httpx.Client) -> None:
+def test_live_page_has_no_data_and_only_its_own_script(http: httpx.Client) -> None:
     page = http.get("/live")
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     assert page.headers["content-security-policy"] == "frame-ancestors 'none'"
@@ -52,7 +52,7 @@ def test_two_watch_the_same_film(http: httpx.Client) -> None:
 
 
 def test_a_film_ends_with_its_last_watcher(http: httpx.Client) -> None:
-    """The next one begins at 0 again; one that had gone on would be a second old."""
+    """The next film begins at 0 again; a continued film would be a second old."""
     for _ in range(2):
         with http.stream("GET", "/live/film") as answer, closing(films_of(answer)) as films:
             http.post("/v1/completions", json=FIELDS)
@@ -60,13 +60,13 @@ def test_a_film_ends_with_its_last_watcher(http: httpx.Client) -> None:
         time.sleep(1.2)
 
 
-def test_who_does_not_read_holds_up_nobody(http: httpx.Client) -> None:
+def test_slow_watcher_does_not_block_others(http: httpx.Client) -> None:
     with http.stream("GET", "/live/film"):
         for _ in range(5):
             assert http.post("/v1/completions", json=FIELDS).json()["usage"]["completion_tokens"] == 40
 
 
-def test_of_too_many_watchers_the_last_is_refused(http: httpx.Client) -> None:
+def test_watcher_beyond_the_maximum_is_refused(http: httpx.Client) -> None:
     streams = [http.stream("GET", "/live/film") for _ in range(17)]
     answers = [stream.__enter__() for stream in streams]
     assert [answer.status_code for answer in answers] == [200] * 16 + [503]

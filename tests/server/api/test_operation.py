@@ -1,4 +1,4 @@
-"""What operators do to a running engine over HTTP: pause it in every mode, let it go on, empty its cache."""
+"""Operators' commands over HTTP: pause in every mode, resume, empty the cache."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ async def states(http: httpx.AsyncClient) -> list[tuple[str, str | None]]:
 
 
 async def until_it_runs(http: httpx.AsyncClient, num_tokens: int = 5) -> None:
-    """Until the one request that there is has generated some tokens."""
+    """Wait until the only request has generated some tokens."""
     while not any(one["num_output_tokens"] >= num_tokens for one in (await http.get("/v1/requests")).json()["data"]):
         await asyncio.sleep(0.005)
 
 
-def test_what_is_kept_waits_for_resume_and_gets_the_same_answer() -> None:
+def test_pause_keep_resumes_requests_with_the_same_output() -> None:
     async def test(http: httpx.AsyncClient, client: EngineClient) -> None:
         expected = (await http.post("/v1/completions", json=LONG)).json()["choices"][0]["text"]
         running = asyncio.ensure_future(http.post("/v1/completions", json=LONG))
@@ -73,7 +73,7 @@ def test_what_is_kept_waits_for_resume_and_gets_the_same_answer() -> None:
     with_server(test)
 
 
-def test_pausing_in_mode_wait_answers_when_what_ran_has_ended() -> None:
+def test_pause_wait_responds_after_running_requests_end() -> None:
     async def test(http: httpx.AsyncClient, client: EngineClient) -> None:
         running = asyncio.ensure_future(http.post("/v1/completions", json=LONG))
         await until_it_runs(http)
@@ -87,7 +87,7 @@ def test_pausing_in_mode_wait_answers_when_what_ran_has_ended() -> None:
     with_server(test)
 
 
-def test_a_pause_that_is_overtaken_by_resume_says_so() -> None:
+def test_pause_replaced_by_resume_gets_409() -> None:
     async def test(http: httpx.AsyncClient, client: EngineClient) -> None:
         running = asyncio.ensure_future(http.post("/v1/completions", json={**LONG, "max_tokens": 1500}))
         await until_it_runs(http)
@@ -102,7 +102,7 @@ def test_a_pause_that_is_overtaken_by_resume_says_so() -> None:
     with_server(test)
 
 
-def test_by_default_a_pause_aborts_what_is_there_and_keeps_what_comes() -> None:
+def test_default_pause_aborts_requests_and_queues_new_ones() -> None:
     async def test(http: httpx.AsyncClient, client: EngineClient) -> None:
         running = asyncio.ensure_future(http.post("/v1/completions", json=LONG))
         await until_it_runs(http)
@@ -128,7 +128,7 @@ def test_a_mode_that_does_not_exist_is_a_bad_request_and_pauses_nothing() -> Non
     with_server(test)
 
 
-def test_a_reset_can_make_what_runs_compute_its_cache_anew() -> None:
+def test_cache_reset_can_recompute_running_requests() -> None:
     async def test(http: httpx.AsyncClient, client: EngineClient) -> None:
         expected = (await http.post("/v1/completions", json=LONG)).json()["choices"][0]["text"]
         before = (await client.ask(Stats())).scheduler.num_preemptions
@@ -142,7 +142,7 @@ def test_a_reset_can_make_what_runs_compute_its_cache_anew() -> None:
     with_server(test)
 
 
-def test_the_number_of_running_requests_can_be_moved() -> None:
+def test_maximum_of_running_requests_can_be_changed() -> None:
     async def test(http: httpx.AsyncClient, client: EngineClient) -> None:
         answer = await http.post("/max_num_active_seqs", params={"limit": 1})
         assert (answer.status_code, answer.json()) == (200, {"max_num_active_seqs": 1})

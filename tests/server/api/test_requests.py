@@ -1,4 +1,4 @@
-"""What an operator reads about a request, made of what the engine says."""
+"""The JSON of a request for operators, from the engine's explanation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def explained(host: Host, request_id: str, age: float) -> RequestExplanation:
     )
 
 
-def test_its_log_is_told_in_unix_time() -> None:
+def test_request_events_are_in_unix_time() -> None:
     host = Host(log_request_events=True)
     host.add("a")  # at 1 of the engine's clock
     host.step()  # at 2 and 3
@@ -43,14 +43,14 @@ def test_its_log_is_told_in_unix_time() -> None:
     assert [time.time() - event.at for event in state.events] == pytest.approx([9.0, 8.0, 7.0], abs=0.5)
 
 
-def test_without_a_log_there_is_none() -> None:
+def test_without_request_log_events_are_empty() -> None:
     host = Host()
     host.add("a")
     host.step()
     assert describe(explained(host, "a", age=1.0), str)["events"] == []
 
 
-def test_who_holds_what_it_lacks_is_told_by_the_names_that_clients_know() -> None:
+def test_holders_are_shown_by_client_visible_names() -> None:
     host = Host(max_num_seqs=1)
     host.add("internal-1")
     host.add("internal-2")
@@ -64,7 +64,7 @@ def test_who_holds_what_it_lacks_is_told_by_the_names_that_clients_know() -> Non
     )
 
 
-def test_what_an_order_says_of_tenants_is_for_operators_alone() -> None:
+def test_only_operators_see_the_orders_text_about_tenants() -> None:
     host = Host(max_num_seqs=1, order="fair")
     host.add("a", 8, tenant="x")
     host.step()
@@ -79,7 +79,7 @@ def test_what_an_order_says_of_tenants_is_for_operators_alone() -> None:
     assert describe(known, str, sees_tenants=False)["explanation"] == plain
 
 
-def test_what_became_of_a_policy_is_for_operators_alone() -> None:
+def test_only_operators_see_replaced_policies() -> None:
     class Odd(Latest):
         name = "odd"
 

@@ -1,13 +1,13 @@
-"""Whatever its own description allows a client to send, and whatever it does not allow, the server answers.
+"""Random requests, valid and invalid by the server's OpenAPI description, get a described response.
 
-schemathesis reads the OpenAPI description of a running server and makes up requests: such that fit it, and such that
-break it somewhere. No answer may be a server error (503 aside, where the description says so), have a status or a
-content type that the description does not list, or a JSON body of another shape. 100 requests, 2,000 with
-the long form; operations that have a body or a parameter share them evenly, the others are asked once.
+schemathesis reads the OpenAPI description of a running server and generates requests that match it, and requests that
+violate it. No response may be a server error (except a described 503), have an undescribed status or content type, or a
+JSON body of another form. There are 100 requests, 2,000 in the long form. Operations with a body or a parameter share
+them evenly; the others get one request.
 
-Of the requests that fit the description, hardly one gets as far as the engine: some field of every one is beyond this
-server's limits, which a description for all servers does not know. So a third of the requests fit a narrower
-description, which knows the model's name, the vocabulary and the limits; many of those must be answered.
+Of the matching requests, hardly any reaches the engine: almost every one exceeds a limit of this server, which the
+general description does not contain. So a third of the requests match a narrower description, with the model's name,
+the vocabulary and the limits; many of these must succeed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ GENERATING = ("/v1/completions", "/v1/chat/completions")
 PAUSING = "/pause"
 SECONDS_TO_ANSWER = 30
 LIMITS = ("--max-tokens-limit", "8", "--max-n", "2", "--max-model-len", "256", "--num-blocks", "128")
-"""So that no made-up request takes long."""
+"""Limits that keep every generated request short."""
 
 _TOKEN = {"type": "integer", "minimum": 1, "maximum": 2047}
 _TOKENS = {"type": "array", "items": _TOKEN, "minItems": 1, "maxItems": 8}
@@ -72,7 +72,7 @@ NARROW: dict[str, Any] = {
     "add_generation_prompt": {"enum": [True]},
     "continue_final_message": {"enum": [False]},
 }  # fmt: skip
-"""What fields may be on this server."""
+"""The ranges of fields on this server."""
 NEEDED = {"prompt", "messages", "max_tokens"}
 NEUTRAL = {"temperature", "top_p", "seed", "stream", "echo", "user", "priority", "ignore_eos", "return_token_ids"}
 """Fields that stay as they are described; further ones are left out."""
@@ -85,7 +85,7 @@ def limited_server() -> Iterator[ServerProcess]:
 
 
 @pytest.mark.e2e
-def test_no_request_makes_a_server_error_or_an_answer_that_is_not_described(limited_server: ServerProcess) -> None:
+def test_no_request_causes_a_server_error_or_undescribed_response(limited_server: ServerProcess) -> None:
     operations = operations_of(described(limited_server), limited_server)
     varied = [operation for operation in operations if _varies(operation)]
     assert {*GENERATING, "/tokenize", "/detokenize"} <= {each.path for each in varied}
@@ -107,7 +107,7 @@ def test_no_request_makes_a_server_error_or_an_answer_that_is_not_described(limi
 
 
 @pytest.mark.e2e
-def test_requests_within_the_limits_of_this_server_are_answered_as_described(limited_server: ServerProcess) -> None:
+def test_responses_within_limits_match_their_description(limited_server: ServerProcess) -> None:
     description = narrowed(described(limited_server))
     operations = [each for each in operations_of(description, limited_server) if each.path in GENERATING]
     statuses: Counter[int] = Counter()
@@ -118,13 +118,13 @@ def test_requests_within_the_limits_of_this_server_are_answered_as_described(lim
 
 
 def described(server: ServerProcess) -> dict[str, Any]:
-    """What the server says about itself."""
+    """The server's description."""
     description: dict[str, Any] = requests.get(f"{server.url}/openapi.json", timeout=SECONDS_TO_ANSWER).json()
     return description
 
 
 def narrowed(description: dict[str, Any]) -> dict[str, Any]:
-    """The same, and bodies of completions as they may be on this server."""
+    """The server's description, with bodies of completions within this server's limits."""
     schemas = description["components"]["schemas"]
     for path in GENERATING:
         operation = description["paths"][path]["post"]
@@ -148,7 +148,7 @@ def operations_of(description: dict[str, Any], server: ServerProcess) -> list[An
 
 
 def explore(operation: Any, mode: GenerationMode, num_cases: int) -> Counter[int]:
-    """Send so many made-up requests of one operation; how often each status came."""
+    """Send generated requests of one operation; returns the number of responses by status."""
     load_all_checks()
     checks = CHECKS.get_by_names(CHECK_NAMES)
     statuses: Counter[int] = Counter()

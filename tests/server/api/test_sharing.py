@@ -1,4 +1,4 @@
-"""Tenants before one server: what one sends is not felt, and not seen, by another."""
+"""Tenants of one server: the requests of one neither block nor reveal anything to another."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def complete(http: httpx.AsyncClient, tenant: str, **fields: Any) -> httpx
 
 
 @pytest.mark.parametrize("is_isolated", [False, True])
-def test_tenants_find_each_others_prefixes_only_where_they_may(is_isolated: bool) -> None:
+def test_isolate_prefixes_separates_tenants(is_isolated: bool) -> None:
     async def test(http: httpx.AsyncClient, app: Any) -> None:
         async def num_cached(tenant: str, **fields: Any) -> int:
             prompt = f"what {is_isolated} has asked, word by word, " * 20
@@ -60,7 +60,7 @@ def test_tenants_find_each_others_prefixes_only_where_they_may(is_isolated: bool
     with_app(test, isolate_prefixes=is_isolated)
 
 
-def test_requests_of_one_tenant_keep_no_other_out() -> None:
+def test_requests_of_one_tenant_do_not_block_others() -> None:
     async def test(http: httpx.AsyncClient, app: Any) -> None:
         fields = {"max_tokens": 300, "ignore_eos": True}
         flood = [asyncio.ensure_future(complete(http, "a", **fields)) for _ in range(100)]

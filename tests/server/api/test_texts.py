@@ -1,7 +1,7 @@
-"""Texts and log probabilities of answers, for each way in which a tokenizer decodes.
+"""Texts and log probabilities of responses, for each way in which a tokenizer decodes.
 
-The prompts end at every place of a hard text, within characters too, and the answers are forced: so it is known what
-each answer has to say.
+The prompts end at every place of a difficult text, also within characters, and the outputs are forced. So each expected
+response is known.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Side:
         return token_ids
 
     def complete(self, prompt: Any, **fields: Any) -> dict[str, Any]:
-        """A choice, the same whole and as a stream."""
+        """A choice, equal in a whole response and in a stream."""
         body = {"prompt": prompt, "temperature": 0, "add_special_tokens": False, **fields}
         answer = self.http.post("/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
@@ -64,7 +64,7 @@ class Side:
         return found
 
     def chat(self, content: str, **fields: Any) -> dict[str, Any]:
-        """A choice, the same whole and as a stream."""
+        """A choice, equal in a whole response and in a stream."""
         body = {"messages": [{"role": "user", "content": content}], "temperature": 0, **fields}
         answer = self.http.post("/v1/chat/completions", json=body)
         assert answer.status_code == 200, answer.text
@@ -102,7 +102,7 @@ def side(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def bytes_of(token: str) -> bytes:
-    """What a token of a completion stands for."""
+    """The bytes of a token of a completion."""
     if not token.startswith("bytes:"):
         return token.encode()
     parts = re.split(r"\\x([0-9a-f]{2})", token.removeprefix("bytes:"))
@@ -180,8 +180,8 @@ def test_tokens_that_the_text_leaves_out_take_no_place(side: Side) -> None:
     assert shown["text"].endswith("</s>")
 
 
-def test_every_one_of_the_most_likely_tokens_has_a_key(side: Side) -> None:
-    """Tokens without text, and a byte beside its character, would share one."""
+def test_every_top_token_has_its_own_key(side: Side) -> None:
+    """Tokens without text, and a byte and its character, would share a key."""
     choice = side.complete("The text", max_tokens=1, logprobs=20)
     (sampled,), (top,) = choice["logprobs"]["tokens"], choice["logprobs"]["top_logprobs"]
     assert len(top) in (20, 21) and top[sampled] == choice["logprobs"]["token_logprobs"][0]
@@ -191,7 +191,7 @@ def test_every_one_of_the_most_likely_tokens_has_a_key(side: Side) -> None:
 
 
 @pytest.mark.parametrize("text", [" The end", "naïve 😀x", "é", " 日本 "])
-def test_the_text_is_what_the_grammar_matched(side: Side, text: str) -> None:
+def test_text_is_exactly_the_grammar_match(side: Side, text: str) -> None:
     fields: dict[str, Any] = {"max_tokens": 60, "structured_outputs": {"choice": [text]}}
     refused = side.http.post("/v1/completions", json={"prompt": "The text", **fields})
     if refused.status_code == 400:  # its tokens cannot write this text

@@ -65,12 +65,12 @@ class Paused:
             await asyncio.sleep(0.002)
 
     async def states(self) -> list[dict[str, Any]]:
-        """All that wait."""
+        """All waiting requests."""
         data: list[dict[str, Any]] = (await self._http.get("/v1/requests", headers=self._operator)).json()["data"]
         return data
 
     async def queue(self) -> list[str]:
-        """Their ids in the order of the queue."""
+        """The ids of waiting requests in the order of the queue."""
         return [one["id"] for one in sorted(await self.states(), key=lambda one: one["position"])]
 
 
@@ -78,7 +78,7 @@ def bearer(key: str | None) -> dict[str, str]:
     return {} if key is None else {"authorization": f"Bearer {key}"}
 
 
-def test_targets_and_priorities_decide_the_order_and_an_operator_changes_it() -> None:
+def test_targets_and_priorities_set_the_order_and_operators_change_it() -> None:
     async def test(http: httpx.AsyncClient, client: EngineClient) -> None:
         async with Paused(http) as paused:
             await paused.send(request_id="plain")
@@ -117,7 +117,7 @@ def test_targets_and_priorities_decide_the_order_and_an_operator_changes_it() ->
     with_server(test)
 
 
-def test_clients_stay_within_the_operators_bounds_and_the_operator_does_not() -> None:
+def test_priority_limits_apply_to_clients_but_not_to_operators() -> None:
     async def test(http: httpx.AsyncClient, client: EngineClient) -> None:
         async with Paused(http) as paused:
             await paused.send(request_id="a", priority=-2, ttft_target=0.5)
@@ -202,7 +202,7 @@ def test_the_tenant_is_the_keys_name_and_has_metrics_of_its_own() -> None:
     with_server(test, **KEYS)
 
 
-def test_a_proxy_may_name_the_tenant_where_the_operator_says_so() -> None:
+def test_tenant_header_is_read_if_configured() -> None:
     async def test(http: httpx.AsyncClient, client: EngineClient) -> None:
         async with Paused(http, "operators") as paused:
             await paused.send(headers={**bearer("key-of-a"), "x-tenant": 'b"\\ob'}, request_id="a")
@@ -216,7 +216,7 @@ def test_a_proxy_may_name_the_tenant_where_the_operator_says_so() -> None:
     with_server(test, **KEYS, tenant_from="header:X-Tenant")
 
 
-def test_a_user_that_is_no_text_becomes_no_label() -> None:
+def test_invalid_user_does_not_become_a_label() -> None:
     async def test(http: httpx.AsyncClient, client: EngineClient) -> None:
         for user in ("bob", "caf\u00e9\n"):
             answer = await http.post("/v1/completions", json={**FIELDS, "user": user})

@@ -49,7 +49,7 @@ NO_DATA_WITHOUT_PREEMPTION = "pointsman:resumed_prefix_cache_hits_total"
 # ---------------------------------------------------------------------------------------- the file
 
 
-def test_the_dashboard_is_as_grafana_wants_it() -> None:
+def test_dashboard_matches_grafanas_schema() -> None:
     assert BOARD["schemaVersion"] >= 38
     assert BOARD["title"] == "Pointsman"
     assert VARIABLES["datasource"]["type"] == "datasource"
@@ -64,7 +64,7 @@ def test_the_dashboard_is_as_grafana_wants_it() -> None:
             assert source == {"type": "prometheus", "uid": "${datasource}"}, panel["title"]
 
 
-def test_no_panel_lies_on_another_or_beside_the_page() -> None:
+def test_panels_do_not_overlap_and_stay_on_the_page() -> None:
     taken: dict[tuple[int, int], str] = {}
     for panel in BOARD["panels"]:
         place = panel["gridPos"]
@@ -95,19 +95,19 @@ def test_every_expression_uses_metrics_that_exist_and_the_variables() -> None:
 
 
 class Prometheus:
-    """A running one, through its HTTP interface."""
+    """A running Prometheus, through its HTTP interface."""
 
     def __init__(self, url: str) -> None:
         self.client = httpx.Client(base_url=url, timeout=10)
 
     def get(self, path: str, **params: str | float) -> Any:
-        """The data of an answer; what Prometheus says of an error is the failure's message."""
+        """The data of a response; an error of Prometheus is the failure's message."""
         answer = self.client.get(f"/api/v1/{path}", params=params).json()
         assert answer["status"] == "success", f"{params}: {answer.get('error')}"
         return answer["data"]
 
     def wait_for(self, expression: str, seconds: float) -> None:
-        """Until an expression gives something."""
+        """Wait until an expression has a value."""
         end = time.monotonic() + seconds
         while not self.get("query", query=expression)["result"]:
             assert time.monotonic() < end, f"no data for {expression} within {seconds} s"
@@ -163,7 +163,7 @@ tests:
 
 @pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian: apt-get install prometheus)")
 def test_alerts_on_engines_fire_when_they_should(tmp_path: Path) -> None:
-    """In a fleet that grows and shrinks, an engine that is not there is no reason."""
+    """In an autoscaled fleet, a missing engine is no reason for an alert."""
     (tmp_path / "alerts.yaml").write_text(documented_alerts())
     (tmp_path / "cases.yaml").write_text(ALERT_CASES)
     command = [str(PROMTOOL), "test", "rules", "cases.yaml"]
@@ -173,7 +173,7 @@ def test_alerts_on_engines_fire_when_they_should(tmp_path: Path) -> None:
 
 @contextmanager
 def prometheus(folder: Path, target: str) -> Iterator[Prometheus]:
-    """One that scrapes `target` (host:port), and evaluates the documented alerts, every second."""
+    """A Prometheus that scrapes `target` (host:port) and evaluates the documented alerts, every second."""
     config = folder / "prometheus.yml"
     config.write_text(
         "global: {scrape_interval: 1s, scrape_timeout: 1s, evaluation_interval: 1s}\n"
@@ -193,7 +193,7 @@ def prometheus(folder: Path, target: str) -> Iterator[Prometheus]:
 
 
 def _address(process: subprocess.Popen[bytes], log: Path) -> str:
-    """Where it listens, by its own log, once it is ready."""
+    """The address that Prometheus listens on, from its log, once it is ready."""
     for _ in range(300):
         found = re.search(r"address=(127\.0\.0\.1:[1-9]\d*)", log.read_text())
         if found and "Server is ready" in log.read_text():
@@ -279,7 +279,7 @@ def test_a_real_prometheus_evaluates_every_expression(server: ServerProcess, tmp
             assert len(values) == 1
             assert variable != "instance" or values == [target]
 
-        # The load shows in the figures, whatever the rates of a busy machine are.
+        # The load is visible in the values, also at the low rates of a busy machine.
         for expression in (
             'rate(vllm:request_success_total{finished_reason="length"}[10s]) > 0',
             "rate(vllm:time_to_first_token_seconds_count[10s]) > 0",
@@ -293,7 +293,7 @@ def test_a_real_prometheus_evaluates_every_expression(server: ServerProcess, tmp
 
 @pytest.mark.e2e
 @pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian: apt-get install prometheus)")
-def test_promtool_has_nothing_to_say_but_about_vllms_names(server: ServerProcess) -> None:
+def test_promtool_complains_only_about_vllm_names(server: ServerProcess) -> None:
     exposition = httpx.get(f"{server.url}/metrics").content
     check = subprocess.run([str(PROMTOOL), "check", "metrics"], input=exposition, capture_output=True, timeout=60)
     assert check.returncode in (0, 3), check.stderr.decode()  # 3: remarks on style

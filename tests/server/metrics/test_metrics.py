@@ -1,4 +1,4 @@
-"""The metrics: what is counted, against real libraries and a real engine process; vLLM's names; the documentation."""
+"""Metrics: their values, with real libraries and a real engine process; vLLM's names; the documentation."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ Samples = dict[str, float]
 
 
 def flat(text: str) -> Samples:
-    """Every sample by its name and the labels that the base labels leave, such as 'a_total{reason=x}'."""
+    """Every sample by its name and the labels other than the base labels, such as 'a_total{reason=x}'."""
     found = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -83,7 +83,7 @@ def test_all_buckets_ascend() -> None:
 
 
 def ended(reason: str, metrics: RequestMetrics, num_output_tokens: int, prompt_length: int = 10) -> EngineObservations:
-    """What is counted of one request."""
+    """The observations of one request."""
     observations = EngineObservations(512)
     request = EngineRequest("a", list(range(prompt_length)), SamplingParams(max_tokens=64))
     observations.end(request, Delta(finish_reason=reason, metrics=metrics), num_output_tokens)
@@ -91,18 +91,18 @@ def ended(reason: str, metrics: RequestMetrics, num_output_tokens: int, prompt_l
 
 
 def samples_of(histogram: prometheus_client.Histogram) -> dict[str, float]:
-    """Its count and sum, and the values up to each bound, by the bound."""
+    """A histogram's count and sum, and its cumulative counts by upper bound."""
     (metric,) = histogram.collect()
     return {one.labels.get("le", one.name.rpartition("_")[2]): one.value for one in metric.samples}
 
 
 def totals(observations: EngineObservations) -> dict[str, tuple[int, float]]:
-    """(number, sum) of every histogram that has seen something."""
+    """(count, sum) of every histogram with observations."""
     found = {one.name.split(":")[1]: samples_of(histogram) for one, histogram in observations.histograms.items()}
     return {name: (own["count"], pytest.approx(own["sum"])) for name, own in found.items() if own["count"]}
 
 
-def test_a_finished_request_is_told_by_phase() -> None:
+def test_finished_request_is_observed_by_phase() -> None:
     causes = tuple(PreemptionCause)
     times = RequestMetrics(
         100.0, 101.0, 103.0, 111.0, num_cached_tokens=4, num_preemptions=len(causes), preemption_causes=causes
@@ -138,7 +138,7 @@ def test_phases_that_a_request_did_not_reach_are_not_counted() -> None:
     assert "request_time_per_output_token_seconds" not in one_token
 
 
-def test_an_aborted_request_says_nothing_about_the_service() -> None:
+def test_aborted_requests_are_not_observed() -> None:
     assert totals(ended("abort", RequestMetrics(100.0, 101.0, 102.0, 103.0), 3)) == {}
 
 
@@ -213,7 +213,7 @@ async def generate(client: EngineClient, name: str, prompt: list[int], max_token
 
 
 def total(samples: Samples, name: str) -> float:
-    """Over all values of its label."""
+    """The sum of a metric over all values of its label."""
     return sum(value for one, value in samples.items() if one.startswith(f"{name}{{"))
 
 
@@ -222,7 +222,7 @@ def difference(before: Samples, after: Samples, *names: str) -> list[float]:
 
 
 @pytest.mark.e2e
-def test_known_requests_give_known_figures(loop: asyncio.Runner, engine: tuple[EngineClient, ServerMetrics]) -> None:
+def test_known_requests_give_expected_values(loop: asyncio.Runner, engine: tuple[EngineClient, ServerMetrics]) -> None:
     client, measured = engine
 
     async def work() -> tuple[Samples, Samples]:
@@ -239,9 +239,9 @@ def test_known_requests_give_known_figures(loop: asyncio.Runner, engine: tuple[E
     assert difference(before, after, by_source % "local_compute", by_source % "local_cache_hit") == [56, 64]
     ends = [f"vllm:request_success_total{{finished_reason={reason}}}" for reason in FINISH_REASONS]
     assert difference(before, after, *ends) == [0, 3, 0, 0, 0, 0]
-    # Eight steps a request, of which the first computes the prompt and the others a token each.
+    # Eight steps a request: the first computes the prompt, the others one token each.
     assert difference(before, after, "vllm:iteration_tokens_total_count") == [24]
-    assert difference(before, after, "pointsman:steps_total")[0] >= 24  # empty ones may have told of ends
+    assert difference(before, after, "pointsman:steps_total")[0] >= 24  # empty steps may have reported ends
     assert difference(before, after, "vllm:iteration_tokens_total_sum") == [56 + 3 * 7]
     assert difference(before, after, "pointsman:scheduler_step_seconds_count") == [24]
     for name in ("e2e_request_latency", "request_queue_time", "request_prefill_time", "request_decode_time"):
@@ -255,7 +255,7 @@ def test_known_requests_give_known_figures(loop: asyncio.Runner, engine: tuple[E
 
 
 @pytest.mark.e2e
-def test_what_runs_and_waits_and_a_client_that_goes_away(
+def test_gauges_of_running_waiting_and_abandoned_requests(
     loop: asyncio.Runner, engine: tuple[EngineClient, ServerMetrics]
 ) -> None:
     client, measured = engine
@@ -317,9 +317,7 @@ def test_counters_never_fall(loop: asyncio.Runner, engine: tuple[EngineClient, S
 
 
 @pytest.mark.e2e
-def test_others_run_while_a_scrape_is_rendered(
-    loop: asyncio.Runner, engine: tuple[EngineClient, ServerMetrics]
-) -> None:
+def test_scrape_yields_to_other_tasks(loop: asyncio.Runner, engine: tuple[EngineClient, ServerMetrics]) -> None:
     _, measured = engine
 
     async def work() -> int:
@@ -359,7 +357,7 @@ def test_a_scrape_does_not_wait_for_a_stuck_engine(
 
 
 @pytest.mark.e2e
-def test_a_dead_engines_last_counters_stay_and_it_holds_nothing(loop: asyncio.Runner) -> None:
+def test_dead_engine_keeps_counters_and_has_zero_gauges(loop: asyncio.Runner) -> None:
     async def work() -> tuple[Samples, Samples]:
         client, measured = await start()
         try:
@@ -380,7 +378,7 @@ def test_a_dead_engines_last_counters_stay_and_it_holds_nothing(loop: asyncio.Ru
 
 
 @pytest.mark.e2e
-def test_what_the_interface_tells_is_exposed(loop: asyncio.Runner, engine: tuple[EngineClient, ServerMetrics]) -> None:
+def test_observations_are_exposed(loop: asyncio.Runner, engine: tuple[EngineClient, ServerMetrics]) -> None:
     _, measured = engine
     before = loop.run(scrape(measured))
     measured.observations.engines[0].first_token(0.03)
@@ -412,9 +410,7 @@ def test_what_the_interface_tells_is_exposed(loop: asyncio.Runner, engine: tuple
 
 
 @pytest.mark.e2e
-def test_the_exposition_is_what_the_table_says(
-    loop: asyncio.Runner, engine: tuple[EngineClient, ServerMetrics]
-) -> None:
+def test_exposition_matches_the_metric_table(loop: asyncio.Runner, engine: tuple[EngineClient, ServerMetrics]) -> None:
     body, _ = loop.run(engine[1].render())
     families = {}
     for family in text_string_to_metric_families(body.decode()):
@@ -435,11 +431,11 @@ def test_the_exposition_is_what_the_table_says(
 
 
 @pytest.mark.e2e
-def test_llm_ds_endpoint_picker_finds_what_it_reads(
+def test_llm_d_endpoint_picker_finds_its_metrics(
     loop: asyncio.Runner, engine: tuple[EngineClient, ServerMetrics]
 ) -> None:
-    """The names, types and labels of its protocol for model servers, where it reads vLLM:
-    https://llm-d.ai/docs/architecture/core/model-servers. What it reads of adapters exists with adapters alone."""
+    """The names, types and labels that llm-d reads from vLLM, by its protocol for model servers:
+    https://llm-d.ai/docs/architecture/core/model-servers. Its metrics of adapters exist only with adapters."""
     client, measured = engine
     body, _ = loop.run(measured.render())
     families = {family.name: family for family in text_string_to_metric_families(body.decode())}

@@ -41,7 +41,7 @@ def test_open_requests_with_and_without_a_first_token() -> None:
     assert counts.readings()[2:] == ({"a": 0, "b": 0}, {"a": 0, "b": 0})
 
 
-def test_many_tenants_have_few_series_and_the_heavy_ones_are_among_them() -> None:
+def test_number_of_tenant_series_is_limited_to_the_heaviest() -> None:
     counts, rng = TenantCounts(), random.Random(0)
     weights = {f"t{number}": 1 if number % 20 else 500 for number in range(400)}  # 20 heavy ones, most come late
     given: Counter[str] = Counter()
@@ -59,11 +59,11 @@ def test_many_tenants_have_few_series_and_the_heavy_ones_are_among_them() -> Non
         named |= prompt.keys()
         before = prompt
     assert {tenant for tenant, weight in weights.items() if weight > 1} < before.keys()
-    assert len(named) <= MAX_NAMED + 20 + 1, "the light ones do not take turns"
+    assert len(named) <= MAX_NAMED + 20 + 1, "the light ones do not alternate"
     assert all(2 * value <= given[tenant] for tenant, value in before.items() if tenant != "other")
 
 
-def test_while_nobody_changes_places_no_token_is_lost() -> None:
+def test_series_count_all_tokens_without_renaming() -> None:
     counts = TenantCounts()
     for number in range(3 * MAX_KNOWN):
         serve(counts, f"t{number}", 3, 4)
@@ -72,7 +72,7 @@ def test_while_nobody_changes_places_no_token_is_lost() -> None:
     assert len(counts._known) <= MAX_KNOWN + 1
 
 
-def test_a_tenant_that_is_called_other_is_one_of_the_others() -> None:
+def test_tenant_named_other_counts_as_other() -> None:
     counts = TenantCounts(["a"])
     serve(counts, "other", 3, 4)
     assert counts.readings()[0] == {"a": 0, "other": 3}

@@ -1,4 +1,4 @@
-"""How much may wait, and what the others are told."""
+"""Backlog: its limits, and the refusals beyond them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def refused(backlog: Backlog, num_requests: int = 1) -> ApiError:
     return caught.value
 
 
-def test_requests_are_bounded_and_leave_room_when_they_end() -> None:
+def test_open_requests_are_limited_and_freed_at_the_end() -> None:
     backlog = backlog_of(3)
     with backlog.enter("", 2):
         with backlog.enter("", 1):
@@ -36,12 +36,12 @@ def test_requests_are_bounded_and_leave_room_when_they_end() -> None:
     assert backlog.requests.total == 0
 
 
-def test_more_than_ever_fits_is_no_overload() -> None:
+def test_request_beyond_the_limit_alone_gets_400() -> None:
     error = refused(backlog_of(3), 4)
     assert error.status_code == 400 and "3" in error.detail
 
 
-def test_an_error_inside_leaves_room() -> None:
+def test_error_inside_frees_the_request() -> None:
     backlog = backlog_of(1, 10)
     for _ in range(2):
         with pytest.raises(RuntimeError), backlog.enter("", 1) as ticket:
@@ -63,7 +63,7 @@ def test_prompt_tokens_wait_until_the_first_token() -> None:
         assert backlog.prompt_tokens.total == 41
 
 
-def test_one_request_alone_is_always_let_in() -> None:
+def test_single_request_is_always_accepted() -> None:
     backlog = backlog_of(10, 100)
     with backlog.enter("", 3) as ticket, backlog.enter("", 1) as other:
         ticket.add_prompts([500] * 3)
@@ -98,7 +98,7 @@ def test_the_wait_is_estimated_from_the_rate_of_first_tokens() -> None:
         ticket.first_token(0)
     assert backlog.num_waiting == 100
     assert 40 <= backlog.retry_after("") <= 50
-    clock.now += 31  # nothing more happened: that rate says nothing any more
+    clock.now += 31  # no more events: the old rate is not used any more
     assert 31 <= backlog.retry_after("") <= MAX_WAIT
 
 
@@ -114,7 +114,7 @@ def test_the_wait_is_bounded_both_ways() -> None:
     assert backlog.retry_after("") == MAX_WAIT
 
 
-def test_a_refusal_says_how_many_more_it_would_be() -> None:
+def test_refusal_names_the_additional_amount() -> None:
     backlog = backlog_of(10)
     with backlog.enter("", 8), pytest.raises(ApiError) as caught:
         backlog.enter("", 3)
@@ -124,7 +124,7 @@ def test_a_refusal_says_how_many_more_it_would_be() -> None:
 # ------------------------------------------------------------------------------------------------- tenants
 
 
-def test_the_backlog_of_one_tenant_keeps_no_other_out() -> None:
+def test_backlog_of_one_tenant_does_not_block_others() -> None:
     backlog = backlog_of(100, 1000, is_shared=True)
     taken = 0
     with pytest.raises(ApiError, match="of this tenant are open") as caught:
@@ -136,7 +136,7 @@ def test_the_backlog_of_one_tenant_keeps_no_other_out() -> None:
         backlog.enter("b", 1).add_prompts([1])
 
 
-def test_waiting_tokens_of_one_tenant_leave_room_for_another() -> None:
+def test_waiting_tokens_of_one_tenant_do_not_block_others() -> None:
     backlog = backlog_of(100, 1000, is_shared=True)
     backlog.enter("a", 1).add_prompts([700])
     with pytest.raises(ApiError, match="700 prompt tokens of this tenant wait") as caught:
@@ -157,7 +157,7 @@ def test_a_tenants_wait_is_that_of_its_own_backlog() -> None:
     assert backlog.retry_after("b") == 1 and backlog.retry_after("") >= 40
 
 
-def test_what_has_no_room_is_given_back_as_it_was_taken() -> None:
+def test_capped_prompt_tokens_are_released_as_taken() -> None:
     backlog = backlog_of(10, 100)
     with backlog.enter("", 1) as ticket:
         ticket.add_prompts([500, 30, 40])

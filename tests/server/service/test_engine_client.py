@@ -1,4 +1,4 @@
-"""The engine in a process of its own, seen from the API process."""
+"""EngineClient: an engine in its own process, seen from the API process."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 from pointsman.core.errors import UnknownRequest
 from pointsman.engine import LLM, EngineDeadError, SamplingParams
 from pointsman.server.service.engine_client import EngineClient
-from pointsman.server.service.inbox import ClientStream
 from pointsman.server.service.prompts import PromptReader, TextPrompts
+from pointsman.server.service.receiver import ClientStream
 from pointsman.server.wire.messages import Delta, EngineRequest, StepNote
 from pointsman.server.wire.questions import Explain, ExplainAll, Stats
 from tests.server.engine_pool import engine_pool
@@ -57,8 +57,8 @@ def test_texts_are_those_of_the_engine_itself() -> None:
         before = await client.ask(Stats())
         steps: list[StepNote] = []
         ends: list[tuple[str, str | None, int]] = []
-        client.inbox.on_steps = steps.extend
-        client.inbox.on_end = lambda request, last, n: ends.append((request.request_id, last.finish_reason, n))
+        client.receiver.on_steps = steps.extend
+        client.receiver.on_end = lambda request, last, n: ends.append((request.request_id, last.finish_reason, n))
         streams = [
             client.generate(EngineRequest(text, prompt.token_ids, GREEDY, stream=index != 1))
             for index, (text, prompt) in enumerate(zip(texts, prompts, strict=True))
@@ -83,7 +83,7 @@ def test_texts_are_those_of_the_engine_itself() -> None:
     with_client(test, max_steps_in_flight=2)
 
 
-def test_requests_that_are_sent_together_are_queued_in_order_and_fail_on_their_own() -> None:
+def test_requests_sent_together_are_queued_in_order_and_fail_separately() -> None:
     async def test(client: EngineClient) -> None:
         streams = [client.generate(EngineRequest(f"one-{number}", [5, 6], ENDLESS)) for number in range(20)]
         bad = client.generate(EngineRequest("bad", [99_999], GREEDY))
@@ -117,7 +117,7 @@ def test_a_refusal_comes_before_the_first_delta() -> None:
     with_client(test)
 
 
-def test_who_closes_or_is_cancelled_frees_the_blocks() -> None:
+def test_closing_or_cancelling_a_stream_frees_the_blocks() -> None:
     async def test(client: EngineClient) -> None:
         closed = client.generate(EngineRequest("closed", [5, 6], ENDLESS))
         await anext(closed)
@@ -148,14 +148,14 @@ def test_closing_a_stream_of_an_engine_that_was_replaced_ends_no_other() -> None
             other = client.generate(EngineRequest("other", [5, 6], SamplingParams(max_tokens=50, ignore_eos=True)))
             await other.start()
             closed = client.generate(EngineRequest("closed", [5, 6], SamplingParams(max_tokens=1)))
-            closed.note_sent(other.key)  # by the engine before
+            closed.note_sent(other.key)  # by the earlier engine
             await closed.aclose()
             assert sum([len(delta.token_ids) async for delta in other]) == 50
 
     with_client(test)
 
 
-def test_an_explanation_says_who_asks_and_until_when() -> None:
+def test_explanation_has_user_and_deadline() -> None:
     async def test(client: EngineClient) -> None:
         first = client.generate(EngineRequest("first", [5, 6], ENDLESS))
         await anext(first)

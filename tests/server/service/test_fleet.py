@@ -1,4 +1,4 @@
-"""What becomes of requests when their engine dies: real engine processes, killed while requests of every kind run."""
+"""EngineFleet: requests of every kind are resumed when their engine dies; real engine processes are killed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pointsman.engine import EngineDeadError, SamplingParams
 from pointsman.engine.params.structured_outputs import StructuredOutputsParams
 from pointsman.server.service.engine_client import EngineClient, EngineStartError
 from pointsman.server.service.fleet import EngineFleet, start_fleet
-from pointsman.server.service.inbox import ClientStream
+from pointsman.server.service.receiver import ClientStream
 from pointsman.server.wire.messages import Delta, EngineRequest
 from pointsman.server.wire.questions import ExplainAll, ResetPrefixCache, SetPriority, Stats
 from tests.forms import short_or_long
@@ -87,7 +87,7 @@ def streams_of(fleet: EngineFleet, cases: dict[str, SamplingParams]) -> dict[str
 
 
 def told(delta: Delta) -> dict[str, Any]:
-    """All that a client may be told of a request, but for the digits that differ with the shape of a step."""
+    """All facts of a request that a client can see, except the digits that differ with the shape of a step."""
     facts: dict[str, Any] = {
         "text": delta.text,
         "token_ids": delta.token_ids,
@@ -102,7 +102,7 @@ def told(delta: Delta) -> dict[str, Any]:
 
 
 def like(facts: dict[str, Any]) -> dict[str, Any]:
-    """What is equal to facts whose logits were computed in steps of other shapes."""
+    """Facts that compare equal if their logits were computed in steps of other shapes."""
     return {
         name: pytest.approx(value, abs=1e-4) if name.endswith(" values") else value for name, value in facts.items()
     }
@@ -132,10 +132,10 @@ async def until_idle(fleet: EngineFleet) -> None:
 
 
 @pytest.mark.parametrize("draft_tokens", [pytest.param(3, marks=pytest.mark.long), 0])
-def test_every_kind_of_request_goes_on_as_if_nothing_had_happened(
+def test_resumed_requests_of_every_kind_give_the_same_output(
     draft_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pointsman.server.service.fleet.LONGEST_DELAY", 0.2)  # of an engine that dies every few seconds
+    monkeypatch.setattr("pointsman.server.service.fleet.LONGEST_DELAY", 0.2)  # the engine dies every few seconds
     rounds, generator = short_or_long(1, 12), random.Random(5)
 
     async def test(fleet: EngineFleet) -> None:
@@ -172,9 +172,9 @@ def reading_is_over(stream: ClientStream, expected: dict[str, Delta]) -> bool:
 
 
 @pytest.mark.long
-def test_in_bfloat16_a_stream_goes_on_validly() -> None:
-    """What was received stays, and each token behind it is as likely as the best, for an engine that computes all of
-    them at once, but for what rounding does to an undisturbed stream as well."""
+def test_bfloat16_stream_is_resumed_validly() -> None:
+    """Received tokens are kept. Each later token is the most likely one for an engine that computes all of them at
+    once, except for rounding, as in an undisturbed stream."""
     params = SamplingParams(temperature=0, **LONG)
 
     async def shortfall(fleet: EngineFleet, tokens: list[int]) -> float:
@@ -208,8 +208,8 @@ def test_in_bfloat16_a_stream_goes_on_validly() -> None:
 
 
 @pytest.mark.long
-def test_a_stop_string_may_lie_across_the_cut() -> None:
-    """The text that may begin it is held back by the engine that dies, and found by the next one."""
+def test_stop_string_may_span_the_resume_point() -> None:
+    """The dying engine holds back the text that may begin the stop string, and the next engine completes it."""
 
     async def test(fleet: EngineFleet) -> None:
         plain = fleet.generate(EngineRequest("stop", PROMPT, SamplingParams(temperature=0.9, seed=3, **LONG)))
@@ -238,7 +238,7 @@ def test_a_stop_string_may_lie_across_the_cut() -> None:
 
 
 @pytest.mark.long
-def test_a_request_that_kills_engines_ends_with_an_error_and_others_go_on() -> None:
+def test_request_that_kills_engines_fails_and_others_are_resumed() -> None:
     async def test(fleet: EngineFleet) -> None:
         deadly = fleet.generate(EngineRequest("deadly", PROMPT, SamplingParams(max_tokens=1500, ignore_eos=True)))
         reading = asyncio.ensure_future(read(deadly))
@@ -254,7 +254,7 @@ def test_a_request_that_kills_engines_ends_with_an_error_and_others_go_on() -> N
     with_fleet(test, max_resumes=2)
 
 
-def test_a_priority_that_was_changed_is_kept_and_waiting_requests_are_resumed_in_their_order() -> None:
+def test_changed_priority_survives_and_waiting_requests_resume_in_order() -> None:
     async def test(fleet: EngineFleet) -> None:
         params = SamplingParams(max_tokens=300, ignore_eos=True, temperature=0)
         streams = [

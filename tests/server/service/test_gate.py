@@ -1,4 +1,4 @@
-"""The gate of a server that shuts down, and the errors of the engine as clients get them."""
+"""The gate of a server that shuts down, and clients' errors for errors of the engine."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_dead_engine_refuses_with_500_whether_or_not_the_gate_is_open(death: s
     assert caught.value.status_code == (503 if death is None else 500)
 
 
-def test_a_server_that_will_shut_down_is_not_ready_and_still_takes_requests() -> None:
+def test_server_before_shutdown_is_not_ready_but_accepts_requests() -> None:
     gate = Gate(cast(Any, SimpleNamespace(is_alive=True, num_alive=1, death=None)), drain_timeout=30)
     gate.check_ready()
     gate.leave()
@@ -87,7 +87,7 @@ def test_a_server_without_an_engine_at_the_moment_is_not_ready() -> None:
     assert caught.value.status_code == 503
 
 
-def test_what_the_engine_says_has_a_status() -> None:
+def test_engine_errors_have_a_status() -> None:
     refused = from_engine(RequestRefused("the prompt has\n9 tokens"))
     assert refused.status_code == 400 and refused.detail == "the prompt has 9 tokens"
     dead = from_engine(EngineDeadError("killed"))
@@ -99,7 +99,7 @@ def test_what_the_engine_says_has_a_status() -> None:
     hung = from_engine(portable(GrammarUnavailableError("grammars cannot be compiled now")))
     assert hung.status_code == 503 and int((hung.headers or {})["retry-after"]) >= 1
     assert from_engine(refused) is refused
-    with pytest.raises(KeyError):  # a fault of ours stays one
+    with pytest.raises(KeyError):  # a bug in the server stays an exception
         from_engine(KeyError("x"))
 
 

@@ -1,4 +1,4 @@
-"""Engines that hang: real processes that are stopped, or held up in a step, and what becomes of their requests."""
+"""Engines that hang: real processes are stopped, or blocked in a step, and their requests are resumed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pointsman.server.service import engine_client
 from pointsman.server.service.engine_client import EngineClient, is_traced
 from pointsman.server.service.fleet import EngineFleet, start_fleet
 from pointsman.server.service.heartbeat import INTERVAL
-from pointsman.server.service.inbox import ClientStream
+from pointsman.server.service.receiver import ClientStream
 from pointsman.server.wire.messages import Delta, EngineRequest
 from pointsman.server.wire.questions import (
     Explain,
@@ -102,7 +102,7 @@ async def streams_in_both(fleet: EngineFleet, count: int = 8) -> dict[str, Clien
     """Streams that run, in each of two engines as many."""
     streams = {f"a-{number}": stream_of(fleet, f"a-{number}") for number in range(count)}
     await fleet.queue(list(streams.values()))
-    assert [len(engine.inbox.streams) for engine in fleet.engines] == [count // 2, count // 2]
+    assert [len(engine.receiver.streams) for engine in fleet.engines] == [count // 2, count // 2]
     return streams
 
 
@@ -111,7 +111,7 @@ async def texts_of(streams: dict[str, ClientStream]) -> dict[str, str]:
     return {name: delta.text for name, delta in zip(streams, found, strict=True)}
 
 
-def test_requests_of_a_stopped_engine_go_on_and_it_is_started_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_hung_engine_is_restarted_and_its_requests_resumed(caplog: pytest.LogCaptureFixture) -> None:
     async def test(fleet: EngineFleet) -> None:
         expected = await texts_of(await streams_in_both(fleet))
         streams = await streams_in_both(fleet)
@@ -152,7 +152,7 @@ def test_the_router_avoids_an_engine_without_signs_well_before_the_limit() -> No
             stream = stream_of(fleet, f"c-{number}", SamplingParams(max_tokens=4))
             await read(stream)
             assert stream.engine == 1
-        stop(fleet.engines[1])  # none is better than the other: requests wait where they can
+        stop(fleet.engines[1])  # neither engine is better: requests wait in any of them
         await until(lambda: fleet.engines[1].is_slow)
         waiting = stream_of(fleet, "d", SamplingParams(max_tokens=4))
         waiting._send()
@@ -166,7 +166,7 @@ def test_the_router_avoids_an_engine_without_signs_well_before_the_limit() -> No
 
 
 @pytest.mark.parametrize("max_restarts", [0, 5])
-def test_with_one_engine_clients_get_an_error_or_its_successor(max_restarts: int) -> None:
+def test_hang_of_a_single_engine_fails_or_resumes_requests(max_restarts: int) -> None:
     async def test(fleet: EngineFleet) -> None:
         streams = [stream_of(fleet, f"e-{number}") for number in range(4)]
         reading = [asyncio.ensure_future(read(stream)) for stream in streams]
@@ -199,7 +199,7 @@ def test_engines_that_are_stopped_at_once_lose_no_request() -> None:
     with_fleet(test)
 
 
-def test_an_engine_that_goes_on_just_before_the_limit_lives() -> None:
+def test_engine_that_continues_before_the_limit_survives() -> None:
     async def test(fleet: EngineFleet) -> None:
         expected = await texts_of(await streams_in_both(fleet))
         streams = await streams_in_both(fleet)
@@ -215,7 +215,7 @@ def test_an_engine_that_goes_on_just_before_the_limit_lives() -> None:
     with_fleet(test)
 
 
-def test_an_api_process_that_was_stopped_takes_no_engine_for_late() -> None:
+def test_stopped_api_process_does_not_make_engines_late() -> None:
     async def test(fleet: EngineFleet) -> None:
         streams = await streams_in_both(fleet)
         reading = asyncio.ensure_future(texts_of(streams))
@@ -244,7 +244,7 @@ def test_engines_that_are_paused_or_idle_are_not_late() -> None:
     with_fleet(test)
 
 
-def test_an_engine_that_is_stopped_in_a_pause_is_paused_again_by_its_successor() -> None:
+def test_restarted_engine_keeps_the_pause_of_a_hung_engine() -> None:
     async def test(fleet: EngineFleet) -> None:
         await fleet.ask(Pause("keep", False))
         stop(fleet.engines[1])
@@ -256,8 +256,8 @@ def test_an_engine_that_is_stopped_in_a_pause_is_paused_again_by_its_successor()
 
 
 @pytest.mark.parametrize("kind", ["hang", "long", "announced"])
-def test_a_long_step_is_told_from_one_that_hangs(kind: str) -> None:
-    """A request that holds its engine's thread up goes on in another, unless the thread says that it is well."""
+def test_long_step_is_distinguished_from_a_hang(kind: str) -> None:
+    """A request that blocks its engine's thread is resumed in another engine, unless the thread gives signs of life."""
 
     async def test(fleet: EngineFleet) -> None:
         stream = stream_of(fleet, f"{kind}-1", SamplingParams(max_tokens=4))
@@ -306,10 +306,10 @@ def test_requests_do_not_wait_for_the_end_of_a_process(
             process.kill()
 
     with_fleet(test)
-    assert "does not end, though it was killed" in caplog.text
+    assert "was killed but does not end" in caplog.text
 
 
-def test_a_shutdown_ends_although_a_process_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shutdown_ends_even_if_a_process_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_client, "SECONDS_TO_DIE", 0.5)
 
     async def run() -> None:
@@ -346,7 +346,7 @@ def test_questions_to_an_engine_without_signs_do_not_wait(monkeypatch: pytest.Mo
         assert len(await fleet.ask_each(Stats())) == 1
         assert b'pointsman:engine_up{engine="1",model_name="demo"} 1.0' in (await metrics.render())[0]
         assert time.monotonic() - begun < 1.0
-        assert not await fleet.engines[0].ask(IsPaused()), "a command that not all can follow is given to none"
+        assert not await fleet.engines[0].ask(IsPaused()), "a command that not all engines can follow is sent to none"
         go_on(fleet.engines[1])
         await until(lambda: not fleet.engines[1].is_slow)
         await fleet.ask(ExplainAll())
@@ -381,8 +381,8 @@ def test_without_resumes_a_hang_is_an_error_for_its_requests_alone() -> None:
     with_fleet(test, max_resumes=0)
 
 
-def test_an_engine_that_hangs_before_the_others_are_there_is_started_again() -> None:
-    hung: list[EngineClient] = []  # the first engine, which may be there behind the second
+def test_engine_hung_during_start_of_others_is_restarted() -> None:
+    hung: list[EngineClient] = []  # the first engine may be ready after the second
 
     async def start(index: int, num_restarts: int, tokenizer: Any = None) -> EngineClient:
         client = await EngineClient.start(OPTIONS, log_stats_interval=None, timeout=LIMIT)
@@ -405,7 +405,7 @@ def test_an_engine_that_hangs_before_the_others_are_there_is_started_again() -> 
     asyncio.run(run())
 
 
-def test_an_engine_that_hangs_when_it_is_to_join_is_started_once_more() -> None:
+def test_engine_hung_while_joining_is_restarted() -> None:
     """It has loaded its model and answers nothing: `EngineFleet` gives it the pause state first."""
     num_started = 0
 

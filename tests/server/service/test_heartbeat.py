@@ -1,4 +1,4 @@
-"""When an engine is slow, stalled or late, by a clock that the tests move."""
+"""Heartbeat: when an engine is slow, stalled or late, by a clock that the tests advance."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_an_engine_is_slow_then_stalled_then_late() -> None:
     assert states.index("late") == 31
 
 
-def test_an_engine_that_is_idle_for_hours_is_well() -> None:
+def test_idle_engine_is_never_late() -> None:
     engine = Watched(2.0)
     for _ in range(3600):
         engine.tick()
@@ -59,7 +59,7 @@ def test_an_engine_that_is_idle_for_hours_is_well() -> None:
         engine.answer()
 
 
-def test_any_sign_ends_a_silence_while_the_question_waits() -> None:
+def test_any_sign_of_life_ends_a_silence() -> None:
     engine = Watched(5.0)
     engine.tick(5)
     assert engine.state == "slow"
@@ -71,7 +71,7 @@ def test_any_sign_ends_a_silence_while_the_question_waits() -> None:
     assert engine.state == "late"
 
 
-def test_ten_times_the_longest_silence_in_a_step_is_the_limit_if_that_is_more() -> None:
+def test_limit_is_at_least_ten_times_the_longest_silence_in_a_step() -> None:
     engine = Watched()
     engine.tick()
     engine.answer(longest=8.0, mean=2.0)
@@ -84,7 +84,7 @@ def test_ten_times_the_longest_silence_in_a_step_is_the_limit_if_that_is_more() 
     assert engine.heartbeat.is_late
 
 
-def test_an_accident_is_forgotten() -> None:
+def test_accidental_long_silence_is_forgotten() -> None:
     """A process that was stopped for 29 s and went on has measured a step of 29 s."""
     engine = Watched()
     engine.tick()
@@ -101,7 +101,7 @@ def test_an_announced_silence_is_allowed_until_the_next_sign() -> None:
     engine.tick()
     engine.heartbeat.hear(600.0)
     engine.tick(500)
-    assert not engine.heartbeat.is_late and engine.heartbeat.is_slow, "others should get the requests"
+    assert not engine.heartbeat.is_late and engine.heartbeat.is_slow, "other engines should get the requests"
     engine.heartbeat.hear()
     engine.tick(5)
     assert engine.heartbeat.is_late

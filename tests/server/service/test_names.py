@@ -1,4 +1,4 @@
-"""Names of requests, of which clients may choose the same."""
+"""Names of requests; clients may choose the same name twice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def test_a_name_may_be_taken_twice() -> None:
     assert names.find(twins[7]) == [twins[7]]
 
 
-def test_samples_are_found_by_their_answer_and_alone() -> None:
+def test_samples_are_found_by_response_id_and_own_id() -> None:
     names = RequestNames()
     first, second = names.add("x", "x-0"), names.add("x", "x-1")
     other = names.add("x-0", "x-0")
@@ -22,7 +22,7 @@ def test_samples_are_found_by_their_answer_and_alone() -> None:
     assert names.find("x-0") == [first, other]
 
 
-def test_what_has_ended_is_forgotten() -> None:
+def test_finished_requests_are_forgotten() -> None:
     names = RequestNames()
     one = names.add("x", "x")
     names.remove([one, "never"])

@@ -1,4 +1,4 @@
-"""A small server: what it refuses when it is full, late or asked for too much, and whom it lets in."""
+"""A small server: refusals when it is full, at deadlines and beyond limits."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ def http(small: ServerProcess) -> Iterator[httpx.Client]:
 
 
 def hold(http: httpx.Client, stack: ExitStack, **fields: Any) -> httpx.Response:
-    """A request that goes on until the stack is left."""
+    """A request that runs until the stack is left."""
     response: httpx.Response = stack.enter_context(http.stream("POST", "/v1/completions", json={**LONG, **fields}))
     return response
 
 
 def run(http: httpx.Client, stack: ExitStack, **fields: Any) -> None:
-    """The same, once it has its first token."""
+    """A request that runs until the stack is left; returns after its first token."""
     pieces = hold(http, stack, **fields).iter_bytes()
     next(pieces)
     stack.callback(pieces.close)  # type: ignore[attr-defined]  # a generator; letting go of it would close the response
 
 
-def test_without_the_key_nobody_is_let_in(small: ServerProcess) -> None:
+def test_request_without_key_is_refused(small: ServerProcess) -> None:
     with httpx.Client(base_url=small.url, timeout=60) as http:
         response = http.get("/v1/models")
         assert response.status_code == 401 and response.headers["www-authenticate"] == "Bearer"
@@ -60,7 +60,7 @@ def test_without_the_key_nobody_is_let_in(small: ServerProcess) -> None:
     assert KEY not in small.log()
 
 
-def test_a_full_server_says_when_to_come_back(http: httpx.Client) -> None:
+def test_full_server_sends_retry_after(http: httpx.Client) -> None:
     with ExitStack() as stack:
         for _ in range(3):  # one runs, two wait
             assert hold(http, stack).status_code == 200
@@ -76,7 +76,7 @@ def test_a_full_server_says_when_to_come_back(http: httpx.Client) -> None:
     wait_until(lambda: http.post("/v1/completions", json={"prompt": "a"}).status_code == 200, 10, "there is room again")
 
 
-def test_prompts_that_wait_are_bounded_by_their_tokens(http: httpx.Client) -> None:
+def test_waiting_prompts_are_limited_by_tokens(http: httpx.Client) -> None:
     alone = http.post("/v1/completions", json={"prompt": [5] * 500, "max_tokens": 1})
     assert alone.status_code == 200  # more than may wait, but it does not wait for others
     with ExitStack() as stack:
@@ -86,7 +86,7 @@ def test_prompts_that_wait_are_bounded_by_their_tokens(http: httpx.Client) -> No
         assert refused.status_code == 429 and "prompt tokens" in refused.json()["error"]["message"]
 
 
-def test_a_late_request_is_dropped_before_it_costs_anything(http: httpx.Client) -> None:
+def test_deadline_before_the_first_token_gets_408(http: httpx.Client) -> None:
     with ExitStack() as stack:
         run(http, stack)
         start = time.monotonic()
@@ -97,7 +97,7 @@ def test_a_late_request_is_dropped_before_it_costs_anything(http: httpx.Client) 
         assert late.status_code == 408
 
 
-def test_a_deadline_ends_what_runs_with_what_there_is(http: httpx.Client) -> None:
+def test_deadline_ends_running_request_with_partial_output(http: httpx.Client) -> None:
     fields = {**LONG, "stream": False, "deadline": 0.5}
     answer = http.post("/v1/completions", json=fields)
     (choice,) = answer.json()["choices"]
@@ -127,7 +127,7 @@ def test_limits_are_the_operators(http: httpx.Client) -> None:
     assert too_many.status_code == 400 and "3" in too_many.json()["error"]["message"]
 
 
-def test_large_bodies_are_refused_whether_their_length_is_told_or_not(http: httpx.Client) -> None:
+def test_large_bodies_are_refused_with_and_without_content_length(http: httpx.Client) -> None:
     body = b'{"prompt": "' + b"a" * 30_000 + b'"}'
     headers = {"content-type": "application/json"}
     assert http.post("/v1/completions", content=body, headers=headers).status_code == 413
@@ -142,7 +142,7 @@ def test_prompts_are_not_logged(small: ServerProcess, http: httpx.Client) -> Non
     assert "secret" not in small.log()
 
 
-def test_many_at_once_are_answered_or_refused(http: httpx.Client) -> None:
+def test_many_concurrent_requests_complete_or_get_429(http: httpx.Client) -> None:
     statuses: list[int] = []
 
     def ask() -> None:

@@ -1,4 +1,4 @@
-"""What counts as a prompt; text, chat templates and token ids."""
+"""Prompts: text, chat templates and token ids."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_chat_templates_and_text(tokenizer: Any) -> None:
     asyncio.run(run())
 
 
-def test_tokens_as_json_are_whole_however_many_pieces(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_as_json_are_complete_in_any_number_of_pieces(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompts, "TOKENS_AT_ONCE", 7)
     text = 'a "quoted" text, \U0001f600 and\nmore'
     ids = tokenizer(text)["input_ids"]

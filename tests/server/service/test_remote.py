@@ -22,7 +22,7 @@ from pointsman.server.metrics.exposition import ServerMetrics
 from pointsman.server.service import remote
 from pointsman.server.service.engine_client import EngineClient, EngineStartError, start_process
 from pointsman.server.service.fleet import EngineFleet, start_fleet
-from pointsman.server.service.inbox import ClientStream
+from pointsman.server.service.receiver import ClientStream
 from pointsman.server.service.remote import EngineListener, HostLostError, Invitation, host_engine, numbered
 from pointsman.server.wire.messages import Delta, EngineRequest, Start
 from pointsman.server.wire.questions import Stats
@@ -36,7 +36,7 @@ HOST = "127.0.0.1"
 
 
 class Hosts:
-    """Stands for the other machines: hosts an engine when there is a free one, and can lose it."""
+    """Simulates the other machines: hosts an engine when a machine is free, and can lose it."""
 
     def __init__(self, num_free: int = 100, **options: Any) -> None:
         self.options = options
@@ -53,7 +53,7 @@ class Hosts:
         gone = asyncio.ensure_future(lost.wait())
         try:
             await asyncio.wait((hosting, gone), return_when=asyncio.FIRST_COMPLETED)
-            if lost.is_set():  # the engine process lives on, and nobody hosts it
+            if lost.is_set():  # the engine process survives without a host
                 asyncio.get_running_loop().create_task(self.forget(hosting))
                 raise HostLostError("the node is gone")
             self.codes.append(hosting.result())
@@ -104,7 +104,7 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.003)
 
 
-def test_a_fleet_begins_with_its_first_engine_and_loses_no_request_with_a_host_or_an_engine() -> None:
+def test_fleet_starts_with_first_engine_and_survives_lost_hosts() -> None:
     async def test(listener: EngineListener, hosts: Hosts) -> None:
         fleet = await start_fleet(listener.start, 2, 100, wait_for_all=False)
         try:
@@ -141,7 +141,7 @@ def test_a_fleet_begins_with_its_first_engine_and_loses_no_request_with_a_host_o
     with_listener(test, lambda: Hosts(num_free=1))
 
 
-def test_an_engine_elsewhere_that_hangs_is_ended_and_loses_no_request() -> None:
+def test_hung_remote_engine_is_ended_and_its_requests_resumed() -> None:
     async def test(listener: EngineListener, hosts: Hosts) -> None:
         fleet = await start_fleet(listener.start, 2, 100)
         try:
@@ -170,7 +170,7 @@ def lose_host(engine: EngineClient, hosts: Hosts) -> None:
     hosts.lost[cast("asyncio.Task[int]", engine._process._hosting)].set()
 
 
-def test_engines_that_live_have_the_lowest_numbers_and_the_others_are_missed_only_where_they_are_wanted() -> None:
+def test_live_engines_get_lowest_numbers() -> None:
     async def test(listener: EngineListener, hosts: Hosts) -> None:
         fleet = await start_fleet(listener.start, 4, 100, wait_for_all=False)
         metrics = ServerMetrics(fleet, "demo")
@@ -203,7 +203,7 @@ def test_engines_that_live_have_the_lowest_numbers_and_the_others_are_missed_onl
     with_listener(test, lambda: Hosts(num_free=2))
 
 
-def test_a_host_that_is_lost_before_it_starts_an_engine_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
+def test_host_lost_before_engine_start_is_not_a_failure(caplog: pytest.LogCaptureFixture) -> None:
     async def test(listener: EngineListener, hosts: Hosts) -> None:
         num_lost = 0
 
@@ -226,7 +226,7 @@ def test_a_host_that_is_lost_before_it_starts_an_engine_is_no_failure(caplog: py
     with_listener(test)
 
 
-def test_what_cannot_start_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+def test_failed_start_raises_and_leaves_no_process(tmp_path: Path) -> None:
     async def test(listener: EngineListener, hosts: Hosts) -> None:
         with pytest.raises(ValueError, match="no model directory"):
             await start_fleet(listener.start, 2, 100, wait_for_all=False)
@@ -290,9 +290,7 @@ async def answer_to(data: bytes, port: int) -> bytes:
         writer.close()
 
 
-def test_nothing_is_unpickled_without_the_token_and_a_token_is_good_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unpickling_needs_a_token_that_is_valid_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     evil = pickle.dumps(Evil(tmp_path / "made"))
     pickle.loads(pickle.dumps(Evil(tmp_path / "sanity")))
     assert (tmp_path / "sanity").exists()
@@ -336,7 +334,7 @@ def test_an_engine_has_the_clock_of_the_api_process() -> None:
     asyncio.run(run())
 
 
-def test_recordings_have_names_of_their_own() -> None:
+def test_recordings_have_distinct_names() -> None:
     assert numbered(None, 3, 1) is None
     names = {numbered("run.jsonl", index, restarts) for index in (0, 1) for restarts in (0, 1)}
     assert names == {"run.jsonl", "run.jsonl.1", "run.jsonl.restart-1", "run.jsonl.1.restart-1"}

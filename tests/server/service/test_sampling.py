@@ -1,4 +1,4 @@
-"""From a client's fields to sampling parameters."""
+"""Sampling: a client's fields become sampling parameters."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_every_field_arrives() -> None:
     assert found.logit_bias == {5: 2.0}
 
 
-def test_a_models_own_defaults_give_way_to_the_client() -> None:
+def test_client_values_override_model_defaults() -> None:
     defaults = {"temperature": 0.6, "top_k": 20}
     assert (params(defaults=defaults).temperature, params(defaults=defaults).top_k) == (0.6, 20)
     assert params(defaults=defaults, temperature=0).temperature == 0
@@ -98,7 +98,7 @@ def test_what_the_engine_refuses_is_refused() -> None:
 # ------------------------------------------------------------------------------------------------- limits
 
 
-def test_what_fits_is_the_default_and_the_most() -> None:
+def test_remaining_length_is_default_and_maximum() -> None:
     config = ServerConfig()
     assert choose_max_tokens(None, 40, 16, "max_tokens", INFO, config) == 16
     assert choose_max_tokens(None, 95, 16, "max_tokens", INFO, config) == 5
@@ -124,7 +124,7 @@ def plan(max_tokens: int | None = None, default_max_tokens: int | None = None, *
     )
 
 
-def test_each_prompt_is_clamped_to_its_own_room() -> None:
+def test_each_prompt_is_clamped_to_its_remaining_length() -> None:
     prompts = [Prompt([1] * length) for length in (10, 60, 99)]
     found = plan(50, n=2).params(prompts, INFO, ServerConfig())
     assert [[one.max_tokens for one in samples] for samples in found] == [[50, 50], [40, 40], [1, 1]]
@@ -132,7 +132,7 @@ def test_each_prompt_is_clamped_to_its_own_room() -> None:
         plan(50).params([*prompts, Prompt([1] * 100)], INFO, ServerConfig())
 
 
-def test_the_models_own_maximum_counts_where_neither_client_nor_api_have_one() -> None:
+def test_model_max_tokens_applies_without_client_or_api_maximum() -> None:
     info = engine_info(max_model_len=100, generation_defaults={"max_tokens": 30, "top_k": 5})
     prompts = [Prompt([1] * 10), Prompt([1] * 80)]
     for chosen, expected in ((plan(), [30, 20]), (plan(50), [50, 20]), (plan(default_max_tokens=16), [16, 16])):
@@ -142,14 +142,14 @@ def test_the_models_own_maximum_counts_where_neither_client_nor_api_have_one() -
 
 
 @pytest.mark.parametrize("lengths", [(60,), (10, 60), (60, 10)])
-def test_min_tokens_beyond_the_room_are_refused(lengths: tuple[int, ...]) -> None:
+def test_min_tokens_beyond_the_remaining_length_are_refused(lengths: tuple[int, ...]) -> None:
     prompts = [Prompt([1] * length) for length in lengths]
     assert plan(50, min_tokens=40).params(prompts, INFO, ServerConfig())
     with pytest.raises(ValueError, match="min_tokens is 41, more than max_tokens 40; lower it"):
         plan(50, min_tokens=41).params(prompts, INFO, ServerConfig())
 
 
-def test_the_operators_limit_holds_for_what_is_asked_and_what_is_not() -> None:
+def test_operator_limit_applies_to_given_and_default_max_tokens() -> None:
     config = ServerConfig(max_tokens_limit=10)
     assert choose_max_tokens(None, 40, None, "max_tokens", INFO, config) == 10
     assert choose_max_tokens(10, 40, None, "max_tokens", INFO, config) == 10
@@ -202,7 +202,7 @@ def test_all_constraints_arrive() -> None:
 
 
 @pytest.mark.parametrize("asked", [{}, {"json": "no JSON"}])
-def test_what_is_no_constraint_is_refused(asked: dict[str, Any]) -> None:
+def test_invalid_constraints_are_refused(asked: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"give|must"):
         structure(structured_outputs=asked)
 
@@ -224,7 +224,7 @@ def test_samples_share_what_is_the_same_for_all() -> None:
         for_sample(first, max_tokens=3, sample=0)
 
 
-def test_a_thousand_samples_cost_what_one_does() -> None:
+def test_a_thousand_samples_are_validated_once() -> None:
     fields = {"prompt": "a", "seed": 1, "stop_token_ids": [5] * 1024, "logit_bias": {str(i): 1 for i in range(1024)}}
     body = CompletionRequest.model_validate(fields)
     first = sampling_params(body, max_tokens=8, logprobs=None, prompt_logprobs=None, defaults={})
@@ -234,7 +234,7 @@ def test_a_thousand_samples_cost_what_one_does() -> None:
         assert one.stop_token_ids is first.stop_token_ids and one.logit_bias is first.logit_bias
 
 
-def test_only_the_first_sample_computes_the_log_probabilities_of_its_prompt() -> None:
+def test_only_the_first_sample_computes_prompt_logprobs() -> None:
     body = CompletionRequest.model_validate({"prompt": "a", "n": 3, "prompt_logprobs": 2})
     asked = SamplingPlan(body=body, n=3, logprobs=1, prompt_logprobs=2, max_tokens=4)
     found = asked.params([Prompt([1]), Prompt([2, 3])], INFO, ServerConfig())

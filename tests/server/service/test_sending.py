@@ -1,4 +1,4 @@
-"""Sending: how many requests are on their way to the engine, and whose are next."""
+"""Sending: the limit on unqueued requests, and the order of tenants."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Engine:
-    """Queues what it was sent when it is told to."""
+    """Queues sent requests when a test calls for it."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[str, int]] = []
@@ -65,7 +65,7 @@ def tenants(engine: Engine) -> Counter[str]:
     return Counter(tenant for tenant, _ in engine.sent)
 
 
-def test_a_tenant_leaves_the_way_to_the_engine_open_for_others() -> None:
+def test_one_tenant_does_not_block_sending_for_others() -> None:
     async def run() -> None:
         engine = Engine()
         sending = sending_to(engine)
@@ -87,7 +87,7 @@ def test_a_tenant_leaves_the_way_to_the_engine_open_for_others() -> None:
     asyncio.run(run())
 
 
-def test_one_tenant_alone_has_all_of_it() -> None:
+def test_single_tenant_may_use_the_whole_limit() -> None:
     async def run() -> None:
         engine = Engine()
         tasks = send(sending_to(engine, is_shared=False), "", 300)
@@ -112,7 +112,7 @@ def test_many_samples_go_in_groups_in_order() -> None:
     asyncio.run(run())
 
 
-def test_what_was_cancelled_is_not_sent_and_holds_nothing() -> None:
+def test_cancelled_groups_are_not_sent_and_hold_nothing() -> None:
     async def run() -> None:
         engine = Engine()
         sending = sending_to(engine)
@@ -131,7 +131,7 @@ def test_what_was_cancelled_is_not_sent_and_holds_nothing() -> None:
     asyncio.run(run())
 
 
-def test_an_engine_that_hangs_holds_up_what_waits_only_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hung_engine_delays_waiting_groups_only_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PATIENCE", 0.05)
 
     async def run() -> None:

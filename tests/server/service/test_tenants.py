@@ -1,4 +1,4 @@
-"""Whose a request is: by its key, and by a field or a header where the operator wants that."""
+"""The tenant of a request: by its key, or by a field or a header if configured."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_without_keys_there_is_one_tenant_without_a_name() -> None:
 def test_a_key_has_a_name_or_its_place() -> None:
     assert [tenant(KEYS, owner) for owner in (0, 1, 2)] == ["alice", "key-2", "alice"]
     assert tenant({"api_keys": ("secret-a", "secret-b")}, 1) == "key-2"
-    assert tenant(KEYS, None) == "operator"  # only an operator's key opens without being a client's
+    assert tenant(KEYS, None) == "operator"  # only an operator's key is valid without being a client's
 
 
 def test_a_client_cannot_choose_its_tenant() -> None:
@@ -52,7 +52,7 @@ def test_a_header_where_the_operator_takes_it() -> None:
     assert tenant(KEYS | PROXY, 0, "bob", b" carol ") == "carol"
     assert tenant(KEYS | PROXY, 0, "bob") == tenant(KEYS | PROXY, 0, "bob", b"") == "alice"
     assert tenant(PROXY, None, None, b"\xe9t\xe9") == "été"
-    with pytest.raises(ApiError, match=r"X-Tenant is there 2 times; send it once"):
+    with pytest.raises(ApiError, match=r"X-Tenant occurs 2 times; send it once"):
         tenant(PROXY, None, None, b"mine", b"of-the-proxy")
     with pytest.raises(ApiError, match=r"X-Tenant has 1025 characters, and at most 1024"):
         tenant(PROXY, None, None, b"x" * 1025)

@@ -1,4 +1,4 @@
-"""Text work: whose text is tokenized next, and what waits for nothing longer than itself."""
+"""Text work: the order of tenants, and short texts that do not wait for longer ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def one(work: TextWork, tenant: str, size: int, function: Callable[[], flo
         return await text.run(size, function)
 
 
-def test_a_short_text_waits_for_no_longer_one() -> None:
+def test_short_text_does_not_wait_for_longer_ones() -> None:
     async def run() -> None:
         work, began = text_work(), time.monotonic()
         longer = [asyncio.ensure_future(one(work, "", LONGER, run_for(0.3))) for _ in range(4)]
@@ -45,7 +45,7 @@ def test_a_short_text_waits_for_no_longer_one() -> None:
     asyncio.run(run())
 
 
-def test_tenants_take_turns() -> None:
+def test_tenants_are_served_in_turn() -> None:
     async def run() -> None:
         work, order = text_work(is_shared=True), list[str]()
 
@@ -81,7 +81,7 @@ def test_a_text_in_pieces_is_done_before_later_ones_of_its_tenant() -> None:
     asyncio.run(run())
 
 
-def test_what_a_disconnected_client_waits_for_is_dropped() -> None:
+def test_work_of_disconnected_clients_is_dropped() -> None:
     async def run() -> None:
         work, called = text_work(), list[int]()
         busy = asyncio.ensure_future(one(work, "", 5, run_for(0.1)))
@@ -102,7 +102,7 @@ def test_what_a_disconnected_client_waits_for_is_dropped() -> None:
     asyncio.run(run())
 
 
-def test_a_client_that_disconnects_again_and_again_is_not_behind_what_it_left() -> None:
+def test_repeated_disconnects_leave_no_work_in_the_queue() -> None:
     async def run() -> None:
         work = text_work(is_shared=True)
         busy = asyncio.ensure_future(one(work, "a", 5000, run_for(0.1)))
@@ -138,7 +138,7 @@ def test_a_thread_that_cannot_be_started_is_started_for_the_next_text(monkeypatc
 
 
 def test_a_client_that_leaves_its_text_at_work_frees_the_thread_later() -> None:
-    """Or a client could have several texts in one thread at once, by disconnecting again and again."""
+    """Otherwise a client could have several texts in one thread at once, by disconnecting repeatedly."""
 
     async def run() -> None:
         work, at_once, most = text_work(), 0, 0
@@ -182,7 +182,7 @@ def test_an_error_frees_the_thread() -> None:
     asyncio.run(run())
 
 
-def test_a_tenants_characters_are_bounded_and_leave_room_for_others() -> None:
+def test_one_tenants_characters_are_limited() -> None:
     work = text_work(100 * MIN, is_shared=True)
     with ExitStack() as stack, pytest.raises(ApiError, match="characters of this tenant wait") as caught:
         while True:
@@ -192,7 +192,7 @@ def test_a_tenants_characters_are_bounded_and_leave_room_for_others() -> None:
     assert work.room.total == 0
 
 
-def test_the_largest_text_has_room_alone() -> None:
+def test_largest_text_is_admitted_alone() -> None:
     work = text_work(1000)
     with work.admit("", 5000):
         assert work.room.total == 1000

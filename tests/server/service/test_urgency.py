@@ -1,4 +1,4 @@
-"""Which urgency is refused: without effect on this server, or beyond the operator's bounds."""
+"""Urgency: values are refused without effect on this server, or beyond the operator's limits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def scheduler(**knobs: Any) -> dict[str, Any]:
         ({"order": "priority", "victim": "latest"}, {"priority"}),
         ({"order": "priority-by-arrival"}, {"priority"}),
         ({"victim": "lowest-priority"}, {"priority"}),
-        ({"order": ByUrgency()}, {"priority", "ttft_target"}),  # of a package: who knows
+        ({"order": ByUrgency()}, {"priority", "ttft_target"}),  # of a package: may read anything
     ],
     ids=lambda value: (
         "-".join(str(getattr(each, "name", each)) for each in value.values()) or "none"
@@ -43,7 +43,7 @@ def test_what_the_policies_of_a_server_read(knobs: dict[str, Any], read: set[str
     assert fields_read(scheduler(**knobs)) == read
 
 
-def test_parameters_of_a_policy_change_nothing_of_that() -> None:
+def test_policy_parameters_do_not_change_the_fields_read() -> None:
     assert fields_read({"order": "earliest-ttft:default=2", "victim": None}) == {"ttft_target"}
     assert fields_read({"order": "fair:weights=a", "victim": "latest"}) == NOTHING
 
@@ -90,7 +90,7 @@ BY_TARGET = engine_info(scheduler={**SCHEDULER.to_dict(), "order": "earliest-ttf
         (0, 0.25, BY_TARGET, {"min_ttft_target": 0.5}, "ttft_target", "ttft_target is 0.25 s; .* 0.5 s at least"),
     ],
 )
-def test_what_is_refused(
+def test_unread_or_too_urgent_values_are_refused(
     priority: int, ttft_target: float | None, info: Any, bounds: dict[str, Any], param: str, words: str
 ) -> None:
     with pytest.raises(ApiError) as caught:
@@ -99,7 +99,7 @@ def test_what_is_refused(
     assert re.fullmatch(f"{words}.*", caught.value.detail), caught.value.detail
 
 
-def test_what_is_within_the_bounds_passes() -> None:
+def test_values_within_the_limits_pass() -> None:
     bounds = ServerConfig(min_request_priority=-5, min_ttft_target=0.5)
     for priority in (-5, 0, 99):
         check_urgency(priority, None, BY_PRIORITY, bounds)

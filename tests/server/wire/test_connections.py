@@ -1,4 +1,4 @@
-"""Which connections are kept, which are closed for newer ones, and which have waited for too long."""
+"""Connections: which are kept, which are replaced by new ones, and which are closed as late."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Peer:
 
 
 class Clock:
-    """Seconds that pass as a test wants."""
+    """A clock that tests advance."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -103,7 +103,7 @@ def test_a_connection_that_was_used_again_is_replaced_later() -> None:
     in_loop(test)
 
 
-def test_the_end_of_a_response_on_its_way_is_not_cut_off() -> None:
+def test_unsent_end_of_a_response_is_not_cut_off() -> None:
     def test() -> None:
         clock = Clock()
         every = Connections(2, clock=clock)
@@ -116,7 +116,7 @@ def test_the_end_of_a_response_on_its_way_is_not_cut_off() -> None:
 
 
 @pytest.mark.parametrize("wait", [Wait.REQUEST, Wait.HEADERS])
-def test_what_has_arrived_and_is_not_read_yet_is_waited_for(wait: Wait) -> None:
+def test_unread_input_keeps_a_connection(wait: Wait) -> None:
     def test() -> None:
         clock = Clock()
         every = Connections(2, clock=clock)
@@ -129,7 +129,7 @@ def test_what_has_arrived_and_is_not_read_yet_is_waited_for(wait: Wait) -> None:
     in_loop(test)
 
 
-def test_beyond_busy_connections_there_is_a_reserve_and_then_nothing() -> None:
+def test_reserve_is_used_when_all_connections_are_busy() -> None:
     def test() -> None:
         clock = Clock()
         every = Connections(2, reserve=2, clock=clock)
@@ -224,7 +224,7 @@ def soft_limit() -> Iterator[Callable[[int], None]]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_as_many_files_as_the_system_allows_may_be_opened(soft_limit: Callable[[int], None]) -> None:
+def test_file_limit_is_raised_to_the_system_maximum(soft_limit: Callable[[int], None]) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft_limit(256)
     num_files = raise_file_limit()

@@ -1,4 +1,4 @@
-"""Errors in one shape, whoever raises them."""
+"""All errors have the same form."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_an_answer_has_status_headers_and_body_and_is_counted() -> None:
     assert counted == ["queue_requests", "not_found", "invalid"]
 
 
-def test_no_text_breaks_an_answer() -> None:
+def test_error_response_escapes_any_text() -> None:
     response = ErrorAnswers(lambda _: None)(ApiError(400, "a \ud800 \u2028 \x00"))
     assert bytes(response.body).isascii()
     assert json.loads(bytes(response.body))["error"]["code"] == 400

@@ -1,4 +1,4 @@
-"""HTTP below the app: what clients may send, and what happens to their requests when they go."""
+"""HTTP below the app: limits on input, and what happens when clients disconnect."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_pipelining_does_not_hide_a_disconnect(server: ServerProcess, connection
     assert "Traceback" not in server.log()
 
 
-def test_the_answer_before_a_pipelined_request_is_whole(server: ServerProcess, connection: socket.socket) -> None:
+def test_response_before_a_pipelined_request_is_complete(server: ServerProcess, connection: socket.socket) -> None:
     connection.sendall(raw(3) + raw(3))
     answer = read_all(connection)
     assert answer.startswith(b"HTTP/1.1 200") and answer.count(b"HTTP/1.1") == 1
@@ -96,12 +96,12 @@ def test_headers_without_end_take_no_memory(server: ServerProcess, connection: s
     assert resident_bytes(server.pid) - before < 20 * 2**20
 
 
-def test_what_is_no_http_gets_400(connection: socket.socket) -> None:
+def test_invalid_http_gets_400(connection: socket.socket) -> None:
     connection.sendall(b"\x16\x03\x01 no HTTP at all\r\n\r\n")
     assert read_all(connection).startswith(b"HTTP/1.1 400 ")
 
 
-def test_the_log_says_seldom_that_something_is_no_http(server: ServerProcess) -> None:
+def test_invalid_http_is_logged_rarely(server: ServerProcess) -> None:
     before = server.log().count("Invalid HTTP")
     for _ in range(30):
         with socket.create_connection(("127.0.0.1", server.port), timeout=20) as sock:
@@ -110,7 +110,7 @@ def test_the_log_says_seldom_that_something_is_no_http(server: ServerProcess) ->
     assert server.log().count("Invalid HTTP") - before <= 3
 
 
-def test_a_warning_comes_back_with_the_number_of_those_left_out() -> None:
+def test_repeated_warning_has_the_number_dropped() -> None:
     now = [0.0]
     seldom = SeldomFilter(10.0, lambda: now[0])
     logged = []
@@ -162,7 +162,7 @@ FLOODS = {  # what a client begins with, and what it then sends without end
 
 
 @pytest.mark.parametrize("flood", FLOODS)
-def test_what_never_ends_is_not_read_for_long(server: ServerProcess, connection: socket.socket, flood: str) -> None:
+def test_endless_body_is_dropped_after_a_while(server: ServerProcess, connection: socket.socket, flood: str) -> None:
     begin, endless = FLOODS[flood]
     before = peak = resident_bytes(server.pid)
     connection.sendall(begin)
@@ -175,7 +175,7 @@ def test_what_never_ends_is_not_read_for_long(server: ServerProcess, connection:
 
 
 @pytest.mark.parametrize("flood", FLOODS)
-def test_bytes_that_come_slowly_count_alike(server: ServerProcess, connection: socket.socket, flood: str) -> None:
+def test_slow_overhead_bytes_count_too(server: ServerProcess, connection: socket.socket, flood: str) -> None:
     begin, endless = FLOODS[flood]
     connection.sendall(begin)
     with pytest.raises(OSError):
@@ -269,7 +269,7 @@ def is_open(sock: socket.socket) -> bool:
 
 
 @pytest.mark.parametrize("begun", [b"", b"GET / HTTP/1.1\r\nX: "], ids=["nothing sent", "headers incomplete"])
-def test_idle_connections_keep_no_client_out(narrow: ServerProcess, begun: bytes) -> None:
+def test_idle_connections_do_not_block_clients(narrow: ServerProcess, begun: bytes) -> None:
     with ExitStack() as stack:
         idle = [stack.enter_context(connect(narrow)) for _ in range(2)]
         for sock in idle:
@@ -288,10 +288,10 @@ def test_idle_connections_keep_no_client_out(narrow: ServerProcess, begun: bytes
         still = [place for place, sock in enumerate(idle) if is_open(sock)]
         assert MAX_CONNECTIONS - 4 <= len(still) <= MAX_CONNECTIONS
         assert still == list(range(len(idle)))[-len(still) :], "the oldest are closed first"
-    assert narrow.log().count("those that wait are closed") == 1
+    assert narrow.log().count("waiting ones are closed") == 1
 
 
-def test_when_all_are_in_use_operators_and_health_checks_are_answered(narrow: ServerProcess) -> None:
+def test_reserve_serves_operators_and_health_checks(narrow: ServerProcess) -> None:
     with ExitStack() as stack:
         used = [stack.enter_context(connect(narrow)) for _ in range(MAX_CONNECTIONS)]
         for sock in used:
@@ -314,7 +314,7 @@ def test_when_all_are_in_use_operators_and_health_checks_are_answered(narrow: Se
     wait_until(lambda: ask(narrow, get("/v1/models")).startswith(b"HTTP/1.1 200 "), 10, "there is room again")
 
 
-def test_a_crowd_of_connections_does_not_stop_a_stream(narrow: ServerProcess) -> None:
+def test_many_connections_do_not_stall_a_stream(narrow: ServerProcess) -> None:
     with ExitStack() as stack:
         stream = stack.enter_context(connect(narrow))
         stream.sendall(raw(300, stream=True).replace(b"Host: x", b"Connection: close\r\nHost: x"))
@@ -325,7 +325,7 @@ def test_a_crowd_of_connections_does_not_stop_a_stream(narrow: ServerProcess) ->
         assert read_all(stream).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 
-def test_requests_that_are_incomplete_do_not_hold_up_the_end() -> None:
+def test_incomplete_requests_do_not_delay_shutdown() -> None:
     small = ("--model", "demo", "--num-blocks", "64", "--no-warm-up", "--drain-timeout", "60")
     with start_server(*small) as server, ExitStack() as stack:
         begun = [b"", b"GET / HT", HEAD, HEAD + b"Content-Length: 10\r\n\r\n{", CHUNKED + b"1\r\n{\r\n0\r\nX"]
@@ -345,7 +345,7 @@ def test_requests_that_are_incomplete_do_not_hold_up_the_end() -> None:
 
 
 def body_of(answer: bytes) -> bytes:
-    """The body that chunked transfer coding carries, which must be whole."""
+    """The body in chunked transfer coding, which must be complete."""
     rest, body = answer.partition(b"\r\n\r\n")[2], b""
     while True:
         size, _, rest = rest.partition(b"\r\n")
@@ -356,7 +356,7 @@ def body_of(answer: bytes) -> bytes:
 
 
 def serving(app: Any, talk: Callable[[int], Any], connections: Connections | None = None) -> Any:
-    """What `talk` returns, which runs in a thread beside a server of this app; it gets the port."""
+    """The result of `talk`, which gets the port and runs in a thread beside a server of this app."""
 
     async def run() -> Any:
         protocol: Any = partial(LimitedHttpProtocol, connections=connections or Connections(8))
@@ -384,7 +384,7 @@ def write_now(events: EventStream, piece: bytes) -> bool:
 
 
 @pytest.mark.parametrize("method", [b"GET", b"HEAD"])
-def test_events_written_without_waiting_are_in_their_places_and_stop_where_a_client_does_not_read(
+def test_direct_writes_keep_order_and_stop_for_a_slow_reader(
     method: bytes,
 ) -> None:
     """The protocol on a real socket, with an app of its own: before the headers, without room, after the end."""
@@ -399,7 +399,7 @@ def test_events_written_without_waiting_are_in_their_places_and_stop_where_a_cli
         await events.write(b"data: first\n\n")
         while num_written < 100_000 and write_now(events, b"data: %01000d\n\n" % num_written):
             num_written += 1
-        await events.write(b"data: last\n\n")  # when there is room again
+        await events.write(b"data: last\n\n")  # when it can be written again
         written.append(write_now(events, b"data: behind\n\n"))
         await events.close()
         written.append(write_now(events, b"too late"))
@@ -454,7 +454,7 @@ def test_a_client_has_limited_time(monkeypatch: pytest.MonkeyPatch, wait: Wait, 
     def talk(port: int) -> float:
         with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
             started = time.monotonic()
-            for byte in sent:  # one byte after the other: none of them gives it more time
+            for byte in sent:  # one byte after the other: no byte extends the time
                 client.sendall(bytes([byte]))
                 time.sleep(0.001)
             with suppress(ConnectionResetError):

@@ -1,4 +1,4 @@
-"""Log probabilities as clients get them."""
+"""The JSON of log probabilities."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def at_once(work: Pieces[ResultT]) -> ResultT:
 
 
 def unplaced(token_ids: list[int], columns: Logprobs, *, first: bytes = b"", offset: int = 0) -> UnplacedLogprobs:
-    """Of an answer whose text is that of the tokens; `first`: of a token without a log probability."""
+    """Log probabilities of a response whose text is that of the tokens; `first`: a token without a log probability."""
     pieces = [first if piece is None else piece for piece in columns.own_pieces()]
     places = TextPlaces(offset)
     places.add_text(b"".join(piece for piece in pieces if isinstance(piece, bytes)).decode(), is_last=True)
@@ -89,11 +89,11 @@ def test_a_prompts_first_token_has_none() -> None:
     assert found["text_offset"] == [3, 6]
 
 
-def test_no_top_ones_leave_the_sampled_one() -> None:
+def test_zero_top_logprobs_keep_the_sampled_token() -> None:
     assert completion(LogprobWriter(0), [9], [SAMPLED_IS_UNLIKELY])["top_logprobs"] == [{"é": -7.0}]
 
 
-def test_chat_has_the_most_likely_ones_whether_sampled_or_not() -> None:
+def test_chat_top_logprobs_are_the_most_likely_tokens() -> None:
     (found,) = chat(LogprobWriter(2), [SAMPLED_IS_UNLIKELY])["content"]
     assert (found["token"], found["logprob"], found["bytes"]) == ("é", -7.0, list("é".encode()))
     assert [one["token"] for one in found["top_logprobs"]] == [" a", "b"]
@@ -101,7 +101,7 @@ def test_chat_has_the_most_likely_ones_whether_sampled_or_not() -> None:
     assert none["top_logprobs"] == []
 
 
-def test_json_can_hold_all_of_them() -> None:
+def test_all_logprobs_are_valid_json() -> None:
     for found in (completion(LogprobWriter(2), [9], [IMPOSSIBLE]), chat(LogprobWriter(2), [IMPOSSIBLE])):
         assert "-9999.0" in json.dumps(found, allow_nan=False)
 
@@ -240,7 +240,7 @@ def test_places_of_any_pieces_of_a_text(text: str, sizes: list[int]) -> None:
 # --------------------------------------------------------------------------------------------------- prompts
 
 
-def test_those_of_a_prompt_are_by_token_id() -> None:
+def test_prompt_logprobs_are_keyed_by_token_id() -> None:
     assert prompt(None) is None
     assert prompt([None, {7: Logprob(-0.1, 1, " a")}]) == [
         None,
@@ -265,7 +265,7 @@ def test_columns_are_appended() -> None:
 
 @pytest.mark.parametrize("form", ["completion", "chat", "prompt"])
 def test_many_are_written_in_short_pieces(form: str) -> None:
-    """And in pieces they are what they are at once."""
+    """Written in pieces, they are the same as at once."""
     entries = [SAMPLED_IS_LIKELY if place % 3 else SAMPLED_IS_UNLIKELY for place in range(5000)]
     ids = [next(iter(entry)) for entry in entries]
     make: dict[str, Callable[[], Any]] = {

@@ -1,4 +1,4 @@
-"""Frames: whatever the pieces in which the bytes arrive, the messages are those that were sent."""
+"""Frames: the messages are read correctly from pieces of any length."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_outputs_arrive_as_they_were() -> None:
         assert found.deltas[0][1].embedding.tolist() == [1.0] * 3
 
 
-def test_what_requests_share_crosses_once() -> None:
+def test_shared_objects_are_sent_once() -> None:
     prompt, biases = list(range(2000)), dict.fromkeys(range(300), 0.25)
     first = SamplingParams(seed=7, logit_bias=biases, stop=["some text"] * 16, structured_outputs=GRAMMAR)
     params = [for_sample(first, max_tokens=16, sample=number) for number in range(40)]
@@ -89,12 +89,12 @@ def test_what_requests_share_crosses_once() -> None:
     assert [request.params.seed for _, request in found.requests] == list(range(7, 47))
 
 
-def test_a_stream_that_is_no_frames_is_refused() -> None:
+def test_invalid_frames_are_refused() -> None:
     with pytest.raises(ValueError, match="a frame of 4294967295 bytes; the limit is"):
         list(Unpacker().feed(b"\xff\xff\xff\xffHTTP"))
 
 
-def test_errors_cross_as_themselves_where_they_can() -> None:
+def test_errors_keep_their_class_if_picklable() -> None:
     class Odd(Exception):
         def __init__(self, one: int, two: int) -> None:
             super().__init__(f"{one} of {two}")
@@ -105,7 +105,7 @@ def test_errors_cross_as_themselves_where_they_can() -> None:
     assert (type(odd), str(odd)) == (RuntimeError, "Odd: 1 of 2")
 
 
-def test_merged_deltas_are_what_one_would_have_said() -> None:
+def test_merged_deltas_equal_one_delta() -> None:
     one = Delta("a", [1], Logprobs([1], [1], [-1.0], [1], [b"a"]), num_cached_tokens=7, prompt_logprobs=Logprobs([0]))
     one.merge(Delta("", [2], Logprobs([1], [2], [-2.0], [1], [b""]), num_cached_tokens=7))
     one.merge(Delta("bc", [3], Logprobs([1], [3], [-3.0], [2], [b"bc"]), "stop", "", 3, num_cached_tokens=7))

@@ -1,4 +1,4 @@
-"""Which bodies are requests, which are refused, and what a client is told."""
+"""Validation of request bodies, and the errors for clients."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ USER = {"role": "user", "content": "hello"}
 
 
 def refused(model: type[BaseModel], body: Any) -> ApiError:
-    """What a client is told about a body that is no such request."""
+    """The error for a body that is not valid for this request."""
     with pytest.raises(ValidationError) as caught:
         model.model_validate(body)
     return validation_error({**error, "loc": ("body", *error["loc"])} for error in caught.value.errors())
@@ -57,7 +57,7 @@ def test_a_prompt_is_text_or_token_ids_or_several(prompt: Any) -> None:
 @pytest.mark.parametrize(
     "prompt", [None, 5, "", [], [[]], {}, [1, "a"], ["a", 1.5], [-1], [2**31], [[1], "a"], [10**4000], True]
 )
-def test_anything_else_is_no_prompt(prompt: Any) -> None:
+def test_other_values_are_not_prompts(prompt: Any) -> None:
     body = {"prompt": prompt}
     if prompt == [[]]:  # one of several is empty: the prompts' reader says so
         CompletionRequest.model_validate(body)
@@ -88,18 +88,18 @@ HUGE: list[tuple[type[BaseModel], dict[str, Any], str]] = [
         "at most 64 ",
     ),
     (DetokenizeRequest, {"tokens": ["x"] * 200_000}, "at most 131072 "),
-    # As many as there may be: validation ends with the first that is wrong.
+    # The maximum number of elements: validation ends at the first wrong one.
     (CompletionRequest, {"prompt": [1, *[None] * 100_000]}, "valid integer"),
     (CompletionRequest, {"prompt": [[1], *[None] * 1000]}, "valid list"),
     (CompletionRequest, {"prompt": "a", "structured_outputs": {"choice": [1] * 4000}}, "valid string"),
     (ChatCompletionRequest, {"messages": [{}] * 4000}, "messages"),
     (ChatCompletionRequest, {"messages": [{"role": "a", "content": [1] * 4000}]}, "messages"),
 ]
-"""Bodies of many wrong elements, and what the error says."""
+"""Bodies with many wrong elements, and their errors."""
 
 
 @pytest.mark.parametrize(("model", "body", "words"), HUGE)
-def test_lengths_are_checked_before_elements_and_the_first_wrong_element_ends_it(
+def test_length_is_checked_first_and_first_wrong_element_ends_validation(
     model: type[BaseModel], body: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ValidationError) as caught:
@@ -132,7 +132,7 @@ def test_lengths_are_checked_before_elements_and_the_first_wrong_element_ends_it
         "retention",
     ],
 )
-def test_truth_values_are_no_numbers(field: str) -> None:
+def test_booleans_are_not_numbers(field: str) -> None:
     for value in (True, False):
         error = refused(CompletionRequest, {"prompt": "a", field: value})
         assert error.param == field and "true and false are no numbers" in error.detail
@@ -140,7 +140,7 @@ def test_truth_values_are_no_numbers(field: str) -> None:
     assert error.param == field
 
 
-def test_nor_are_they_biases() -> None:
+def test_booleans_are_not_biases() -> None:
     assert refused(CompletionRequest, {"prompt": "a", "logit_bias": {"5": True}}).param == "logit_bias"
 
 
@@ -225,7 +225,7 @@ def test_null_in_fields_whose_type_has_none_is_their_default() -> None:
 @pytest.mark.parametrize(
     "body", [{"prompt": None}, {"prompt": "a", "stop": [None]}, {"prompt": "a", "logit_bias": {"5": None}}]
 )
-def test_null_in_place_of_what_is_needed_is_refused(body: dict[str, Any]) -> None:
+def test_null_in_required_fields_is_refused(body: dict[str, Any]) -> None:
     refused(CompletionRequest, body)
 
 
@@ -291,7 +291,7 @@ def test_a_field_inside_another_is_refused_by_its_own_name() -> None:
     assert error.param == "structural_tag"
 
 
-def test_what_asks_for_nothing_is_not_refused() -> None:
+def test_neutral_values_are_not_refused() -> None:
     neutral = {"suffix": None, "best_of": 1, "use_beam_search": False, "kv_transfer_params": {}, "prompt_embeds": None}
     CompletionRequest.model_validate({"prompt": "a", **neutral})
     chat = {"audio": None, "functions": None, "function_call": "none", "chat_template": None, "modalities": ["text"]}
@@ -311,7 +311,7 @@ def test_parts_of_text_are_joined() -> None:
     assert message.as_template_input() == {"role": "user", "content": "a\nb"}
 
 
-def test_what_a_message_has_beside_its_text_reaches_the_template() -> None:
+def test_all_message_fields_reach_the_template() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     message = Message.model_validate(
         {"role": "assistant", "content": None, "tool_calls": [call], "name": "bob", "x": 1}
@@ -336,7 +336,7 @@ def test_what_a_message_has_beside_its_text_reaches_the_template() -> None:
         None,
     ],
 )
-def test_what_is_no_message_is_refused(message: Any) -> None:
+def test_invalid_messages_are_refused(message: Any) -> None:
     error = refused(ChatCompletionRequest, {"messages": [USER, message]})
     assert error.status_code == 400 and error.param == "messages"
 
@@ -357,7 +357,7 @@ def test_tool_calls_cannot_be_asked_for(choice: Any) -> None:
     assert ChatCompletionRequest.model_validate({**body, "tool_choice": "none"}).tools == tools
 
 
-def test_a_request_does_not_bring_its_template() -> None:
+def test_request_cannot_set_the_chat_template() -> None:
     assert refused(ChatCompletionRequest, {"messages": [USER], "chat_template": "{{ 1 }}"}).param == "chat_template"
 
 
@@ -375,7 +375,7 @@ def test_top_logprobs_need_logprobs() -> None:
 # ------------------------------------------------------------------------------------------------- tokens
 
 
-def test_a_text_and_a_conversation_are_told_apart() -> None:
+def test_text_and_conversation_are_distinguished() -> None:
     adapter: TypeAdapter[Any] = TypeAdapter(TokenizeRequest)
     assert isinstance(adapter.validate_python({"prompt": "a"}), TokenizeCompletionRequest)
     assert isinstance(adapter.validate_python({"messages": [USER]}), TokenizeChatRequest)
@@ -427,7 +427,7 @@ def test_no_number_is_infinite(number: str) -> None:
         ("bad_words", 128, "x" * 100),
     ],
 )
-def test_lists_have_a_longest(field: str, most: int, one: Any) -> None:
+def test_lists_have_a_maximum_length(field: str, most: int, one: Any) -> None:
     assert len(getattr(CompletionRequest.model_validate({"prompt": "a", field: [one] * most}), field)) == most
     error = refused(CompletionRequest, {"prompt": "a", field: [one] * (most + 1)})
     assert error.param == field and str(most) in error.detail
@@ -436,7 +436,7 @@ def test_lists_have_a_longest(field: str, most: int, one: Any) -> None:
         assert error.param == field and str(len(one)) in error.detail
 
 
-def test_conversations_and_biases_have_a_longest() -> None:
+def test_conversations_and_biases_have_a_maximum_length() -> None:
     biases = {str(token): 1.0 for token in range(1025)}
     assert "1024" in refused(CompletionRequest, {"prompt": "a", "logit_bias": biases}).detail
     assert "4096" in refused(ChatCompletionRequest, {"messages": [USER] * 4097}).detail
@@ -450,6 +450,6 @@ def test_a_refusal_names_its_field_once() -> None:
     assert refused(CompletionRequest, {"prompt": "a", "temperature": -1}).detail.startswith("temperature: ")
 
 
-def test_an_assistant_that_called_nothing_may_say_nothing() -> None:
+def test_assistant_message_may_be_empty() -> None:
     message = Message.model_validate({"role": "assistant", "content": None, "tool_calls": []})
     assert message.as_template_input()["content"] == ""

@@ -1,4 +1,4 @@
-"""Responses that are watched, on clients that hang up, fall asleep or read on."""
+"""Watched responses, for clients that disconnect, stop reading or read slowly."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def with_client(test: Callable[[Client], Awaitable[None]]) -> None:
     asyncio.run(run())
 
 
-def test_work_is_done_for_who_stays() -> None:
+def test_work_completes_for_a_connected_client() -> None:
     async def test(client: Client) -> None:
         done: list[int] = []
 
@@ -56,12 +56,12 @@ def test_work_is_done_for_who_stays() -> None:
         await unless_disconnected(client.receive, work())
         assert done == [1]
         await asyncio.sleep(0)
-        assert len(asyncio.all_tasks()) <= 2  # nobody watches any more (wait_for is one)
+        assert len(asyncio.all_tasks()) <= 2  # no watcher is left (wait_for is one)
 
     with_client(test)
 
 
-def test_work_is_cancelled_for_who_leaves_and_cleans_up_first() -> None:
+def test_disconnect_cancels_work_after_its_cleanup() -> None:
     async def test(client: Client) -> None:
         events: list[str] = []
 
@@ -79,7 +79,7 @@ def test_work_is_cancelled_for_who_leaves_and_cleans_up_first() -> None:
     with_client(test)
 
 
-def test_what_the_work_raises_is_raised() -> None:
+def test_exceptions_of_the_work_are_raised() -> None:
     async def test(client: Client) -> None:
         async def work() -> None:
             raise ApiError(400, "no")
@@ -90,7 +90,7 @@ def test_what_the_work_raises_is_raised() -> None:
     with_client(test)
 
 
-def test_who_cancels_the_response_cancels_the_work() -> None:
+def test_cancelling_the_response_cancels_the_work() -> None:
     async def test(client: Client) -> None:
         was_cancelled = asyncio.Event()
 
@@ -111,8 +111,8 @@ def test_who_cancels_the_response_cancels_the_work() -> None:
     with_client(test)
 
 
-def test_a_client_that_leaves_as_the_work_ends_cancels_nothing_behind_it() -> None:
-    """Whichever of the two is first in a turn of the loop."""
+def test_disconnect_at_the_end_cancels_nothing_later() -> None:
+    """In any order of the two within an iteration of the loop."""
 
     async def test(client: Client) -> None:
         for order in range(2):
@@ -138,7 +138,7 @@ def test_a_client_that_leaves_as_the_work_ends_cancels_nothing_behind_it() -> No
     with_client(test)
 
 
-def test_work_that_fails_when_its_client_leaves_raises_and_leaves_no_cancellation() -> None:
+def test_work_failing_at_disconnect_raises_and_leaves_no_cancellation() -> None:
     async def test(client: Client) -> None:
         async def work() -> None:
             try:
@@ -172,7 +172,7 @@ def test_a_stream_has_headers_events_and_an_end() -> None:
     with_client(test)
 
 
-def test_a_reader_that_sleeps_holds_up_who_writes_to_it() -> None:
+def test_slow_reader_blocks_the_writer() -> None:
     async def test(client: Client) -> None:
         events = EventStream(client.send, {})
         await events.open()

@@ -1,13 +1,13 @@
-"""What arrives from the engine process: frames become deltas, each delta goes to the stream of its request.
+"""Receiver: reads frames from the engine process, and puts each delta into the stream of its request.
 
-    socket -> Inbox.data_received -> ClientStream.put, put_tokens -> the stream's reader, or its shortcut
+    socket -> Receiver.data_received -> ClientStream.put, put_tokens -> the stream's reader, or its shortcut
 
-A stream is over after the delta with a finish_reason, after an error, and when it is closed:
+A stream is over after the delta with a finish_reason, after an error, or when it is closed:
 
     not sent -> sent -> accepted (queued, its grammar compiled) -> deltas -> over
 
-Deltas that arrive before the reader takes the last one are merged into it, so a stream without a reader holds one.
-While the reader waits, a shortcut may take tokens instead: then no task is woken, and no delta is made of them.
+Deltas that arrive before the reader has taken the last one are merged into it, so an unread stream holds one delta.
+While the reader waits, a shortcut may take tokens instead: then no task is woken, and no delta is made.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ Shortcut: TypeAlias = Callable[[str, list[int], int], bool]
 """Gets the text, the ids and the number of cached tokens of a delta."""
 
 
-class Inbox(asyncio.Protocol):
-    """The streams of unfinished requests, and the end of the socket that feeds them.
+class Receiver(asyncio.Protocol):
+    """The streams of unfinished requests, and the receiving end of the socket.
 
     Args:
         on_other: called with each message that is not an `EngineOutputs`.
         on_close: called when the socket is closed.
-        heartbeat: of the engine, for which all that arrives is a sign of life.
+        heartbeat: of the engine; everything that arrives is a sign of life.
 
     Attributes:
         streams: of requests that were sent and have not finished, by their keys.
-        last_words: why the engine takes no request any more, if it has said so.
+        last_words: why the engine takes no more requests, if it has reported that.
         on_steps: called with the notes of steps that ran, in order.
-        on_end: called when a request finished: its request, the last delta (with metrics, unless the request was
-            abandoned) and its number of output tokens.
+        on_end: called when a request has finished, with the request, its last delta (with metrics, unless the request
+            was abandoned) and its number of output tokens.
     """
 
     def __init__(self, on_other: Callable[[Any], None], on_close: Callable[[], None], heartbeat: Heartbeat) -> None:
@@ -54,7 +54,7 @@ class Inbox(asyncio.Protocol):
         self._unpacker = Unpacker()
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes from the engine process, in pieces of any length."""
+        """Take bytes of the engine process, in pieces of any length."""
         self._heartbeat.hear()
         for message in self._unpacker.feed(data):
             if isinstance(message, EngineOutputs):
@@ -63,7 +63,7 @@ class Inbox(asyncio.Protocol):
                 self._on_other(message)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """The engine process has exited, or will."""
+        """The engine process has exited or is about to."""
         self._on_close()
 
     def _take(self, outputs: EngineOutputs) -> None:
@@ -95,20 +95,21 @@ class Inbox(asyncio.Protocol):
             self.on_end(stream.request, last, stream.num_output_tokens)
 
     def take_all(self) -> list[ClientStream]:
-        """The streams of unfinished requests, for which nothing more will arrive here, in the order of sending."""
+        """Remove and return the streams of unfinished requests, in the order of sending: nothing more will arrive for
+        them."""
         streams = list(self.streams.values())
         self.streams.clear()
         return streams
 
 
 class ClientStream(AsyncIterator[Delta]):
-    """The deltas of one request, for one reader; it ends after the one with a finish_reason.
+    """The deltas of one request, for one reader; it ends after the delta with a finish_reason.
 
     Closing it, or cancelling its reader, aborts the request: its blocks are free at the next step boundary. Another
-    task than the reader may close it; for the reader it then simply ends. Made by `generate` of a client or a fleet.
+    task may close it; for the reader the stream then ends. Made by `generate` of a client or a fleet.
 
     Args:
-        request: what is asked for.
+        request: of the stream.
         submit: sends the requests of streams.
         abandon: aborts the request of a stream, if it was sent and has not finished.
     """
@@ -120,16 +121,17 @@ class ClientStream(AsyncIterator[Delta]):
         abandon: Callable[[ClientStream], None],
     ) -> None:
         self.key = -1
-        """The engine's client's name for the request, once it is sent."""
+        """The key by which `EngineClient` knows the request, once it is sent."""
         self.engine = 0
-        """The number of the engine that it was sent to last."""
+        """The number of the engine that the request was sent to last."""
         self.request = request
         self.output_token_ids: list[int] = []
         """Tokens received, read or not."""
         self.num_deaths = 0
-        """Engines that died while they had its request, or had been sent it."""
+        """The number of engines that died after the request was sent to them, and before it finished."""
         self.shortcut: Shortcut | None = None
-        """Gets tokens that arrive while the reader waits, and returns whether it has taken them from the reader."""
+        """Called with tokens that arrive while the reader waits; returns whether it has taken them, so that the reader
+        gets none."""
         self._first_token_time = 0.0
         self._num_cached_tokens = 0
         self._submit = submit
@@ -142,12 +144,12 @@ class ClientStream(AsyncIterator[Delta]):
         self._waiter = Waiter(asyncio.get_running_loop())
 
     async def start(self) -> None:
-        """Send the request, unless that has been done, and return when it is queued (and its grammar compiled).
+        """Send the request, unless it has been sent, and return when it is queued (and its grammar compiled).
 
         Raises:
-            ValueError: it can never run, with the reason.
+            ValueError: the request can never run, with the reason.
             EngineDeadError: the engine is shutting down, or has died and no other takes the request.
-            EngineStalledError: it does not read what it is sent.
+            EngineStalledError: the engine does not read its socket.
         """
         self._send()
         while not (self._is_accepted or self._is_over):
@@ -199,16 +201,16 @@ class ClientStream(AsyncIterator[Delta]):
         """Tokens received, read or not."""
         return len(self.output_token_ids)
 
-    # ------------------------------------------------------------------ for the client and its inbox
+    # ------------------------------------------------------------------ for the client and its receiver
 
     def prepare_to_resume(self) -> None:
-        """Its engine is gone: the request, sent again, goes on behind what was received."""
+        """Its engine is dead: let the request, when it is sent again, continue after the received tokens."""
         if self.output_token_ids:
             known = list(self.output_token_ids)
             self.request.resumed = Resumed(known, self._first_token_time, self._num_cached_tokens)
 
     def note_sent(self, key: int = -1) -> None:
-        """The request is on its way, or waits for an engine."""
+        """The request has been sent, or waits for an engine."""
         self._is_sent = True
         self.key = key
 
@@ -218,18 +220,18 @@ class ClientStream(AsyncIterator[Delta]):
         self._waiter.wake()
 
     def put_tokens(self, text: str, token_ids: list[int], num_cached_tokens: int) -> None:
-        """Add a delta of nothing but tokens behind what has not been read."""
+        """Add a delta that has only tokens, after the unread ones; or give it to the shortcut."""
         self._note_received(token_ids, num_cached_tokens)
         if self._next is None and self.shortcut is not None and self._waiter.is_waiting:
             try:
                 if self.shortcut(text, token_ids, num_cached_tokens):
                     return
-            except Exception:  # one client's; the reader does the same with the delta, and reports what it raises
+            except Exception:  # the reader does the same with the delta, and reports the error to this client alone
                 self.shortcut = None
         self._leave(Delta(text, token_ids, num_cached_tokens=num_cached_tokens))
 
     def put(self, delta: Delta) -> None:
-        """Add a delta behind what has not been read."""
+        """Add a delta after the unread ones."""
         self._note_received(delta.token_ids, delta.num_cached_tokens)
         self._leave(delta)
 
@@ -242,7 +244,7 @@ class ClientStream(AsyncIterator[Delta]):
             self.output_token_ids += token_ids
 
     def _leave(self, delta: Delta) -> None:
-        """To the reader."""
+        """Leave a delta for the reader."""
         if self._next is None:
             self._next = delta
         else:
@@ -250,6 +252,6 @@ class ClientStream(AsyncIterator[Delta]):
         self._waiter.wake()
 
     def fail(self, error: Exception) -> None:
-        """No more deltas will come; the reader gets this error once it has read those that have."""
+        """End the stream with an error, which the reader gets after the deltas that have arrived."""
         self._error = error
         self._waiter.wake()

@@ -1,4 +1,4 @@
-"""Streams of a real engine process: each way to let go of one, at each moment, ends it for everybody."""
+"""Streams of a real engine process: each way to end one, at each moment, ends it for all readers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from pointsman.engine import SamplingParams
 from pointsman.server.service.engine_client import EngineClient
-from pointsman.server.service.inbox import ClientStream
+from pointsman.server.service.receiver import ClientStream
 from pointsman.server.wire.messages import Delta, EngineRequest
 from pointsman.server.wire.questions import ExplainAll
 from tests.server.engine_pool import engine_pool
@@ -37,7 +37,7 @@ def stream_of(client: EngineClient, params: SamplingParams = ENDLESS) -> ClientS
     return client.generate(EngineRequest(f"request-{next(_numbers)}", [5, 6], params))
 
 
-def test_deltas_that_nobody_reads_come_together() -> None:
+def test_unread_deltas_are_merged() -> None:
     async def test(client: EngineClient) -> None:
         stream = stream_of(client, SamplingParams(max_tokens=50, temperature=0, ignore_eos=True))
         await stream.start()
@@ -49,7 +49,7 @@ def test_deltas_that_nobody_reads_come_together() -> None:
     with_client(test)
 
 
-def test_a_stream_that_was_closed_before_it_was_sent_asks_for_nothing() -> None:
+def test_stream_closed_before_sending_sends_nothing() -> None:
     async def test(client: EngineClient) -> None:
         stream = stream_of(client)
         await stream.aclose()
@@ -70,7 +70,7 @@ def standing_still(client: EngineClient) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("read", [ClientStream.start, lambda stream: anext(stream, None)], ids=["start", "read"])
-def test_closing_ends_whoever_waits(read: Callable[..., Any]) -> None:
+def test_closing_ends_waiting_readers(read: Callable[..., Any]) -> None:
     async def test(client: EngineClient) -> None:
         with standing_still(client):
             stream = stream_of(client)
@@ -83,13 +83,13 @@ def test_closing_ends_whoever_waits(read: Callable[..., Any]) -> None:
     with_client(test)
 
 
-def test_closing_at_the_moment_of_a_delta_ends_it_all_the_same() -> None:
+def test_closing_as_a_delta_arrives_ends_the_stream() -> None:
     async def test(client: EngineClient) -> None:
         with standing_still(client):
             stream = stream_of(client)
             reading = asyncio.ensure_future(anext(stream, None))
             await asyncio.sleep(0.05)
-            stream.put(Delta(token_ids=[5]))  # as its news does, in the same turn of the loop
+            stream.put(Delta(token_ids=[5]))  # as its delta does, in the same iteration of the loop
             await stream.aclose()
             assert await reading is None
             assert await asyncio.wait_for(anext(stream, None), 5) is None
@@ -97,24 +97,24 @@ def test_closing_at_the_moment_of_a_delta_ends_it_all_the_same() -> None:
     with_client(test)
 
 
-def test_a_reading_that_is_cancelled_aborts_the_request() -> None:
+def test_cancelled_reader_aborts_the_request() -> None:
     async def test(client: EngineClient) -> None:
         ends: list[tuple[str, str | None]] = []
-        client.inbox.on_end = lambda request, last, _: ends.append((request.request_id, last.finish_reason))
+        client.receiver.on_end = lambda request, last, _: ends.append((request.request_id, last.finish_reason))
         stream = stream_of(client)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.2):
                 async for _ in stream:
                     pass
-        client.inbox.on_end = None
+        client.receiver.on_end = None
         assert ends == [(stream.request.request_id, "abort")]
         assert [delta async for delta in stream] == []
 
     with_client(test)
 
 
-def test_a_shortcut_takes_what_comes_while_the_reader_waits_and_no_delta_overtakes_another() -> None:
-    """The reader is sometimes busy, the shortcut sometimes refuses: each delta goes one way, and all in their order."""
+def test_shortcut_takes_tokens_while_the_reader_waits_and_keeps_order() -> None:
+    """The reader is sometimes busy, the shortcut sometimes refuses: each delta arrives once, and all in order."""
 
     async def test() -> None:
         generator = random.Random(4)
@@ -159,7 +159,7 @@ def test_a_shortcut_takes_what_comes_while_the_reader_waits_and_no_delta_overtak
 
 
 def test_a_shortcut_that_fails_leaves_the_delta_to_the_reader() -> None:
-    """The inbox is that of all clients: what one of them causes must not reach it."""
+    """All clients share the receiver: an error of one client must not reach it."""
 
     async def test() -> None:
         stream = ClientStream(

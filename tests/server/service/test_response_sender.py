@@ -1,4 +1,4 @@
-"""The samples of a client's request, on a real engine process: what they share, and what each has of its own."""
+"""ResponseSender: the samples of a client's request on a real engine process, and the objects that they share."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 
 from pointsman.engine import SamplingParams
 from pointsman.server.metrics.observations import Observations
-from pointsman.server.service.delivery import Delivery
 from pointsman.server.service.engine_client import EngineClient
 from pointsman.server.service.gate import Gate
+from pointsman.server.service.response_sender import ResponseSender
 from pointsman.server.service.sampling import for_sample
 from pointsman.server.wire.answers import Prompt
 from pointsman.server.wire.errors import ApiError
@@ -34,14 +34,14 @@ def with_client(test: Callable[[EngineClient], Awaitable[None]]) -> None:
     engine_pool().run(test, model="demo", num_blocks=512, num_threads=1)
 
 
-def delivery_of(client: EngineClient, name: str, prompt: Prompt, params: Sequence[SamplingParams]) -> Delivery:
-    """A sample for each of these, outside of any backlog that could be full."""
+def sender_of(client: EngineClient, name: str, prompt: Prompt, params: Sequence[SamplingParams]) -> ResponseSender:
+    """A sample for each of the params, with a backlog that is never full."""
     observations = Observations(client.info.max_model_len)
-    delivery = Delivery(Gate(client, drain_timeout=1), observations, backlog(1000).enter("", len(params)))
+    sender = ResponseSender(Gate(client, drain_timeout=1), observations, backlog(1000).enter("", len(params)))
     for number, own in enumerate(params):
         request = EngineRequest(f"{name}-{number}", prompt.token_ids, own, stream=False)
-        delivery.add(0, prompt, client.generate(request))
-    return delivery
+        sender.add(0, prompt, client.generate(request))
+    return sender
 
 
 def test_samples_cross_together_and_are_those_of_single_requests(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,14 +61,14 @@ def test_samples_cross_together_and_are_those_of_single_requests(monkeypatch: py
         monkeypatch.setattr(transport, "write", counted)
         tokens = []
         for number, own in enumerate(params):
-            async with delivery_of(client, f"single-{number}", PROMPT, [own]) as delivery:
-                await client.queue(delivery.streams)
-                tokens += [result.token_ids for result in await delivery.collect()]
+            async with sender_of(client, f"single-{number}", PROMPT, [own]) as sender:
+                await client.queue(sender.streams)
+                tokens += [result.token_ids for result in await sender.collect()]
         of_one, num_bytes = num_bytes / len(params), 0
-        async with delivery_of(client, "together", PROMPT, params) as delivery:
-            await client.queue(delivery.streams)
+        async with sender_of(client, "together", PROMPT, params) as sender:
+            await client.queue(sender.streams)
             assert of_one > 5000 and num_bytes < of_one + len(params) * 300
-            assert [result.token_ids for result in await delivery.collect()] == tokens
+            assert [result.token_ids for result in await sender.collect()] == tokens
         assert len(set(map(tuple, tokens))) > 4  # seeds of their own
 
     with_client(test)
@@ -78,8 +78,8 @@ def test_more_samples_than_fit_in_a_message_are_queued_in_order() -> None:
     endless = SamplingParams(max_tokens=1000, temperature=0, ignore_eos=True)
 
     async def test(client: EngineClient) -> None:
-        async with delivery_of(client, "many", Prompt([5, 6]), [endless] * 150) as delivery:
-            await client.queue(delivery.streams)
+        async with sender_of(client, "many", Prompt([5, 6]), [endless] * 150) as sender:
+            await client.queue(sender.streams)
             found = [one.explanation.request_id for one in await client.ask(ExplainAll())]
             assert found == [f"many-{number}" for number in range(150)]
         while await client.ask(ExplainAll()):  # left, so aborted
@@ -94,13 +94,13 @@ def test_samples_share_the_log_probabilities_of_their_prompt(num_samples: int) -
     params = [for_sample(first, max_tokens=3, sample=number) for number in range(num_samples)]
 
     async def test(client: EngineClient) -> None:
-        async with delivery_of(client, "alone", PROMPT, [first]) as delivery:
-            await client.queue(delivery.streams)
-            (alone,) = await delivery.collect()
-        async with delivery_of(client, "together", PROMPT, params) as delivery:
-            await client.queue(delivery.streams)
-            outputs = await delivery.collect()
-            num_computed = sum(len(PROMPT.token_ids) - choice.num_cached_tokens for choice in delivery.choices)
+        async with sender_of(client, "alone", PROMPT, [first]) as sender:
+            await client.queue(sender.streams)
+            (alone,) = await sender.collect()
+        async with sender_of(client, "together", PROMPT, params) as sender:
+            await client.queue(sender.streams)
+            outputs = await sender.collect()
+            num_computed = sum(len(PROMPT.token_ids) - choice.num_cached_tokens for choice in sender.choices)
         assert alone.prompt_logprobs is not None and len(alone.prompt_logprobs) == len(PROMPT.token_ids)
         assert [output.prompt_logprobs for output in outputs] == [alone.prompt_logprobs] * num_samples
         assert len({tuple(output.token_ids) for output in outputs}) == num_samples
@@ -111,7 +111,7 @@ def test_samples_share_the_log_probabilities_of_their_prompt(num_samples: int) -
 
 
 class Deltas:
-    """A stream of an engine that gives these, each once it is allowed to."""
+    """A stream of the given deltas, each once it is allowed."""
 
     def __init__(self, params: SamplingParams, *deltas: Delta) -> None:
         self.request = EngineRequest("a", [5, 6], params, stream=False)
@@ -130,7 +130,7 @@ class Deltas:
 
 
 @pytest.mark.parametrize("reason", [None, "abort", "deadline"])
-def test_a_first_sample_that_ends_early_holds_up_no_other(reason: str | None) -> None:
+def test_first_sample_ending_early_does_not_block_others(reason: str | None) -> None:
     found = None if reason else Logprobs(counts=[0])
 
     async def run() -> None:
@@ -138,10 +138,10 @@ def test_a_first_sample_that_ends_early_holds_up_no_other(reason: str | None) ->
         first = SamplingParams(prompt_logprobs=0)
         ended = Delta(finish_reason=reason, prompt_logprobs=found)
         streams = [Deltas(first, ended), *(Deltas(SamplingParams(), SOME_TEXT, LAST) for _ in range(2))]
-        async with Delivery(gate, Observations(100), backlog(10).enter("", 3)) as delivery:
+        async with ResponseSender(gate, Observations(100), backlog(10).enter("", 3)) as sender:
             for stream in streams:
-                delivery.add(0, Prompt([5, 6]), cast(Any, stream))
-            collecting = asyncio.ensure_future(delivery.collect())
+                sender.add(0, Prompt([5, 6]), cast(Any, stream))
+            collecting = asyncio.ensure_future(sender.collect())
             for stream in reversed(streams):
                 stream.may_give.set()
                 await asyncio.sleep(0.01)
@@ -162,7 +162,7 @@ ABORTED, LATE = Delta(finish_reason="abort"), Delta(finish_reason="deadline")
 @pytest.mark.parametrize(
     ("outputs", "status"),
     [
-        ([SOME, ABORTED, LATE], None),  # what there is, is sent
+        ([SOME, ABORTED, LATE], None),  # the existing output is sent
         ([ABORTED, LATE], 503),
         ([LATE, LATE], 408),
         ([VECTOR, VECTOR], None),
@@ -171,12 +171,12 @@ ABORTED, LATE = Delta(finish_reason="abort"), Delta(finish_reason="deadline")
         ([SOME, Delta(finish_reason="error", finish_detail="a step failed")], 500),
     ],
 )
-def test_an_answer_that_lacks_its_content_is_an_error(outputs: list[Delta], status: int | None) -> None:
+def test_response_without_content_is_an_error(outputs: list[Delta], status: int | None) -> None:
     gate = Gate(cast(Any, SimpleNamespace(is_alive=True, death=None)), drain_timeout=1)
-    delivery = Delivery(gate, Observations(100), backlog(10).enter("", 1))
+    sender = ResponseSender(gate, Observations(100), backlog(10).enter("", 1))
     if status is None:
-        delivery._check(outputs)
+        sender._check(outputs)
     else:
         with pytest.raises(ApiError) as caught:
-            delivery._check(outputs)
+            sender._check(outputs)
         assert caught.value.status_code == status

@@ -1,11 +1,12 @@
-"""Delivery: reads the samples of a client's request, and sends them as one body or as events.
+"""ResponseSender: reads the samples of a client's request, and sends the client one body or events.
 
-    inbox -> Sample (counts, times) -> answer writer -> sse
+    receiver -> Sample (counts, times) -> answer writer -> sse
 
-Reading and sending take turns: the next delta of a sample is read when its last event is with the transport. While a
-sample's reader waits and the transport has room, a delta of nothing but text goes the same way without waking the
-reader's task, which would be half of what a token costs here. Leaving a delivery, by whatever way, aborts every request
-of it that has not finished.
+Reading and sending alternate: the next delta of a sample is read when the transport has taken its last event. A
+shortcut (`_shortcut`) writes a delta of plain text without waking the sample's task, while the task waits and the
+transport can be written. That halves the cost of a token here. A sample's first token never takes the shortcut: it
+returns False while `choice.plain_head` is "", and only an event written by the task sets that. Leaving a sender in
+any way aborts its unfinished requests.
 """
 
 from __future__ import annotations
@@ -32,27 +33,28 @@ if TYPE_CHECKING:
     from pointsman.server.metrics.observations import Observations
     from pointsman.server.service.backlog import Ticket
     from pointsman.server.service.gate import Gate
-    from pointsman.server.service.inbox import ClientStream, Shortcut
+    from pointsman.server.service.receiver import ClientStream, Shortcut
     from pointsman.server.wire.answers import AnswerWriter
     from pointsman.server.wire.logprobs import Logprobs
 
 logger = logging.getLogger(__name__)
 
 DEADLINE_GRACE = 1.0
-"""Seconds beyond a deadline that the engine has to end a request; it does so between steps, and one may be long."""
+"""Seconds after a deadline in which the engine must end the request; it does so between steps, and a step may be
+long."""
 
 
 class Sample:
     """One sample of one prompt. Reading it yields deltas, counts tokens and observes times.
 
     Args:
-        choice: of the answer; holds the counts.
+        choice: of the response; holds the counts.
         stream: of the engine.
-        ticket: its prompt's place in the backlog, free from the first token on.
+        ticket: its prompt's place in the backlog, which the first token frees.
         observations: of times between tokens.
-        seconds_left: after these the sample finishes as "deadline" in any case; None: no limit.
+        seconds_left: the sample finishes as "deadline" after that time at the latest; None: no limit.
         shared: the log probabilities of its prompt, which the prompt's first sample computes and the others repeat.
-        is_first: whether it is that sample.
+        is_first: whether it is the prompt's first sample.
     """
 
     __slots__ = ("_is_first", "_last_time", "_limit", "_observations", "_shared", "_tenant", "_ticket", "choice",
@@ -79,7 +81,7 @@ class Sample:
         self._last_time = stream.request.arrival_time or time.monotonic()
         self._tenant = observations.tenants.open(stream.request.tenant)
         self.has_started = False
-        """Whether its first token, or its vector, has come."""
+        """Whether its first token or its vector has arrived."""
 
     def __aiter__(self) -> Sample:
         return self
@@ -94,7 +96,7 @@ class Sample:
     async def _share(self, shared: asyncio.Future[Logprobs | None], delta: Delta) -> None:
         """Give the log probabilities of the prompt, which are in the first delta, to the other samples of the prompt.
 
-        Those wait for them. A first sample that ends without them leaves them None.
+        The other samples wait for them. If the first sample ends without them, they are None.
         """
         self._shared = None
         if not self._is_first:
@@ -130,14 +132,14 @@ class Sample:
         self._tenant.num_prompt_tokens += len(self.stream.request.prompt_token_ids)
 
     async def aclose(self) -> None:
-        """Abort its request, unless that has finished. To be called once."""
+        """Abort its request, unless it has finished. To be called once."""
         self._observations.tenants.close(self._tenant, is_started=self.has_started)
         await self.stream.aclose()
 
     async def _next_in_time(self, limit: float) -> Delta:
-        """The next delta; or the last one, if the engine, which should have ended the request, sends nothing.
+        """The next delta. If the engine sends nothing by the limit, it is a last delta with finish reason "deadline".
 
-        A delta that has arrived is read in any case, however late its reader.
+        A delta that has arrived is read in any case, even after the limit.
         """
         try:
             async with asyncio.timeout_at(limit):
@@ -146,14 +148,14 @@ class Sample:
             return Delta(finish_reason="deadline", num_cached_tokens=self.choice.num_cached_tokens)
 
 
-class Delivery:
-    """The samples of a client's request. A context: leaving it aborts what has not finished.
+class ResponseSender:
+    """The samples of a client's request. A context: leaving it aborts unfinished requests.
 
     Args:
-        gate: tells a death of the engine from a shutdown of the server.
+        gate: distinguishes a death of the engine from a shutdown of the server.
         observations: of times and tokens.
         ticket: the request's place in the backlog.
-        deadline: when all samples finish in any case, by `time.monotonic`; None: never.
+        deadline: the time at which all samples finish at the latest, by `time.monotonic`; None: no limit.
     """
 
     def __init__(self, gate: Gate, observations: Observations, ticket: Ticket, deadline: float | None = None) -> None:
@@ -164,7 +166,7 @@ class Delivery:
         self._ticket = ticket
         self.deadline = deadline
 
-    async def __aenter__(self) -> Delivery:
+    async def __aenter__(self) -> ResponseSender:
         return self
 
     async def __aexit__(
@@ -174,7 +176,7 @@ class Delivery:
             await sample.aclose()
 
     def add(self, prompt_index: int, prompt: Prompt, stream: ClientStream) -> None:
-        """One more sample; samples of one prompt come one after the other."""
+        """Add a sample. Samples of one prompt are added one after the other."""
         choice = Choice(len(self.samples), prompt_index, prompt)
         is_first = not self.samples or self.samples[-1].choice.prompt_index != prompt_index
         if is_first:
@@ -197,13 +199,13 @@ class Delivery:
 
     @property
     def seconds_left(self) -> float | None:
-        """Until the deadline and the engine's time to keep it have passed; None: no limit."""
+        """Seconds until the deadline and `DEADLINE_GRACE` have passed; None: no limit."""
         return None if self.deadline is None else max(0.0, self.deadline + DEADLINE_GRACE - time.monotonic())
 
     # ------------------------------------------------------------------ whole
 
     async def send_whole(self, writer: AnswerWriter, send: Send) -> None:
-        """Send the answer once all samples have finished.
+        """Send the response once all samples have finished.
 
         Raises:
             ApiError: nothing has been sent: 408, 500, 503.
@@ -214,7 +216,7 @@ class Delivery:
             raise self._gate.from_engine(error) from error
         self._check(outputs)
         body = await in_pieces(writer.whole(self.choices, outputs))
-        outputs.clear()  # what is sent slowly should not be there twice
+        outputs.clear()  # a slow client should not keep the outputs in memory twice
         await send_json(send, [body.encode()], self._headers(writer))
 
     async def collect(self) -> list[Delta]:
@@ -233,7 +235,7 @@ class Delivery:
         return outputs
 
     def _check(self, outputs: list[Delta]) -> None:
-        """Refuse an answer that would be empty, or lack a vector.
+        """Refuse a response that would be empty, or lack a vector.
 
         Raises:
             ApiError: 400 or 500, a sample failed; 408, the deadline passed; 503, the server shuts down.
@@ -242,7 +244,7 @@ class Delivery:
             check_finish(output.finish_reason, output.finish_detail)
         empty = [output.finish_reason for output in outputs if not output.token_ids and output.embedding is None]
         if len(empty) == len(outputs) or any(output.embedding is not None for output in outputs):
-            if "abort" in empty:  # by the server's shutdown; another server may still answer
+            if "abort" in empty:  # by the server's shutdown; another server may take the request
                 raise self._gate.closed()
             if set(empty) == {"deadline"}:
                 raise too_late()
@@ -264,7 +266,7 @@ class Delivery:
                     chunk = await in_pieces(writer.chunk(sample.choice, delta))
                 if delta.finish_reason is not None:
                     num_running -= 1
-                    if not num_running:  # it goes out with the end, in one write
+                    if not num_running:  # the last chunk is sent with the end, in one write
                         last_chunk = chunk
                         return
                 if chunk and events.has_room():
@@ -288,14 +290,14 @@ class Delivery:
             self._observations.open_streams -= 1
 
     def _headers(self, writer: AnswerWriter) -> dict[str, str]:
-        """The answer's id, and with several engines those that have the samples, or finished them."""
+        """The response's id; with several engines, also the engines of its samples."""
         headers = {"x-request-id": writer.id}
         if len(self._observations.engines) > 1:
             headers["x-engine"] = ", ".join(map(str, sorted({stream.engine for stream in self.streams})))
         return headers
 
     async def _each(self, work: Callable[[Sample], Awaitable[None]]) -> None:
-        """Do something for all samples at once; an exception for one of them stops the others.
+        """Run `work` for all samples concurrently; an exception of one stops the others.
 
         Raises:
             Exception: the first that was raised.
@@ -316,8 +318,10 @@ class Delivery:
 
 
 def _shortcut(sample: Sample, writer: TextWriter, events: EventStream) -> Shortcut:
-    """Sends plain tokens of a sample at once, where its reader would do nothing else with them. Writing comes last: it
-    wakes the client, which may get this processor, and what comes behind would find cold caches.
+    """A function that writes plain tokens of a sample at once, and returns whether it did. Writing comes last: it wakes
+    the client, which may run on this processor, so that later code would find cold caches.
+
+    The function returns False for the first token: `plain_chunk` returns None until the task has written a chunk.
     """
     choice, plain_chunk, has_room, write_now = sample.choice, writer.plain_chunk, events.has_room, events.write_now
     note_tokens = sample.note_tokens
