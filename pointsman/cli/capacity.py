@@ -24,7 +24,7 @@ from pointsman.sim.capacity import (
     Question,
     fewest_replicas,
     highest_rate,
-    most_users,
+    max_users,
 )
 from pointsman.sim.errors import SimulationError
 from pointsman.sim.report.summary import Targets
@@ -102,7 +102,7 @@ def run_capacity(
             if low < high:
                 found = fewest_replicas(question, users or rate or arriving.rate, low, high)
             elif asks_users:
-                found = most_users(question, high, tolerance=tolerance)
+                found = max_users(question, high, tolerance=tolerance)
             else:
                 found = highest_rate(question, high, tolerance=tolerance)
     except KeyboardInterrupt:

@@ -429,13 +429,13 @@ class SchedulerConfig(metaclass=Documented):
         """The longest sequence whose KV the usable blocks hold; with `kv_groups`, at most `max_model_len`."""
         if not self.has_kv_groups:
             return self.num_usable_blocks * self.block_size
-        return bisect_right(range(1, self.max_model_len + 1), self.num_usable_blocks, key=self.most_blocks)
+        return bisect_right(range(1, self.max_model_len + 1), self.num_usable_blocks, key=self.max_blocks)
 
     @property
     def num_full_length(self) -> float:
         """Number of requests of length `max_model_len` that the usable blocks hold at once, if all but one decode; the
         last one may compute all tokens of a step."""
-        usable, most = self.num_usable_blocks, self.most_blocks(self.max_model_len)
+        usable, most = self.num_usable_blocks, self.max_blocks(self.max_model_len)
         return usable / most if usable <= most else 1 + (usable - most) / self.decode_blocks(self.max_model_len)
 
     @property
@@ -450,16 +450,21 @@ class SchedulerConfig(metaclass=Documented):
         """Maximum number of tokens that the steps in flight compute together."""
         return self.max_num_batched_tokens * self.max_steps_in_flight
 
-    def most_blocks(self, num_tokens: int) -> int:
+    def max_blocks(self, num_tokens: int) -> int:
         """Maximum number of blocks that a request holds at a time until it has computed its first `num_tokens`."""
         groups = self.kv_groups or (FULL,)
-        return sum(group.most_blocks(num_tokens, self.max_tokens_in_flight, self.block_size) for group in groups)
+        return sum(group.max_blocks(num_tokens, self.max_tokens_in_flight, self.block_size) for group in groups)
+
+    def most_blocks(self, num_tokens: int) -> int:
+        """The old name of `max_blocks`."""
+        warn("`most_blocks` is now called `max_blocks`", DeprecationWarning, stacklevel=2)
+        return self.max_blocks(num_tokens)
 
     def decode_blocks(self, num_tokens: int) -> int:
         """Maximum number of blocks that a decoding request with `num_tokens` tokens holds."""
         most = self.max_steps_in_flight * (1 + self.num_draft_tokens)
         groups = self.kv_groups or (FULL,)
-        return sum(group.most_blocks(num_tokens, most, self.block_size) for group in groups)
+        return sum(group.max_blocks(num_tokens, most, self.block_size) for group in groups)
 
     def max_drafts(self, num_running: int) -> int:
         """Maximum number of draft tokens of a request in a step with `num_running` running ones."""

@@ -93,7 +93,7 @@ class _Rehearsal:
         knobs = engine.scheduler.config
         tokens_each = LONG_PROMPT + NUM_TOKENS_ALONE + MAX_DRAFTS
         config = SchedulerConfig(
-            num_blocks=MAX_NUM_SEQS * knobs.most_blocks(tokens_each),
+            num_blocks=MAX_NUM_SEQS * knobs.max_blocks(tokens_each),
             kv_groups=knobs.kv_groups,
             max_model_len=engine.max_model_len,
             block_size=knobs.block_size,

@@ -5,7 +5,7 @@ for an output, thinks, and sends the next request. The service meets its targets
 requests do: the goodput of `report/summary.py`. Bisection finds three limits:
 
     highest_rate      for a number of replicas: between a rate that meets the targets and one that misses them
-    most_users        for a number of replicas: between two numbers of users, in the same way
+    max_users        for a number of replicas: between two numbers of users, in the same way
     fewest_replicas   for a load: between a number that misses the targets and one that meets them
 
 All assume that a higher load, or fewer replicas, never serve more requests in time. Near the limit this holds within
@@ -209,7 +209,7 @@ def highest_rate(question: Question, num_replicas: int = 1, *, tolerance: float 
     return found
 
 
-def most_users(question: Question, num_replicas: int = 1, *, tolerance: float = 0.02) -> Capacity:
+def max_users(question: Question, num_replicas: int = 1, *, tolerance: float = 0.02) -> Capacity:
     """The most users that `num_replicas` serve within the targets.
 
     As `highest_rate`: `meets` is None if a single user is not served in time, `misses` is None if one user

@@ -16,6 +16,8 @@ def test_old_names_of_the_scheduler_warn() -> None:
         assert scheduler.horizon() == scheduler.guaranteed_steps()
     with pytest.warns(DeprecationWarning, match="`num_sequence_slots`"):
         assert scheduler.config.num_seats == 3
+    with pytest.warns(DeprecationWarning, match="`max_blocks`"):
+        assert scheduler.config.most_blocks(17) == 2
     with pytest.warns(DeprecationWarning, match="`num_bypassed`"):
         assert request.num_overtaken == 0
 

@@ -18,9 +18,9 @@ class Seen:
     """Steps with decodes and chunks of prompts."""
     chunks: int = 0
     """Rows that computed a part of a prompt and not its end."""
-    most_rows: int = 0
+    max_rows: int = 0
     """Of a step."""
-    most_in_flight: int = 0
+    max_in_flight: int = 0
     """Steps in flight behind the one that was reported."""
 
     def note(self, engine: Engine) -> None:
@@ -29,8 +29,8 @@ class Seen:
         counts = output.num_scheduled_tokens
         self.mixed += bool((counts > 1).any() and (counts == 1).any())
         self.chunks += int((np.asarray(output.samples) == 0).sum())
-        self.most_rows = max(self.most_rows, output.num_rows)
-        self.most_in_flight = max(self.most_in_flight, engine.scheduler.num_steps_in_flight)
+        self.max_rows = max(self.max_rows, output.num_rows)
+        self.max_in_flight = max(self.max_in_flight, engine.scheduler.num_steps_in_flight)
 
 
 def drain(engine: Engine, seen: Seen | None = None) -> dict[str, RequestOutput]:

@@ -77,7 +77,7 @@ class Case:
         known = {name: value for name, value in knobs.items() if name in SCHEDULER_NAMES}
         config = SchedulerConfig(num_blocks=1, max_model_len=loaded.choose_max_model_len(None), **known)
         groups = layout_in_groups(loaded.layers, loaded.windows, config, only_if_it_saves=True).groups
-        num_blocks = max(LONGEST // 4, config.replace(kv_groups=groups).most_blocks(LONGEST))
+        num_blocks = max(LONGEST // 4, config.replace(kv_groups=groups).max_blocks(LONGEST))
         return Engine(loaded, num_blocks=num_blocks, **knobs)
 
 

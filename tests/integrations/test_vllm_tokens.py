@@ -67,7 +67,7 @@ def is_prefix(one: list[int], other: list[int]) -> bool:
 @pytest.mark.parametrize("name", short_of(WAYS, SHORT))
 def test_outputs_equal_those_of_vllms_scheduler(tmp_path: Path, name: str) -> None:
     way = WAYS[name]
-    requests, aborts = make_requests(NUM_REQUESTS, seed=1, most_tokens=way.most_tokens)
+    requests, aborts = make_requests(NUM_REQUESTS, seed=1, max_length=way.max_length)
     log = tmp_path / "observed.jsonl"
     theirs = run_vllm(tmp_path, way, ours=False, requests=requests, aborts=aborts, observed=log)
     assert ("AsyncScheduler" in theirs["bases"]) == way.asynchronous and "vllm." in theirs["scheduler"]
@@ -90,8 +90,8 @@ def test_outputs_equal_those_of_vllms_scheduler(tmp_path: Path, name: str) -> No
     assert num_ended >= 0.85 * len(requests)
     assert ours["usage"] == 0 and ours["counts"] == [0, 0]
     if is_long():
-        assert ours["metrics"]["vllm:num_preemptions"] >= way.least_preemptions
-    elif way.least_preemptions:
+        assert ours["metrics"]["vllm:num_preemptions"] >= way.min_preemptions
+    elif way.min_preemptions:
         assert ours["metrics"]["vllm:num_preemptions"] > 0
     assert ours["metrics"]["vllm:prefix_cache_hits"] > 0
     assert ours["metrics"].keys() == theirs["metrics"].keys()
@@ -107,7 +107,7 @@ def test_outputs_equal_those_of_vllms_scheduler(tmp_path: Path, name: str) -> No
 @pytest.mark.parametrize("name", ["plain", "ngram", "async"])
 def test_tokens_missing_from_the_runners_output_are_sampled_again(tmp_path: Path, name: str) -> None:
     way = WAYS[name]
-    requests, _ = make_requests(NUM_REQUESTS // 2, seed=2, most_tokens=40)
+    requests, _ = make_requests(NUM_REQUESTS // 2, seed=2, max_length=40)
     found = [run_vllm(tmp_path, way, ours=True, requests=requests, aborts={}, lossy=share) for share in (0.0, 0.05)]
     assert found[0]["answers"] == found[1]["answers"]
     assert (found[0]["unsampled"], found[1]["usage"], found[1]["counts"]) == (0, 0, [0, 0])

@@ -156,11 +156,11 @@ def make_workload(seed: int, kind: str = "") -> Workload:
     num_usable = rng.choice((blocks_of_longest, blocks_of_longest + 3, 2 * blocks_of_longest, 5 * blocks_of_longest))
     chunked = rng.random() < 0.75 and not has_encoder
     max_num_seqs = rng.randrange(1, 13)
-    least_budget = max_num_seqs if chunked else max(max_model_len, max_num_seqs)
+    min_budget = max_num_seqs if chunked else max(max_model_len, max_num_seqs)
     scheduler = {
         "max_model_len": max_model_len,
         "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": least_budget + rng.choice((0, 3, 10, 40)),
+        "max_num_batched_tokens": min_budget + rng.choice((0, 3, 10, 40)),
         "enable_chunked_prefill": chunked,
         "policy": rng.choice(("fcfs", "priority")),
         "scheduler_reserve_full_isl": rng.random() < 0.6,

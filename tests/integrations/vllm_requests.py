@@ -15,17 +15,17 @@ class Way:
 
     engine: dict[str, Any] = field(default_factory=dict)
     asynchronous: bool = False
-    most_tokens: int = 60
+    max_length: int = 60
     """Maximum tokens of an output."""
-    least_preemptions: int = 0
+    min_preemptions: int = 0
 
 
 _SMALL_POOL = {"num_gpu_blocks_override": 20}  # 19 blocks, for requests of up to 13
 WAYS = {
     "plain": Way(),
     "chunked": Way({"max_num_batched_tokens": 256}),
-    "pressure": Way(_SMALL_POOL, most_tokens=130, least_preemptions=50),
-    "priority": Way({**_SMALL_POOL, "scheduling_policy": "priority"}, least_preemptions=50),
+    "pressure": Way(_SMALL_POOL, max_length=130, min_preemptions=50),
+    "priority": Way({**_SMALL_POOL, "scheduling_policy": "priority"}, min_preemptions=50),
     "ngram": Way(
         {
             "speculative_config": {
@@ -37,12 +37,12 @@ WAYS = {
         }
     ),
     "async": Way(asynchronous=True),
-    "async-pressure": Way(_SMALL_POOL, asynchronous=True, most_tokens=130, least_preemptions=50),
+    "async-pressure": Way(_SMALL_POOL, asynchronous=True, max_length=130, min_preemptions=50),
 }
 ENGINE = {"max_model_len": 512, "block_size": 32, "max_num_seqs": 32, "max_num_batched_tokens": 2048}
 
 
-def make_requests(count: int, seed: int, most_tokens: int) -> tuple[list[dict[str, Any]], dict[str, int]]:
+def make_requests(count: int, seed: int, max_length: int) -> tuple[list[dict[str, Any]], dict[str, int]]:
     """Requests of mixed lengths with shared prefixes, priorities, stop tokens and grammars; and the aborts, by step."""
     rng = random.Random(seed)
 
@@ -57,7 +57,7 @@ def make_requests(count: int, seed: int, most_tokens: int) -> tuple[list[dict[st
             prompt = rng.choice(prefixes) + prompt
         if rng.random() < 0.2:
             prompt = prompt + prompt[-10:] * 3  # a repetition to be found
-        params: dict[str, Any] = {"max_tokens": rng.randrange(1, most_tokens), "ignore_eos": rng.random() < 0.3}
+        params: dict[str, Any] = {"max_tokens": rng.randrange(1, max_length), "ignore_eos": rng.random() < 0.3}
         if rng.random() < 0.2:
             params["stop_token_ids"] = tokens(200)
         if rng.random() < 0.1:

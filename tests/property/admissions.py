@@ -77,7 +77,7 @@ def _check_missed_priority_preemption(world: World, output: SchedulerOutput, num
     tokens = dict(zip(output.requests, output.num_scheduled_tokens.tolist(), strict=True))
     budget = config.max_num_batched_tokens - sum(tokens.get(entry.request, 0) for entry in stays)
     unclipped = output.total_num_scheduled_tokens < config.max_num_batched_tokens
-    has_budget = unclipped and budget >= _least_budget(config, head)
+    has_budget = unclipped and budget >= _min_budget(config, head)
     has_blocks = num_free + num_freed >= _enough_blocks(world, head, stays)
     # A head that lacks only tokens of budget waits: priority preemption is for sequence slots and blocks.
     if lacks_slot(config, head, stays) or may_lack_place(config) or config.encoder_budget:
@@ -143,7 +143,7 @@ def _check_blocker(
         require(full, f"sequence limit with {len(running)} of {limit} running, {output.num_rows} of them in the step")
     elif explained is Reason.BUDGET:
         budget = config.max_num_batched_tokens if tried_first else _budget_left(world, output)
-        least = _least_budget(config, blocker)
+        least = _min_budget(config, blocker)
         short = budget < least or config.token_limits  # that may set a budget of their own
         require(short, f"{blocker.request} waits for budget, and {budget} is left of {least} that it may need")
     elif explained is Reason.STEP_TIME:
@@ -175,7 +175,7 @@ def _budget_left(world: World, output: SchedulerOutput) -> int:
     return left
 
 
-def _least_budget(config: SchedulerConfig, head: Entry) -> int:
+def _min_budget(config: SchedulerConfig, head: Entry) -> int:
     """Tokens of budget that always suffice for `head`, under the worst assumption: nothing cached."""
     whole = not config.enable_chunked_prefill and not head.ran_before
     first = 1 + config.num_draft_tokens if config.pad_first_decodes else 1
@@ -194,7 +194,7 @@ def _enough_blocks(world: World, head: Entry, running: list[Entry]) -> int:
     if has_unknown_reserve(config):
         return config.num_usable_blocks + 1
     if config.has_kv_groups:  # the blocks of the running rows are not reported
-        enough = sum(config.most_blocks(entry.num_tokens) for entry in [head, *running])
+        enough = sum(config.max_blocks(entry.num_tokens) for entry in [head, *running])
         reserved = _watermark(config) + _growth(config) + _expected_output(world, head)
         return enough + (reserved if running else 0)
     enough = -(-head.num_tokens // size)
@@ -219,7 +219,7 @@ def _expected_output(world: World, entry: Entry) -> int:
     left = entry.reference.limit - entry.num_tokens if entry.request.max_tokens else 0
     groups = config.kv_groups or (KVGroup(),)
     tokens = [int(min(expected, left)) for expected in each]
-    return sum(group.most_blocks(count, 1, config.block_size) for count in tokens for group in groups)
+    return sum(group.max_blocks(count, 1, config.block_size) for count in tokens for group in groups)
 
 
 def _check_need_of_victims(world: World, output: SchedulerOutput, victims: list[Entry], num_free: int) -> None:

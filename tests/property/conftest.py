@@ -20,7 +20,7 @@ def little_room_for_recent_tokens() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="package")
-def few_rows_are_many() -> Iterator[None]:
+def arrays_for_every_batch() -> Iterator[None]:
     """Three running rows are written as a slice, and two that get blocks by NumPy."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batch, "SPANNED_FROM", 3)

@@ -52,19 +52,19 @@ def partial(entries: list[Entry]) -> list[Entry]:
 def check_caps(world: World) -> None:
     """Check that no more prompts than the caps allow are partial."""
     config, begun = world.config, partial(world.live)
-    most, most_long = config.max_num_partial_prefills, config.max_long_partial_prefills
+    most, max_long = config.max_num_partial_prefills, config.max_long_partial_prefills
     require(most is None or len(begun) <= most, f"{begun} are half done, of at most {most}")
     long = _long(config, begun)
-    require(most_long is None or len(long) <= most_long, f"{long} are half done and long, of at most {most_long}")
+    require(max_long is None or len(long) <= max_long, f"{long} are half done and long, of at most {max_long}")
 
 
 def must_wait(world: World, entry: Entry) -> bool:
     """Whether the caps leave no place for another one like this."""
     config, begun = world.config, partial(world.live)
-    most, most_long = config.max_num_partial_prefills, config.max_long_partial_prefills
+    most, max_long = config.max_num_partial_prefills, config.max_long_partial_prefills
     is_full = most is not None and len(begun) >= most
     is_long = bool(_long(config, [entry]))
-    return is_full or (is_long and most_long is not None and len(_long(config, begun)) >= most_long)
+    return is_full or (is_long and max_long is not None and len(_long(config, begun)) >= max_long)
 
 
 def may_lack_place(config: SchedulerConfig) -> bool:

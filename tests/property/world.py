@@ -71,7 +71,7 @@ class World:
         self.shadow_only = shadow_only  # only the host checks, for faults that it alone must detect
         self.host = GroupShadowHost(config) if config.has_kv_groups else ShadowHost(config)
         if connector_seed is not None:
-            full_length = min(config.most_blocks(config.max_model_len), config.num_usable_blocks)
+            full_length = min(config.max_blocks(config.max_model_len), config.num_usable_blocks)
             most = config.num_usable_blocks - full_length
             kind = GroupDevice if config.has_kv_groups else Device
             self.host.device = kind(self.host, connector_seed, max_held_blocks=most)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from pointsman.core import SchedulerConfig
-from pointsman.sim.capacity import Capacity, Probe, Question, fewest_replicas, highest_rate, most_users
+from pointsman.sim.capacity import Capacity, Probe, Question, fewest_replicas, highest_rate, max_users
 from pointsman.sim.errors import SimulationError
 from pointsman.sim.report.summary import Targets
 from pointsman.sim.step_time import LinearStepTime
@@ -212,7 +212,7 @@ def of_users(ttft: float, *, max_requests: int | None = None) -> Question:
 @pytest.mark.parametrize(("ttft", "num_replicas"), short_of([(0.35, 1), (0.8, 1), (0.35, 2)], [(0.35, 2)]))
 def test_the_maximum_number_of_users_equals_a_linear_search(ttft: float, num_replicas: int) -> None:
     asked = of_users(ttft)
-    found = most_users(asked, num_replicas, tolerance=0.001)
+    found = max_users(asked, num_replicas, tolerance=0.001)
     assert found.meets is not None and found.misses is not None
     most, too_many = found.meets.num_users, found.misses.num_users
     assert most is not None and too_many == most + 1
@@ -229,13 +229,13 @@ def test_the_rate_of_users_follows_from_thinking_and_latency() -> None:
 
 
 def test_the_search_ends_at_one_user_for_each_request() -> None:
-    found = most_users(of_users(100.0, max_requests=40))
+    found = max_users(of_users(100.0, max_requests=40))
     assert found.misses is None and found.meets is not None
     assert found.meets.num_users == 64 and found.meets.num_requests == 40
 
 
 def test_even_one_user_may_miss_the_targets() -> None:
-    found = most_users(of_users(0.01))
+    found = max_users(of_users(0.01))
     assert found.meets is None and len(found.probes) == 1
 
 

@@ -163,7 +163,7 @@ class KVCacheManager(KVCache):
 
     def num_blocks_for(self, num_tokens: int) -> int:
         kinds = self._tables.kinds
-        return sum([kind.group.most_blocks(num_tokens, 1, self.block_size) * kind.num_groups for kind in kinds])
+        return sum([kind.group.max_blocks(num_tokens, 1, self.block_size) * kind.num_groups for kind in kinds])
 
     @property
     def num_publications(self) -> int:

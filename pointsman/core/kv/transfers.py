@@ -105,7 +105,7 @@ class Transfers:
         self._kv = kv
         self._swaps = config.preemption_mode != "recompute"
         self._timeout = config.kv_load_timeout
-        full_length = min(config.most_blocks(config.max_model_len), config.num_usable_blocks)
+        full_length = min(config.max_blocks(config.max_model_len), config.num_usable_blocks)
         self.max_blocks = config.num_usable_blocks - full_length
         """Maximum number of blocks of all holdings."""
         self._open: dict[int, Holding] = {}

@@ -152,7 +152,7 @@ class Windows:
         [groups] leading blocks that it does not need."""
         end, count = -(-num_tokens // self.block_size), 0
         for kind in self._tables.kinds:
-            limit = kind.group.most_blocks(num_tokens, self._num_in_flight, self.block_size)
+            limit = kind.group.max_blocks(num_tokens, self._num_in_flight, self.block_size)
             count += min(end - first.item(kind.groups.item(0)), limit) * kind.num_groups
         return count
 
@@ -165,7 +165,7 @@ class Windows:
             first = kind.first[rows]
             num_held = end - first
             if not kind.group.is_full:
-                cap = kind.group.most_blocks(self._max_model_len, self._num_in_flight, self.block_size)
+                cap = kind.group.max_blocks(self._max_model_len, self._num_in_flight, self.block_size)
                 num_held = np.minimum(num_held, cap)
             owed += np.maximum(num_held - (has - first), 0) * kind.num_groups
         return owed
@@ -250,7 +250,7 @@ class Windows:
         """Update the columns of rows whose first blocks have changed."""
         due = np.full(len(rows), MAX_INT, dtype=np.int64)
         for kind in self.kinds:
-            next_return = kind.group.least_with((kind.first[rows] + 1) * self.block_size)
+            next_return = kind.group.min_tokens_with((kind.first[rows] + 1) * self.block_size)
             due = np.minimum(due, -(-next_return // self.block_size))
         self._due_at[rows] = due
         if self._moving is not None:

@@ -49,13 +49,13 @@ class KVGroup(NamedTuple):
             return num_tokens // self.size * self.size
         return num_tokens * 0
 
-    def least_with(self, num_skipped: Tokens) -> Tokens:
+    def min_tokens_with(self, num_skipped: Tokens) -> Tokens:
         """Minimum number of tokens with `num_skipped` (at least 1) skipped ones; not for "full"."""
         if self.kind == "window":
             return num_skipped + self.reach
         return -(-num_skipped // self.size) * self.size
 
-    def most_blocks(self, num_tokens: int, num_in_flight: int, block_size: int) -> int:
+    def max_blocks(self, num_tokens: int, num_in_flight: int, block_size: int) -> int:
         """Maximum number of blocks that a request holds at a time while it computes its first `num_tokens` tokens, if
         it gives back blocks that no later token attends to. Steps in flight compute at most `num_in_flight` of its
         tokens."""

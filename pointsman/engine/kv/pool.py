@@ -229,7 +229,7 @@ def choose_num_blocks(
             )
         return num_blocks
     block_bytes = bytes_per_block(layout.slots, config.block_size, dtype)
-    full_length = config.most_blocks(config.max_model_len)
+    full_length = config.max_blocks(config.max_model_len)
     if kv_cache_bytes is None and device_budget is not None:
         if device_budget.kv_bytes < block_bytes * full_length:
             raise ValueError(_too_little(device_budget, config, block_bytes))
@@ -247,9 +247,9 @@ def choose_num_blocks(
 
 def _too_little(budget: DeviceBudget, config: SchedulerConfig, block_bytes: int) -> str:
     """The error for a GPU without enough memory for a request of full length, with remedies."""
-    needed = block_bytes * config.most_blocks(config.max_model_len)
+    needed = block_bytes * config.max_blocks(config.max_model_len)
     num_blocks = max(0, budget.kv_bytes) // block_bytes
-    fitting = bisect_right(range(1, config.max_model_len + 1), num_blocks, key=config.most_blocks)
+    fitting = bisect_right(range(1, config.max_model_len + 1), num_blocks, key=config.max_blocks)
     shorter = f"lower max_model_len to {fitting:,} at most, " if fitting else ""
     return (
         f"{budget}; that leaves {max(0, budget.kv_bytes) / GIB:,.2f} GiB for KV, and a request of max_model_len "

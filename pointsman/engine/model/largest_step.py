@@ -75,7 +75,7 @@ def run_largest_step(
         kv_groups=config.kv_groups,
         enable_prefix_caching=False,
     )
-    scheduler = _OneBlockScheduler(own.replace(num_blocks=len(lengths) * own.most_blocks(max(lengths) + 1)))
+    scheduler = _OneBlockScheduler(own.replace(num_blocks=len(lengths) * own.max_blocks(max(lengths) + 1)))
     pool = KVPool(
         loaded.layers,
         num_blocks=1,

@@ -64,7 +64,7 @@ class Run:
 
     def __init__(self, setting: Setting, engine: Engine, name: str) -> None:
         self.setting, self.engine, self.name = setting, engine, name
-        self.num_steps = self.most_in_flight = 0
+        self.num_steps = self.max_in_flight = 0
 
     def serve(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[RequestOutput]:
         """Add all requests at once; returns the last output of each."""
@@ -84,7 +84,7 @@ class Run:
         """Run one step, and check the invariants."""
         outputs = self.engine.step()
         self.num_steps += 1
-        self.most_in_flight = max(self.most_in_flight, self.engine.scheduler.num_steps_in_flight)
+        self.max_in_flight = max(self.max_in_flight, self.engine.scheduler.num_steps_in_flight)
         try:
             self.engine.scheduler.check_invariants()
         except Exception as error:
@@ -113,7 +113,7 @@ class Run:
             requests=len(outputs),
             other=len(other),
             steps=self.num_steps,
-            in_flight=self.most_in_flight,
+            in_flight=self.max_in_flight,
             **more,
         )
 
@@ -124,7 +124,7 @@ def _preempted(setting: Setting, engine: Any, prompts: Any, params: Any, want: A
     num_preemptions = sum(output.metrics.num_preemptions for output in outputs)
     run.compare(outputs, want, preemptions=num_preemptions)
     setting.findings.check(num_preemptions > 0, "pool too small: no request was preempted")
-    setting.findings.check(run.most_in_flight > 0, "pool too small: no step was in flight behind another")
+    setting.findings.check(run.max_in_flight > 0, "pool too small: no step was in flight behind another")
 
 
 def _cached(setting: Setting, engine: Any, prompts: Any, params: Any, want: Any) -> None:

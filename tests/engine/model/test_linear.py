@@ -84,7 +84,7 @@ def test_weights_in_4_bits_are_kept_exactly(bias: bool, num_rows: int) -> None:
     assert in_8_bits_error < 0.01
 
 
-def test_few_rows_in_4_bits_do_not_depend_on_each_other() -> None:
+def test_small_batches_in_4_bits_do_not_depend_on_each_other() -> None:
     (part,) = layers(LARGE, 304, bias=True)
     joined = JoinedLinear([in_4_bits(part)])
     joined.store("int4")

@@ -53,8 +53,8 @@ class Setting:
 
 
 SETTINGS = {
-    "alone": Setting({"max_num_seqs": 1}, lambda run: run.seen.most_rows == 1),
-    "batch of 16": Setting({"max_num_seqs": 16}, lambda run: run.seen.most_rows == min(16, len(TEXTS))),
+    "alone": Setting({"max_num_seqs": 1}, lambda run: run.seen.max_rows == 1),
+    "batch of 16": Setting({"max_num_seqs": 16}, lambda run: run.seen.max_rows == min(16, len(TEXTS))),
     "chunks": Setting({"max_num_batched_tokens": 64}, lambda run: run.seen.chunks),
     "preemption": Setting({"full_sequence_must_fit": False}, lambda run: run.num_preempted, num_spare_blocks=1),
     "swap": Setting(
@@ -66,7 +66,7 @@ SETTINGS = {
     "drafts": Setting(
         {"num_draft_tokens": 4, "prompt_lookup_min": 1}, lambda run: run.engine.scheduler.stats().num_accepted_tokens
     ),
-    "steps in flight": Setting({"max_steps_in_flight": 2}, lambda run: run.seen.most_in_flight),
+    "steps in flight": Setting({"max_steps_in_flight": 2}, lambda run: run.seen.max_in_flight),
 }
 BLOCK_SIZE = 8
 
