@@ -150,7 +150,7 @@ def test_every_knob_is_either_vllms_or_ours() -> None:
         ({"is_mm_encoder_only": True}, "--mm-encoder-only"),
         (
             {"ec_manager_config": SimpleNamespace(encoder_cache_manager_cls="its.Manager")},
-            "the encoder cache manager its.Manager would not be asked: leave --ec-manager-config out",
+            "the encoder cache manager its.Manager would not be used: leave --ec-manager-config out",
         ),
         ({"model_config__is_diffusion": True}, "diffusion"),
         ({"kv_transfer_config": object()}, "leave --kv-transfer-config out"),

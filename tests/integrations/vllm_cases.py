@@ -292,7 +292,7 @@ def models_whose_kv_vllm_manages_in_its_own_ways_are_refused() -> None:
     check_supported(vllm_config(cache_config__enable_prefix_caching=False), kv_cache_config_of(window))
     for spec, says in (
         (SinkFullAttentionSpec(**shape, sink_len=4), "SinkFullAttentionManager"),
-        (window, "the last 8 tokens again, which is not supported: give --no-enable-prefix-caching"),
+        (window, "the last 8 tokens of a cached prefix, which is not supported: give --no-enable-prefix-caching"),
         (MambaSpec(**states, mamba_cache_mode="all"), "mamba_cache_mode is 'all'"),
     ):
         try:

@@ -2,7 +2,7 @@
 
     python vllm_run.py SETTINGS.json   prints one JSON line
 
-The engine core runs in this process, so that requests are added and aborted at the same step numbers whoever schedules.
+The engine core runs in this process, so that requests are added and aborted at the same steps with both schedulers.
 """
 
 from __future__ import annotations

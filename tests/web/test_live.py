@@ -170,7 +170,7 @@ def test_one_engine_is_watched_again_after_its_death(visit: Callable[..., Any]) 
             playwright.expect(page.locator("#counts")).not_to_contain_text("no step was decided")
             page.locator("#engine").blur()  # where the arrow keys choose an engine
             look_back(page)
-            page.select_option("#engine", "0")  # what is chosen is shown, whatever was looked at
+            page.select_option("#engine", "0")  # the chosen engine is shown
             is_live(page)
         page.close()
 

@@ -160,7 +160,7 @@ def test_the_number_of_watchers_is_bounded() -> None:
     host = Host()
     for number in range(MAX_WATCHERS):
         host.live.take(number)
-    with pytest.raises(TooManyWatchers, match="close another page"):
+    with pytest.raises(TooManyWatchers, match="close one of them"):
         host.live.take("one more")
     host.live.leave(3)
     host.live.take("one more")

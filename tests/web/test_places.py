@@ -1,4 +1,4 @@
-"""Places of connections: who gets one, and who loses one."""
+"""Places of connections: which connections get one, and which lose one."""
 
 from __future__ import annotations
 
