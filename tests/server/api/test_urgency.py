@@ -210,7 +210,7 @@ def test_tenant_header_is_read_if_configured() -> None:
             assert [one["tenant"] for one in await paused.states()] == ['b"\\ob', "alice"]
         twice = [(b"x-tenant", b"bob"), (b"x-tenant", b"alice"), (b"authorization", b"Bearer key-of-a")]
         refused = await http.post("/v1/completions", json=FIELDS, headers=twice)
-        assert refused.status_code == 400 and "X-Tenant is there 2 times" in refused.json()["error"]["message"]
+        assert refused.status_code == 400 and "X-Tenant occurs 2 times" in refused.json()["error"]["message"]
         assert 'tenant="b\\"\\\\ob"' in (await http.get("/metrics")).text
 
     with_server(test, **KEYS, tenant_from="header:X-Tenant")
