@@ -21,7 +21,7 @@ from pointsman.engine.kernels import layers
 from pointsman.engine.kernels.attention import attention_kernel
 from pointsman.engine.kv.layout import LayerShape
 
-MIN_LONG_WORK = 300_000
+LONG = 300_000
 """Minimum number of multiplications, 50 to 100 us, to run other work beside a layer; starting a thread takes 15 us."""
 
 _NO_SCALARS = np.zeros(2, dtype=np.float32)
@@ -50,7 +50,7 @@ class NumbaPlan:
         """
         if self.num_pairs is None:
             self.num_pairs = int(self.batch.query_lens @ self.batch.kv_lens)
-        return self.num_pairs * pair_size >= MIN_LONG_WORK
+        return self.num_pairs * pair_size >= LONG
 
     def arguments_for(self, num_heads: int, k_dim: int, values_shape: tuple[int, ...]) -> Int64Array:
         """The arguments of `attention_kernel` for layers of a shape, values [num_blocks, kv_heads, size, v_dim]."""
