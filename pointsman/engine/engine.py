@@ -119,7 +119,8 @@ class Engine:
         kv_store_bytes: maximum size of the files there; None: no limit but the disk's.
         kv_events_config: where to publish changes of the prefix cache, see `kv/events.py`; None: nowhere.
         disable_hybrid_kv_cache_manager: True: layers with a sliding window keep the KV of the whole context, like other
-            layers; False: they keep the KV of their window only, see `kv/layout.py`; None: whichever takes less memory.
+            layers; False: they keep the KV of their window only, see `kv/layout.py`; None: the layout that takes less
+            memory.
         stream_interval: tokens from one output of a request to the next; the first token and the last output are
             reported at once.
         prompt_lookup_min, prompt_lookup_max: with `num_draft_tokens`: the minimum and the maximum number of its newest

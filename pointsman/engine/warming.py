@@ -1,4 +1,4 @@
-"""Warm-up: compiles, imports and starts in advance what the first requests would wait for.
+"""Warm-up: compiles kernels, imports packages and starts processes before the first requests need them.
 
 Several things are made on first use: the kernels for the model's types and the sampler's race are compiled (seconds,
 unless an earlier process left them on disk), xgrammar is imported, the process that compiles grammars is started.

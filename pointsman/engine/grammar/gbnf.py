@@ -89,7 +89,7 @@ class _Reader:
             if name_of not in self._rules:
                 raise self._refused(f"the name {name_of!r} of no rule", "define it", at)
         if ROOT not in self._rules:
-            raise Unreadable(f"the grammar has no rule {ROOT!r}; define it: the text is what it derives")
+            raise Unreadable(f"the grammar has no rule {ROOT!r}; define it: texts are derived from it")
         return self._rules
 
     # ------------------------------------------------------------------ structure
@@ -153,7 +153,7 @@ class _Reader:
                 raise self._refused("a '(' without ')'", "close it", token.at)
             self._next += 1
             return node
-        raise self._refused(f"{token.text!r} with nothing before it", "write what it belongs to", token.at)
+        raise self._refused(f"{token.text!r} with nothing before it", "write an expression before it", token.at)
 
     # ------------------------------------------------------------------ characters
 

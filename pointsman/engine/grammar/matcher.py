@@ -114,7 +114,7 @@ class RequestGrammar:
         try:
             for token_id in new_token_ids:
                 if not self._matcher.accept_token(token_id):
-                    raise GrammarError(f"token {token_id} does not continue what the grammar allows")
+                    raise GrammarError(f"token {token_id} is not allowed by the grammar here")
                 self.num_accepted += 1
             self._matcher.fill_next_token_bitmask(masks.words, row)
             is_completed = self._matcher.is_completed()

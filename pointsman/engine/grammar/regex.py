@@ -312,7 +312,7 @@ class _Reader:
                 kind
             )
             what = what or ("a back reference or octal escape" if kind.isdigit() else "which dialects read differently")
-            raise self._refused(f"'\\{kind}', {what},", "write out what it stands for", start)
+            raise self._refused(f"'\\{kind}', {what},", "write out its characters", start)
         self._at += 2
         return ord(kind)
 

@@ -99,7 +99,7 @@ class EngineConnector:
         pool: the engine's.
         tier: host memory; None: none.
         store: a directory; None: none.
-        role: what the engine does with the store, see `STORE_ROLES`.
+        role: of the engine with the store, see `STORE_ROLES`.
         counters: the engine's; count the moved KV.
         clock: the engine's, in seconds.
         config: the scheduler's.

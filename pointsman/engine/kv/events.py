@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MEDIUM = "GPU"
-"""vLLM's name for the memory of the model's device, whatever the device."""
+"""vLLM's name for the memory of the model's device; used for every device."""
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 _POLL = 0.1  # seconds between checks of the replay socket
 

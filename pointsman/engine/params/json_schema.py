@@ -305,7 +305,7 @@ def _problem_of_values(schema: Mapping[str, Any]) -> str | None:
         return f"the type {_shown(unknown[0])} is not known; use one of {', '.join(_OF_TYPE)}"
     if values is None:
         untyped = [key for key in _NEED_TYPE if key in schema]
-        return f"{untyped[0]!r} stands without 'type'; say of which type it speaks" if untyped and not types else None
+        return f"{untyped[0]!r} stands without 'type'; add 'type' beside it" if untyped and not types else None
     if not isinstance(values, list) or not values:
         return f"'enum' is {_shown(values)}; give a list of values"
     beside = sorted(set(schema) - _ANNOTATIONS - {"enum", "const", "type"})

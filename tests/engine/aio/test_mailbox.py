@@ -1,4 +1,4 @@
-"""Mailboxes between a thread and event loops: the newest snapshot arrives, whatever the consumer does meanwhile."""
+"""Mailboxes between a thread and event loops: the newest snapshot always arrives."""
 
 from __future__ import annotations
 

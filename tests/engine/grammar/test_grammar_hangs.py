@@ -236,7 +236,7 @@ def test_no_request_loses_its_grammar_when_the_process_is_killed(
         slow = add(compiler, grammar=HOPELESS)
         child_of(before)
         if moment == "with a slow job":
-            wait_until(lambda: compiler._worker.slow._turns._num_out == 1)
+            wait_until(lambda: compiler._worker.slow._queue._num_out == 1)
     os.kill(before, signal.SIGKILL)
     assert isinstance(outcome(compiler, regex="next"), CompiledGrammar)
     assert compiler.pid not in (None, before) and compiler.num_restarts == 1

@@ -219,7 +219,7 @@ def test_a_grammar_without_requests_leaves_the_queue(shared: Callable[..., Compi
         for request in two:
             one.compiler.forget(request)
     stage = one.compiler._worker.new
-    assert (len(stage._turns), stage._room.total) == (0, 0)
+    assert (len(stage._queue), stage._capacity.total) == (0, 0)
     assert not any(expression.startswith("gone") for expression in one.process.order)
     for number in range(3):
         one.add("a", f"later {number}")
