@@ -5,7 +5,7 @@
         ...
 
 `STAGES` is the one table of these bounds; docs/operating.md shows the same table. A stage that this process bounds has
-a `StageRoom`. In a room that tenants share, one tenant may hold three times what is left free (`engine/turns.py`):
+a `StageRoom`. In a room that tenants share, one tenant may hold three times what is left free (`engine/fair_queue.py`):
 alone three quarters, so that a second tenant always finds room. Where a server can have one tenant only, it may hold
 all.
 """

@@ -2,7 +2,8 @@
 
 To begin a request (its body, its routes, a refusal) takes 0.3 ms of the event loop. A tenant that sends two thousand at
 once would stop everybody's streams and requests for that long. So in each turn of the loop `NUM_PER_TURN` requests
-begin, and streams, connections and bodies go on in between. Where more wait, tenants take turns (`engine/turns.py`).
+begin, and streams, connections and bodies go on in between. Where more wait, tenants take turns
+(`engine/fair_queue.py`).
 """
 
 from __future__ import annotations
