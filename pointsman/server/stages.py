@@ -4,17 +4,10 @@
     with rooms.texts.held("alice", 5000):       # ApiError 429, with the tenant's own figures
         ...
 
-<<<<<<< HEAD
 `STAGES` is the one table of these limits; docs/operating.md shows the same table. Each stage that this process limits
-has a `StageRoom`. In a room that tenants share, one tenant may hold three times the free capacity (`engine/fair_queue.py`).
-Alone, a tenant can hold three quarters, so that a second tenant always gets some. In a server that can have only one
-tenant, this tenant may hold all.
-=======
-`STAGES` is the one table of these bounds; docs/operating.md shows the same table. A stage that this process bounds has
-a `StageRoom`. In a room that tenants share, one tenant may hold three times what is left free (`engine/fair_queue.py`):
-alone three quarters, so that a second tenant always finds room. Where a server can have one tenant only, it may hold
-all.
->>>>>>> words-engine2
+has a `StageRoom`. In a room that tenants share, one tenant may hold three times the free capacity
+(`engine/fair_queue.py`). Alone, a tenant can hold three quarters, so that a second tenant always gets some. In a server
+that can have only one tenant, this tenant may hold all.
 """
 
 from __future__ import annotations

@@ -1,15 +1,8 @@
 """Arrivals: limits how many requests begin in one iteration of the event loop, and shares these among tenants.
 
-<<<<<<< HEAD
 Beginning a request (its body, its routes, a refusal) takes 0.3 ms of the event loop. A tenant that sends two thousand
 at once would stall all streams and requests for 0.6 s. So `NUM_PER_TURN` requests begin in each iteration, and streams,
-connections and bodies continue in between. If more wait, tenants are served in turn (`engine/turns.py`).
-=======
-To begin a request (its body, its routes, a refusal) takes 0.3 ms of the event loop. A tenant that sends two thousand at
-once would stop everybody's streams and requests for that long. So in each turn of the loop `NUM_PER_TURN` requests
-begin, and streams, connections and bodies go on in between. Where more wait, tenants take turns
-(`engine/fair_queue.py`).
->>>>>>> words-engine2
+connections and bodies continue in between. If more wait, tenants are served in turn (`engine/fair_queue.py`).
 """
 
 from __future__ import annotations
