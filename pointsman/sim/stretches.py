@@ -90,7 +90,7 @@ def _stretch(arrivals: Sequence[Arrival]) -> Stretch:
     span = arrivals[-1][0] - arrivals[0][0]
     if span <= 0:
         raise WorkloadError(
-            f"{len(arrivals)} requests that follow each other all arrive at once, so they have no rate; take a "
+            f"{len(arrivals)} requests that follow each other arrive all at once, so they have no rate; take a "
             "trace with times, or generated arrivals"
         )
     return Stretch(tuple(arrivals), span * len(arrivals) / (len(arrivals) - 1))
