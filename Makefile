@@ -25,7 +25,8 @@ SHARD ?=
 
 # The parts, each with its tests and its benchmarks.
 PARTS := core sim engine server vllm page
-TESTS_core := tests/core tests/property tests/traces tests/test_routing.py tests/test_forms.py tests/test_files.py
+TESTS_core := tests/core tests/property tests/traces tests/test_routing.py tests/test_forms.py tests/test_files.py \
+    tests/test_names.py
 TESTS_sim := tests/sim
 TESTS_engine := tests/engine tests/test_gpu_check.py
 TESTS_server := tests/examples tests/server tests/cli tests/release tests/test_benchmarks.py tests/test_docs.py \

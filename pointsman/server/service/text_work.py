@@ -6,8 +6,8 @@
 
 A tokenizer takes 0.3 to 3 microseconds per character, so a body of 2 MB takes up to 2 s. There is a thread for each
 class of sizes (`LONGEST`), so that a text never waits for texts of a larger class. Within a thread the tenant that has
-been served least is next (`engine/fair_queue.py`); of its requests, those that have begun come first. Work of disconnected
-clients leaves the queue.
+been served least is next (`engine/fair_queue.py`); of its requests, those that have begun come first. Work of
+disconnected clients leaves the queue.
 """
 
 from __future__ import annotations
