@@ -19,7 +19,7 @@ kv_cache = np.zeros((config.num_blocks, config.block_size), dtype=np.int64)  # o
 
 
 def run_model(output: SchedulerOutput) -> StepResult:
-    """Compute a step, row after row; a real model computes all rows at once."""
+    """Compute a step, row after row. A real model writes a layer's KV of all rows before any row reads it."""
     inputs, sampled, start = scheduler.input_token_ids(output), [], 0
     for index, request in enumerate(output.requests):
         end = start + output.num_scheduled_tokens[index]

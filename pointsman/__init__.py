@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from warnings import warn as _warn
 
 from pointsman.core import (
+    UNSAMPLED,
     Adapter,
     BackgroundFile,
     ClockError,
@@ -81,6 +82,7 @@ if TYPE_CHECKING:
     from pointsman.engine import SamplingParams as SamplingParams
 
 __all__ = [
+    "UNSAMPLED",
     "Adapter",
     "BackgroundFile",
     "ClockError",

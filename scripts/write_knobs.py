@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pointsman.cli.scheduler_options import OPTIONS, flag, served_default
 from pointsman.core.config import SchedulerConfig
-from pointsman.core.knobs import docstrings
+from pointsman.core.state.documented import docstrings
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "operating.md"
 BEGIN = "<!-- The scheduler's knobs, written by scripts/write_knobs.py: change pointsman/core/config.py instead. -->\n"

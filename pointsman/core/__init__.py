@@ -56,8 +56,10 @@ from pointsman.core.state.status import (
     RequestEventType,
     RequestStatus,
 )
+from pointsman.core.step.emit import UNSAMPLED
 
 __all__ = [
+    "UNSAMPLED",
     "Adapter",
     "BackgroundFile",
     "ClockError",

@@ -14,8 +14,9 @@ from typing import Annotated, Any, Literal, Self
 from warnings import warn
 
 from pointsman.core.errors import ConfigError
-from pointsman.core.knobs import AtLeast, Documented, Knob, Option, PolicyOf, Seconds, ShareOf, Tried, declared_in
+from pointsman.core.knobs import AtLeast, Knob, Option, PolicyOf, Seconds, ShareOf, Tried, declared_in
 from pointsman.core.presets import PRESETS, SYSTEMS
+from pointsman.core.state.documented import Documented
 from pointsman.core.state.interfaces import Eviction, Order, Victim
 from pointsman.core.state.layout import FULL, KINDS, KVGroup
 

@@ -21,41 +21,14 @@ field needs no code there:
 
 from __future__ import annotations
 
-import ast
-import inspect
 import math
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, fields
-from itertools import pairwise
-from textwrap import indent
 from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from pointsman.core.errors import ConfigError
 from pointsman.core.state.numbers import MAX_INT
-
-
-class Documented(type):
-    """Metaclass of a dataclass whose `help` lists the fields with their docstrings, which Python itself drops."""
-
-    @property
-    def __doc__(cls) -> str:  # type: ignore[override]
-        own = inspect.cleandoc(cls.__dict__.get("__doc__") or "")
-        fields = "\n\n".join(f"{name}\n{indent(text, '    ')}" for name, text in docstrings(cls).items())
-        return f"{own}\n\nFields:\n\n{fields}"
-
-
-def docstrings(kind: type) -> dict[str, str]:
-    """The docstring of each field of a dataclass, read from its source."""
-    tree = ast.parse(inspect.getsource(sys.modules[kind.__module__]))
-    (body,) = (node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == kind.__name__)
-    found = {}
-    for field, text in pairwise(body):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
-            found[field.target.id] = inspect.cleandoc(ast.literal_eval(text.value))
-    return found
-
 
 # ---------------------------------------------------------------------- ranges
 

@@ -180,6 +180,9 @@ class Scheduler:
     def schedule(self, now: float) -> SchedulerOutput:
         """Decide what runs in the next step, and commit to it.
 
+        A row may read blocks that another row writes in the same step: the host writes a layer's KV for all rows before
+        any row attends, or sets `share_within_step=False`.
+
         Raises:
             StepOrderError: `max_steps_in_flight` outputs already wait for their update.
             ClockError: `now` is earlier than the time of an earlier `schedule` or `update`.
@@ -521,7 +524,7 @@ class Scheduler:
         return request
 
     def abort(self, request_id: str, now: float) -> Request | None:
-        """Abort a request in any state. None: unknown, or finished already."""
+        """Abort a request in any state; as `finish`, which returns the same."""
         return self.finish(request_id, FinishReason.ABORT, now)
 
     def finish(
@@ -535,6 +538,9 @@ class Scheduler:
         stop_reason: int | str | None = None,
     ) -> Request | None:
         """Finish a request for the host's own reason, such as a stop string. None: unknown, or finished already.
+
+        The request is in `finished` of the next output, and in no `StepUpdate.finished`. Its id is in use until then.
+        If a step in flight has a row of it, the result still has tokens for that row, and they are dropped.
 
         `keep_tokens` cuts its output to that number of tokens.
         """
@@ -788,7 +794,8 @@ class Scheduler:
         return bool(self._guards)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether any request is queued, parked or running."""
+        """Whether any request is queued, parked or running. `is_idle` also waits for the ends that no output has
+        reported yet."""
         return bool(len(self._batch) or len(self._table.queue) or self._table.parked)
 
     def has_runnable_requests(self) -> bool:

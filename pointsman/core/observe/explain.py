@@ -17,6 +17,7 @@ import numpy as np
 
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.policy.guard import Replaced, head_of, replaced_among
+from pointsman.core.state.documented import Documented
 from pointsman.core.state.inputs import Adapter
 from pointsman.core.state.output import SchedulerOutput
 from pointsman.core.state.reason import Deferral, Holder, Reason, Recovery
@@ -32,7 +33,7 @@ _ENDING = re.compile(r"s\b")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
+class Explanation(metaclass=Documented):
     """The state of a request, and why it does not advance."""
 
     request_id: str

@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from pointsman.core.policy.guard import Guard, head_of, replaced_among
+from pointsman.core.state.documented import Documented
 from pointsman.core.state.events import (
     Admitted,
     Listener,
@@ -27,7 +28,7 @@ from pointsman.core.step.assembly import Parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerStats:
+class SchedulerStats(metaclass=Documented):
     """A snapshot of counters and gauges. Counters are totals since the scheduler was created."""
 
     num_running: int

@@ -21,7 +21,10 @@ MAX_SORTED = 256
 
 
 class FirstComeFirstServed(Policy):
-    """By arrival time, ties by order of adding. One class: all requests are equally urgent."""
+    """By arrival time, ties by order of adding. One class: all requests are equally urgent.
+
+    A policy of your own is easiest as a subclass: give it a `name`, and override `key`.
+    """
 
     kind = "order"
     name = "fcfs"
@@ -58,7 +61,11 @@ class FirstComeFirstServed(Policy):
         return 0
 
     def key(self, request: Request) -> tuple[Any, ...]:
-        """The sort key of a request; the smallest is the head."""
+        """The sort key of a request: a tuple. The request with the smallest key is the head.
+
+        A key must not change while the request waits, and two requests must not have the same key. Preempted requests
+        are first in their class: their clients already have a part of the output.
+        """
         state = request._state
         resumed = state.status is RequestStatus.PREEMPTED
         place = state.serial if resumed else request.arrival_time

@@ -123,6 +123,8 @@ def _found(kind: str, spec: str) -> tuple[str, type[Policy], dict[str, Value]]:
 
 
 def _check_object(kind: str, policy: Any) -> None:
+    if isinstance(policy, type):
+        raise ConfigError(f"{kind} is the class {policy.__name__}; pass an object, {policy.__name__}(...)")
     _adopt_old_names(policy)
     missing = [name for name in ("name", *KINDS[kind]) if not hasattr(policy, name)]
     if missing:

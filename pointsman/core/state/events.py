@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from pointsman.core.state.documented import Documented
 from pointsman.core.state.reason import Reason, Recovery
 from pointsman.core.state.status import PreemptionCause
 
@@ -114,7 +115,7 @@ class LoadFinished(NamedTuple):
 
 
 @dataclass(slots=True)
-class StepDecision:
+class StepDecision(metaclass=Documented):
     """The record of one step, columnar: `output` has the rows, tokens and new blocks."""
 
     step_id: int

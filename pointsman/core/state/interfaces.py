@@ -129,7 +129,7 @@ class View(Protocol):
 
 
 class Order(Protocol):
-    """A queue of waiting requests. An object serves one scheduler.
+    """A queue of waiting requests. An object serves one scheduler. `FirstComeFirstServed` is one to start from.
 
     Optional methods, as in `core/policy/policy.py`: `attach` (to keep the view), `guaranteed_steps` (without it, steps
     are decided one by one while requests wait), `reason` and the events of a listener.

@@ -15,6 +15,7 @@ from typing import ClassVar, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from pointsman.core.state.documented import Documented
 from pointsman.core.state.inputs import Adapter, EncoderEntry
 from pointsman.core.state.numbers import set_writeable
 from pointsman.core.state.request import Request
@@ -66,7 +67,7 @@ class Save(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class OutputFields:
+class OutputFields(metaclass=Documented):
     """The fields of a `SchedulerOutput`, assignable while the step is decided."""
 
     step_id: int
@@ -226,7 +227,7 @@ class Copies(NamedTuple):
 
 
 @dataclass(slots=True)
-class StepResult:
+class StepResult(metaclass=Documented):
     """The model's result for one output."""
 
     token_ids: IntArray | Sequence[int]
@@ -248,7 +249,7 @@ class StepResult:
 
 
 @dataclass(slots=True, eq=False)
-class UpdateFields:
+class UpdateFields(metaclass=Documented):
     """The fields of a `StepUpdate`, assignable while the result is applied."""
 
     token_ids: IntArray

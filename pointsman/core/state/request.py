@@ -12,7 +12,7 @@ request holds a row, and fields of its state otherwise. The properties here read
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 from sys import float_info
 from typing import Any, ClassVar, NoReturn, Protocol, Self
@@ -562,9 +562,13 @@ class Request(Sealed, _RequestFields):
         if max_total_tokens is not None:
             fields.max_total_tokens = checks.integer("max_total_tokens", max_total_tokens, 1)
         fields.min_tokens = min_tokens if is_usual else checks.integer("min_tokens", min_tokens, 0)
-        fields.eos_token_ids = checks.token_ids(eos_token_ids) if len(eos_token_ids) else ()
+        fields.eos_token_ids = (
+            () if type(eos_token_ids) is tuple and not eos_token_ids else checks.token_ids(eos_token_ids)
+        )
         fields.ignore_eos = ignore_eos
-        fields.stop_token_ids = checks.token_ids(stop_token_ids) if stop_token_ids else ()
+        fields.stop_token_ids = (
+            () if type(stop_token_ids) is tuple and not stop_token_ids else checks.token_ids(stop_token_ids)
+        )
         fields.stop_set = frozenset(
             fields.stop_token_ids if ignore_eos else fields.eos_token_ids + fields.stop_token_ids
         )
@@ -817,6 +821,8 @@ class _Checks:
 
     def token_ids(self, values: Sequence[int]) -> tuple[int, ...]:
         """EOS or stop tokens."""
+        if not isinstance(values, Iterable):
+            self.refuse(f"EOS or stop token ids are {values!r}; give a list, such as [{values!r}]")
         for token in values:
             if type(token) is not int or not 0 <= token <= MAX_INT:
                 return tuple([self.integer("an EOS or stop token id", each, 0) for each in values])

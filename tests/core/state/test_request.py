@@ -165,3 +165,9 @@ def test_a_long_output_is_kept_whole() -> None:
     assert len(tokens) == 703
     sample = [4, 255, 256, 257, 258, 259, 260, 300, 511, 512, 513, 515, 516, 702]
     assert [int(tokens[index]) for index in sample] == [next_token(tokens[:index]) for index in sample]
+
+
+@pytest.mark.parametrize("name", ["eos_token_ids", "stop_token_ids"])
+def test_a_single_stop_token_is_refused_with_the_remedy(name: str) -> None:
+    with pytest.raises(RequestRefused, match=r"are 7; give a list, such as \[7\]"):
+        Request("a", [1], arrival_time=0.0, max_tokens=1, **{name: 7})

@@ -1,0 +1,87 @@
+"""`help` on the public classes: fields with their docstrings, and a readable scheduler."""
+
+from __future__ import annotations
+
+import pytest
+
+from pointsman import (
+    ClockError,
+    ConfigError,
+    Explanation,
+    FirstComeFirstServed,
+    Request,
+    Scheduler,
+    SchedulerConfig,
+    SchedulerOutput,
+    SchedulerStats,
+    StepDecision,
+    StepResult,
+    StepResultError,
+    StepUpdate,
+)
+
+SMALL = {"num_blocks": 8, "max_model_len": 64}
+
+
+def request() -> Request:
+    return Request("a", [1, 2], arrival_time=0.0, max_tokens=2, eos_token_ids=())
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [
+        (SchedulerConfig, "max_num_seqs"),
+        (SchedulerOutput, "block_ids"),
+        (SchedulerStats, "num_waiting_by_reason"),
+        (Explanation, "holders"),
+        (StepDecision, "blocked_by"),
+        (StepResult, "counts"),
+        (StepUpdate, "finished"),
+    ],
+)
+def test_help_lists_fields_with_their_docstrings(kind: type, field: str) -> None:
+    text = kind.__doc__ or ""
+    start = text.index(f"\n{field}\n    ")
+    assert "Fields:" in text[:start]
+    assert len(text[start:].splitlines()[2]) > 10
+
+
+def test_the_repr_of_a_scheduler_shows_its_load() -> None:
+    scheduler = Scheduler(SchedulerConfig(**SMALL))
+    scheduler.add(request(), 0.0)
+    assert repr(scheduler) == "<Scheduler: 0 running, 1 queued, 8 of 8 blocks free>"
+    scheduler.schedule(0.0)
+    assert repr(scheduler) == "<Scheduler: 1 running, 0 queued, 7 of 8 blocks free>"
+
+
+def test_a_list_as_result_is_refused_with_the_remedy() -> None:
+    scheduler = Scheduler(SchedulerConfig(**SMALL))
+    scheduler.add(request(), 0.0)
+    output = scheduler.schedule(0.0)
+    with pytest.raises(StepResultError, match=r"the result is \[7\]; pass StepResult\(token_ids\)"):
+        scheduler.update(output, [7], 0.0)  # type: ignore[arg-type]
+    update = scheduler.update(output, StepResult([7]), 0.0)
+    assert [(each.request_id, tokens) for each, tokens in update.new_tokens()] == [("a", [7])]
+
+
+def test_a_clock_that_goes_back_is_refused_and_changes_nothing() -> None:
+    scheduler = Scheduler(SchedulerConfig(**SMALL))
+    scheduler.add(request(), 5.0)
+    with pytest.raises(ClockError, match=r"now is 4.0, and it was 5.0 in an earlier call; .*time.monotonic"):
+        scheduler.schedule(4.0)
+    output = scheduler.schedule(5.0)
+    with pytest.raises(ClockError, match=r"now is 1.0, and it was 5.0"):
+        scheduler.update(output, StepResult([7]), 1.0)
+    assert scheduler.update(output, StepResult([7]), 6.0).counts.tolist() == [1]
+
+
+def test_the_configuration_finds_an_unknown_policy() -> None:
+    with pytest.raises(ConfigError, match="no order is called 'fifo'; choose one of fcfs"):
+        SchedulerConfig(**SMALL, order="fifo")
+    with pytest.raises(ConfigError, match="no reserve is called 'grow'"):
+        SchedulerConfig(**SMALL, reserves=("grow",))
+
+
+def test_a_class_in_the_place_of_a_policy_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"order is the class FirstComeFirstServed; pass an object"):
+        SchedulerConfig(**SMALL, order=FirstComeFirstServed)
