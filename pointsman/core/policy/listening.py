@@ -20,7 +20,7 @@ from pointsman.core.state.output import IntArray, SchedulerOutput, StepUpdate
 
 
 def listeners_of(policies: Iterable[Any]) -> list[Listener]:
-    """The listeners that report events to these policies."""
+    """The listeners that report the events of the scheduler to `policies`."""
     found: list[Listener] = []
     advanced: list[Callable[..., None]] = []
     step_time: list[Callable[[StepLoad, float], None]] = []
@@ -28,7 +28,7 @@ def listeners_of(policies: Iterable[Any]) -> list[Listener]:
         inner = policy.policy if isinstance(policy, Guard) else policy
         if not isinstance(inner, Policy):
             continue
-        # The error of a guarded policy in an event is raised at its next call in a step.
+        # If a guarded policy fails in an event, the error is raised at the next call of this policy in a step.
         listener = policy.as_listener() if isinstance(policy, Guard) else inner
         found.append(listener)
         if type(inner).on_advanced is not Policy.on_advanced:
@@ -65,7 +65,8 @@ class _StepTimes(Listener):
         self._began: dict[int, float] = {}  # start of each step in flight, by its id
         self._ended = -math.inf
         self._decoding: IntArray | None = None
-        """Serials of the last updated step, if each request decoded one token. They keep no request alive."""
+        """Serials of the rows of the last updated step, if each row decoded one token; otherwise None. Serials, unlike
+        requests, keep no finished request in memory."""
         self._context = 0
 
     def on_step(self, step: StepDecision) -> None:
@@ -85,7 +86,7 @@ class _StepTimes(Listener):
         num_rows = len(serials)
         if not num_rows:
             return
-        if serials is self._decoding and total == num_rows:  # the same rows as before: no sum is needed
+        if serials is self._decoding and total == num_rows:  # the same rows as in the previous step: no sum is needed
             attended = context = self._context + num_rows
         else:
             attended = context = int(np.add.reduce(output.num_computed_tokens)) + total
