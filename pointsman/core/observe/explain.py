@@ -106,8 +106,8 @@ def explain(request: Request, parts: Parts, config: SchedulerConfig) -> Explanat
         phase=request.phase,
         reason=reason,
         sentence=_sentence(request, reason, missing, holders, parts)
-        + _of_recovery(request, parts)
-        + _retention(request, parts)
+        + _recovery_sentence(request, parts)
+        + _retention_sentence(request, parts)
         + words,
         policy_words=words,
         replaced_policies=replaced,
@@ -225,17 +225,17 @@ def _no_request(request: Request, parts: Parts) -> list[Holder]:
     return []
 
 
-def _of_blocks(request: Request, parts: Parts) -> list[Holder]:
+def _holders_of_blocks(request: Request, parts: Parts) -> list[Holder]:
     """The other running requests, and the transfers, with their numbers of KV blocks; a shared block counts for each
     holder."""
     batch, members = parts.batch, parts.batch.members
     blocks = parts.kv.num_blocks_of(batch, members.rows)
     pairs = zip(members.requests, blocks.tolist(), strict=True)
     running = [Holder(other.request_id, n) for other, n in pairs if other is not request]
-    return _largest_first([*running, *_of_transfers(request, parts)])
+    return _largest_first([*running, *_holders_of_transfers(request, parts)])
 
 
-def _of_transfers(request: Request, parts: Parts) -> list[Holder]:
+def _holders_of_transfers(request: Request, parts: Parts) -> list[Holder]:
     """The transfers that hold blocks outside the batch, with their numbers of blocks; the request of a transfer may
     have finished."""
     holdings = parts.transfers.holdings() if parts.transfers is not None else []
@@ -245,7 +245,7 @@ def _of_transfers(request: Request, parts: Parts) -> list[Holder]:
     )
 
 
-def _of_sequence_slots(request: Request, parts: Parts) -> list[Holder]:
+def _holders_of_sequence_slots(request: Request, parts: Parts) -> list[Holder]:
     """The running requests, one sequence slot each, longest running first. If `request` itself runs: the requests of
     the last step."""
     output = parts.emission.last_output
@@ -254,7 +254,7 @@ def _of_sequence_slots(request: Request, parts: Parts) -> list[Holder]:
     return [Holder(other.request_id, 1) for other in output.requests if not other.is_finished]
 
 
-def _of_budget(request: Request, parts: Parts) -> list[Holder]:
+def _holders_of_budget(request: Request, parts: Parts) -> list[Holder]:
     """The requests of the last step, with the number of tokens that each computes in this step."""
     output = parts.emission.last_output
     if output is None:
@@ -263,7 +263,7 @@ def _of_budget(request: Request, parts: Parts) -> list[Holder]:
     return _largest_first(Holder(other.request_id, n) for other, n in tokens if not other.is_finished)
 
 
-def _of_adapters(request: Request, parts: Parts) -> list[Holder]:
+def _holders_of_adapters(request: Request, parts: Parts) -> list[Holder]:
     """For each adapter that holds a slot, longest first: one running request of the adapter, with the number of all of
     them."""
     first: dict[object, str] = {}
@@ -272,12 +272,12 @@ def _of_adapters(request: Request, parts: Parts) -> list[Holder]:
     return [Holder(first[adapter], n, adapter.name) for adapter, n in parts.gates.adapters.held.items()]
 
 
-def _of_prefills(request: Request, parts: Parts) -> list[Holder]:
+def _holders_of_prefills(request: Request, parts: Parts) -> list[Holder]:
     """The running requests with a partial prefill, in admission order."""
     return [Holder(other.request_id, 1) for other in parts.batch.members.requests if other.phase == "prefill"]
 
 
-def _of_embeddings(request: Request, parts: Parts) -> list[Holder]:
+def _holders_of_embeddings(request: Request, parts: Parts) -> list[Holder]:
     """The requests that hold entries of the encoder cache, with their numbers of embeddings; a shared entry counts for
     each holder."""
     encoder = parts.encoder
@@ -289,7 +289,7 @@ def _of_embeddings(request: Request, parts: Parts) -> list[Holder]:
     )
 
 
-def _of_encoder_budget(request: Request, parts: Parts) -> list[Holder]:
+def _holders_of_encoder_budget(request: Request, parts: Parts) -> list[Holder]:
     """The requests for which the last step computed embeddings, with the number of embeddings."""
     output, counts = parts.emission.last_output, Counter[str]()
     for other, index in output.encoder_inputs if output is not None else ():
@@ -319,37 +319,45 @@ def _largest_first(holders: Iterable[Holder]) -> list[Holder]:
 _BLOCKS = "KV blocks"
 
 CAUSES: dict[Reason, Cause] = {
-    Reason.WATERMARK: Cause(_BLOCKS, "the free KV blocks are headroom for running requests (watermark)", _of_blocks),
-    Reason.FULL_SEQUENCE: Cause(
-        _BLOCKS, "its whole sequence does not fit beside the blocks that partial prefills still need", _of_blocks
+    Reason.WATERMARK: Cause(
+        _BLOCKS, "the free KV blocks are headroom for running requests (watermark)", _holders_of_blocks
     ),
-    Reason.DECODE_RESERVE: Cause(_BLOCKS, "its expected output does not fit", _of_blocks),
-    Reason.RESERVE: Cause(_BLOCKS, "the free KV blocks are kept for running requests by a reserve", _of_blocks),
-    Reason.BYPASS: Cause(_BLOCKS, "the released KV blocks are kept for a request before it", _of_blocks),
-    Reason.STEP_TIME: Cause(None, "it would make the step longer than its target time", _of_sequence_slots),
-    Reason.BLOCKS: Cause(_BLOCKS, "the KV cache is full", _of_blocks),
-    Reason.SEQUENCE_LIMIT: Cause("sequence slots", "all sequence slots are taken", _of_sequence_slots),
-    Reason.BUDGET: Cause("tokens of the step's budget", "the step is full", _of_budget),
+    Reason.FULL_SEQUENCE: Cause(
+        _BLOCKS,
+        "its whole sequence does not fit beside the blocks that partial prefills still need",
+        _holders_of_blocks,
+    ),
+    Reason.DECODE_RESERVE: Cause(_BLOCKS, "its expected output does not fit", _holders_of_blocks),
+    Reason.RESERVE: Cause(_BLOCKS, "the free KV blocks are kept for running requests by a reserve", _holders_of_blocks),
+    Reason.BYPASS: Cause(_BLOCKS, "the released KV blocks are kept for a request before it", _holders_of_blocks),
+    Reason.STEP_TIME: Cause(None, "it would make the step longer than its target time", _holders_of_sequence_slots),
+    Reason.BLOCKS: Cause(_BLOCKS, "the KV cache is full", _holders_of_blocks),
+    Reason.SEQUENCE_LIMIT: Cause("sequence slots", "all sequence slots are taken", _holders_of_sequence_slots),
+    Reason.BUDGET: Cause("tokens of the step's budget", "the step is full", _holders_of_budget),
     Reason.PREEMPTION: Cause(
         None,
         "running requests ran out of KV blocks; a step that preempts admits no request",
-        _of_blocks,
+        _holders_of_blocks,
     ),
     Reason.DISPLACEMENT: Cause(
         None, "requests were preempted for a more urgent one, which is admitted alone", _preemptor
     ),
-    Reason.STATIC_BATCH: Cause(None, "the static batch still runs", _of_sequence_slots),
+    Reason.STATIC_BATCH: Cause(None, "the static batch still runs", _holders_of_sequence_slots),
     Reason.ADAPTER_SLOTS: Cause(
-        "adapter slots", "other adapters hold them, or a request before it has claimed the next one", _of_adapters
+        "adapter slots",
+        "other adapters hold them, or a request before it has claimed the next one",
+        _holders_of_adapters,
     ),
-    Reason.PREFILL_FIRST: Cause(None, "the step is for prompts, which come before decode", _of_budget),
-    Reason.PARTIAL_PREFILLS: Cause("places", "the maximum number of prefills is partial", _of_prefills),
-    Reason.ENCODER_BUDGET: Cause("embeddings", "the encoder budget of the step is spent", _of_encoder_budget),
-    Reason.ENCODER_CACHE: Cause("embeddings", "other requests hold the encoder cache", _of_embeddings),
+    Reason.PREFILL_FIRST: Cause(None, "the step is for prompts, which come before decode", _holders_of_budget),
+    Reason.PARTIAL_PREFILLS: Cause("places", "the maximum number of prefills is partial", _holders_of_prefills),
+    Reason.ENCODER_BUDGET: Cause("embeddings", "the encoder budget of the step is spent", _holders_of_encoder_budget),
+    Reason.ENCODER_CACHE: Cause("embeddings", "other requests hold the encoder cache", _holders_of_embeddings),
     Reason.PAUSED: Cause(None, "the scheduler is paused", _no_request),
     Reason.IN_FLIGHT: Cause("samples", "its samples in flight must return first", _no_request),
     Reason.KV_CONNECTOR: Cause(None, "the connector does not know yet which KV it can load", _no_request),
-    Reason.KV_ROOM: Cause(_BLOCKS, "transfers hold the maximum number of blocks, and it is next", _of_transfers),
+    Reason.KV_ROOM: Cause(
+        _BLOCKS, "transfers hold the maximum number of blocks, and it is next", _holders_of_transfers
+    ),
     Reason.KV_LOAD: Cause(None, "its KV is being loaded", _no_request),
     Reason.BEHIND: Cause(None, "it is not the head of the queue", _blocker),
     Reason.PARKED: Cause(None, "it is parked", _no_request),
@@ -389,7 +397,7 @@ def _sentence(request: Request, reason: Reason | None, missing: int, holders: li
     waits = f"{name} waits{lacks}: {text}"
     if not holders:
         return f"{waits}."
-    named = ", ".join(_shown(holder) for holder in holders[:3])
+    named = ", ".join(_holder_in_words(holder) for holder in holders[:3])
     more = f" and {len(holders) - 3} more" if len(holders) > 3 else ""
     return f"{waits}. Held by {named}{more}."
 
@@ -406,7 +414,7 @@ def _cause_text(request: Request, reason: Reason, parts: Parts) -> str:
     return CAUSES[reason].text
 
 
-def _retention(request: Request, parts: Parts) -> str:
+def _retention_sentence(request: Request, parts: Parts) -> str:
     """A sentence about the retention of the request's blocks, if the request asks for retention and the retained blocks
     are divided among tenants; otherwise ""."""
     pool, eviction = parts.kv.retaining, parts.kv.eviction
@@ -423,7 +431,7 @@ def _recovery(request: Request) -> Recovery | None:
     return request._state.recovery if request.status is RequestStatus.PREEMPTED else None
 
 
-def _of_recovery(request: Request, parts: Parts) -> str:
+def _recovery_sentence(request: Request, parts: Parts) -> str:
     """A sentence about the evicted KV of a preempted request; "" if `preemption_mode` made no decision."""
     recovery = _recovery(request)
     if recovery is None or parts.swap is None:
@@ -455,7 +463,7 @@ def in_words(replaced: Replaced) -> str:
     return f"{by} decides in the place of {replaced.kind} {replaced.policy!r}, which failed: {replaced.error}."
 
 
-def _shown(holder: Holder) -> str:
+def _holder_in_words(holder: Holder) -> str:
     if holder.what:
         return f"adapter {holder.what} ({holder.request_id}, {holder.amount} running)"
     shown = f"{holder.request_id} ({holder.amount})" if holder.amount else holder.request_id

@@ -239,7 +239,7 @@ class FilmRecorder(Listener):
     def _string(self, text: str) -> int:
         return self._strings.setdefault(text, len(self._strings))
 
-    def _micros(self, now: float) -> int:
+    def _set_now(self, now: float) -> int:
         if self._start is None:
             self._start = now
         self._now = round((now - self._start) * 1e6)
@@ -251,7 +251,7 @@ class FilmRecorder(Listener):
         if self._ends and op is not Op.PARKED and op is not Op.QUEUED:  # PARKED and QUEUED may be of the same update
             self._flush_ends()
         self._ops.append(op)
-        self._times.append(self._micros(now))
+        self._times.append(self._set_now(now))
         if request is not None:
             self._request_column.append(self._numbers[request])
         return self._events.data
@@ -275,13 +275,13 @@ class FilmRecorder(Listener):
 
     def on_added(self, request: Request, now: float) -> None:
         """Write that a request was added."""
-        self._micros(now)
+        self._set_now(now)
         self._number(request)
         self._add(Op.ADDED, now, request)
 
     def on_refused(self, request: Request, why: str, now: float) -> None:
         """Write that a request was refused, with the reason `why`."""
-        self._micros(now)
+        self._set_now(now)
         self._number(request)
         self._add(Op.REFUSED, now, request)["refused_why"].append(self._string(why))
         del self._numbers[request]
@@ -479,7 +479,7 @@ class FilmRecorder(Listener):
         self._num_frames += 1
         self.num_frames += 1
         completed = [request for request in run.update.completed_parts if request in self._numbers]
-        num_ends = len(ends) + len(completed) + self._put_first(run.requests)
+        num_ends = len(ends) + len(completed) + self._move_before_parts(run.requests)
         for request in completed:
             self._extended(request, float(run.times[-1]))
         data["steps_ends"].append(num_ends)
@@ -487,7 +487,7 @@ class FilmRecorder(Listener):
         self._flush_ends()
         self._next_chunk()
 
-    def _put_first(self, requests: Sequence[Request]) -> int:
+    def _move_before_parts(self, requests: Sequence[Request]) -> int:
         """Move the newest event, STEPS of `requests`, before the events of prompt parts that these requests completed
         in the steps. Returns the number of events of prompt parts."""
         count = 0
@@ -572,10 +572,10 @@ class _Mirror:
         output = step.output
         assert output is not None
         if parts.transfers is None:
-            self._give_back(frame, parts, step.returned_blocks)
+            self._release_tables(frame, parts, step.returned_blocks)
         if len(output.block_ids):
             if not output.resync and parts.transfers is None:
-                self._take(output.block_ids.astype(np.int64))
+                self._allocate_blocks(output.block_ids.astype(np.int64))
             starts = np.flatnonzero(np.diff(output.block_rows, prepend=-1))
             rows = output.block_rows[starts]
             is_whole = (rows >= output.num_continued) | output.resync
@@ -585,37 +585,37 @@ class _Mirror:
             data["request"] += [numbers[requests[index]] for index in rows.tolist()]
             data["count"] += np.diff(starts, append=len(output.block_ids)).tolist()
             data["block"] += output.block_ids.tolist()
-        self._settle(frame, parts, output.block_ids, trusts_counts=not output.resync)
+        self._write_differences(frame, parts, output.block_ids, trusts_counts=not output.resync)
 
     def steps(self, frame: int, parts: Parts, run: StepRun, numbers: dict[Request, int], num_evicted: int) -> None:
         """Write the changes of blocks in a fast-forward, with the step that appended each block; `num_evicted` of these
         blocks were cached before."""
         if parts.transfers is None:
-            self._give_back(frame, parts, run.returned_blocks)
+            self._release_tables(frame, parts, run.returned_blocks)
             were_blank = run.block_ids[: len(run.block_ids) - num_evicted]  # blank blocks are allocated first
             were_blank = were_blank[self.is_cached[were_blank]]
             if len(were_blank):
                 self._set_blank(frame, were_blank)
         if len(run.block_ids):
             if parts.transfers is None:
-                self._take(run.block_ids.astype(np.int64))
+                self._allocate_blocks(run.block_ids.astype(np.int64))
             for index in np.unique(run.block_rows).tolist():
                 mine = (run.block_rows == index).nonzero()[0]
                 number = numbers[run.requests[index]]
                 self._put(frame, BlockOp.STEPPED, number, run.block_ids[mine], run.block_steps[mine].tolist())
         if parts.transfers is None and parts.kv.returned:  # blocks of requests that finished in the last step
-            self._give_back(frame, parts, parts.kv.returned)
+            self._release_tables(frame, parts, parts.kv.returned)
             self._num_known = len(parts.kv.returned)
-        self._settle(frame, parts, run.block_ids)
+        self._write_differences(frame, parts, run.block_ids)
 
-    def _take(self, blocks: Int64Array) -> None:
+    def _allocate_blocks(self, blocks: Int64Array) -> None:
         free = self.num_references[blocks] == 0
         self._num_free -= int(np.count_nonzero(free))
         self._num_cached -= int(np.count_nonzero(free & self.is_cached[blocks]))
         self.is_cached[blocks] = False
         self.num_references[blocks] += 1
 
-    def _give_back(self, frame: int, parts: Parts, tables: Sequence[Int64Array]) -> None:
+    def _release_tables(self, frame: int, parts: Parts, tables: Sequence[Int64Array]) -> None:
         pool = parts.kv.pool
         tables, self._num_known = tables[self._num_known :], 0
         for table in tables:
@@ -636,7 +636,7 @@ class _Mirror:
         self._num_cached -= len(blocks)
         self._put(frame, BlockOp.BLANK, 0, blocks)
 
-    def _settle(self, frame: int, parts: Parts, taken: IntArray, *, trusts_counts: bool = True) -> None:
+    def _write_differences(self, frame: int, parts: Parts, appended: IntArray, *, trusts_counts: bool = True) -> None:
         """Write the differences between the reader's state and the pool. Without transfers equal counts mean equal sets
         of blocks, since the columns lack only one kind of change: that cached blocks became blank."""
         pool = parts.kv.pool
@@ -655,7 +655,7 @@ class _Mirror:
         is_free = pool.num_references == 0
         is_cached = _is_cached(pool)
         news = (self.num_references != 0) | (self.is_cached != is_cached)
-        news[taken] = True  # they may have been released since
+        news[appended] = True  # they may have been released since
         news &= is_free
         for op, blocks in ((BlockOp.BLANK, news & ~is_cached), (BlockOp.CACHED, news & is_cached)):
             if blocks.any():

@@ -299,7 +299,7 @@ def unpack_numbers(stream: npt.NDArray[np.uint8], ends: Int64Array, differences:
     for first in range(0, len(ends), NUMBERS_AT_ONCE):
         some = ends[first : first + NUMBERS_AT_ONCE]
         after = int(some[-1]) + 1
-        values = _unfold(stream[begin:after], some - begin)
+        values = _decode_numbers(stream[begin:after], some - begin)
         if differences:
             values = values.cumsum() + before
             before = int(values[-1])
@@ -316,7 +316,7 @@ def _narrow(values: Int64Array) -> IntArray:
     return values
 
 
-def _unfold(stream: npt.NDArray[np.uint8], ends: Int64Array) -> Int64Array:
+def _decode_numbers(stream: npt.NDArray[np.uint8], ends: Int64Array) -> Int64Array:
     if len(stream) == len(ends):  # the most frequent case: numbers of one byte
         folded = stream.astype(np.uint64)
         return (folded >> np.uint64(1)).astype(np.int64) ^ -(folded & np.uint64(1)).astype(np.int64)

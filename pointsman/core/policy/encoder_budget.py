@@ -253,13 +253,13 @@ class EncoderCache(Limit):
         self._num_holds[entry] = num_holds + 1
         self._holds.setdefault(request, []).append(item)
 
-    def _release_inputs(self, request: Request, stays: list[EncoderInput]) -> None:
+    def _release_inputs(self, request: Request, kept: list[EncoderInput]) -> None:
         held = self._holds.pop(request)
         self.revision += 1
-        if stays:
-            self._holds[request] = stays
+        if kept:
+            self._holds[request] = kept
         for item in held:
-            if item in stays:
+            if item in kept:
                 continue
             entry = item.entry
             left = self._num_holds.pop(entry) - 1

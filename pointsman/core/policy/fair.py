@@ -213,7 +213,7 @@ class Fair(Policy):
         more = (self._counter(tenant) - self._counter(first)) // UNIT
         if tenant is first or more < 1:
             return ""
-        return f"{_named(tenant)} has had {more:,} tokens more than {_named(first)}"
+        return f"{_tenant_in_words(tenant)} has had {more:,} tokens more than {_tenant_in_words(first)}"
 
     # ------------------------------------------------------------------ the queue
 
@@ -476,5 +476,5 @@ def read_weights(text: str) -> dict[str, float]:
     return weights
 
 
-def _named(tenant: _Tenant) -> str:
+def _tenant_in_words(tenant: _Tenant) -> str:
     return f"tenant {tenant.name}" if tenant.name else "the tenant without a name"

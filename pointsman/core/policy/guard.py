@@ -200,7 +200,9 @@ class Guard:
             return 0
         answer = self._call("guaranteed_steps", num_steps)
         if not isinstance(answer, int) or not 0 <= answer <= num_steps:
-            raise self._broken(f"guaranteed_steps({num_steps}) is {answer!r}; it must be between 0 and {num_steps}")
+            raise self._broken_contract(
+                f"guaranteed_steps({num_steps}) is {answer!r}; it must be between 0 and {num_steps}"
+            )
         return answer
 
     def as_listener(self) -> Policy:
@@ -209,17 +211,17 @@ class Guard:
         return _as_listener(self)
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        self._raise_what_failed()
+        self._raise_pending_error()
         try:
             return getattr(self.policy, method)(*arguments)
         except Exception as error:
-            raise self._broken(raised(method, error)) from error
+            raise self._broken_contract(raised(method, error)) from error
 
     def _read_number(self, attribute: str) -> int:
         try:
             return int(getattr(self.policy, attribute))
         except Exception as error:
-            raise self._broken(raised(attribute, error)) from error
+            raise self._broken_contract(raised(attribute, error)) from error
 
     def _notify(self, method: str, *arguments: Any) -> None:
         """Like `_call`, but an error is raised later, at the next call of the policy in a step, since a step can
@@ -229,21 +231,21 @@ class Guard:
         except Exception as error:
             self.fail_next(raised(method, error), error)
 
-    def _raise_what_failed(self) -> None:
+    def _raise_pending_error(self) -> None:
         if self._error is not None:
             self._failure, self._error = self._error, None
             raise self._failure
 
     def fail_next(self, what: str, cause: Exception | None = None) -> None:
         """Store the error `what`, to be raised at the next call of the policy in a step."""
-        self._error = self._to_raise(what)
+        self._error = self._make_error(what)
         self._error.__cause__ = cause
 
-    def _broken(self, what: str) -> PolicyError:
-        self._failure = self._to_raise(what)
+    def _broken_contract(self, what: str) -> PolicyError:
+        self._failure = self._make_error(what)
         return self._failure
 
-    def _to_raise(self, what: str) -> PolicyError:
+    def _make_error(self, what: str) -> PolicyError:
         return PolicyError(f"{self._described()}: {what}. The step failed and no request is lost", what)
 
 
@@ -275,27 +277,27 @@ class GuardedOrder(Guard):
         try:
             getattr(self.policy, method)(argument)
         except Exception as error:
-            self._distrust()
+            self._take_over_queue()
             self.fail_next(raised(method, error), error)
 
-    def _distrust(self) -> None:
+    def _take_over_queue(self) -> None:
         """Take over all queued requests, as the state of the policy's queue is unknown after a failure. The guard then
         pops these requests itself, in order of arrival, and removes each from the policy's queue."""
         self._strays |= self._queued
 
-    def _leave_inner(self, request: Request) -> None:
+    def _remove_from_policy(self, request: Request) -> None:
         with contextlib.suppress(Exception):
             if request in self.policy:
                 self.policy.remove(request)
 
     def peek(self) -> Request:
-        self._raise_what_failed()
+        self._raise_pending_error()
         if self._strays:
             return min(self._strays, key=_arrival)
         head = self._call("peek")
         if not self._is_queued(head):
-            self._distrust()
-            raise self._broken(f"peek returned {_head_in_words(head)}, which is not queued")
+            self._take_over_queue()
+            raise self._broken_contract(f"peek returned {_head_in_words(head)}, which is not queued")
         return head  # type: ignore[no-any-return]
 
     def glance(self) -> Request:
@@ -320,28 +322,28 @@ class GuardedOrder(Guard):
         expected = self.peek()
         if expected in self._strays:
             del self._strays[expected]
-            self._leave_inner(expected)
+            self._remove_from_policy(expected)
         else:
             try:
                 head = self._call("pop")
             except PolicyError:
-                self._distrust()
+                self._take_over_queue()
                 raise
             if head is not expected:
-                self._distrust()
-                raise self._broken(f"pop returned {_head_in_words(head)}, and peek {_head_in_words(expected)}")
+                self._take_over_queue()
+                raise self._broken_contract(f"pop returned {_head_in_words(head)}, and peek {_head_in_words(expected)}")
         del self._queued[expected]
         return expected
 
     def remove(self, request: Request) -> None:
         del self._queued[request]
         if self._strays.pop(request, self) is not self:
-            self._leave_inner(request)
+            self._remove_from_policy(request)
             return
         try:
             self.policy.remove(request)
         except Exception as error:
-            self._distrust()
+            self._take_over_queue()
             self.fail_next(raised("remove", error), error)
 
     def _default(self) -> Any:
@@ -408,7 +410,7 @@ class GuardedVictim(Guard):
         except Exception:
             index = -1
         if not 0 <= index < num_running:
-            raise self._broken(
+            raise self._broken_contract(
                 f"choose returned {answer!r}; it must be an index below {num_running}, of a running request"
             )
         return int(index)
@@ -440,7 +442,7 @@ class GuardedReserve(Guard):
     def blocks(self, request: Request, demand: Any, view: View) -> int:
         answer = self._call("blocks", request, demand, view)
         if not isinstance(answer, int) or answer < 0:
-            raise self._broken(f"blocks returned {answer!r}; it must be a number of blocks, 0 or more")
+            raise self._broken_contract(f"blocks returned {answer!r}; it must be a number of blocks, 0 or more")
         return answer
 
 
@@ -483,7 +485,7 @@ class GuardedLimit(Guard, Limit):
             return most
         answer = self._call("step_budget", most, view)
         if not isinstance(answer, int) or answer > most:
-            raise self._broken(f"step_budget returned {answer!r}; it must be an integer of at most {most}")
+            raise self._broken_contract(f"step_budget returned {answer!r}; it must be an integer of at most {most}")
         return answer
 
     def lacks_step_time(self, request: Request, num_running: int, num_tokens: int) -> bool:
@@ -493,13 +495,15 @@ class GuardedLimit(Guard, Limit):
         before = want.copy()
         self._call("clip", batch, rows, want)
         if np.any(want > before) or np.any(want < 0):
-            raise self._broken("clip must only lower the tokens of rows, and not below 0")
+            raise self._broken_contract("clip must only lower the tokens of rows, and not below 0")
 
     def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
         answer = self._call("check", request, start, want, view)
         if isinstance(answer, Deferral) or (isinstance(answer, int) and min(want, 1) <= answer <= want):
             return answer
-        raise self._broken(f"check returned {answer!r} of {want} tokens; it must be 1 to {want}, or a Deferral")
+        raise self._broken_contract(
+            f"check returned {answer!r} of {want} tokens; it must be 1 to {want}, or a Deferral"
+        )
 
     def commit(self, request: Request, start: int, num_tokens: int) -> None:
         self._notify("commit", request, start, num_tokens)
@@ -525,7 +529,7 @@ class GuardedEviction(Guard):
 
     def open_step(self) -> None:
         """Raise a PolicyError if the policy failed since the last step."""
-        self._raise_what_failed()
+        self._raise_pending_error()
 
     def started(self, request: Request, labels: Int64Array) -> None:
         self._notify("started", request, labels)

@@ -36,13 +36,13 @@ def listeners_of(policies: Iterable[Any]) -> list[Listener]:
         if type(inner).on_step_time is not Policy.on_step_time:
             step_time.append(listener.on_step_time)
     if advanced:
-        found.append(_Advances(advanced))
+        found.append(_AdvanceReporter(advanced))
     if step_time:
-        found.append(_StepTimes(step_time))
+        found.append(_StepTimeReporter(step_time))
     return found
 
 
-class _Advances(Listener):
+class _AdvanceReporter(Listener):
     def __init__(self, methods: list[Callable[..., None]]) -> None:
         self._methods = methods
 
@@ -59,7 +59,7 @@ class _Advances(Listener):
             method(run.requests, run.rows, num_tokens)
 
 
-class _StepTimes(Listener):
+class _StepTimeReporter(Listener):
     def __init__(self, methods: list[Callable[[StepLoad, float], None]]) -> None:
         self._methods = methods
         self._began: dict[int, float] = {}  # start of each step in flight, by its id

@@ -38,11 +38,11 @@ class PartialPrefills(Gate):
             return want
         return Deferral(Reason.PARTIAL_PREFILLS, missing, request.num_bypassed >= self._max_bypasses)
 
-    def has_place(self, request: Request, gone: npt.NDArray[np.int64]) -> bool:
-        """Whether the request could begin a partial prefill if the requests in the rows `gone` ([n] int64) were
+    def has_place(self, request: Request, preempted_rows: npt.NDArray[np.int64]) -> bool:
+        """Whether the request could begin a partial prefill if the requests in `preempted_rows` ([n] int64) were
         preempted."""
         partial = (self._batch.flags & PREFILLING) != 0
-        partial[gone] = False
+        partial[preempted_rows] = False
         return self._missing(request, partial) <= 0
 
     def _missing(self, request: Request, partial: npt.NDArray[np.bool_]) -> int:

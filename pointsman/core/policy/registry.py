@@ -85,8 +85,8 @@ def make(kind: str, given: Any, replaced: Sequence[Replaced] = ()) -> Any:
     """
     if not isinstance(given, str):
         _check_object(kind, given)
-        return _built(kind, given, spec_of(given), lambda: given, replaced)
-    name, policy, values = _found(kind, given)
+        return _build_guarded(kind, given, spec_of(given), lambda: given, replaced)
+    name, policy, values = _parse_spec(kind, given)
     changed = {each.name: values[each.name] for each in policy.parameters if values[each.name] != each.default}
 
     def construct() -> Policy:
@@ -95,7 +95,7 @@ def make(kind: str, given: Any, replaced: Sequence[Replaced] = ()) -> Any:
         made._given_parameters = changed  # type: ignore[attr-defined]
         return made
 
-    return construct() if is_own(policy) else _built(kind, policy, written(name, changed), construct, replaced)
+    return construct() if is_own(policy) else _build_guarded(kind, policy, written(name, changed), construct, replaced)
 
 
 def check(kind: str, given: Any) -> None:
@@ -105,7 +105,7 @@ def check(kind: str, given: Any) -> None:
         ConfigError: as for `make`.
     """
     if isinstance(given, str):
-        _found(kind, given)
+        _parse_spec(kind, given)
     else:
         _check_object(kind, given)
 
@@ -113,7 +113,7 @@ def check(kind: str, given: Any) -> None:
 policy_checks.append(check)
 
 
-def _found(kind: str, spec: str) -> tuple[str, type[Policy], dict[str, Value]]:
+def _parse_spec(kind: str, spec: str) -> tuple[str, type[Policy], dict[str, Value]]:
     """The name, the class and the parameter values of the policy that the text `name:key=value` selects."""
     name, parameters = parsed(spec)
     policy = built_in(kind, name) or _installed_policy(kind, name)
@@ -132,7 +132,9 @@ def _check_object(kind: str, policy: Any) -> None:
         )
 
 
-def _built(kind: str, policy: Any, spec: str, construct: Callable[[], Any], replaced: Sequence[Replaced]) -> Any:
+def _build_guarded(
+    kind: str, policy: Any, spec: str, construct: Callable[[], Any], replaced: Sequence[Replaced]
+) -> Any:
     """Construct the policy with its guard; if the constructor fails, a guard with the default policy."""
     for known in replaced:
         if (known.kind, known.policy) == (kind, spec):
@@ -216,11 +218,12 @@ def checked(kind: str, name: str, known: tuple[Parameter, ...], given: dict[str,
         has = ", ".join(each.name for each in known) or "none"
         raise ConfigError(f"{kind} {name!r} has no parameter {unknown[0]!r}; its parameters: {has}")
     return {
-        each.name: _value(kind, name, each, given[each.name]) if each.name in given else each.default for each in known
+        each.name: _parse_value(kind, name, each, given[each.name]) if each.name in given else each.default
+        for each in known
     }
 
 
-def _value(kind: str, name: str, parameter: Parameter, text: str) -> Value:
+def _parse_value(kind: str, name: str, parameter: Parameter, text: str) -> Value:
     what = f"{parameter.name} of {kind} {name!r} is {text!r}"
     value: Value
     if isinstance(parameter.default, bool):

@@ -168,7 +168,7 @@ class Reserves(Gate):
         self.shortage = shortage
 
     def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
-        key, num_free = self._asked(request, start + want, view), view.num_free_blocks
+        key, num_free = self._requested_blocks(request, start + want, view), view.num_free_blocks
         required = sum(key)
         if required <= num_free:
             self.shortage = None
@@ -183,9 +183,9 @@ class Reserves(Gate):
 
     def allow(self, request: Request, end: int, view: View) -> bool:
         """Whether the first `end` tokens of the request fit beside every reserve."""
-        return sum(self._asked(request, end, view)) <= view.num_free_blocks
+        return sum(self._requested_blocks(request, end, view)) <= view.num_free_blocks
 
-    def _asked(self, request: Request, end: int, view: View) -> tuple[int, ...]:
+    def _requested_blocks(self, request: Request, end: int, view: View) -> tuple[int, ...]:
         """Number of blocks for the first `end` tokens of the request, then the number of blocks of each reserve."""
         match, shared = self._view.match, view.num_shared_blocks
         first = self._num_blocks(request, match, end) - shared
@@ -397,7 +397,7 @@ class GrowthReserve(Reserve):
         self._num_prompt_tokens[row] = state.num_prompt_tokens
         if self._num_output:
             age = min(state.num_output_tokens // self._width, NUM_AGES)
-            self._count(np.array([state.num_tokens]), np.array([age]))
+            self._add_prediction(np.array([state.num_tokens]), np.array([age]))
             self._adapt()
 
     def on_preempted(self, event: Preempted) -> None:
@@ -461,9 +461,9 @@ class GrowthReserve(Reserve):
         self._until_counted = len(rows) // 64
         ages = (known - self._num_prompt_tokens[rows]) // self._width
         self._growing = self._released = 0.0
-        self._count(known, np.minimum(ages, NUM_AGES))
+        self._add_prediction(known, np.minimum(ages, NUM_AGES))
 
-    def _count(self, known: npt.NDArray[np.int64], ages: npt.NDArray[np.int64]) -> None:
+    def _add_prediction(self, known: npt.NDArray[np.int64], ages: npt.NDArray[np.int64]) -> None:
         """Add the growth and the releases of requests with `known` tokens and `ages` (output tokens in units of
         `_width`)."""
         slots, tokens = self._view.num_slots_for, known.astype(np.float64)

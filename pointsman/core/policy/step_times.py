@@ -170,7 +170,7 @@ class StepTimes:
         newest = [self._errors[-number] for number in range(1, SHIFT_STEPS + 1)]
         if not (min(newest) > SHIFT or max(newest) < -SHIFT):
             return
-        factor = 1 + _middle_and_deviation(newest)[0]
+        factor = 1 + _median_and_deviation(newest)[0]
         self._steps[5, self._steps[0] < self._judged[-SHIFT_STEPS]] *= factor
         for index, (requests, context, seconds) in enumerate(self._groups):
             self._groups[index] = requests, context, factor * seconds
@@ -218,7 +218,7 @@ class StepTimes:
         self._max_requests, self._max_context, _ = (GROWTH * known.max(axis=1)).tolist()
         weights = np.where(np.arange(len(groups)) >= len(groups) - RECENT_GROUPS, 1.0, MEMORY)
         columns = np.stack((np.ones(len(groups)), known[0], known[1]))
-        self._decode = _fitted(columns, known[2], weights, (0.0, 0.0, 0.0))
+        self._decode = _fit_coefficients(columns, known[2], weights, (0.0, 0.0, 0.0))
 
     def _fit_mixed(self) -> None:
         if self.num_mixed:
@@ -237,11 +237,13 @@ class StepTimes:
             else:
                 weights = np.maximum(weights, MIN_FITTED * tokens / tokens.max())
                 weights[is_near] = MIN_FITTED
-            share, per_token, per_attended = _fitted(columns, seconds, weights, (1.0, 0.0, 0.0), is_mixed=True)
+            share, per_token, per_attended = _fit_coefficients(
+                columns, seconds, weights, (1.0, 0.0, 0.0), is_mixed=True
+            )
             self._mixed = share, per_token, per_attended / POSITION_SCALE
             self.max_predicted_tokens = GROWTH * int(tokens.max())
         if len(self._errors) >= MIN_ERRORS:
-            middle, self._deviation = _middle_and_deviation(list(self._errors))
+            middle, self._deviation = _median_and_deviation(list(self._errors))
             self.margin = max(middle + PERCENTILE_99 * self._deviation, self.margin - MARGIN_FALLS)
         self._num_new, self._is_off = 0, False
 
@@ -291,7 +293,7 @@ class StepTimes:
         return int(2 * seconds / divisor)
 
 
-def _fitted(
+def _fit_coefficients(
     columns: FloatArray,
     seconds: FloatArray,
     weights: FloatArray,
@@ -317,18 +319,18 @@ def _fitted(
     scale[scale == 0] = 1.0
     columns /= scale[:, None]
     prior = scale * expected
-    found = _non_negative(columns, weights, prior, ridge)
+    found = _solve_non_negative(columns, weights, prior, ridge)
     errors = found.dot(columns) - 1
-    middle, deviation = _middle_and_deviation(errors[weights >= 1].tolist())
+    middle, deviation = _median_and_deviation(errors[weights >= 1].tolist())
     far = (np.abs(errors - middle) > max(OUTLIER * deviation, MIN_OUTLIER)) & (weights <= 1)
     if far.any():
         weights[far] = 0.0
-        found = _non_negative(columns, weights, prior, ridge)
+        found = _solve_non_negative(columns, weights, prior, ridge)
     first, second, third = (found / scale).tolist()
     return first, second, third
 
 
-def _non_negative(columns: FloatArray, weights: FloatArray, prior: FloatArray, ridge: FloatArray) -> FloatArray:
+def _solve_non_negative(columns: FloatArray, weights: FloatArray, prior: FloatArray, ridge: FloatArray) -> FloatArray:
     """Non-negative coefficients ([3]) with which the columns ([3, observations]) sum closest to 1, by weighted least
     squares. The most negative coefficient is set to 0 until no coefficient is negative."""
     weighted = columns * weights
@@ -346,7 +348,7 @@ def _non_negative(columns: FloatArray, weights: FloatArray, prior: FloatArray, r
     return found
 
 
-def _middle_and_deviation(values: list[float]) -> tuple[float, float]:
+def _median_and_deviation(values: list[float]) -> tuple[float, float]:
     """Median of the values, and their standard deviation estimated from the median absolute deviation."""
     middle = sorted(values)[len(values) // 2]
     return middle, MAD_TO_DEVIATION * sorted([abs(value - middle) for value in values])[len(values) // 2]

@@ -69,16 +69,16 @@ class Swap(Policy):
             recompute = self._times.prefill_seconds(num_cached_tokens, 0) or None
             swap = 2 * self._seconds * self._num_blocks(num_cached_tokens) or None
             swaps = recompute is None or swap is None or swap <= recompute
-            self._count(swaps)
+            self._count_decision(swaps)
         if swaps:
-            self._want(request, num_cached_tokens)
+            self._watch_evictions(request, num_cached_tokens)
         return Recovery(swaps, num_cached_tokens, recompute, swap)
 
     def waits_again(self, request: Request) -> None:
         """Undo `ended`: the admission is void, and the request waits as before."""
         recovery = request._state.recovery
         if recovery is not None and recovery.swaps:
-            self._want(request, recovery.num_cached_tokens)
+            self._watch_evictions(request, recovery.num_cached_tokens)
 
     def ended(self, request: Request) -> None:
         """Stop the reports of evictions of the request's blocks, since it runs again, or has finished."""
@@ -114,12 +114,12 @@ class Swap(Policy):
         """Number of blocks that a request needs to continue after its first `num_tokens` tokens."""
         return self._kv.num_blocks_to_hold(num_tokens // self._kv.block_size)
 
-    def _want(self, request: Request, num_tokens: int) -> None:
+    def _watch_evictions(self, request: Request, num_tokens: int) -> None:
         self._open[request] = keys = self._kv.names_to_resume(request, num_tokens // self._kv.block_size)
         if self._kv.wanted is not None:
             self._kv.wanted.update(keys)
 
-    def _count(self, swaps: bool) -> None:
+    def _count_decision(self, swaps: bool) -> None:
         self._num_computing = 0 if swaps else self._num_computing + 1
         if self._num_computing == TRIED_AGAIN:
             self._num_computing, self._seconds = 0, 0.0
