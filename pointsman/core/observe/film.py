@@ -97,9 +97,9 @@ class FilmRecorder(Listener):
         self._requests, self._strings = Columns("R"), dict[str, int]()
         self._start: float | None = None
         self._now = 0
-        self._num_frames = 0  # in this chunk
-        self._skipped: list[int] | None = None  # in the newest step of this chunk
-        self._num_evictions = 0  # until the newest step
+        self._num_frames = 0  # number of STEP and STEPS events in this chunk
+        self._skipped: list[int] | None = None  # requests skipped in the newest step of this chunk
+        self._num_evictions = 0  # total number of evictions up to the newest step
         self.num_bytes = {"events": 0, "blocks": 0}
         """Number of bytes written so far, by kind of chunk."""
         self.num_frames = 0
@@ -431,7 +431,7 @@ class FilmRecorder(Listener):
         """Write the running requests that do not compute exactly one token and sample. A request with 0 tokens is not
         in the step. Returns the number of these requests."""
         tokens, flags = output.num_scheduled_tokens, output.samples | output.num_draft_tokens << 1
-        if output.num_rows < len(self._running):  # both are in admission order
+        if output.num_rows < len(self._running):  # rows and running requests are both in admission order
             is_in = np.fromiter(map(set(output.requests).__contains__, self._running), np.bool_, len(self._running))
             all_tokens, all_flags = np.zeros((2, len(is_in)), dtype=np.int64)
             all_tokens[is_in], all_flags[is_in] = tokens, flags

@@ -132,7 +132,7 @@ COLUMNS: Final[Mapping[str, Mapping[str, bool]]] = {
         "key_waiting": True,
         "key_parked": True,
         "key_status": False,  # of waiting and parked requests
-        "key_reason": False,  # of waiting requests, + 1
+        "key_reason": False,  # of waiting requests, + 1; 0: none
         "key_computed": False,  # of running requests
         "key_cached": False,
         "key_generated": False,  # of running, waiting and parked requests
@@ -140,18 +140,18 @@ COLUMNS: Final[Mapping[str, Mapping[str, bool]]] = {
         "key_preemptions": False,
         "key_admissions": False,  # 0: the request has not started
         "key_flight": False,  # number of rows of each step in flight
-        "key_flight_request": False,  # + 1; 0: the request has finished
+        "key_flight_request": False,  # number of the request, + 1; 0: it has finished
         "key_flight_tokens": False,
         "key_flight_flags": False,
         "op": False,
         "time": True,
         # The request of the event; steps have none.
         "request": True,
-        "refused_why": False,  # a string
+        "refused_why": False,  # index of a string
         "parked_status": False,
         "deferred_reason": False,
         "deferred_missing": False,
-        "deferred_holder": False,  # + 1
+        "deferred_holder": False,  # number of the request, + 1; 0: none
         "admitted_resumed": False,
         "admitted_cached": False,
         "admitted_external": False,
@@ -161,15 +161,15 @@ COLUMNS: Final[Mapping[str, Mapping[str, bool]]] = {
         "preempted_recovery": False,  # 0: no decision, 1: recompute, 2: swap
         "preempted_by": False,  # the request that needs its blocks or its row, + 1; 0: none
         "preempted_missing": False,  # blocks that all running requests lack together
-        "preempted_chooser": False,  # the victim policy's name, a string + 1; 0: no policy chose
+        "preempted_chooser": False,  # index of a string, the victim policy's name, + 1; 0: no policy chose
         "finished_reason": False,
         "finished_generated": False,
-        "finished_detail": False,  # a string + 1
+        "finished_detail": False,  # index of a string, + 1; 0: none
         "step_id": True,
-        "step_blocked": False,  # reason + 1
-        "step_free": True,  # free blocks
+        "step_blocked": False,  # reason, + 1; 0: none
+        "step_free": True,  # number of free blocks
         "step_evicted": False,  # cached blocks evicted since the previous step, or in a fast-forward
-        "step_blocker": True,  # the request that blocked the queue, + 1
+        "step_blocker": True,  # number of the request that blocked the queue, + 1; 0: none
         "step_skipped": False,  # number of skipped requests, + 1; 0: the same requests as in the previous step
         "skipped_request": True,
         "step_exceptions": False,  # number of rows that do not compute one token and sample
@@ -184,17 +184,17 @@ COLUMNS: Final[Mapping[str, Mapping[str, bool]]] = {
         "steps_micros": True,  # duration of each step
         "failed_steps": False,
         "failed_rows": False,
-        "failed_computed": False,  # of each running request, in order
+        "failed_computed": False,  # computed tokens of each running request, in admission order
         "load_tokens": False,
         "load_failed": False,
         "priority": False,
         "extended_prompt": False,
         "extended_generated": False,
         "pause_mode": False,  # 0: resumed, 1: admissions, 2: all
-        "limit": False,  # + 1
+        "limit": False,  # limit on active requests, + 1; 0: none
     },
     "B": {
-        "key_count": False,  # blocks of each running request's table
+        "key_count": False,  # number of blocks in the table of each running request
         "key_block": True,
         "key_held": True,
         "key_held_count": False,
@@ -222,7 +222,7 @@ class Columns:
         for name, differences in COLUMNS[self.kind].items():
             numbers = self.data[name]
             parts.append(_varint(len(numbers)))
-            if numbers:  # most columns of a short chunk have none
+            if numbers:  # most columns of a short chunk have no numbers
                 parts.append(pack_numbers(np.array(numbers, dtype=np.int64), differences))
         if strings is not None:
             text = json.dumps(list(strings), separators=(",", ":")).encode()
@@ -373,7 +373,7 @@ def write_chunk(file: BinaryIO | SideFile, kind: str, data: bytes) -> int:
 
 
 def read_header(file: BinaryIO) -> dict[str, Any]:
-    """Read the header.
+    """Read and check the header of a film.
 
     Raises:
         FilmError: the file is no film, or has another version.

@@ -64,14 +64,14 @@ class EncoderCache(Limit):
         self._keeps = config.keep_embeddings
         self._budget = self._full_budget  # embeddings that this step may still compute
         self._step_id = -1
-        self._origin: dict[EncoderEntry, tuple[int, Request]] = {}  # the step and request of each entry
+        self._origin: dict[EncoderEntry, tuple[int, Request]] = {}  # step and request that computed each entry
         self._num_holds: dict[EncoderEntry, int] = {}  # number of rows that hold each entry
         self._idle: dict[EncoderEntry, None] = {}  # entries that no row holds, least recently held first
         self._holds: dict[Request, list[EncoderInput]] = {}
         self._computed: list[tuple[Request, int]] = []
-        self._freed: dict[EncoderEntry, None] = {}  # not yet in an output
+        self._freed: dict[EncoderEntry, None] = {}  # freed entries that no output has reported yet
         self._now = 0.0
-        self._waiting: dict[Request, tuple[Deferral, float]] = {}  # rows that got no token, and since when
+        self._waiting: dict[Request, tuple[Deferral, float]] = {}  # deferrals of rows without a token, with start times
         self._waited: dict[Request, tuple[Deferral, float]] = {}  # `_waiting` of the previous step
         self.num_used = 0
         """Number of cached embeddings."""
@@ -289,7 +289,7 @@ class _Plan:
     def __init__(self, cache: EncoderCache) -> None:
         self._splits, self._longest_chunk = cache.splits, cache.longest_chunk
         self._held, self._cached = cache._num_holds, cache._origin
-        self._taken: set[tuple[str, int]] = set()  # entries as plain tuples, which are equal and faster
+        self._taken: set[tuple[str, int]] = set()  # entries as plain tuples: equal to `EncoderEntry`, and faster
         self.budget = cache.budget
         self.available = cache.size - cache.num_held
 

@@ -56,7 +56,7 @@ class _Tenant:
         """Counter of the tenant without the output tokens in `Fair._outputs`."""
         self.input_cost, self.output_cost = input_cost, output_cost
         self.num_running = 0
-        self.num_requests = 0  # admitted and not finished
+        self.num_requests = 0  # number of requests that are admitted and not finished
         self.queue = FirstComeFirstServed()
         self.entry: _Entry | None = None  # None while the queue is empty
 
@@ -168,13 +168,13 @@ class Fair(Policy):
         self._tenants: dict[str, _Tenant] = {}
         self._free_numbers: list[int] = []
         self._outputs: Int64Array = np.zeros(_INITIAL, dtype=np.int64)  # output tokens of each tenant, by number
-        self._heap: list[_Entry] = []  # entries of waiting tenants, and stale ones
+        self._heap: list[_Entry] = []  # entries of waiting tenants, and stale entries
         self._num_waiting_tenants = 0
         self._num_entered = 0
         self._length = 0
         self._last: _Tenant | None = None  # the tenant that left the queue last
         self._num_kept = _MIN_KEPT
-        self._num_steps = 0  # in flight
+        self._num_steps = 0  # number of steps in flight
         self._entered: dict[_Tenant, int] = {}  # tenants that began to wait while a step was in flight, with their lift
         self._runs: dict[Request, _Run] = {}
         # By row: number of known tokens that were counted or cached, and the number of the tenant.
@@ -335,7 +335,7 @@ class Fair(Policy):
             self._outputs += sums.astype(np.int64)
 
     def _store(self) -> None:
-        """Write the counted tokens back to `_counted`, before another request gets one of these rows."""
+        """Write the counted tokens back to `_counted`, before another request gets one of the rows."""
         if self._rows is not None:
             self._counted[self._rows] = self._known
             self._rows = None
@@ -349,7 +349,7 @@ class Fair(Policy):
             run.tenant.admitted(1)
         tenant, row, known = run.tenant, request.row, request.num_tokens
         assert row is not None
-        if request.num_prompt_tokens == run.num_prompt:  # samples that arrived while it had no row
+        if request.num_prompt_tokens == run.num_prompt:  # new tokens are samples that arrived without a row
             charge = (known - run.counted) * tenant.output_cost
         else:
             charge = max(0, known - max(run.counted, event.num_cached_tokens)) * tenant.input_cost
@@ -454,7 +454,7 @@ class Fair(Policy):
 
 
 def read_weights(text: str) -> dict[str, float]:
-    """Parse the weights of tenants, `NAME/WEIGHT+NAME/WEIGHT`; the last "/" of each part separates.
+    """Parse the weights of tenants, `NAME/WEIGHT+NAME/WEIGHT`; the last "/" of each part separates name and weight.
 
     Raises:
         ConfigError: the syntax is wrong, a tenant is named twice, or a weight is not between 0.001 and 1000.

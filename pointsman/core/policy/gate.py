@@ -65,7 +65,7 @@ class Limit(Gate, Policy):
     is_shared = False
     """Whether rows share the limit, so that tokens of one row lower the limit of other rows."""
     only_cuts = False
-    """Whether `check` only lowers the number of tokens: it never defers, and changes no state."""
+    """Whether `check` only lowers the number of tokens, never defers, and changes no state."""
 
     def lacks_step_time(self, request: Request, num_running: int, num_tokens: int) -> bool:
         """Whether steps would take too long if the request started beside `num_running` running requests with

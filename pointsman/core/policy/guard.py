@@ -111,7 +111,7 @@ class Guard:
         self._failure: PolicyError | None = None  # the failure of this step
         self._num_failures = self._num_sound = 0  # failed steps that count; steps since the last failed step
         self._has_logged = False  # whether a traceback was logged
-        self._cause: Exception | None = None  # of a replacement at the start, to be logged
+        self._cause: Exception | None = None  # cause of a replacement at the start, to be logged
 
     def attach(self, view: View) -> None:
         """Attach the policy to the view of its scheduler. If that fails, the policy is replaced."""

@@ -1,7 +1,8 @@
-"""Makes the two additional events of policies: `on_advanced` (tokens of a step) and `on_step_time`.
+"""Makes the two events that only policies get: `on_advanced` (tokens of a step) and `on_step_time`.
 
-Policies are listeners. The two events are made from steps and updates, only for policies that override them. For steps
-of a fast-forward, a policy gets the tokens of all steps together, and their times one after the other.
+Policies are listeners. The two events are derived from the events of steps and updates, and only for policies that
+override their methods. For steps of a fast-forward, a policy gets the tokens of all steps together, and the times of
+the steps one after the other.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class _AdvanceReporter(Listener):
 class _StepTimeReporter(Listener):
     def __init__(self, methods: list[Callable[[StepLoad, float], None]]) -> None:
         self._methods = methods
-        self._began: dict[int, float] = {}  # start of each step in flight, by its id
+        self._began: dict[int, float] = {}  # start of each step in flight, by step ID
         self._ended = -math.inf
         self._decoding: IntArray | None = None
         """Serials of the rows of the last updated step, if each row decoded one token; otherwise None. Serials, unlike

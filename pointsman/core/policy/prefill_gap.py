@@ -133,7 +133,7 @@ class PrefillGap(TargetItl):
     def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
         if self._is_open:
             return want
-        if not self._is_decided:  # the queue was empty when the step began: the request was preempted in it
+        if not self._is_decided:  # the queue was empty when the step began, so this step preempted the request
             self._decide(view.budget, view)
         if self._measures_decode:
             return Deferral(Reason.BUDGET, 1)

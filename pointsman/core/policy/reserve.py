@@ -115,7 +115,7 @@ class Shortage(NamedTuple):
     """The blocks of the first chunk, then the blocks of each reserve. They determine the other fields."""
 
     def deferral(self, num_free: int, blocks_queue: bool = True) -> Deferral:
-        """Why the request waits while `num_free` blocks, fewer than required, are free."""
+        """The deferral of the request while `num_free` blocks, fewer than required, are free."""
         for enough, reason in self.rungs:
             if enough <= num_free:
                 deferral: Deferral = new_tuple(Deferral, (reason, self.required - num_free, blocks_queue))
@@ -357,14 +357,14 @@ class GrowthReserve(Reserve):
     def _forget(self) -> None:
         self._lengths: deque[tuple[int, int]] = deque(maxlen=LEARNED_OVER)  # (prompt, output) of the latest requests
         self._num_prompt = self._num_output = 0
-        self._num_prompt_tokens = np.zeros(64, dtype=np.int64)  # [rows]
-        self._chances: npt.NDArray[np.float64] = np.zeros(NUM_AGES + 1)  # by age, see `_tabulate`
-        self._ahead = self._width = 1  # tokens: look-ahead of the chances, and width of an age
-        self._until_tabulated = self._until_counted = 0  # finishes; finishes and preemptions
+        self._num_prompt_tokens = np.zeros(64, dtype=np.int64)  # prompt tokens of the request in each row
+        self._chances: npt.NDArray[np.float64] = np.zeros(NUM_AGES + 1)  # chance to finish by age, see `_tabulate`
+        self._ahead = self._width = 1  # in tokens: look-ahead of the chances, and width of an age class
+        self._until_tabulated = self._until_counted = 0  # number of finishes; of finishes and preemptions
         self._growing = 0.0  # slots by which running requests grow within `_ahead`
-        self._released = 0.0  # slots that they are predicted to release
-        self._most = 0  # blocks, if `_enough` requests wait
-        self._enough = 1  # requests
+        self._released = 0.0  # slots that running requests are predicted to release
+        self._most = 0  # reserved blocks if at least `_enough` requests wait
+        self._enough = 1  # number of waiting requests
         self._version = 0
 
     def attach(self, view: View) -> None:
@@ -447,7 +447,7 @@ class GrowthReserve(Reserve):
             pace = self._growing * of_both / (grown * self._released)
             pace = min(max(pace, 1 / FARTHEST_PACE), FARTHEST_PACE)
         growth, slack = pace * grown / size, max(of_prompt / size, 1.0)  # in blocks
-        saved_to_lost = lost / work * pool / slack * -math.expm1(-slack / growth)  # of the first block
+        saved_to_lost = lost / work * pool / slack * -math.expm1(-slack / growth)  # saved by the first reserved block
         kept = self._scale * growth * math.log(max(saved_to_lost, 1.0))
         return int(min(kept, MAX_KEPT * pool)), enough
 

@@ -15,7 +15,8 @@ FloatArray = npt.NDArray[np.float64]
 FIRST_CHUNK = 256
 """Maximum number of prompt tokens in a step while no step with prompt tokens was observed."""
 GROWTH = 2
-"""Predictions extend to this multiple of the observed maximum: of prompt tokens in a step, requests, context tokens."""
+"""Multiple of the observed maximum (of prompt tokens in a step, requests, context tokens) up to which times are
+predicted."""
 NUM_GROUPS, GROUP = 64, 16
 """Number of remembered groups of consecutive decode steps, and maximum number of steps in a group. Only the means of a
 group are kept, so that noise averages out, and a second of decode does not replace all observations of other loads."""
@@ -126,7 +127,7 @@ class StepTimes:
         self._group_size = size + 1
         self._group_context += load.num_context_tokens
         self._group_seconds += seconds
-        if num_requests > self._max_requests:  # beyond predictions: fit before the next step
+        if num_requests > self._max_requests:  # more requests than are predicted: fit before the next step
             self._num_new_groups = REFIT_AT_LATEST
         if seconds > self._group_slowest:
             self._group_slowest = seconds

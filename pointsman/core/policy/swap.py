@@ -50,8 +50,8 @@ class Swap(Policy):
         self._kv = kv
         self._times = StepTimes(0.0)  # target 0: all predictions count, not only those near a target
         self._copies: deque[Copies] = deque(maxlen=NUM_COPIES)
-        self._seconds = 0.0  # to copy a block; 0: unknown
-        self._copied_seconds = 0.0  # copies in the step that is being updated
+        self._seconds = 0.0  # time to copy a block; 0: unknown
+        self._copied_seconds = 0.0  # time of the copies in the step that is being updated
         self._num_computing = 0  # victims in a row that recompute
         self._open: dict[Request, tuple[bytes, ...]] = {}  # preempted requests that swap, with the keys of their blocks
 
@@ -75,7 +75,7 @@ class Swap(Policy):
         return Recovery(swaps, num_cached_tokens, recompute, swap)
 
     def waits_again(self, request: Request) -> None:
-        """Undo `ended`: the admission is void, and the request waits as before."""
+        """Undo `ended` for a request whose admission is void, so that it waits as before."""
         recovery = request._state.recovery
         if recovery is not None and recovery.swaps:
             self._watch_evictions(request, recovery.num_cached_tokens)

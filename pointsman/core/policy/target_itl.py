@@ -220,7 +220,7 @@ class TargetItl(Limit):
                 left -= more
 
     def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
-        if not self._is_decided:  # the queue was empty when the step began: the request was preempted in it
+        if not self._is_decided:  # the queue was empty when the step began, so this step preempted the request
             self._decide(view.budget, view)
         self._was_checked = True
         fitting = self.times.fitting_tokens(self._left, start)

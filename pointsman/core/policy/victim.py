@@ -85,7 +85,7 @@ class LeastCost(Policy):
             return self._latest_that_suffices(view, may)
         frees = view.num_blocks[may]
         enough = (frees >= min(view.num_missing_blocks, int(frees.max()))).nonzero()[0]
-        may = may[enough][::-1]  # among equals, the one admitted last
+        may = may[enough][::-1]  # among equals, the request admitted last
         return int(may[view.num_computed_tokens[may].argmin()])
 
     def _latest_that_suffices(self, view: View, may: npt.NDArray[np.int64]) -> int:
@@ -94,7 +94,7 @@ class LeastCost(Policy):
         use it either."""
         requests, missing = view.requests, view.num_missing_blocks
         best, most = -1, -1
-        for place in range(len(may) - 1, -1, -1):  # usually the first one suffices
+        for place in range(len(may) - 1, -1, -1):  # usually the first candidate suffices
             index = may.item(place)
             if not requests[index].reads_prefix_cache:
                 continue

@@ -50,11 +50,11 @@ class SchedulerView:
     # ------------------------------------------------------------------ kept up to date
 
     def open_step(self, now: float) -> None:
-        """Called when a step begins."""
+        """Set the time and the number of running requests when a step begins."""
         self.now, self.num_running = now, len(self._batch.members.requests)
 
     def pass_time(self, now: float) -> None:
-        """Set the start of the last step of a fast-forward."""
+        """Set the time to the start of the last step of a fast-forward."""
         self.now = now
 
     def open_check(self, budget: int, num_running: int, num_owed_blocks: int) -> None:
