@@ -1,8 +1,8 @@
 """Explains why a request waits: the resource that it lacks, the requests that hold it, and since when.
 
-A request is deferred in the step, mostly by `step/admission.py` (see `Reason`). `CAUSES` defines the meaning of each
-`Reason`: the missing resource, the requests that hold it, and a text. Explanations are computed only when they are
-asked for.
+A step defers a request, mostly in `step/admission.py`, and stores the `Reason`. `CAUSES` defines the meaning of each
+`Reason`: the missing resource, the requests that hold it, and a text. Explanations are computed only on request of the
+caller.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from pointsman.core.state.status import PauseMode, RequestEvent, RequestStatus
 from pointsman.core.step.assembly import Parts
 
 MAX_HOLDERS = 8
-"""Maximum number of holders named in an explanation."""
+"""Maximum number of holders of the missing resource in an explanation."""
 LACKING = "{missing:,} more {resource}"
-"""Text for the missing amount of a resource."""
+"""Format of the text for the missing amount of a resource."""
 _ENDING = re.compile(r"s\b")
 
 
@@ -40,51 +40,53 @@ class Explanation(metaclass=Documented):
     status: RequestStatus
     phase: str
     reason: Reason | None
-    """Why it waits; None if it has finished, if no step was scheduled since it was added, or if it runs and is in the
-    newest step."""
+    """The reason why the request waits; None if it has finished, if no step was scheduled since it was added, or if it
+    runs and is in the newest step."""
     sentence: str
     """The explanation as text."""
     policy_words: str
-    """The end of `sentence`, from policies: the order's reason, and replaced policies. It may name tenants."""
+    """The part of `sentence` that comes from policies, at its end: the order's reason, and replaced policies. It may
+    name tenants."""
     replaced_policies: tuple[Replaced, ...]
     """Policies of the scheduler that failed and were replaced by the default of their kind."""
     resource: str | None
-    """The resource that it lacks, such as "KV blocks" or "sequence slots": the unit of `missing` and of the holders'
-    amounts. None: nothing that is counted."""
+    """The resource that the request lacks, such as "KV blocks" or "sequence slots": the unit of `missing` and of the
+    holders' amounts. None: the reason has no countable resource."""
     holders: tuple[Holder, ...]
-    """The holders of the resource, largest share first, at most 8. For blocks and sequence slots, running requests, and
-    for blocks also transfers; for the budget, the requests of the last step; for adapter slots, one request for each
-    adapter. If the request only waits behind another one, that one."""
+    """The holders of the resource, largest share first, at most 8. For sequence slots: running requests. For blocks:
+    running requests and transfers. For the budget: the requests of the last step. For adapter slots: one request for
+    each adapter. If the request only waits behind another request: this other request."""
     num_holders: int
-    """The number of all holders."""
+    """The number of all holders of the resource, which may exceed the length of `holders`."""
     blocker: str | None
-    """The first of the holders."""
+    """The request ID of the first of `holders`; None: there is none."""
     adapter_slots: dict[Adapter, int]
-    """For missing adapter slots: the adapters that hold them, longest first, with their numbers of running requests."""
+    """If adapter slots are missing: the adapters that hold the slots, longest first, each with its number of running
+    requests."""
     missing: int
-    """How much of `resource` it lacked when a step last checked it; 0 where nothing is counted. That is the newest
-    step, unless it became the head of the queue after that step."""
+    """The amount of `resource` that the request lacked when a step last checked it; 0 without a countable resource. The
+    last check was in the newest step, unless the request became the head of the queue after that step."""
     since: float | None
-    """When this reason began, on the caller's clock. If it waits behind others: when it entered the queue. If it runs:
-    the first of the steps that left it out. None without a reason."""
+    """The time at which `reason` began, on the caller's clock. If the request waits behind others: the time at which it
+    entered the queue. If it runs: the time of the first step that left it out. None without a reason."""
     position: int | None
-    """The number of requests before it in the queue."""
+    """The number of requests before this request in the queue; None: it is not in the queue."""
     num_tokens: int
     num_computed_tokens: int
     num_cached_tokens: int
     num_blocks: int
-    """Blocks that it holds, in its row or for a load."""
+    """The number of blocks that the request holds, in its row or for a load."""
     transfer: int | None
-    """The load that it waits for."""
+    """The transfer ID of the load for which the request waits; None: it waits for no load."""
     num_preemptions: int
     recovery: Recovery | None
-    """While it is preempted: the decision of `preemption_mode`, if any."""
+    """The decision of `preemption_mode` while the request is preempted; otherwise None."""
     events: tuple[RequestEvent, ...]
-    """Its events with their times; empty unless `log_request_events` is on."""
+    """The events of the request with their times; empty unless `log_request_events` is on."""
 
 
 def explain(request: Request, parts: Parts, config: SchedulerConfig) -> Explanation:
-    """Explain the state of a request: why it waits, for which requests, and since when."""
+    """Explain the state of a request: why it waits, which requests hold the missing resource, and since when."""
     table = parts.table
     own = _deferral(request, parts)
     why = own[0] if own is not None else why_left_out(request, parts, config)
@@ -105,8 +107,8 @@ def explain(request: Request, parts: Parts, config: SchedulerConfig) -> Explanat
         phase=request.phase,
         reason=reason,
         sentence=_sentence(request, reason, missing, holders, parts)
-        + _of_recovery(request, parts)
-        + _retention(request, parts)
+        + _recovery_sentence(request, parts)
+        + _retention_sentence(request, parts)
         + words,
         policy_words=words,
         replaced_policies=replaced,
@@ -130,7 +132,7 @@ def explain(request: Request, parts: Parts, config: SchedulerConfig) -> Explanat
 
 
 def _since(request: Request, reason: Reason | None, own: tuple[Deferral, float] | None, parts: Parts) -> float | None:
-    """The time at which the reason began."""
+    """The time at which the reason of the request began; `own` is its own deferral."""
     if reason is None:
         return None
     if reason is Reason.BEHIND:
@@ -139,7 +141,8 @@ def _since(request: Request, reason: Reason | None, own: tuple[Deferral, float] 
 
 
 def _deferral(request: Request, parts: Parts) -> tuple[Deferral, float] | None:
-    """Its own deferral, which is not for requests before it, and since when. A pause that affects it comes first."""
+    """The request's own deferral, with the time at which it began; None: it has none, but may wait behind other
+    requests. A pause that affects the request precedes other deferrals."""
     pause, state = parts.admission.pause, request._state
     if pause is not None:
         is_held = request in parts.table.queue or (state.row is not None and pause.mode is PauseMode.ALL)
@@ -152,7 +155,8 @@ def _deferral(request: Request, parts: Parts) -> tuple[Deferral, float] | None:
 
 
 def _was_checked(request: Request, position: int, parts: Parts) -> bool:
-    """Whether it was checked although requests are before it: these were skipped, or it was."""
+    """Whether the request was checked although other requests are before it: it was skipped, or all of them were
+    skipped."""
     table = parts.table
     return request in table.skipped or (request is table.blocker and position == len(table.skipped))
 
@@ -165,7 +169,7 @@ def _num_blocks(request: Request, parts: Parts) -> int:
 
 
 def find_holder(request: Request, reason: Reason, parts: Parts) -> str | None:
-    """The request that holds the largest share of the missing resource, or that `request` waits behind."""
+    """ID of the request that holds the largest share of the missing resource, or behind which `request` waits."""
     holders = CAUSES[reason].holders(request, parts)
     return holders[0].request_id if holders else None
 
@@ -173,7 +177,7 @@ def find_holder(request: Request, reason: Reason, parts: Parts) -> str | None:
 def why_left_out(request: Request, parts: Parts, config: SchedulerConfig) -> Deferral | None:
     """Why a running request is not in the newest output, and the minimum that it lacks.
 
-    None: it is in the output, or has no row, or waited for samples that have returned since.
+    None: the request is in the output, or has no row, or waited for samples that have returned since.
     """
     batch, output = parts.batch, parts.emission.last_output
     if request.row is None or output is None or request in output.requests:
@@ -190,20 +194,20 @@ def why_left_out(request: Request, parts: Parts, config: SchedulerConfig) -> Def
         return Deferral(Reason.SEQUENCE_LIMIT, 1)
     if output.preempted:
         return Deferral(Reason.BLOCKS, int(batch.num_computed_tokens[request.row] >= batch.num_slots[request.row]))
-    return Deferral(Reason.PREFILL_FIRST, 0) if decodes_alone else None  # prompts with one remaining token each
+    return Deferral(Reason.PREFILL_FIRST, 0) if decodes_alone else None  # prompts, each with one remaining token
 
 
 def _is_for_prompts(output: SchedulerOutput) -> bool:
-    """Whether a "prefill-first" step is for prompts and not for decode, judged by its rows."""
+    """Whether a "prefill-first" step is for prompts and not for decode, judged by the rows of its output."""
     is_long = np.any(output.num_scheduled_tokens - output.num_draft_tokens > 1)
     return bool(output.admitted) or bool(is_long) or not bool(output.samples.all())
 
 
 class Cause(NamedTuple):
-    """The meaning of a reason."""
+    """The meaning of a `Reason`."""
 
     resource: str | None
-    """The missing resource, as the unit of `missing` and `Holder.amount`; None: nothing that can be counted."""
+    """The missing resource, which is the unit of `missing` and `Holder.amount`; None: nothing that can be counted."""
     text: str
     """The cause, as the end of a sentence that begins "it waits: ..."."""
     holders: Callable[[Request, Parts], list[Holder]]
@@ -215,24 +219,26 @@ PARKED_FOR: dict[RequestStatus, str] = {
     RequestStatus.WAITING_FOR_REMOTE_KVS: "its KV is being loaded",
     RequestStatus.WAITING_FOR_STREAMING_REQ: "its caller has more input to send",
 }
-"""The cause for a parked request, by its status."""
+"""The cause for which a parked request waits, by its status."""
 
 
 def _no_request(request: Request, parts: Parts) -> list[Holder]:
     return []
 
 
-def _of_blocks(request: Request, parts: Parts) -> list[Holder]:
-    """The other running requests and the transfers, by their KV blocks; shared blocks count for each."""
+def _holders_of_blocks(request: Request, parts: Parts) -> list[Holder]:
+    """The other running requests, and the transfers, with their numbers of KV blocks; a shared block counts for each
+    holder."""
     batch, members = parts.batch, parts.batch.members
     blocks = parts.kv.num_blocks_of(batch, members.rows)
     pairs = zip(members.requests, blocks.tolist(), strict=True)
     running = [Holder(other.request_id, n) for other, n in pairs if other is not request]
-    return _largest_first([*running, *_of_transfers(request, parts)])
+    return _largest_first([*running, *_holders_of_transfers(request, parts)])
 
 
-def _of_transfers(request: Request, parts: Parts) -> list[Holder]:
-    """Blocks held for transfers, without a row; their requests may have finished."""
+def _holders_of_transfers(request: Request, parts: Parts) -> list[Holder]:
+    """The transfers that hold blocks outside the batch, with their numbers of blocks; the request of a transfer may
+    have finished."""
     holdings = parts.transfers.holdings() if parts.transfers is not None else []
     others = [holding for holding in holdings if holding.request is not request]
     return _largest_first(
@@ -240,17 +246,17 @@ def _of_transfers(request: Request, parts: Parts) -> list[Holder]:
     )
 
 
-def _of_sequence_slots(request: Request, parts: Parts) -> list[Holder]:
-    """The running requests, one sequence slot each, longest running first; for a running one, those of the last
-    step."""
+def _holders_of_sequence_slots(request: Request, parts: Parts) -> list[Holder]:
+    """The running requests, one sequence slot each, longest running first. If `request` itself runs: the requests of
+    the last step."""
     output = parts.emission.last_output
     if request.row is None or output is None:
         return [Holder(other.request_id, 1) for other in parts.batch.members.requests]
     return [Holder(other.request_id, 1) for other in output.requests if not other.is_finished]
 
 
-def _of_budget(request: Request, parts: Parts) -> list[Holder]:
-    """The requests of the last step, by the tokens that they compute in it."""
+def _holders_of_budget(request: Request, parts: Parts) -> list[Holder]:
+    """The requests of the last step, with the number of tokens that each computes in this step."""
     output = parts.emission.last_output
     if output is None:
         return []
@@ -258,21 +264,23 @@ def _of_budget(request: Request, parts: Parts) -> list[Holder]:
     return _largest_first(Holder(other.request_id, n) for other, n in tokens if not other.is_finished)
 
 
-def _of_adapters(request: Request, parts: Parts) -> list[Holder]:
-    """For each adapter that holds a slot, longest first: one running request of it, and their number."""
+def _holders_of_adapters(request: Request, parts: Parts) -> list[Holder]:
+    """For each adapter that holds a slot, longest first: one running request of the adapter, with the number of all of
+    them."""
     first: dict[object, str] = {}
     for other in parts.batch.members.requests:
         first.setdefault(other.adapter, other.request_id)
     return [Holder(first[adapter], n, adapter.name) for adapter, n in parts.gates.adapters.held.items()]
 
 
-def _of_prefills(request: Request, parts: Parts) -> list[Holder]:
+def _holders_of_prefills(request: Request, parts: Parts) -> list[Holder]:
     """The running requests with a partial prefill, in admission order."""
     return [Holder(other.request_id, 1) for other in parts.batch.members.requests if other.phase == "prefill"]
 
 
-def _of_embeddings(request: Request, parts: Parts) -> list[Holder]:
-    """The requests that hold entries of the encoder cache, by their embeddings; shared entries count for each."""
+def _holders_of_embeddings(request: Request, parts: Parts) -> list[Holder]:
+    """The requests that hold entries of the encoder cache, with their numbers of embeddings; a shared entry counts for
+    each holder."""
     encoder = parts.encoder
     if encoder is None:
         return []
@@ -282,8 +290,8 @@ def _of_embeddings(request: Request, parts: Parts) -> list[Holder]:
     )
 
 
-def _of_encoder_budget(request: Request, parts: Parts) -> list[Holder]:
-    """The requests for which the last step computed embeddings, by their number."""
+def _holders_of_encoder_budget(request: Request, parts: Parts) -> list[Holder]:
+    """The requests for which the last step computed embeddings, with the number of embeddings."""
     output, counts = parts.emission.last_output, Counter[str]()
     for other, index in output.encoder_inputs if output is not None else ():
         if not other.is_finished:
@@ -312,37 +320,45 @@ def _largest_first(holders: Iterable[Holder]) -> list[Holder]:
 _BLOCKS = "KV blocks"
 
 CAUSES: dict[Reason, Cause] = {
-    Reason.WATERMARK: Cause(_BLOCKS, "the free KV blocks are headroom for running requests (watermark)", _of_blocks),
-    Reason.FULL_SEQUENCE: Cause(
-        _BLOCKS, "its whole sequence does not fit beside the blocks that partial prefills still need", _of_blocks
+    Reason.WATERMARK: Cause(
+        _BLOCKS, "the free KV blocks are headroom for running requests (watermark)", _holders_of_blocks
     ),
-    Reason.DECODE_RESERVE: Cause(_BLOCKS, "its expected output does not fit", _of_blocks),
-    Reason.RESERVE: Cause(_BLOCKS, "the free KV blocks are kept for running requests by a reserve", _of_blocks),
-    Reason.BYPASS: Cause(_BLOCKS, "the released KV blocks are kept for a request before it", _of_blocks),
-    Reason.STEP_TIME: Cause(None, "it would make the step longer than its target time", _of_sequence_slots),
-    Reason.BLOCKS: Cause(_BLOCKS, "the KV cache is full", _of_blocks),
-    Reason.SEQUENCE_LIMIT: Cause("sequence slots", "all sequence slots are taken", _of_sequence_slots),
-    Reason.BUDGET: Cause("tokens of the step's budget", "the step is full", _of_budget),
+    Reason.FULL_SEQUENCE: Cause(
+        _BLOCKS,
+        "its whole sequence does not fit beside the blocks that partial prefills still need",
+        _holders_of_blocks,
+    ),
+    Reason.DECODE_RESERVE: Cause(_BLOCKS, "its expected output does not fit", _holders_of_blocks),
+    Reason.RESERVE: Cause(_BLOCKS, "the free KV blocks are kept for running requests by a reserve", _holders_of_blocks),
+    Reason.BYPASS: Cause(_BLOCKS, "the released KV blocks are kept for a request before it", _holders_of_blocks),
+    Reason.STEP_TIME: Cause(None, "it would make the step longer than its target time", _holders_of_sequence_slots),
+    Reason.BLOCKS: Cause(_BLOCKS, "the KV cache is full", _holders_of_blocks),
+    Reason.SEQUENCE_LIMIT: Cause("sequence slots", "all sequence slots are taken", _holders_of_sequence_slots),
+    Reason.BUDGET: Cause("tokens of the step's budget", "the step is full", _holders_of_budget),
     Reason.PREEMPTION: Cause(
         None,
         "running requests ran out of KV blocks; a step that preempts admits no request",
-        _of_blocks,
+        _holders_of_blocks,
     ),
     Reason.DISPLACEMENT: Cause(
         None, "requests were preempted for a more urgent one, which is admitted alone", _preemptor
     ),
-    Reason.STATIC_BATCH: Cause(None, "the static batch still runs", _of_sequence_slots),
+    Reason.STATIC_BATCH: Cause(None, "the static batch still runs", _holders_of_sequence_slots),
     Reason.ADAPTER_SLOTS: Cause(
-        "adapter slots", "other adapters hold them, or a request before it has claimed the next one", _of_adapters
+        "adapter slots",
+        "other adapters hold them, or a request before it has claimed the next one",
+        _holders_of_adapters,
     ),
-    Reason.PREFILL_FIRST: Cause(None, "the step is for prompts, which come before decode", _of_budget),
-    Reason.PARTIAL_PREFILLS: Cause("places", "the maximum number of prefills is partial", _of_prefills),
-    Reason.ENCODER_BUDGET: Cause("embeddings", "the encoder budget of the step is spent", _of_encoder_budget),
-    Reason.ENCODER_CACHE: Cause("embeddings", "other requests hold the encoder cache", _of_embeddings),
+    Reason.PREFILL_FIRST: Cause(None, "the step is for prompts, which come before decode", _holders_of_budget),
+    Reason.PARTIAL_PREFILLS: Cause("places", "the maximum number of prefills is partial", _holders_of_prefills),
+    Reason.ENCODER_BUDGET: Cause("embeddings", "the encoder budget of the step is spent", _holders_of_encoder_budget),
+    Reason.ENCODER_CACHE: Cause("embeddings", "other requests hold the encoder cache", _holders_of_embeddings),
     Reason.PAUSED: Cause(None, "the scheduler is paused", _no_request),
     Reason.IN_FLIGHT: Cause("samples", "its samples in flight must return first", _no_request),
     Reason.KV_CONNECTOR: Cause(None, "the connector does not know yet which KV it can load", _no_request),
-    Reason.KV_ROOM: Cause(_BLOCKS, "transfers hold the maximum number of blocks, and it is next", _of_transfers),
+    Reason.KV_ROOM: Cause(
+        _BLOCKS, "transfers hold the maximum number of blocks, and it is next", _holders_of_transfers
+    ),
     Reason.KV_LOAD: Cause(None, "its KV is being loaded", _no_request),
     Reason.BEHIND: Cause(None, "it is not the head of the queue", _blocker),
     Reason.PARKED: Cause(None, "it is parked", _no_request),
@@ -351,7 +367,7 @@ CAUSES: dict[Reason, Cause] = {
 
 
 def lacking(missing: int, resource: str) -> str:
-    """ "3 more KV blocks", "1 more KV block"."""
+    """The text for a missing amount, like "3 more KV blocks" or "1 more KV block"."""
     return LACKING.format(missing=missing, resource=resource if missing != 1 else one_of(resource))
 
 
@@ -361,7 +377,7 @@ def one_of(resource: str) -> str:
 
 
 def _sentence(request: Request, reason: Reason | None, missing: int, holders: list[Holder], parts: Parts) -> str:
-    """Why a request does not advance, as text."""
+    """The text why a request does not advance."""
     name = request.request_id
     if reason is None:
         where = {"finished": "has finished", "waiting": "has not been tried in a step yet"}
@@ -382,14 +398,14 @@ def _sentence(request: Request, reason: Reason | None, missing: int, holders: li
     waits = f"{name} waits{lacks}: {text}"
     if not holders:
         return f"{waits}."
-    named = ", ".join(_shown(holder) for holder in holders[:3])
+    named = ", ".join(_holder_in_words(holder) for holder in holders[:3])
     more = f" and {len(holders) - 3} more" if len(holders) > 3 else ""
     return f"{waits}. Held by {named}{more}."
 
 
 def _cause_text(request: Request, reason: Reason, parts: Parts) -> str:
-    """The text of the cause. If token limits make a step smaller than the budget, it names them, since a larger
-    `max_num_batched_tokens` would not help."""
+    """The text of the cause. If token limits make a step smaller than the budget, the text names these limits, since a
+    larger `max_num_batched_tokens` would not help."""
     budget, output = parts.budget, parts.emission.last_output
     is_limited = reason is Reason.BUDGET and budget.tokens < budget.full
     if is_limited and output is not None and not parts.gates.budget.may_have_to_fit(request):
@@ -399,8 +415,9 @@ def _cause_text(request: Request, reason: Reason, parts: Parts) -> str:
     return CAUSES[reason].text
 
 
-def _retention(request: Request, parts: Parts) -> str:
-    """A sentence about the retention of its blocks, if it asks for one and tenants share the retained blocks."""
+def _retention_sentence(request: Request, parts: Parts) -> str:
+    """A sentence about the retention of the request's blocks, if the request asks for retention and the retained blocks
+    are divided among tenants; otherwise ""."""
     pool, eviction = parts.kv.retaining, parts.kv.eviction
     if pool is None or eviction is None or not eviction.per_tenant or not request.retention or request.is_finished:
         return ""
@@ -415,8 +432,8 @@ def _recovery(request: Request) -> Recovery | None:
     return request._state.recovery if request.status is RequestStatus.PREEMPTED else None
 
 
-def _of_recovery(request: Request, parts: Parts) -> str:
-    """A sentence about the KV of a preempted request; "" without `preemption_mode`."""
+def _recovery_sentence(request: Request, parts: Parts) -> str:
+    """A sentence about the evicted KV of a preempted request; "" if `preemption_mode` made no decision."""
     recovery = _recovery(request)
     if recovery is None or parts.swap is None:
         return ""
@@ -433,7 +450,7 @@ def _of_recovery(request: Request, parts: Parts) -> str:
 
 
 def _order_reason(request: Request, parts: Parts) -> str:
-    """A sentence about why it is not first, if the order gives a reason."""
+    """A sentence why the request is not the head of the queue; "" if the order gives no reason."""
     queue = parts.table.queue
     if request not in queue or not hasattr(queue, "reason"):
         return ""
@@ -442,12 +459,12 @@ def _order_reason(request: Request, parts: Parts) -> str:
 
 
 def in_words(replaced: Replaced) -> str:
-    """A sentence about a replaced policy."""
+    """A sentence about a policy that failed and was replaced."""
     by = replaced.by or f"no {replaced.kind}"
     return f"{by} decides in the place of {replaced.kind} {replaced.policy!r}, which failed: {replaced.error}."
 
 
-def _shown(holder: Holder) -> str:
+def _holder_in_words(holder: Holder) -> str:
     if holder.what:
         return f"adapter {holder.what} ({holder.request_id}, {holder.amount} running)"
     shown = f"{holder.request_id} ({holder.amount})" if holder.amount else holder.request_id

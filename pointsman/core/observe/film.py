@@ -1,15 +1,16 @@
-"""Records films: all decisions of a scheduler in columns, compact enough to keep hours of them, and to show any step.
+"""Records films: all decisions of a scheduler in columns, compact enough to keep hours of steps, and to show any step.
 
-A recording has the calls of a scheduler, so that they can be replayed. A film has its decisions, so that they can be
-shown. A `FilmRecorder` listens to a live scheduler, to the replay of a recording, or to a simulation. Films have no
-prompts. The format is in `film_format.py`, the reader in `pointsman/web/film.py`.
+A recording has the calls of a scheduler, so that the calls can be replayed. A film has the decisions of a scheduler, so
+that the decisions can be shown. A `FilmRecorder` listens to a live scheduler, to the replay of a recording, or to a
+simulation. Films have no prompts. The format is in `film_format.py`, the reader in `pointsman/web/film.py`.
 
-Each event has a row. For a step in which every running request gets one token, the row has only the time; for any other
-step, also the rows that differ. The steps of a fast-forward are one event.
+Each event has an entry in the columns. For a step in which every running request gets one token, the entry has little
+more than the time; for any other step, also the requests for which the step differs. The steps of a fast-forward are
+one event.
 
-Blocks have chunks of their own, as most queries of a film need none. They have the blocks that tables got. The reader
-assumes that a released block is cached (if prefixes are), so only exceptions are written. The recorder finds from
-counts whether reader and pool agree.
+Blocks have chunks of their own, as most queries of a film need no blocks. A chunk has the blocks that were added to
+block tables. The reader assumes that a released block is cached (with a prefix cache), so only exceptions are written.
+The recorder compares counts to detect that the reader's state would differ from the pool.
 """
 
 from __future__ import annotations
@@ -59,9 +60,10 @@ Int64Array = npt.NDArray[np.int64]
 IntArray = npt.NDArray[np.integer]
 
 EVENTS_IN_A_CHUNK = 4096
-"""Maximum number of events in a chunk. A reader starts at the chunk and applies its events up to the requested one."""
+"""Maximum number of events in a chunk. To show an event, a reader applies all events from the beginning of its chunk up
+to it."""
 NUMBERS_IN_A_COLUMN = 1 << 19
-"""A chunk ends earlier if one of its longest columns has more numbers."""
+"""Maximum count of numbers in a column. If a column has as many, the chunk ends before `EVENTS_IN_A_CHUNK` events."""
 _REASON = {reason: index for index, reason in enumerate(REASONS)}
 _STATUS = {status: index for index, status in enumerate(STATUSES)}
 _CAUSE = {cause: index for index, cause in enumerate(CAUSES)}
@@ -71,17 +73,17 @@ _FINISH = {reason: index for index, reason in enumerate(FINISH_REASONS)}
 class FilmRecorder(Listener):
     """Writes a film. One recorder serves one scheduler: see `Scheduler.start_film`.
 
-        If the file cannot be written, only the film ends: see `side_file.py`.
+    If the file cannot be written, only the film ends: see `side_file.py`.
 
     Args:
-        file: a `BackgroundFile`, or a binary file for writing; it is only appended to.
+        file: a `BackgroundFile`, or a binary file for writing; the recorder only appends to the file.
         with_blocks: whether the film has the block tables and the state of the pool.
     """
 
     def __init__(self, file: Writable, *, with_blocks: bool = True) -> None:
         self._file = file if isinstance(file, SideFile) else SideFile(file)
         self.wants_blocks = self._with_blocks = with_blocks
-        self._numbers: dict[Request, int] = {}  # of unfinished requests
+        self._numbers: dict[Request, int] = {}  # the number of each unfinished request
         self._num_requests = 0
         self._running: dict[Request, None] = {}  # in admission order
         self._waiting: dict[Request, None] = {}  # in queueing order
@@ -89,32 +91,32 @@ class FilmRecorder(Listener):
         self._admissions: dict[Request, int] = {}  # number of admissions of each admitted request
         self._deferred: dict[Request, int] = {}  # reason of each waiting request that was checked
         self._flight: deque[SchedulerOutput] = deque()
-        self._ends: list[tuple[Request, float]] = []  # finished requests, maybe of an update whose event follows
+        self._ends: list[tuple[Request, float]] = []  # finished requests, maybe of an update that is not written yet
         self._mirror: _Mirror | None = None
         self._is_open: bool | None = None  # None: not started
         self._requests, self._strings = Columns("R"), dict[str, int]()
         self._start: float | None = None
         self._now = 0
-        self._num_frames = 0  # in this chunk
-        self._skipped: list[int] | None = None  # in the newest step of this chunk
-        self._num_evictions = 0  # until the newest step
+        self._num_frames = 0  # number of STEP and STEPS events in this chunk
+        self._skipped: list[int] | None = None  # requests skipped in the newest step of this chunk
+        self._num_evictions = 0  # total number of evictions up to the newest step
         self.num_bytes = {"events": 0, "blocks": 0}
-        """Bytes written so far, by kind of chunk."""
+        """Number of bytes written so far, by kind of chunk."""
         self.num_frames = 0
-        """Steps since the last `cut`. Steps that are not written yet count too."""
+        """Number of events STEP and STEPS since the last `cut`, including those not written yet."""
         self.on_chunk: Callable[[], None] | None = None
-        """Called when a full chunk has been written; it may call `cut`."""
+        """Function that is called when a full chunk has been written; it may call `cut`."""
 
     # ------------------------------------------------------------------ the file
 
     def start(
         self, config: SchedulerConfig, policies: dict[str, int], now: float, find_parts: Callable[[], Parts]
     ) -> None:
-        """Write the header, and the present requests in the first key frame. Called once, by the scheduler, whose
-        newest call was at `now`.
+        """Write the header, and a first key frame with the present requests. The scheduler calls this method once;
+        `now` is the time of the scheduler's newest call.
 
         Raises:
-            InvalidTransition: the recorder was started before.
+            InvalidTransition: the recorder was already started.
         """
         if self._is_open is not None:
             raise InvalidTransition("a film recorder films one scheduler, once; make another FilmRecorder")
@@ -145,8 +147,8 @@ class FilmRecorder(Listener):
         self._open_chunk()
 
     def close(self) -> None:
-        """Write the remaining events and the end. The file stays open. The scheduler must no longer report to the
-        recorder.
+        """Write the remaining events and the end of the film. The file stays open. The scheduler must not report
+        further events to the recorder.
 
         Raises:
             InvalidTransition: it was not started, or is closed.
@@ -160,8 +162,9 @@ class FilmRecorder(Listener):
         self.num_bytes["events"] += write_chunk(self._file, "Z", b"")
 
     def cut(self) -> None:
-        """Write all events so far, and start a new film, in which unfinished requests have new numbers. The bytes from
-        here on, behind the header, are this film. For the host, between two calls of the scheduler.
+        """Write all events so far, and start a new film, in which unfinished requests have new numbers. The new film
+        consists of the header and all bytes written from now on. The host may call this method between two calls of the
+        scheduler.
 
         Raises:
             InvalidTransition: it was not started, or is closed.
@@ -196,7 +199,8 @@ class FilmRecorder(Listener):
         self._requests, self._strings = Columns("R"), {}
 
     def _next_chunk(self) -> None:
-        """Close the chunk if it is full. Called only when no event of a step is still to come."""
+        """Write the chunk and begin the next one if it is full. Called only when all events of a step have been
+        added."""
         data = self._events.data
         longest = max(len(data[name]) for name in ("exception_row", "update_row", "steps_micros", "skipped_request"))
         if self._mirror is not None:
@@ -235,18 +239,19 @@ class FilmRecorder(Listener):
     def _string(self, text: str) -> int:
         return self._strings.setdefault(text, len(self._strings))
 
-    def _micros(self, now: float) -> int:
+    def _set_now(self, now: float) -> int:
         if self._start is None:
             self._start = now
         self._now = round((now - self._start) * 1e6)
         return self._now
 
     def _add(self, op: Op, now: float, request: Request | None = None) -> dict[str, list[int]]:
-        """Add an event. The caller adds its other columns."""
-        if self._ends and op is not Op.PARKED and op is not Op.QUEUED:  # these may be of the same update
+        """Add kind, time and request of an event. Returns the columns, to which the caller adds the arguments of the
+        event."""
+        if self._ends and op is not Op.PARKED and op is not Op.QUEUED:  # PARKED and QUEUED may be of the same update
             self._flush_ends()
         self._ops.append(op)
-        self._times.append(self._micros(now))
+        self._times.append(self._set_now(now))
         if request is not None:
             self._request_column.append(self._numbers[request])
         return self._events.data
@@ -269,32 +274,32 @@ class FilmRecorder(Listener):
     # ------------------------------------------------------------------ events of a request
 
     def on_added(self, request: Request, now: float) -> None:
-        """See `Listener`."""
-        self._micros(now)
+        """Write that a request was added."""
+        self._set_now(now)
         self._number(request)
         self._add(Op.ADDED, now, request)
 
     def on_refused(self, request: Request, why: str, now: float) -> None:
-        """See `Listener`."""
-        self._micros(now)
+        """Write that a request was refused, with the reason `why`."""
+        self._set_now(now)
         self._number(request)
         self._add(Op.REFUSED, now, request)["refused_why"].append(self._string(why))
         del self._numbers[request]
 
     def on_queued(self, request: Request, now: float) -> None:
-        """See `Listener`."""
+        """Write that a request entered the queue."""
         self._add(Op.QUEUED, now, request)
         self._parked.pop(request, None)
         self._waiting[request] = None
 
     def on_parked(self, request: Request, now: float) -> None:
-        """See `Listener`."""
+        """Write that a request was parked."""
         self._add(Op.PARKED, now, request)["parked_status"].append(_STATUS[request.status])
         self._leave(request)
         self._parked[request] = None
 
     def on_deferred(self, event: Deferred) -> None:
-        """See `Listener`."""
+        """Write that a request was deferred, with the reason and the largest holder of the missing resource."""
         data = self._add(Op.DEFERRED, event.now, event.request)
         reason = self._deferred[event.request] = _REASON[event.reason]
         data["deferred_reason"].append(reason)
@@ -303,7 +308,7 @@ class FilmRecorder(Listener):
         data["deferred_holder"].append(0 if holder is None else self._numbers.get(holder, -1) + 1)
 
     def on_admitted(self, event: Admitted) -> None:
-        """See `Listener`."""
+        """Write that a request was admitted."""
         data = self._add(Op.ADMITTED, event.now, event.request)
         data["admitted_resumed"].append(event.resumed)
         data["admitted_cached"].append(event.num_cached_tokens)
@@ -313,7 +318,7 @@ class FilmRecorder(Listener):
         self._admissions[event.request] = self._admissions.get(event.request, 0) + 1
 
     def on_preempted(self, event: Preempted) -> None:
-        """See `Listener`."""
+        """Write that a request was preempted."""
         data = self._add(Op.PREEMPTED, event.now, event.request)
         data["preempted_cause"].append(_CAUSE[event.cause])
         data["preempted_lost"].append(event.num_lost_tokens)
@@ -327,14 +332,14 @@ class FilmRecorder(Listener):
         self._waiting[event.request] = None
 
     def on_rolled_back(self, request: Request, now: float) -> None:
-        """See `Listener`."""
+        """Write that the admission of a request was undone."""
         self._add(Op.ROLLED_BACK, now, request)
         self._leave(request)
         self._admissions[request] -= 1
         self._waiting[request] = None
 
     def on_finished(self, request: Request, now: float) -> None:
-        """Written after the update, or the steps, in which it happens."""
+        """Keep the end of the request, to be written after the update, or the steps, in which it happens."""
         self._ends.append((request, now))
 
     def _flush_ends(self) -> None:
@@ -350,11 +355,11 @@ class FilmRecorder(Listener):
             del self._numbers[request]
 
     def on_load_started(self, event: LoadStarted) -> None:
-        """See `Listener`."""
+        """Write that a load from a connector began."""
         self._add(Op.LOAD_STARTED, event.now, event.request)["load_tokens"].append(event.num_tokens)
 
     def on_load_finished(self, event: LoadFinished) -> None:
-        """See `Listener`."""
+        """Write that a load from a connector ended, if its request has not finished."""
         if event.request in self._numbers:
             data = self._add(Op.LOAD_FINISHED, event.now, event.request)
             data["load_tokens"].append(event.num_tokens)
@@ -365,7 +370,7 @@ class FilmRecorder(Listener):
             place.pop(request, None)
 
     def on_call(self, event: Call) -> None:
-        """Calls of the host that have no event of their own."""
+        """Write a call of the host, if no other event reports the call."""
         name, arguments = event.name, event.arguments
         self._flush_ends()
         if name == "set_priority" or name == "extend":
@@ -390,7 +395,7 @@ class FilmRecorder(Listener):
     # ------------------------------------------------------------------ steps
 
     def on_step(self, step: StepDecision) -> None:
-        """A step is decided."""
+        """Write the decision of a step."""
         output = step.output
         assert output is not None
         parts = self._parts()
@@ -423,10 +428,10 @@ class FilmRecorder(Listener):
             self._skipped = skipped
 
     def _write_rows(self, output: SchedulerOutput) -> int:
-        """Write the rows that do not compute one token and sample. Rows with 0 tokens are not in the step. Returns
-        their number."""
+        """Write the running requests that do not compute exactly one token and sample. A request with 0 tokens is not
+        in the step. Returns the number of these requests."""
         tokens, flags = output.num_scheduled_tokens, output.samples | output.num_draft_tokens << 1
-        if output.num_rows < len(self._running):  # both are in admission order
+        if output.num_rows < len(self._running):  # rows and running requests are both in admission order
             is_in = np.fromiter(map(set(output.requests).__contains__, self._running), np.bool_, len(self._running))
             all_tokens, all_flags = np.zeros((2, len(is_in)), dtype=np.int64)
             all_tokens[is_in], all_flags[is_in] = tokens, flags
@@ -439,7 +444,7 @@ class FilmRecorder(Listener):
         return len(places)
 
     def on_update(self, output: SchedulerOutput, update: StepUpdate, now: float) -> None:
-        """The result of the oldest step in flight was applied."""
+        """Write that the result of the oldest step in flight was applied."""
         ends, self._ends = self._ends, []
         data = self._add(Op.UPDATE, now)
         self._flight.popleft()
@@ -448,7 +453,7 @@ class FilmRecorder(Listener):
         if len(odd):
             data["update_row"] += odd.tolist()
             data["update_count"] += update.counts[odd].tolist()
-        for request in update.completed_parts:  # its output may now be a part of its prompt
+        for request in update.completed_parts:  # the output of the request may have become a part of its prompt
             if request in self._numbers:
                 self._extended(request, now)
         self._ends = ends
@@ -456,7 +461,7 @@ class FilmRecorder(Listener):
         self._next_chunk()
 
     def on_steps(self, run: StepRun) -> None:
-        """Steps of a fast-forward: in each, every running request decoded one token."""
+        """Write the steps of a fast-forward as one event. In each step, every running request decoded one token."""
         ends, self._ends = self._ends, []
         data = self._add(Op.STEPS, float(run.times[0]))
         parts = self._parts()
@@ -474,7 +479,7 @@ class FilmRecorder(Listener):
         self._num_frames += 1
         self.num_frames += 1
         completed = [request for request in run.update.completed_parts if request in self._numbers]
-        num_ends = len(ends) + len(completed) + self._put_first(run.requests)
+        num_ends = len(ends) + len(completed) + self._move_before_parts(run.requests)
         for request in completed:
             self._extended(request, float(run.times[-1]))
         data["steps_ends"].append(num_ends)
@@ -482,9 +487,9 @@ class FilmRecorder(Listener):
         self._flush_ends()
         self._next_chunk()
 
-    def _put_first(self, requests: Sequence[Request]) -> int:
-        """Move the newest event, steps of these requests, before events of prompt parts that they completed in it.
-        Returns the number of these events."""
+    def _move_before_parts(self, requests: Sequence[Request]) -> int:
+        """Move the newest event, STEPS of `requests`, before the events of prompt parts that these requests completed
+        in the steps. Returns the number of events of prompt parts."""
         count = 0
         if len(self._ops) < 2 or self._ops[-2] not in (Op.PARKED, Op.QUEUED):
             return count
@@ -501,7 +506,8 @@ class FilmRecorder(Listener):
         return count
 
     def on_failed(self, num_steps: int, now: float) -> None:
-        """The newest steps in flight are void; running requests have their earlier state again."""
+        """Write that the newest `num_steps` steps in flight are void; running requests have their earlier state
+        again."""
         for _ in range(num_steps):
             self._flight.pop()
         batch = self._parts().batch
@@ -517,7 +523,7 @@ def _sequence_number(request: Request) -> int:
 
 
 class _Mirror:
-    """The pool as a reader reconstructs it, and the columns that correct it."""
+    """The pool as a reader reconstructs it, and the columns that correct this reconstruction."""
 
     def __init__(self, parts: Parts) -> None:
         self._caches = parts.kv.prefix is not None
@@ -535,7 +541,7 @@ class _Mirror:
         self._held = _held(parts)
 
     def open_chunk(self, parts: Parts, running: dict[Request, None]) -> None:
-        """Write a key frame: the present state of all blocks."""
+        """Begin a chunk with a key frame: the present state of all blocks."""
         self.columns = Columns("B")
         data = self.columns.data
         self._copy(parts)
@@ -562,14 +568,14 @@ class _Mirror:
             data["value"] += values
 
     def step(self, frame: int, parts: Parts, step: StepDecision, numbers: dict[Request, int]) -> None:
-        """Write the blocks of a step."""
+        """Write the changes of blocks in a step."""
         output = step.output
         assert output is not None
         if parts.transfers is None:
-            self._give_back(frame, parts, step.returned_blocks)
+            self._release_tables(frame, parts, step.returned_blocks)
         if len(output.block_ids):
             if not output.resync and parts.transfers is None:
-                self._take(output.block_ids.astype(np.int64))
+                self._allocate_blocks(output.block_ids.astype(np.int64))
             starts = np.flatnonzero(np.diff(output.block_rows, prepend=-1))
             rows = output.block_rows[starts]
             is_whole = (rows >= output.num_continued) | output.resync
@@ -579,36 +585,37 @@ class _Mirror:
             data["request"] += [numbers[requests[index]] for index in rows.tolist()]
             data["count"] += np.diff(starts, append=len(output.block_ids)).tolist()
             data["block"] += output.block_ids.tolist()
-        self._settle(frame, parts, output.block_ids, trusts_counts=not output.resync)
+        self._write_differences(frame, parts, output.block_ids, trusts_counts=not output.resync)
 
     def steps(self, frame: int, parts: Parts, run: StepRun, numbers: dict[Request, int], num_evicted: int) -> None:
-        """Write the blocks of a fast-forward, with the step of each; `num_evicted` of them were cached before."""
+        """Write the changes of blocks in a fast-forward, with the step that appended each block; `num_evicted` of these
+        blocks were cached before."""
         if parts.transfers is None:
-            self._give_back(frame, parts, run.returned_blocks)
+            self._release_tables(frame, parts, run.returned_blocks)
             were_blank = run.block_ids[: len(run.block_ids) - num_evicted]  # blank blocks are allocated first
             were_blank = were_blank[self.is_cached[were_blank]]
             if len(were_blank):
                 self._set_blank(frame, were_blank)
         if len(run.block_ids):
             if parts.transfers is None:
-                self._take(run.block_ids.astype(np.int64))
+                self._allocate_blocks(run.block_ids.astype(np.int64))
             for index in np.unique(run.block_rows).tolist():
                 mine = (run.block_rows == index).nonzero()[0]
                 number = numbers[run.requests[index]]
                 self._put(frame, BlockOp.STEPPED, number, run.block_ids[mine], run.block_steps[mine].tolist())
-        if parts.transfers is None and parts.kv.returned:  # by requests that finished in the last step
-            self._give_back(frame, parts, parts.kv.returned)
+        if parts.transfers is None and parts.kv.returned:  # blocks of requests that finished in the last step
+            self._release_tables(frame, parts, parts.kv.returned)
             self._num_known = len(parts.kv.returned)
-        self._settle(frame, parts, run.block_ids)
+        self._write_differences(frame, parts, run.block_ids)
 
-    def _take(self, blocks: Int64Array) -> None:
+    def _allocate_blocks(self, blocks: Int64Array) -> None:
         free = self.num_references[blocks] == 0
         self._num_free -= int(np.count_nonzero(free))
         self._num_cached -= int(np.count_nonzero(free & self.is_cached[blocks]))
         self.is_cached[blocks] = False
         self.num_references[blocks] += 1
 
-    def _give_back(self, frame: int, parts: Parts, tables: Sequence[Int64Array]) -> None:
+    def _release_tables(self, frame: int, parts: Parts, tables: Sequence[Int64Array]) -> None:
         pool = parts.kv.pool
         tables, self._num_known = tables[self._num_known :], 0
         for table in tables:
@@ -617,7 +624,7 @@ class _Mirror:
             freed = table[left == 0]
             self._num_free += len(freed)
             if self._caches and len(freed):
-                # Blocks that were taken again since are written with their table.
+                # Blocks that were allocated again since then are written with a block table.
                 self.is_cached[freed] = True
                 self._num_cached += len(freed)
                 blank = freed[(pool.num_references[freed] == 0) & ~_is_cached(pool)[freed]]
@@ -629,9 +636,9 @@ class _Mirror:
         self._num_cached -= len(blocks)
         self._put(frame, BlockOp.BLANK, 0, blocks)
 
-    def _settle(self, frame: int, parts: Parts, taken: IntArray, *, trusts_counts: bool = True) -> None:
-        """Write the differences between reader and pool. Without transfers equal counts mean equal sets, since the only
-        change that the columns lack is that cached blocks became blank."""
+    def _write_differences(self, frame: int, parts: Parts, appended: IntArray, *, trusts_counts: bool = True) -> None:
+        """Write the differences between the reader's state and the pool. Without transfers equal counts mean equal sets
+        of blocks, since the columns lack only one kind of change: that cached blocks became blank."""
         pool = parts.kv.pool
         if (
             trusts_counts
@@ -648,7 +655,7 @@ class _Mirror:
         is_free = pool.num_references == 0
         is_cached = _is_cached(pool)
         news = (self.num_references != 0) | (self.is_cached != is_cached)
-        news[taken] = True  # they may have been released since
+        news[appended] = True  # they may have been released since
         news &= is_free
         for op, blocks in ((BlockOp.BLANK, news & ~is_cached), (BlockOp.CACHED, news & is_cached)):
             if blocks.any():
@@ -657,13 +664,13 @@ class _Mirror:
 
 
 def _is_cached(pool: Pool) -> npt.NDArray[np.bool_]:
-    """[blocks] whether the prefix cache can find its content."""
-    assert isinstance(pool, BlockPool)  # a film has blocks only where tables are columns
+    """For each block whether the prefix cache can find its content, [blocks] bool."""
+    assert isinstance(pool, BlockPool)  # a film has blocks only if the KV cache keeps block tables in columns
     return pool.is_cached
 
 
 def _held(parts: Parts) -> Int64Array:
-    """[blocks] references that are not from tables of running requests."""
+    """Number of references to each block that are not from block tables of running requests, [blocks] int64."""
     held: Int64Array = parts.kv.pool.num_references.copy()
     if parts.transfers is None:
         held[:] = 0

@@ -2,19 +2,19 @@
 
     file      MAGIC, uint32 length and JSON of the header, then chunks
     chunk     one letter, uint32 length, uint32 length before compression, zlib data
-    data      the columns of the chunk's kind, in the order of `COLUMNS`: each a count and its numbers; in an `E` chunk
-              then a count and the bytes of a JSON list, the strings
+    data      the columns of the chunk's kind, in the order of `COLUMNS`, each as a count and so many numbers; an `E`
+              chunk has the strings after them, as a count of bytes and a JSON list
 
-All numbers are integers in LEB128 (seven bits a byte, the lowest first), negative ones folded in between (zigzag: 0,
--1, 1, -2 are 0, 1, 2, 3). A column marked as differences holds each number minus the one before it.
+All numbers are integers in LEB128 (seven bits a byte, the lowest first) after a zigzag mapping of signed numbers (0,
+-1, 1, -2 become 0, 1, 2, 3). A column marked as differences holds each number minus the preceding number.
 
-    R    requests, by number, in the order in which they were added
-    E    events: `op` has their kinds in order; the columns of each kind have its arguments
-    B    blocks of the preceding chunk of events; may be missing, and a reader may skip it
-    Z    the end: a film without it was cut off
+    R    requests, in the order in which they were added, which defines their numbers
+    E    events: `op` has the kinds of the events in order; the columns of each kind have the arguments
+    B    blocks of the preceding chunk of events; this chunk may be missing, and a reader may skip it
+    Z    the end; a film without this chunk was cut off
 
 Every `E` chunk begins with the state of all unfinished requests (a key frame), and every `B` chunk with the state of
-all blocks. So a reader can begin at any of them.
+all blocks. So a reader can begin at any of these chunks.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ MAGIC: Final = b"pointsman film\n"
 FORMAT_VERSION: Final = 3
 _CHUNK = struct.Struct("<cII")
 MAX_HEADER: Final = 1 << 20
-"""Maximum bytes of the header. Zeros compress by a factor of a thousand, so the sizes after unpacking have bounds
-too."""
+"""Maximum number of bytes of the header. Sizes after unpacking have maxima, too, as zeros compress by a factor of a
+thousand."""
 MAX_CHUNK: Final = 1 << 25
-"""Maximum bytes of a chunk before compression."""
+"""Maximum number of bytes of a chunk before compression."""
 MAX_NUMBERS: Final = 1 << 24
-"""Maximum numbers in a chunk; each takes 40 bytes while a step of the chunk is shown."""
+"""Maximum count of numbers in a chunk; each number takes 40 bytes of memory while a step of the chunk is shown."""
 MAX_STRINGS: Final = 1 << 24
-"""Maximum bytes of the strings of a chunk."""
+"""Maximum number of bytes of the strings of a chunk."""
 MAX_FILM: Final = 1 << 30
-"""Maximum bytes of all chunks together, before compression."""
+"""Maximum number of bytes of all chunks of a film together, before compression."""
 MAX_MEMORY: Final = 1 << 30
-"""Maximum bytes of a film in memory."""
+"""Maximum number of bytes of a film in memory."""
 NUMBERS_AT_ONCE: Final = 1 << 18
-"""How many numbers are unpacked at once; each takes a hundred bytes meanwhile."""
+"""Count of numbers that are unpacked in one pass, during which each number takes a hundred bytes of memory."""
 
 
 class FilmError(PointsmanError, ValueError):
-    """The file is no film, is broken, or has a version that this library does not read."""
+    """Error: a file is no film, is broken, or has a version that this library does not read."""
 
 
 class Op(enum.IntEnum):
-    """The kinds of events. Times are in microseconds."""
+    """The kinds of events in a film. Times of events are in microseconds."""
 
     ADDED = 0
     REFUSED = 1
@@ -85,20 +85,20 @@ class Op(enum.IntEnum):
 
 
 class BlockOp(enum.IntEnum):
-    """Changes of blocks in a step."""
+    """The kinds of changes of blocks in a step."""
 
     APPENDED = 0
-    """Blocks appended to the table of a request."""
+    """Blocks that are appended to the block table of a request."""
     TABLE = 1
-    """The whole table of a request."""
+    """All blocks in the block table of a request."""
     BLANK = 2
     """Free blocks without cached content."""
     CACHED = 3
     """Free blocks with cached content."""
     HELD = 4
-    """Blocks referenced by transfers; `value` is the number of references that are not from tables."""
+    """Blocks referenced by transfers; `value` is the number of references of each that are not from block tables."""
     STEPPED = 5
-    """APPENDED in a fast-forward; `value` is the step of each block, from 0."""
+    """Blocks that are appended in a fast-forward; `value` is the index, from 0, of the step that appends each block."""
 
 
 REASONS: Final = list(Reason)
@@ -113,13 +113,13 @@ NAMES: Final = {
     "ops": [op.name.lower() for op in Op],
     "block_ops": [op.name.lower() for op in BlockOp],
 }
-"""The names of the numbers in a film; its header has them."""
+"""The names of the enumerated numbers in a film, which its header contains."""
 
 COLUMNS: Final[Mapping[str, Mapping[str, bool]]] = {
-    # Column -> whether it has differences.
+    # Name of the column -> whether the column has differences.
     "R": {
-        "id": False,  # number of the string in the chunk of events after it
-        "tenant": False,  # likewise, + 1
+        "id": False,  # index of the string in the following chunk of events
+        "tenant": False,  # like `id`, + 1; 0: none
         "arrival": True,
         "prompt_tokens": False,
         "max_tokens": False,
@@ -132,26 +132,26 @@ COLUMNS: Final[Mapping[str, Mapping[str, bool]]] = {
         "key_waiting": True,
         "key_parked": True,
         "key_status": False,  # of waiting and parked requests
-        "key_reason": False,  # of waiting requests, + 1
+        "key_reason": False,  # of waiting requests, + 1; 0: none
         "key_computed": False,  # of running requests
         "key_cached": False,
-        "key_generated": False,  # of all requests, in this order
+        "key_generated": False,  # of running, waiting and parked requests
         "key_prompt": False,
         "key_preemptions": False,
         "key_admissions": False,  # 0: the request has not started
         "key_flight": False,  # number of rows of each step in flight
-        "key_flight_request": False,  # + 1; 0: the request has finished
+        "key_flight_request": False,  # number of the request, + 1; 0: it has finished
         "key_flight_tokens": False,
         "key_flight_flags": False,
         "op": False,
         "time": True,
         # The request of the event; steps have none.
         "request": True,
-        "refused_why": False,  # a string
+        "refused_why": False,  # index of a string
         "parked_status": False,
         "deferred_reason": False,
         "deferred_missing": False,
-        "deferred_holder": False,  # + 1
+        "deferred_holder": False,  # number of the request, + 1; 0: none
         "admitted_resumed": False,
         "admitted_cached": False,
         "admitted_external": False,
@@ -161,16 +161,16 @@ COLUMNS: Final[Mapping[str, Mapping[str, bool]]] = {
         "preempted_recovery": False,  # 0: no decision, 1: recompute, 2: swap
         "preempted_by": False,  # the request that needs its blocks or its row, + 1; 0: none
         "preempted_missing": False,  # blocks that all running requests lack together
-        "preempted_chooser": False,  # the victim policy's name, a string + 1; 0: no policy chose
+        "preempted_chooser": False,  # index of a string, the victim policy's name, + 1; 0: no policy chose
         "finished_reason": False,
         "finished_generated": False,
-        "finished_detail": False,  # a string + 1
+        "finished_detail": False,  # index of a string, + 1; 0: none
         "step_id": True,
-        "step_blocked": False,  # reason + 1
-        "step_free": True,  # free blocks
-        "step_evicted": False,  # cached blocks evicted since the step before, or in these steps
-        "step_blocker": True,  # the request that blocked the queue, + 1
-        "step_skipped": False,  # number of skipped requests, + 1; 0: the same as in the step before
+        "step_blocked": False,  # reason, + 1; 0: none
+        "step_free": True,  # number of free blocks
+        "step_evicted": False,  # cached blocks evicted since the previous step, or in a fast-forward
+        "step_blocker": True,  # number of the request that blocked the queue, + 1; 0: none
+        "step_skipped": False,  # number of skipped requests, + 1; 0: the same requests as in the previous step
         "skipped_request": True,
         "step_exceptions": False,  # number of rows that do not compute one token and sample
         "exception_row": False,  # index among the running requests, minus the index after the preceding exception
@@ -180,26 +180,26 @@ COLUMNS: Final[Mapping[str, Mapping[str, bool]]] = {
         "update_row": False,
         "update_count": False,
         "steps_count": False,
-        "steps_ends": False,  # how many of the next events are requests, or prompt parts, that ended in these steps
+        "steps_ends": False,  # number of following events of requests, or prompt parts, that ended in these steps
         "steps_micros": True,  # duration of each step
         "failed_steps": False,
         "failed_rows": False,
-        "failed_computed": False,  # of each running request, in order
+        "failed_computed": False,  # computed tokens of each running request, in admission order
         "load_tokens": False,
         "load_failed": False,
         "priority": False,
         "extended_prompt": False,
         "extended_generated": False,
         "pause_mode": False,  # 0: resumed, 1: admissions, 2: all
-        "limit": False,  # + 1
+        "limit": False,  # limit on active requests, + 1; 0: none
     },
     "B": {
-        "key_count": False,  # blocks of each running request's table
+        "key_count": False,  # number of blocks in the table of each running request
         "key_block": True,
         "key_held": True,
         "key_held_count": False,
-        "key_cached": False,  # for each block whether it is free and cached, eight in a number
-        "frame": True,  # index of the STEP or STEPS in the chunk
+        "key_cached": False,  # for each block whether it is free and cached, eight bits in a number
+        "frame": True,  # index of the STEP or STEPS event among those of the chunk
         "op": False,
         "request": True,
         "count": False,
@@ -210,19 +210,19 @@ COLUMNS: Final[Mapping[str, Mapping[str, bool]]] = {
 
 
 class Columns:
-    """The columns of a chunk that is being written: lists of integers by name."""
+    """The columns of a chunk that is being written, as lists of integers by column name."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self.data: dict[str, list[int]] = {name: [] for name in COLUMNS[kind]}
 
     def pack(self, strings: Iterable[str] | None = None) -> bytes:
-        """The data of the chunk."""
+        """The columns, and the strings if given, as the bytes of the chunk before compression."""
         parts = []
         for name, differences in COLUMNS[self.kind].items():
             numbers = self.data[name]
             parts.append(_varint(len(numbers)))
-            if numbers:  # most columns of a short chunk have none
+            if numbers:  # most columns of a short chunk have no numbers
                 parts.append(pack_numbers(np.array(numbers, dtype=np.int64), differences))
         if strings is not None:
             text = json.dumps(list(strings), separators=(",", ":")).encode()
@@ -231,7 +231,7 @@ class Columns:
 
 
 def unpack(kind: str, data: bytes) -> tuple[dict[str, IntArray], list[str]]:
-    """Unpack the columns of a chunk, each in the smallest type that fits, and its strings.
+    """Unpack the columns of a chunk, each as an array of the smallest type that fits, and the strings of the chunk.
 
     Raises:
         FilmError: the data is broken.
@@ -281,25 +281,25 @@ def _read_one(stream: npt.NDArray[np.uint8], ends: Int64Array, position: int) ->
 
 
 def pack_numbers(values: Int64Array, differences: bool) -> bytes:
-    """Pack a column, without its count."""
+    """Pack the numbers of a column, without their count."""
     if differences and len(values):
         values = np.diff(values, prepend=0)
     return _varints((values << 1) ^ (values >> 63))
 
 
 def unpack_numbers(stream: npt.NDArray[np.uint8], ends: Int64Array, differences: bool) -> IntArray:
-    """Unpack a column of `pack_numbers`, in the smallest type that fits.
+    """Unpack a column that `pack_numbers` packed, as an array of the smallest type that fits.
 
     Args:
-        stream: the bytes.
-        ends: the index of the last byte of each number.
-        differences: whether each number is the difference from the one before it.
+        stream: the bytes of the column, [bytes].
+        ends: the index in `stream` of the last byte of each number, [numbers].
+        differences: whether each number is the difference from the preceding number.
     """
     parts, before, begin = [], 0, 0
     for first in range(0, len(ends), NUMBERS_AT_ONCE):
         some = ends[first : first + NUMBERS_AT_ONCE]
         after = int(some[-1]) + 1
-        values = _unfold(stream[begin:after], some - begin)
+        values = _decode_numbers(stream[begin:after], some - begin)
         if differences:
             values = values.cumsum() + before
             before = int(values[-1])
@@ -316,7 +316,7 @@ def _narrow(values: Int64Array) -> IntArray:
     return values
 
 
-def _unfold(stream: npt.NDArray[np.uint8], ends: Int64Array) -> Int64Array:
+def _decode_numbers(stream: npt.NDArray[np.uint8], ends: Int64Array) -> Int64Array:
     if len(stream) == len(ends):  # the most frequent case: numbers of one byte
         folded = stream.astype(np.uint64)
         return (folded >> np.uint64(1)).astype(np.int64) ^ -(folded & np.uint64(1)).astype(np.int64)
@@ -331,7 +331,7 @@ def _unfold(stream: npt.NDArray[np.uint8], ends: Int64Array) -> Int64Array:
 
 
 def _varint(value: int) -> bytes:
-    """LEB128 of one non-negative number."""
+    """Encode a non-negative number in LEB128."""
     found = bytearray()
     while value > 127:
         found.append(value & 127 | 128)
@@ -341,7 +341,7 @@ def _varint(value: int) -> bytes:
 
 
 def _varints(values: Int64Array) -> bytes:
-    """LEB128 of numbers, taken as unsigned."""
+    """Encode numbers in LEB128, one after the other; negative numbers are reinterpreted as unsigned."""
     left = values.astype(np.uint64)
     count = len(left)
     if count and left.max() < 128:  # the most frequent case
@@ -361,19 +361,19 @@ def _varints(values: Int64Array) -> bytes:
 
 
 def write_header(file: BinaryIO | SideFile, header: Mapping[str, Any]) -> int:
-    """Write magic and header; returns the number of bytes."""
+    """Write `MAGIC` and the header to a film. Returns the number of bytes."""
     text = json.dumps(header, separators=(",", ":")).encode()
     return file.write(MAGIC + struct.pack("<I", len(text)) + text)
 
 
 def write_chunk(file: BinaryIO | SideFile, kind: str, data: bytes) -> int:
-    """Write a compressed chunk; returns the number of bytes."""
+    """Compress `data` and write it to a film as a chunk of this kind. Returns the number of bytes written."""
     packed = zlib.compress(data)
     return file.write(_CHUNK.pack(kind.encode(), len(packed), len(data)) + packed)
 
 
 def read_header(file: BinaryIO) -> dict[str, Any]:
-    """Read the header.
+    """Read and check the header of a film.
 
     Raises:
         FilmError: the file is no film, or has another version.
@@ -398,7 +398,7 @@ def read_header(file: BinaryIO) -> dict[str, Any]:
 
 
 def _check_header(header: dict[str, Any]) -> None:
-    """Check everything that readers rely on."""
+    """Check the parts of a film's header on which readers rely."""
     config, names = header.get("config"), header.get("names")
     if not isinstance(config, dict) or not isinstance(names, dict):
         raise FilmError("the film's header lacks a configuration or names; it is broken")
@@ -424,7 +424,8 @@ _NUMBERS_OF_CONFIG = (
 
 
 def read_chunks(file: BinaryIO) -> Iterator[tuple[str, bytes]]:
-    """Yield (letter, data) of each chunk, the end included. If the file is cut off, it stops without an end.
+    """Yield (letter, uncompressed data) of each chunk, the end (`Z`) included. If the file is cut off, the end is
+    missing.
 
     Raises:
         FilmError: a chunk is broken.

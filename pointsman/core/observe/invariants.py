@@ -1,4 +1,4 @@
-"""Checks the invariants that can be checked at any moment, each with its number.
+"""Checks the numbered invariants that hold between any two calls of a scheduler.
 
     1  blocks are conserved: each block is blank, cached free or referenced; references are block-table entries and
        blocks held for transfers; every cached block can be reached in the prefix tree, and is evicted before its parent
@@ -6,7 +6,7 @@
     3  a step never exceeds the token budget, the sequence limit, the adapter slots, the encoder budget
     9  the key of a cached block is exactly its content
 
-It also checks that the columns are consistent.
+The module also checks that the columns of the batch are consistent.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from pointsman.core.step.request_table import RequestTable
 
 
 def check(config: SchedulerConfig, parts: Parts, max_seen_active_seqs: int) -> None:
-    """Check all invariants that hold between two calls; `max_seen_active_seqs` is the highest limit so far.
+    """Check all invariants that hold between two calls; `max_seen_active_seqs` is the highest limit on running requests
+    so far.
 
     Raises:
-        InvariantError: an invariant ("promise") is broken; the message names it.
+        InvariantError: an invariant ("promise") is broken; the message has its number.
     """
     batch, transfers = parts.batch, parts.transfers
     holdings = [] if transfers is None else transfers.holdings()
@@ -56,7 +57,8 @@ def check(config: SchedulerConfig, parts: Parts, max_seen_active_seqs: int) -> N
 
 
 def _require(condition: bool, promise: int, what: str, *values: object) -> None:
-    """`what` has a `{}` for each value. It is formatted only on failure, since that takes longer than the check."""
+    """Raise an InvariantError for the invariant number `promise` unless `condition` holds. The message `what` has a
+    `{}` for each of `values`; it is formatted only on failure, since formatting takes longer than the check."""
     if not condition:
         raise InvariantError(f"promise {promise} is broken: {what.format(*values)}")
 
@@ -83,7 +85,7 @@ def _check_blocks(batch: Batch, kv: KVCacheManager, holdings: list[Holding]) -> 
     in_tree = kv.prefix.blocks() if kv.prefix is not None else []
     known = {block for block in cached if kv.prefix is not None and kv.prefix.is_cached(block)}
     _require(sorted(in_tree) == sorted(known), 1, "the cached blocks differ from the blocks in the prefix tree")
-    if kv.prefix is not None:  # blocks of groups other than the anchor may outlive their node
+    if kv.prefix is not None:  # blocks of groups other than the anchor may stay cached after their node is removed
         lost = {
             block for block in cached - known if kv.num_groups == 1 or kv.prefix.group_of(block) == kv.prefix.anchor
         }
@@ -96,7 +98,8 @@ def _check_blocks(batch: Batch, kv: KVCacheManager, holdings: list[Holding]) -> 
 
 
 def _check_evictions(prefix: PrefixCache, cached: set[int], cached_free: list[int]) -> None:
-    """Check that no node is removed before its children. A node is removed when its last anchor block is evicted."""
+    """Check that no node of the prefix tree is removed before its children. A node is removed when its last anchor
+    block is evicted."""
     anchor = prefix.anchor
     if anchor is None:
         return
@@ -221,7 +224,8 @@ def _check_encoder(config: SchedulerConfig, parts: Parts) -> None:
 
 
 def _check_columns(config: SchedulerConfig, batch: Batch, kv: KVCache, verifying: dict[int, int]) -> None:
-    """`verifying`: drafts in flight, by serial."""
+    """Check the columns of the batch against its requests. `verifying` has the number of drafts in flight, by
+    serial."""
     prefilling = watched = not_ahead = no_sample = 0
     for row, request in zip(batch.members.rows.tolist(), batch.members.requests, strict=True):
         tokens, computed = int(batch.num_tokens[row]), int(batch.num_computed_tokens[row])
@@ -281,7 +285,8 @@ def _check_stop_filter(batch: Batch) -> None:
 
 
 def _check_in_flight(batch: Batch, steps: StepsInFlight) -> dict[int, int]:
-    """Check pending samples against the steps in flight. Returns the drafts in flight, by serial."""
+    """Check the numbers of pending samples against the steps in flight. Returns the number of drafts in flight, by
+    serial."""
     pending: dict[int, int] = {}  # by serial
     verifying: dict[int, int] = {}
     for record in steps.records:
@@ -301,7 +306,7 @@ def _check_in_flight(batch: Batch, steps: StepsInFlight) -> dict[int, int]:
 
 
 def _check_drafts(config: SchedulerConfig, batch: Batch, drafts: Drafts) -> None:
-    """Check that drafts wait only for rows that may schedule them."""
+    """Check that drafts wait to be scheduled only for rows that may verify drafts."""
     if not drafts.waiting:
         return
     wanted, rows = drafts.wanted(batch.members.rows), batch.members.rows

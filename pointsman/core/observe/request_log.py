@@ -1,7 +1,8 @@
 """Logs the events of each request with their times, for traces and explanations. Off by default.
 
-The log listens to the scheduler's events, so its cost is per change of state of a request, not per step or token. Only
-the first token is not such a change: after each update, the running requests without a token so far are checked.
+The log listens to the scheduler's events, so it costs time for each change of state of a request, not for each step or
+token. The first token alone is no change of state: after each update, the running requests without a token so far are
+checked.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pointsman.core.state.status import PreemptionCause, RequestEvent, RequestEv
 
 
 class RequestLog(Listener):
-    """Logs what happens to requests in `Request.events`."""
+    """Appends the events of each request to `Request.events`."""
 
     def __init__(self) -> None:
         self._without_token: dict[Request, None] = {}  # requests that were admitted, and have no token so far
@@ -39,7 +40,8 @@ class RequestLog(Listener):
             self._log(event.request, RequestEventType.PREEMPTED, event.now, decision)
 
     def on_parked(self, request: Request, now: float) -> None:
-        """If its first token completed its part of the prompt, the token is logged before."""
+        """Log that the request is parked; before it the first token, if this token completed the request's prompt
+        part."""
         if request in self._without_token and request.num_output_tokens:
             self._first_token(request, now)
         self._log(request, RequestEventType.PARKED, now, request.status.value)
@@ -49,7 +51,7 @@ class RequestLog(Listener):
 
     def on_update(self, output: SchedulerOutput, update: StepUpdate, now: float) -> None:
         begun = [request for request in self._without_token if request.num_output_tokens]
-        if update.completed_parts:  # the output of a parked request may be part of its prompt by now
+        if update.completed_parts:  # the output of a parked request may have become a part of its prompt
             sampled = {output.requests[index] for index in update.counts.nonzero()[0].tolist()}
             taken = [request for request in update.completed_parts if not request.num_output_tokens]
             begun += [request for request in taken if request in self._without_token and request in sampled]
@@ -57,10 +59,10 @@ class RequestLog(Listener):
             self._first_token(request, now)
 
     def on_steps(self, run: StepRun) -> None:
-        """Nothing to do: every request that decodes has its first token already."""
+        """Does nothing: every request in a fast-forward already has its first token."""
 
     def on_finished(self, request: Request, now: float) -> None:
-        """If its first token finished it, the token is logged before."""
+        """Log that the request finished; before it the first token, if this token finished the request."""
         if request in self._without_token:
             if request.num_output_tokens:
                 self._first_token(request, now)

@@ -1,11 +1,11 @@
-"""Writes recordings and films, so that a failure of their file does not stop serving.
+"""Writes recordings and films, so that a failure to write the file does not stop serving.
 
-    SideFile         takes any file object, and writes in the caller's thread
-    BackgroundFile   opens a path, and writes in a thread of its own, so that a slow disk delays no request
+    SideFile         writes to any file object, in the caller's thread
+    BackgroundFile   writes to a file at a path, in a thread of its own, so that a slow disk delays no request
 
-Each `write` is one piece: a line of a recording, a chunk of a film. After a failure the file is written no further, so
-that it has no gap. If it can be truncated, it ends with its last whole piece; otherwise readers leave out the partial
-piece at its end. The failure is logged once.
+Each call of `write` gets one piece of the file: a line of a recording, or a chunk of a film. After a failure nothing
+more is written, so that the file has no gap. If the file can be truncated, it ends with its last whole piece; otherwise
+readers skip the partial piece at its end. The failure is logged once.
 """
 
 from __future__ import annotations
@@ -24,31 +24,30 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, Self, TypeAlias
 
 WhenFull: TypeAlias = Literal["stop", "wait"]
-"""What happens on a full disk: the file ends there ("stop"), or further pieces wait in memory for free space
-("wait")."""
+"""Behaviour on a full disk: the file ends ("stop"), or further pieces wait in memory for free space ("wait")."""
 MAX_WAITING_BYTES = 64 << 20
-"""Maximum bytes that wait in memory for the disk. If more would wait, the file ends."""
+"""Maximum number of bytes that wait in memory for the disk. If more would wait, the file ends."""
 SECONDS_BETWEEN_WRITES = 0.05
-"""A kill loses the writes of this time."""
+"""Time between two writes of waiting pieces. If the process is killed, the pieces of this time are lost."""
 SECONDS_BETWEEN_TRIES = 0.5
-"""Between two tries on a full disk, with "wait"."""
+"""Time between two attempts to write to a full disk, with "wait"."""
 SECONDS_TO_CLOSE = 5.0
 _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class Writable(Protocol):
-    """A text or binary file, as the pieces require."""
+    """A text file for pieces of type `str`, or a binary file for pieces of type `bytes`."""
 
     def write(self, data: Any, /) -> object: ...
 
 
 class SideFile:
-    """A file that may fail.
+    """A file object to which pieces are written until a write fails.
 
     Args:
-        file: the pieces are written to it.
-        name: of the file, for the log.
-        raises: whether `write` raises errors, for a program that does nothing else.
+        file: the file object that gets the pieces.
+        name: the name of the file in log lines.
+        raises: whether `write` raises errors of the file, for a program that only writes the file.
     """
 
     def __init__(self, file: Writable, name: str = "", *, raises: bool = False) -> None:
@@ -56,14 +55,14 @@ class SideFile:
         self._raises = raises
         self.name = name or str(getattr(file, "name", "of the caller"))
         self.ended_by = ""
-        """Why the file ended early; empty: it did not."""
+        """Why the file ended early; empty: it has not ended early."""
         self.on_end: Callable[[], None] = lambda: None
-        """Called once after the file has ended early, by the thread that writes the next piece."""
+        """Function that is called once after the file has ended early, by the thread that calls `write` next."""
         self._has_reported = False
 
     @property
     def num_waiting_bytes(self) -> int:
-        """Bytes that wait for the disk."""
+        """Number of bytes that wait for the disk."""
         return 0
 
     def write(self, data: str | bytes) -> int:
@@ -74,7 +73,8 @@ class SideFile:
         return len(data)
 
     def has_ended(self) -> bool:
-        """Whether the file has ended early. For the thread that writes."""
+        """Whether the file has ended early. The first call after the end also calls `on_end`. Only the thread that
+        calls `write` may call this method."""
         if not self.ended_by:
             return False
         if not self._has_reported:
@@ -93,7 +93,7 @@ class SideFile:
             self.end_early(reason_of(error))
 
     def end_early(self, why: str) -> None:
-        """End the file, and log it once."""
+        """End the file early, for the reason `why`. Only the first call has an effect, and logs the reason."""
         if not self.ended_by:
             self.ended_by = why
             self._report(why)
@@ -109,13 +109,13 @@ class SideFile:
 
 
 class BackgroundFile(SideFile):
-    """A file with its own thread for writing.
+    """A file that a thread of its own writes.
 
     Args:
-        file: unbuffered; this object closes it.
-        when_full: see `WhenFull`. Any other failure ends the file.
-        max_bytes: maximum length; a piece that would exceed it ends the file. None: no limit.
-        max_waiting_bytes: see `MAX_WAITING_BYTES`.
+        file: an unbuffered file; this object closes it.
+        when_full: the behaviour on a full disk, see `WhenFull`. Any other failure ends the file.
+        max_bytes: the maximum length of the file; a piece that would exceed it ends the file. None: no limit.
+        max_waiting_bytes: the maximum number of bytes that wait in memory, see `MAX_WAITING_BYTES`.
     """
 
     def __init__(
@@ -133,13 +133,13 @@ class BackgroundFile(SideFile):
         self._max_bytes = max_bytes
         self._max_waiting = max_waiting_bytes
         self.num_bytes = 0
-        """Bytes of whole pieces in the file."""
+        """Number of bytes in the file that belong to whole pieces."""
         found = os.fstat(file.fileno())
-        self._is_watched = stat.S_ISREG(found.st_mode) and found.st_nlink > 0  # a pipe has no length, and no name
+        self._is_watched = stat.S_ISREG(found.st_mode) and found.st_nlink > 0  # a pipe has neither length nor name
         self._start = file.tell() if self._is_watched else 0
         self._lock = threading.Lock()
         self._pieces: deque[bytes] = deque()
-        self._num_put = self._num_waiting = 0  # bytes in all, and bytes not yet in the file
+        self._num_put = self._num_waiting = 0  # total bytes of all pieces, and bytes not yet in the file
         self._has_pieces, self._is_closing, self._is_closed = threading.Event(), threading.Event(), threading.Event()
         self._is_full = False
         self._thread = threading.Thread(target=self._run, name="pointsman-side-file", daemon=True)
@@ -148,7 +148,7 @@ class BackgroundFile(SideFile):
 
     @classmethod
     def create(cls, path: str | Path, **options: Any) -> Self:
-        """Create a file at `path`, or replace an older one. Only its owner may read it, as a recording has prompts.
+        """Create a file at `path`, or replace an existing file. Only its owner may read it, as a recording has prompts.
 
         Raises:
             OSError: the file cannot be created.
@@ -158,11 +158,11 @@ class BackgroundFile(SideFile):
 
     @property
     def num_waiting_bytes(self) -> int:
-        """Bytes that wait for the disk."""
+        """Number of bytes that wait for the disk."""
         return self._num_waiting
 
     def close(self, timeout: float = SECONDS_TO_CLOSE) -> None:
-        """Write the waiting pieces, and close the file. Waits at most `timeout` seconds for the disk."""
+        """Write the waiting pieces, and close the file. The call waits at most `timeout` seconds for the disk."""
         atexit.unregister(self.close)
         self._is_closing.set()
         self._has_pieces.set()
@@ -191,7 +191,7 @@ class BackgroundFile(SideFile):
                 self._has_pieces.set()
 
     def _end_after_waiting(self, why: str) -> None:
-        """End the file after the waiting pieces, which are still written if possible."""
+        """End the file, for the reason `why`, after the waiting pieces, which are still written if possible."""
         self.end_early(why)
         self._has_pieces.set()
 
@@ -207,7 +207,7 @@ class BackgroundFile(SideFile):
                     pieces = list(self._pieces)
                     self._pieces.clear()
                 if self._is_closing.is_set():
-                    self._has_pieces.set()  # the next wait returns at once
+                    self._has_pieces.set()  # the next wait returns immediately
                 if not self._write(pieces):
                     break
         except Exception as error:
@@ -223,7 +223,7 @@ class BackgroundFile(SideFile):
             self._is_closed.set()
 
     def _write(self, pieces: list[bytes]) -> bool:
-        """Write pieces as far as possible. Returns whether all were written."""
+        """Write as many pieces as possible. Returns whether all pieces were written."""
         left = memoryview(b"".join(pieces))
         total = len(left)
         while len(left):
@@ -263,19 +263,19 @@ class BackgroundFile(SideFile):
             raise OSError(errno.EIO, "another program has shortened the file")
 
     def _wrote(self, pieces: list[bytes]) -> None:
-        """Count pieces that are in the file."""
+        """Count `pieces` that are now in the file as whole pieces."""
         size = sum(map(len, pieces))
         self.num_bytes += size
         with self._lock:
             self._num_waiting -= size
 
     def _cut(self, pieces: list[bytes], num_written: int) -> None:
-        """Truncate the file after its last whole piece; only `num_written` bytes of the pieces were written."""
+        """Truncate the file after its last whole piece; `num_written` bytes of `pieces` were written."""
         ends = accumulate(map(len, pieces))
         num_whole = sum(end <= num_written for end in ends)
         self._wrote(pieces[:num_whole])
         end = self._start + self.num_bytes
-        with suppress(OSError):  # otherwise it ends with a partial piece, which readers leave out
+        with suppress(OSError):  # otherwise the file ends with a partial piece, which readers skip
             if self._is_watched and os.fstat(self._raw.fileno()).st_size > end:
                 self._raw.truncate(end)
 
@@ -287,5 +287,5 @@ def _log(message: str, *arguments: object) -> None:
 
 
 def reason_of(error: Exception) -> str:
-    """An error in words, without the name of the file."""
+    """The text of an error, without the name of the file."""
     return (isinstance(error, OSError) and error.strerror) or f"{type(error).__name__}: {error}"

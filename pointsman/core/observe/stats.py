@@ -1,6 +1,6 @@
 """Counters and gauges of the scheduler.
 
-`Statistics` counts the scheduler's events. `SchedulerStats` is a snapshot of these counters, and of gauges at that
+`Statistics` counts the scheduler's events. `SchedulerStats` is a snapshot of these counters, and of the gauges at one
 moment.
 """
 
@@ -33,19 +33,19 @@ class SchedulerStats(metaclass=Documented):
 
     num_running: int
     num_waiting: int
-    """Queued requests, which wait for capacity."""
+    """Number of queued requests, which wait for capacity."""
     num_parked: dict[str, int]
-    """Requests that wait for something other than capacity, by status."""
+    """Number of requests that wait for something other than capacity, by status."""
     num_waiting_by_reason: dict[str, int]
-    """Queued requests by reason. The head, and the requests checked in the newest step, have their own reasons, or
-    "not_tried" if no step has checked them; all others are "behind"."""
+    """Number of queued requests by reason. The head of the queue, and the requests checked in the newest step, have
+    their own reasons, or "not_tried" if no step has checked them; all other requests are "behind"."""
     num_blocks: int
-    """Blocks that requests can hold."""
+    """Number of blocks that requests can hold."""
     num_free_blocks: int
     num_cached_free_blocks: int
-    """Free blocks with cached content."""
+    """Number of free blocks with cached content."""
     num_retained_blocks: int
-    """Cached free blocks that an eviction policy retains."""
+    """Number of cached free blocks that an eviction policy retains."""
     kv_cache_usage: float
     """Share of the blocks that requests hold, 0 to 1."""
     num_steps: int
@@ -59,65 +59,65 @@ class SchedulerStats(metaclass=Documented):
     num_preempted_by_reset: int
     num_preempted_unsampled: int
     preemption_decisions: dict[str, int]
-    """With `preemption_mode` "swap" or "cheaper": preemptions by decision, "swap" or "recompute"."""
+    """Number of preemptions by decision, "swap" or "recompute", with `preemption_mode` "swap" or "cheaper"."""
     num_recomputed_tokens: int
     num_evictions: int
-    """Cached blocks whose content was evicted for new content."""
+    """Number of cached blocks whose content was evicted for new content."""
     num_failed_steps: int
     num_policy_failures: int
-    """Steps that failed before they were decided, because of a policy of another package."""
+    """Number of steps that failed before they were decided, because of a policy of another package."""
     policy_failures: dict[str, dict[str, int]]
-    """Failed steps of each policy of another package, by kind and name."""
+    """Number of steps that failed because of each policy of another package, by kind and name."""
     num_replaced_policies: dict[str, int]
-    """Policies of other packages that failed and were replaced by the default, by kind."""
+    """Number of policies of other packages that failed and were replaced by the default, by kind."""
     num_proposed_tokens: int
-    """Drafts that the host proposed, for rows that may have drafts."""
+    """Number of draft tokens that the host proposed, for rows that may have drafts."""
     num_draft_tokens: int
-    """Drafts that were scheduled to be verified."""
+    """Number of draft tokens that were scheduled to be verified."""
     num_drafts: int
-    """Verified runs of drafts, one for each request and step with drafts."""
+    """Number of verified sequences of draft tokens, one for each request and step with drafts."""
     num_accepted_tokens: int
-    """Drafts that became tokens of their requests."""
+    """Number of draft tokens that were accepted, so that they became tokens of their requests."""
     num_accepted_tokens_per_pos: tuple[int, ...]
-    """Accepted drafts by their position in the run, first to last."""
+    """Number of accepted draft tokens by their position in the sequence, first to last."""
     num_encoder_computed: int
-    """Embeddings that were scheduled to be computed."""
+    """Number of embeddings that were scheduled to be computed."""
     num_encoder_reused: int
-    """Embeddings that requests found in the encoder cache."""
+    """Number of embeddings that requests reused from the encoder cache."""
     encoder_cache_usage: float
     """Share of the encoder cache that running requests hold, 0 to 1."""
     num_transfers: int
-    """Asynchronous loads and sends under way."""
+    """Number of asynchronous loads and sends that have not ended."""
     num_transfer_blocks: int
-    """Blocks that requests or transfers hold outside the batch; a shared block counts for each holder."""
+    """Number of blocks that requests or transfers hold outside the batch; a shared block counts for each holder."""
     num_loads: int
-    """Loads that were requested from a connector."""
+    """Number of loads that were requested from a connector."""
     num_failed_loads: int
-    """Asynchronous loads that delivered less than requested, or took too long."""
+    """Number of asynchronous loads that delivered less than requested, or took too long."""
     num_loaded_tokens: int
-    """Tokens that came from a connector."""
+    """Number of tokens that were loaded from a connector."""
     num_saved_blocks: int
-    """Evicted blocks whose content was offered to a connector."""
+    """Number of evicted blocks whose content was offered to a connector."""
     prefix_queries: int
-    """Tokens of new requests that were looked up in the prefix cache."""
+    """Number of tokens of new requests that were looked up in the prefix cache."""
     prefix_hits: int
-    """Tokens of new requests that were found in the prefix cache."""
+    """Number of tokens of new requests that were found in the prefix cache."""
     resumed_prefix_queries: int
-    """As `prefix_queries`, for requests that resumed after a preemption."""
+    """As `prefix_queries`, but for requests that resumed after a preemption."""
     resumed_prefix_hits: int
     deferrals: dict[str, int]
-    """Steps in which the head of the queue was deferred, by reason."""
+    """Number of steps in which the head of the queue was deferred, by reason."""
     finished: dict[str, int]
-    """Finished requests, by reason."""
+    """Number of finished requests, by reason."""
 
 
-# Hosts take a snapshot in every step, and an enumeration's `value` is slow.
+# Computed once: hosts take a snapshot in every step, and reading an enumeration's `value` is slow.
 _REASONS = tuple(reason.value for reason in sorted(Reason, key=lambda reason: reason.position))
 _ENDS = tuple(reason.value for reason in FinishReason)
 
 
 class Statistics(Listener):
-    """Counts events. Counts never fall: steps that are repeated after a failure count again."""
+    """Counts events of the scheduler. Counts never decrease: steps that are repeated after a failure count again."""
 
     def __init__(self, max_drafts: int) -> None:
         self.num_steps = 0
@@ -131,12 +131,12 @@ class Statistics(Listener):
         self.num_failed_steps = 0
         self.num_policy_failures = 0
         self.policy_failures: Counter[tuple[str, str]] = Counter()
-        """Failed steps of each policy, by kind and name."""
+        """Number of steps that failed because of each policy, by kind and name."""
         self.num_proposed_tokens = 0
         self.num_draft_tokens = 0
         self._has_drafts = max_drafts > 0
         self.accepted_drafts = [0] * (1 + max_drafts)
-        """How often 0, 1, 2, ... drafts of a row and step became tokens; `Acceptance` says when they count."""
+        """Element n: how often n draft tokens of a row were accepted in one step; see `Acceptance`."""
         self.num_loads = 0
         self.num_failed_loads = 0
         self.num_loaded_tokens = 0
@@ -199,7 +199,7 @@ class Statistics(Listener):
             self.deferrals[run.blocked_by.position] += run.num_steps
 
     def policies_failed(self, policies: list[tuple[str, str]]) -> None:
-        """Count a step that these policies, given by kind and name, have failed."""
+        """Count a step that failed because of `policies`, pairs of kind and name."""
         self.num_policy_failures += 1
         self.policy_failures.update(policies)
 
@@ -219,7 +219,7 @@ class Statistics(Listener):
         self.num_failed_loads += event.failed
 
     def snapshot(self, parts: Parts) -> SchedulerStats:
-        """Counters and gauges at this moment."""
+        """A snapshot of the counters and gauges at this moment."""
         batch, kv, table = parts.batch, parts.kv, parts.table
         pool, encoder, transfers = kv.pool, parts.encoder, parts.transfers
         accepted = batch.acceptance.accepted_drafts
@@ -278,7 +278,7 @@ class Statistics(Listener):
 
 
 def _by_kind(counted: Counter[tuple[str, str]], parts: Parts) -> dict[str, dict[str, int]]:
-    """The failed steps of each policy that can fail, policies without a failure included."""
+    """The number of failed steps by kind and name of each policy that can fail, policies without a failure included."""
     found: dict[str, dict[str, int]] = {}
     guards = [(guard.kind, guard.spec) for guard in parts.policies if isinstance(guard, Guard)]
     for kind, policy in dict.fromkeys([*guards, *counted]):

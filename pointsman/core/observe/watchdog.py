@@ -1,8 +1,8 @@
-"""Finds requests without progress, in occasional checks that cost a step nothing.
+"""Finds requests without progress, in occasional checks outside the steps.
 
-Each check compares every request with its state at the previous check: its status, its admission, and the numbers of
-its tokens and computed tokens. So a stall is detected when it reaches the given age, or one check later. Its start is
-known to within one check.
+Each check compares every request with its state at the previous check: its status, its admission, and its numbers of
+known and computed tokens. So a stall is detected when its duration reaches the given number of seconds, or one check
+later. The start of a stall is known to within the time between two checks.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from pointsman.core.step.assembly import Parts
 
 
 class Stall(NamedTuple):
-    """A request without progress."""
+    """A request that makes no progress."""
 
     since: float
-    """The time of the first check that found it in its present state, on the caller's clock."""
+    """The time of the first check that found the request in its present state, on the caller's clock."""
     explanation: Explanation
 
 
 class Watchdog:
-    """Keeps the states of requests at the last check."""
+    """Keeps the state of each request at the last check, to find requests without progress."""
 
     def __init__(self) -> None:
         self._seen: dict[Request, tuple[tuple[Any, ...], float]] = {}
 
     def stalled(self, parts: Parts, explain: Callable[[str], Explanation], now: float, seconds: float) -> list[Stall]:
         """Unfinished requests whose state has not changed for `seconds` or longer, longest first. Requests that are
-        paused, or wait for their caller, are left out; their time starts again afterwards."""
+        paused, or wait for input of their caller, are left out; their time starts again afterwards."""
         seen: dict[Request, tuple[tuple[Any, ...], float]] = {}
         is_paused = parts.admission.pause is not None
         for request in parts.table.requests.values():

@@ -1,14 +1,14 @@
 """Adapter slots: at most `max_loras` different adapters (LoRA) run at once, and no adapter starves.
 
-A running request holds a slot for its adapter, shared with other requests of the same adapter. It holds the slot from
-its admission until it loses its row, in prefill and decode. So a step never has more adapters than slots. A waiting
-request whose adapter has no slot is skipped: requests behind it may be admitted.
+A running request holds a slot for its adapter, shared with other requests of the same adapter. The request holds the
+slot from its admission until it loses its row, in prefill and decode. So a step never has more adapters than slots. A
+waiting request whose adapter has no slot is skipped: requests behind it may be admitted.
 
 Without a bound a skipped request would starve, since running adapters may always get new requests. So after
-`max_overtakes` admissions of requests behind it, it claims a slot. Behind a claim in the queue, no request starts with
-the adapter that has held its slot longest; its preempted requests may resume and finish. Each claim retires one
-adapter. A request with a claim therefore waits at most for the started requests of one adapter, and for earlier claims,
-unless the order puts other requests before it.
+`max_overtakes` admissions of requests behind it, a skipped request claims a slot. Behind a claim in the queue, no
+request starts with the adapter that has held its slot longest; preempted requests of this adapter may resume and
+finish. Each claim retires one adapter. A request with a claim therefore waits at most for the started requests of one
+adapter, and for earlier claims, unless the order puts other requests before it.
 
 Claims are not stored between steps: every step checks the queue in order, so a claim is made before the requests behind
 it are checked.
@@ -28,7 +28,7 @@ from pointsman.core.state.status import RequestStatus
 
 
 class AdapterSlots(Gate):
-    """The adapters that hold slots, and the gate that admits requests to them."""
+    """Gate: defers a request whose adapter has no slot. Keeps the adapters that hold slots."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.num_slots = config.max_loras
@@ -38,7 +38,7 @@ class AdapterSlots(Gate):
 
     @property
     def held(self) -> dict[Adapter, int]:
-        """The adapters that hold a slot, longest first, each with the number of its running requests."""
+        """The adapters that hold a slot, longest first, each with its number of running requests."""
         return self._num_rows
 
     def open_queue(self) -> None:
@@ -46,7 +46,8 @@ class AdapterSlots(Gate):
             self._claims = set()
 
     def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
-        """The requests before this one in the queue have been checked already, so `_claims` has their claims."""
+        """See `Gate.check`. Earlier requests of the queue have been checked in this step, so `_claims` has their
+        claims."""
         adapter = request.adapter
         if adapter is None:
             return want
@@ -75,15 +76,13 @@ class AdapterSlots(Gate):
             del self._num_rows[adapter]
 
     def _retiring(self) -> list[Adapter]:
-        """The adapters whose slots are claimed."""
+        """The adapters whose slots are claimed by waiting requests."""
         return list(self._num_rows)[: len(self._claims)]
 
     def to_vacate(self, request: Request, running: Sequence[Request], may_leave: Sequence[int]) -> list[int] | None:
-        """The `running` requests that must leave to free a slot for the adapter of `request`, by index.
-
-        `may_leave` has the indexes of the requests that may leave. Returns the smallest set: empty if a slot is free
-        already; None if no slot can be freed.
-        """
+        """The `running` requests that must be preempted to free a slot for the adapter of `request`, by index.
+        `may_leave` has the indexes of the requests that may be preempted. Returns the smallest set: empty if no slot
+        must be freed; None if no slot can be freed."""
         adapter = request.adapter
         if adapter is None or adapter in self._num_rows or len(self._num_rows) < self.num_slots:
             return []

@@ -1,7 +1,7 @@
-"""The token budget: how many tokens a step may compute.
+"""The token budget: the maximum number of tokens that a step computes.
 
-It is `max_num_batched_tokens`, unless a policy with a `step_budget` lowers it (`limits.py`). It is never less than one
-token for each running request, so that no decode waits for a prefill.
+The budget is `max_num_batched_tokens`, unless a policy with a `step_budget` lowers it (`limits.py`). The budget is
+never less than one token for each running request, so that no decode waits for a prefill.
 """
 
 from __future__ import annotations
@@ -22,30 +22,31 @@ class SetsBudget(Protocol):
     name: str
 
     def step_budget(self, most: int, view: View) -> int:
-        """Tokens that the next step may compute; `most` is the configured budget."""
+        """Number of tokens that the next step may compute; `most` is the configured budget."""
 
     def lacks_step_time(self, request: Request, num_running: int, num_tokens: int) -> bool:
         """See `Limit.lacks_step_time`."""
 
 
 class StepBudget:
-    """The budget of the step that is being scheduled."""
+    """Holds the token budget of the step that is being scheduled."""
 
     __slots__ = ("full", "policies", "tokens")
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.full = config.max_num_batched_tokens
-        """As configured."""
+        """The configured budget of every step, in tokens."""
         self.tokens = self.full
-        """The budget of this step."""
+        """The budget of the step that is being scheduled, in tokens."""
         self.policies: tuple[SetsBudget, ...] = ()
 
     def ask(self, policies: tuple[SetsBudget, ...]) -> None:
-        """These policies set the budget of each step."""
+        """Set the policies that determine the budget of each step."""
         self.policies = policies
 
     def open_step(self, view: View) -> None:
-        """Set the budget of the step from the policies. Called once a step, and again after priority preemption."""
+        """Set the budget of the step from the policies. Called once in each step, and again after priority
+        preemption."""
         full = tokens = self.full
         for policy in self.policies:
             wanted = policy.step_budget(full, view)
@@ -55,7 +56,7 @@ class StepBudget:
 
 
 class TokenBudget(Gate):
-    """Gate: cuts a request to the remaining token budget. One that may not be cut waits for enough budget."""
+    """Gate: cuts a request to the remaining token budget. A request that may not be cut waits for enough budget."""
 
     def __init__(self, config: SchedulerConfig, step: StepBudget) -> None:
         self._step = step
@@ -63,7 +64,7 @@ class TokenBudget(Gate):
         self._first_chunk_only = config.first_chunk_only
         self.asks_whole = config.admission_charge != "uncached"
         self.required = 0
-        """After a deferral: the remaining budget that the request needs."""
+        """After a deferral: the token budget that the deferred request needs."""
 
     def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
         budget = view.budget
@@ -76,14 +77,15 @@ class TokenBudget(Gate):
         return min(want, budget)
 
     def must_start_whole(self, request: Request) -> bool:
-        """Whether all uncached tokens of the request must fit one step. One that ran before may always be chunked."""
+        """Whether all uncached tokens of the request must fit one step. A request that ran before may always be
+        chunked."""
         if self._chunked:
             return False
         state = request._state
         return state.status is not RequestStatus.PREEMPTED and not state.num_output_tokens
 
     def may_have_to_fit(self, request: Request) -> bool:
-        """Whether the request may have to fit the remaining budget without counting cache hits."""
+        """Whether the request may have to fit the remaining budget as a whole; cache hits are not considered."""
         return self.must_start_whole(request) or self._first_chunk_only
 
     def _must_fit(self, request: Request, budget: int) -> bool:

@@ -1,4 +1,5 @@
-"""The reserve "bypass": requests may bypass one that waits for blocks, within a bound, while blocks are kept for it."""
+"""The reserve "bypass": a bounded number of requests may bypass a request that waits for blocks, for which blocks are
+kept."""
 
 from __future__ import annotations
 
@@ -49,22 +50,23 @@ class Bypass(Reserve):
         self._forget()
 
     def guaranteed_steps(self, num_steps: int) -> int:
-        """0 while requests wait: each step looks for requests that may bypass the head."""
+        """0 while requests wait, as each step looks for requests that may bypass the head; otherwise all
+        `num_steps`."""
         return 0 if self._view.num_waiting else num_steps
 
     def open_queue(self) -> None:
-        """The check of the queue begins at its head."""
+        """Called when a step begins to check the queue, at its head."""
         self._is_first = True
 
     def lets_pass(self, request: Request, num_free: int) -> bool:
-        """Whether requests behind this one, which lacks blocks, may be admitted."""
+        """Whether requests behind `request`, which lacks blocks, may be admitted."""
         if self._is_first and request is not self._head:
             self._head, self._num_free_before = request, num_free
         self._is_first = False
         return request._state.num_bypassed < self.bound
 
     def num_open(self, num_free: int) -> int:
-        """Free blocks that requests behind the head may take."""
+        """Number of the `num_free` free blocks that requests behind the head of the queue may take."""
         return num_free - self._num_kept(num_free)
 
     def blocks(self, request: Request, demand: Demand, view: View) -> int:

@@ -2,13 +2,13 @@
 
     deadline             arrival + TTFT target; the sort key
     on time              the request can still meet its deadline; the earliest deadline comes first
-    late                 it cannot; comes after all requests that are on time, but every k-th admission is of the
-                         most overdue request
+    late                 the request can no longer meet its deadline; it comes after all requests that are on time,
+                         but every k-th admission is of the most overdue request
 
 While there is capacity for all requests, earliest deadline first meets every deadline that can be met. Under overload
-it soon misses all of them, as it spends each step on the request that is about to miss. So late requests come last.
-A request is judged when it would be the head: it is late if now + its prefill time is past its deadline. The prefill
-time is learned from the steps so far.
+it soon misses all deadlines, as it spends each step on the request that is about to miss. So late requests come last. A
+request is judged when it would be the head of the queue: it is late if now + its prefill time is past its deadline. The
+prefill time is learned from the steps so far.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pointsman.core.state.status import RequestStatus
 
 _RESUMED, _ON_TIME, _LATE = 0, 1, 2
 _DECAY = 0.98
-"""Weight of a step with prompts relative to the next one: about the last fifty steps count."""
+"""Weight of a step with prompts relative to the next such step: about the last fifty steps count."""
 
 
 class EarliestTTFT(Policy):
@@ -71,17 +71,18 @@ class EarliestTTFT(Policy):
         self._begin()
 
     def guaranteed_steps(self, num_steps: int) -> int:
-        """0 if the head is on time, since it may be late in the next step."""
+        """0 if the head of the queue is on time, since it may be late in the next step; otherwise all `num_steps`."""
         ahead = self._ahead
         return num_steps if not len(ahead) or ahead.top[0] == _RESUMED else 0
 
     def deadline(self, request: Request) -> float:
-        """The deadline of the first token of a request, in seconds on the caller's clock."""
+        """The deadline for the first token of a request, in seconds on the caller's clock."""
         target = request.ttft_target
         return request.arrival_time + (self._default if target is None else target)
 
     def reason(self, request: Request) -> str:
-        """Why the request is not first, in words; "": others have earlier deadlines."""
+        """Why the request is not the head of the queue, in words; "": only because other requests have earlier
+        deadlines."""
         if request not in self or request._state.queue_entry[0] != _LATE:  # type: ignore[index]
             return ""
         target = self.deadline(request) - request.arrival_time
@@ -151,15 +152,15 @@ class EarliestTTFT(Policy):
         return self._late if entry[0] == _LATE else self._ahead
 
     def _next(self) -> FirstComeFirstServed:
-        """The heap whose first request is the head of the queue."""
+        """The heap (`_ahead` or `_late`) whose first request is the head of the queue."""
         ahead, late = self._ahead, self._late
         if not len(late) or (len(ahead) and ahead.top[0] == _RESUMED):
             return ahead
         return late if not len(ahead) or self._num_since_late >= self._every - 1 else ahead
 
     def _judge(self) -> None:
-        """Move late requests to `_late` until the head is on time. Done once in a step, and again after each admission
-        in it, so that calls between steps change nothing."""
+        """Move late requests from `_ahead` to `_late` until the head of `_ahead` is on time. Acts only once in a step,
+        and again after each admission, so that calls between steps change nothing."""
         assert self._view is not None
         now, ahead = self._view.now, self._ahead
         if now == self._judged_at:
@@ -176,7 +177,7 @@ class EarliestTTFT(Policy):
 
 
 class _Ahead(FirstComeFirstServed):
-    """Preempted requests, and requests that are on time."""
+    """The heap of preempted requests, which come first, and of requests that are on time."""
 
     def __init__(self, deadline: Callable[[Request], float]) -> None:
         super().__init__()
@@ -189,7 +190,7 @@ class _Ahead(FirstComeFirstServed):
 
 
 class _Late(_Ahead):
-    """Requests that are late."""
+    """The heap of late requests."""
 
     def key(self, request: Request) -> tuple[Any, ...]:
         return (_LATE, self._deadline(request), request.sequence_number)

@@ -1,18 +1,18 @@
-"""Encoder budget and encoder cache: the encoder inputs that a step computes, and the embeddings that stay cached.
+"""Encoder budget and encoder cache: limit the encoder inputs that a step computes, and the embeddings that stay cached.
 
 A row gets a placeholder token only if its embeddings are cached, or are computed in the same step. A step computes at
-most `encoder_budget` embeddings. A chunk is cut before the first input whose embeddings are unavailable. So an input is
-computed when a row reaches the first token that reads one of its embeddings, and not before.
+most `encoder_budget` embeddings. A chunk is cut before the first input whose embeddings are unavailable. So an encoder
+input is computed when a row reaches the first token that reads one of its embeddings, and not before.
 
-A row holds an entry from the step in which it reaches the input until the step after it has passed the input. It also
-releases the entry when the request loses its row, or when a step fails. Between steps a row therefore holds at most one
-entry, that of a partly computed input, and can finish this input without any other entry. So rows cannot deadlock.
-Entries that no row holds stay cached by their keys, and are evicted in the order in which they were last held; without
-`keep_embeddings` they are freed at once.
+An entry of the cache has the embeddings of one input. A row holds an entry from the step in which it reaches the input
+until the step after it has passed the input. The entry is also released when the request loses its row, or when a step
+fails. Between steps a row therefore holds at most one entry, that of a partly computed input, and can finish this input
+without any other entry. So rows cannot deadlock. Entries that no row holds stay cached by their keys, and are evicted
+in the order in which they were last held; without `keep_embeddings` they are freed immediately.
 
-The host executes outputs in order, so an entry that one step reads may be freed by the next while the first is still in
-flight. After a failed step every entry that a void step computed is removed, and entries that void outputs freed are
-reported as freed again.
+The host executes the outputs of steps in order. So an entry that one step reads may be freed by the output of the next
+step, even while the first step is in flight. After a failed step every entry that a void step computed is removed, and
+entries that void outputs freed are reported as freed again.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class EncoderCounts:
 
 
 class EncoderCache(Limit):
-    """The cached entries, and the limit on the encoder inputs that rows compute."""
+    """The cached embeddings, and the limit on the encoder inputs that rows compute in a step."""
 
     is_shared = True
 
@@ -60,31 +60,31 @@ class EncoderCache(Limit):
         self.longest_chunk = min(
             config.max_num_batched_tokens, config.prefill_threshold or config.max_num_batched_tokens
         )
-        """Maximum number of tokens of a request that has a step to itself."""
+        """Maximum number of tokens that a request computes in a step without other requests."""
         self._keeps = config.keep_embeddings
         self._budget = self._full_budget  # embeddings that this step may still compute
         self._step_id = -1
-        self._origin: dict[EncoderEntry, tuple[int, Request]] = {}  # the step and request of each entry
-        self._num_holds: dict[EncoderEntry, int] = {}  # by entry that rows hold
+        self._origin: dict[EncoderEntry, tuple[int, Request]] = {}  # step and request that computed each entry
+        self._num_holds: dict[EncoderEntry, int] = {}  # number of rows that hold each entry
         self._idle: dict[EncoderEntry, None] = {}  # entries that no row holds, least recently held first
         self._holds: dict[Request, list[EncoderInput]] = {}
         self._computed: list[tuple[Request, int]] = []
-        self._freed: dict[EncoderEntry, None] = {}  # not yet in an output
+        self._freed: dict[EncoderEntry, None] = {}  # freed entries that no output has reported yet
         self._now = 0.0
-        self._waiting: dict[Request, tuple[Deferral, float]] = {}  # rows that got no token, and since when
-        self._waited: dict[Request, tuple[Deferral, float]] = {}  # the same for the step before
+        self._waiting: dict[Request, tuple[Deferral, float]] = {}  # deferrals of rows without a token, with start times
+        self._waited: dict[Request, tuple[Deferral, float]] = {}  # `_waiting` of the previous step
         self.num_used = 0
-        """Cached embeddings."""
+        """Number of cached embeddings."""
         self.num_held = 0
-        """Cached embeddings that rows hold."""
+        """Number of cached embeddings that rows hold."""
         self.revision = 0
-        """Changes whenever the budget, the cached entries or the held entries change."""
+        """A counter that changes whenever the budget, the cached entries or the held entries change."""
         self.counts = EncoderCounts()
 
     # ------------------------------------------------------------------ the step
 
     def open(self, step_id: int, now: float) -> None:
-        """Begin a step: reset the budget, and release entries that rows have passed."""
+        """Begin a step: reset the encoder budget, and release the entries of inputs that rows have passed."""
         self._step_id, self._now = step_id, now
         self._waited, self._waiting = self._waiting, {}
         if self._budget < self._full_budget:
@@ -97,8 +97,8 @@ class EncoderCache(Limit):
             )
 
     def close(self) -> tuple[tuple[tuple[Request, int], ...], tuple[EncoderEntry, ...]]:
-        """End a step. Returns the inputs that it computes, as (request, index of the input), and the entries to free
-        before it."""
+        """End a step. Returns the encoder inputs that the step computes, as (request, index of the input), and the
+        entries to free before the step."""
         while self.num_used > self.size:
             entry = next(iter(self._idle))
             self._drop(entry)
@@ -108,8 +108,8 @@ class EncoderCache(Limit):
         return computed, freed
 
     def clip(self, batch: Batch, rows: Int64Array, want: Int64Array) -> None:
-        """Cut `want` of each row to the token budget, in order, and before its first unavailable input. The budget is
-        applied first, since tokens that it cuts off need no embeddings."""
+        """Cut `want` of each row to the token budget, in order, and before the first unavailable encoder input of the
+        row. The token budget is applied first, since tokens that it cuts off need no embeddings."""
         both = PREFILLING | ENCODER_INPUTS
         reaching = ((batch.flags[rows] & both) == both).nonzero()[0]
         if not len(reaching):
@@ -141,7 +141,7 @@ class EncoderCache(Limit):
         return tokens
 
     def commit(self, request: Request, start: int, num_tokens: int) -> None:
-        """Hold the entries that these tokens read."""
+        """Hold the entries that `num_tokens` tokens of the request from position `start` on read."""
         inputs = request._state.encoder_inputs
         if not inputs:
             return
@@ -154,11 +154,11 @@ class EncoderCache(Limit):
                 self._hold(request, index, item)
 
     def guaranteed_steps(self, num_steps: int) -> int:
-        """0: every step resets the budget, and releases embeddings that rows have passed."""
+        """0, as every step resets the encoder budget, and releases embeddings that rows have passed."""
         return 0
 
     def can_start_beside(self, request: Request, batch: Batch, rows: Int64Array, want: Int64Array) -> bool:
-        """Whether a request can compute at least one token even if these rows compute all tokens of `want`."""
+        """Whether a request can compute at least one token even if each of `rows` computes all its tokens of `want`."""
         plan = _Plan(self)
         requests = {int(row): member for row, member in zip(batch.members.rows, batch.members.requests, strict=True)}
         for row, tokens in zip(rows.tolist(), want.tolist(), strict=True):
@@ -176,7 +176,8 @@ class EncoderCache(Limit):
             self._release_inputs(request, [])
 
     def void(self, first_step: int, freed: list[EncoderEntry]) -> None:
-        """Undo this step and all after it. `freed` has the entries that their outputs freed."""
+        """Undo the step `first_step` and all later steps, which are void. `freed` has the entries that the outputs of
+        these steps freed."""
         self._waiting.clear()
         for request in list(self._holds):
             self._release_inputs(request, [])
@@ -185,12 +186,13 @@ class EncoderCache(Limit):
         self._freed = dict.fromkeys([*freed, *self._freed])
 
     def retract(self, request: Request, first_step: int) -> None:
-        """Remove the entries computed for one row in this step and since: the row failed alone."""
+        """Remove the entries that were computed for one request in the step `first_step` or later, as its row failed
+        alone."""
         doubtful = {entry for entry, (step, origin) in self._origin.items() if origin is request and step >= first_step}
         self._remove(doubtful)
 
     def reset(self) -> None:
-        """Remove every entry."""
+        """Remove every entry from the cache."""
         self._remove(set(self._origin))
 
     def _remove(self, entries: set[EncoderEntry]) -> None:
@@ -207,11 +209,12 @@ class EncoderCache(Limit):
 
     @property
     def budget(self) -> int:
-        """Embeddings that this step may still compute."""
+        """Number of embeddings that this step may still compute."""
         return self._budget
 
     def deferral(self, request: Request) -> tuple[Deferral, float] | None:
-        """The deferral of a running request whose next input is unavailable, and since when it waits."""
+        """The deferral of a running request whose next encoder input is unavailable, and the time since which it
+        waits."""
         return self._waiting.get(request)
 
     def holders(self) -> list[Request]:
@@ -219,7 +222,7 @@ class EncoderCache(Limit):
         return list(self._holds)
 
     def holds(self, request: Request) -> list[EncoderInput]:
-        """The inputs whose entries a request holds."""
+        """The encoder inputs whose entries a request holds."""
         return list(self._holds.get(request, ()))
 
     def entries(self) -> list[EncoderEntry]:
@@ -250,13 +253,13 @@ class EncoderCache(Limit):
         self._num_holds[entry] = num_holds + 1
         self._holds.setdefault(request, []).append(item)
 
-    def _release_inputs(self, request: Request, stays: list[EncoderInput]) -> None:
+    def _release_inputs(self, request: Request, kept: list[EncoderInput]) -> None:
         held = self._holds.pop(request)
         self.revision += 1
-        if stays:
-            self._holds[request] = stays
+        if kept:
+            self._holds[request] = kept
         for item in held:
-            if item in stays:
+            if item in kept:
                 continue
             entry = item.entry
             left = self._num_holds.pop(entry) - 1
@@ -281,17 +284,18 @@ def _serial(request: Request) -> int:
 
 
 class _Plan:
-    """Counts, row after row, the budget and the free cache space that a step would use."""
+    """Counts, row after row, the encoder budget and the cache space that a step would use."""
 
     def __init__(self, cache: EncoderCache) -> None:
         self._splits, self._longest_chunk = cache.splits, cache.longest_chunk
         self._held, self._cached = cache._num_holds, cache._origin
-        self._taken: set[tuple[str, int]] = set()  # entries as plain tuples, which are equal and faster
+        self._taken: set[tuple[str, int]] = set()  # entries as plain tuples: equal to `EncoderEntry`, and faster
         self.budget = cache.budget
         self.available = cache.size - cache.num_held
 
     def reach(self, request: Request, start: int, want: int) -> tuple[int, Deferral | None]:
-        """How many of `want` tokens from `start` on the row can compute, and why not the remaining tokens."""
+        """How many of `want` tokens from position `start` on the request can compute, and the deferral of the remaining
+        tokens; None: there is no obstacle."""
         end = start + want
         for item in request._state.encoder_inputs:
             key, first, length, size, mask = item

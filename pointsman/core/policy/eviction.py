@@ -1,10 +1,10 @@
 """Eviction policies: choose the cached blocks that are evicted last.
 
 Blocks that no request holds keep their content until they are needed. By default the least recently used block is
-evicted first. When a request finishes, the policy chooses which of its blocks are retained. Retained blocks are evicted
-only where nothing else is free. When their time is over, they count as used at that moment. `kv/retained.py` keeps
-them, and has the bounds that hold for every policy. Retained blocks are free blocks: they affect admission only through
-cache hits.
+evicted first. When a request finishes, the eviction policy chooses which blocks of the request are retained. Retained
+blocks are evicted only where no other block is free. When the retention of a block expires, the block counts as used at
+that moment. `kv/retained.py` keeps the retained blocks, and has the bounds that hold for every policy. Retained blocks
+are free blocks: they affect admission only through cache hits.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class EvictionPolicy(Policy):
-    """Base of the built-in policies. They are called when a request starts, and when it finishes."""
+    """Base class of the built-in eviction policies, which are called when a request starts, and when it finishes."""
 
     kind = "eviction"
     share = 0.0
     per_tenant = False
 
     def started(self, request: Request, labels: Int64Array) -> None:
-        """The base learns nothing from an admission."""
+        """See `Eviction.started`. This base class learns nothing from an admission."""
 
     def retained(self, request: Request, num_blocks: int, now: float) -> tuple[int, float, int]:
         return 0, now, 0
@@ -47,11 +47,12 @@ class Retention(EvictionPolicy):
 
     Use it where the caller knows that a prefix comes again soon, such as that of an agent between two tool calls.
 
-    Bound: at most B blocks are retained, `share` of the usable ones. S of them, at most B // 2, are shared: several
+    Bound: at most B blocks are retained, `share` of the usable ones. S of these, at most B // 2, are shared: several
     tenants asked for them, and they count for no tenant. A request that would exceed B // 2 shared blocks retains only
-    the blocks before. Each of n tenants with unshared retained blocks has at most max(1, (B - S) // n) of these, so
-    each tenant can retain at least B / 2n blocks, whatever other tenants do. The excess blocks of a tenant count as
-    used now, the earliest expiry first; if n is above B - S, the earliest expiry of all tenants goes first.
+    its blocks before the excess. Each of n tenants with unshared retained blocks has at most max(1, (B - S) // n) of
+    these, so each tenant can retain at least B / 2n blocks, whatever other tenants do. The excess blocks of a tenant
+    lose their retention and count as used now, the earliest expiry first; if n is above B - S, the earliest expiry of
+    all tenants comes first.
     """
 
     name = "retention"
@@ -76,14 +77,14 @@ class Reuse(EvictionPolicy):
 
     A segmented LRU (Karedla, Love, Wherry, "Caching strategies to improve disk system performance", Computer 27, 1994):
     a block with a cache hit is retained, without an expiry. If more than `share` of the pool is retained, the least
-    recently used of these blocks count as used now.
+    recently used of the retained blocks count as used now.
 
     A new prompt has no history, so the policy learns which classes of requests are worth keeping, as LHD does by
     application (Beckmann, Chen, Cidon, "LHD: improving cache hit rate by maximizing hit density", NSDI 2018). The
-    classes are output lengths, by powers of two: tool calls and questions about a document differ in them from the last
-    request of a conversation. All blocks of a finished request are retained if blocks of its class were reused at least
-    `threshold` times as often as the blocks of all requests. The history covers about 8 pools of blocks. Without any
-    cache hit nothing is learned, and the policy equals "lru".
+    classes are output lengths, by powers of two: tool calls and questions about a document differ in output length from
+    the last request of a conversation. All blocks of a finished request are retained if blocks of its class were reused
+    at least `threshold` times as often as the blocks of all requests. The history covers about 8 times as many blocks
+    as the pool has. Without any cache hit nothing is learned, and the policy equals "lru".
 
     Bound: at most `share` of the usable blocks are retained, whatever was learned.
     """

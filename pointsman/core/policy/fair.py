@@ -1,18 +1,18 @@
 """The order "fair": the tenant that has been served least is next.
 
-It is the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024).
+This is the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024).
 
     counter of a tenant   served tokens: input_weight for each prompt token, output_weight for each output token,
                           divided by the weight of the tenant
     next                  the waiting tenant with the lowest counter; within a tenant first come, first served
     lifted                a tenant that begins to wait gets at least the lowest counter of the waiting tenants (if no
-                          tenant waits: the counter of the last tenant that left the queue), so that it saves up nothing
+                          tenant waits: the counter of the last tenant that left the queue), so that it saves no credit
 
-A prompt counts when it is admitted, without its cached tokens, which cost nothing. Output tokens count as they are
-generated. Recompute after a preemption does not count, as the tenant did not cause it. An admission that a failed step
-undoes does not count.
+A prompt counts when its request is admitted, without its cached tokens, which cost nothing. Output tokens count when
+they are generated. Recompute after a preemption does not count, as the tenant did not cause it. An admission that a
+failed step undoes does not count.
 
-Counters are integers (`UNIT` for a token), so they do not depend on when they are updated. They are updated from the
+Counters are integers (`UNIT` for a token), so the time of an update does not change them. They are updated from the
 columns of the batch when a decision needs them, and when a request leaves its row.
 """
 
@@ -36,48 +36,49 @@ from pointsman.core.state.request import Request
 Int64Array = npt.NDArray[np.int64]
 
 UNIT = 1_000_000
-"""Units of a counter for a token of weight 1."""
+"""Increase of a counter by a token of weight 1."""
 _INITIAL = 64
 _MIN_KEPT = 64
-"""Idle tenants and stale heap entries are removed when they may outnumber the others, but not below this number."""
+"""Minimum number of tenants, or of heap entries, from which idle tenants and stale entries are removed. They are
+removed when they may outnumber the others."""
 
 
 class _Tenant:
-    """One tenant's counter and queue."""
+    """A tenant: its counter, its queue, and its numbers of requests."""
 
     __slots__ = ("base", "entry", "input_cost", "name", "num_requests", "num_running", "number", "output_cost", "queue")
 
     def __init__(self, name: str, number: int, input_cost: int, output_cost: int) -> None:
         self.name = name
         self.number = number
-        """Its index in `Fair._outputs`."""
+        """Index of the tenant in `Fair._outputs`."""
         self.base = 0
-        """Its counter without the output tokens in `Fair._outputs`."""
+        """Counter of the tenant without the output tokens in `Fair._outputs`."""
         self.input_cost, self.output_cost = input_cost, output_cost
         self.num_running = 0
-        self.num_requests = 0  # admitted and not finished
+        self.num_requests = 0  # number of requests that are admitted and not finished
         self.queue = FirstComeFirstServed()
-        self.entry: _Entry | None = None  # while the queue is not empty
+        self.entry: _Entry | None = None  # None while the queue is empty
 
     def serve(self, cost: int) -> None:
-        """Add a cost to the counter; a negative one corrects it."""
+        """Add a cost to the counter; a negative cost corrects it."""
         self.base += cost
 
     def runs(self, change: int) -> None:
-        """Change the number of running requests."""
+        """Add `change` to the number of running requests."""
         self.num_running += change
 
     def admitted(self, change: int) -> None:
-        """Change the number of admitted requests that have not finished."""
+        """Add `change` to the number of admitted requests that have not finished."""
         self.num_requests += change
 
     def wait_at(self, entry: _Entry | None) -> None:
-        """Set its entry in the heap of waiting tenants; None: none of its requests waits."""
+        """Set the tenant's entry in the heap of waiting tenants; None: no request of the tenant waits."""
         self.entry = entry
 
 
 class _Entry:
-    """An entry of the heap of waiting tenants. Its key is a past value of the tenant's counter, which only grows."""
+    """An entry of the heap of waiting tenants. The key is a past value of the tenant's counter, which only grows."""
 
     __slots__ = ("counter", "since", "tenant")
 
@@ -87,7 +88,7 @@ class _Entry:
         self.since = since
 
     def rise(self, counter: int) -> None:
-        """Update the key."""
+        """Raise the key to `counter`."""
         self.counter = counter
 
     def __lt__(self, other: _Entry) -> bool:
@@ -97,7 +98,7 @@ class _Entry:
 
 
 class _Run:
-    """How far the tokens of an admitted request were counted."""
+    """An admitted request: how many of its tokens were counted for its tenant."""
 
     __slots__ = ("charge", "counted", "num_prompt", "row", "tenant")
 
@@ -105,26 +106,26 @@ class _Run:
         self.tenant = tenant
         self.row: int | None = None
         self.counted = 0
-        """Known tokens that were counted or cached, valid while the request has no row."""
+        """Number of known tokens that were counted or cached; valid while the request has no row."""
         self.num_prompt = 0
         self.charge = 0
-        """The cost of its last admission."""
+        """The cost of the request's last admission."""
 
     def start(self, row: int, num_prompt: int, charge: int) -> None:
-        """Count an admission."""
+        """Count the admission of the request: add `charge` to the counter of the tenant."""
         self.row, self.num_prompt, self.charge = row, num_prompt, charge
         self.tenant.serve(charge)
         self.tenant.runs(1)
 
     def leave(self, num_known: int, num_counted: int) -> None:
-        """Count its known tokens beyond `num_counted` when it loses its row."""
+        """Count the request's known tokens beyond `num_counted`, as it loses its row."""
         self.counted = num_known
         self.tenant.serve((num_known - num_counted) * self.tenant.output_cost)
         self.tenant.runs(-1)
         self.row = None
 
     def take_back(self) -> None:
-        """Undo the count of its last admission."""
+        """Undo the count of the request's last admission."""
         self.tenant.serve(-self.charge)
         self.tenant.runs(-1)
         self.row, self.num_prompt = None, 0
@@ -138,7 +139,7 @@ class Fair(Policy):
     preempted request is the first of its tenant. A tenant gets no credit for idle time.
 
     Use it where tenants share a server that is at times full: a tenant that floods the server delays mostly itself.
-    With one tenant it equals "fcfs". It is only as reliable as the assignment of requests to tenants.
+    With one tenant this order equals "fcfs". It is only as reliable as the assignment of requests to tenants.
 
     Bound (from the paper, for tenants whose queue is never empty and whose requests are never skipped): the served
     tokens of two tenants differ by at most 2 max(input_weight L, output_weight M), divided by the lower of their
@@ -167,16 +168,16 @@ class Fair(Policy):
         self._tenants: dict[str, _Tenant] = {}
         self._free_numbers: list[int] = []
         self._outputs: Int64Array = np.zeros(_INITIAL, dtype=np.int64)  # output tokens of each tenant, by number
-        self._heap: list[_Entry] = []  # entries of waiting tenants, and stale ones
+        self._heap: list[_Entry] = []  # entries of waiting tenants, and stale entries
         self._num_waiting_tenants = 0
         self._num_entered = 0
         self._length = 0
         self._last: _Tenant | None = None  # the tenant that left the queue last
         self._num_kept = _MIN_KEPT
-        self._num_steps = 0  # in flight
+        self._num_steps = 0  # number of steps in flight
         self._entered: dict[_Tenant, int] = {}  # tenants that began to wait while a step was in flight, with their lift
         self._runs: dict[Request, _Run] = {}
-        # By row: known tokens that were counted or cached, and the number of the tenant.
+        # By row: number of known tokens that were counted or cached, and the number of the tenant.
         self._counted: Int64Array = np.zeros(_INITIAL, dtype=np.int64)
         self._owner: Int64Array = np.zeros(_INITIAL, dtype=np.int64)
         self._rows: Int64Array | None = None  # rows of the columns below
@@ -187,7 +188,7 @@ class Fair(Policy):
         self._begin()
 
     def guaranteed_steps(self, num_steps: int) -> int:
-        """The number of steps in which the first tenant stays first, even if only its own counter grows."""
+        """The number of steps in which the next tenant stays the next one, even if only its own counter grows."""
         if self._num_waiting_tenants <= 1:
             return num_steps
         first = self._first()
@@ -200,18 +201,19 @@ class Fair(Policy):
         return min(num_steps, 1 + max(0, second.counter - first.counter - 1) // growth)
 
     def served(self, tenant: str) -> float:
-        """The counter of a tenant, in tokens of weight 1; 0 for an unknown or forgotten tenant."""
+        """The counter of a tenant, in tokens of weight 1; 0 for an unknown or removed tenant."""
         self._count_outputs()
         known = self._tenants.get(tenant)
         return 0.0 if known is None else self._counter(known) / UNIT
 
     def reason(self, request: Request) -> str:
-        """Why the request is not first, in words; "": others of its tenant came before."""
+        """Why the request is not the head of the queue, in words; "": only because other requests of its tenant are
+        before it."""
         tenant, first = self._tenants[request.tenant], self._first().tenant
         more = (self._counter(tenant) - self._counter(first)) // UNIT
         if tenant is first or more < 1:
             return ""
-        return f"{_named(tenant)} has had {more:,} tokens more than {_named(first)}"
+        return f"{_tenant_in_words(tenant)} has had {more:,} tokens more than {_tenant_in_words(first)}"
 
     # ------------------------------------------------------------------ the queue
 
@@ -255,8 +257,8 @@ class Fair(Policy):
         self._left_queue(tenant)
 
     def position(self, request: Request) -> int:
-        """The number of requests before it at the present counters: those of tenants served less, and earlier ones of
-        its tenant."""
+        """The number of requests before `request` with the present counters: all queued requests of tenants served
+        less, and earlier requests of the same tenant."""
         self._count_outputs()
         own = self._tenants[request.tenant]
         entry = own.entry
@@ -275,7 +277,7 @@ class Fair(Policy):
         self._length += 1
 
     def _left_queue(self, tenant: _Tenant) -> None:
-        """Update the counts after a request has left the queue of a tenant."""
+        """Update the queue lengths after a request has left the queue of a tenant."""
         self._length -= 1
         if not len(tenant.queue):
             tenant.wait_at(None)
@@ -291,13 +293,14 @@ class Fair(Policy):
         heapq.heappush(self._heap, entry)
 
     def _first(self) -> _Entry:
-        """The entry of the next tenant, after an update of the counters. At least one tenant waits."""
+        """The heap entry of the next tenant, after an update of the counters. At least one tenant must wait."""
         if self._num_waiting_tenants > 1:
             self._count_outputs()
         return self._valid_top()
 
     def _valid_top(self) -> _Entry:
-        """The valid entry with the lowest counter. Counters only grow, so an up-to-date top is the lowest."""
+        """The valid heap entry with the lowest counter. Counters only grow, so a heap top with an up-to-date key is the
+        lowest."""
         heap = self._heap
         while True:
             entry = heap[0]
@@ -316,7 +319,7 @@ class Fair(Policy):
         return tenant.base + int(self._outputs[tenant.number]) * tenant.output_cost
 
     def _count_outputs(self) -> None:
-        """Count the output tokens of all running requests since the last count."""
+        """Count the output tokens that running requests generated since the last call."""
         view = self._view
         if view is None or not len(rows := view.rows):
             return
@@ -332,7 +335,7 @@ class Fair(Policy):
             self._outputs += sums.astype(np.int64)
 
     def _store(self) -> None:
-        """Write the counted tokens back to `_counted`, before another request gets one of these rows."""
+        """Write the counted tokens back to `_counted`, before another request gets one of the rows."""
         if self._rows is not None:
             self._counted[self._rows] = self._known
             self._rows = None
@@ -346,7 +349,7 @@ class Fair(Policy):
             run.tenant.admitted(1)
         tenant, row, known = run.tenant, request.row, request.num_tokens
         assert row is not None
-        if request.num_prompt_tokens == run.num_prompt:  # samples that arrived while it had no row
+        if request.num_prompt_tokens == run.num_prompt:  # new tokens are samples that arrived without a row
             charge = (known - run.counted) * tenant.output_cost
         else:
             charge = max(0, known - max(run.counted, event.num_cached_tokens)) * tenant.input_cost
@@ -372,7 +375,8 @@ class Fair(Policy):
         self._num_steps += 1
 
     def on_update(self, output: SchedulerOutput, update: StepUpdate, now: float) -> None:
-        """Lift tenants that began to wait during the step again, now that its outputs count."""
+        """Lift tenants that began to wait during the step once more, now that the output tokens of the step are
+        counted."""
         self._num_steps -= 1
         if self._entered:
             entered, self._entered = self._entered, {}
@@ -390,7 +394,7 @@ class Fair(Policy):
         self._num_steps -= num_steps
 
     def on_steps(self, run: StepRun) -> None:
-        """Nothing to do: none of these steps is in flight."""
+        """Does nothing: `on_step` did not count these steps as in flight."""
 
     def _leave_row(self, request: Request) -> None:
         """Count the tokens of a request that loses its row."""
@@ -401,14 +405,14 @@ class Fair(Policy):
         run.leave(request.num_tokens, int(self._counted[run.row]))
 
     def _take_back(self, request: Request, run: _Run) -> None:
-        """Undo the admission of a request."""
+        """Take back the counts of an admission that a failed step undoes."""
         self._store()
         tenant = run.tenant
         run.take_back()
         if run.counted == 0:  # its first admission
             del self._runs[request]
             tenant.admitted(-1)
-        if tenant.entry is not None:  # the counter has fallen: the entry's key is too high
+        if tenant.entry is not None:  # the counter has decreased: the entry's key is too high
             self._enter(tenant, tenant.entry.since)
 
     # ------------------------------------------------------------------ tenants
@@ -423,7 +427,8 @@ class Fair(Policy):
         return tenant
 
     def _lift(self, tenant: _Tenant) -> int:
-        """Raise the counter of a tenant that begins to wait to the lowest of those waiting. Returns the difference."""
+        """Raise the counter of a tenant that begins to wait to the lowest counter of waiting tenants. Returns the
+        increase."""
         self._count_outputs()
         level = 0
         if self._num_waiting_tenants:
@@ -437,7 +442,8 @@ class Fair(Policy):
         return lifted
 
     def _forget(self, level: int, kept: _Tenant) -> None:
-        """Remove idle tenants below `level`: they would be lifted anyway, as the level only rises."""
+        """Remove idle tenants except `kept` with counters up to `level`: they would be lifted anyway, as the level only
+        rises."""
         for tenant in list(self._tenants.values()):
             is_idle = tenant.entry is None and not tenant.num_requests and tenant is not self._last
             if is_idle and tenant is not kept and self._counter(tenant) <= level:
@@ -448,7 +454,7 @@ class Fair(Policy):
 
 
 def read_weights(text: str) -> dict[str, float]:
-    """Parse the weights of tenants, `NAME/WEIGHT+NAME/WEIGHT`; the last "/" of each part separates.
+    """Parse the weights of tenants, `NAME/WEIGHT+NAME/WEIGHT`; the last "/" of each part separates name and weight.
 
     Raises:
         ConfigError: the syntax is wrong, a tenant is named twice, or a weight is not between 0.001 and 1000.
@@ -470,5 +476,5 @@ def read_weights(text: str) -> dict[str, float]:
     return weights
 
 
-def _named(tenant: _Tenant) -> str:
+def _tenant_in_words(tenant: _Tenant) -> str:
     return f"tenant {tenant.name}" if tenant.name else "the tenant without a name"

@@ -1,7 +1,7 @@
 """First come, first served: the default order, and the heap that other orders use.
 
 Adding, taking and removing a request cost O(log n), reading the head O(1): removal is lazy. The first requests are in a
-sorted list, so that they can be read without being taken. All others come after them, and are in a heap.
+sorted list, so that they can be read without being removed. All later requests are in a heap.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pointsman.core.state.request import Request
 from pointsman.core.state.status import RequestStatus
 
 MAX_SORTED = 256
-"""Maximum length of the sorted list, which bounds the cost of an insertion."""
+"""Maximum length of the sorted list of first requests; it bounds the cost of an insertion."""
 
 
 class FirstComeFirstServed(Policy):
@@ -33,17 +33,17 @@ class FirstComeFirstServed(Policy):
     """Whether a request has the same key after `pop` and `put_back`."""
 
     def __init__(self) -> None:
-        self._sorted: list[list[Any]] = []  # no key is greater than one in the heap
+        self._sorted: list[list[Any]] = []  # entries not greater than any in the heap
         self._heap: list[list[Any]] = []
         self._length = 0
         self._num_pushes = 0
 
     def guaranteed_steps(self, num_steps: int) -> int:
-        """Keys do not change while a request waits."""
+        """All `num_steps`, as the key of a request does not change while it waits."""
         return num_steps
 
     def reason(self, request: Request) -> str:
-        """Why the request is not first, in words; "": it came later."""
+        """Why the request is not the head of the queue, in words; "": only because it arrived later."""
         return ""
 
     def __len__(self) -> int:
@@ -57,7 +57,7 @@ class FirstComeFirstServed(Policy):
         return (entry[-1] for entry in chain(self._sorted, self._heap) if entry[-1] is not None)
 
     def urgency(self, request: Request) -> int:
-        """The class of a request; smaller is more urgent."""
+        """The urgency class of a request; a smaller number is more urgent."""
         return 0
 
     def key(self, request: Request) -> tuple[Any, ...]:
@@ -92,7 +92,7 @@ class FirstComeFirstServed(Policy):
 
     @property
     def top(self) -> list[Any]:
-        """The key of the head, the number of its push, and the head. The queue is not empty."""
+        """The entry of the head: its key, the number of its push, and the request. The queue must not be empty."""
         first = self._sorted
         while not first or first[0][-1] is None:
             if first:
@@ -102,12 +102,12 @@ class FirstComeFirstServed(Policy):
         return first[0]
 
     def first(self, count: int) -> list[Request]:
-        """The first requests, in order; at most `count`."""
+        """The first requests of the queue, at most `count`, in order."""
         first, heap = self._sorted, self._heap
         found: list[Request | None] = [entry[-1] for entry in first[:count]]
         if len(found) < count or None in found:
             first[:] = [entry for entry in first if entry[-1] is not None]
-            while len(first) < 2 * count and heap:  # the next calls find them sorted
+            while len(first) < 2 * count and heap:  # more than asked for, so that the next calls need no heap
                 entry = heapq.heappop(heap)
                 if entry[-1] is not None:
                     first.append(entry)

@@ -5,7 +5,7 @@ The gates are the token budget (`budget.py`), the limits (`limits.py`), the embe
 blocks that must stay free (`reserve.py`). `step/admission.py` calls them in a fixed order. The first deferral gives the
 reported reason, and says whether the request blocks the queue.
 
-A `Limit` also applies to running rows, to all of them at once, on columns.
+A `Limit` also applies to running rows: one call on columns handles all of them.
 """
 
 from __future__ import annotations
@@ -23,33 +23,34 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class Gate:
-    """One condition of an admission. The base admits everything and has no state."""
+    """One condition of an admission. This base class admits every request and has no state."""
 
     revision = 0
-    """Changes whenever `check` may return another result for the same request, tokens and free blocks. The verdict on a
-    blocked head is kept until a revision changes."""
+    """A number that changes whenever `check` may return another result for the same request, tokens and free blocks.
+    The deferral of the head of the queue is kept until the revision of a gate changes."""
 
     def open_step(self, num_requests: int) -> None:
-        """A step begins, with `num_requests` requests queued or running; the step does not change the number."""
+        """Called when a step begins; `num_requests` requests are queued or running, throughout the step."""
 
     def open_queue(self) -> None:
-        """The step begins to check the queue, from its head on and in order."""
+        """Called when the step begins to check the queue, in order from its head on."""
 
     def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
         """How many of `want` tokens from position `start` on the request may compute in this step (at least 1 if `want`
-        is at least 1), or its deferral. Changes of state last for the step only."""
+        is at least 1), or its deferral. If the call changes the state of the gate, the change lasts for the step
+        only."""
         return want
 
     def commit(self, request: Request, start: int, num_tokens: int) -> None:
-        """The request computes these known tokens: it was admitted, or it runs and its prefill is partial. At most as
-        many tokens as `check` or `clip` allowed."""
+        """Called when the step includes `num_tokens` known tokens of the request from position `start` on, at most as
+        many as `check` or `clip` allowed. The request was just admitted, or runs with a partial prefill."""
 
     def release(self, request: Request) -> None:
         """Called when the request has lost its row."""
 
     def guaranteed_steps(self, num_steps: int) -> int:
-        """For how many of the next `num_steps` steps a deferral of this gate stays a deferral. In these steps every
-        running request decodes one token, and nothing else happens."""
+        """Number of the next `num_steps` steps in which this gate still defers a request that it defers now. In these
+        steps every running request decodes one token, and nothing else happens."""
         return num_steps
 
 
@@ -58,18 +59,18 @@ class Limit(Gate, Policy):
 
     kind = "limit"
     limits_decode = False
-    """Whether it can lower the tokens of rows that all decode a single token."""
+    """Whether the limit can lower the tokens of rows that all decode a single token."""
     limits_drafts = False
-    """Whether it can lower the tokens of decoding rows that verify drafts."""
+    """Whether the limit can lower the tokens of decoding rows that verify drafts."""
     is_shared = False
-    """Whether rows share the limit: tokens of one row lower those of others."""
+    """Whether rows share the limit, so that tokens of one row lower the limit of other rows."""
     only_cuts = False
-    """Whether `check` only lowers the number of tokens: it never defers, and changes no state."""
+    """Whether `check` only lowers the number of tokens, never defers, and changes no state."""
 
     def lacks_step_time(self, request: Request, num_running: int, num_tokens: int) -> bool:
-        """Whether steps would take too long if the request started beside `num_running` others with `num_tokens` known
-        tokens. Then no running request is preempted for it."""
+        """Whether steps would take too long if the request started beside `num_running` running requests with
+        `num_tokens` known tokens together. Then no running request is preempted for this request."""
         return False
 
     def clip(self, batch: Batch, rows: Int64Array, want: Int64Array) -> None:
-        """Lower `want` ([rows] int64) in place."""
+        """Lower `want` ([rows] int64), the number of tokens that each row may compute in this step, in place."""

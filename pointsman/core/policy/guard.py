@@ -2,14 +2,16 @@
 
 If such a policy raises or breaks its contract, the step fails with the name of the policy, and no request is lost.
 Policies of other packages are wrapped when a scheduler is built; built-in policies are called directly. The guard of an
-order keeps its own list of queued requests. So it finds at once if an order forgets a request, or returns one twice.
+order keeps its own list of queued requests. So it detects immediately that an order forgets a request, or returns a
+request twice.
 
 After `max_policy_failures` failed steps a policy is replaced by the default of its kind. The count starts again after
-`SOUND_STEPS` steps without a failure. A policy that cannot be constructed or attached is replaced at the start. All of
-this depends on the calls alone. A recording has the failed steps, and its header has the policies that were replaced
-before it began, so it replays.
+`SOUND_STEPS` steps without a failure. A policy that cannot be constructed or attached is replaced at the start.
+Replacements depend on the calls of the scheduler alone. A recording has the failed steps, and its header has the
+policies that were replaced before it began, so it can be replayed.
 
-The guard logs one line for each failed step, with the traceback for the first failure of a policy, and the replacement.
+The guard logs one line for each failed step, with the traceback for the first failure of a policy, and one line for the
+replacement.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from pointsman.core.state.request import Request
 
 Int64Array = npt.NDArray[np.int64]
 SOUND_STEPS = 100
-"""After this number of steps without a failure, earlier failures of a policy no longer count."""
+"""Number of steps without a failure after which earlier failures of a policy no longer count."""
 
 
 class Replaced(NamedTuple):
@@ -46,33 +48,33 @@ class Replaced(NamedTuple):
 
     kind: str
     policy: str
-    """Its name with parameters, as configured."""
+    """The name of the failed policy with parameters, as configured."""
     by: str
-    """The name of the default; "" for a reserve or a limit, which have none."""
+    """The name of the default policy; "" for a reserve or a limit, whose default does nothing."""
     error: str
-    """Its last error."""
+    """The last error of the failed policy."""
 
 
 def guarded(kind: str, policy: Any) -> Any:
-    """The policy with a guard, which checks every result; a built-in policy itself."""
+    """The policy within a guard, which checks every result; a built-in policy is returned without a guard."""
     if is_own(type(policy)):
         return policy
     return _GUARDS[kind](policy)
 
 
 def is_own(policy: type) -> bool:
-    """Whether a class of policies is built in, and needs no guard."""
+    """Whether a policy class is built in, so that its objects need no guard."""
     return policy.__module__.startswith("pointsman.core.policy.")
 
 
 def in_place_of(kind: str, policy: Any, spec: str, error: str, cause: Exception | None = None) -> Any:
-    """A guard with the default, for a policy that is replaced at the start.
+    """A guard with the default policy, for a policy that is replaced at the start.
 
     Args:
-        policy: the class of the policy, or the object.
-        spec: its name with parameters.
+        policy: the class of the replaced policy, or the object.
+        spec: the name of the replaced policy with parameters.
         error: the error in words.
-        cause: the exception, to be logged; None: nothing is to be logged.
+        cause: the exception to be logged; None: nothing is to be logged.
     """
     guard: Guard = _GUARDS[kind](_STARTING_DEFAULTS[kind](policy))
     guard.name, guard.version, guard.spec = policy.name, getattr(policy, "version", 1), spec
@@ -81,17 +83,17 @@ def in_place_of(kind: str, policy: Any, spec: str, error: str, cause: Exception 
 
 
 def head_of(queue: Order) -> Request:
-    """The head of a queue that is not empty, read without a change of state, for observers."""
+    """The head of a queue that is not empty. Observers read it without changing the state of the queue."""
     return queue.glance() if isinstance(queue, GuardedOrder) else queue.peek()
 
 
 def replaced_among(policies: Iterable[Any]) -> tuple[Replaced, ...]:
-    """The replaced policies among those of a scheduler."""
+    """The replaced policies among the `policies` of a scheduler."""
     return tuple(each.replaced for each in policies if isinstance(each, Guard) and each.replaced is not None)
 
 
 class Guard:
-    """Base of the guards: the name, the version and the optional methods of the guarded policy."""
+    """Base class of the guards. A guard has the name, the version and the optional methods of its policy."""
 
     kind: ClassVar[str] = ""
 
@@ -102,17 +104,17 @@ class Guard:
         self.spec = spec_of(policy)
         """The name of the policy with parameters."""
         self.replaced: Replaced | None = None
-        """None: the policy was not replaced."""
+        """The failed policy, if it was replaced by the default; None: it was not replaced."""
         self._error: PolicyError | None = None  # raised at the next call of the policy in a step
         self._changes = itertools.count(1)
         self._view: View | None = None
         self._failure: PolicyError | None = None  # the failure of this step
-        self._num_failures = self._num_sound = 0  # failed steps that count; steps since the last one
+        self._num_failures = self._num_sound = 0  # failed steps that count; steps since the last failed step
         self._has_logged = False  # whether a traceback was logged
-        self._cause: Exception | None = None  # of a replacement at the start, to be logged
+        self._cause: Exception | None = None  # cause of a replacement at the start, to be logged
 
     def attach(self, view: View) -> None:
-        """Give the policy its view. If that fails, it is replaced."""
+        """Attach the policy to the view of its scheduler. If that fails, the policy is replaced."""
         self._view = view
         if hasattr(self.policy, "attach"):
             try:
@@ -121,12 +123,13 @@ class Guard:
                 self.replace_at_start(raised("attach", error), error)
 
     def replace_at_start(self, error: str, cause: Exception | None) -> None:
-        """Replace the policy before it decides anything. `log_start` logs this, with the traceback of the cause."""
+        """Replace the policy before it decides anything. `log_start` logs the replacement, with the traceback of the
+        cause."""
         self._cause = cause
         self._replace(error)
 
     def log_start(self) -> None:
-        """Log that the policy was replaced at the start, if it was."""
+        """Log that the policy was replaced at the start, if it was replaced."""
         cause, self._cause = self._cause, None
         if cause is not None and self.replaced is not None:
             _log(
@@ -137,7 +140,7 @@ class Guard:
             )
 
     def step_succeeded(self) -> None:
-        """Called when a step is decided."""
+        """Called when a step was decided without an error."""
         self._failure = None
         if self._num_failures:
             self._num_sound += 1
@@ -145,7 +148,8 @@ class Guard:
                 self._num_failures = 0
 
     def step_failed(self, max_failures: int) -> bool:
-        """Called when a step failed: whether this policy failed in it. After `max_failures` it is replaced."""
+        """Called when a step failed. Returns whether this policy failed in the step. After `max_failures` failed steps
+        the policy is replaced."""
         failure, self._failure = self._failure, None
         if failure is None:
             return False
@@ -169,7 +173,7 @@ class Guard:
         return self._error is None
 
     def forget_failure(self) -> None:
-        """Forget a failure outside a step, in a call that is made again in the step."""
+        """Forget a failure of a call outside a step, since the step repeats the call."""
         self._failure = None
 
     def _described(self) -> str:
@@ -179,7 +183,7 @@ class Guard:
         return f"{self.policy.name or f'no {self.kind}'} decides in its place from now on"
 
     def _default(self) -> Any:
-        """The default of its kind, which can start from any state."""
+        """The default policy of this kind, which can start from any state of the scheduler."""
         raise NotImplementedError
 
     def _replace(self, error: str) -> None:
@@ -191,58 +195,62 @@ class Guard:
         self.policy = default
 
     def guaranteed_steps(self, num_steps: int) -> int:
-        """0 if the policy lacks the method: every step is decided on its own."""
+        """The result of the policy; 0 if the policy lacks this method, so that it is called in every step."""
         if not hasattr(self.policy, "guaranteed_steps"):
             return 0
         answer = self._call("guaranteed_steps", num_steps)
         if not isinstance(answer, int) or not 0 <= answer <= num_steps:
-            raise self._broken(f"guaranteed_steps({num_steps}) is {answer!r}; it must be between 0 and {num_steps}")
+            raise self._broken_contract(
+                f"guaranteed_steps({num_steps}) is {answer!r}; it must be between 0 and {num_steps}"
+            )
         return answer
 
     def as_listener(self) -> Policy:
-        """The policy as a listener. Its errors are raised at the next call in a step, which can fail."""
+        """The policy as a listener. Errors of its event methods are raised at its next call in a step, since a step can
+        fail."""
         return _as_listener(self)
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        self._raise_what_failed()
+        self._raise_pending_error()
         try:
             return getattr(self.policy, method)(*arguments)
         except Exception as error:
-            raise self._broken(raised(method, error)) from error
+            raise self._broken_contract(raised(method, error)) from error
 
     def _read_number(self, attribute: str) -> int:
         try:
             return int(getattr(self.policy, attribute))
         except Exception as error:
-            raise self._broken(raised(attribute, error)) from error
+            raise self._broken_contract(raised(attribute, error)) from error
 
     def _notify(self, method: str, *arguments: Any) -> None:
-        """Like `_call`, but an error is raised later, at the next call in a step, which can fail."""
+        """Like `_call`, but an error is raised later, at the next call of the policy in a step, since a step can
+        fail."""
         try:
             getattr(self.policy, method)(*arguments)
         except Exception as error:
             self.fail_next(raised(method, error), error)
 
-    def _raise_what_failed(self) -> None:
+    def _raise_pending_error(self) -> None:
         if self._error is not None:
             self._failure, self._error = self._error, None
             raise self._failure
 
     def fail_next(self, what: str, cause: Exception | None = None) -> None:
-        """Raise this error at the next call of the policy in a step."""
-        self._error = self._to_raise(what)
+        """Store the error `what`, to be raised at the next call of the policy in a step."""
+        self._error = self._make_error(what)
         self._error.__cause__ = cause
 
-    def _broken(self, what: str) -> PolicyError:
-        self._failure = self._to_raise(what)
+    def _broken_contract(self, what: str) -> PolicyError:
+        self._failure = self._make_error(what)
         return self._failure
 
-    def _to_raise(self, what: str) -> PolicyError:
+    def _make_error(self, what: str) -> PolicyError:
         return PolicyError(f"{self._described()}: {what}. The step failed and no request is lost", what)
 
 
 class GuardedOrder(Guard):
-    """An order of another package."""
+    """The guard of an order of another package."""
 
     kind = "order"
 
@@ -261,39 +269,40 @@ class GuardedOrder(Guard):
         self._insert("put_back", requests, requests)
 
     def _insert(self, method: str, argument: Any, requests: Sequence[Request]) -> None:
-        """Queue these requests, even if the policy fails. Requests that it may have lost come first, by arrival."""
-        if self._strays:  # a request that arrived before a stray, and returns from a failed step
+        """Queue the `requests`, even if the policy fails. Requests that the policy may have lost come first, by
+        arrival."""
+        if self._strays:  # a request returning from a failed step may have arrived before a stray
             newest = max(map(_arrival, self._strays))
             self._strays |= dict.fromkeys(each for each in requests if _arrival(each) < newest)
         try:
             getattr(self.policy, method)(argument)
         except Exception as error:
-            self._distrust()
+            self._take_over_queue()
             self.fail_next(raised(method, error), error)
 
-    def _distrust(self) -> None:
-        """Take over all queued requests, as the state of the policy's queue is unknown after a failure. They leave from
-        here, in order of arrival, and are removed from the policy's queue then."""
+    def _take_over_queue(self) -> None:
+        """Take over all queued requests, as the state of the policy's queue is unknown after a failure. The guard then
+        pops these requests itself, in order of arrival, and removes each from the policy's queue."""
         self._strays |= self._queued
 
-    def _leave_inner(self, request: Request) -> None:
+    def _remove_from_policy(self, request: Request) -> None:
         with contextlib.suppress(Exception):
             if request in self.policy:
                 self.policy.remove(request)
 
     def peek(self) -> Request:
-        self._raise_what_failed()
+        self._raise_pending_error()
         if self._strays:
             return min(self._strays, key=_arrival)
         head = self._call("peek")
         if not self._is_queued(head):
-            self._distrust()
-            raise self._broken(f"peek returned {_head_in_words(head)}, which is not queued")
+            self._take_over_queue()
+            raise self._broken_contract(f"peek returned {_head_in_words(head)}, which is not queued")
         return head  # type: ignore[no-any-return]
 
     def glance(self) -> Request:
-        """Like `peek`, for an explanation. If the policy fails, the head is the oldest request. It changes nothing and
-        fails no step, since calls between steps are in no recording."""
+        """Like `peek`, for an explanation. If the policy fails, the head is the oldest request. The call changes no
+        state and fails no step, since calls between steps are in no recording."""
         with contextlib.suppress(Exception):
             if not self._strays and self._is_queued(head := self.policy.peek()):
                 return head  # type: ignore[no-any-return]
@@ -313,28 +322,28 @@ class GuardedOrder(Guard):
         expected = self.peek()
         if expected in self._strays:
             del self._strays[expected]
-            self._leave_inner(expected)
+            self._remove_from_policy(expected)
         else:
             try:
                 head = self._call("pop")
             except PolicyError:
-                self._distrust()
+                self._take_over_queue()
                 raise
             if head is not expected:
-                self._distrust()
-                raise self._broken(f"pop returned {_head_in_words(head)}, and peek {_head_in_words(expected)}")
+                self._take_over_queue()
+                raise self._broken_contract(f"pop returned {_head_in_words(head)}, and peek {_head_in_words(expected)}")
         del self._queued[expected]
         return expected
 
     def remove(self, request: Request) -> None:
         del self._queued[request]
         if self._strays.pop(request, self) is not self:
-            self._leave_inner(request)
+            self._remove_from_policy(request)
             return
         try:
             self.policy.remove(request)
         except Exception as error:
-            self._distrust()
+            self._take_over_queue()
             self.fail_next(raised("remove", error), error)
 
     def _default(self) -> Any:
@@ -344,11 +353,11 @@ class GuardedOrder(Guard):
         super()._replace(error)
         self._strays.clear()
         for request in sorted(self._queued, key=_arrival):
-            request._state.queue_entry = None  # an entry of the replaced order
+            request._state.queue_entry = None  # it was an entry of the replaced order
             self.policy.push(request)
 
     def position(self, request: Request) -> int:
-        """The number of requests before it; by arrival if the policy fails."""
+        """The number of requests before `request` in the queue; by arrival if the policy fails."""
         if request in self._strays:
             return sum(_arrival(other) < _arrival(request) for other in self._strays)
         if self._strays:  # the policy's own queue may still have some of these
@@ -359,7 +368,7 @@ class GuardedOrder(Guard):
         return sum(_arrival(other) < _arrival(request) for other in self._queued)
 
     def reason(self, request: Request) -> str:
-        """Why the request is not first, in words; "": the policy gives no reason."""
+        """Why the request is not the head of the queue, in words; "": the policy gives no reason."""
         with contextlib.suppress(Exception):
             if hasattr(self.policy, "reason") and not self._strays:
                 return str(self.policy.reason(request))
@@ -376,7 +385,7 @@ class GuardedOrder(Guard):
 
 
 class GuardedVictim(Guard):
-    """A victim policy of another package."""
+    """The guard of a victim policy of another package."""
 
     kind = "victim"
 
@@ -401,7 +410,7 @@ class GuardedVictim(Guard):
         except Exception:
             index = -1
         if not 0 <= index < num_running:
-            raise self._broken(
+            raise self._broken_contract(
                 f"choose returned {answer!r}; it must be an index below {num_running}, of a running request"
             )
         return int(index)
@@ -413,7 +422,7 @@ class _NoReserve(Reserve):
 
 
 class GuardedReserve(Guard):
-    """A reserve of another package."""
+    """The guard of a reserve of another package."""
 
     kind = "reserve"
 
@@ -433,12 +442,12 @@ class GuardedReserve(Guard):
     def blocks(self, request: Request, demand: Any, view: View) -> int:
         answer = self._call("blocks", request, demand, view)
         if not isinstance(answer, int) or answer < 0:
-            raise self._broken(f"blocks returned {answer!r}; it must be a number of blocks, 0 or more")
+            raise self._broken_contract(f"blocks returned {answer!r}; it must be a number of blocks, 0 or more")
         return answer
 
 
 class GuardedLimit(Guard, Limit):
-    """A limit of another package."""
+    """The guard of a limit of another package."""
 
     kind = "limit"
 
@@ -476,7 +485,7 @@ class GuardedLimit(Guard, Limit):
             return most
         answer = self._call("step_budget", most, view)
         if not isinstance(answer, int) or answer > most:
-            raise self._broken(f"step_budget returned {answer!r}; it must be an integer of at most {most}")
+            raise self._broken_contract(f"step_budget returned {answer!r}; it must be an integer of at most {most}")
         return answer
 
     def lacks_step_time(self, request: Request, num_running: int, num_tokens: int) -> bool:
@@ -486,13 +495,15 @@ class GuardedLimit(Guard, Limit):
         before = want.copy()
         self._call("clip", batch, rows, want)
         if np.any(want > before) or np.any(want < 0):
-            raise self._broken("clip must only lower the tokens of rows, and not below 0")
+            raise self._broken_contract("clip must only lower the tokens of rows, and not below 0")
 
     def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
         answer = self._call("check", request, start, want, view)
         if isinstance(answer, Deferral) or (isinstance(answer, int) and min(want, 1) <= answer <= want):
             return answer
-        raise self._broken(f"check returned {answer!r} of {want} tokens; it must be 1 to {want}, or a Deferral")
+        raise self._broken_contract(
+            f"check returned {answer!r} of {want} tokens; it must be 1 to {want}, or a Deferral"
+        )
 
     def commit(self, request: Request, start: int, num_tokens: int) -> None:
         self._notify("commit", request, start, num_tokens)
@@ -502,8 +513,8 @@ class GuardedLimit(Guard, Limit):
 
 
 class GuardedEviction(Guard):
-    """An eviction policy of another package. It is called where no step can fail, so an error is raised when the next
-    step opens. Until then nothing is retained."""
+    """The guard of an eviction policy of another package. The policy is called where no step can fail. So its error is
+    raised when the next step opens, and a failed call retains nothing."""
 
     kind = "eviction"
 
@@ -517,8 +528,8 @@ class GuardedEviction(Guard):
         return LRU()
 
     def open_step(self) -> None:
-        """Raise PolicyError if the policy failed since the last step."""
-        self._raise_what_failed()
+        """Raise a PolicyError if the policy failed since the last step."""
+        self._raise_pending_error()
 
     def started(self, request: Request, labels: Int64Array) -> None:
         self._notify("started", request, labels)
@@ -545,7 +556,7 @@ class GuardedEviction(Guard):
 
 
 def _as_listener(guard: Guard) -> Policy:
-    """A listener with only those events that the guarded policy overrides."""
+    """A listener that reports to the guarded policy those events whose methods it overrides."""
     inner = guard.policy
 
     def safe(name: str) -> Callable[..., None]:
@@ -558,7 +569,7 @@ def _as_listener(guard: Guard) -> Policy:
 
 
 def raised(method: str, error: Exception) -> str:
-    """The error of a method of a policy, in words."""
+    """The text of an error that a policy's method raised."""
     return f"{method} raised {type(error).__name__}: {error}"
 
 
@@ -570,7 +581,7 @@ def _log(level: str, message: str, cause: BaseException | None) -> None:
 
 
 def _default_order(order: Any) -> Any:
-    """The default that replaces an order, or a class of orders."""
+    """The default order that replaces an order, or a class of orders."""
     return PriorityOrder() if getattr(order, "is_preemptive", False) is True else FirstComeFirstServed()
 
 
@@ -596,4 +607,4 @@ _STARTING_DEFAULTS: dict[str, Callable[[Any], Any]] = {
     "limit": lambda _: Limit(),
     "eviction": lambda _: LRU(),
 }
-"""The default that replaces a policy, or a class of policies, at the start."""
+"""Functions, by kind, that make the default policy for a policy, or a policy class, that is replaced at the start."""

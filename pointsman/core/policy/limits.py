@@ -1,9 +1,9 @@
 """Limits: lower the number of tokens that requests advance in a step.
 
-A limit is a gate (`gate.py`) that also applies to running rows: it clips their tokens, for all rows at once, on
-columns. A limit with a `step_budget` also sets the token budget of the step (`budget.py`). It can forbid priority
-preemption for a request that would make steps too long (`lacks_step_time`). The length limit is not here: it holds in
-every step, and the step itself applies it.
+A limit is a gate (`gate.py`) that also applies to running rows: one call on columns clips the tokens of all rows. A
+limit with a `step_budget` also sets the token budget of the step (`budget.py`). A limit can also forbid priority
+preemption for a request that would make steps too long (`lacks_step_time`). The length limit of a request is not here:
+it holds in every step, and the step itself applies it.
 
 To add a limit, write a subclass of `Limit` (`gate.py`), and name it in `LIMITS` at the end of this file; or put it into
 a package of its own (`registry.py`).
@@ -57,7 +57,7 @@ class LongPrefillThreshold(Limit):
 
 
 class FairLongPrefillThreshold(LongPrefillThreshold):
-    """As `LongPrefillThreshold`, but never less than an even share of the budget, so that none of it remains unused
+    """As `LongPrefillThreshold`, but never less than an even share of the budget, so that no budget remains unused
     (vLLM's adaptive threshold)."""
 
     name = ""
@@ -71,7 +71,7 @@ class FairLongPrefillThreshold(LongPrefillThreshold):
 
 
 class OneSampleInFlight(Limit):
-    """A request without `runs_ahead` waits while a sample of it is in flight.
+    """A request without `runs_ahead` gets no token while one of its samples is in flight.
 
     `limits_decode` is not needed: steady decode is not used while such a request runs and steps are in flight.
     """
@@ -86,8 +86,8 @@ class OneSampleInFlight(Limit):
 class ChunkEnds(Limit):
     """A chunk of a prefill ends where the KV cache can keep the layers' states (`KVCache.cut`).
 
-    The end depends on the remaining budget of the step. So rows are cut in admission order, each to the budget that
-    earlier rows leave. Decoding rows are not cut.
+    The end of a chunk depends on the remaining budget of the step. So rows are cut in admission order, each to the
+    budget that earlier rows leave. Decoding rows are not cut.
     """
 
     is_shared = True
@@ -127,7 +127,7 @@ LIMITS: dict[str, type[Limit]] = {limit.name: limit for limit in (LongPrefillThr
 
 
 def limits_of(config: SchedulerConfig, ends: Limit | None, encoder: Limit | None) -> list[Any]:
-    """The limits of the configuration in the order in which they apply: those of knobs, those named, `ends` and
+    """The limits of the configuration in the order in which they apply: limits set by knobs, `token_limits`, `ends` and
     `encoder`."""
     limits: list[Any] = []
     threshold, budget = config.prefill_threshold, config.max_num_batched_tokens

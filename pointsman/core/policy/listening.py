@@ -1,7 +1,8 @@
-"""Makes the two additional events of policies: `on_advanced` (tokens of a step) and `on_step_time`.
+"""Makes the two events that only policies get: `on_advanced` (tokens of a step) and `on_step_time`.
 
-Policies are listeners. The two events are made from steps and updates, only for policies that override them. For steps
-of a fast-forward, a policy gets the tokens of all steps together, and their times one after the other.
+Policies are listeners. The two events are derived from the events of steps and updates, and only for policies that
+override their methods. For steps of a fast-forward, a policy gets the tokens of all steps together, and the times of
+the steps one after the other.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pointsman.core.state.output import IntArray, SchedulerOutput, StepUpdate
 
 
 def listeners_of(policies: Iterable[Any]) -> list[Listener]:
-    """The listeners that report events to these policies."""
+    """The listeners that report the events of the scheduler to `policies`."""
     found: list[Listener] = []
     advanced: list[Callable[..., None]] = []
     step_time: list[Callable[[StepLoad, float], None]] = []
@@ -28,7 +29,7 @@ def listeners_of(policies: Iterable[Any]) -> list[Listener]:
         inner = policy.policy if isinstance(policy, Guard) else policy
         if not isinstance(inner, Policy):
             continue
-        # The error of a guarded policy in an event is raised at its next call in a step.
+        # If a guarded policy fails in an event, the error is raised at the next call of this policy in a step.
         listener = policy.as_listener() if isinstance(policy, Guard) else inner
         found.append(listener)
         if type(inner).on_advanced is not Policy.on_advanced:
@@ -36,13 +37,13 @@ def listeners_of(policies: Iterable[Any]) -> list[Listener]:
         if type(inner).on_step_time is not Policy.on_step_time:
             step_time.append(listener.on_step_time)
     if advanced:
-        found.append(_Advances(advanced))
+        found.append(_AdvanceReporter(advanced))
     if step_time:
-        found.append(_StepTimes(step_time))
+        found.append(_StepTimeReporter(step_time))
     return found
 
 
-class _Advances(Listener):
+class _AdvanceReporter(Listener):
     def __init__(self, methods: list[Callable[..., None]]) -> None:
         self._methods = methods
 
@@ -59,13 +60,14 @@ class _Advances(Listener):
             method(run.requests, run.rows, num_tokens)
 
 
-class _StepTimes(Listener):
+class _StepTimeReporter(Listener):
     def __init__(self, methods: list[Callable[[StepLoad, float], None]]) -> None:
         self._methods = methods
-        self._began: dict[int, float] = {}  # start of each step in flight, by its id
+        self._began: dict[int, float] = {}  # start of each step in flight, by step ID
         self._ended = -math.inf
         self._decoding: IntArray | None = None
-        """Serials of the last updated step, if each request decoded one token. They keep no request alive."""
+        """Serials of the rows of the last updated step, if each row decoded one token; otherwise None. Serials, unlike
+        requests, keep no finished request in memory."""
         self._context = 0
 
     def on_step(self, step: StepDecision) -> None:
@@ -85,7 +87,7 @@ class _StepTimes(Listener):
         num_rows = len(serials)
         if not num_rows:
             return
-        if serials is self._decoding and total == num_rows:  # the same rows as before: no sum is needed
+        if serials is self._decoding and total == num_rows:  # the same rows as in the previous step: no sum is needed
             attended = context = self._context + num_rows
         else:
             attended = context = int(np.add.reduce(output.num_computed_tokens)) + total

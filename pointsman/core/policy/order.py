@@ -1,11 +1,11 @@
 """Orders: choose the next request of the waiting queue.
 
 To add an order, write a `Policy` with the methods of `Order` (`state/interfaces.py`), and name it in `ORDERS` at the
-end of this file. The easiest is a subclass of `FirstComeFirstServed` (`fcfs.py`) with another `key`. Or put it into a
-package of its own (`registry.py`), or pass an object as `SchedulerConfig(order=...)`.
+end of this file. The easiest way is a subclass of `FirstComeFirstServed` (`fcfs.py`) with another `key`. Or put the
+order into a package of its own (`registry.py`), or pass an object as `SchedulerConfig(order=...)`.
 
 An order is a queue. The orders in this file are heaps (`fcfs.py`). "earliest-ttft" and "fair", in their own files,
-consist of several. The key of a request is
+consist of several heaps. The key of a request in "fcfs" and "priority" is
 
     (class, 0 if it ran before else 1, its last admission or else its arrival, order of adding, number of the push)
 
@@ -40,8 +40,8 @@ class PriorityOrder(FirstComeFirstServed):
 class FrontFirst(FirstComeFirstServed):
     """As "fcfs", but the request that was preempted last is the head.
 
-    Other schedulers do this by pushing a victim to the front. It differs from "fcfs" if a victim resumes and is
-    preempted again before an earlier victim has resumed.
+    Other schedulers push a victim to the front of the queue in this way. The result differs from "fcfs" if a victim
+    resumes and is preempted again before an earlier victim has resumed.
     """
 
     name = "fcfs-front"
@@ -53,11 +53,11 @@ class FrontFirst(FirstComeFirstServed):
 
 
 class _ByPrefill(FirstComeFirstServed):
-    """Base: orders by a number of tokens when the request is queued (cached, or to prefill), less `ageing` for each
-    second.
+    """Base of orders by a number of tokens, cached or to prefill, counted when the request is queued. Each second of
+    waiting subtracts `ageing` tokens.
 
-    All requests age at the same rate, so their order never changes. The key is therefore static: tokens plus `ageing`
-    times the arrival time. A preempted request is at the front, as under "fcfs".
+    All requests age at the same rate, so the order of waiting requests never changes. The key is therefore static:
+    tokens plus `ageing` times the arrival time. A preempted request is at the front, as under "fcfs".
     """
 
     keeps_keys = False
@@ -84,7 +84,8 @@ class _ByPrefill(FirstComeFirstServed):
         return view.num_cached_tokens(request) if view is not None and view.has_prefix_cache else 0
 
     def _compared_tokens(self, request: Request) -> tuple[int, int] | None:
-        """Tokens in the keys of a request and of the head, if the request waits for fewer tokens; otherwise None."""
+        """Tokens in the keys of a request and of the head, if the head is first because its key has fewer tokens;
+        otherwise None."""
         own, first = request._state.queue_entry, self.top
         return None if own is None or own[0] == 0 or first[0] == 0 or first[3] >= own[3] else (own[3], first[3])
 
@@ -92,12 +93,12 @@ class _ByPrefill(FirstComeFirstServed):
 class ShortestPrefill(_ByPrefill):
     """Fewest prompt tokens to compute first, less `ageing` tokens for each second of waiting.
 
-    This is shortest job first with ageing. The job is the prefill, since its length is known and that of the output is
-    not. Tokens that the prefix cache has when the request is queued are not counted.
+    This is shortest job first with ageing. The job is the prefill, since its length is known, and the length of the
+    output is not. Tokens that the prefix cache has when the request is queued are not counted.
 
     Use it where the server is at or above saturation and prompts differ much in length: it lowers the mean TTFT at the
     cost of the longest prompts. A larger `ageing` helps long prompts, at the cost of the mean. Below saturation the
-    queue is empty, and it changes nothing.
+    queue is empty, and this order changes nothing.
 
     Bound: a request with P tokens to prefill is bypassed only by requests that arrive less than P / `ageing` seconds
     after it. With an `ageing` of 0 there is no bound.

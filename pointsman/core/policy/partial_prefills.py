@@ -1,9 +1,9 @@
 """Caps on concurrent partial prefills (the knobs have vLLM V0's names).
 
-A prefill is partial while its request runs and not all tokens that it was admitted with are scheduled. A prefill that
-fits the step that admits it is never partial. So a request that must wait for a cap is skipped, and short prompts
-bypass it. It is checked before them, so it starts as soon as a partial prefill finishes. After `max_overtakes`
-admissions of requests behind it, it blocks the queue.
+A prefill is partial while its request runs and not all tokens with which the request was admitted are scheduled. A
+prefill that fits the step that admits it is never partial. So a request that must wait for a cap is skipped, and short
+prompts bypass it. The skipped request is checked before them, so it starts as soon as a partial prefill finishes. After
+`max_overtakes` admissions of requests behind it, it blocks the queue.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pointsman.core.state.request import Request
 
 
 class PartialPrefills(Gate):
-    """Gate: defers a request whose prefill would be partial when the caps are reached."""
+    """Gate: defers a request if its prefill would be partial and a cap on partial prefills is reached."""
 
     def __init__(self, config: SchedulerConfig, batch: Batch) -> None:
         self._batch = batch
@@ -38,14 +38,16 @@ class PartialPrefills(Gate):
             return want
         return Deferral(Reason.PARTIAL_PREFILLS, missing, request.num_bypassed >= self._max_bypasses)
 
-    def has_place(self, request: Request, gone: npt.NDArray[np.int64]) -> bool:
-        """Whether the request may begin a partial prefill if the requests in the rows `gone` did not run."""
+    def has_place(self, request: Request, preempted_rows: npt.NDArray[np.int64]) -> bool:
+        """Whether the request could begin a partial prefill if the requests in `preempted_rows` ([n] int64) were
+        preempted."""
         partial = (self._batch.flags & PREFILLING) != 0
-        partial[gone] = False
+        partial[preempted_rows] = False
         return self._missing(request, partial) <= 0
 
     def _missing(self, request: Request, partial: npt.NDArray[np.bool_]) -> int:
-        """Number of partial prefills that must finish first; `partial` [rows] marks the rows with a partial prefill."""
+        """Number of partial prefills that must finish before the request may start; `partial` [rows] marks the rows
+        with a partial prefill."""
         missing = int(np.count_nonzero(partial)) + 1 - self._max
         if request.num_tokens > self._long_beyond:
             num_long = int(np.count_nonzero(self._batch.num_tokens[partial] > self._long_beyond))
@@ -54,6 +56,6 @@ class PartialPrefills(Gate):
 
 
 def make_partial_prefills(config: SchedulerConfig, batch: Batch) -> PartialPrefills | None:
-    """The caps, if the configuration has any."""
+    """The gate of the configured caps on partial prefills; None: no cap is configured."""
     capped = config.max_num_partial_prefills is not None or config.max_long_partial_prefills is not None
     return PartialPrefills(config, batch) if capped else None

@@ -1,6 +1,6 @@
 """The limit "prefill-gap": cuts prompts so that the gaps between the tokens of decoding requests keep a target.
 
-It is for engines that stream. It only cuts prompts; `TargetItl` also defers requests.
+This limit is for engines that stream. It only cuts prompts; `TargetItl` also defers requests.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from pointsman.core.state.reason import Deferral, Reason
 from pointsman.core.state.request import Request
 
 FAST = 0.25
-"""A device is fast if a step of the whole budget takes at most this share of the target. Nothing is learned or limited
-there, since that costs more than it gains. Two steps in a row that take more than twice this share end it, and
-everything learned before is forgotten. A single one may be a stall of the machine."""
+"""Maximum share of the target that a step of the whole budget takes on a fast device. On a fast device nothing is
+learned or limited, since that costs more than it gains. After two steps in a row that take more than twice this share,
+the device no longer counts as fast, and everything learned before is forgotten. A single such step may be a stall of
+the machine."""
 MIN_SECONDS = 1e-9
 """Minimum time for prompt tokens, used while the time of a prompt token is unknown."""
 
@@ -30,16 +31,16 @@ MIN_SECONDS = 1e-9
 class PrefillGap(TargetItl):
     """Cuts prompts so that a step with decoding requests takes at most `seconds`, learned from step times.
 
-    The prompt tokens that fit are computed as in `TargetItl`, and half of their time is also kept for short prompts.
-    Three things differ. A step without decoding requests has the whole budget, since it makes no gap. Where the whole
-    budget fits, nothing is limited. No request waits for step time: where decode alone takes nearly the target or more,
-    prompt tokens get half of that time in addition, and at least `least` tokens.
+    The number of prompt tokens that fit is computed as in `TargetItl`, and half of their time is kept for short
+    prompts, too. Three things differ. A step without decoding requests has the whole budget, since it delays no output
+    token. Where the whole budget fits, nothing is limited. No request waits for step time: where decode alone takes
+    nearly the target or more, prompt tokens get half of the decode time in addition, and at least `least` tokens.
 
     The time of decode is learned from steps without prompt tokens. Under load there may be no such step, and the whole
     time of a step would be attributed to its prompt tokens. So one step leaves out prompt tokens each time that the
     number of running requests doubles beyond what can be predicted.
 
-    Use it where outputs are streamed on a device that may be slow. On a fast one (see `FAST`) it limits nothing.
+    Use it where outputs are streamed on a device that may be slow. On a fast device (see `FAST`) it limits nothing.
 
     Bounds: every running request advances at least one token. The oldest prefill advances at least `least` tokens a
     step, or half of that while a short prompt waits, if `max_num_batched_tokens` suffices.
@@ -62,11 +63,11 @@ class PrefillGap(TargetItl):
         self._measures_decode = False
         """Whether the step leaves out prompt tokens (beyond one for each running request), to measure decode."""
         self._num_measured = 0
-        """Number of requests of the last such step."""
+        """Number of requests in the last step that measured decode."""
         self._is_fast = False
         """Whether the device is fast, see `FAST`."""
         self._is_slow = False
-        """Whether the last step took more than twice that share of the target, on a fast device."""
+        """Whether the last step, on a fast device, took more than twice the share `FAST` of the target."""
 
     def on_step_time(self, load: StepLoad, seconds: float) -> None:
         if self._is_fast:
@@ -107,7 +108,8 @@ class PrefillGap(TargetItl):
         return tokens
 
     def _is_known_fast(self, num_tokens: int, deepest: int) -> bool:
-        """Whether a step of these requests and `num_tokens` prompt tokens behind `deepest` ones is known to be fast."""
+        """Whether a step of the running requests and `num_tokens` prompt tokens from position `deepest` on is known to
+        be fast."""
         times = self.times
         if (
             num_tokens > times.max_predicted_tokens
@@ -131,7 +133,7 @@ class PrefillGap(TargetItl):
     def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
         if self._is_open:
             return want
-        if not self._is_decided:  # the queue was empty when the step began: the request was preempted in it
+        if not self._is_decided:  # the queue was empty when the step began, so this step preempted the request
             self._decide(view.budget, view)
         if self._measures_decode:
             return Deferral(Reason.BUDGET, 1)

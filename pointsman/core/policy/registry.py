@@ -1,4 +1,4 @@
-"""The registry: finds policies by kind and name, both built-in ones and those of installed packages.
+"""The registry: looks up policies by kind and name, both built-in policies and those of installed packages.
 
     make("order", "fcfs")                           a new policy by name
     make("order", "shortest-prefill:ageing=200")    with parameters
@@ -6,8 +6,8 @@
     known("order")                                  {name: class}
 
 A package adds policies as entry points of the group `pointsman.policies`. An entry point loads a subclass of `Policy`
-with the `kind` of the policy, the `name` of the entry point, and the methods of `KINDS`. It cannot have the name of a
-built-in policy. `examples/pointsman-lottery` is such a package.
+with the `kind` of the policy, the `name` of the entry point, and the methods of `KINDS`. The name must differ from
+those of built-in policies. `examples/pointsman-lottery` is such a package.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ KINDS: dict[str, tuple[str, ...]] = {
     "limit": ("check",),
     "eviction": ("share", "per_tenant", "started", "retained"),
 }
-"""The kinds, and the attributes that a policy of each kind must have besides a name."""
+"""Required attributes of a policy besides its name, for each kind of policy."""
 RENAMED = {"displaces": "is_preemptive", "horizon": "guaranteed_steps"}
-"""Attributes of policies whose old names stay valid for one release."""
+"""Old names of policy attributes, mapped to the new names. The old names stay valid for one release."""
 _BUILT_IN: dict[str, dict[str, type[Policy]]] = {
     "order": dict(ORDERS),
     "victim": dict(VICTIMS),
@@ -53,7 +53,7 @@ _BUILT_IN: dict[str, dict[str, type[Policy]]] = {
 
 
 def known(kind: str) -> dict[str, type[Policy]]:
-    """Every policy of a kind by name, the built-in ones first.
+    """Every policy class of a kind by name, built-in policies first.
 
     Raises:
         ConfigError: an installed package's policy cannot be loaded.
@@ -72,21 +72,21 @@ def built_in(kind: str, name: str) -> type[Policy] | None:
 
 
 def make(kind: str, given: Any, replaced: Sequence[Replaced] = ()) -> Any:
-    """Make a policy from its name with parameters, or take the object. A policy that is not built in gets a guard. If
-    its constructor raises anything but a ConfigError, the default of its kind replaces it.
+    """Make a policy from a text `name:key=value`, or check a policy object. A policy that is not built in gets a guard.
+    If its constructor raises anything but a ConfigError, the default policy of its kind replaces it.
 
     Args:
-        kind: one of `KINDS`.
-        given: the name, or the object.
-        replaced: policies that are not constructed, since the default replaces them from the start.
+        kind: the kind of policy, a key of `KINDS`.
+        given: the name with parameters, or the policy object.
+        replaced: policies that are replaced by their default from the start, and not constructed.
 
     Raises:
-        ConfigError: no policy has that name, a parameter is unknown or out of range, or the object lacks an attribute.
+        ConfigError: no policy has this name, a parameter is unknown or out of range, or the object lacks an attribute.
     """
     if not isinstance(given, str):
         _check_object(kind, given)
-        return _built(kind, given, spec_of(given), lambda: given, replaced)
-    name, policy, values = _found(kind, given)
+        return _build_guarded(kind, given, spec_of(given), lambda: given, replaced)
+    name, policy, values = _parse_spec(kind, given)
     changed = {each.name: values[each.name] for each in policy.parameters if values[each.name] != each.default}
 
     def construct() -> Policy:
@@ -95,17 +95,17 @@ def make(kind: str, given: Any, replaced: Sequence[Replaced] = ()) -> Any:
         made._given_parameters = changed  # type: ignore[attr-defined]
         return made
 
-    return construct() if is_own(policy) else _built(kind, policy, written(name, changed), construct, replaced)
+    return construct() if is_own(policy) else _build_guarded(kind, policy, written(name, changed), construct, replaced)
 
 
 def check(kind: str, given: Any) -> None:
-    """Whether there is such a policy, which is not constructed.
+    """Check that a policy exists and its parameters are valid, without constructing it.
 
     Raises:
-        ConfigError: as `make`.
+        ConfigError: as for `make`.
     """
     if isinstance(given, str):
-        _found(kind, given)
+        _parse_spec(kind, given)
     else:
         _check_object(kind, given)
 
@@ -113,8 +113,8 @@ def check(kind: str, given: Any) -> None:
 policy_checks.append(check)
 
 
-def _found(kind: str, spec: str) -> tuple[str, type[Policy], dict[str, Value]]:
-    """The name, the class and the parameters of a policy that is given by name."""
+def _parse_spec(kind: str, spec: str) -> tuple[str, type[Policy], dict[str, Value]]:
+    """The name, the class and the parameter values of the policy that the text `name:key=value` selects."""
     name, parameters = parsed(spec)
     policy = built_in(kind, name) or _installed_policy(kind, name)
     if policy is None:
@@ -134,8 +134,10 @@ def _check_object(kind: str, policy: Any) -> None:
         )
 
 
-def _built(kind: str, policy: Any, spec: str, construct: Callable[[], Any], replaced: Sequence[Replaced]) -> Any:
-    """Construct the policy with its guard; if that fails, a guard with the default."""
+def _build_guarded(
+    kind: str, policy: Any, spec: str, construct: Callable[[], Any], replaced: Sequence[Replaced]
+) -> Any:
+    """Construct the policy with its guard; if the constructor fails, a guard with the default policy."""
     for known in replaced:
         if (known.kind, known.policy) == (kind, spec):
             return in_place_of(kind, policy, spec, known.error)
@@ -148,7 +150,7 @@ def _built(kind: str, policy: Any, spec: str, construct: Callable[[], Any], repl
 
 
 def _adopt_old_names(policy: Any) -> None:
-    """Add the new names of attributes to a policy of another package that still has the old ones."""
+    """Add attributes under their new names (`RENAMED`) to a policy of another package that has the old names."""
     for old, new in RENAMED.items():
         if hasattr(policy, old):
             warn(f"`{type(policy).__name__}.{old}` is now called `{new}`", DeprecationWarning, stacklevel=4)
@@ -159,7 +161,7 @@ def check_policies(config: SchedulerConfig) -> None:
     """Check that the policies of a configuration can be made and combined.
 
     Raises:
-        ConfigError: see `make`.
+        ConfigError: as for `make`, or as for `check_cuts`.
     """
     make("order", config.order)
     if config.victim is not None:
@@ -171,7 +173,7 @@ def check_policies(config: SchedulerConfig) -> None:
 
 
 def check_cuts(config: SchedulerConfig, limits: Sequence[Any]) -> None:
-    """Check that prompts may be cut if a limit cuts them, or sets the budget to which they are cut.
+    """Check that prompts may be cut, if a limit cuts prompts, or sets the step budget to which prompts are cut.
 
     Raises:
         ConfigError: prompts may not be cut.
@@ -208,7 +210,7 @@ def parsed(spec: str) -> tuple[str, dict[str, str]]:
 
 
 def checked(kind: str, name: str, known: tuple[Parameter, ...], given: dict[str, str]) -> dict[str, Value]:
-    """The values of all parameters.
+    """The values of all parameters of a policy: converted from the `given` texts, or the defaults.
 
     Raises:
         ConfigError: a parameter is unknown, of the wrong type, or out of range.
@@ -218,11 +220,12 @@ def checked(kind: str, name: str, known: tuple[Parameter, ...], given: dict[str,
         has = ", ".join(each.name for each in known) or "none"
         raise ConfigError(f"{kind} {name!r} has no parameter {unknown[0]!r}; its parameters: {has}")
     return {
-        each.name: _value(kind, name, each, given[each.name]) if each.name in given else each.default for each in known
+        each.name: _parse_value(kind, name, each, given[each.name]) if each.name in given else each.default
+        for each in known
     }
 
 
-def _value(kind: str, name: str, parameter: Parameter, text: str) -> Value:
+def _parse_value(kind: str, name: str, parameter: Parameter, text: str) -> Value:
     what = f"{parameter.name} of {kind} {name!r} is {text!r}"
     value: Value
     if isinstance(parameter.default, bool):
@@ -248,7 +251,7 @@ def _value(kind: str, name: str, parameter: Parameter, text: str) -> Value:
 
 @lru_cache(maxsize=1)
 def _installed() -> tuple[EntryPoint, ...]:
-    """Entry points of installed packages, by name; the first of each name counts."""
+    """Entry points of installed packages, sorted by name; of several with one name, only the first."""
     from importlib.metadata import entry_points  # imported here: it takes a fifth of the import time
 
     found = sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, entry.value))

@@ -1,7 +1,7 @@
 """Reserves: blocks that must stay free when a request is admitted.
 
 Reserves add up: a request is admitted if its first chunk and all reserves together fit into the free blocks. Running
-requests may use the reserved blocks, which are headroom for their growth. `Reserves` is the gate that adds them up.
+requests may use the reserved blocks, which are headroom for their growth. The gate `Reserves` adds the reserves up.
 
 To add a reserve, write a subclass of `Reserve`, and name it in `RESERVES` at the end of this file; or put it into a
 package of its own (`registry.py`).
@@ -34,86 +34,88 @@ MEAN_OVER = 128
 """Number of last finished requests that `decode_reserve="mean"` averages: large enough to be steady, small enough to
 follow a change of traffic within minutes."""
 LEARNED_OVER = 512
-"""The same for `growth`, which also needs the distribution of output lengths."""
+"""Number of last finished requests from which `growth` learns; it also needs the distribution of output lengths."""
 DECODE_COST = 3.0
-"""For `growth`: device time of a decoded token relative to a prefilled one. 3.3 and 3.8 in the simulated chats and long
-outputs on an RTX 4090; higher with fewer requests at once."""
+"""For `growth`: device time of a decoded token relative to a prefilled token. 3.3 and 3.8 in the simulated chats and
+long outputs on an RTX 4090; higher with fewer concurrent requests."""
 MAX_KEPT = 1 / 8
-"""For `growth`: maximum share of the pool."""
+"""For `growth`: maximum share of the pool that is reserved."""
 OUTLOOK = 1 / 4
-"""For `growth`: how far ahead releases are predicted, in mean outputs."""
+"""For `growth`: number of decode steps over which releases are predicted, as a multiple of the mean output length."""
 FARTHEST_PACE = 3.0
 """For `growth`: maximum factor by which the progress of running requests raises or lowers the reserve."""
 NUM_AGES = 256
-"""For `growth`: number of ages in the table of chances to finish."""
+"""For `growth`: number of classes of requests by output tokens so far ("ages"), for which the chance to finish is
+tabulated."""
 MAX_SHORTAGES = 1024
-"""Maximum number of distinct shortages that are cached."""
+"""Maximum number of `Shortage` objects that are cached."""
 _OWN_ENDS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION)
 
 
 class Demand(NamedTuple):
-    """The blocks that an admission takes from the free ones. A cached block held by another request costs nothing."""
+    """Numbers of free blocks that an admission takes. A cached block held by another request costs nothing."""
 
     first: int
-    """Blocks for the tokens of this step, including cached free blocks that it would reuse."""
+    """Blocks for the tokens of this step, including cached free blocks that the request would reuse."""
     full: int
-    """Blocks for all its known tokens."""
+    """Blocks for all known tokens of the request."""
     owed: int
     """Blocks that running requests still need for known tokens (partial prefills)."""
     others_run: bool
-    """Whether other requests run. If not, some request must start."""
+    """Whether other requests run. If none runs, a request must start."""
     num_waiting: int = 1
-    """Requests in the queue, this one included, and requests that would be preempted for it."""
+    """Number of requests in the queue, the checked request included, and of requests that would be preempted for it."""
 
 
 class Reserve(Policy):
-    """Base of the reserves: blocks that stay free for one reason."""
+    """Base class of the reserves. A reserve is a number of blocks that stay free for one reason."""
 
     kind = "reserve"
     reason: ClassVar[Reason] = Reason.RESERVE
-    """The reason of a deferral that only this reserve causes."""
+    """The reported reason of a deferral that only this reserve causes."""
     num_changes = 0
-    """Changes whenever `blocks` may return another number for the same request and demand."""
+    """A counter that changes whenever `blocks` may return another number for the same request and demand."""
 
     def blocks(self, request: Request, demand: Demand, view: View) -> int:
-        """Blocks that must be free beyond `demand.first`. If nothing runs (`demand.others_run` is False), a request
-        that fits the pool must be admitted."""
+        """Number of blocks that must be free beyond `demand.first`. If no request runs (`demand.others_run` is False),
+        a request that fits the pool must be admitted."""
         raise NotImplementedError
 
 
 class LetsPass(Protocol):
-    """A reserve that lets requests bypass one that lacks blocks; see `bypass.py`."""
+    """A reserve that lets requests bypass a request that lacks blocks; see `bypass.py`."""
 
     bound: int
-    """Maximum number of requests that bypass one."""
+    """Maximum number of requests that bypass one waiting request."""
 
     def lets_pass(self, request: Request, num_free: int) -> bool:
-        """Whether requests behind this one, which lacks blocks, may be admitted."""
+        """Whether requests behind `request`, which lacks blocks, may be admitted."""
 
     def num_open(self, num_free: int) -> int:
-        """Free blocks that requests behind the head of the queue may take."""
+        """Number of the `num_free` free blocks that requests behind the head of the queue may take."""
 
     def open_queue(self) -> None:
         """Called when a step begins to check the queue."""
 
     def blocks(self, request: Request, demand: Demand, view: View) -> int:
-        """Blocks that are kept for the head, if it comes before this request."""
+        """Number of blocks that are kept for the head of the queue, if `request` is behind the head."""
 
 
 class Shortage(NamedTuple):
-    """The shortage of a request that lacks blocks."""
+    """The blocks that a deferred request needs for its admission, and the reason while too few are free."""
 
     required: int
-    """Free blocks that its admission needs, with every reserve."""
+    """Number of free blocks that the admission needs, all reserves included."""
     rungs: Sequence[tuple[int, Reason]]
-    """(free blocks, reason): the reason is that of the first entry for which the free blocks suffice."""
+    """Pairs (number of blocks, reason). The first pair whose number is at most the number of free blocks has the reason
+    of the deferral."""
     own: int = 0
-    """Required blocks without those kept for the head."""
+    """Required blocks without the blocks kept for the head of the queue."""
     asked: tuple[int, ...] = ()
-    """The blocks of the first chunk, and those of each reserve. They determine the other fields."""
+    """The blocks of the first chunk, then the blocks of each reserve. They determine the other fields."""
 
     def deferral(self, num_free: int, blocks_queue: bool = True) -> Deferral:
-        """Why the request waits while `num_free` blocks, fewer than required, are free."""
+        """The deferral of the request while `num_free` blocks, fewer than required, are free."""
         for enough, reason in self.rungs:
             if enough <= num_free:
                 deferral: Deferral = new_tuple(Deferral, (reason, self.required - num_free, blocks_queue))
@@ -124,8 +126,9 @@ class Shortage(NamedTuple):
 class Reserves(Gate):
     """Gate: defers a request unless the blocks of its first chunk and of every reserve are free.
 
-    The reason for a deferral is the first reserve whose removal alone would let the request in. If there is none, it is
-    the last reserve where the first chunk alone would fit, and otherwise the blocks of the first chunk.
+    The reason for a deferral is that of the first reserve without which the request would be admitted. If there is no
+    such reserve, it is the reason of the last reserve where the first chunk alone would fit, and otherwise
+    `Reason.BLOCKS`.
     """
 
     def __init__(self, reserves: Sequence[Any], kv: KVCache, view: SchedulerView) -> None:
@@ -135,24 +138,24 @@ class Reserves(Gate):
         plain = (Watermark, FullSequence, DecodeReserve)
         self._adaptive = [reserve for reserve in reserves if type(reserve) not in plain]
         self.are_plain = not self._adaptive
-        """Whether no reserve learns, and none lets requests bypass others."""
+        """Whether no reserve learns, and no reserve lets requests bypass others."""
         passing = [reserve for reserve in reserves if hasattr(reserve, "lets_pass")]
         self.bypass: LetsPass | None = passing[0] if passing else None
-        """Lets requests bypass one that lacks blocks; None: a request that lacks blocks blocks the queue."""
+        """The reserve that lets requests bypass a request that lacks blocks; None: such a request blocks the queue."""
         counting = [reserve for reserve in reserves if type(reserve) is FullSequence and reserve.counts_owed]
         self.counts_owed: FullSequence | None = counting[0] if counting else None
         """The reserve that counts owed blocks; None: no reserve does."""
         same = sum(type(reserve) in RESERVES.values() for reserve in reserves)
         self.are_steady = same + len(passing) == len(reserves) and len(counting) < 2 and len(passing) < 2
-        """Whether the blocks of every reserve depend on the request and the demand alone while `num_changes` is the
-        same, and do not fall when more requests wait."""
+        """Whether, while `num_changes` stays the same, the blocks of every reserve depend on the request and the demand
+        alone, and do not fall when more requests wait."""
         self.shortage: Shortage | None = None
-        """The shortage of the last checked request; None: it has none."""
-        self._shortages: dict[tuple[int, ...], Shortage] = {}  # by `asked`: many requests have equal ones
+        """The shortage of the request that was checked last; None: this request lacked no block."""
+        self._shortages: dict[tuple[int, ...], Shortage] = {}  # by `asked`, as many requests have equal shortages
 
     @property
     def num_changes(self) -> tuple[int, ...]:
-        """Changes whenever a reserve may need another number of blocks than before."""
+        """The `num_changes` of adaptive reserves, which change whenever a reserve may need another number of blocks."""
         return tuple([reserve.num_changes for reserve in self._adaptive]) if self._adaptive else ()
 
     def guaranteed_steps(self, num_steps: int) -> int:
@@ -161,11 +164,11 @@ class Reserves(Gate):
         return num_steps
 
     def restore(self, shortage: Shortage | None) -> None:
-        """Set the shortage of an earlier check again, after a check that was only a query."""
+        """Restore the shortage of an earlier check, after a check that was only a query."""
         self.shortage = shortage
 
     def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
-        key, num_free = self._asked(request, start + want, view), view.num_free_blocks
+        key, num_free = self._requested_blocks(request, start + want, view), view.num_free_blocks
         required = sum(key)
         if required <= num_free:
             self.shortage = None
@@ -180,10 +183,10 @@ class Reserves(Gate):
 
     def allow(self, request: Request, end: int, view: View) -> bool:
         """Whether the first `end` tokens of the request fit beside every reserve."""
-        return sum(self._asked(request, end, view)) <= view.num_free_blocks
+        return sum(self._requested_blocks(request, end, view)) <= view.num_free_blocks
 
-    def _asked(self, request: Request, end: int, view: View) -> tuple[int, ...]:
-        """Blocks for the first `end` tokens of the request, and those of each reserve."""
+    def _requested_blocks(self, request: Request, end: int, view: View) -> tuple[int, ...]:
+        """Number of blocks for the first `end` tokens of the request, then the number of blocks of each reserve."""
         match, shared = self._view.match, view.num_shared_blocks
         first = self._num_blocks(request, match, end) - shared
         full = self._num_blocks_of_whole(request, match) - shared
@@ -199,11 +202,11 @@ class Reserves(Gate):
         return Shortage(required, (*rungs, (0, Reason.BLOCKS)), required - kept, asked)
 
     def deferral(self, request: Request, shortage: Shortage, num_free: int) -> Deferral:
-        """Why a request that lacks blocks waits, and whether other requests may bypass it."""
+        """The deferral of a request that lacks blocks: the reason, and whether other requests may bypass it."""
         return shortage.deferral(num_free, self.bypass is None or not self.bypass.lets_pass(request, num_free))
 
     def required_blocks(self, request: Request, demand: Demand) -> int:
-        """Free blocks that the admission of the request needs, with every reserve."""
+        """Number of free blocks that the admission of the request needs, all reserves included."""
         required = demand.first
         for reserve in self.policies:
             required += reserve.blocks(request, demand, self._view)
@@ -310,32 +313,33 @@ class GrowthReserve(Reserve):
     """Blocks that running requests need until one of them finishes, with a margin that minimizes the expected cost.
 
     With L tokens in the mean output and blocks of B tokens, running requests together grow by D = L / B blocks from one
-    finish to the next, whatever their number: in the long run, as much output is generated as finishes. (With several
-    groups of KV, D is the blocks held for prompt and output less those held for the prompt.) Growth beyond the free
-    blocks preempts. Assume that growth is distributed exponentially, and that an admission leaves between 0 and S free
-    blocks beyond the reserve, where S is the blocks of a prompt. A reserve of H blocks then costs
+    finish to the next, whatever their number: in the long run, as many output tokens are generated as belong to
+    finished requests. (With several groups of KV, D is the number of blocks held for prompt and output less the number
+    held for the prompt.) Growth beyond the free blocks causes preemptions. Assume that growth is distributed
+    exponentially, and that an admission leaves between 0 and S free blocks beyond the reserve, where S is the number of
+    blocks of a prompt. A reserve of H blocks then costs
 
         H / U of the pool of U blocks, so the same share of the work W = prompt + 3 outputs (in prefilled tokens) of
         each request; and
         c exp(-H / D) (1 - exp(-S / D)) D / S    for preemptions, each of which recomputes c tokens
 
     The sum is lowest at H = D ln(c / W U / S (1 - exp(-S / D))). c is a prompt and half an output. With a prefix cache
-    running requests take only D blocks of a victim before it resumes, so c is those and half a block. (The newsvendor
-    problem, Edgeworth 1888; the rest is Pointsman's.)
+    running requests take only D blocks of a victim before it resumes, so c is the tokens of D blocks and half a block.
+    (The newsvendor problem, Edgeworth 1888; the rest is Pointsman's.)
 
     The progress of running requests shows whether releases are near. The chance that a request finishes within the next
-    quarter of a mean output is taken from the latest outputs that were longer than its own so far: the share of them
-    that finished within this distance. D is multiplied by the ratio of predicted growth to predicted releases in that
-    time, relative to the same ratio in the long run; within a factor of three. This is computed where requests are
-    admitted, preempted or finish, so that no step costs more.
+    quarter of a mean output is taken from those latest outputs that were longer than the request's output so far: the
+    share of them that finished within this distance. D is multiplied by the ratio of predicted growth to predicted
+    releases in that time, relative to the same ratio in the long run; within a factor of three. The factor is computed
+    where requests are admitted, preempted or finish, so that no step costs more.
 
     A preemption delays half of the waiting requests on average by c, since the queue advances meanwhile. Deferring a
     request delays it by W, the time between two finishes. So the reserve is smaller in proportion if fewer than 2 W / c
     requests wait.
 
-    Prompts and outputs are those of the latest requests that finished by themselves; until one has, the reserve is 0.
-    It is at most an eighth of the pool, and 0 if nothing runs. So no request waits for it for ever, as running requests
-    finish. The full-sequence reserve covers partial prefills.
+    Prompts and outputs are those of the latest requests that finished by themselves; until a request has, the reserve
+    is 0. It is at most an eighth of the pool, and 0 if no request runs. So no request waits for the reserve for ever,
+    as running requests finish. The full-sequence reserve covers partial prefills.
     """
 
     name = "growth"
@@ -353,14 +357,14 @@ class GrowthReserve(Reserve):
     def _forget(self) -> None:
         self._lengths: deque[tuple[int, int]] = deque(maxlen=LEARNED_OVER)  # (prompt, output) of the latest requests
         self._num_prompt = self._num_output = 0
-        self._num_prompt_tokens = np.zeros(64, dtype=np.int64)  # [rows]
-        self._chances: npt.NDArray[np.float64] = np.zeros(NUM_AGES + 1)  # by age, see `_tabulate`
-        self._ahead = self._width = 1  # tokens: look-ahead of the chances, and width of an age
-        self._until_tabulated = self._until_counted = 0  # finishes; finishes and preemptions
+        self._num_prompt_tokens = np.zeros(64, dtype=np.int64)  # prompt tokens of the request in each row
+        self._chances: npt.NDArray[np.float64] = np.zeros(NUM_AGES + 1)  # chance to finish by age, see `_tabulate`
+        self._ahead = self._width = 1  # in tokens: look-ahead of the chances, and width of an age class
+        self._until_tabulated = self._until_counted = 0  # number of finishes; of finishes and preemptions
         self._growing = 0.0  # slots by which running requests grow within `_ahead`
-        self._released = 0.0  # slots that they are predicted to release
-        self._most = 0  # blocks, if `_enough` requests wait
-        self._enough = 1  # requests
+        self._released = 0.0  # slots that running requests are predicted to release
+        self._most = 0  # reserved blocks if at least `_enough` requests wait
+        self._enough = 1  # number of waiting requests
         self._version = 0
 
     def attach(self, view: View) -> None:
@@ -370,12 +374,12 @@ class GrowthReserve(Reserve):
         self._forget()
 
     def guaranteed_steps(self, num_steps: int) -> int:
-        """All of them: no request finishes in these steps, and none joins the queue."""
+        """All `num_steps`, as no request finishes or joins the queue in these steps."""
         return num_steps
 
     @property
     def num_changes(self) -> int:  # type: ignore[override]
-        """Changes with the learned values, and with the number of waiting requests."""
+        """A number that changes with the learned values, and with the number of waiting requests."""
         return self._version * (_MANY + 1) + min(self._view.num_waiting, self._enough)
 
     def blocks(self, request: Request, demand: Demand, view: View) -> int:
@@ -393,7 +397,7 @@ class GrowthReserve(Reserve):
         self._num_prompt_tokens[row] = state.num_prompt_tokens
         if self._num_output:
             age = min(state.num_output_tokens // self._width, NUM_AGES)
-            self._count(np.array([state.num_tokens]), np.array([age]))
+            self._add_prediction(np.array([state.num_tokens]), np.array([age]))
             self._adapt()
 
     def on_preempted(self, event: Preempted) -> None:
@@ -425,8 +429,8 @@ class GrowthReserve(Reserve):
         self._version += before != (self._most, self._enough)
 
     def _blocks(self) -> tuple[int, int]:
-        """The blocks to keep, and the number of waiting requests from which all of them are kept. Some latest output is
-        not empty."""
+        """The number of blocks to reserve, and the minimum number of waiting requests for which all of them are
+        reserved. At least one of the latest outputs must not be empty."""
         size, pool = self._block_size, self._num_usable
         prompt, output = self._num_prompt / len(self._lengths), self._num_output / len(self._lengths)
         work = prompt + DECODE_COST * output
@@ -443,12 +447,13 @@ class GrowthReserve(Reserve):
             pace = self._growing * of_both / (grown * self._released)
             pace = min(max(pace, 1 / FARTHEST_PACE), FARTHEST_PACE)
         growth, slack = pace * grown / size, max(of_prompt / size, 1.0)  # in blocks
-        saved_to_lost = lost / work * pool / slack * -math.expm1(-slack / growth)  # of the first block
+        saved_to_lost = lost / work * pool / slack * -math.expm1(-slack / growth)  # saved by the first reserved block
         kept = self._scale * growth * math.log(max(saved_to_lost, 1.0))
         return int(min(kept, MAX_KEPT * pool)), enough
 
     def _look_ahead(self) -> None:
-        """Predict the growth and the releases of the running requests. With many of them, only some calls do it."""
+        """Predict the growth and the releases of the running requests. With many running requests, only some calls
+        predict."""
         self._until_counted -= 1
         if self._until_counted >= 0:
             return
@@ -456,10 +461,11 @@ class GrowthReserve(Reserve):
         self._until_counted = len(rows) // 64
         ages = (known - self._num_prompt_tokens[rows]) // self._width
         self._growing = self._released = 0.0
-        self._count(known, np.minimum(ages, NUM_AGES))
+        self._add_prediction(known, np.minimum(ages, NUM_AGES))
 
-    def _count(self, known: npt.NDArray[np.int64], ages: npt.NDArray[np.int64]) -> None:
-        """Add requests with `known` tokens and `ages`, in units of `_width`."""
+    def _add_prediction(self, known: npt.NDArray[np.int64], ages: npt.NDArray[np.int64]) -> None:
+        """Add the growth and the releases of requests with `known` tokens and `ages` (output tokens in units of
+        `_width`)."""
         slots, tokens = self._view.num_slots_for, known.astype(np.float64)
         self._growing += float((slots(tokens + self._ahead) - slots(tokens)).sum())
         self._released += float(slots(tokens + self._ahead / 2) @ self._chances[ages])
@@ -475,19 +481,20 @@ class GrowthReserve(Reserve):
         self._chances = (finishing + 0.5) / (len(outputs) - finished + 1)
 
 
-_MANY = 65_535  # maximum number of waiting requests that counts
+_MANY = 65_535  # number of waiting requests beyond which more change nothing
 
 
 RESERVES: dict[str, type[Reserve]] = {
     reserve.name: reserve for reserve in (Watermark, FullSequence, DecodeReserve, MeanDecodeReserve, GrowthReserve)
 }
-"""The reserves of this file."""
+"""Reserves of this file, by name."""
 
 
 def reserves_of(config: SchedulerConfig) -> list[Any]:
-    """The reserves of the configuration, those of knobs and those named, cheapest remedy first.
+    """The reserves of the configuration: first those set by knobs, cheapest remedy first, then those given by name.
 
-    A named full-sequence reserve replaces that of the knob: with both, no pool would suffice for a long prompt.
+    A full-sequence reserve given by name replaces the one set by the knob: with both, no pool would suffice for a long
+    prompt.
     """
     named = [str(getattr(reserve, "name", reserve)).partition(":")[0] for reserve in config.reserves]
     reserves: list[Any] = []

@@ -1,4 +1,4 @@
-"""Predicts how long a step takes, learned from the times of steps. Used by policies that decide by step time."""
+"""Predicts the time of a step, learned from observed steps, for policies that decide by step time."""
 
 from __future__ import annotations
 
@@ -13,88 +13,93 @@ from pointsman.core.policy.policy import StepLoad
 FloatArray = npt.NDArray[np.float64]
 
 FIRST_CHUNK = 256
-"""Maximum number of prompt tokens of a step before any step with prompt tokens was observed."""
+"""Maximum number of prompt tokens in a step while no step with prompt tokens was observed."""
 GROWTH = 2
-"""Predictions extend to this multiple of the observed maximum: of prompt tokens in a step, requests, context tokens."""
+"""Multiple of the observed maximum (of prompt tokens in a step, requests, context tokens) up to which times are
+predicted."""
 NUM_GROUPS, GROUP = 64, 16
-"""Number of remembered groups of consecutive decode steps, and maximum number of steps in a group. Only the mean of a
-group is kept, so that noise averages out, and a second of decode does not push out all observations of other loads."""
+"""Number of remembered groups of consecutive decode steps, and maximum number of steps in a group. Only the means of a
+group are kept, so that noise averages out, and a second of decode does not replace all observations of other loads."""
 NUM_CLASSES, PER_CLASS = 8, 16
-"""Steps with prompt tokens are remembered by the context of these tokens, in classes that double from 512 on. So a long
-prompt every minute is not pushed out by the short ones between. Steps near the limit have classes of their own."""
+"""Number of classes of remembered steps with prompt tokens, and number of steps in a class. The classes are by the mean
+context of the prompt tokens, and double from 512 on. So the steps of a rare long prompt are not replaced by those of
+short prompts. Steps near the limit have classes of their own."""
 NEAR = 0.75
-"""A step is near the limit from this share of the limit on. Shorter steps say nothing about the errors of full ones,
-and as reading and computing overlap, they predict the time of full ones poorly. Once `MIN_FITTED` steps near the limit
-are known, others hardly count. Before that, each step near the limit has the weight of `MIN_FITTED` others, as has the
-step with the most prompt tokens, and none of these is an outlier."""
+"""Minimum share of the limit that makes a step "near the limit". Shorter steps say nothing about the errors of full
+steps, and as reading and computing overlap, they predict the time of full steps poorly. Once `MIN_FITTED` steps near
+the limit are known, other steps hardly count. Before that, each step near the limit has the weight of `MIN_FITTED`
+other steps, as has the step with the most prompt tokens, and none of these is an outlier."""
 MIN_MARGIN = -0.1
-"""The lowest margin, when steps are shorter than predicted."""
+"""Minimum margin that is applied to the target; it is negative, as steps may be shorter than predicted."""
 RECENT, RECENT_GROUPS, MEMORY = 32, 8, 0.05
-"""Number of recent steps and of recent groups, and the weight of older ones. Older observations, which may be of a
-faster device, count only where nothing newer is known."""
+"""Number of recent steps, number of recent groups, and the weight of older steps and groups in a fit. Older
+observations, which may be of a faster device, count only where nothing newer is known."""
 SHIFT, SHIFT_STEPS = 0.2, 8
-"""The speed of the device has changed if the errors of `SHIFT_STEPS` steps in a row all exceed this share, with the
-same sign."""
+"""The speed of the device has changed if the relative errors of `SHIFT_STEPS` steps in a row all exceed `SHIFT`, with
+the same sign."""
 NUM_ERRORS, MIN_ERRORS = 64, 8
-"""Number of recent prediction errors from which the margin is computed, and the minimum for it."""
+"""Maximum and minimum number of recent prediction errors from which the margin is computed."""
 FIRST_MARGIN, MARGIN_FALLS = 0.1, 0.02
-"""The margin before that, and its maximum decrease at a fit. It rises at once."""
+"""The margin while fewer than `MIN_ERRORS` errors are known, and the maximum decrease of the margin in a fit. Increases
+have no maximum."""
 REFIT_AFTER, REFIT_AT_LATEST = 4, 16
-"""Number of observations between two fits: the first if an error exceeded `OFF` and `OFF_DEVIATIONS` standard
-deviations, otherwise the second. Until `MIN_FITTED` steps with prompt tokens were observed, there is a fit after
-each."""
+"""Number of observations between two fits: `REFIT_AFTER` if an error exceeded `OFF` and `OFF_DEVIATIONS` standard
+deviations, otherwise `REFIT_AT_LATEST`. Until `MIN_FITTED` steps with prompt tokens were observed, there is a fit after
+each of them."""
 OFF, OFF_DEVIATIONS = 0.02, 3.0
 MIN_FITTED = 16
 RIDGE, SHARE_RIDGE = 1e-3, 1e-2
-"""Ridge of each coefficient, relative to an observation. A constant load does not separate the coefficients; the ridge
-divides its time evenly. The second is for the share of decode, which is 1 unless observations say otherwise: steps that
-all fill the target take the same time, so nearly any share would explain them."""
+"""Ridge of each coefficient, relative to the weight of an observation. A constant load does not separate the
+coefficients; the ridge divides the step time evenly among them. `SHARE_RIDGE` is for the share of decode, which is 1
+unless observations say otherwise: steps that all fill the target take the same time, so nearly any share would explain
+them."""
 POSITION_SCALE = 4096
-"""Attending to this number of positions costs at most as much as the rest of a token, unless steps with longer contexts
-say otherwise."""
+"""Number of positions; attending to them takes at most as long as the other work of a token, unless steps with longer
+contexts say otherwise."""
 OUTLIER, MIN_OUTLIER = 4.0, 0.02
-"""A fit leaves out an observation whose error exceeds this number of standard deviations, and this share."""
+"""A fit leaves out an observation whose relative error exceeds `OUTLIER` standard deviations, and `MIN_OUTLIER`."""
 MEAN_STEPS = 512
-"""Time constant, in steps, of the mean number of prompt tokens."""
+"""Time constant, in steps, of the exponential mean of the number of prompt tokens in a step."""
 LONE, UNREACHABLE = 2, 1.5
 """A target below `UNREACHABLE` times the decode time of at most `LONE` requests cannot be kept by deferring requests.
-This multiple replaces it."""
+This multiple of the decode time replaces such a target."""
 PERCENTILE_99 = 2.326
-"""In standard deviations of the normal distribution."""
+"""The 99th percentile of the normal distribution, in standard deviations above the mean."""
 MAD_TO_DEVIATION = 1.4826
-"""Standard deviations of the normal distribution in a median absolute deviation, which an outlier does not move."""
+"""Ratio of standard deviation to median absolute deviation in a normal distribution. An outlier does not change the
+median absolute deviation."""
 
 
 class StepTimes:
     """A model of the time of a step, fitted to observed steps.
 
     Decode alone: base + per_request * requests + per_context * context tokens. A step with prompt tokens: share * the
-    time of decode alone + per_token * prompt tokens + per_attended * positions that they attend to (the product of
-    prompt tokens and context). The share is below 1 where reading weights and computing overlap. No coefficient is
-    negative.
+    time of decode alone + per_token * prompt tokens + per_attended * positions that the prompt tokens attend to (the
+    product of prompt tokens and context). The share is below 1 where reading weights and computing overlap. No
+    coefficient is negative.
     """
 
     def __init__(self, target: float) -> None:
         self._target = target
         self.margin = FIRST_MARGIN
-        """The relative error of the prediction at the 99th percentile. It is that of a normal distribution with the
-        median and the median absolute deviation of recent errors, so that a single slow step does not count."""
+        """The relative error of the prediction at the 99th percentile, of a normal distribution with the median and the
+        median absolute deviation of recent errors, so that a single slow step does not count."""
         self.max_predicted_tokens = FIRST_CHUNK
-        """Number of prompt tokens up to which a step is predicted."""
+        """Maximum number of prompt tokens for which the time of a step is predicted."""
         self._decode = (0.0, 0.0, 0.0)
         self._min_target = 0.0
         self._max_requests = self._max_context = 0.0
         self._mixed = (0.0, 0.0, 0.0)
         self._groups: deque[tuple[float, float, float]] = deque(maxlen=NUM_GROUPS)  # requests, context, seconds
-        # A column for each step: its number, requests, context, prompt tokens, positions they attend to, seconds; 0 if
-        # the column is empty. The second half is for steps near the limit.
+        # A column for each step: number of the step, requests, context, prompt tokens, positions that these attend to,
+        # seconds. An empty column has zeros. The second half of the columns is for steps near the limit.
         self._steps = np.zeros((6, 2 * NUM_CLASSES * PER_CLASS))
         self._class_sizes = [0] * (2 * NUM_CLASSES)
         self._near: deque[int] = deque(maxlen=RECENT)  # numbers of the latest steps near the limit
         self._errors: deque[float] = deque(maxlen=NUM_ERRORS)
         self._judged: deque[int] = deque(maxlen=SHIFT_STEPS)  # numbers of the steps of the latest errors
         self.mean_tokens = 0.0
-        """Exponential mean of the prompt tokens of all steps, those without any included."""
+        """Exponential mean of the number of prompt tokens in a step, steps without prompt tokens included."""
         self._num_new = self._num_new_groups = 0
         self._is_off = False
         self._deviation = 0.0
@@ -106,7 +111,7 @@ class StepTimes:
     # ------------------------------------------------------------------ learning
 
     def observe(self, load: StepLoad, seconds: float) -> None:
-        """Take in the time of a step."""
+        """Learn from the time of a step."""
         if seconds <= 0:
             return
         num_requests = load.num_requests
@@ -122,7 +127,7 @@ class StepTimes:
         self._group_size = size + 1
         self._group_context += load.num_context_tokens
         self._group_seconds += seconds
-        if num_requests > self._max_requests:  # beyond predictions: fit before the next step
+        if num_requests > self._max_requests:  # more requests than are predicted: fit before the next step
             self._num_new_groups = REFIT_AT_LATEST
         if seconds > self._group_slowest:
             self._group_slowest = seconds
@@ -166,7 +171,7 @@ class StepTimes:
         newest = [self._errors[-number] for number in range(1, SHIFT_STEPS + 1)]
         if not (min(newest) > SHIFT or max(newest) < -SHIFT):
             return
-        factor = 1 + _middle_and_deviation(newest)[0]
+        factor = 1 + _median_and_deviation(newest)[0]
         self._steps[5, self._steps[0] < self._judged[-SHIFT_STEPS]] *= factor
         for index, (requests, context, seconds) in enumerate(self._groups):
             self._groups[index] = requests, context, factor * seconds
@@ -187,7 +192,8 @@ class StepTimes:
         self._group_seconds = self._group_slowest = 0.0
 
     def _group(self) -> tuple[float, float, float]:
-        """Means of the open group; that of the seconds excludes the slowest step if the group has more than 3."""
+        """Mean requests, context tokens and seconds of the open group. The mean of the seconds excludes the slowest
+        step if the group has more than 3 steps."""
         size, seconds = self._group_size, self._group_seconds
         mean = (seconds - self._group_slowest) / (size - 1) if size > 3 else seconds / size
         return self._group_requests, self._group_context / size, mean
@@ -213,7 +219,7 @@ class StepTimes:
         self._max_requests, self._max_context, _ = (GROWTH * known.max(axis=1)).tolist()
         weights = np.where(np.arange(len(groups)) >= len(groups) - RECENT_GROUPS, 1.0, MEMORY)
         columns = np.stack((np.ones(len(groups)), known[0], known[1]))
-        self._decode = _fitted(columns, known[2], weights, (0.0, 0.0, 0.0))
+        self._decode = _fit_coefficients(columns, known[2], weights, (0.0, 0.0, 0.0))
 
     def _fit_mixed(self) -> None:
         if self.num_mixed:
@@ -232,11 +238,13 @@ class StepTimes:
             else:
                 weights = np.maximum(weights, MIN_FITTED * tokens / tokens.max())
                 weights[is_near] = MIN_FITTED
-            share, per_token, per_attended = _fitted(columns, seconds, weights, (1.0, 0.0, 0.0), is_mixed=True)
+            share, per_token, per_attended = _fit_coefficients(
+                columns, seconds, weights, (1.0, 0.0, 0.0), is_mixed=True
+            )
             self._mixed = share, per_token, per_attended / POSITION_SCALE
             self.max_predicted_tokens = GROWTH * int(tokens.max())
         if len(self._errors) >= MIN_ERRORS:
-            middle, self._deviation = _middle_and_deviation(list(self._errors))
+            middle, self._deviation = _median_and_deviation(list(self._errors))
             self.margin = max(middle + PERCENTILE_99 * self._deviation, self.margin - MARGIN_FALLS)
         self._num_new, self._is_off = 0, False
 
@@ -244,18 +252,19 @@ class StepTimes:
 
     @property
     def limit(self) -> float:
-        """The predicted time of a step whose 99th percentile is the target."""
+        """The maximum predicted time of a step with which the 99th percentile of its real time is at most the
+        target."""
         return max(self._target, self._min_target) / (1 + max(self.margin, MIN_MARGIN))
 
     def decode_seconds(self, num_requests: float, num_context_tokens: float) -> float:
-        """The time of a step in which all these requests decode; 0: unknown."""
+        """The time of a step in which `num_requests` requests decode and no prompt token is computed; 0: unknown."""
         base, per_request, per_context = self._decode
         requests, context = min(num_requests, self._max_requests), min(num_context_tokens, self._max_context)
         return base + per_request * requests + per_context * context
 
     @property
     def max_predicted_requests(self) -> float:
-        """Number of requests up to which decode is predicted."""
+        """Maximum number of requests for which the time of decode is predicted."""
         return self._max_requests
 
     @property
@@ -265,11 +274,11 @@ class StepTimes:
 
     @property
     def share(self) -> float:
-        """The share of the decode time that it adds to a step with prompt tokens."""
+        """Share of the time of decode alone by which decode lengthens a step with prompt tokens."""
         return self._mixed[0]
 
     def prefill_seconds(self, num_tokens: float, start: int) -> float:
-        """The time that prompt tokens from position `start` on add to a step."""
+        """The time that `num_tokens` prompt tokens from position `start` on add to a step."""
         _, per_token, per_attended = self._mixed
         return num_tokens * (per_token + per_attended * (start + 0.5 * num_tokens))
 
@@ -285,22 +294,23 @@ class StepTimes:
         return int(2 * seconds / divisor)
 
 
-def _fitted(
+def _fit_coefficients(
     columns: FloatArray,
     seconds: FloatArray,
     weights: FloatArray,
     expected: tuple[float, float, float],
     is_mixed: bool = False,
 ) -> tuple[float, float, float]:
-    """Non-negative coefficients of the columns, for the least squares of relative errors without outliers.
+    """Non-negative coefficients of the columns that minimize the squares of the relative errors, outliers left out.
 
     Args:
-        columns: [3, n], changed in place.
-        seconds: [n].
-        weights: [n], changed in place: 1 for recent observations, less for others. Above 1, it is never an outlier.
+        columns: the quantities that explain the times, [3 coefficients, n observations]; changed in place.
+        seconds: the observed times, [n observations].
+        weights: [n observations], changed in place: 1 for recent observations, less for older ones. An observation with
+            a weight above 1 is never an outlier.
         expected: the coefficients where the observations do not determine them.
-        is_mixed: whether the first coefficient is the share of decode. Then the third is at most the second where the
-            observations do not determine it.
+        is_mixed: whether the first coefficient is the share of decode. Then the third coefficient is at most the second
+            where the observations do not determine it.
     """
     ridge = np.array((SHARE_RIDGE if is_mixed else RIDGE, RIDGE, RIDGE))
     columns /= seconds
@@ -310,20 +320,20 @@ def _fitted(
     scale[scale == 0] = 1.0
     columns /= scale[:, None]
     prior = scale * expected
-    found = _non_negative(columns, weights, prior, ridge)
+    found = _solve_non_negative(columns, weights, prior, ridge)
     errors = found.dot(columns) - 1
-    middle, deviation = _middle_and_deviation(errors[weights >= 1].tolist())
+    middle, deviation = _median_and_deviation(errors[weights >= 1].tolist())
     far = (np.abs(errors - middle) > max(OUTLIER * deviation, MIN_OUTLIER)) & (weights <= 1)
     if far.any():
         weights[far] = 0.0
-        found = _non_negative(columns, weights, prior, ridge)
+        found = _solve_non_negative(columns, weights, prior, ridge)
     first, second, third = (found / scale).tolist()
     return first, second, third
 
 
-def _non_negative(columns: FloatArray, weights: FloatArray, prior: FloatArray, ridge: FloatArray) -> FloatArray:
-    """Non-negative coefficients with which the weighted columns sum closest to 1. The most negative coefficient is set
-    to 0 until none is negative."""
+def _solve_non_negative(columns: FloatArray, weights: FloatArray, prior: FloatArray, ridge: FloatArray) -> FloatArray:
+    """Non-negative coefficients ([3]) with which the columns ([3, observations]) sum closest to 1, by weighted least
+    squares. The most negative coefficient is set to 0 until no coefficient is negative."""
     weighted = columns * weights
     normal = weighted.dot(columns.T)
     ridge = ridge * np.add.reduce(weights)
@@ -339,7 +349,7 @@ def _non_negative(columns: FloatArray, weights: FloatArray, prior: FloatArray, r
     return found
 
 
-def _middle_and_deviation(values: list[float]) -> tuple[float, float]:
-    """Median and standard deviation, the latter from the median absolute deviation."""
+def _median_and_deviation(values: list[float]) -> tuple[float, float]:
+    """Median of the values, and their standard deviation estimated from the median absolute deviation."""
     middle = sorted(values)[len(values) // 2]
     return middle, MAD_TO_DEVIATION * sorted([abs(value - middle) for value in values])[len(values) // 2]

@@ -1,7 +1,7 @@
-"""The limit "target-itl": limits the prompt tokens of a step so that it keeps a target time, the gap between output
-tokens.
+"""The limit "target-itl": limits the prompt tokens of a step so that the step keeps a target time, the gap between
+output tokens.
 
-`StepTimes` (`step_times.py`) learns how long a step takes; `TargetItl` is the limit that uses it.
+`StepTimes` (`step_times.py`) learns how long a step takes; `TargetItl` is the limit that uses these predictions.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from pointsman.core.state.request import Request
 from pointsman.core.state.status import PreemptionCause, RequestStatus
 
 KEPT = 16
-"""Number of steps for which a decision is kept that defers the head for step time."""
+"""Number of steps for which a decision is kept that defers the head of the queue for step time."""
 KEPT_FOR_QUEUE = 0.5
-"""Share of the time for prompt tokens that is kept, while requests wait, for prompts that fit it whole."""
+"""Share of the time for prompt tokens that is kept, while requests wait, for prompts that fit into this time as a
+whole."""
 SCARCE_STEPS = 64
-"""Number of steps with evenly spread prompt tokens after the queue waited for sequence slots or blocks."""
+"""Number of steps with evenly spread prompt tokens after a step in which the queue waited for sequence slots or
+blocks."""
 SPREAD, MIN_SPREAD = 1.2, 0.35
-"""While they are spread, a step computes at most `SPREAD` times their mean per step. `MIN_SPREAD` of their time is
-always available, so that a long prompt keeps a third of its speed."""
+"""While prompt tokens are spread, a step computes at most `SPREAD` times their mean number per step. The share
+`MIN_SPREAD` of the time for prompt tokens is always available, so that a long prompt keeps a third of its speed."""
 
 
 class TargetItl(Limit):
@@ -41,15 +43,15 @@ class TargetItl(Limit):
     profile beforehand; here it is learned, and follows the load. Without observations it begins with 256 tokens, and at
     most doubles.
 
-    While requests wait, running prefills use half of that time. The other half is for prompts that fit it whole, so
-    that a short prompt does not wait until a long one is computed. The long one loses at most half of its speed (a
-    bounded form of shortest remaining processing time, Schrage 1968). If the prompt at the head of the queue does not
-    fit, no time is kept until it has started.
+    While requests wait, running prefills use half of the time for prompt tokens. The other half is for prompts that fit
+    into it as a whole, so that a short prompt does not wait until a long prompt is computed. The long prompt loses at
+    most half of its speed (a bounded form of shortest remaining processing time, Schrage 1968). If the prompt at the
+    head of the queue does not fit, no time is kept until it has started.
 
     Where the queue waits for sequence slots or blocks, it waits for decode, not for prompt tokens. Then prompt tokens
-    are spread: a step computes at most `SPREAD` times their mean per step, or the number that fits behind the memory
-    reads of decode. As reads and computing overlap, equal steps take less time in all than short and long ones.
-    `MIN_SPREAD` bounds the cost for a long prompt.
+    are spread: a step computes at most `SPREAD` times their mean number per step, or the number that fits behind the
+    memory reads of decode. As reads and computing overlap, equal steps take less time in total than short and long
+    steps. `MIN_SPREAD` bounds the cost for a long prompt.
 
     If decode alone would take longer than the target with one more request, this request waits for `Reason.STEP_TIME`.
     A target that even few requests exceed (`UNREACHABLE`) defers no request.
@@ -58,9 +60,9 @@ class TargetItl(Limit):
     and larger steps are a little faster.
 
     Bounds: every running request advances at least one token. The oldest prefill advances at least `least` tokens a
-    step, if `max_num_batched_tokens` suffices beside the tokens of others; so n tokens take at most n / least steps.
-    The head of the queue waits for step time at most `patience` seconds in a row. Then it starts with `least` tokens,
-    even if the target is missed.
+    step, if `max_num_batched_tokens` suffices beside the tokens of other requests; so n tokens take at most n / least
+    steps. The head of the queue waits for step time at most `patience` seconds in a row. Then it starts with `least`
+    tokens, even if the target is missed.
     """
 
     name = "target-itl"
@@ -83,18 +85,18 @@ class TargetItl(Limit):
         self._tokens = self._max_running_tokens = 0
         self._left = self._left_at_first = 0.0
         self._kept_seconds = 0.0
-        """Seconds of the step that are kept for waiting requests."""
+        """Time of the step that is kept for waiting requests, in seconds."""
         self._is_cut = False
-        """Whether a running prefill continues after the step."""
+        """Whether a running prefill is cut, so that it continues after the step."""
         self._is_head_long = False
-        """Whether the prompt at the head of the queue does not fit the kept seconds."""
+        """Whether the prompt at the head of the queue takes longer than the time kept for waiting requests."""
         self._had_queue = self._was_checked = False
-        """Whether requests waited when the last step began, and whether `check` was called for one."""
+        """Whether requests waited when the last step began, and whether `check` was called for one of them."""
         self._has_preempted = False
-        """Whether requests were preempted for one that has not started yet. It is not deferred, or the preemption would
-        be in vain."""
+        """Whether requests were preempted for a request that has not started yet. This request is not deferred, or the
+        preemption would be in vain."""
         self._num_spread_steps = 0
-        """Remaining steps with spread prompt tokens."""
+        """Number of remaining steps with spread prompt tokens."""
         self._limit = self._target
         self._is_full = self._is_decided = self._has_deferred = False
         self._num_kept = 0
@@ -116,8 +118,8 @@ class TargetItl(Limit):
     # ------------------------------------------------------------------ the step
 
     def step_budget(self, most: int, view: View) -> int:
-        """Tokens of the step. The number is kept while the queue is blocked and the running requests stay the same. So
-        the head need not be checked again, and fast-forward is possible."""
+        """Token budget of the step. It is kept while the queue is blocked and the running requests stay the same. So
+        the head of the queue need not be checked again, and fast-forward is possible."""
         if view.num_prefilling:
             self._key = None
         else:
@@ -149,7 +151,7 @@ class TargetItl(Limit):
         self._had_queue, self._was_checked = has_queue, False
         self._left = self._left_at_first = left
         self._kept_seconds = KEPT_FOR_QUEUE * left if num_prefilling and has_queue and not self._is_head_long else 0.0
-        running, self._is_cut = 0, False  # prompt tokens of running requests, beyond one of each
+        running, self._is_cut = 0, False  # prompt tokens of running requests, beyond one for each
         if num_prefilling:
             left -= self._kept_seconds
             lacks = known - computed - 1
@@ -165,7 +167,8 @@ class TargetItl(Limit):
                 left -= times.prefill_seconds(lack, start)
             left += self._kept_seconds
         tokens = running + times.fitting_tokens(left, 0)
-        # Not full if tokens are few only because larger steps were never observed, or because they are spread.
+        # The step is not full if few tokens fit only because larger steps were never observed, or because tokens are
+        # spread.
         self._is_full = tokens < min(self._least, times.max_predicted_tokens) and not is_spread
         max_prefill = max(min(tokens, times.max_predicted_tokens), self._least)
         self._tokens = min(num_requests + max_prefill, most)
@@ -179,7 +182,8 @@ class TargetItl(Limit):
         return self._tokens
 
     def _for_prompts(self, left: float, alone: float, view: View) -> float:
-        """The part of the `left` seconds that prompt tokens may use, less if they are spread. Decode takes `alone`."""
+        """The part of the `left` seconds that prompt tokens may use; less than `left` if prompt tokens are spread.
+        Decode alone takes `alone` seconds."""
         has_queue = view.num_waiting > 0
         if has_queue and self._had_queue and not (self._was_checked or self._is_head_long):
             self._num_spread_steps = SCARCE_STEPS
@@ -195,7 +199,7 @@ class TargetItl(Limit):
         if batch.num_prefilling == 0 and not self._view.num_waiting:
             return
         # The budget is divided in admission order. A prompt must leave a token for each row behind it. Drafts must
-        # leave `least` tokens for a running prompt, or for a waiting one.
+        # leave `least` tokens for a running or waiting prompt.
         is_prefilling = (batch.flags[rows] & PREFILLING) != 0
         prefilling = is_prefilling.nonzero()[0]
         num_decoding = len(rows) - len(prefilling)
@@ -216,7 +220,7 @@ class TargetItl(Limit):
                 left -= more
 
     def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
-        if not self._is_decided:  # the queue was empty when the step began: the request was preempted in it
+        if not self._is_decided:  # the queue was empty when the step began, so this step preempted the request
             self._decide(view.budget, view)
         self._was_checked = True
         fitting = self.times.fitting_tokens(self._left, start)
@@ -232,7 +236,8 @@ class TargetItl(Limit):
         return self._fitting(request, start, min(want, fitting))
 
     def _fitting(self, request: Request, start: int, fitting: int) -> int | Deferral:
-        """The `fitting` tokens, or a deferral: beside a prefill that continues, a request starts only whole."""
+        """The `fitting` tokens, or a deferral: beside a running prefill that is cut, a request starts only if all its
+        tokens fit."""
         lack = request._state.num_tokens - start if self._is_cut else 1
         if fitting >= lack:
             return fitting
@@ -241,7 +246,7 @@ class TargetItl(Limit):
         return Deferral(Reason.BUDGET, lack - fitting)
 
     def lacks_step_time(self, request: Request, num_running: int, num_tokens: int) -> bool:
-        """As in `check`, without running prefills."""
+        """Whether `check` would defer the request for step time if no running request were prefilling."""
         if not num_running:
             return False
         times = self.times
@@ -250,9 +255,9 @@ class TargetItl(Limit):
         return is_full or self._would_be_full(request, num_running, num_tokens)
 
     def _would_be_full(self, request: Request, num_requests: int, num_tokens: int) -> bool:
-        """Whether decode alone would take longer than the target with this request beside the others."""
+        """Whether decode alone would take longer than the target with `request` beside `num_requests` others."""
         times = self.times
-        if num_requests < times.max_observed_requests:  # beyond the observed number, one more is tried
+        if num_requests < times.max_observed_requests:  # beyond the observed number, admit one more to observe it
             num_requests, num_tokens = num_requests + 1, num_tokens + request._state.num_tokens
         return times.decode_seconds(num_requests, num_tokens) > self._limit
 
@@ -264,8 +269,8 @@ class TargetItl(Limit):
             self._num_future_tokens += request._state.num_tokens
 
     def guaranteed_steps(self, num_steps: int) -> int:
-        """With an empty queue the budget does not matter. Otherwise it is kept until a running request leaves or one is
-        admitted, unless the head waits for step time."""
+        """All `num_steps` if the queue is empty, as the budget does not matter, or while the budget is kept: until a
+        running request leaves or a request is admitted, unless the head of the queue waits for step time."""
         view = self._view
         if not view.num_waiting:
             return num_steps

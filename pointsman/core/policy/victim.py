@@ -1,11 +1,11 @@
 """Victim policies: choose the request that is preempted when blocks run out.
 
-`step/running.py` calls them whenever a running request lacks blocks. Preemptions for other causes (`PreemptionCause`)
-do not: priority preemption (`step/priority_preemption.py`), a host that parks a request or has no token for it, and a
-reset.
+`step/running.py` calls the policy whenever a running request lacks blocks. Preemptions for other causes
+(`PreemptionCause`) do not call it: priority preemption (`step/priority_preemption.py`), a host that parks a request or
+has no token for it, and a reset.
 
 The victim loses its blocks and keeps its tokens. When it is admitted again, it recomputes all tokens that are no longer
-in the prefix cache, or loads those that it swapped (`preemption_mode`, `swap.py`).
+in the prefix cache, or loads the tokens that it swapped (`preemption_mode`, `swap.py`).
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ class LowestPriority(Policy):
 class LeastCost(Policy):
     """The request that recomputes the fewest tokens, among those that free enough blocks.
 
-    Without a prefix cache a victim recomputes all its computed tokens, so a freed block costs the same tokens for every
-    victim. Freed blocks that no row needs are waste: they are idle until the victim resumes, and it recomputes them
-    too. So the smallest request that frees enough blocks is preempted.
+    Without a prefix cache a victim recomputes all its computed tokens, so a freed block costs the same number of tokens
+    for every victim. Freed blocks that no row needs are waste: they are idle until the victim resumes, and the victim
+    recomputes their tokens, too. So the smallest request that frees enough blocks is preempted.
 
-    With a prefix cache the full blocks of a victim stay cached. Running rows take them one by one, from its end, until
-    a request finishes and the victim resumes from the front of the queue. The number of blocks taken, and so the
-    recompute, does not depend on the victim: no choice is cheaper than the request admitted last. Only requests that
-    use the cache, and free enough blocks that no other request shares, are considered.
+    With a prefix cache the full blocks of a victim stay cached. Running rows take these blocks one by one, from the
+    last one on, until a request finishes and the victim resumes from the front of the queue. The number of blocks
+    taken, and so the recompute, does not depend on the victim: no choice is cheaper than the request admitted last.
+    Only requests that use the cache, and free enough blocks that no other request shares, are considered.
 
     Use it without a prefix cache, where a request holds more blocks than all requests grow by until the next finish
     (chats). With long outputs all blocks of a victim are taken either way, and "latest" is as good; a reserve
     ("growth") helps more.
 
     Bound: a request that was preempted `max_preemptions` times, for whatever cause, is exempt while a request runs that
-    was not. If all were, the one admitted last is preempted, so that the first one runs to its end, as under "latest".
-    It does not read priorities.
+    was preempted less often. If all running requests were preempted that often, the request admitted last is preempted,
+    so that the first one runs to its end, as under "latest". This policy does not read priorities.
     """
 
     kind = "victim"
@@ -74,7 +74,7 @@ class LeastCost(Policy):
         self._max_preemptions = max_preemptions
 
     def guaranteed_steps(self, num_steps: int) -> int:
-        """All of them: it is called only when blocks run out."""
+        """All `num_steps`, as a victim policy is called only when blocks run out."""
         return num_steps
 
     def choose(self, view: View, asking: int) -> int:
@@ -85,15 +85,16 @@ class LeastCost(Policy):
             return self._latest_that_suffices(view, may)
         frees = view.num_blocks[may]
         enough = (frees >= min(view.num_missing_blocks, int(frees.max()))).nonzero()[0]
-        may = may[enough][::-1]  # among equals, the one admitted last
+        may = may[enough][::-1]  # among equals, the request admitted last
         return int(may[view.num_computed_tokens[may].argmin()])
 
     def _latest_that_suffices(self, view: View, may: npt.NDArray[np.int64]) -> int:
-        """The last request that frees enough blocks, or else the one that frees most blocks. Requests that do not use
-        the prefix cache come last."""
+        """Index of the request admitted last, among the indices `may`, that frees enough blocks; if none does, of the
+        request that frees most blocks. A request that does not use the prefix cache is chosen only if all others do not
+        use it either."""
         requests, missing = view.requests, view.num_missing_blocks
         best, most = -1, -1
-        for place in range(len(may) - 1, -1, -1):  # usually the first one suffices
+        for place in range(len(may) - 1, -1, -1):  # usually the first candidate suffices
             index = may.item(place)
             if not requests[index].reads_prefix_cache:
                 continue
@@ -111,5 +112,5 @@ VICTIMS: dict[str, type[Latest] | type[LowestPriority] | type[LeastCost]] = {
 
 
 def default_victim(order_name: str) -> str:
-    """The victim policy where the configuration names none."""
+    """Name of the victim policy for an order, where the configuration names no victim policy."""
     return "lowest-priority" if order_name.startswith("priority") else "latest"

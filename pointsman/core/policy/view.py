@@ -1,4 +1,4 @@
-"""The `View` that policies read, over the columns of one scheduler; see `state/interfaces.py`."""
+"""The `View` that policies read (see `state/interfaces.py`), built on the columns of one scheduler."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class SchedulerView:
-    """The `View` that a scheduler keeps up to date."""
+    """The implementation of `View`; the scheduler keeps it up to date."""
 
     __slots__ = (
         "_batch",
@@ -39,7 +39,7 @@ class SchedulerView:
         self.now = 0.0
         self.budget = 0
         self.num_before = 0
-        """Queued requests that do not count as waiting: those before a request that is checked at its place."""
+        """Number of queued requests that do not count as waiting, because they are before the checked request."""
         self.num_running = 0
         self.num_owed_blocks = 0
         self.num_missing_blocks = 0
@@ -50,27 +50,27 @@ class SchedulerView:
     # ------------------------------------------------------------------ kept up to date
 
     def open_step(self, now: float) -> None:
-        """Called when a step begins."""
+        """Set the time and the number of running requests when a step begins."""
         self.now, self.num_running = now, len(self._batch.members.requests)
 
     def pass_time(self, now: float) -> None:
-        """Set the start of the last step of a fast-forward."""
+        """Set the time to the start of the last step of a fast-forward."""
         self.now = now
 
     def open_check(self, budget: int, num_running: int, num_owed_blocks: int) -> None:
-        """Called before a waiting request is checked; see the fields of these names."""
+        """Set the fields of these names before a waiting request is checked."""
         self.budget, self.num_running, self.num_owed_blocks = budget, num_running, num_owed_blocks
 
     def look_at(self, place: int) -> None:
-        """Check a waiting request at its place in the queue, after `place` others."""
+        """Declare that the checked request has `place` requests before it in the queue."""
         self.num_before = place
 
     def found(self, match: Match, num_shared_blocks: int) -> None:
-        """Set the cached prefix of the checked request, and how many of its blocks other requests hold."""
+        """Set the cached prefix of the checked request, and how many blocks of this prefix other requests hold."""
         self.match, self.num_shared_blocks = match, num_shared_blocks
 
     def lacks(self, num_missing_blocks: int) -> None:
-        """Set the number of blocks that running rows need beyond the free ones."""
+        """Set the number of blocks that running rows need beyond the free blocks."""
         self.num_missing_blocks = num_missing_blocks
 
     # ------------------------------------------------------------------ read by policies

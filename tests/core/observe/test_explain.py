@@ -53,7 +53,7 @@ def test_the_largest_holder_of_blocks_is_named_first() -> None:
     )
 
 
-def test_since_is_the_start_of_the_reason_and_missing_is_current() -> None:
+def test_since_is_when_the_reason_began_and_missing_is_current() -> None:
     host = Host(num_blocks=10, max_model_len=32)
     host.add("a", 12, max_tokens=20)
     host.step()
@@ -120,7 +120,7 @@ def test_requests_behind_others_wait_since_they_were_queued() -> None:
     assert (host.explain("c").reason, host.explain("c").since) == (Reason.BEHIND, began), "it did not move"
 
 
-def test_an_old_reason_as_the_head_is_not_used() -> None:
+def test_a_request_behind_a_new_head_does_not_keep_its_old_reason() -> None:
     host = Host(order="priority", max_num_seqs=1, displace=False)
     host.add("a", 4)
     host.step()
@@ -339,7 +339,7 @@ def test_a_step_for_the_last_token_of_a_prompt_is_for_prompts_too() -> None:
     assert host.explain("decodes").reason is Reason.PREFILL_FIRST
 
 
-def test_rows_beyond_those_of_a_step_wait_for_a_sequence_slot() -> None:
+def test_rows_beyond_max_num_seqs_wait_for_a_sequence_slot() -> None:
     host = Host(batching="prefill-first", shortage="in-order", max_num_seqs=2, max_num_active_seqs=3)
     for name in "abc":
         host.add(name, 4)
@@ -363,7 +363,7 @@ def test_a_row_that_does_not_run_ahead_waits_for_its_own_sample() -> None:
     assert host.explain("a").reason is None
 
 
-def test_rows_behind_one_preempted_in_order_wait_for_blocks() -> None:
+def test_in_order_shortage_rows_behind_a_victim_wait_for_blocks() -> None:
     host = Host(shortage="in-order", order="priority", num_blocks=3, max_model_len=12)
     host.add("a", 1)
     host.add("yields", 3, priority=5)
@@ -427,7 +427,7 @@ def test_requests_that_do_not_wait_have_a_sentence() -> None:
     assert host.explain("a").sentence == "a has finished."
 
 
-def test_few_holders_are_named_and_all_are_counted() -> None:
+def test_the_largest_holders_are_named_and_all_are_counted() -> None:
     host = Host(max_num_seqs=12, max_num_batched_tokens=16)
     for index in range(13):
         host.add(f"r{index}", 1)

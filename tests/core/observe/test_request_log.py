@@ -18,7 +18,7 @@ def logging_host(**config: Any) -> Host:
     return Host(log_request_events=True, **config)
 
 
-def test_the_log_of_a_request_from_start_to_end() -> None:
+def test_the_log_has_the_events_of_a_request_from_start_to_end() -> None:
     host = logging_host(max_num_batched_tokens=4, max_num_seqs=2)
     request = host.add("a", 6, eos_token_ids=(EOS,))  # at 1
     host.step()  # 2 and 3: a chunk

@@ -16,7 +16,7 @@ def test_counters_of_a_new_scheduler_are_0() -> None:
     assert not any(stats.deferrals.values())
 
 
-def test_gauges_of_requests_and_pool() -> None:
+def test_stats_has_the_gauges_of_requests_and_pool() -> None:
     host = Host(max_num_seqs=2)
     for request_id in "abc":
         host.add(request_id, 7)

@@ -68,7 +68,7 @@ def test_requests_without_an_adapter_need_no_slot() -> None:
 
 
 @pytest.mark.parametrize("leave", ["end", "abort", "park", "fail"])
-def test_a_slot_is_free_when_the_last_request_of_its_adapter_leaves(leave: str) -> None:
+def test_an_adapter_slot_is_freed_when_its_last_request_leaves(leave: str) -> None:
     host = roomy(max_loras=1)
     add(host, "a", "x", max_tokens=1)
     if leave != "fail":
@@ -198,7 +198,7 @@ def test_an_endless_stream_of_one_adapter_does_not_starve_another() -> None:
     assert Adapter("x", 1) not in output.adapters
 
 
-def test_a_claim_retires_only_the_adapter_that_has_run_longest() -> None:
+def test_a_slot_claim_retires_only_the_adapter_that_has_run_longest() -> None:
     host = roomy(max_overtakes=0)
     add(host, "x1", "x", max_tokens=20)
     host.step()
@@ -231,7 +231,7 @@ def test_preempted_requests_of_a_retired_adapter_resume_and_finish() -> None:
     assert order == ["claims", "new"]
 
 
-def test_a_claim_does_not_delay_more_urgent_requests() -> None:
+def test_a_slot_claim_does_not_delay_more_urgent_requests() -> None:
     host = roomy(order="priority", displace=False, max_loras=1, max_overtakes=0)
     add(host, "a", "x", priority=0, max_tokens=20)
     host.step()
@@ -241,7 +241,7 @@ def test_a_claim_does_not_delay_more_urgent_requests() -> None:
     assert names(host.step().requests) == ["a", "urgent"]
 
 
-def test_a_claim_ends_with_its_request() -> None:
+def test_a_slot_claim_ends_when_its_request_is_aborted() -> None:
     host = roomy(max_loras=1, max_overtakes=0)
     add(host, "a", "x")
     add(host, "claims", "y")
@@ -363,7 +363,7 @@ def test_a_parked_request_is_not_deferred_for_adapter_slots() -> None:
     assert host.explain("b").reason is Reason.PARKED
 
 
-def test_without_slots_an_adapter_is_refused() -> None:
+def test_a_request_with_an_adapter_is_refused_if_max_loras_is_0() -> None:
     host = Host()
     with pytest.raises(RequestRefused, match=r"adapter 'x' and max_loras is 0.*raise max_loras"):
         add(host, "a", "x")
@@ -383,6 +383,6 @@ def test_an_invalid_adapter_is_refused(adapter: Any) -> None:
         ({"max_overtakes": 3}, "max_overtakes is 3, and no request is skipped without adapters"),
     ],
 )
-def test_invalid_knobs_are_refused(values: dict[str, int], message: str) -> None:
+def test_negative_max_loras_and_max_overtakes_are_refused(values: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Host(**values)

@@ -52,7 +52,7 @@ def test_blocks_released_while_the_head_waits_are_kept_for_it() -> None:
 
 
 @pytest.mark.parametrize("bound", [1, 3])
-def test_at_most_bound_requests_bypass(bound: int) -> None:
+def test_at_most_bound_requests_bypass_a_waiting_request(bound: int) -> None:
     host = host_with_a_long_head(reserves=(f"bypass:bound={bound},kept=0",), max_num_seqs=2)
     host.scheduler.abort("first", host.now)
     keeper = host.add("keeper", 36, max_tokens=12, arrival_time=0.0)
@@ -64,7 +64,7 @@ def test_at_most_bound_requests_bypass(bound: int) -> None:
     assert admitted[1 : 1 + bound] == [f"short{index}" for index in range(bound)]
 
 
-def test_the_bound_holds_within_one_step() -> None:
+def test_the_bypass_bound_holds_within_one_step() -> None:
     host = host_with_a_long_head(reserves=("bypass:bound=2,kept=0",), max_num_seqs=16)
     for index in range(6):
         host.add(f"short{index}", 1, max_tokens=30)
@@ -131,12 +131,14 @@ def decisions(monkeypatch: pytest.MonkeyPatch, seed: int, *, keeps_searches: boo
 
 
 @pytest.mark.parametrize("seed", range(16))
-def test_searches_that_are_left_out_would_find_no_request(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_skipping_searches_for_bypassing_requests_changes_no_decision(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
     kept = decisions(monkeypatch, seed, keeps_searches=True)
     assert kept == decisions(monkeypatch, seed, keeps_searches=False)
 
 
-def test_searches_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_queue_without_a_bypassing_request_is_not_searched_again(monkeypatch: pytest.MonkeyPatch) -> None:
     host = host_with_a_long_head(num_blocks=12)
     for index in range(20):
         host.add(f"also-long-{index}", 40, max_tokens=2)

@@ -28,7 +28,7 @@ def test_earliest_deadline_is_next_with_a_default_target() -> None:
     assert admission_order(host) == ["a", "b", "c"]
 
 
-def test_a_preempted_request_is_first() -> None:
+def test_a_preempted_request_is_the_head_of_the_queue() -> None:
     host = Host(order=ORDER, max_num_seqs=1)
     host.add("a", 4, max_tokens=4)
     host.step()
@@ -82,7 +82,7 @@ def test_lateness_includes_the_learned_prefill_time() -> None:
     assert (len(order), list(order)) == (1, [long])
 
 
-def test_asking_between_steps_changes_no_decision() -> None:
+def test_peek_does_not_move_late_requests_between_steps() -> None:
     order = EarliestTTFT(default=10.0)
     view = Scheduler(small_config())._parts.view
     order.attach(view)
@@ -97,7 +97,7 @@ def test_asking_between_steps_changes_no_decision() -> None:
     assert order.peek() is second
 
 
-def test_only_a_head_on_time_prevents_fast_forward() -> None:
+def test_a_head_that_can_meet_its_deadline_prevents_fast_forward() -> None:
     host = Host(order="earliest-ttft:default=30", max_num_seqs=1)
     host.add("a", 4, max_tokens=50)
     host.step()

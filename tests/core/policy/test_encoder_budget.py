@@ -92,7 +92,7 @@ def test_budget_and_cache_count_embeddings_not_placeholders() -> None:
     assert tokens_of(host.step()) == {"a": 12}
 
 
-def test_the_budget_is_one_for_all_requests_of_a_step() -> None:
+def test_requests_of_a_step_share_the_encoder_budget() -> None:
     host = ImageHost(encoder_budget=5)
     host.add("a", 8, encoder_inputs=[image("cat", 0, 4)])
     host.add("b", 8, encoder_inputs=[image("dog", 3, 4)])
@@ -136,7 +136,7 @@ def test_an_input_is_computed_where_its_first_embedding_is_reached() -> None:
     assert told == [(8, []), (8, ["a:cat"]), (8, [])], "step 1 ends before its first embedding; dog has none"
 
 
-def test_placeholders_behind_the_last_embedding_need_none() -> None:
+def test_placeholders_behind_the_last_embedding_need_no_embedding() -> None:
     host = ImageHost(max_num_batched_tokens=8, encoder_cache_size=8)
     cat, prompt = image("cat", 2, 6, None, "110000"), [*range(9)]
     host.add("a", prompt[:8], encoder_inputs=[cat], max_tokens=1)
@@ -383,7 +383,7 @@ def test_embeddings_freed_by_void_outputs_are_freed_again() -> None:
     assert freed(host.step()) == ["cat", "dog"]
 
 
-def test_a_rewound_row_computes_its_embeddings_again_if_they_are_gone() -> None:
+def test_a_rewound_row_recomputes_embeddings_that_were_freed() -> None:
     host = ImageHost(max_num_batched_tokens=4, max_steps_in_flight=2)
     host.add("a", 16, encoder_inputs=[image("cat", 2, 8)])
     first, second = host.schedule(), host.schedule()
@@ -448,11 +448,11 @@ def test_a_block_with_placeholders_hits_only_for_the_same_content() -> None:
     assert found(cat, cat, dog, [], dog) == [0, 12, 4, 4, 12]
 
 
-def test_the_position_within_the_content_is_part_of_the_key() -> None:
+def test_the_position_within_the_content_is_part_of_the_block_key() -> None:
     assert found([image("cat", 4, 8)], [image("cat", 4, 4), image("cat", 8, 4)], [image("cat", 3, 8)]) == [0, 4, 0]
 
 
-def test_tokens_equal_to_placeholders_do_not_match_them() -> None:
+def test_text_tokens_equal_to_placeholder_tokens_are_no_cache_hit() -> None:
     host = ImageHost()
     host.add("image", [7] * 9, encoder_inputs=[image("cat", 0, 8)], max_tokens=1)
     host.step()
@@ -460,7 +460,7 @@ def test_tokens_equal_to_placeholders_do_not_match_them() -> None:
     assert cached_of(host.step()) == {"text": 0}
 
 
-def test_the_tokens_of_placeholders_are_part_of_the_key() -> None:
+def test_placeholder_tokens_are_part_of_the_block_key() -> None:
     """A model may read some of them as tokens, such as the end of a line of an image."""
     host = ImageHost()
     prompt = np.array([7] * 9)
@@ -512,7 +512,7 @@ def test_generated_tokens_behind_an_image_are_cached() -> None:
     assert cached_of(host.step()) == {"next": 8, "other": 0}
 
 
-def test_marks_start_again_when_used_up_without_wrong_hits() -> None:
+def test_content_marks_that_start_again_give_no_wrong_cache_hits() -> None:
     host = ImageHost()
     host.scheduler._kv._marks = ContentMarks(num_marks=20)
     prompt = host.prompt(9)
@@ -527,7 +527,7 @@ def test_marks_start_again_when_used_up_without_wrong_hits() -> None:
 # ------------------------------------------------------------------ arguments
 
 
-def test_inputs_are_kept_with_their_number_of_embeddings() -> None:
+def test_a_request_keeps_its_encoder_inputs_and_prompt_tokens() -> None:
     request = Request("a", range(9), arrival_time=0.0, max_tokens=1, encoder_inputs=[("cat", 1, 3), ["dog", 4, 2, 7]])
     assert request.encoder_inputs == (EncoderInput("cat", 1, 3, 3), EncoderInput("dog", 4, 2, 7))
     assert [item.entry for item in request.encoder_inputs] == [EncoderEntry("cat", 3), EncoderEntry("dog", 7)]
@@ -551,7 +551,7 @@ def test_inputs_are_kept_with_their_number_of_embeddings() -> None:
         (["cat"], "an encoder input is 'cat'"),
     ],
 )
-def test_invalid_inputs_are_refused(inputs: list[Any], message: str) -> None:
+def test_invalid_encoder_inputs_are_refused(inputs: list[Any], message: str) -> None:
     with pytest.raises(RequestRefused, match=message):
         Request("a", range(9), arrival_time=0.0, max_tokens=1, encoder_inputs=inputs)
 
@@ -564,13 +564,13 @@ def test_invalid_inputs_are_refused(inputs: list[Any], message: str) -> None:
         ({"encoder_cache_size": 5}, "'cat' has 6 embeddings, more than encoder_cache_size 5"),
     ],
 )
-def test_inputs_that_can_never_be_computed_are_refused(overrides: dict[str, int], message: str) -> None:
+def test_encoder_inputs_that_can_never_be_computed_are_refused(overrides: dict[str, int], message: str) -> None:
     host = ImageHost(**overrides)
     with pytest.raises(RequestRefused, match=message):
         host.add("a", 9, encoder_inputs=[image("cat", 0, 4, 6)])
 
 
-def test_without_chunked_prefill_all_inputs_together_must_fit() -> None:
+def test_without_chunked_prefill_all_encoder_inputs_must_fit_together() -> None:
     host = ImageHost(enable_chunked_prefill=False)
     host.add("same", 12, encoder_inputs=[image("cat", 0, 6), image("cat", 6, 6)], max_tokens=1)
     with pytest.raises(RequestRefused, match="12 embeddings, more than encoder_budget 8, and chunked prefill is off"):
@@ -588,6 +588,6 @@ def test_without_chunked_prefill_all_inputs_together_must_fit() -> None:
         ({"keep_embeddings": False}, "keep_embeddings=False has no effect without encoder inputs"),
     ],
 )
-def test_invalid_knobs_are_refused(values: dict[str, int], message: str) -> None:
+def test_invalid_encoder_knobs_are_refused(values: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Host(**values)

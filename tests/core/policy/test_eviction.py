@@ -173,7 +173,7 @@ def test_a_custom_policy_decides_what_is_retained() -> None:
     ],
     ids=str,
 )
-def test_a_policy_that_fails_fails_the_next_step_and_retains_nothing(answer: Any) -> None:
+def test_a_failing_policy_fails_the_next_step_and_retains_nothing(answer: Any) -> None:
     policy = Everything()
     policy.answer = answer
     host = Host(eviction=policy)
@@ -188,14 +188,14 @@ def test_a_policy_that_fails_fails_the_next_step_and_retains_nothing(answer: Any
     assert host.stats().num_retained_blocks == 3, "the request that finished since"
 
 
-def test_an_object_that_lacks_a_part_is_refused() -> None:
+def test_an_eviction_object_without_all_attributes_is_refused() -> None:
     with pytest.raises(ConfigError, match="it has no started, retained"):
         Host(eviction=type("Half", (), {"name": "half", "share": 1.0, "per_tenant": False})())
     with pytest.raises(ConfigError, match=r"share of eviction 'everything' is 1.5; it must be between 0 and 1"):
         Host(eviction=type("Greedy", (Everything,), {"share": 1.5})())
 
 
-def test_a_share_of_zero_is_lru() -> None:
+def test_an_eviction_share_of_0_retains_nothing() -> None:
     host = Host(eviction=Retention(share=0.0))
     run(host, "a", 9, retention=100.0)
     assert host.stats().num_retained_blocks == 0

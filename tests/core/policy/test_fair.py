@@ -60,7 +60,7 @@ def test_weights_divide_counters() -> None:
     assert order.served("gold") == pytest.approx(8 * 6 / 3, rel=1e-5)
 
 
-def test_an_idle_tenant_saves_up_nothing() -> None:
+def test_an_idle_tenant_saves_no_credit() -> None:
     host, order = fair_host()
     host.add("b", 4, max_tokens=1, tenant="b")
     host.step()
@@ -75,7 +75,7 @@ def test_an_idle_tenant_saves_up_nothing() -> None:
     assert order.served("b") == order.served("a")
 
 
-def test_with_an_empty_queue_a_tenant_is_lifted_to_the_last_one() -> None:
+def test_with_an_empty_queue_a_tenant_is_lifted_to_the_last_tenant() -> None:
     host, order = fair_host(max_num_seqs=4)
     host.add("a", 8, max_tokens=8, tenant="a")
     host.step()
@@ -140,7 +140,7 @@ def test_explain_says_how_much_more_a_tenant_was_served() -> None:
     assert host.explain("b1").sentence == "b1 waits behind b0, which waits: all sequence slots are taken."
 
 
-def test_idle_tenants_are_forgotten() -> None:
+def test_idle_tenants_are_removed() -> None:
     host, order = fair_host(max_num_seqs=4)
     for index in range(200):
         host.add(f"r{index}", 4, max_tokens=2, tenant=f"tenant {index}")
@@ -152,7 +152,7 @@ def test_idle_tenants_are_forgotten() -> None:
     assert len(order._heap) <= 130
 
 
-def test_guaranteed_steps_while_the_next_tenant_stays_next() -> None:
+def test_steps_are_guaranteed_while_the_next_tenant_stays_the_next() -> None:
     host, order = fair_host(max_num_seqs=3, num_blocks=64, max_num_batched_tokens=32)
     for index in range(2):
         host.add(f"a{index}", 4, max_tokens=50, tenant="a")
@@ -182,7 +182,7 @@ def test_guaranteed_steps_while_the_next_tenant_stays_next() -> None:
         ("fair:output_weight=many", "give a number"),
     ],
 )
-def test_invalid_weights_are_refused(spec: str, what: str) -> None:
+def test_invalid_tenant_weights_are_refused(spec: str, what: str) -> None:
     with pytest.raises(ConfigError, match=what):
         Scheduler(small_config(order=spec))
 

@@ -24,7 +24,7 @@ def gate_of(host: Host, name: str) -> Gate:
     return gate
 
 
-def test_the_order_in_which_gates_are_checked() -> None:
+def test_gates_are_checked_in_a_fixed_order() -> None:
     host = Host(max_num_partial_prefills=2, long_prefill_token_threshold=8, encoder_budget=4, encoder_cache_size=4)
     kinds = [type(gate).__name__ for gate in host.scheduler._parts.gates.all]
     assert kinds == [
@@ -59,7 +59,7 @@ def test_the_encoder_budget_guarantees_no_step() -> None:
     assert gate_of(Host(encoder_budget=8, encoder_cache_size=8), "encoder").guaranteed_steps(10) == 0
 
 
-def test_the_base_of_gates_admits_everything() -> None:
+def test_the_base_gate_admits_every_request() -> None:
     host = Host()
     request = Request("a", [1, 2, 3], arrival_time=0.0, max_tokens=1)
     assert Gate().check(request, 1, 2, host.scheduler._admission._view) == 2

@@ -157,7 +157,7 @@ def test_an_order_that_raises_after_a_change_blocks_no_request(method: str) -> N
         assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 4)
 
 
-def test_positions_are_known_after_an_order_has_failed() -> None:
+def test_queue_positions_are_known_after_an_order_has_failed() -> None:
     class Once(FirstComeFirstServed):
         name = "once"
         is_due = True
@@ -178,7 +178,7 @@ def test_positions_are_known_after_an_order_has_failed() -> None:
     assert [host.explain(name).position for name in "abcd"] == [0, 1, 2, 3]
 
 
-def test_a_failed_step_leaves_nothing_for_the_next_one() -> None:
+def test_a_failed_step_leaves_no_unpublished_blocks_behind() -> None:
     """An order raises after one admission, whose request is aborted before its blocks are published."""
 
     class Second(FirstComeFirstServed):
@@ -385,7 +385,7 @@ def test_a_step_budget_below_the_running_requests_still_lets_each_decode() -> No
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_policies_that_fail_at_random_only_cost_steps(seed: int) -> None:
+def test_policies_that_fail_at_random_lose_no_request(seed: int) -> None:
     chance = random.Random(seed)
 
     def perhaps() -> None:
@@ -472,7 +472,7 @@ def scheduler_with(order: Any, **config: Any) -> Scheduler:
     return scheduler
 
 
-def test_an_order_that_breaks_its_guaranteed_steps_is_found() -> None:
+def test_an_order_that_breaks_its_guaranteed_steps_is_detected() -> None:
     class Restless(FirstComeFirstServed):
         name = "restless"
 
@@ -500,7 +500,7 @@ def test_an_order_that_breaks_its_guaranteed_steps_is_found() -> None:
     assert "order 'restless': guaranteed_steps promised the same head for 2 steps, and it is" in found
 
 
-def test_a_reserve_that_breaks_its_guaranteed_steps_is_found() -> None:
+def test_a_reserve_that_breaks_its_guaranteed_steps_is_detected() -> None:
     class Fading(Reserve):
         name = "fading"
         num_changes = 1  # claims that it never changes
@@ -617,7 +617,7 @@ def test_a_policy_that_always_fails_is_replaced_by_the_default(
     assert ["in its place from now on" in line for line in told] == [False, False, True]
 
 
-def test_the_order_that_replaces_another_has_its_whole_queue() -> None:
+def test_the_default_order_gets_the_whole_queue_of_a_replaced_order() -> None:
     class Reversed(FirstComeFirstServed):
         name = "reversed"
         fails = False
@@ -714,7 +714,7 @@ def test_a_policy_that_fails_in_every_other_step_is_replaced() -> None:
     assert host.scheduler.stats().num_replaced_policies == {"order": 1}
 
 
-def test_the_number_of_failures_is_a_knob() -> None:
+def test_max_policy_failures_sets_the_failures_before_a_replacement() -> None:
     host = host_with("order", AlwaysOrder(), max_policy_failures=7)
     host.add("a", 3, max_tokens=2)
     assert schedule_on(host) == 7

@@ -97,7 +97,7 @@ def test_without_chunking_a_prompt_starts_only_whole() -> None:
     assert tokens_of(host.step()) == {"b": 16}, "a has ended"
 
 
-def test_without_chunking_only_the_uncached_tokens_must_fit() -> None:
+def test_without_chunking_only_uncached_tokens_must_fit_the_budget() -> None:
     host = Host(enable_chunked_prefill=False)
     shared = host.prompt(8)
     host.add("a", [*shared, 1], max_tokens=4)
@@ -151,7 +151,7 @@ def test_without_chunking_a_waiting_prompt_blocks_the_queue() -> None:
         ({}, {"max_tokens": 3, "max_total_tokens": 11}, 3, "max_tokens"),
     ],
 )
-def test_a_sequence_ends_at_its_first_limit_and_names_it(
+def test_a_request_ends_at_its_first_length_limit_and_names_it(
     config: dict[str, Any], fields: dict[str, Any], generated: int, detail: str
 ) -> None:
     host = Host(**config)

@@ -150,7 +150,7 @@ def test_shortest_prefill_bounds_bypasses_by_arrival(
     "order, expected",
     [("shortest-prefill", ["new", "short", "long"]), ("longest-prefix", ["long", "short", "new"])],
 )
-def test_tokens_cached_when_a_request_is_queued_count(order: str, expected: list[str]) -> None:
+def test_prefill_orders_use_tokens_cached_when_a_request_is_queued(order: str, expected: list[str]) -> None:
     host = Host(order=f"{order}:ageing=0.1", max_num_seqs=1, max_num_batched_tokens=64)
     prompt = host.prompt(40)
     host.add("first", prompt, max_tokens=1)
@@ -225,7 +225,7 @@ class CountingOrder(FirstComeFirstServed):
         return super().__iter__()
 
 
-def test_aborting_one_of_many_waiting_requests_scans_nothing() -> None:
+def test_an_abort_of_a_waiting_request_does_not_scan_the_queue() -> None:
     num_waiting = short_or_long(10_000, 100_000)
     scheduler = Scheduler(small_config(order=CountingOrder()))
     prompt = np.array([1, 2, 3], dtype=np.int32)
@@ -284,7 +284,7 @@ def test_an_incomplete_order_is_refused_with_its_missing_methods() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_queue_equals_a_sorted_list_after_any_operations(seed: int) -> None:
+def test_the_fcfs_queue_equals_a_sorted_list_after_random_operations(seed: int) -> None:
     """With few requests, and with more than the sorted list can have."""
     chance = random.Random(seed)
     queue = FirstComeFirstServed()

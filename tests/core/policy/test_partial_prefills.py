@@ -38,7 +38,7 @@ def test_cached_tokens_need_no_prefill() -> None:
     assert tokens_of(host.step()) == {"long": 6, "known": 2}
 
 
-def test_several_prefills_may_be_partial() -> None:
+def test_a_cap_of_2_allows_two_partial_prefills() -> None:
     host = capped(max_num_partial_prefills=2)
     for request_id in "abc":
         host.add(request_id, 20)
@@ -94,7 +94,7 @@ def test_a_resumed_request_also_waits_for_the_cap() -> None:
     assert host.explain("a").reason is Reason.PARTIAL_PREFILLS
 
 
-def test_a_failed_step_restores_the_cap() -> None:
+def test_a_failed_step_restores_the_number_of_partial_prefills() -> None:
     host = capped(max_num_partial_prefills=1, max_steps_in_flight=2)
     host.add("a", 8)
     host.add("b", 20)

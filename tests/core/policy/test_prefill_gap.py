@@ -55,7 +55,7 @@ def test_the_gap_beside_a_long_prompt_keeps_the_target(num_chats: int) -> None:
     assert sum(tokens) / sum(seconds) > 0.25 / (4 * PER_TOKEN), "a quarter of the speed without decode"
 
 
-def test_prompts_alone_have_the_whole_budget() -> None:
+def test_without_decoding_requests_prompts_have_the_whole_budget() -> None:
     served = server()
     served.add("first", 20_000, max_tokens=1)
     served.add("second", 20_000, max_tokens=1)
@@ -114,7 +114,7 @@ def test_a_short_prompt_does_not_wait_behind_a_long_one() -> None:
     assert served.step()["short"] == 40
 
 
-def test_steps_that_all_fill_the_target_do_not_distort_the_share(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_all_fill_the_target_keep_the_share_of_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention costs as much as on a CPU. Steps of equal time fit nearly any share of decode, and a wrong share would
     cut the next prompt too much."""
     costs = {"BASE": 3e-3, "PER_REQUEST": 1e-4, "PER_CONTEXT": 2e-7, "PER_TOKEN": 1e-4, "PER_ATTENDED": 1e-7}
@@ -156,7 +156,7 @@ def test_beside_slow_decode_a_step_computes_the_minimum() -> None:
     assert max(seconds[2:]) < 2.2 * 200 * 6.1e-3
 
 
-def test_a_short_prompt_bypasses_a_long_one_also_at_the_minimum() -> None:
+def test_a_short_prompt_bypasses_a_long_one_at_the_minimum_budget() -> None:
     served = with_chats(server(scale=200.0), 4)
     long = served.add("long", 4000)
     for _ in range(4):
@@ -178,7 +178,7 @@ def test_under_load_decode_time_is_not_attributed_to_prompts() -> None:
     assert served.seconds[-1] > TARGET
 
 
-def test_one_step_without_prompt_tokens_for_each_doubling_of_load() -> None:
+def test_each_doubling_of_load_runs_one_step_without_prompt_tokens() -> None:
     served = Server(LIMIT, scale=10.0, settings={"max_num_seqs": 512})
     for number in range(400):
         served.add(f"r{number}", 100, max_tokens=100_000)
@@ -203,7 +203,7 @@ def test_a_clock_that_stands_still_delays_no_request() -> None:
 
 @pytest.mark.parametrize("num_chats", [16, 20])
 @pytest.mark.parametrize("limit", ["prefill-gap:seconds=0.001", "target-itl:seconds=0.001,least=32,patience=0"])
-def test_drafts_leave_the_minimum_to_a_prompt(limit: str, num_chats: int) -> None:
+def test_drafts_leave_the_minimum_of_tokens_to_a_prompt(limit: str, num_chats: int) -> None:
     """With 7 drafts each, requests verify more tokens than a step may use for prompts."""
     config = SchedulerConfig(num_blocks=2000, max_model_len=4096, max_num_batched_tokens=512, num_draft_tokens=7)
     scheduler = Scheduler(config.replace(token_limits=(limit,)))
@@ -239,7 +239,7 @@ def test_after_a_stall_steps_compute_more_than_the_minimum() -> None:
     assert min(served.step()["long"] for _ in range(10)) > 0.6 * usual
 
 
-def test_noise_that_has_passed_is_forgotten() -> None:
+def test_noise_of_step_times_is_forgotten_when_it_has_ended() -> None:
     served = with_chats(server(scale=2.0), 4)
     rng = np.random.default_rng(7)
     long = [served.add(f"long{number}", 20_000, max_tokens=1) for number in range(4)]
@@ -256,7 +256,7 @@ def test_noise_that_has_passed_is_forgotten() -> None:
 # ---------------------------------------------------------------------- fast-forward and parameters
 
 
-def test_fast_forward_equals_single_steps() -> None:
+def test_prefill_gap_decides_in_fast_forward_as_in_single_steps() -> None:
     rng = np.random.default_rng(4)
     arrivals, now = [], 0.0
     for index in range(60):
@@ -280,6 +280,6 @@ def test_fast_forward_equals_single_steps() -> None:
         ("prefill-gap:patience=1", "no parameter 'patience'"),
     ],
 )
-def test_invalid_parameters_are_refused(limit: str, message: str) -> None:
+def test_invalid_prefill_gap_parameters_are_refused(limit: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Host(token_limits=(limit,))

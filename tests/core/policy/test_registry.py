@@ -102,13 +102,13 @@ def test_a_policy_of_an_installed_package_is_found_by_name(installed: Any) -> No
         ("", "policy '' is incomplete"),
     ],
 )
-def test_the_error_of_an_unusable_name_says_why(installed: Any, spec: str, message: str) -> None:
+def test_the_error_of_an_unusable_policy_name_says_why(installed: Any, spec: str, message: str) -> None:
     installed(lcfs=LastComeFirstServed)
     with pytest.raises(ConfigError, match=message):
         make("order", spec)
 
 
-def test_the_error_of_a_broken_package_names_it(installed: Any) -> None:
+def test_the_error_of_a_broken_entry_point_names_the_policy(installed: Any) -> None:
     installed(broken=ImportError("no module named nothing"), wrong=object, fcfs=LastComeFirstServed)
     with pytest.raises(ConfigError, match="'broken' cannot be loaded from elsewhere:broken: no module named nothing"):
         make("order", "broken")
@@ -120,7 +120,7 @@ def test_the_error_of_a_broken_package_names_it(installed: Any) -> None:
         known("order")
 
 
-def test_names_and_parameters_are_parsed() -> None:
+def test_policy_names_and_parameters_are_parsed() -> None:
     assert parsed("fair") == ("fair", {})
     assert parsed("fair:input=1,output=2.5") == ("fair", {"input": "1", "output": "2.5"})
     assert parsed("fair:weights=gold/4+free/1") == ("fair", {"weights": "gold/4+free/1"})
@@ -139,7 +139,7 @@ def test_a_configuration_as_a_dict_has_names_of_policies() -> None:
     assert SchedulerConfig(**{**values, "order": "fcfs"}).reserves == ("watermark:share=0.1",)
 
 
-def test_a_named_reserve_equals_the_knob() -> None:
+def test_a_reserve_given_by_name_equals_the_knob() -> None:
     outputs = []
     for knobs in ({"watermark": 0.25}, {"reserves": ["watermark:share=0.25"]}):
         host = Host(**knobs, num_blocks=8)

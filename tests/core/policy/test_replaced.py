@@ -47,7 +47,9 @@ def run(host: Host, max_failures: int = 3) -> list[Request]:
 
 
 @pytest.mark.parametrize(("kind", "at"), WHERE)
-def test_tokens_are_the_same_as_without_the_policy(kind: str, at: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_output_tokens_are_the_same_without_the_replaced_policy(
+    kind: str, at: str, caplog: pytest.LogCaptureFixture
+) -> None:
     host = Host(**TIGHT, **knob(kind, at))
     run(host)
     assert sum(record.exc_info is not None for record in caplog.records) <= 1
@@ -118,7 +120,7 @@ def test_a_replay_needs_every_policy_that_decided() -> None:
 
 
 @pytest.mark.parametrize("at", [CONSTRUCTOR, "choose"])
-def test_a_later_recording_keeps_the_default(at: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_recording_started_after_a_replacement_keeps_the_default(at: str, caplog: pytest.LogCaptureFixture) -> None:
     host = Host(**TIGHT, **knob("victim", at))
     run(host)
     before, num_lines = host.scheduler.replaced_policies, len(caplog.records)
@@ -152,7 +154,7 @@ def test_the_default_victim_depends_on_the_order() -> None:
     ("kind", "at"),
     [("order", "peek"), ("order", "guaranteed_steps"), ("limit", "guaranteed_steps"), ("reserve", "blocks")],
 )
-def test_a_look_ahead_never_fails(kind: str, at: str) -> None:
+def test_guaranteed_steps_of_a_failing_policy_never_raises(kind: str, at: str) -> None:
     """The following step can fail, and the recording has its failure."""
     host = Host(max_num_seqs=1, **knob(kind, at, after=2))
     for name in "ab":
@@ -193,7 +195,7 @@ def test_an_object_with_an_invalid_attribute_is_replaced_at_the_start() -> None:
     run(host, max_failures=0)
 
 
-def test_schedule_again_works_with_a_failing_policy() -> None:
+def test_schedule_again_retries_after_policy_failures() -> None:
     host = Host(**TIGHT, **knob("order", "peek"))
     host.add("a", 3, max_tokens=2)
     scheduler: Scheduler = host.scheduler
@@ -201,5 +203,5 @@ def test_schedule_again_works_with_a_failing_policy() -> None:
     assert scheduler.stats().policy_failures == {"order": {"faulty-order:at=peek": 3}}
 
 
-def test_each_kind_has_a_field() -> None:
+def test_each_policy_kind_has_a_config_field() -> None:
     assert set(OPTIONS) == set(KINDS)

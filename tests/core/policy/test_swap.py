@@ -144,7 +144,7 @@ def test_blocks_are_copied_out_at_eviction_and_back_at_resumption() -> None:
     assert victim.num_output_tokens == 50
 
 
-def test_no_victim_recomputes_more_than_a_block() -> None:
+def test_a_victim_that_swaps_recomputes_less_than_a_block() -> None:
     """Some resume with the step that evicts their last cached block, or are preempted repeatedly."""
     host = HostMemory()
     for group in range(8):
@@ -175,7 +175,7 @@ def test_blocks_that_no_preempted_request_needs_are_not_copied() -> None:
     assert host.scheduler.stats().num_saved_blocks == before, "it does not resume any more"
 
 
-def test_a_connector_that_saves_all_evicted_blocks_still_does() -> None:
+def test_a_connector_that_saves_all_evicted_blocks_still_saves_them() -> None:
     host = HostMemory(preemption_mode="recompute")
     host.saves_evicted = True
     host.scheduler = Scheduler(host.scheduler.config, connector=host)
@@ -224,7 +224,7 @@ def test_fast_forward_after_a_copy_teaches_the_same_as_single_steps() -> None:
     assert decided[0] == decided[1]
 
 
-def test_slow_copies_are_forgotten_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_copy_times_are_forgotten_after_many_recomputes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(swap, "TRIED_AGAIN", 8)
     host = HostMemory(1.0, preemption_mode="cheaper")
 
@@ -241,7 +241,7 @@ def test_slow_copies_are_forgotten_after_a_while(monkeypatch: pytest.MonkeyPatch
     assert serve(8) > 8
 
 
-def test_an_explanation_says_what_was_decided() -> None:
+def test_an_explanation_says_whether_a_victim_swaps() -> None:
     host = HostMemory(preemption_mode="cheaper", log_request_events=True)
     short_of_blocks(host)
     victim = host.step_until_preempted()
@@ -268,7 +268,7 @@ def test_after_a_reset_nothing_is_swapped() -> None:
     assert host.outputs[-1].num_cached_tokens.tolist() == [0]
 
 
-def test_a_failed_admission_leaves_the_request_as_it_was() -> None:
+def test_a_failed_admission_leaves_a_swapped_request_unchanged() -> None:
     host = HostMemory()
     short_of_blocks(host)
     victim = host.step_until_preempted()
@@ -287,7 +287,7 @@ def test_a_failed_admission_leaves_the_request_as_it_was() -> None:
     assert host.scheduler.stats().num_recomputed_tokens < 3 * BLOCK_SIZE
 
 
-def test_a_recording_has_what_the_host_measured() -> None:
+def test_a_recording_has_the_copy_times_of_the_host() -> None:
     file = io.StringIO()
     host = HostMemory(0.0023, recorder=Recorder(file), preemption_mode="cheaper")
     for group in range(6):

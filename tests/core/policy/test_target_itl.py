@@ -198,7 +198,7 @@ def test_a_request_waits_for_step_time_when_decode_takes_too_long() -> None:
     assert tokens[waiting.request_id] == 64, "with `least` tokens"
 
 
-def test_admission_continues_when_requests_have_left() -> None:
+def test_a_request_deferred_for_step_time_starts_when_others_leave() -> None:
     server, waiting, _ = crowded()
     for request in server.scheduler.running[:5]:
         server.scheduler.abort(request.request_id, server.now)
@@ -288,7 +288,7 @@ def test_an_unusually_long_step_is_learned_before_the_next() -> None:
 # ---------------------------------------------------------------------- noise
 
 
-def test_noise_costs_its_99th_percentile_and_outliers_cost_nothing() -> None:
+def test_steps_keep_the_target_at_p99_and_outliers_do_not_count() -> None:
     """Lognormal noise of 5 %; one of a hundred steps takes ten times as long."""
     server = Server(noise=np.random.default_rng(3), settings={"num_blocks": 100_000})
     server.warm()
@@ -308,7 +308,7 @@ def test_noise_costs_its_99th_percentile_and_outliers_cost_nothing() -> None:
     assert tokens[after].mean() > 0.8 * tokens.mean(), "the step after an outlier is no smaller"
 
 
-def test_one_slow_step_changes_no_budget_by_a_tenth() -> None:
+def test_one_slow_step_changes_the_budget_by_less_than_a_tenth() -> None:
     server, spared = Server(), Server()
     for each in (server, spared):
         each.warm()
@@ -333,7 +333,7 @@ def test_a_permanent_slowdown_is_learned() -> None:
     assert np.median(server.seconds[-60:]) > 0.85 * TARGET
 
 
-def test_coefficients_are_fitted() -> None:
+def test_step_times_fits_the_coefficients_of_its_model() -> None:
     times, rng = StepTimes(TARGET), np.random.default_rng(1)
     for _ in range(300):
         requests, start = int(rng.integers(1, 100)), int(rng.integers(0, 30_000))
@@ -363,7 +363,9 @@ def test_coefficients_are_fitted() -> None:
 )
 # Two prefills fit a step, which together have more tokens than any that was seen; behind them a third request decodes.
 @example(0.0004, 13, 0.0, [(564, 11), (188, 1), (29, 1), (3, 6)])
-def test_the_bound_on_waiting(target: float, least: int, patience: float, requests: list[tuple[int, int]]) -> None:
+def test_waits_for_step_time_and_prefill_steps_are_bounded(
+    target: float, least: int, patience: float, requests: list[tuple[int, int]]
+) -> None:
     """Even if no step meets the target, the head starts after `patience`, and a prefill of n tokens takes at most n /
     `least` steps, rounded up."""
     server = Server(f"target-itl:seconds={target},least={least},patience={patience}")
@@ -433,7 +435,7 @@ def test_the_budget_is_kept_while_running_requests_stay_the_same() -> None:
 
 
 @pytest.mark.parametrize("overrides", [{}, {"max_num_seqs": 5}, {"num_blocks": 90}])
-def test_fast_forward_equals_single_steps(overrides: dict[str, Any]) -> None:
+def test_target_itl_decides_in_fast_forward_as_in_single_steps(overrides: dict[str, Any]) -> None:
     rng = np.random.default_rng(4)
     arrivals, now = [], 0.0
     for index in range(60):
@@ -467,7 +469,7 @@ def test_fast_forward_equals_single_steps(overrides: dict[str, Any]) -> None:
         ("target-itl:ms=50", "no parameter 'ms'"),
     ],
 )
-def test_invalid_parameters_are_refused(limit: str, message: str) -> None:
+def test_invalid_target_itl_parameters_are_refused(limit: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Host(token_limits=(limit,))
 

@@ -167,7 +167,7 @@ def test_the_budget_of_a_victim_goes_to_requests_behind_it() -> None:
     assert tokens_of(output) == {"urgent": 1, "third": 6}
 
 
-def test_among_equals_the_last_arrival_is_preempted() -> None:
+def test_among_equal_priorities_the_last_arrival_is_preempted() -> None:
     host = Host(victim="lowest-priority", num_blocks=4, max_model_len=16)
     host.add("late", 5, arrival_time=5.0)
     host.step()
@@ -188,7 +188,7 @@ def test_the_victim_policy_is_a_separate_setting() -> None:
     assert [name for output in outputs for name in names(output.preempted)] == ["urgent"]
 
 
-def test_a_changed_priority_affects_the_victim_at_once() -> None:
+def test_a_changed_priority_affects_the_next_choice_of_a_victim() -> None:
     host = two_that_outgrow_the_pool(victim="lowest-priority")
     host.set_priority("a", 9)
     output = host.step()
@@ -215,7 +215,7 @@ def test_a_victim_policy_may_be_an_object() -> None:
 @pytest.mark.parametrize("order", ["fcfs", "priority"])
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])
 @pytest.mark.parametrize("enable_chunked_prefill", [True, False])
-def test_preemption_does_not_change_a_single_token(
+def test_preemption_does_not_change_output_tokens(
     order: str, enable_prefix_caching: bool, enable_chunked_prefill: bool
 ) -> None:
     host = Host(
@@ -350,7 +350,7 @@ def test_an_invalid_max_preemptions_is_refused(value: str) -> None:
     ),
 )
 @example([(1, 17), (6, 17)], 10, 1, {"shortage": "in-order", "admit_after_preemption": True})
-def test_preemptions_are_bounded(
+def test_max_preemptions_exempts_requests_and_all_requests_finish(
     lengths: list[tuple[int, int]], num_blocks: int, most: int, knobs: dict[str, Any]
 ) -> None:
     """Exempt requests are preempted only if all are exempt, and then not the one admitted first. Every step runs

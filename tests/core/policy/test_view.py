@@ -41,7 +41,7 @@ def reading(**config: Any) -> tuple[Host, View]:
     return host, reader.view
 
 
-def test_columns_of_requests_that_share_a_prefix() -> None:
+def test_view_columns_count_the_blocks_of_a_shared_prefix() -> None:
     host, view = reading(num_blocks=32)
     shared = host.prompt(8)
     host.add("a", [*shared, *host.prompt(2)], max_tokens=5, priority=3)
@@ -120,7 +120,7 @@ def test_kept_tokens_are_found_after_all_free_blocks_are_evicted(groups: tuple[K
     assert num_kept >= 3
 
 
-def test_slots_of_groups() -> None:
+def test_num_slots_for_adds_up_the_kv_groups() -> None:
     tokens = np.array([3.0, 7.5, 300.0])
     assert reading()[1].num_slots_for(tokens).tolist() == [3.0, 7.5, 300.0]
     _, view = reading(num_blocks=64, kv_groups=(KVGroup(), WINDOW, WINDOW, KVGroup("chunk", 4)))
@@ -136,7 +136,7 @@ def test_without_a_prefix_cache_no_blocks_are_shared() -> None:
     assert not view.has_prefix_cache
 
 
-def test_columns_are_empty_when_nothing_runs() -> None:
+def test_view_columns_are_empty_when_no_request_runs() -> None:
     _, view = reading()
     assert all(column == [] for column in columns(view).values())
 
@@ -154,7 +154,7 @@ def test_a_preemption_frees_the_own_blocks_of_the_view(cached: bool) -> None:
     assert view.num_free_blocks - free == own[2]
 
 
-def test_columns_are_copies() -> None:
+def test_view_columns_are_copies() -> None:
     host, view = reading()
     host.add("a", 4)
     host.step()
@@ -197,7 +197,7 @@ def test_the_view_counts_the_budget_and_partial_prefills() -> None:
     assert view.budget <= 16
 
 
-def test_owed_blocks_are_those_of_the_rest_of_a_prompt() -> None:
+def test_owed_blocks_are_those_of_the_remaining_prompt() -> None:
     class Owed(Reserve):
         name = "owed"
         seen: ClassVar[list[int]] = []
@@ -225,7 +225,7 @@ def test_cached_tokens_of_a_waiting_request_are_looked_up() -> None:
     assert view.num_waiting == 1
 
 
-def test_own_blocks_of_one_request_are_those_of_the_column() -> None:
+def test_own_blocks_equals_the_column_num_own_blocks() -> None:
     host, view = reading(num_blocks=32)
     shared = host.prompt(8)
     host.add("a", [*shared, 1], max_tokens=9)
@@ -235,12 +235,12 @@ def test_own_blocks_of_one_request_are_those_of_the_column() -> None:
     assert [view.own_blocks(index) for index in range(2)] == view.num_own_blocks.tolist() == [1, 1]
 
 
-def test_blocks_for_more_tokens_are_whole_blocks() -> None:
+def test_num_blocks_for_rounds_up_to_whole_blocks() -> None:
     _, view = reading(num_blocks=32)
     assert [view.num_blocks_for(count) for count in (1, 4, 5, 9)] == [1, 1, 2, 3]
 
 
-def test_shared_blocks_of_a_checked_request_are_those_that_run() -> None:
+def test_shared_blocks_of_a_checked_request_are_those_others_hold() -> None:
     class Shared(Reserve):
         name = "shared"
         seen: ClassVar[list[int]] = []
