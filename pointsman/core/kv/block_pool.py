@@ -121,10 +121,10 @@ class BlockPool:
         left = self.num_references[blocks] - ONE
         self.num_references[blocks] = left
         freed = blocks[::-1] if not np.count_nonzero(left) else blocks[left == ZERO][::-1]
-        is_cached = self.is_cached[freed].tobytes()  # counting and searching bytes is faster than in the array
+        is_cached = self.is_cached[freed].tobytes()  # counting and searching in bytes is faster than in an array
         num_cached = is_cached.count(1)
         num_blank = len(freed) - num_cached
-        # The published blocks of a table are its first ones.
+        # The published blocks of a table are its leading blocks.
         assert not num_cached or is_cached.find(1) == num_blank, "the cached blocks of a table have a gap"
         if num_blank:
             self._push_blank(freed[:num_blank])
@@ -166,7 +166,7 @@ class BlockPool:
         ids = np.array(blocks, dtype=np.int64)
         self.is_cached[ids] = FALSE
         free = ids[self.num_references[ids] == 0]
-        self._segment_of[free] = 0  # their entries in the queue are stale
+        self._segment_of[free] = 0  # the blocks' entries in the queue are now stale
         self._num_valid = 0
         self._num_cached -= len(free)
         self._push_blank(free)

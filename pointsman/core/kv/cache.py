@@ -4,7 +4,7 @@
 with blocks of one size. For every other layout a host implements this interface over a manager of its own.
 
 A row has `num_slots`: the number of tokens that its blocks can hold, in every layout. A step calls the cache only for
-rows that run out of slots. All numbers of blocks count blocks of the pool. Only the implementation knows how many
+rows that run out of slots. Every number of blocks is in blocks of the pool. Only the implementation knows how many
 blocks a number of tokens takes.
 """
 
@@ -39,7 +39,7 @@ class Match(NamedTuple):
     """The cached prefix of a request."""
 
     blocks: Int64Array
-    """Blocks of all groups that the request acquires."""
+    """The cached blocks, in all groups, that the request acquires."""
     node: Any
     """The node at which the cached prefix ends; its type is private to the implementation."""
     num_tokens: int
@@ -93,7 +93,7 @@ class Pool(Protocol):
 
 
 class KVCache(ABC):
-    """The KV blocks of one scheduler. An attribute that is None, False or 0 here is an optional feature."""
+    """The KV blocks of one scheduler. An attribute that is None, False or 0 in this class is an optional feature."""
 
     block_size: int
     """Number of tokens in a block; with several layouts, in the layout that the scheduler addresses."""
@@ -202,7 +202,7 @@ class KVCache(ABC):
         return want
 
     def with_external(self, match: Match, num_tokens: int) -> Match:
-        """The match of a request for which a connector loads `num_tokens` tokens after the cached ones."""
+        """The match of a request for which a connector loads `num_tokens` tokens after the cached tokens."""
         return match
 
     @abstractmethod

@@ -50,8 +50,9 @@ class BlockStored(NamedTuple):
         return self.root.adapter.name if self.root.adapter is not None else None
 
     def extra_keys(self) -> list[tuple[str | tuple[str, int], ...] | None]:
-        """For each block, the identifiers of its content beside tokens, as vLLM lists them: the adapter, each encoder
-        input with its offset from the block's first token, and for the first block of a sequence the salt."""
+        """For each block, the identifiers of its content other than the tokens, as vLLM lists them: the adapter, each
+        encoder input with its offset from the block's first token, and for the first block of a sequence the cache
+        salt."""
         adapter = () if self.adapter_name is None else (self.adapter_name,)
         inputs = [tuple((item.key, item.offset) for item in items) for items in self.inputs]
         keys = [(*adapter, *of_block) for of_block in inputs or [()] * len(self.block_hashes)]

@@ -62,7 +62,7 @@ NO_EPOCH = -1  # epoch of a request whose prefix left the tree while it ran
 
 
 class Publication(NamedTuple):
-    """An entry of a journal."""
+    """An entry of a journal: blocks that one request published together."""
 
     request: Request
     first: int
@@ -224,7 +224,7 @@ class KVCacheManager(KVCache):
             return self._no_match(NO_ROOT)
         root = Root.of(request)
         if state.encoder_inputs and request.use_prefix_cache and self._marks.rekey_starts_generation(request):
-            self.reset()  # earlier marks are invalid
+            self.reset()  # a new generation makes earlier marks invalid
         if not request.reads_prefix_cache:  # the request may still publish, with the marks of its contents
             return self._no_match(root)
         max_blocks = (state.num_tokens - 1) // size
@@ -413,7 +413,7 @@ class KVCacheManager(KVCache):
         num_blocks = count * self.num_groups
         if num_blocks > self.pool.num_free:
             return None
-        blocks = self.take(num_blocks).astype(INT32)  # a scatter that converts takes longer
+        blocks = self.take(num_blocks).astype(INT32)  # converting while writing at indices takes longer
         if self.has_tables and count <= MAX_LOOP_ROWS:
             self._tables.append_to_few(rows, blocks, batch.num_slots, self.block_size)
             return blocks
@@ -443,7 +443,7 @@ class KVCacheManager(KVCache):
     def grow(self, batch: Batch, rows: Int64Array, counts: Int64Array, ends: Int64Array) -> Int32Array:
         """Append `counts[i]` new blocks to the tables of `rows[i]`: the same number to each table, at least 1. Returns
         all blocks in row order, empty without `has_tables`."""
-        total = int(counts.dot(batch.ones[: len(counts)]))  # in half the time of a sum
+        total = int(counts.dot(batch.ones[: len(counts)]))  # takes half the time of `sum`
         if self.has_tables and total == len(rows):
             grown = self.grow_by_one(batch, rows, 1)
             assert grown is not None, "the pool has these blocks"
@@ -474,13 +474,13 @@ class KVCacheManager(KVCache):
         if not len(lacking):
             return NO_TOKENS, NO_BLOCKS, NO_BLOCKS
         steps, short = free[lacking], rows[lacking]
-        if num_steps <= self.block_size and self.has_tables:  # one block each
+        if num_steps <= self.block_size and self.has_tables:  # each row lacks at most one block
             order = steps.argsort(kind="stable")
             grown = self.grow_by_one(batch, short[order], 1)
             assert grown is not None, "the number of guaranteed steps counts the free blocks"
             return grown, lacking[order].repeat(num_groups), steps[order].repeat(num_groups)
         counts = (num_steps - steps + (self.block_size - 1)) // self._size
-        total = int(counts.dot(batch.ones[: len(counts)]))  # in half the time of a sum
+        total = int(counts.dot(batch.ones[: len(counts)]))  # takes half the time of `sum`
         ends = tables.ends[short]
         at = tables.starts[short] + ends
         ends += counts

@@ -80,7 +80,7 @@ class SlotDirectory:
         moves: list[tuple[int, int]] = []
         block_of = {key: block for block, key in saves} if loads else {}
         for load in loads:
-            for key in reversed(load.keys):  # a prefix outlives its suffix
+            for key in reversed(load.keys):  # so that a prefix is evicted after its suffix
                 if key in self._slots:
                     self._slots.move_to_end(key)
             for key, block in zip(load.keys, load.block_ids, strict=True):
@@ -106,7 +106,7 @@ class SlotDirectory:
         if self._free:
             return self._free.pop()
         key, slot = next(iter(self._slots.items()))
-        if slot in needed:  # then this step uses every slot
+        if slot in needed:  # the least recently used slot is needed, so this step uses every slot
             return None
         del self._slots[key]
         return slot

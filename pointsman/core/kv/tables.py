@@ -77,7 +77,7 @@ class BlockTables:
         self.ids = np.zeros((count, self.num_groups, self.width), dtype=np.int32)
         self.ids[: len(before), :, :used] = before[:, :, :used]
         self.flat: Int32Array = self.ids.reshape(-1)
-        # Over a read-only buffer, so that the array cannot be made writeable again.
+        # A view of a read-only buffer, so that a caller cannot make it writeable.
         self.view: Int32Array = np.asarray(self.ids.data.toreadonly())
         self.starts: Int64Array = np.arange(count) * self.row_size
 

@@ -54,7 +54,7 @@ class Holding:
     since: float = 0.0
     """Time at which the load began, on the caller's clock."""
     is_open: bool = True
-    """Whether the host has yet to report the transfer as finished."""
+    """Whether the host has not yet reported the transfer as finished."""
 
     def end(self) -> None:
         """Record that the host has reported the transfer as finished."""

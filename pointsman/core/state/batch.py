@@ -110,7 +110,7 @@ class Members:
         set_writeable(self.serials, False)
         self._batch = batch
         self._num_flushes = -1
-        self._indices = rows  # see `indices_behind`, after that number of flushes
+        self._indices = rows  # see `indices_behind`; valid while `_num_flushes` is the batch's number of flushes
         self.span: slice | None = None
         """A slice of the columns that contains these rows and free rows; used if these are all running rows. None: too
         few rows run, absolutely or for the length of the slice."""
@@ -191,7 +191,7 @@ class StopFilter:
             self._count(stop_tokens, -1)
 
     def may_stop(self, token_ids: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
-        """[len(token_ids)] False: the token is no counted stop token."""
+        """[len(token_ids)] whether each token may be a counted stop token. False: certainly not."""
         may: npt.NDArray[np.bool_] = self.counts[token_ids & _STOP_MASK] != 0
         return may
 
@@ -281,7 +281,7 @@ class Batch:
         self.num_not_ahead += not request.runs_ahead
         self.num_no_sample += no_sample
         self._keep_recent(row, num_tokens, state.last_token_id)
-        num_appends = self._num_recent - 1 - self.max_drafts  # as left by `_keep_recent`
+        num_appends = self._num_recent - 1 - self.max_drafts  # after `_keep_recent`
         if num_appends < self._min_appends:
             self._min_appends = num_appends
         left = state.token_limit - num_tokens
@@ -413,7 +413,7 @@ class Batch:
         span = live.span if live is self.members else None
         indices = live.indices_behind(self) + newest
         is_single = len(token_ids) == len(rows)
-        if not is_single and len(token_ids) == longest * len(rows):  # all are equally long
+        if not is_single and len(token_ids) == longest * len(rows):  # all runs have the same length
             indices = (indices[:, None] + np.arange(longest)).ravel()
         elif not is_single:
             indices += counts
@@ -485,7 +485,7 @@ class Batch:
         return self._flat_recent[offset + start : offset + self.num_tokens.item(row)]
 
     def drafts_of(self, row: int) -> tuple[int, int]:
-        """See `Acceptance.of`."""
+        """Number of verified drafts and number of accepted drafts of a row, see `Acceptance.of`."""
         return self.acceptance.of(row)
 
     def last_tokens(self, rows: npt.NDArray[np.integer]) -> Int32Array:
@@ -494,7 +494,7 @@ class Batch:
         return tokens
 
     def flush(self, row: int, state: RequestState) -> None:
-        """Move the recent tokens to the request's own array."""
+        """Move the recent tokens of a row to the request's own array."""
         end = self.num_tokens.item(row)
         if state.num_prompt_tokens + state.num_own_output_tokens < end:
             state.take_recent(self._flat_recent, self.recent_offset.item(row), end)

@@ -149,7 +149,7 @@ class StepRun(NamedTuple):
     block_steps: npt.NDArray[np.integer]
     """Parallel to `block_ids`: the index of the step in which the block was allocated, from 0."""
     preempted: tuple[Request, ...]
-    """The preempted requests that the output of the first step would have reported."""
+    """Requests that were preempted before the first step, as the output of that step would have reported them."""
     finished: tuple[Request, ...]
     blocked_by: Reason | None
     """Why the head of the queue was not admitted, the same reason in all of the steps; None: the queue is empty."""
@@ -282,7 +282,7 @@ class Events:
 
 
 def send(methods: _Methods[_Event], event: _Event) -> None:
-    """Report an event to all listeners of its kind."""
+    """Report an event: call `methods`, those of all listeners for this kind of event, in order."""
     for method in methods:
         method(event)
 

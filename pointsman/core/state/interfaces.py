@@ -15,11 +15,11 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class View(Protocol):
-    """The state that a policy may read: the step so far, running and waiting requests, and free blocks. It never
+    """The state that a policy may read: the step so far, running and waiting requests, and free blocks. The view never
     reveals the length of a future output.
 
     A column has an element for each running request, in admission order. Each read makes a copy: a policy that reads a
-    column twice in a decision should keep it.
+    column twice in a decision should keep the copy.
     """
 
     @property
@@ -137,7 +137,7 @@ class Order(Protocol):
 
     name: str
     is_preemptive: bool
-    """Whether running requests may be preempted for a waiting one of strictly smaller `priority`."""
+    """Whether running requests may be preempted for a waiting request of strictly smaller `priority`."""
 
     def push(self, request: Request) -> None:
         """Insert a request. A request that ran before goes to the front of its class."""

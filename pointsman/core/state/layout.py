@@ -126,7 +126,7 @@ def layers_per_group(kinds: Sequence[tuple[int, int]], max_groups: int) -> int:
         max_groups: maximum number of groups; with more kinds than that, one group for each kind.
     """
     best, min_cost = 0, 0
-    for size in range(max(layers for _, layers in kinds), 0, -1):  # of sizes that cost the same, the largest
+    for size in range(max(layers for _, layers in kinds), 0, -1):  # of equal costs, the largest size
         counts = [-(-layers // size) for _, layers in kinds]
         cost = size * sum(count * blocks for count, (blocks, _) in zip(counts, kinds, strict=True))
         if sum(counts) <= max(max_groups, len(kinds)) and (not best or cost < min_cost):

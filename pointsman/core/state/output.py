@@ -101,7 +101,7 @@ class OutputFields:
     """Ragged int32: the drafts, in row order."""
     completes: IntArray
     """[m] int64: row indices (0 to n - 1) that compute the end of a prompt for which nothing is sampled (`max_tokens`
-    0). The request finishes with this step's update; the host decides how to use its hidden states."""
+    0). The request finishes with this step's update; the host decides how to use the row's hidden states."""
 
     num_cached_tokens: IntArray
     """[n - num_continued] int64: number of tokens of each admitted row that need not be computed: they are in the
@@ -177,7 +177,7 @@ class SchedulerOutput(Sealed, OutputFields):
 
     @property
     def adapters(self) -> list[Adapter | None]:
-        """[n] the adapter of each row; None: the model alone. At most `max_loras` different ones."""
+        """[n] the adapter of each row; None: the model alone. At most `max_loras` different adapters."""
         return [request.adapter for request in self.requests]
 
     @property
@@ -247,7 +247,7 @@ class StepResult:
     """Error message by row index (0 to n - 1). The request of the row finishes with FINISHED_ERROR; `token_ids` has no
     token for the row."""
     step_time: float | None = None
-    """Seconds that the step took on the host, if known."""
+    """Time that the step took on the host, in seconds; None: not known."""
     unsampled: Collection[int] = ()
     """Row indices (0 to n - 1) with `samples` for which the host computed the KV and has no token. The request of such
     a row keeps its tokens, is preempted if it still runs, and samples again once it is admitted again. The request's

@@ -35,7 +35,7 @@ class Reason(enum.Enum):
     DISPLACEMENT = "displacement"
     """A more urgent request takes the blocks that a priority preemption freed for it in this step."""
     STATIC_BATCH = "static_batch"
-    """The static batch still runs."""
+    """A static batch is running, and admits no further request."""
     PREFILL_FIRST = "prefill_first"
     """The step is for prompts, and this running request decodes."""
     PARTIAL_PREFILLS = "partial_prefills"
@@ -103,7 +103,7 @@ class Deferral(NamedTuple):
 
 
 class Holder(NamedTuple):
-    """A request that holds some of the resource for which another one waits."""
+    """A request that holds some of the resource for which another request waits."""
 
     request_id: str
     amount: int

@@ -32,7 +32,7 @@ class RepetitionDetectionParams:
     min_pattern_size: int = 0
     """Number of tokens of the shortest pattern to detect; 0 means 1."""
     min_count: int = 0
-    """How many times in a row a pattern must occur at the end of the output, at least 2."""
+    """Number of consecutive occurrences of a pattern at the end of the output that finish the request, at least 2."""
 
     def __post_init__(self) -> None:
         for name in ("max_pattern_size", "min_pattern_size", "min_count"):

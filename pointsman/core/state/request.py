@@ -130,7 +130,7 @@ class RequestState:
         """The cause of each preemption, in order."""
         self.events: list[RequestEvent] = []
         self.num_cached_tokens = 0  # cached at the last admission, including tokens that a connector loaded
-        self.num_admitted_tokens = 0  # known tokens at the last admission
+        self.num_admitted_tokens = 0  # number of known tokens at the last admission
         self.awaits_input = False  # all parts of the prompt are complete, and more are expected
         self.num_bypassed = 0  # requests behind this one that were admitted since it last lost its row
 
@@ -151,7 +151,7 @@ class RequestState:
         self.loss_number = 0  # number of the last row loss, counted over all requests
         self.holding: Any = None  # blocks that the request holds without a row, see `kv/transfers.py`
         self.may_load = True  # whether KV may be loaded: False from the end of a load until the next admission
-        self.block_keys: tuple[bytes, ...] = ()  # see `kv/digests.py`
+        self.block_keys: tuple[bytes, ...] = ()  # keys of the leading full blocks, see `kv/digests.py`
         self.num_published_blocks = 0
         self.prefix_node: Any = None
         self.prefix_epoch = 0
@@ -385,7 +385,7 @@ class RequestState:
         self.status = status
 
     def append_output(self, token_ids: IntArray | Sequence[int]) -> None:
-        """Append tokens to the request's own array."""
+        """Append a copy of tokens to the request's own array."""
         self._output.extend(token_ids)
 
     def take_recent(self, tokens: Int32Array, offset: int, end: int) -> None:
@@ -405,11 +405,11 @@ class RequestState:
     def continue_with(
         self, prompt_token_ids: Int32Array, max_tokens: int, encoder_inputs: tuple[EncoderInput, ...]
     ) -> None:
-        """Set a longer prompt, without output, for a request without a row."""
+        """Replace the prompt by a longer one, and clear the output. Only for a request without a row."""
         self.prompt_token_ids, self.prompt_bytes = shared_prompt(self.request_id, prompt_token_ids)
         self.num_prompt_tokens = len(self.prompt_token_ids)
         self.encoder_inputs = encoder_inputs
-        self.content_generation = -1  # the contents at its placeholders have yet to enter the key
+        self.content_generation = -1  # the key does not yet contain the marks of encoder inputs
         self.block_keys = ()  # the last output token, which may have completed a block, is not in the prompt
         self._output = OutputTokens()
         self.repetition_watch = None

@@ -28,7 +28,7 @@ def join_runs(
 
 
 class Runs(NamedTuple):
-    """s runs of at least one token each."""
+    """s runs, each of at least one token."""
 
     counts: Int64Array
     """[s] number of tokens of each run."""
@@ -57,6 +57,6 @@ class Runs(NamedTuple):
         return Runs.of(self.counts[which], self.token_ids[which.repeat(self.counts)])
 
     def cut(self, lengths: Int64Array) -> Runs:
-        """The first `lengths` [s] tokens of each run (0 to its count)."""
+        """A copy in which run i has only its first `lengths[i]` tokens; 0 is allowed."""
         within = np.arange(len(self.token_ids)) - self.starts.repeat(self.counts)
         return Runs.of(lengths, self.token_ids[within < lengths.repeat(self.counts)])
