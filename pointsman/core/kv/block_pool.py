@@ -239,7 +239,7 @@ class BlockPool:
         parts: list[Int64Array] = []
         while count:
             while self._num_valid == 0:
-                self._look_ahead()
+                self._drop_stale_front()
             taken = min(count, self._num_valid)
             parts.append(self._take_valid(taken))
             count -= taken
@@ -256,7 +256,7 @@ class BlockPool:
         self._segments.popleft()
         return ids
 
-    def _look_ahead(self) -> None:
+    def _drop_stale_front(self) -> None:
         """Remove stale entries at the front of the queue, and set `_num_valid` to the number of valid entries that
         follow."""
         if self._num_entries == self._num_cached:  # no entry is stale

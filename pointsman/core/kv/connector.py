@@ -97,7 +97,7 @@ class AnswerLog:
         self._answers: list[object] = []
         self.saves_evicted = connector.saves_evicted
         if has_groups(connector):
-            self.num_tokens_in_groups = partial(self._in_groups, connector)
+            self.num_tokens_in_groups = partial(self._num_tokens_in_groups, connector)
 
     def take(self) -> list[object]:
         """The values that the connector returned since the last call of `take`, in the order of the calls."""
@@ -109,7 +109,7 @@ class AnswerLog:
         self._answers.append([count, is_async])
         return count, is_async
 
-    def _in_groups(
+    def _num_tokens_in_groups(
         self, connector: GroupConnector, request: Request, num_local_tokens: int, has: BoolArray
     ) -> tuple[int | None, bool]:
         count, is_async = connector.num_tokens_in_groups(request, num_local_tokens, has)
@@ -137,19 +137,19 @@ class RecordedConnector:
         self._answers = answers[::-1]
 
     def num_external_tokens(self, request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
-        count, is_async = self._next(list)
+        count, is_async = self._next_answer(list)
         return count, is_async
 
     def num_tokens_in_groups(self, request: Request, num_local_tokens: int, has: BoolArray) -> tuple[int | None, bool]:
         return self.num_external_tokens(request, num_local_tokens)
 
     def request_ended(self, request: Request, block_ids: Int64Array, num_tokens: int, transfer_id: int) -> bool:
-        return bool(self._next(bool))
+        return bool(self._next_answer(bool))
 
     def reset(self) -> None:
         pass
 
-    def _next(self, kind: type) -> Any:
+    def _next_answer(self, kind: type) -> Any:
         if not self._answers or not isinstance(self._answers[-1], kind):
             raise ValueError("the calls of the connector differ from those that were recorded")
         return self._answers.pop()

@@ -103,26 +103,26 @@ class KVEvents:
         self._hashes[run.run_id] = list(block_keys(request, self._block_size)[first : first + run.length])
         self._has[run.run_id] = has
         for group in self._groups:
-            self._store(request, group, first + np.flatnonzero(has[group]))
+            self._report_stored(request, group, first + np.flatnonzero(has[group]))
 
     def filled(self, run: Run, request: Request, offset: int, groups: Int64Array, indices: Int64Array) -> None:
         """Nodes of a run got their first block of a group: node `indices[k]` of group `groups[k]`. Node i is block
         `offset` + i of the request."""
         self._has[run.run_id][groups, indices] = True
         for group in self._groups:
-            self._store(request, group, offset + indices[groups == group])
+            self._report_stored(request, group, offset + indices[groups == group])
 
-    def _store(self, request: Request, group: int, blocks: Int64Array) -> None:
+    def _report_stored(self, request: Request, group: int, blocks: Int64Array) -> None:
         """Report ascending blocks of a request as stored, with one event for consecutive blocks."""
         if not len(blocks):
             return
         ends = [*(np.flatnonzero(blocks[1:] != blocks[:-1] + 1) + 1).tolist(), len(blocks)]
         start = 0
         for end in ends:
-            self._events.append(self._stored(request, group, blocks.item(start), blocks.item(end - 1) + 1))
+            self._events.append(self._stored_event(request, group, blocks.item(start), blocks.item(end - 1) + 1))
             start = end
 
-    def _stored(self, request: Request, group: int, first: int, end: int) -> BlockStored:
+    def _stored_event(self, request: Request, group: int, first: int, end: int) -> BlockStored:
         size, keys = self._block_size, block_keys(request, self._block_size)
         parent = keys[first - 1] if first else None
         token_ids = tuple(request.tokens(first * size, end * size).tolist())
@@ -134,18 +134,18 @@ class KVEvents:
         """The last block of these cells (see `prefix_tree.py`) of a run was removed; the nodes remain."""
         indices, groups = np.divmod(cells, len(self._has[run.run_id]))
         for group in self._groups[::-1]:
-            self._remove(run, group, np.sort(indices[groups == group]))
+            self._report_removed(run, group, np.sort(indices[groups == group]))
 
     def shrunk(self, run: Run, length: int) -> None:
         """Only the first `length` nodes of a run remain in the tree."""
         hashes = self._hashes[run.run_id]
         for group in self._groups[::-1]:
-            self._remove(run, group, np.arange(length, len(hashes)))
+            self._report_removed(run, group, np.arange(length, len(hashes)))
         del hashes[length:]
         if length == 0:
             del self._hashes[run.run_id], self._has[run.run_id]
 
-    def _remove(self, run: Run, group: int, indices: Int64Array) -> None:
+    def _report_removed(self, run: Run, group: int, indices: Int64Array) -> None:
         """Report the stored content of ascending nodes of a run as removed."""
         hashes, has = self._hashes[run.run_id], self._has[run.run_id][group]
         indices = indices[indices < len(hashes)]

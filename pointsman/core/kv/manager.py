@@ -257,7 +257,7 @@ class KVCacheManager(KVCache):
         assert match.table is not None
         start = (match.num_tokens + match.num_external) // self.block_size
         places = np.arange(match.table.shape[1])
-        is_needed: BoolArray = (places >= self._first_of(match)[:, None]) & (places < start)
+        is_needed: BoolArray = (places >= self._first_needed(match)[:, None]) & (places < start)
         is_needed &= match.table != self.pool.num_blocks
         return is_needed
 
@@ -284,14 +284,14 @@ class KVCacheManager(KVCache):
 
     def num_blocks_to_start(self, request: Request, match: Match, num_tokens: int) -> int:
         count = -(-num_tokens // self.block_size) * self.num_groups
-        return count if self._windows is None else count - int(self._first_of(match).sum())
+        return count if self._windows is None else count - int(self._first_needed(match).sum())
 
     def num_blocks_of_whole(self, request: Request, match: Match) -> int:
         if self._windows is None:
             return -(-request._state.num_tokens // self.block_size) * self.num_groups
-        return self._windows.num_blocks_of_whole(self._first_of(match), request._state.num_tokens)
+        return self._windows.num_blocks_of_whole(self._first_needed(match), request._state.num_tokens)
 
-    def _first_of(self, match: Match) -> Int64Array:
+    def _first_needed(self, match: Match) -> Int64Array:
         """[groups] number of leading blocks that a request with this prefix does not need."""
         return self._attended.first((match.num_tokens + match.num_external) // self.block_size)
 
@@ -300,7 +300,7 @@ class KVCacheManager(KVCache):
         if self.retaining is not None:
             self.retaining.expire(now)
             if len(cached) and self.eviction is not None and state.holding is None:
-                self.eviction.started(request, self.retaining.labels[self._labelled(match)])
+                self.eviction.started(request, self.retaining.labels[self._labelled_blocks(match)])
         start = match.num_tokens // self.block_size
         if state.holding is None:
             if len(cached):
@@ -311,15 +311,15 @@ class KVCacheManager(KVCache):
             state.prefix_node = match.node
             state.prefix_epoch = self.prefix.epoch if self.prefix is not None else 0
         if not self.has_tables:
-            self._enter(request, match, num_tokens)
+            self._build_tables(request, match, num_tokens)
             return NO_BLOCKS
         new = self.take(-(-num_tokens // self.block_size) - start)
         return np.concatenate([cached, new]) if len(cached) else new
 
-    def _enter(self, request: Request, match: Match, num_tokens: int) -> None:
+    def _build_tables(self, request: Request, match: Match, num_tokens: int) -> None:
         """Make the block tables of an admitted request from its acquired blocks and newly allocated blocks."""
         assert match.table is not None
-        first, none = self._first_of(match), self.pool.num_blocks
+        first, none = self._first_needed(match), self.pool.num_blocks
         end, num_known = -(-num_tokens // self.block_size), match.table.shape[1]
         table = np.full((self.num_groups, end), none)
         is_local = np.zeros(table.shape, dtype=np.bool_)
@@ -341,13 +341,13 @@ class KVCacheManager(KVCache):
             return blocks[None], (np.arange(len(blocks)) < num_cached)[None]
         return self._entering.table, self._entering.is_local
 
-    def _labelled(self, match: Match) -> Int64Array:
+    def _labelled_blocks(self, match: Match) -> Int64Array:
         """The blocks of a match that carry labels: those of one group, which were labelled when they were released."""
         if match.table is None:
             return match.blocks
         group = self.anchor or 0
         start = match.num_tokens // self.block_size
-        return match.table[group, self._first_of(match).item(group) : start]
+        return match.table[group, self._first_needed(match).item(group) : start]
 
     def num_slots(self, request: Request, blocks: Int64Array) -> int:
         if self.has_tables:

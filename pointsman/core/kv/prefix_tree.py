@@ -346,12 +346,12 @@ class PrefixCache:
         else:
             parent, at = node
             parent.children[at, tokens[:size]] = run
-        self._enter(run, 0, blocks)
+        self._record_blocks(run, 0, blocks)
         if self.listener is not None:
             self.listener.added(run, request, start, blocks != self.no_block)
         return new_tuple(Span, (run, 0, length))
 
-    def _enter(self, run: Run, first: int, blocks: Int64Array) -> None:
+    def _record_blocks(self, run: Run, first: int, blocks: Int64Array) -> None:
         """Record for these blocks that they belong to the nodes of a run from `first` on."""
         end = first + blocks.shape[1]
         cells = self._cells[:, first:end] if end <= self._cells.shape[1] else self._cells_of(first, end - first)
@@ -376,7 +376,7 @@ class PrefixCache:
         if np.count_nonzero(fills):
             run.blocks = run.blocks.copy()
             run.blocks[:, first : first + count][fills] = blocks[fills]
-        self._enter(run, first, blocks)
+        self._record_blocks(run, first, blocks)
         if self.listener is not None and np.count_nonzero(fills):
             groups, at = fills.nonzero()
             self.listener.filled(run, request, start - first, groups, first + at)
@@ -568,22 +568,26 @@ class PrefixCache:
         num_lasting, end = last.item(-1) + 1 if len(last) else 0, 0
         for number, (run, first, length) in enumerate(found.spans):
             on_path = found.spans[number + 1].run if number + 1 < len(found.spans) else None
-            if self._lasts(run, first + length, is_referenced):
+            if self._has_referenced_block(run, first + length, is_referenced):
                 num_lasting = max(num_lasting, end + length)
             for (index, _), child in run.children.items():
-                if first <= index < first + length and child is not on_path and self._lasts(child, 0, is_referenced):
+                if (
+                    first <= index < first + length
+                    and child is not on_path
+                    and self._has_referenced_block(child, 0, is_referenced)
+                ):
                     num_lasting = max(num_lasting, end + index - first + 1)
             end += length
         return num_lasting
 
-    def _lasts(self, run: Run, start: int, is_referenced: BoolArray) -> bool:
+    def _has_referenced_block(self, run: Run, start: int, is_referenced: BoolArray) -> bool:
         """Whether a run has a referenced block at a node from `start` on, or a run that follows these nodes has one."""
         blocks = run.blocks[:, start : run.length][self._has(run, start, run.length - start)].tolist()
         others = [other for cell, other in run.duplicates.items() if cell >= start * self.num_groups]
         if np.count_nonzero(is_referenced[[*blocks, *chain(*others)]]):
             return True
         children = [child for (index, _), child in run.children.items() if index >= start]
-        return any(self._lasts(child, 0, is_referenced) for child in children)
+        return any(self._has_referenced_block(child, 0, is_referenced) for child in children)
 
     def is_alive(self, node: Node) -> bool:
         """Whether a node is still in the tree, so that blocks may be published after it."""

@@ -35,7 +35,7 @@ class TableReports:
     def add_rows(self, count: int) -> None:
         """Lengthen all columns to `count` rows."""
         self._reported = lengthened(self._reported, count)
-        self._group_at = _counting(self._tables.num_groups, count)
+        self._group_at = _repeated_range(self._tables.num_groups, count)
 
     def open_step(self) -> None:
         """Begin to schedule a step."""
@@ -84,12 +84,12 @@ class TableReports:
         is_new = reported[grown] == 0  # a new row may have begun with cached blocks, so its places may not start at 0
         parts = []
         if not is_new.all():
-            parts.append(self._appended(rows, grown[~is_new], reported[grown[~is_new]]))
+            parts.append(self._appended_blocks(rows, grown[~is_new], reported[grown[~is_new]]))
         if is_new.any():
             parts.append(self._whole_tables(rows, grown[is_new]))
         return parts[0] if len(parts) == 1 else _merged(*parts)
 
-    def _appended(self, rows: Int64Array, indices: Int64Array, starts: Int64Array) -> NewBlocks:
+    def _appended_blocks(self, rows: Int64Array, indices: Int64Array, starts: Int64Array) -> NewBlocks:
         """The blocks from places `starts` on, in every group, of the rows at these indices."""
         tables, count = self._tables, self._tables.num_groups
         those = rows[indices]
@@ -100,7 +100,7 @@ class TableReports:
         total = int(counts.sum())
         places = (starts - counts.cumsum() + counts).repeat(counts) + np.arange(total)
         if total * count > len(self._group_at):
-            self._group_at = _counting(count, 2 * total)
+            self._group_at = _repeated_range(count, 2 * total)
         groups = self._group_at[: total * count]
         return NewBlocks(ids.astype(INT32), indices.repeat(counts * count), groups, places.repeat(count))
 
@@ -115,7 +115,7 @@ class TableReports:
         return NewBlocks(ids.astype(INT32), indices.repeat(counts), groups, places)
 
 
-def _counting(num_groups: int, times: int) -> Int64Array:
+def _repeated_range(num_groups: int, times: int) -> Int64Array:
     """The numbers 0 to `num_groups` - 1, repeated `times` times; read-only."""
     counting = np.resize(np.arange(num_groups), num_groups * times)
     counting.flags.writeable = False

@@ -311,10 +311,10 @@ class RetainingPool(BlockPool):
                 self._until[taken] = _NEVER
                 super()._append(taken)
                 count -= len(taken)
-                self._drop_spent(self._queue_of[owner])
-            self._drop_spent(queue)
+                self._drop_empty_segments(self._queue_of[owner])
+            self._drop_empty_segments(queue)
 
-    def _drop_spent(self, queue: _Queue) -> None:
+    def _drop_empty_segments(self, queue: _Queue) -> None:
         while queue and not len(queue[0][2].ids):
             heappop(queue)
 

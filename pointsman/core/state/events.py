@@ -258,25 +258,25 @@ class Events:
     def _connect(self) -> None:
         listeners = self.listeners
         self.wants_blocks = any(listener.wants_blocks for listener in listeners)
-        self.called: _Methods[Call] = _overridden(listeners, "on_call")
-        self.added: _RequestMethods = _overridden(listeners, "on_added")
-        self.refused: tuple[Callable[[Request, str, float], None], ...] = _overridden(listeners, "on_refused")
-        self.queued: _RequestMethods = _overridden(listeners, "on_queued")
-        self.parked: _RequestMethods = _overridden(listeners, "on_parked")
-        self.deferred: _Methods[Deferred] = _overridden(listeners, "on_deferred")
-        self.admitted: _Methods[Admitted] = _overridden(listeners, "on_admitted")
-        self.preempted: _Methods[Preempted] = _overridden(listeners, "on_preempted")
-        self.rolled_back: _RequestMethods = _overridden(listeners, "on_rolled_back")
-        self.finished: _RequestMethods = _overridden(listeners, "on_finished")
-        self.stepped: _Methods[StepDecision] = _overridden(listeners, "on_step")
-        self.ran_steps: _Methods[StepRun] = _overridden(listeners, "on_steps")
-        follows = {*_following(listeners, "on_step"), *_following(listeners, "on_update")}
-        self.needs_every_step = not follows <= set(_following(listeners, "on_steps"))
-        self.failed: tuple[Callable[[int, float], None], ...] = _overridden(listeners, "on_failed")
-        self.proposed: _Methods[int] = _overridden(listeners, "on_proposed")
-        self.load_started: _Methods[LoadStarted] = _overridden(listeners, "on_load_started")
-        self.load_finished: _Methods[LoadFinished] = _overridden(listeners, "on_load_finished")
-        self.updated: tuple[Callable[[SchedulerOutput, StepUpdate, float], None], ...] = _overridden(
+        self.called: _Methods[Call] = _overriding_methods(listeners, "on_call")
+        self.added: _RequestMethods = _overriding_methods(listeners, "on_added")
+        self.refused: tuple[Callable[[Request, str, float], None], ...] = _overriding_methods(listeners, "on_refused")
+        self.queued: _RequestMethods = _overriding_methods(listeners, "on_queued")
+        self.parked: _RequestMethods = _overriding_methods(listeners, "on_parked")
+        self.deferred: _Methods[Deferred] = _overriding_methods(listeners, "on_deferred")
+        self.admitted: _Methods[Admitted] = _overriding_methods(listeners, "on_admitted")
+        self.preempted: _Methods[Preempted] = _overriding_methods(listeners, "on_preempted")
+        self.rolled_back: _RequestMethods = _overriding_methods(listeners, "on_rolled_back")
+        self.finished: _RequestMethods = _overriding_methods(listeners, "on_finished")
+        self.stepped: _Methods[StepDecision] = _overriding_methods(listeners, "on_step")
+        self.ran_steps: _Methods[StepRun] = _overriding_methods(listeners, "on_steps")
+        follows = {*_overriding_listeners(listeners, "on_step"), *_overriding_listeners(listeners, "on_update")}
+        self.needs_every_step = not follows <= set(_overriding_listeners(listeners, "on_steps"))
+        self.failed: tuple[Callable[[int, float], None], ...] = _overriding_methods(listeners, "on_failed")
+        self.proposed: _Methods[int] = _overriding_methods(listeners, "on_proposed")
+        self.load_started: _Methods[LoadStarted] = _overriding_methods(listeners, "on_load_started")
+        self.load_finished: _Methods[LoadFinished] = _overriding_methods(listeners, "on_load_finished")
+        self.updated: tuple[Callable[[SchedulerOutput, StepUpdate, float], None], ...] = _overriding_methods(
             listeners, "on_update"
         )
 
@@ -287,12 +287,12 @@ def send(methods: _Methods[_Event], event: _Event) -> None:
         method(event)
 
 
-def _overridden(listeners: Iterable[Listener], name: str) -> tuple[Any, ...]:
+def _overriding_methods(listeners: Iterable[Listener], name: str) -> tuple[Any, ...]:
     """The bound methods called `name`, of the listeners whose class overrides this method."""
-    return tuple([getattr(listener, name) for listener in _following(listeners, name)])
+    return tuple([getattr(listener, name) for listener in _overriding_listeners(listeners, name)])
 
 
-def _following(listeners: Iterable[Listener], name: str) -> list[Listener]:
+def _overriding_listeners(listeners: Iterable[Listener], name: str) -> list[Listener]:
     """The listeners whose class overrides the method called `name`."""
     base = getattr(Listener, name)
     return [listener for listener in listeners if getattr(type(listener), name) is not base]

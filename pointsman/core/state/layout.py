@@ -104,13 +104,13 @@ class AttendedBlocks:
 
 def text_of(groups: tuple[KVGroup, ...]) -> str:
     """The groups in words: "2 groups of full attention, 5 of a window of 1024"."""
-    words = [f"{count} of {_words(group)}" for group, count in Counter(groups or (FULL,)).items()]
+    words = [f"{count} of {_group_in_words(group)}" for group, count in Counter(groups or (FULL,)).items()]
     first, *others = words
     number, _, rest = first.partition(" ")
     return ", ".join([f"{number} group{'s' * (number != '1')} {rest}", *others])
 
 
-def _words(group: KVGroup) -> str:
+def _group_in_words(group: KVGroup) -> str:
     return "full attention" if group.is_full else f"a {group.kind} of {group.size}"
 
 
