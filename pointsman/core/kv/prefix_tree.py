@@ -212,7 +212,7 @@ class PrefixCache:
         self._evicted: list[tuple[Int64Array, Int64Array, Int64Array]] = []
         self._num_evicted = 0
         self.num_duplicates = 0
-        """Number of cached blocks beyond the first with the same content."""
+        """Number of duplicates: for each content, its cached blocks beyond the first."""
 
     def __len__(self) -> int:
         """Number of nodes in the tree."""
@@ -307,8 +307,8 @@ class PrefixCache:
     def publish(self, node: Node, token_bytes: bytes, first: int, blocks: Int64Array, request: Request) -> list[Span]:
         """Add blocks `first`, `first` + 1, ... of a sequence after `node`, which is the node of block `first` - 1.
 
-        The listener gets them as blocks of `request`. `blocks`: [groups, nodes], `no_block` where a group has no block;
-        the tree keeps the array.
+        The listener gets these blocks as blocks of `request`. `blocks`: [groups, nodes], `no_block` where a group has
+        no block; the tree keeps the array.
 
         Returns the nodes of the blocks; the next publication of the sequence continues after the last node. Nodes that
         exist already get these blocks, as duplicates where the group has a block; the remaining blocks become a new

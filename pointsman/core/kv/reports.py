@@ -1,4 +1,4 @@
-"""Table reports: the blocks that outputs have not reported to the host yet, where rows have several tables.
+"""Table reports: find the blocks that no output has reported to the host yet, if rows have several block tables.
 
 If a row has one table, the modules of a step pass the row's new blocks to the output when they allocate them. With
 groups, a block belongs to a group and a place, and a row may advance by a token without a new block. So an output

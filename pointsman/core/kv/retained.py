@@ -319,8 +319,8 @@ class RetainingPool(BlockPool):
             heappop(queue)
 
     def _take_out(self, blocks: Int64Array) -> None:
-        """Remove `blocks` from the retained blocks, if they are retained. They then count as cached free blocks; the
-        caller removes them from these next."""
+        """Remove `blocks` from the retained blocks, if they are retained. They then count as cached free blocks, until
+        the caller removes them."""
         leaving = blocks[(self.num_references[blocks] == 0) & (self._until[blocks] > _NEVER)]
         if not len(leaving):
             return

@@ -126,18 +126,18 @@ class OutputFields:
     this step."""
 
     preempted: Sequence[Request]
-    """Requests that lost their row since the last output. A host drops their rows before it reads the new ones: a
-    request may be resumed in this step."""
+    """Requests that lost their row since the last output. A host drops these requests' rows before it reads `admitted`:
+    a preempted request may be resumed in this step."""
     finished: Sequence[Request]
-    """Requests that finished since the last output, each once; then their ids are free again. A host drops them before
-    it reads the admitted requests: a new request may have the same id."""
+    """Requests that finished since the last output, each once; then their ids are free again. A host drops these
+    requests before it reads `admitted`: a new request may have the id of a finished one."""
 
     num_common_prefix_blocks: int = 0
     """With `count_common_prefix`: number of blocks that the tables of all rows begin with. This step may write to some
     of these blocks: without a causal mask, read no further than the least `num_computed_tokens`."""
     loads: Sequence[Load] = ()
-    """Loads from a connector, see `kv/connector.py`. The host completes them before the step computes; if asynchronous,
-    it starts them."""
+    """Loads from a connector, see `kv/connector.py`. The host completes synchronous loads before the step computes, and
+    starts asynchronous loads."""
     saves: Sequence[Save] = ()
     """Evicted blocks. The host copies them out in this order, before anything else, or their content is lost."""
     block_groups: IntArray = field(default_factory=lambda: NO_INTS)
@@ -242,7 +242,8 @@ class StepResult:
     """Sampled tokens, ragged, in row order; an int32 array is the fastest to check."""
     counts: IntArray | Sequence[int] | None = None
     """[n] number of tokens of each row; None: one for each row with `samples`, 0 for the other rows. A row with d
-    drafts has 1 to 1 + d tokens: the drafts that the model accepts, and the token that it samples after them."""
+    drafts has 1 to 1 + d tokens: the drafts that the model accepts, and the token that it samples after these
+    drafts."""
     errors: Mapping[int, str] = field(default_factory=dict)
     """Error message by row index (0 to n - 1). The request of the row finishes with FINISHED_ERROR; `token_ids` has no
     token for the row."""

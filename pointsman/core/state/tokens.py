@@ -41,7 +41,7 @@ class OutputTokens:
         self.length += len(token_ids)
 
     def add(self, piece: Int32Array) -> None:
-        """Append an array without a copy: the caller must not keep it."""
+        """Append `piece` without a copy: the caller must not keep the array."""
         self._pieces.append(piece)
         self.length += len(piece)
 
