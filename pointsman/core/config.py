@@ -395,7 +395,7 @@ class SchedulerConfig(metaclass=Documented):
             raise ConfigError(f"no preset is called {name!r}; choose one of {', '.join(presets)}")
         values = {**presets[name], **overrides}
         if values.get("enable_prefix_caching") is False and "share_within_step" not in overrides:
-            values.pop("share_within_step", None)  # the preset sets this knob, which has no effect without the prefix cache
+            values.pop("share_within_step", None)  # has no effect without the prefix cache
         if values.get("full_sequence_must_fit") is False and "count_owed_blocks" not in overrides:
             values.pop("count_owed_blocks", None)
         return cls(**values)

@@ -3,21 +3,22 @@
 Layout, with B = num_blocks:
 
     num_references  int64 [B]   block-table entries that name the block; 0: free
-    is_cached       bool  [B]   the block's content can be found in the prefix tree
+    is_cached       bool  [B]   whether a lookup in the prefix tree can find the block
     _segment_of     int64 [B]   for a cached free block, the number of its segment in the queue
 
     reserved | referenced            | blank (a stack)   | cached free (a queue, least recently used first)
     ids 0..r | num_references > 0    | content worthless | content can still be found
 
-A free block is either blank or cached. Blank blocks are allocated first, then the least recently used cached block,
+A free block is either blank or cached. Blank blocks are allocated first, then the least recently used cached blocks,
 whose content is evicted. A table is released from its end, so that a prefix outlives its suffix.
 
-Block ids are int64 here, because NumPy takes an index of another type ten times more slowly.
+Block ids are int64 in this module, because NumPy indexing with another integer type takes ten times as long.
 
 The queue of cached free blocks consists of segments, one for each released table, so that a table is released or
-evicted by a few array operations. A reused block is not removed from its segment: its `_segment_of` no longer names the
-segment, and the stale entry is skipped at the front of the queue. When stale entries outnumber the pool, the queue is
-compacted. The pool counts the front entries known to be valid, so that taking a few blocks is a slice.
+evicted by a few array operations. A reused block is not removed from its segment: `_segment_of` of the block no longer
+names the segment, and the stale entry is skipped when it reaches the front of the queue. When stale entries outnumber
+the pool, the queue is compacted. The pool counts the front entries known to be valid, so that taking a few blocks is a
+slice.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class _Segment:
 
 
 class BlockPool:
-    """`num_blocks` blocks. Ids 0 to `num_reserved_blocks` - 1 are never allocated."""
+    """A pool of `num_blocks` blocks. Ids 0 to `num_reserved_blocks` - 1 are never allocated."""
 
     def __init__(self, num_blocks: int, num_reserved_blocks: int = 0) -> None:
         self.num_blocks = num_blocks
@@ -62,18 +63,18 @@ class BlockPool:
         self._segments: deque[_Segment] = deque()
         self._segment_of: npt.NDArray[np.int64] = np.zeros(num_blocks, dtype=np.int64)
         self._next_segment = 1
-        self._num_entries = 0  # in all segments, stale ones included
+        self._num_entries = 0  # number of entries in all segments, stale entries included
         self._num_cached = 0
-        self._num_valid = 0  # entries at the front of the first segment that are known to be valid
+        self._num_valid = 0  # number of entries at the front of the first segment that are known to be valid
 
     @property
     def num_free(self) -> int:
-        """Blocks that `take` can allocate."""
+        """Number of blocks that `take` can allocate."""
         return self._num_blank + self._num_cached
 
     @property
     def num_blank(self) -> int:
-        """Free blocks without cached content, which are allocated before any is evicted."""
+        """Number of free blocks without cached content, which are allocated before any cached block is evicted."""
         return self._num_blank
 
     @property
@@ -83,14 +84,14 @@ class BlockPool:
 
     @property
     def num_cached_free(self) -> int:
-        """Free blocks whose content is still cached."""
+        """Number of free blocks whose content is still cached."""
         return self._num_cached
 
     def take(self, count: int) -> tuple[Int64Array, Int64Array]:
         """Allocate `count` blocks, each with one reference.
 
-        Returns the block ids (int64 [count]) and those among them that were cached, least recently used first, which
-        the prefix tree must remove. The caller has checked that `count <= num_free`.
+        Returns the block ids (int64 [count]), and the ids of those blocks that were cached, least recently used first,
+        which the prefix tree must remove. The caller has checked that `count <= num_free`.
         """
         num_blank = self._num_blank
         evicted = NO_BLOCKS
@@ -106,7 +107,7 @@ class BlockPool:
         return blocks, evicted
 
     def acquire(self, blocks: Int64Array) -> None:
-        """Add a reference to blocks found in the prefix tree (distinct ids)."""
+        """Add one reference to each block; the blocks were found in the prefix tree, and their ids are distinct."""
         left = self.num_references[blocks]
         self._num_cached -= int(np.count_nonzero(left == ZERO))
         self._segment_of[blocks] = ZERO
@@ -114,16 +115,16 @@ class BlockPool:
         self.num_references[blocks] = left + ONE
 
     def release(self, blocks: Int64Array) -> None:
-        """Drop one reference from each block of a table (distinct ids, in table order)."""
+        """Remove one reference from each block of a table; the ids are distinct, in table order."""
         if not len(blocks):
             return
         left = self.num_references[blocks] - ONE
         self.num_references[blocks] = left
         freed = blocks[::-1] if not np.count_nonzero(left) else blocks[left == ZERO][::-1]
-        is_cached = self.is_cached[freed].tobytes()  # counting and searching bytes is faster than in the array
+        is_cached = self.is_cached[freed].tobytes()  # counting and searching in bytes is faster than in an array
         num_cached = is_cached.count(1)
         num_blank = len(freed) - num_cached
-        # The published blocks of a table are its first ones.
+        # The published blocks of a table are its leading blocks.
         assert not num_cached or is_cached.find(1) == num_blank, "the cached blocks of a table have a gap"
         if num_blank:
             self._push_blank(freed[:num_blank])
@@ -131,19 +132,20 @@ class BlockPool:
             self._append(freed[num_blank:])
 
     def release_unshared(self, blocks: Int64Array) -> None:
-        """As `release`, for a table whose blocks are in no other table and were never cached."""
+        """Release the blocks of a table that are in no other table and were never cached; faster than `release`."""
         self.num_references[blocks] = ZERO
         self._push_blank(blocks[::-1])
 
     def release_any(self, blocks: Int64Array, *, evict_first: bool = False) -> None:
-        """Drop one reference for each entry of `blocks`, which are in eviction order. Any may be cached, and a block
-        may occur several times. `evict_first`: evict them before all blocks that are cached now."""
+        """Remove one reference for each entry of `blocks`, which are in eviction order. Any of the blocks may be
+        cached, and a block may occur several times. `evict_first`: evict these blocks before all blocks that are cached
+        now."""
         left = self.num_references[blocks] - ONE
         if np.count_nonzero(left):
             np.subtract.at(self.num_references, blocks, 1)
             last = blocks[self.num_references[blocks] == 0]
             freed = np.array(list(dict.fromkeys(last.tolist())), dtype=np.int64)
-        else:  # no other table names any of them
+        else:  # no other table contains any of these blocks
             self.num_references[blocks] = left
             freed = blocks
         is_cached = self.is_cached[freed]
@@ -156,21 +158,21 @@ class BlockPool:
             self._append(freed[is_cached])
 
     def set_cached(self, blocks: Int64Array) -> None:
-        """These referenced blocks are in the prefix tree from now on."""
+        """Record that these referenced blocks are now in the prefix tree."""
         self.is_cached[blocks] = TRUE
 
     def uncache(self, blocks: list[int]) -> None:
-        """The prefix tree removed these blocks: those that are free become blank."""
+        """Record that the prefix tree removed these blocks. Free blocks among them become blank."""
         ids = np.array(blocks, dtype=np.int64)
         self.is_cached[ids] = FALSE
         free = ids[self.num_references[ids] == 0]
-        self._segment_of[free] = 0  # their entries in the queue are stale
+        self._segment_of[free] = 0  # the blocks' entries in the queue are now stale
         self._num_valid = 0
         self._num_cached -= len(free)
         self._push_blank(free)
 
     def uncache_all(self) -> None:
-        """The prefix tree removed every block."""
+        """Record that the prefix tree removed every block."""
         self.uncache(self.cached_free_blocks())
         self.is_cached[:] = False
 
@@ -233,18 +235,18 @@ class BlockPool:
         return blocks
 
     def _take_segments(self, count: int) -> Int64Array:
-        """Take the first `count` valid entries."""
+        """Remove the first `count` valid entries from the queue, from one or several segments."""
         parts: list[Int64Array] = []
         while count:
             while self._num_valid == 0:
-                self._look_ahead()
+                self._drop_stale_front()
             taken = min(count, self._num_valid)
             parts.append(self._take_valid(taken))
             count -= taken
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _take_valid(self, count: int) -> Int64Array:
-        """Take the first `count` entries of the first segment, which are known to be valid."""
+        """Remove the first `count` entries of the first segment, which are known to be valid."""
         first = self._segments[0]
         ids = first.ids
         self._num_valid -= count
@@ -254,8 +256,9 @@ class BlockPool:
         self._segments.popleft()
         return ids
 
-    def _look_ahead(self) -> None:
-        """Drop stale entries at the front of the queue; the entries after them are then known to be valid."""
+    def _drop_stale_front(self) -> None:
+        """Remove stale entries at the front of the queue, and set `_num_valid` to the number of valid entries that
+        follow."""
         if self._num_entries == self._num_cached:  # no entry is stale
             self._num_valid = len(self._segments[0].ids)
             return

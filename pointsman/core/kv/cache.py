@@ -1,11 +1,11 @@
 """`KVCache`: the interface through which a step looks up, allocates and frees KV blocks.
 
 `KVCacheManager` (`manager.py`) implements it for any number of groups of layers with full attention, windows or chunks,
-with blocks of one size. For every other layout a host implements it over a manager of its own.
+with blocks of one size. For every other layout a host implements this interface over a manager of its own.
 
-A row carries `num_slots`: the number of tokens that its blocks can hold, in every layout. A step calls the cache only
-for rows that run out of slots. Numbers of blocks are always free blocks of the pool. Only the implementation knows how
-many blocks a number of tokens takes.
+A row has `num_slots`: the number of tokens that its blocks can hold, in every layout. A step calls the cache only for
+rows that run out of slots. Every number of blocks is in blocks of the pool. Only the implementation knows how many
+blocks a number of tokens takes.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ if TYPE_CHECKING:
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 Journal = list[Any]
-"""Publications to the prefix cache while a step was the newest one, in order. The implementation defines the
-entries."""
+"""The log of one step: publications to the prefix cache while the step was the newest one, in order. The implementation
+defines the entries."""
 
 
 class Match(NamedTuple):
     """The cached prefix of a request."""
 
     blocks: Int64Array
-    """Blocks of all groups that the request acquires."""
+    """The cached blocks, in all groups, that the request acquires."""
     node: Any
-    """Its end in the prefix cache, for the implementation."""
+    """The node at which the cached prefix ends; its type is private to the implementation."""
     num_tokens: int
     table: Int64Array | None = None
-    """[groups, blocks] if the implementation has groups: the cached block at each place, maybe beyond the prefix. A
-    place without a cached block has the number of blocks in the pool."""
+    """[groups, blocks] if the implementation has groups: the cached block at each place, possibly beyond the prefix.
+    The entry of a place without a cached block is the number of blocks in the pool."""
     num_known: int = 0
-    """Leading blocks that other requests are known to have computed; maybe more than can be reused."""
+    """Number of leading blocks that other requests are known to have computed; possibly more than can be reused."""
     num_external: int = 0
-    """Tokens after `num_tokens` that a connector loads."""
+    """Number of tokens after the first `num_tokens` that a connector loads."""
 
 
 class NewBlocks(NamedTuple):
@@ -66,37 +66,37 @@ class Pool(Protocol):
 
     num_blocks: int
     num_usable: int
-    """Blocks that requests can hold."""
+    """Number of blocks that requests can hold."""
 
     @property
     def num_free(self) -> int:
-        """Blocks that are not referenced, cached ones included."""
+        """Number of blocks that are not referenced, cached blocks included."""
 
     @property
     def num_cached_free(self) -> int:
-        """Free blocks whose content can still be found."""
+        """Number of free blocks whose content a lookup can still find."""
 
     @property
     def num_blank(self) -> int:
-        """Free blocks without cached content."""
+        """Number of free blocks without cached content."""
 
     @property
     def num_references(self) -> Int64Array:
-        """[blocks] number of tables that contain each block. It may take time to make."""
+        """[blocks] number of block tables that contain each block. The array may be computed on every read."""
 
     @property
     def usage(self) -> float:
-        """Share of the usable blocks that are referenced."""
+        """Share of the usable blocks that are referenced, 0 to 1."""
 
     def num_in_use(self, blocks: Int64Array) -> int:
         """Number of these blocks that are referenced."""
 
 
 class KVCache(ABC):
-    """The KV blocks of one scheduler. An attribute that is None, False or 0 here is an optional feature."""
+    """The KV blocks of one scheduler. An attribute that is None, False or 0 in this class is an optional feature."""
 
     block_size: int
-    """Tokens in a block; with several layouts, in the layout that the scheduler addresses."""
+    """Number of tokens in a block; with several layouts, in the layout that the scheduler addresses."""
     pool: Pool
     prefix: PrefixCache | None = None
     """The prefix tree, if the implementation has one."""
@@ -105,34 +105,34 @@ class KVCache(ABC):
     num_groups: int = 1
     """Number of block tables of a row, one for each group of layers."""
     anchor: int | None = None
-    """The index of the first group of full attention whose tables are in the core; None: there is none."""
+    """Index of the first group of full attention whose block tables are in the core; None: there is no such group."""
     has_tables: bool = False
-    """Whether a row has one table in the core, which only grows. Outputs then list its blocks in order, without groups
-    and places."""
+    """Whether a row has one block table in the core, which only grows. Outputs then list the row's blocks in order,
+    without groups and places."""
     grows_for_steps: bool = False
     """Whether `grow_for_steps` may be called."""
     retaining: RetainingPool | None = None
     eviction: Eviction | None = None
     events: KVEvents | None = None
-    """Events of content that enters and leaves the prefix cache; None: disabled in the configuration."""
+    """Log of content that enters and leaves the prefix cache; None: disabled in the configuration."""
     journal: Journal | None = None
-    """The log of publications; None: no step is in flight, so published blocks are computed."""
+    """The journal of the newest step in flight; None: no step is in flight, so all published blocks are computed."""
     saves: list[Save] | None = None
     wanted: Counter[bytes] | None = None
     returned: list[Int64Array] | None = None
-    """Blocks that requests released since the newest output; None: they are not tracked."""
+    """Blocks that requests released since the newest output, one array for each release; None: not tracked."""
     shared: list[tuple[Request, int]] | None = None
     has_connector: bool = False
     gives_back: bool = False
-    """Whether a row may hold blocks that it no longer reads, until it needs a block or `give_back` is called."""
+    """Whether a row may hold blocks that it no longer reads, until the row needs a block or `give_back` is called."""
     num_evictions: int = 0
     num_returns: int = 0
-    """Changes whenever blocks are released other than by the release of a row."""
+    """Counter that changes whenever blocks are released other than by the release of a row."""
     num_saves: int = 0
     num_sound_tokens: Callable[[Request], int]
-    """Number of tokens of a running request whose KV no step in flight may change."""
+    """Function: the number of tokens of a running request whose KV no step in flight may change."""
     num_tokens_in_flight: Callable[[int], Int64Array]
-    """For a number of rows, the tokens of each row that steps in flight compute."""
+    """Function of a number of rows: the number of tokens of each row that steps in flight compute."""
     unpublished: list[Request]
     """Requests whose prompt blocks `publish_deferred` publishes."""
     cuts_chunks: bool = False
@@ -141,14 +141,15 @@ class KVCache(ABC):
     @property
     @abstractmethod
     def num_usable_tokens(self) -> int:
-        """The longest sequence that the pool can hold."""
+        """Number of tokens of the longest sequence that the pool can hold."""
 
     def num_usable_tokens_of(self, request: Request) -> int:
-        """The longest sequence of this request that the pool can hold, beside its encoder inputs."""
+        """Number of tokens of the longest sequence that the pool can hold for this request, beside its encoder
+        inputs."""
         return self.num_usable_tokens
 
     def num_slots_for(self, num_tokens: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """As `View.num_slots_for`."""
+        """Number of token slots that requests of `num_tokens` tokens hold, see `View.num_slots_for`."""
         return num_tokens
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -158,72 +159,73 @@ class KVCache(ABC):
     @property
     @abstractmethod
     def num_publications(self) -> int:
-        """Changes whenever a lookup may find more than before."""
+        """Counter that changes whenever a lookup may find more blocks than before."""
 
     @property
     def num_held_publications(self) -> int:
-        """Changes whenever a lookup may find more referenced blocks than before."""
+        """Counter that changes whenever a lookup may find more referenced blocks than before."""
         return self.num_publications
 
     @property
     def has_duplicates(self) -> bool:
-        """Whether a lookup may find more once a block is evicted."""
+        """Whether a lookup may find more blocks once a block is evicted."""
         return False
 
     @property
     def reports_evictions(self) -> bool:
-        """Whether an eviction may have to be reported."""
+        """Whether an eviction may have to be reported in an output (`saves`)."""
         return False
 
     @abstractmethod
     def open_step(self, step_id: int, journal: Journal | None, oldest: int) -> None:
-        """Begin to schedule step `step_id`; `oldest` is the first step that is not over. `journal`: see `log_to`."""
+        """Begin to schedule step `step_id`. `oldest`: the first step that is not updated. `journal`: see `log_to`."""
 
     def log_to(self, journal: Journal | None) -> None:
-        """Log further publications, whose blocks the newest step in flight computes. None: no step is in flight."""
+        """Log further publications in `journal`: the newest step in flight computes their blocks. None: no step is in
+        flight."""
         self.journal = journal
 
     # ------------------------------------------------------------------ admission
 
     @abstractmethod
     def look_up(self, request: Request) -> Match:
-        """The cached prefix of the request's known tokens; at least one token is left to compute."""
+        """The cached prefix of the request's known tokens, without the last token, which is always computed."""
 
     def is_settled(self, match: Match) -> bool:
         """Whether a request that is admitted in this step may read the matched blocks. Blocks may be published as soon
-        as the step that computes them is scheduled, and not every layout can be read in the same step."""
+        as the step that computes them is scheduled, and some layouts cannot be read in the same step."""
         return True
 
     def cut(self, request: Request, start: int, want: int, most: int) -> int:
         """Number of the `want` tokens from `start` on that the request may compute in this step, so that layer states
-        can be cached where its chunk ends. 0: it waits for a step with more tokens, up to `most`."""
+        can be cached where the chunk ends. 0: the request waits for a step with more tokens, up to `most`."""
         return want
 
     def with_external(self, match: Match, num_tokens: int) -> Match:
-        """The match of a request for which a connector loads `num_tokens` tokens after the cached ones."""
+        """The match of a request for which a connector loads `num_tokens` tokens after the cached tokens."""
         return match
 
     @abstractmethod
     def num_blocks_to_start(self, request: Request, match: Match, num_tokens: int) -> int:
-        """Number of free blocks that the request needs for its first `num_tokens` tokens, as if the blocks of `match`
-        were free."""
+        """Number of free blocks that the request needs for its first `num_tokens` tokens, counting the blocks of
+        `match` as free."""
 
     def num_blocks_of_whole(self, request: Request, match: Match) -> int:
-        """Maximum number of blocks that the request holds at a time until all its known tokens are computed. It equals
+        """Maximum number of blocks that the request holds at a time until all its known tokens are computed. Equal to
         `num_blocks_to_start` for these tokens, unless blocks are given back meanwhile."""
         return self.num_blocks_to_start(request, match, request._state.num_tokens)
 
     @abstractmethod
     def admit(self, request: Request, match: Match, num_tokens: int, now: float) -> Int64Array:
-        """Acquire the matched blocks, and allocate the others for the first `num_tokens` tokens. Returns the request's
-        block table, empty without `has_tables`."""
+        """Acquire the matched blocks, and allocate the further blocks for the first `num_tokens` tokens. Returns the
+        request's block table, empty without `has_tables`."""
 
     @abstractmethod
     def num_slots(self, request: Request, blocks: Int64Array) -> int:
-        """Number of tokens that `blocks` can hold, which `admit` has just returned."""
+        """Number of tokens that the newly admitted request can hold; `blocks` is what `admit` returned for it."""
 
     def place(self, batch: Batch, row: int, blocks: Int64Array) -> None:  # noqa: B027
-        """Give a row the blocks of the request that was admitted last."""
+        """Assign to a row the blocks of the request that was admitted last; `blocks` is what `admit` returned."""
 
     # ------------------------------------------------------------------ running rows
 
@@ -232,11 +234,11 @@ class KVCache(ABC):
         """[rows] number of free blocks that each row needs to advance by its element of `num_tokens`."""
 
     def num_blocks_owed(self, batch: Batch, rows: Int64Array) -> Int64Array:
-        """[rows] free blocks that each row still needs until all its known tokens are computed."""
+        """[rows] number of free blocks that each row still needs until all its known tokens are computed."""
         return self.num_blocks_to_grow(batch, rows, batch.num_tokens[rows] - batch.num_computed_tokens[rows])
 
     def num_owed_of(self, batch: Batch, row: int) -> int:
-        """The element of `num_blocks_owed` of one row."""
+        """The element of `num_blocks_owed` for one row."""
         return int(self.num_blocks_owed(batch, batch.count_up[row : row + 1])[0])
 
     def num_slots_with(self, batch: Batch, rows: Int64Array, num_tokens: Int64Array) -> Int64Array:
@@ -246,73 +248,74 @@ class KVCache(ABC):
 
     @abstractmethod
     def grow_by_one(self, batch: Batch, rows: Int64Array, num_tokens: int | Int64Array) -> Int32Array | None:
-        """Give each row blocks for `num_tokens` further tokens; each row lacks slots for at most one block of tokens.
-        See `grow`. None: the pool has too few blocks, and nothing has changed."""
+        """Allocate blocks for `num_tokens` further tokens of each row, if each row lacks at most one block per table.
+        Returns the blocks as `grow` does. None: the pool has too few blocks, and nothing has changed."""
 
     @abstractmethod
     def grow(self, batch: Batch, rows: Int64Array, counts: Int64Array, ends: Int64Array) -> Int32Array:
-        """Give each row its element of `counts` new blocks, at least 1, so that it can hold `ends` tokens. Returns the
-        blocks in row order; none without `has_tables`."""
+        """Allocate for each row as many new blocks as its element of `counts`, at least 1, so that the row can hold its
+        element of `ends` tokens. Returns the blocks in row order; none without `has_tables`."""
 
     @abstractmethod
     def grow_for_steps(
         self, batch: Batch, rows: Int64Array, num_computed: Int64Array, num_steps: int
     ) -> tuple[Int32Array, Int64Array, Int64Array]:
-        """Give each row the blocks to decode one token in each of `num_steps` steps: see `KVCacheManager`."""
+        """Allocate for each row the blocks to decode one token in each of `num_steps` steps: see `KVCacheManager`."""
 
     @abstractmethod
     def num_blocks_of(self, batch: Batch, rows: Int64Array) -> Int64Array:
-        """[rows] blocks that each row holds, shared ones included."""
+        """[rows] number of blocks that each row holds, shared blocks included."""
 
     @abstractmethod
     def table(self, batch: Batch, row: int) -> Int64Array:
-        """The blocks that a row holds."""
+        """The ids of the blocks that a row holds."""
 
     def group_table(self, batch: Batch, row: int) -> Int32Array:
         """[groups, blocks] a copy of the tables of a row; 0 where a block was given back."""
         return self.table(batch, row).astype(np.int32)[None]
 
     def group_tables(self, batch: Batch) -> Int32Array:
-        """[rows, groups, blocks] the tables of all rows, read-only. Entries of blocks that a row does not hold are
+        """[rows, groups, blocks] the tables of all rows, read-only. Entries at places without a block of the row are
         meaningless. Only if the tables are in the core."""
         raise NotImplementedError(f"{type(self).__name__} keeps its tables elsewhere")
 
     def first_blocks(self, batch: Batch, row: int, count: int) -> Int64Array:
-        """The first `count` blocks of a row; with several groups [groups, count], -1 where it has none."""
+        """The first `count` blocks of a row; with several groups [groups, count], -1 at places where the row has no
+        block."""
         return self.table(batch, row)[:count]
 
     def num_common_blocks(self, rows: npt.NDArray[np.integer]) -> int:
-        """Number of leading blocks that the tables of these rows share in the first group of full attention; 0 without
-        one."""
+        """Number of leading blocks that the tables of these rows share in the first group of full attention; 0 if there
+        is no such group."""
         return 0
 
     def tables(self, batch: Batch, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """The concatenated block tables of some rows, and for each block the index of its row in `rows`."""
+        """The concatenated block tables of `rows`, and for each block the index of its row in `rows`."""
         tables = [self.table(batch, row) for row in rows.tolist()]
         counts = np.array([len(table) for table in tables], dtype=np.int64)
         return np.concatenate([np.zeros(0, dtype=np.int64), *tables]), batch.count_up[: len(rows)].repeat(counts)
 
     def num_blocks_shared(self, batch: Batch) -> Int64Array:
-        """[running] number of leading blocks of each request that a lookup would find without it, because other
-        requests hold them."""
+        """[running] number of leading blocks of each request that a lookup would still find if it were preempted,
+        because other requests hold the blocks."""
         rows = batch.members.rows
         blocks, owners = self.tables(batch, rows)
         places = np.arange(len(blocks)) - owners.searchsorted(owners)  # index of each block in its table
         is_own = self.pool.num_references[blocks] == 1
         shared = self.num_blocks_of(batch, rows)
-        np.minimum.at(shared, owners[is_own], places[is_own])  # blocks before its first unshared one stay
+        np.minimum.at(shared, owners[is_own], places[is_own])  # the blocks before a row's first unshared block stay
         return shared
 
     def give_back(self, batch: Batch) -> None:  # noqa: B027
-        """If it `gives_back`: release the blocks that none of the rows' next tokens reads. Called before running
-        requests advance, if requests wait."""
+        """If `gives_back`: release the blocks that no further token of their row reads. Called before running requests
+        advance, if requests wait."""
 
     def new_blocks(
         self, batch: Batch, rows: Int64Array, grown: npt.NDArray[np.integer], *, whole: bool
     ) -> NewBlocks | None:
-        """Without `has_tables`: the blocks that an output with these rows reports. These are blocks that the host does
-        not know, or all (`whole`). None: there are none, or the host knows them anyway. `grown`: indices of the rows
-        for which `grow_by_one` was called in this step."""
+        """Without `has_tables`: the blocks that an output with these rows reports. These are the blocks that the host
+        does not know, or all blocks (`whole`). None: the host knows all blocks. `grown`: indices of the rows for which
+        `grow_by_one` was called in this step."""
         return None
 
     # ------------------------------------------------------------------ publishing and freeing
@@ -322,13 +325,13 @@ class KVCache(ABC):
         """Publish the prompt blocks that the steps scheduled so far complete."""
 
     def publish_deferred(self, batch: Batch) -> None:
-        """Publish the blocks of `unpublished` requests after all admissions of the step. Called only if there are
-        any."""
+        """Publish the blocks of `unpublished` requests after all admissions of the step. Called only if there are such
+        requests."""
         raise NotImplementedError
 
     @abstractmethod
     def num_findable_tokens(self, request: Request) -> int:
-        """Computed tokens of a request that a lookup would still find."""
+        """Number of computed tokens of a request that a lookup would still find."""
 
     @abstractmethod
     def release(
@@ -342,29 +345,30 @@ class KVCache(ABC):
         num_final_tokens: int = 0,
         is_finished: bool = False,
     ) -> None:
-        """Release a row's blocks, after publishing those that its first `num_valid_tokens` tokens fill. No step in
-        flight computes any of its first `num_final_tokens` tokens. Blocks of a request that `is_finished` may be
-        retained."""
+        """Release the blocks of a request's row, after publishing the blocks that the first `num_valid_tokens` tokens
+        fill. No step in flight computes any of the first `num_final_tokens` tokens. `is_finished`: the request has
+        finished, so its blocks may be retained."""
 
     @abstractmethod
     def undo(self, journal: Journal) -> None:
-        """Undo the publications of a failed step; those of later steps are undone already."""
+        """Undo the publications of a failed step. The publications of later steps are undone already."""
 
     @abstractmethod
     def retract(self, journals: Iterable[Journal], publisher: Request, running: Iterable[Request]) -> None:
-        """Remove the blocks that `publisher` published since the oldest of these steps, and all blocks behind them."""
+        """Remove the blocks that `publisher` published in the steps of `journals`, and all blocks that follow them in
+        the prefix cache."""
 
     def continue_reports(self, before: KVCache) -> None:
-        """Take over the eviction count, and the events if there are any, of the cache that this one replaces."""
+        """Take over the eviction count of the cache that this one replaces, and its events if enabled."""
         self.num_evictions = before.num_evictions
 
     @abstractmethod
     def reset(self) -> None:
-        """Remove every cached prefix; running rows keep their blocks but publish no more."""
+        """Remove every cached prefix. Running rows keep their blocks, and publish no further blocks."""
 
     def broken(self, batch: Batch) -> str | None:
-        """The broken invariant of its blocks between two calls, in words, see `observe/invariants.py`; None: none is
-        known."""
+        """Describe a broken invariant of the blocks, checked between two calls (`observe/invariants.py`); None: no
+        broken invariant was found."""
         return None
 
     def follow(
@@ -374,18 +378,18 @@ class KVCache(ABC):
         self.num_sound_tokens, self.num_tokens_in_flight = num_sound_tokens, num_tokens_in_flight
 
     def drop_unpublished(self) -> None:
-        """Discard the deferred publications: the step that is being scheduled is void."""
+        """Discard the deferred publications, because the step that is being scheduled is void."""
         self.unpublished = []
 
     def connect(self, *, saves: bool, saves_all: bool) -> None:
-        """Prepare for a connector that loads and saves blocks. `saves`: report evicted blocks; `saves_all`: also those
-        that no preempted request needs."""
+        """Prepare for a connector that loads and saves blocks. `saves`: report evicted blocks. `saves_all`: report also
+        blocks that no preempted request needs."""
         self.has_connector = True
         self.saves = [] if saves else None
         self.wanted = None if saves_all else Counter()
 
     def track_shared(self) -> None:
-        """Track requests whose first blocks a lookup may find referenced."""
+        """Start the log `shared` of requests whose first blocks a lookup may find referenced."""
         self.shared = []
 
     def track_returned(self, tracks: bool) -> None:
@@ -393,7 +397,8 @@ class KVCache(ABC):
         self.returned = (self.returned or []) if tracks else None
 
     def take_returned(self) -> Sequence[Int64Array]:
-        """Blocks that requests released since the last call, one array per release; none if they are not tracked."""
+        """Blocks that requests released since the last call, one array per release; empty if releases are not
+        tracked."""
         returned = self.returned
         if not returned:
             return ()
@@ -401,5 +406,5 @@ class KVCache(ABC):
         return returned
 
     def take_saves(self) -> Sequence[Save]:
-        """Evictions since the last call, for an output."""
+        """Evicted blocks to report in an output: all since the last call."""
         return ()

@@ -2,7 +2,7 @@
 
 The content of an encoder input determines the KV of all later tokens, so it is part of the key of the prefix cache. In
 the bytes by which a prompt is looked up, each placeholder is a mark: a number that identifies the content and the
-position in it. Token ids are never negative, so marks are.
+position in it. Marks are negative, because token ids never are.
 
 Marks are assigned consecutively, so equal bytes mean equal content, without a digest that could collide.
 """
@@ -18,17 +18,18 @@ from pointsman.core.state.inputs import EncoderInput
 from pointsman.core.state.request import Request
 
 NUM_MARKS = 2**31 - 1  # negative int32 numbers, without the smallest one
-MAX_CONTENTS = 1 << 14  # remembered contents; a forgotten one no longer matches
+MAX_CONTENTS = 1 << 14  # maximum number of remembered contents; a forgotten content no longer matches
 
 Content = tuple[str, int, int | bytes, str | None]
-"""Key, number of placeholders, their tokens (one number if all are the same), and which of them are embeddings."""
+"""(key, number of placeholders, tokens of the placeholders (one number if all are equal), mask of the placeholders that
+are embeddings)."""
 
 
 class ContentMarks:
     """Assigns each content a range of marks that no other content uses.
 
-    A content is a key with the tokens of its placeholders (a model may read some placeholders as tokens). When all
-    marks are used, a new generation begins, and earlier keys become invalid.
+    A content is the key of an encoder input with the tokens of its placeholders (a model may read some placeholders as
+    tokens). When all marks are used, a new generation begins, and earlier keys become invalid.
     """
 
     def __init__(self, num_marks: int = NUM_MARKS) -> None:
@@ -38,7 +39,8 @@ class ContentMarks:
         self.generation = 0
 
     def rekey_starts_generation(self, request: Request) -> bool:
-        """Put the marks of its contents into a request's prompt key. Returns whether a new generation began."""
+        """Put the marks of a request's contents into the request's prompt key. Returns whether a new generation
+        began."""
         state = request._state
         if state.content_generation == self.generation:
             return False
@@ -68,7 +70,7 @@ class ContentMarks:
             self._next += content[1]
             if len(self._first) >= MAX_CONTENTS:
                 del self._first[next(iter(self._first))]
-        self._first[content] = first  # now the most recently used
+        self._first[content] = first  # moves the content to the most recently used end
         return first
 
 

@@ -1,17 +1,19 @@
-"""Digests of KV blocks (chained SHA-256): names of their contents that mean the same in every process.
+"""Digests of KV blocks (chained SHA-256): names of block contents that mean the same in every process.
 
     key of a root   = SHA-256(canonical JSON of [cache salt, adapter name, adapter version])
     key of a block  = SHA-256(key of the block before it, or of the root; its tokens as little-endian int32;
-                              for a block with placeholders of encoder inputs: canonical JSON of them)
+                              for a block with placeholders: canonical JSON of the encoder inputs)
 
-An encoder input is given as [its key, the offset of its first placeholder from the block's first token, its number of
-placeholders, SHA-256 of their tokens in hex].
+The JSON of an encoder input is [key of the input, offset of the first placeholder from the block's first token, number
+of placeholders, SHA-256 of the placeholders' tokens in hex].
 
-    name of a block = its key; with several groups of layers, then the number of its group as two bytes, big-endian
+    name of a block = key of the block; with several groups of layers, followed by the group's index as two bytes,
+    big-endian
 
 The prefix tree compares tokens and needs no digest. Keys are for KV events (`events.py`) and connectors
-(`connector.py`), and are computed only if one of these is in use. A key leaves out the constants of a pool (model,
-weights, element type, block size). A store that several engines share must separate pools that differ in one of them.
+(`connector.py`), and are computed only if events or a connector are in use. A key does not cover the constants of a
+pool (model, weights, element type, block size). A store that several engines share must separate pools that differ in
+one of these constants.
 """
 
 from __future__ import annotations
@@ -28,17 +30,18 @@ if TYPE_CHECKING:
 
 
 class Placed(NamedTuple):
-    """An encoder input, relative to a block that contains placeholders of it."""
+    """An encoder input and its offset in a block that contains placeholders of the input."""
 
     key: str
     offset: int
-    """Of its first placeholder from the block's first token; negative if it begins in an earlier block."""
+    """Offset of the input's first placeholder from the block's first token; negative if the input begins in an earlier
+    block."""
     length: int
     tokens_digest: str
 
 
 def root_key(root: Root) -> bytes:
-    """The key that stands before the first block of a sequence."""
+    """The key of a root, which precedes the first block of a sequence."""
     name, version = root.adapter if root.adapter is not None else (None, None)
     return hashlib.sha256(_json([root.cache_salt, name, version])).digest()
 
@@ -51,7 +54,7 @@ def block_key(before: bytes, token_bytes: bytes, inputs: Sequence[Placed] = ()) 
 def block_keys(request: Request, block_size: int) -> tuple[bytes, ...]:
     """The keys of all full blocks of a request's known tokens, 32 bytes each.
 
-    They are stored with the request, so that each block is hashed once.
+    The keys are stored with the request, so that each block is hashed once.
     """
     state = request._state
     first, end = len(state.block_keys), state.num_tokens // block_size
@@ -71,12 +74,14 @@ def block_keys(request: Request, block_size: int) -> tuple[bytes, ...]:
 
 
 def block_name(key: bytes, group: int, num_groups: int) -> bytes:
-    """The name of a block outside the pool, in one of `num_groups` groups of layers."""
+    """The name of a block for stores outside the pool; the block is in group `group` of `num_groups` groups of
+    layers."""
     return key if num_groups == 1 else key + group.to_bytes(2, "big")
 
 
 def placed_inputs(request: Request, first: int, end: int, block_size: int) -> dict[int, list[Placed]]:
-    """The encoder inputs of each of the blocks `first` to `end` - 1 that has any, in the order of the prompt."""
+    """By block index, from `first` to `end` - 1: the encoder inputs with placeholders in the block, in the order of the
+    prompt. Blocks without encoder inputs are left out."""
     placed: dict[int, list[Placed]] = {}
     for item in request._state.encoder_inputs:
         blocks = range(max(first, item.start // block_size), min(end, -(-item.end // block_size)))

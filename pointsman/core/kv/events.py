@@ -1,14 +1,15 @@
 """KV events: report content that enters and leaves the prefix cache, to routers and caches of other machines.
 
-Blocks are named by keys that include their whole prefix and mean the same in every process: see `digests.py`.
+Events name blocks by keys, which cover the whole prefix and mean the same in every process: see `digests.py`.
 
-An event reports content, not blocks: content is stored with its first block and removed with its last. So the content
-that was stored and not removed is always exactly the content that a prefix cache lookup can find. A prompt is reported
-when it is scheduled, and removed if its step fails. A block is removed after every block that follows it.
+An event reports content, not blocks: content is reported as stored with its first block, and as removed with its last
+block. So the content that was reported as stored and not as removed is always exactly the content that a prefix cache
+lookup can find. A prompt is reported as stored when it is scheduled, and as removed if its step fails. A block is
+reported as removed after every block that follows it.
 
-With several groups of layers, an event is about the blocks of one group. The blocks of each group are stored and
-removed separately, those of windows in any order. A lookup finds a prefix if every group has the blocks that the next
-token attends to.
+With several groups of layers, an event is about the blocks of one group. The blocks of each group are reported as
+stored and removed separately; blocks of windows in any order. A lookup finds a prefix if every group has the blocks
+that the next token attends to.
 """
 
 from __future__ import annotations
@@ -34,23 +35,24 @@ class BlockStored(NamedTuple):
 
     block_hashes: tuple[bytes, ...]
     parent_block_hash: bytes | None
-    """The hash of the block before the first one; None: the first one begins its sequence."""
+    """The hash of the block before the first of `block_hashes`; None: that first block begins its sequence."""
     token_ids: tuple[int, ...]
-    """The tokens of all these blocks."""
+    """The tokens of all blocks in `block_hashes`."""
     root: Root
-    """Cache salt and adapter, which must be equal, too."""
+    """Cache salt and adapter of the sequence; only requests with an equal root can reuse the blocks."""
     inputs: Sequence[Sequence[Placed]] = ()
-    """For each block, the encoder inputs in it; empty: no block has any."""
+    """For each block, the encoder inputs in it; empty: no block contains an encoder input."""
     group: int = 0
-    """The group of layers whose KV it is."""
+    """Index of the group of layers whose KV the blocks hold."""
 
     @property
     def adapter_name(self) -> str | None:
         return self.root.adapter.name if self.root.adapter is not None else None
 
     def extra_keys(self) -> list[tuple[str | tuple[str, int], ...] | None]:
-        """For each block, the identifiers of its content beside tokens, as vLLM lists them: the adapter, each encoder
-        input with its offset from the block's first token, and for the first block of a sequence the salt."""
+        """For each block, the identifiers of its content other than the tokens, as vLLM lists them: the adapter, each
+        encoder input with its offset from the block's first token, and for the first block of a sequence the cache
+        salt."""
         adapter = () if self.adapter_name is None else (self.adapter_name,)
         inputs = [tuple((item.key, item.offset) for item in items) for items in self.inputs]
         keys = [(*adapter, *of_block) for of_block in inputs or [()] * len(self.block_hashes)]
@@ -60,11 +62,11 @@ class BlockStored(NamedTuple):
 
 
 class BlockRemoved(NamedTuple):
-    """Blocks left the prefix cache; the last of a sequence comes first."""
+    """Blocks of one sequence left the prefix cache; the last block comes first."""
 
     block_hashes: tuple[bytes, ...]
     group: int = 0
-    """The group of layers whose KV it is."""
+    """Index of the group of layers whose KV the blocks hold."""
 
 
 class AllBlocksCleared(NamedTuple):
@@ -75,49 +77,52 @@ KVEvent: TypeAlias = "BlockStored | BlockRemoved | AllBlocksCleared"
 
 
 class KVEvents:
-    """Listens to a prefix cache and keeps its events until they are taken.
+    """Listens to a prefix cache, and keeps the events until `take` returns them.
 
     Args:
-        groups: the groups in the order in which their content is reported as stored; removal is in reverse. The anchor
-            comes first (`prefix_tree.py`), so that a block of another group follows a stored one.
+        groups: indices of the groups, in the order in which their content is reported as stored; removals are reported
+            in reverse order. The anchor comes first (`prefix_tree.py`), so that a block of another group follows a
+            stored block.
     """
 
     def __init__(self, block_size: int, groups: Sequence[int] = (0,)) -> None:
         self._block_size = block_size
         self._groups = groups
         self._hashes: dict[int, list[bytes]] = {}  # hashes of the nodes of each run, by run id
-        self._has: dict[int, BoolArray] = {}  # by run id, [groups, nodes] which content is stored
+        self._has: dict[int, BoolArray] = {}  # by run id, [groups, nodes] whether the content is reported as stored
         self._events: list[KVEvent] = []
 
     def take(self) -> list[KVEvent]:
-        """The events since the last call, in order."""
+        """The events since the last call of `take`, in order."""
         events, self._events = self._events, []
         return events
 
     def added(self, run: Run, request: Request, first: int, has: BoolArray) -> None:
-        """A request's blocks from `first` on entered the tree, as a run; `has`: [groups, nodes]."""
+        """A request's blocks from `first` on entered the tree, as `run`. `has`: [groups, nodes] whether each group has
+        a block."""
         self._hashes[run.run_id] = list(block_keys(request, self._block_size)[first : first + run.length])
         self._has[run.run_id] = has
         for group in self._groups:
-            self._store(request, group, first + np.flatnonzero(has[group]))
+            self._report_stored(request, group, first + np.flatnonzero(has[group]))
 
     def filled(self, run: Run, request: Request, offset: int, groups: Int64Array, indices: Int64Array) -> None:
-        """Nodes of a run got their first block of a group; node i is block `offset` + i of the request."""
+        """Nodes of a run got their first block of a group: node `indices[k]` of group `groups[k]`. Node i is block
+        `offset` + i of the request."""
         self._has[run.run_id][groups, indices] = True
         for group in self._groups:
-            self._store(request, group, offset + indices[groups == group])
+            self._report_stored(request, group, offset + indices[groups == group])
 
-    def _store(self, request: Request, group: int, blocks: Int64Array) -> None:
-        """Report ascending blocks of a request as stored, with one event for consecutive ones."""
+    def _report_stored(self, request: Request, group: int, blocks: Int64Array) -> None:
+        """Report ascending blocks of a request as stored, with one event for consecutive blocks."""
         if not len(blocks):
             return
         ends = [*(np.flatnonzero(blocks[1:] != blocks[:-1] + 1) + 1).tolist(), len(blocks)]
         start = 0
         for end in ends:
-            self._events.append(self._stored(request, group, blocks.item(start), blocks.item(end - 1) + 1))
+            self._events.append(self._stored_event(request, group, blocks.item(start), blocks.item(end - 1) + 1))
             start = end
 
-    def _stored(self, request: Request, group: int, first: int, end: int) -> BlockStored:
+    def _stored_event(self, request: Request, group: int, first: int, end: int) -> BlockStored:
         size, keys = self._block_size, block_keys(request, self._block_size)
         parent = keys[first - 1] if first else None
         token_ids = tuple(request.tokens(first * size, end * size).tolist())
@@ -126,21 +131,21 @@ class KVEvents:
         return BlockStored(keys[first:end], parent, token_ids, Root.of(request), inputs, group)
 
     def left(self, run: Run, cells: Int64Array) -> None:
-        """The last block of these cells (see `prefix_tree.py`) is gone; their nodes remain."""
+        """The last block of these cells (see `prefix_tree.py`) of a run was removed; the nodes remain."""
         indices, groups = np.divmod(cells, len(self._has[run.run_id]))
         for group in self._groups[::-1]:
-            self._remove(run, group, np.sort(indices[groups == group]))
+            self._report_removed(run, group, np.sort(indices[groups == group]))
 
     def shrunk(self, run: Run, length: int) -> None:
         """Only the first `length` nodes of a run remain in the tree."""
         hashes = self._hashes[run.run_id]
         for group in self._groups[::-1]:
-            self._remove(run, group, np.arange(length, len(hashes)))
+            self._report_removed(run, group, np.arange(length, len(hashes)))
         del hashes[length:]
         if length == 0:
             del self._hashes[run.run_id], self._has[run.run_id]
 
-    def _remove(self, run: Run, group: int, indices: Int64Array) -> None:
+    def _report_removed(self, run: Run, group: int, indices: Int64Array) -> None:
         """Report the stored content of ascending nodes of a run as removed."""
         hashes, has = self._hashes[run.run_id], self._has[run.run_id][group]
         indices = indices[indices < len(hashes)]
@@ -150,7 +155,7 @@ class KVEvents:
             self._events.append(BlockRemoved(tuple([hashes[index] for index in indices[::-1].tolist()]), group))
 
     def cleared(self) -> None:
-        """The tree is empty."""
+        """All nodes were removed: the tree is empty."""
         self._hashes.clear()
         self._has.clear()
         self._events.append(AllBlocksCleared())

@@ -1,15 +1,16 @@
 """`KVCacheManager`: looks up, allocates, publishes and frees KV blocks.
 
-It alone owns the block pool and the prefix tree, for any number of groups of layers. Each group has tables of its own
-(`tables.py`). All take their blocks from one pool, and one tree finds the blocks of a content (`prefix_tree.py`).
-Blocks behind the windows of some groups are given back while their requests run (`windows.py`).
+The manager alone owns the block pool and the prefix tree, for any number of groups of layers. Each group has block
+tables of its own (`tables.py`). All groups take their blocks from one pool, and one tree finds cached blocks by their
+content (`prefix_tree.py`). Blocks behind the windows of some groups are given back while their requests run
+(`windows.py`).
 
-Prompt blocks are published when they are scheduled, so that requests of the same step can share them. Generated blocks
-are published when their request loses its row, so that decoding never touches the tree. Publications while a step is in
-flight are logged in the journal of the newest such step, and undone if that step fails.
+Prompt blocks are published when their computation is scheduled, so that requests of the same step can share them.
+Generated blocks are published when their request loses its row, so that decoding never touches the tree. Publications
+while a step is in flight are logged in the journal of the newest such step, and undone if that step fails.
 
-A hit ends at the longest prefix of which every group has all blocks that the next token attends to: with full attention
-all blocks, with a window the last ones. Only these are acquired.
+A cache hit is the longest prefix after which every group has all blocks that the next token attends to: with full
+attention all blocks of the prefix, with a window its last blocks. Only these blocks are acquired.
 
 Content leaves the prefix cache in four cases, by these methods:
 
@@ -61,37 +62,37 @@ NO_EPOCH = -1  # epoch of a request whose prefix left the tree while it ran
 
 
 class Publication(NamedTuple):
-    """An entry of a journal."""
+    """An entry of a journal: blocks that one request published together."""
 
     request: Request
     first: int
-    """Blocks of each table that the request had published before."""
+    """Number of blocks of each table that the request had published before."""
     before: Node
-    """The node after which it was published."""
+    """The node after which the blocks were published."""
     blocks: Int64Array
-    """[groups, nodes]"""
+    """[groups, nodes] the published blocks."""
     spans: list[Span]
     """The nodes of `blocks`."""
 
 
 class Entering(NamedTuple):
-    """The newest admission, until it has a row."""
+    """The newest admission, until the request has a row."""
 
     table: Int64Array
-    """[groups, blocks]"""
+    """[groups, blocks] the request's block tables."""
     is_local: BoolArray
-    """[groups, blocks] which of them were found in the prefix cache."""
+    """[groups, blocks] whether each block of `table` was found in the prefix cache."""
     first: Int64Array
-    """[groups] the place of its first block in each table."""
+    """[groups] the place of the request's first block in each table."""
     num_tokens: int
-    """Its computed tokens after the step."""
+    """Number of the request's computed tokens after the step."""
     tails: tuple[int, int, int]
-    """See `windows.py`."""
+    """The request's row of `_tails` in `windows.py`."""
 
 
 class KVCacheManager(KVCache):
-    """KV blocks in one or several tables for each row, each block for `block_size` tokens in the layers of its group.
-    `eviction` chooses which cached blocks are retained; None: none is."""
+    """The KV blocks of all rows, in one or several tables per row; a block holds `block_size` tokens in the layers of
+    its group. `eviction` chooses which cached blocks are retained; None: no block is."""
 
     pool: BlockPool
 
@@ -106,7 +107,7 @@ class KVCacheManager(KVCache):
         self.gives_back = has_windows
         self._num_usable_tokens = config.num_usable_tokens
         self.retaining: RetainingPool | None = None
-        """The pool, if it retains blocks."""
+        """The same object as `pool`, if the pool retains blocks; otherwise None."""
         self.pool = BlockPool(config.num_blocks, config.num_reserved_blocks)
         if eviction is not None and eviction.share > 0 and config.enable_prefix_caching:
             self.pool = self.retaining = RetainingPool(config.num_blocks, config.num_reserved_blocks, eviction.share)
@@ -117,7 +118,7 @@ class KVCacheManager(KVCache):
         self._tables = BlockTables(groups, width)
         self._reports = TableReports(self._tables)
         self._windows: Windows | None = None
-        """None: every group attends to the whole context."""
+        """Gives back blocks behind windows; None: every group attends to the whole context."""
         if has_windows:
             self._windows = Windows(config, self._tables, self.pool, self._reports, self.take, self._note_return)
         self._attended = AttendedBlocks(groups, size, width)
@@ -133,19 +134,19 @@ class KVCacheManager(KVCache):
             self.events = self.prefix.listener = KVEvents(size, order)
         self._marks = ContentMarks()
         self.saves: list[Save] | None = None
-        """Evictions that no output has reported yet; None: they are not reported."""
+        """Evicted blocks that no output has reported yet; None: evictions are not reported."""
         self.wanted: Counter[bytes] | None = None
         """Keys of the contents whose evictions are reported, each with the number of preempted requests that need it;
         None: all evictions are reported."""
         self._shares_within_step = config.share_within_step
         self.unpublished = []
         self.shared: list[tuple[Request, int]] | None = None
-        """Requests that have acquired or published their first blocks, so that lookups find them referenced, each with
-        the number of these blocks; None: they are not tracked."""
-        self._num_released_at_once = 0  # publications whose row released its blocks at once
+        """Requests that have acquired or published leading blocks, so that lookups find these blocks referenced, each
+        with the number of these blocks; None: not tracked."""
+        self._num_released_at_once = 0  # publications at a release: the row released its blocks directly afterwards
         self._newest_step = 0
         self._oldest_step = 0
-        # Name of each published block, and the newest step that computes it; only if `saves` is used.
+        # By published block: its name, and the newest step that computes it; only if `saves` is used.
         self._key_of: dict[int, tuple[bytes, int]] = {}
 
     @property
@@ -167,13 +168,13 @@ class KVCacheManager(KVCache):
 
     @property
     def num_publications(self) -> int:
-        """Changes whenever a prefix cache lookup may find more than before."""
+        """Counter that changes whenever a prefix cache lookup may find more blocks than before."""
         return self.prefix.num_publications if self.prefix is not None else 0
 
     @property
     def num_held_publications(self) -> int:
-        """Changes whenever a lookup may find more referenced blocks than before, or need fewer blocks. Where blocks are
-        sent, use `num_publications`."""
+        """Counter that changes whenever a lookup may find more referenced blocks than before, or a request may need
+        fewer blocks. If transfers send blocks, use `num_publications` instead."""
         if self.prefix is None:
             return 0
         return self.prefix.num_publications - (self._num_released_at_once if self._windows is None else 0)
@@ -183,17 +184,17 @@ class KVCacheManager(KVCache):
 
     @property
     def has_duplicates(self) -> bool:
-        """Whether several blocks have the same cached content: once one of them is evicted, a lookup may find another,
-        and `num_publications` changes."""
+        """Whether several blocks have the same cached content: once a block is evicted, a lookup may find another block
+        with the content, and `num_publications` changes."""
         return self.prefix is not None and self.prefix.num_duplicates > 0
 
     @property
     def reports_evictions(self) -> bool:
-        """Whether an eviction may have to be reported."""
+        """Whether an eviction may have to be reported in an output (`saves`)."""
         return self.saves is not None and (self.wanted is None or len(self.wanted) > 0)
 
     def open_step(self, step_id: int, journal: Journal | None, oldest: int) -> None:
-        """Step `step_id` is being scheduled; `oldest` is the first step that is not over: publications of earlier steps
+        """Begin to schedule step `step_id`. `oldest`: the first step that is not updated; publications of earlier steps
         are final."""
         self.journal = journal
         self._newest_step, self._oldest_step = step_id, oldest
@@ -203,15 +204,16 @@ class KVCacheManager(KVCache):
             self._windows.open_step(oldest < step_id, self.num_tokens_in_flight)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks of one group that hold `num_tokens` tokens."""
+        """Number of blocks of one group that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     # ------------------------------------------------------------------ admission
 
     def look_up(self, request: Request) -> Match:
-        """Cached blocks of the request's known tokens; at least one token is left to compute, so there is a logit.
+        """The cached prefix of the request's known tokens, without the last token, which is always computed to get a
+        logit.
 
-        A request that holds loaded blocks continues after them, without a lookup.
+        A request that holds loaded blocks continues after these blocks, without a lookup.
         """
         state, size = request._state, self.block_size
         if state.holding is not None:
@@ -222,8 +224,8 @@ class KVCacheManager(KVCache):
             return self._no_match(NO_ROOT)
         root = Root.of(request)
         if state.encoder_inputs and request.use_prefix_cache and self._marks.rekey_starts_generation(request):
-            self.reset()  # earlier marks are invalid
-        if not request.reads_prefix_cache:  # it may still publish, with the marks of its contents
+            self.reset()  # a new generation makes earlier marks invalid
+        if not request.reads_prefix_cache:  # the request may still publish, with the marks of its contents
             return self._no_match(root)
         max_blocks = (state.num_tokens - 1) // size
         if max_blocks == 0:
@@ -242,7 +244,7 @@ class KVCacheManager(KVCache):
         return new_tuple(Match, (NO_BLOCKS, root, 0, table, 0, 0))
 
     def _match_in_groups(self, found: Found, root: Root) -> Match:
-        """The reusable part of the nodes that were found."""
+        """The match of the nodes in `found`: their longest prefix that every group can reuse."""
         num_known: int = found.blocks.shape[1]
         count, table = num_known, found.blocks
         if found.has is not None and not found.has.all():
@@ -251,11 +253,11 @@ class KVCacheManager(KVCache):
         return match._replace(blocks=table[self._is_acquired(match)])
 
     def _is_acquired(self, match: Match) -> BoolArray:
-        """[groups, known blocks] which blocks of a match's table the request acquires."""
+        """[groups, known blocks] whether the request acquires each block of a match's table."""
         assert match.table is not None
         start = (match.num_tokens + match.num_external) // self.block_size
         places = np.arange(match.table.shape[1])
-        is_needed: BoolArray = (places >= self._first_of(match)[:, None]) & (places < start)
+        is_needed: BoolArray = (places >= self._first_needed(match)[:, None]) & (places < start)
         is_needed &= match.table != self.pool.num_blocks
         return is_needed
 
@@ -264,31 +266,33 @@ class KVCacheManager(KVCache):
         return match if match.table is None else match._replace(blocks=match.table[self._is_acquired(match)])
 
     def in_pool(self, match: Match, max_blocks: int) -> BoolArray:
-        """[groups, max_blocks] which blocks of a request with this match the pool has."""
+        """[groups, max_blocks] whether the pool has each of the first `max_blocks` blocks of a request with this
+        match."""
         has = np.zeros((self.num_groups, max_blocks), dtype=np.bool_)
         if match.table is not None:
             has[:, : match.table.shape[1]] = (match.table != self.pool.num_blocks)[:, :max_blocks]
         return has
 
     def num_reusable(self, has: BoolArray) -> int:
-        """See `AttendedBlocks`."""
+        """Maximum number of leading blocks that can be reused, see `AttendedBlocks.num_reusable`."""
         return self._attended.num_reusable(has)
 
     def num_blocks_to_hold(self, num_blocks: int) -> int:
-        """Blocks of a request with `num_blocks` blocks in each table, less those behind its windows."""
+        """Number of blocks that a request with `num_blocks` places in each table holds: without the blocks behind its
+        windows."""
         return num_blocks * self.num_groups - int(self._attended.first(num_blocks).sum())
 
     def num_blocks_to_start(self, request: Request, match: Match, num_tokens: int) -> int:
         count = -(-num_tokens // self.block_size) * self.num_groups
-        return count if self._windows is None else count - int(self._first_of(match).sum())
+        return count if self._windows is None else count - int(self._first_needed(match).sum())
 
     def num_blocks_of_whole(self, request: Request, match: Match) -> int:
         if self._windows is None:
             return -(-request._state.num_tokens // self.block_size) * self.num_groups
-        return self._windows.num_blocks_of_whole(self._first_of(match), request._state.num_tokens)
+        return self._windows.num_blocks_of_whole(self._first_needed(match), request._state.num_tokens)
 
-    def _first_of(self, match: Match) -> Int64Array:
-        """[groups] leading blocks that a request with this prefix does not need."""
+    def _first_needed(self, match: Match) -> Int64Array:
+        """[groups] number of leading blocks that a request with this prefix does not need."""
         return self._attended.first((match.num_tokens + match.num_external) // self.block_size)
 
     def admit(self, request: Request, match: Match, num_tokens: int, now: float) -> Int64Array:
@@ -296,7 +300,7 @@ class KVCacheManager(KVCache):
         if self.retaining is not None:
             self.retaining.expire(now)
             if len(cached) and self.eviction is not None and state.holding is None:
-                self.eviction.started(request, self.retaining.labels[self._labelled(match)])
+                self.eviction.started(request, self.retaining.labels[self._labelled_blocks(match)])
         start = match.num_tokens // self.block_size
         if state.holding is None:
             if len(cached):
@@ -307,15 +311,15 @@ class KVCacheManager(KVCache):
             state.prefix_node = match.node
             state.prefix_epoch = self.prefix.epoch if self.prefix is not None else 0
         if not self.has_tables:
-            self._enter(request, match, num_tokens)
+            self._build_tables(request, match, num_tokens)
             return NO_BLOCKS
         new = self.take(-(-num_tokens // self.block_size) - start)
         return np.concatenate([cached, new]) if len(cached) else new
 
-    def _enter(self, request: Request, match: Match, num_tokens: int) -> None:
-        """Make the tables of an admitted request from its acquired blocks and new ones."""
+    def _build_tables(self, request: Request, match: Match, num_tokens: int) -> None:
+        """Make the block tables of an admitted request from its acquired blocks and newly allocated blocks."""
         assert match.table is not None
-        first, none = self._first_of(match), self.pool.num_blocks
+        first, none = self._first_needed(match), self.pool.num_blocks
         end, num_known = -(-num_tokens // self.block_size), match.table.shape[1]
         table = np.full((self.num_groups, end), none)
         is_local = np.zeros(table.shape, dtype=np.bool_)
@@ -328,22 +332,22 @@ class KVCacheManager(KVCache):
         self._entering = Entering(table, is_local, first, num_tokens, tails)
 
     def entered(self, blocks: Int64Array, num_cached: int) -> tuple[Int64Array, BoolArray]:
-        """The tables [groups, blocks] of the newest admission, and which of their blocks were found in the prefix
-        cache.
+        """The block tables [groups, blocks] of the newest admission, and whether each of their blocks was found in the
+        prefix cache.
 
-        `blocks` are those that `admit` has returned. An entry without a block is the number of blocks in the pool. With
-        one table, its first `num_cached` blocks were found."""
+        `blocks` is what `admit` returned. An entry without a block is the number of blocks in the pool. With one table,
+        the first `num_cached` blocks of the table were found."""
         if self.has_tables:
             return blocks[None], (np.arange(len(blocks)) < num_cached)[None]
         return self._entering.table, self._entering.is_local
 
-    def _labelled(self, match: Match) -> Int64Array:
-        """The blocks of a match that were labelled when they were released: those of one group."""
+    def _labelled_blocks(self, match: Match) -> Int64Array:
+        """The blocks of a match that carry labels: those of one group, which were labelled when they were released."""
         if match.table is None:
             return match.blocks
         group = self.anchor or 0
         start = match.num_tokens // self.block_size
-        return match.table[group, self._first_of(match).item(group) : start]
+        return match.table[group, self._first_needed(match).item(group) : start]
 
     def num_slots(self, request: Request, blocks: Int64Array) -> int:
         if self.has_tables:
@@ -373,7 +377,7 @@ class KVCacheManager(KVCache):
     # ------------------------------------------------------------------ running rows
 
     def num_blocks_to_grow(self, batch: Batch, rows: Int64Array, num_tokens: Int64Array) -> Int64Array:
-        """Blocks behind the windows of the rows are given back first."""
+        """As the base method. Before counting, gives back the blocks behind the windows of the rows."""
         ends = batch.num_computed_tokens[rows] + num_tokens
         if self._windows is not None:
             return self._windows.give_back_and_count(batch, rows, ends)
@@ -402,14 +406,14 @@ class KVCacheManager(KVCache):
 
     def grow_by_one(self, batch: Batch, rows: Int64Array, num_tokens: int | Int64Array) -> Int32Array | None:
         """Append one new block to each table of each row; with windows, the blocks that the row lacks. Returns the
-        blocks in row order; none without `has_tables`. None: the pool has too few, and nothing has changed."""
+        blocks in row order, empty without `has_tables`. None: the pool has too few blocks, and nothing has changed."""
         if self._windows is not None:
             return self._grow_by_one_in_windows(self._windows, batch, rows, num_tokens)
         count = len(rows)
         num_blocks = count * self.num_groups
         if num_blocks > self.pool.num_free:
             return None
-        blocks = self.take(num_blocks).astype(INT32)  # a scatter that converts takes longer
+        blocks = self.take(num_blocks).astype(INT32)  # converting while writing at indices takes longer
         if self.has_tables and count <= MAX_LOOP_ROWS:
             self._tables.append_to_few(rows, blocks, batch.num_slots, self.block_size)
             return blocks
@@ -438,8 +442,8 @@ class KVCacheManager(KVCache):
 
     def grow(self, batch: Batch, rows: Int64Array, counts: Int64Array, ends: Int64Array) -> Int32Array:
         """Append `counts[i]` new blocks to the tables of `rows[i]`: the same number to each table, at least 1. Returns
-        all blocks in row order; none without `has_tables`."""
-        total = int(counts.dot(batch.ones[: len(counts)]))  # in half the time of a sum
+        all blocks in row order, empty without `has_tables`."""
+        total = int(counts.dot(batch.ones[: len(counts)]))  # takes half the time of `sum`
         if self.has_tables and total == len(rows):
             grown = self.grow_by_one(batch, rows, 1)
             assert grown is not None, "the pool has these blocks"
@@ -458,10 +462,11 @@ class KVCacheManager(KVCache):
     def grow_for_steps(
         self, batch: Batch, rows: Int64Array, num_computed: Int64Array, num_steps: int
     ) -> tuple[Int32Array, Int64Array, Int64Array]:
-        """Append the blocks that each row needs to decode one token in each of `num_steps` steps. They are allocated
-        step by step, then row by row, then group by group. Only if it `grows_for_steps`.
+        """Append the blocks that each row needs to decode one token in each of `num_steps` steps. The blocks are
+        allocated step by step, within a step row by row, and within a row group by group. Call it only if
+        `grows_for_steps`.
 
-        Returns the blocks in that order, and for each the index of its row in `rows` and its step, from 0.
+        Returns the blocks in that order, and for each block the index of its row in `rows` and its step, from 0.
         """
         tables, num_groups = self._tables, self.num_groups
         free = batch.num_slots[rows] - num_computed
@@ -469,13 +474,13 @@ class KVCacheManager(KVCache):
         if not len(lacking):
             return NO_TOKENS, NO_BLOCKS, NO_BLOCKS
         steps, short = free[lacking], rows[lacking]
-        if num_steps <= self.block_size and self.has_tables:  # one block each
+        if num_steps <= self.block_size and self.has_tables:  # each row lacks at most one block
             order = steps.argsort(kind="stable")
             grown = self.grow_by_one(batch, short[order], 1)
             assert grown is not None, "the number of guaranteed steps counts the free blocks"
             return grown, lacking[order].repeat(num_groups), steps[order].repeat(num_groups)
         counts = (num_steps - steps + (self.block_size - 1)) // self._size
-        total = int(counts.dot(batch.ones[: len(counts)]))  # in half the time of a sum
+        total = int(counts.dot(batch.ones[: len(counts)]))  # takes half the time of `sum`
         ends = tables.ends[short]
         at = tables.starts[short] + ends
         ends += counts
@@ -506,12 +511,13 @@ class KVCacheManager(KVCache):
         return table[0] if self.has_tables else table
 
     def names(self, request: Request, group: int, num_blocks: int) -> list[bytes]:
-        """The names, outside the pool, of the first blocks of a request in a group."""
+        """The names, for stores outside the pool, of the first `num_blocks` blocks of a request in a group."""
         keys = block_keys(request, self.block_size)[:num_blocks]
         return [block_name(key, group, self.num_groups) for key in keys]
 
     def names_to_resume(self, request: Request, num_blocks: int) -> tuple[bytes, ...]:
-        """The names of the blocks that a request needs to continue after its first `num_blocks`."""
+        """The names of the blocks, in all groups, that a request needs to continue after its first `num_blocks`
+        blocks."""
         first = self._attended.first(num_blocks).tolist()
         names = [self.names(request, group, num_blocks)[at:] for group, at in enumerate(first)]
         return tuple([name for of_group in names for name in of_group])
@@ -528,8 +534,8 @@ class KVCacheManager(KVCache):
         return self._tables.placed(row)
 
     def broken_row(self, row: int, num_slots: int, num_computed: int) -> str | None:
-        """For checks: the broken invariant of the tables of a row with `num_computed` computed tokens; None: there is
-        none."""
+        """For checks: describe the broken invariant of the block tables of a row with `num_computed` computed tokens;
+        None: all invariants hold."""
         held = self._tables.ends.item(row) * self.block_size
         if num_slots > held or (self._windows is None and num_slots < held):
             return f"has blocks for {held} tokens and {num_slots} slots"
@@ -556,8 +562,8 @@ class KVCacheManager(KVCache):
         return np.array(shared, dtype=np.int64)
 
     def _num_shared(self, request: Request, row: int) -> int:
-        """Number of leading blocks of a running request that a lookup would find without its row. Others may hold
-        blocks that the row has given back."""
+        """Number of leading blocks of a running request that a lookup would still find if its row were released. Other
+        requests may hold blocks that the row has given back."""
         state, prefix, count = request._state, self.prefix, request._state.num_published_blocks
         if prefix is None or not request.use_prefix_cache or state.prefix_epoch != prefix.epoch:
             return 0
@@ -569,7 +575,7 @@ class KVCacheManager(KVCache):
         if found.has is not None:
             is_held &= found.has
         start = 0
-        for run, first, length in found.spans:  # another block with the same content may be held
+        for run, first, length in found.spans:  # another block with the same content may be referenced
             for cell, others in run.duplicates.items():
                 index, group = divmod(cell, self.num_groups)
                 if first <= index < first + length:
@@ -582,8 +588,8 @@ class KVCacheManager(KVCache):
     # ------------------------------------------------------------------ publishing and freeing
 
     def publish_prompt(self, batch: Batch, request: Request) -> None:
-        """Publish the prompt blocks that the steps scheduled so far complete: at once, so that the requests admitted
-        next can share them, or in `publish_deferred` if the host cannot share within a step."""
+        """Publish the prompt blocks that the steps scheduled so far complete: immediately, so that the requests
+        admitted next can share them, or in `publish_deferred` if the host cannot share within a step."""
         if self._shares_within_step:
             self._publish_prompt(batch, request)
         else:
@@ -596,12 +602,12 @@ class KVCacheManager(KVCache):
         self.unpublished.clear()
 
     def num_findable_tokens(self, request: Request) -> int:
-        """Tokens of a request that it has computed and published, and that are still in the prefix tree unless evicted
-        since."""
+        """Number of tokens that a request has computed and published, and that a lookup still finds unless they were
+        evicted meanwhile."""
         state = request._state
         if self.prefix is None or state.prefix_epoch != self.prefix.epoch:
             return 0
-        if self._windows is not None:  # it may have given back blocks that the next token attends to
+        if self._windows is not None:  # the request may have given back blocks that the next token attends to
             return self.look_up(request).num_tokens
         count: int = state.num_published_blocks * self.block_size
         return count
@@ -621,12 +627,13 @@ class KVCacheManager(KVCache):
             self.shared.append((request, state.num_published_blocks))
 
     def publish_loaded(self, request: Request, table: Int64Array) -> None:
-        """Publish the loaded blocks of a request. `table`: [groups, blocks] the beginning of its tables."""
+        """Publish the loaded blocks of a request. `table`: [groups, blocks] the beginning of the request's block
+        tables."""
         first = request._state.num_published_blocks
         self._publish(request, table[:, first:].copy(), request._state.known_bytes())
 
     def take_back(self, blocks: Int64Array) -> None:
-        """Release blocks that were held without a row, in table order."""
+        """Release blocks that were held without a row; `blocks` are in the order of their table."""
         if self.has_tables:
             self.pool.release(blocks)
         else:
@@ -649,9 +656,9 @@ class KVCacheManager(KVCache):
         num_final_tokens: int = 0,
         is_finished: bool = False,
     ) -> None:
-        """Release a row's blocks, after publishing those that its first `num_valid_tokens` tokens fill. No step in
-        flight computes any of its first `num_final_tokens` tokens. Blocks of a request that `is_finished` may be
-        retained."""
+        """Release the blocks of a request's row, after publishing the blocks that the first `num_valid_tokens` tokens
+        fill. No step in flight computes any of the first `num_final_tokens` tokens. `is_finished`: the request has
+        finished, so its blocks may be retained."""
         state = request._state
         row = state.row
         assert row is not None
@@ -678,8 +685,9 @@ class KVCacheManager(KVCache):
             self._windows.lagging.discard(row)
 
     def _release_groups(self, row: int, *, is_finished: bool) -> None:
-        """Release all blocks of a row; its last blocks are evicted first. A preempted request continues with its
-        present window. After a finished request, later requests mostly reuse the window at the end of its prompt."""
+        """Release all blocks of a row; the row's last blocks are evicted first. A preempted request continues with its
+        present window. After a finished request, later requests mostly reuse the window at the end of the finished
+        request's prompt."""
         blocks, places, groups = self._tables.placed(row)
         if self.retaining is not None and self.anchor is not None:
             self.retaining.straighten(blocks[groups == self.anchor])
@@ -690,7 +698,7 @@ class KVCacheManager(KVCache):
         self.pool.release_any(blocks[::-1])
 
     def _retain(self, pool: RetainingPool, request: Request, row: int, now: float) -> None:
-        """Mark the blocks of a finished request that the policy retains."""
+        """Mark the blocks of a finished request that the eviction policy retains."""
         state = request._state
         if self.prefix is None or state.prefix_epoch != self.prefix.epoch or self.eviction is None:
             return
@@ -710,7 +718,7 @@ class KVCacheManager(KVCache):
                 pool.retain(table[group, needed.item(group) : count], until, tenant)
 
     def undo(self, journal: Journal) -> None:
-        """Undo the publications of a failed step, newest first; those of later steps are undone already.
+        """Undo the publications of a failed step, newest first. The publications of later steps are undone already.
 
         A block that has left the node of its publication was evicted, or removed by a reset.
         """
@@ -732,7 +740,7 @@ class KVCacheManager(KVCache):
                 state.num_published_blocks, state.prefix_node = entry.first, entry.before
 
     def _cells_of(self, entry: Publication) -> list[tuple[int, Run, int]]:
-        """The blocks of a journal entry, each with its cell in a run; node after node."""
+        """(block, run, cell) for each block of a journal entry, node after node."""
         found: list[tuple[int, Run, int]] = []
         at = 0
         for run, first, count in entry.spans:
@@ -746,10 +754,10 @@ class KVCacheManager(KVCache):
         return found
 
     def retract(self, journals: Iterable[Journal], publisher: Request, running: Iterable[Request]) -> None:
-        """Remove the nodes that `publisher` published since the oldest of these steps, and every node after them.
+        """Remove the nodes that `publisher` published in the steps of `journals`, and every node after these nodes.
 
-        `journals` are those of the steps in flight. Running requests that read removed blocks publish no more: their
-        next block would follow a node that is gone.
+        `journals` are the journals of the steps in flight. Running requests that read removed blocks publish no further
+        blocks: their next block would follow a removed node.
         """
         prefix = self.prefix
         if prefix is None:
@@ -773,28 +781,28 @@ class KVCacheManager(KVCache):
             self.events = self.prefix.listener = before.events
 
     def reset(self) -> None:
-        """Remove every cached prefix; running rows keep their blocks but publish no more."""
+        """Remove every cached prefix. Running rows keep their blocks, and publish no further blocks."""
         if self.prefix is not None:
             self.prefix.clear()
             self.pool.uncache_all()
 
     def _publish_row(self, request: Request, row: int, end: int, token_bytes: bytes, num_final: int = 0) -> bool:
-        """Publish the blocks of a row up to place `end`, see `_publish`."""
+        """Publish the blocks of a row before place `end`, as `_publish` does."""
         first = request._state.num_published_blocks
         if self.prefix is None or end <= first:
             return False
         return self._publish(request, self._tables.whole(row, first, end, self.prefix.no_block), token_bytes, num_final)
 
     def _publish(self, request: Request, blocks: Int64Array, token_bytes: bytes, num_final: int = 0) -> bool:
-        """Publish `blocks` [groups, blocks] of a request, after those that it has published. No step in flight computes
-        the first `num_final` blocks of its table. Returns whether any were published."""
+        """Publish `blocks` [groups, blocks] of a request, which follow its published blocks. No step in flight computes
+        the first `num_final` blocks of the request. Returns whether any blocks were published."""
         state, prefix = request._state, self.prefix
         first, count = state.num_published_blocks, blocks.shape[1]
         if prefix is None or not count or not request.use_prefix_cache or state.prefix_epoch != prefix.epoch:
             return False
         before: Node = state.prefix_node
         start, given = first, blocks
-        if self.anchor is None and not prefix.is_alive(before):  # all nodes that it has published are gone
+        if self.anchor is None and not prefix.is_alive(before):  # all nodes that the request has published were removed
             start, before = 0, Root.of(request)
             given = np.concatenate([np.full((self.num_groups, first), prefix.no_block), blocks], axis=1)
         spans = prefix.publish(before, token_bytes, start, given, request)
@@ -825,11 +833,11 @@ class KVCacheManager(KVCache):
         return blocks
 
     def _note_saves(self, saves: list[Save], evicted: Int64Array) -> None:
-        """Report evicted blocks to the connector, except those of a step in flight, which may still fail."""
+        """Add evicted blocks to `saves`, except blocks that a step in flight computes: the step may still fail."""
         wanted = self.wanted
         for block in evicted.tolist():
             key, step = self._key_of.pop(block)
-            if wanted is not None and wanted.pop(key, 0) == 0:  # saved at most once: then the pool has lost it
+            if wanted is not None and wanted.pop(key, 0) == 0:  # a content is saved only once
                 continue
             if step < self._oldest_step:
                 group = 0 if self.prefix is None else self.prefix.group_of(block)
@@ -837,7 +845,7 @@ class KVCacheManager(KVCache):
                 self.num_saves += 1
 
     def take_saves(self) -> Sequence[Save]:
-        """Evictions since the last call, for an output."""
+        """Evicted blocks to report in an output: all since the last call."""
         if not self.saves:
             return ()
         saves, self.saves = self.saves, []

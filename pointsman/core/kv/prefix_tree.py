@@ -1,8 +1,9 @@
 """The prefix cache: an exact tree over full KV blocks, which finds the longest cached prefix of a sequence.
 
-A node is one full block of tokens after a given prefix. It is found by (node before it, its own token bytes); the first
-node of a sequence by (`Root`, its token bytes). A root has the other conditions for sharing KV: equal salt and adapter.
-Placeholders of images are replaced by marks of their contents (`content_marks.py`).
+A node is one full block of tokens after a given prefix. A lookup finds it by (node before it, token bytes of the
+block), and the first node of a sequence by (`Root`, token bytes of the block). A root has the other conditions for
+sharing KV: equal salt and adapter. Placeholders of encoder inputs are replaced by marks of the inputs' contents
+(`content_marks.py`).
 
 A hit is never wrong, for these reasons:
 
@@ -15,9 +16,9 @@ A hit is never wrong, for these reasons:
 - Only computed tokens count: a release publishes no rejected drafts, and the publications of a failed step or a failed
   row are removed (`KVCacheManager.undo`, `retract`).
 
-Nodes are kept in runs: the consecutive blocks of one publication. Inside a run a node's successor is the next one;
-every other successor starts a run of its own, listed under the node it follows. So publishing, finding and evicting a
-prompt cost a few operations per run and a comparison of bytes, whatever its number of blocks.
+Nodes are kept in runs: the consecutive blocks of one publication. Inside a run a node's successor is the next node;
+every other successor starts a run of its own, listed under the node that it follows. So publishing, finding and
+evicting a prompt cost a few operations per run and a comparison of bytes, whatever its number of blocks.
 
     Run 1  [b0 b1 b2 b3]            a prompt of four blocks, in group 0: full attention
            [ -  - d2 d3]            in group 1, a window: blocks behind it were given back
@@ -25,30 +26,30 @@ prompt cost a few operations per run and a comparison of bytes, whatever its num
     Run 2       +-- [c0 c1]         another prompt that shares its first two blocks
                     [e0 e1]
 
-A node and a group of layers are a cell of the run, which has a block or none. Several blocks may hold the content of
-one cell (requests computed it in parallel): the run lists one of them, its `duplicates` the others.
+A cell of a run is one node in one group of layers. It has a block or none. Several blocks may hold the content of one
+cell (requests computed it in parallel): `blocks` of the run lists one of them, `duplicates` lists the others.
 
-A run only shrinks, from its end, and is never refilled with nodes, so a stale node cannot be mistaken for a new one.
+A run only shrinks, from its end, and gets no new nodes, so a stale node cannot be mistaken for a new one.
 
-    _run_of   int64 [B + 1]   for each cached block its run's id (0: not cached)
-    _cell_of  int64 [B + 1]   and its cell there: index of the node times the number of groups, plus the group
+    _run_of   int64 [B + 1]   for each cached block the id of its run (0: not cached)
+    _cell_of  int64 [B + 1]   and its cell in that run: index of the node times the number of groups, plus the group
 
 Block B does not exist: it stands for a cell without a block. A block that a run lists belongs to that cell only if both
-columns agree. So an eviction need not search for its block: the block leaves `_run_of` at once, and runs are shortened
-later, in batches, at the latest when something is published after a node that may be gone. Until then the tree holds
-nodes that no lookup returns.
+columns agree. So an eviction need not search for its block: `_run_of` of the block is cleared immediately, and runs are
+shortened later, in batches, at the latest before a block is published after a node that may be removed. Until then the
+tree holds nodes that no lookup returns.
 
 With a group of full attention (the `anchor`), a node stays as long as that group has a block there. Children are
 removed before their parents, for these reasons:
 
-- A request that holds an anchor block of a node holds that of every node before it, and releases its table from the
-  end. So the free anchor blocks of a child are less recently used than those of its parents.
+- A request that holds an anchor block of a node holds the anchor blocks of all nodes before it, and releases its table
+  from the end. So the free anchor blocks of a child are less recently used than those of its parents.
 - A failed step removes its blocks newest first.
-- `remove_subtree` removes a node with everything after it.
+- `remove_subtree` removes a node with all nodes after it.
 
-Blocks of other groups may be evicted in any order. Once a node is gone, lookups no longer find its other blocks; they
-leave the pool's queue like any. Where every group has a window, a node stays while any group has a block there, or a
-run continues after it.
+Blocks of other groups may be evicted in any order. Once a node is removed, lookups no longer find its blocks of other
+groups; these leave the pool's queue like other blocks. If every group has a window, a node stays while any group has a
+block there, or a run continues after it.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ TOKEN_BYTES = np.dtype(np.int32).itemsize
 
 
 class Root(NamedTuple):
-    """The salt and adapter that must be equal, like the tokens, for two requests to share KV."""
+    """The salt and adapter of a request. Two requests share KV only if their roots are equal."""
 
     cache_salt: str | None = None
     adapter: Adapter | None = None
@@ -91,7 +92,7 @@ _PLAIN = Root()
 
 
 class Run:
-    """Consecutive blocks of one publication."""
+    """Consecutive nodes that one publication added to the tree."""
 
     __slots__ = ("blocks", "children", "duplicates", "length", "parent", "run_id", "token_bytes")
 
@@ -100,17 +101,18 @@ class Run:
         self.parent = parent
         self.token_bytes = token_bytes
         self.blocks = blocks
-        """[groups, nodes]; shared with the publisher's journal, so it is never written to."""
+        """[groups, nodes] the block of each cell; shared with the publisher's journal, so the array is never written
+        to."""
         self.length = blocks.shape[1]
-        """Remaining nodes; 0: the run is gone."""
+        """Number of remaining nodes; 0: the run is removed."""
         self.children: dict[tuple[int, bytes], Run] = {}
-        """Runs that start after one of its nodes, by (that node's index, their first block's token bytes)."""
+        """Runs that start after a node of this run, by (index of that node, token bytes of the child's first block)."""
         self.duplicates: dict[int, list[int]] = {}
-        """Further blocks with the content of a cell, by cell."""
+        """Blocks that have the content of a cell beside the block in `blocks`, by cell."""
 
 
 class RunNode(NamedTuple):
-    """A node: its run, and its index in the run."""
+    """A node of the tree, given as a run and an index in this run."""
 
     run: Run
     at: int
@@ -124,7 +126,7 @@ Node: TypeAlias = "RunNode | Root"
 
 
 class Span(NamedTuple):
-    """Consecutive nodes of a run."""
+    """A range of consecutive nodes of a run."""
 
     run: Run
     first: int
@@ -132,22 +134,22 @@ class Span(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The nodes found for the beginning of a sequence."""
+    """The result of a lookup: the nodes of the cached prefix of a sequence."""
 
     spans: list[Span]
     blocks: Int64Array
-    """[groups, nodes]"""
+    """[groups, nodes] the block of each node in each group."""
     has: BoolArray | None
-    """[groups, nodes] whether the group has the block; None: each has all."""
+    """[groups, nodes] whether each group has the block of each node; None: all groups have all blocks."""
 
     @property
     def last(self) -> RunNode:
-        """The last node; at least one was found."""
+        """The last node of the prefix. Only if at least one node was found."""
         run, first, count = self.spans[-1]
         return new_tuple(RunNode, (run, first + count - 1))
 
     def node(self, num_nodes: int, root: Root) -> Node:
-        """The last of the first `num_nodes` nodes."""
+        """The last of the first `num_nodes` nodes; `root` if `num_nodes` is 0."""
         end = 0
         for run, first, count in self.spans:
             if num_nodes <= end + count:
@@ -157,30 +159,32 @@ class Found(NamedTuple):
 
 
 class RunListener(Protocol):
-    """Is called when content enters and leaves the tree."""
+    """An object whose methods the tree calls when content enters and leaves it."""
 
     def added(self, run: Run, request: Request, first: int, has: BoolArray) -> None:
-        """A request's blocks from `first` on entered the tree, as a run; `has`: [groups, nodes]."""
+        """A request's blocks from `first` on entered the tree, as `run`. `has`: [groups, nodes] whether each group has
+        a block."""
 
     def filled(self, run: Run, request: Request, offset: int, groups: Int64Array, indices: Int64Array) -> None:
-        """Existing nodes got their first block of a group; node i is block `offset` + i of the request."""
+        """Existing nodes of `run` got their first block of a group: node `indices[k]` of group `groups[k]`. Node i is
+        block `offset` + i of the request."""
 
     def left(self, run: Run, cells: Int64Array) -> None:
-        """The last block of these cells is gone; their nodes remain."""
+        """The last block of these cells of `run` was removed; the nodes remain."""
 
     def shrunk(self, run: Run, length: int) -> None:
         """Only the first `length` nodes of a run remain in the tree."""
 
     def cleared(self) -> None:
-        """The tree is empty."""
+        """All nodes were removed: the tree is empty."""
 
 
 class PrefixCache:
-    """The tree over the blocks of one pool of `num_blocks` blocks of `block_size` tokens.
+    """The prefix tree over a pool of `num_blocks` blocks of `block_size` tokens.
 
     Args:
-        num_groups: groups of layers with blocks of their own.
-        anchor: the index of a group of full attention; None: every group has a window.
+        num_groups: number of groups of layers, each with blocks of its own.
+        anchor: index of a group of full attention; None: every group has a window.
     """
 
     def __init__(self, num_blocks: int, block_size: int, num_groups: int = 1, anchor: int | None = 0) -> None:
@@ -188,7 +192,7 @@ class PrefixCache:
         self.num_groups = num_groups
         self.anchor = anchor
         self.no_block = num_blocks
-        """Stands for a cell without a block."""
+        """The block id that stands for a cell without a block."""
         self._roots: dict[tuple[Root, bytes], Run] = {}
         self._runs: dict[int, Run] = {}
         self._run_of: Int64Array = np.zeros(num_blocks + 1, dtype=np.int64)
@@ -197,30 +201,31 @@ class PrefixCache:
         self._nothing = Found([], np.zeros((num_groups, 0), dtype=np.int64), None)
         self._next_run_id = 1
         self.epoch = 0
-        """Incremented by `clear`: KV of another epoch is invalid."""
+        """Number of calls of `clear`: KV of another epoch is invalid."""
         self.num_publications = 0
-        """Changes whenever a lookup may find more than before."""
+        """Counter that changes whenever a lookup may find more blocks than before."""
         self.num_replacements = 0
-        """Changes whenever a lookup finds another block with the same content in place of one that is gone."""
+        """Counter that changes whenever a removed block is replaced by a duplicate with the same content, which lookups
+        then find."""
         self.listener: RunListener | None = None
-        # Blocks whose runs are not shortened yet, with their runs and cells.
+        # Evicted blocks whose runs are not shortened yet: (blocks, their runs, their cells) of each call of `evict`.
         self._evicted: list[tuple[Int64Array, Int64Array, Int64Array]] = []
         self._num_evicted = 0
         self.num_duplicates = 0
-        """Cached blocks beyond the first with the same content."""
+        """Number of duplicates: for each content, its cached blocks beyond the first."""
 
     def __len__(self) -> int:
-        """Nodes in the tree."""
+        """Number of nodes in the tree."""
         self._settle()
         return sum(run.length for run in self._runs.values())
 
     def _make_cells(self, count: int) -> Int64Array:
-        """[groups, count] the cells of the first nodes of any run."""
+        """[groups, count] the cells of the first `count` nodes of any run."""
         cells: Int64Array = np.arange(count) * self.num_groups + np.arange(self.num_groups)[:, None]
         return cells
 
     def _cells_of(self, first: int, count: int) -> Int64Array:
-        """[groups, count] the cells of nodes of a run."""
+        """[groups, count] the cells of nodes `first` to `first + count` - 1 of any run."""
         if first + count > self._cells.shape[1]:
             self._cells = self._make_cells(2 * (first + count))
         return self._cells[:, first : first + count]
@@ -228,8 +233,8 @@ class PrefixCache:
     # ------------------------------------------------------------------ finding
 
     def look_up(self, root: Root, token_bytes: bytes, max_blocks: int) -> Found:
-        """The nodes of the longest cached prefix of a sequence, at most `max_blocks`, as far as the anchor has blocks.
-        If the anchor is the only group, all of them can be reused."""
+        """The nodes of the longest cached prefix of a sequence, at most `max_blocks`, up to the first node without an
+        anchor block. If the anchor is the only group, all of these nodes can be reused."""
         if self.anchor is None:
             self._settle()
         spans: list[Span] = []
@@ -246,7 +251,7 @@ class PrefixCache:
             blocks = run.blocks[:, first : first + count]
             if is_tested:
                 has = self._has(run, first, count)
-                if self.anchor is not None:  # nodes after a missing anchor block are gone, too
+                if self.anchor is not None:  # nodes from a missing anchor block on are removed, too
                     count = int(np.count_nonzero(has[self.anchor]))
                     if count == 0:
                         break
@@ -262,14 +267,16 @@ class PrefixCache:
         return new_tuple(Found, (spans, blocks, np.concatenate(has_parts, axis=1) if is_tested else None))
 
     def _has(self, run: Run, first: int, count: int) -> BoolArray:
-        """[groups, count] whether each group has the block that a run lists at these nodes."""
+        """[groups, count] whether each group still has the block that the run lists at nodes `first` to `first + count`
+        - 1."""
         blocks = run.blocks[:, first : first + count]
         has: BoolArray = self._run_of[blocks] == run.run_id
         has &= self._cell_of[blocks] == self._cells_of(first, count)
         return has
 
     def _successors(self, node: Node, token_bytes: bytes, start: int, end: int) -> Span | None:
-        """The nodes after `node` that hold blocks `start` to at most `end` - 1 of a sequence, within one run."""
+        """The nodes after `node`, within one run, that hold blocks `start` to at most `end` - 1 of a sequence; None:
+        there is no such node."""
         size = self._block_bytes
         if isinstance(node, Root):
             child = self._roots.get((node, token_bytes[start * size : (start + 1) * size]))
@@ -298,13 +305,14 @@ class PrefixCache:
     # ------------------------------------------------------------------ publishing
 
     def publish(self, node: Node, token_bytes: bytes, first: int, blocks: Int64Array, request: Request) -> list[Span]:
-        """Add blocks `first`, `first` + 1, ... of a sequence after `node`, that of block `first` - 1.
+        """Add blocks `first`, `first` + 1, ... of a sequence after `node`, which is the node of block `first` - 1.
 
-        They are reported to the listener as blocks of `request`. `blocks`: [groups, nodes], `no_block` where a group
-        has none; the tree keeps the array.
+        The listener gets these blocks as blocks of `request`. `blocks`: [groups, nodes], `no_block` where a group has
+        no block; the tree keeps the array.
 
-        Returns their nodes; the next publication continues after the last one. Nodes that exist already get these
-        blocks, as duplicates where the group has one; the remaining blocks become a run.
+        Returns the nodes of the blocks; the next publication of the sequence continues after the last node. Nodes that
+        exist already get these blocks, as duplicates where the group has a block; the remaining blocks become a new
+        run.
         """
         spans: list[Span] = []
         start, end = first, first + blocks.shape[1]
@@ -322,7 +330,7 @@ class PrefixCache:
             spans.append(span)
             node = RunNode(span.run, span.first + span.length - 1)
             start += span.length
-        if self.anchor is None:  # the publisher may have given back all blocks of its last nodes
+        if self.anchor is None:  # the publisher may have given back all blocks of the last nodes
             self._shorten(spans[-1].run)
         return spans
 
@@ -338,13 +346,13 @@ class PrefixCache:
         else:
             parent, at = node
             parent.children[at, tokens[:size]] = run
-        self._enter(run, 0, blocks)
+        self._record_blocks(run, 0, blocks)
         if self.listener is not None:
             self.listener.added(run, request, start, blocks != self.no_block)
         return new_tuple(Span, (run, 0, length))
 
-    def _enter(self, run: Run, first: int, blocks: Int64Array) -> None:
-        """Record these blocks at the nodes of a run from `first` on."""
+    def _record_blocks(self, run: Run, first: int, blocks: Int64Array) -> None:
+        """Record for these blocks that they belong to the nodes of a run from `first` on."""
         end = first + blocks.shape[1]
         cells = self._cells[:, first:end] if end <= self._cells.shape[1] else self._cells_of(first, end - first)
         if self.num_groups == 1:  # an index of one dimension takes less time
@@ -354,8 +362,8 @@ class PrefixCache:
         self._run_of[self.no_block] = ZERO
 
     def _add_to(self, span: Span, blocks: Int64Array, request: Request, start: int) -> None:
-        """Add blocks of a request, from its block `start` on, to existing nodes. Blocks that are there already (cache
-        hits beside loaded blocks) are replaced by `no_block` in `blocks`."""
+        """Add blocks of a request, from its block `start` on, to existing nodes. Blocks that these nodes already have
+        (cache hits beside loaded blocks) are replaced by `no_block` in `blocks`."""
         run, first, count = span
         cells = self._cells_of(first, count)
         blocks[(self._run_of[blocks] == run.run_id) & (self._cell_of[blocks] == cells)] = self.no_block
@@ -368,7 +376,7 @@ class PrefixCache:
         if np.count_nonzero(fills):
             run.blocks = run.blocks.copy()
             run.blocks[:, first : first + count][fills] = blocks[fills]
-        self._enter(run, first, blocks)
+        self._record_blocks(run, first, blocks)
         if self.listener is not None and np.count_nonzero(fills):
             groups, at = fills.nonzero()
             self.listener.filled(run, request, start - first, groups, first + at)
@@ -380,28 +388,28 @@ class PrefixCache:
         self._evicted.append((blocks, self._run_of[blocks], self._cell_of[blocks]))
         self._run_of[blocks] = ZERO
         self._num_evicted += len(blocks)
-        # Listeners are called at once. In place of a duplicate, a lookup may find another block.
+        # A listener must be called immediately, and a duplicate must be replaced before the next lookup.
         if self.num_duplicates or self.listener is not None or self._num_evicted > _MAX_EVICTED:
             self._settle()
 
     def _settle(self) -> None:
-        """Shorten the runs of evicted blocks."""
+        """Shorten the runs of the evicted blocks in `_evicted`."""
         if not self._evicted:
             return
         blocks, runs, cells = self._evicted[0]
         if len(self._evicted) > 1:
             blocks, runs, cells = (np.concatenate(column) for column in zip(*self._evicted, strict=True))
         self._clear_evicted()
-        ends = [*((runs[1:] != runs[:-1]).nonzero()[0] + 1).tolist(), len(blocks)]  # another run begins at each
+        ends = [*((runs[1:] != runs[:-1]).nonzero()[0] + 1).tolist(), len(blocks)]  # another run begins at each end
         start = 0
         for end, run_id in zip(ends, runs[[end - 1 for end in ends]].tolist(), strict=True):
             run = self._runs.get(run_id)
-            if run is not None:  # else its last anchor block was evicted before these
+            if run is not None:  # None: the run's last anchor block was evicted before these
                 self._remove_evicted(run, blocks[start:end], cells[start:end])
             start = end
 
     def _remove_evicted(self, run: Run, blocks: Int64Array, cells: Int64Array) -> None:
-        """Remove evicted blocks from their run."""
+        """Remove evicted blocks, all of one run, from this run."""
         if run.duplicates:
             for block, cell in zip(blocks.tolist(), cells.tolist(), strict=True):
                 self._remove(run, cell, block)
@@ -426,8 +434,8 @@ class PrefixCache:
         self._num_evicted = 0
 
     def remove_block(self, block: int) -> None:
-        """Remove one block. If it is the last anchor block of its node, the node is removed, too; it must be the last
-        node of its run."""
+        """Remove one block. If it is the only anchor block of its node, the node is removed, too; the node must then be
+        the last one of its run."""
         self._settle()
         run, cell = self._runs.get(int(self._run_of[block])), int(self._cell_of[block])
         self._run_of[block] = 0
@@ -436,7 +444,7 @@ class PrefixCache:
 
     def _remove(self, run: Run, cell: int, block: int) -> None:
         index, group = divmod(cell, self.num_groups)
-        if index >= run.length:  # its node is gone
+        if index >= run.length:  # the block's node is already removed
             return
         if cell in run.duplicates:
             self._drop_one_of_several(run, cell, block)
@@ -451,7 +459,8 @@ class PrefixCache:
             self._shorten(run)
 
     def remove_subtree(self, node: RunNode) -> list[int]:
-        """Remove a node, and everything after it. Requests that continue after a removed node must publish no more.
+        """Remove a node, and all nodes after it. Requests that continue after a removed node must publish no further
+        blocks.
 
         Returns the removed blocks.
         """
@@ -465,7 +474,7 @@ class PrefixCache:
         return gone
 
     def clear(self) -> None:
-        """Remove everything, and increment the epoch."""
+        """Remove all nodes, and increment the epoch."""
         self._clear_evicted()
         self.num_duplicates = 0
         for run in self._runs.values():
@@ -479,7 +488,8 @@ class PrefixCache:
         self.num_publications += 1
 
     def _drop_one_of_several(self, run: Run, cell: int, block: int) -> None:
-        """Remove one of several blocks of a cell. A lookup may then find another one, which is referenced."""
+        """Remove one of several blocks of a cell. A lookup may then find another block of the cell, which is
+        referenced."""
         index, group = divmod(cell, self.num_groups)
         others = run.duplicates[cell]
         self.num_duplicates -= 1
@@ -510,7 +520,7 @@ class PrefixCache:
         if self.listener is not None:
             self.listener.shrunk(run, length)
         run.length = length
-        if run.duplicates:  # of other groups, where the anchor's last block is gone
+        if run.duplicates:  # duplicates in other groups, at nodes whose last anchor block is removed
             self._drop_duplicates(run, length)
         if length == 0:
             head = run.token_bytes[: self._block_bytes]
@@ -520,13 +530,13 @@ class PrefixCache:
                 del run.parent.run.children[run.parent.at, head]
             del self._runs[run.run_id]
             run.blocks = run.blocks[:, :0].copy()
-            run.token_bytes = head  # a reference to it should not keep a long prompt in memory
-        elif length < run.blocks.shape[1] // 2:  # nor should a short remainder
+            run.token_bytes = head  # a reference to the run should not keep a long prompt in memory
+        elif length < run.blocks.shape[1] // 2:  # nor should the short remainder of a run
             run.blocks = run.blocks[:, :length].copy()
             run.token_bytes = run.token_bytes[: length * self._block_bytes]
 
     def _drop_duplicates(self, run: Run, length: int) -> list[int]:
-        """Take from a run its duplicates from node `length` on, and return them."""
+        """Remove a run's duplicates at nodes from `length` on, and return them."""
         dropped: list[int] = []
         for cell in [cell for cell in run.duplicates if cell >= length * self.num_groups]:
             dropped += run.duplicates.pop(cell)
@@ -534,7 +544,8 @@ class PrefixCache:
         return dropped
 
     def _blocks_behind(self, run: Run, index: int) -> Iterator[int]:
-        """All blocks of a run from a node on, and of the runs after those nodes; these runs are marked as gone."""
+        """All blocks of a run from node `index` on, and of all runs that follow these nodes; the runs that follow are
+        removed."""
         count = run.length - index
         yield from run.blocks[:, index : run.length][self._has(run, index, count)].tolist()
         yield from self._drop_duplicates(run, index)
@@ -549,33 +560,37 @@ class PrefixCache:
     # ------------------------------------------------------------------ reading
 
     def num_lasting(self, found: Found, is_held: BoolArray, is_referenced: BoolArray) -> int:
-        """Number of these nodes that stay if all blocks are evicted except those of `is_held` [groups, nodes] at these
-        nodes, and of `is_referenced` [blocks] at others."""
+        """Number of leading nodes of `found` that would stay in the tree if every block were evicted except the blocks
+        marked in `is_held` [groups, nodes] at these nodes, and in `is_referenced` [blocks] at other nodes."""
         if self.anchor is not None:
             return int(np.count_nonzero(is_held[self.anchor]))
         last = np.flatnonzero(is_held.any(axis=0))
         num_lasting, end = last.item(-1) + 1 if len(last) else 0, 0
         for number, (run, first, length) in enumerate(found.spans):
             on_path = found.spans[number + 1].run if number + 1 < len(found.spans) else None
-            if self._lasts(run, first + length, is_referenced):
+            if self._has_referenced_block(run, first + length, is_referenced):
                 num_lasting = max(num_lasting, end + length)
             for (index, _), child in run.children.items():
-                if first <= index < first + length and child is not on_path and self._lasts(child, 0, is_referenced):
+                if (
+                    first <= index < first + length
+                    and child is not on_path
+                    and self._has_referenced_block(child, 0, is_referenced)
+                ):
                     num_lasting = max(num_lasting, end + index - first + 1)
             end += length
         return num_lasting
 
-    def _lasts(self, run: Run, start: int, is_referenced: BoolArray) -> bool:
-        """Whether a run, from node `start` on, or one after it, has a block that is referenced."""
+    def _has_referenced_block(self, run: Run, start: int, is_referenced: BoolArray) -> bool:
+        """Whether a run has a referenced block at a node from `start` on, or a run that follows these nodes has one."""
         blocks = run.blocks[:, start : run.length][self._has(run, start, run.length - start)].tolist()
         others = [other for cell, other in run.duplicates.items() if cell >= start * self.num_groups]
         if np.count_nonzero(is_referenced[[*blocks, *chain(*others)]]):
             return True
         children = [child for (index, _), child in run.children.items() if index >= start]
-        return any(self._lasts(child, 0, is_referenced) for child in children)
+        return any(self._has_referenced_block(child, 0, is_referenced) for child in children)
 
     def is_alive(self, node: Node) -> bool:
-        """Whether something may be published after a node."""
+        """Whether a node is still in the tree, so that blocks may be published after it."""
         self._settle()
         return isinstance(node, Root) or node.is_alive
 
@@ -586,13 +601,13 @@ class PrefixCache:
         return run is not None and int(self._cell_of[block]) < run.length * self.num_groups
 
     def node_of(self, block: int) -> tuple[RunNode, int]:
-        """The node whose content a cached block holds, and the block's group."""
+        """(node, group) of a cached block."""
         self._settle()
         index, group = divmod(int(self._cell_of[block]), self.num_groups)
         return RunNode(self._runs[int(self._run_of[block])], index), group
 
     def group_of(self, block: int) -> int:
-        """The group of a block that is, or was, cached."""
+        """The group of a block that is cached, or was when it was last published."""
         return int(self._cell_of[block]) % self.num_groups
 
     def holds(self, block: int, run: Run, cell: int) -> bool:
@@ -600,7 +615,8 @@ class PrefixCache:
         return bool(self._run_of[block] == run.run_id and self._cell_of[block] == cell)
 
     def blocks(self) -> list[int]:
-        """For checks: all blocks that are reachable from the roots, each as often as it is reached."""
+        """For checks: all blocks that are reachable from the roots; a block that is reached several times occurs
+        several times."""
         self._settle()
         found: list[int] = []
         runs = list(self._roots.values())
@@ -613,7 +629,7 @@ class PrefixCache:
         return found
 
     def content(self, block: int) -> tuple[Root, bytes]:
-        """For checks: the root of a cached block and all tokens up to its end, as bytes."""
+        """For checks: the root of a cached block, and all tokens of its sequence up to the block's end, as bytes."""
         (run, index), _ = self.node_of(block)
         parts = [run.token_bytes[: (index + 1) * self._block_bytes]]
         while not isinstance(run.parent, Root):

@@ -1,8 +1,8 @@
-"""Table reports: the blocks that outputs have not reported to the host yet, where rows have several tables.
+"""Table reports: find the blocks that no output has reported to the host yet, if rows have several block tables.
 
-Where a row has one table, the parts of a step pass its new blocks to the output as they allocate them. With groups, a
-block belongs to a group and a place, and a row may advance by a token without a new block. So an output reports the
-blocks of each table beyond `_reported`: [rows] blocks of each table that the host knows.
+If a row has one table, the modules of a step pass the row's new blocks to the output when they allocate them. With
+groups, a block belongs to a group and a place, and a row may advance by a token without a new block. So an output
+reports the blocks of each table beyond `_reported` [rows]: the number of blocks of each table that the host knows.
 """
 
 from __future__ import annotations
@@ -21,46 +21,47 @@ IntArray = npt.NDArray[np.integer]
 
 
 class TableReports:
-    """Tracks which blocks of the tables the host knows."""
+    """Tracks the blocks of the tables that the host knows, and lists the new blocks for outputs."""
 
     def __init__(self, tables: BlockTables) -> None:
         self._tables = tables
         self._reported: Int64Array = np.zeros(0, dtype=np.int64)
         self._has_grown = False
         self._one: tuple[IntArray, Int64Array] | None = None
-        """[rows, groups] the blocks of rows that grew by one block per table in this step, and [rows] their places;
-        None: there are none, or they were not noted."""
+        """([rows, groups] blocks, [rows] places) of rows that grew by one block per table in this step; None: no rows
+        did, or `note_one` was not called."""
         self.add_rows(INITIAL_ROWS)
 
     def add_rows(self, count: int) -> None:
         """Lengthen all columns to `count` rows."""
         self._reported = lengthened(self._reported, count)
-        self._group_at = _counting(self._tables.num_groups, count)
+        self._group_at = _repeated_range(self._tables.num_groups, count)
 
     def open_step(self) -> None:
-        """A step is being scheduled."""
+        """Begin to schedule a step."""
         self._one = None
 
     def place(self, row: int) -> None:
-        """A row was given its tables."""
+        """Record that a row was given its tables, which the host does not know."""
         self._reported[row] = 0
         self._has_grown = True
 
     def note_growth(self) -> None:
-        """Rows have got blocks."""
+        """Record that rows have got new blocks."""
         self._has_grown = True
 
     def note_reported(self, rows: Int64Array, ends: Int64Array) -> None:
-        """The host knows all blocks of these rows before `ends`."""
+        """Record that the host knows all blocks of these rows before place `ends`."""
         self._reported[rows] = ends
 
     def note_one(self, rows: Int64Array, ids: IntArray, places: Int64Array, ends: Int64Array) -> None:
-        """These rows have got one block in each table: [rows, groups] `ids`, at `places`, before `ends`."""
+        """Record that these rows have got one block in each table: `ids` [rows, groups] at `places` [rows], so that the
+        tables now end at `ends` [rows]."""
         self._reported[rows] = ends
         self._one = (ids, places)
 
     def take(self, rows: Int64Array, grown: IntArray, *, whole: bool) -> NewBlocks | None:
-        """As `KVCache.new_blocks`."""
+        """The new blocks of an output with these rows, see `KVCache.new_blocks`."""
         one, self._one = self._one, None
         if whole:
             return self._whole_tables(rows, np.arange(len(rows)))
@@ -72,7 +73,7 @@ class TableReports:
         return new if more is None else _merged(new, more)
 
     def _more_blocks(self, rows: Int64Array) -> NewBlocks | None:
-        """The blocks of the rows that are not reported."""
+        """The blocks of `rows` that are not reported yet; None: there are no such blocks."""
         if not self._has_grown:
             return None
         self._has_grown = False
@@ -80,16 +81,16 @@ class TableReports:
         grown = (end > reported).nonzero()[0]
         if not len(grown):
             return None
-        is_new = reported[grown] == 0  # it may have begun with cached blocks
+        is_new = reported[grown] == 0  # a new row may have begun with cached blocks, so its places may not start at 0
         parts = []
         if not is_new.all():
-            parts.append(self._appended(rows, grown[~is_new], reported[grown[~is_new]]))
+            parts.append(self._appended_blocks(rows, grown[~is_new], reported[grown[~is_new]]))
         if is_new.any():
             parts.append(self._whole_tables(rows, grown[is_new]))
         return parts[0] if len(parts) == 1 else _merged(*parts)
 
-    def _appended(self, rows: Int64Array, indices: Int64Array, starts: Int64Array) -> NewBlocks:
-        """The blocks that the rows at these indices have from places `starts` on, in every group."""
+    def _appended_blocks(self, rows: Int64Array, indices: Int64Array, starts: Int64Array) -> NewBlocks:
+        """The blocks from places `starts` on, in every group, of the rows at these indices."""
         tables, count = self._tables, self._tables.num_groups
         those = rows[indices]
         ends = tables.ends[those]
@@ -99,7 +100,7 @@ class TableReports:
         total = int(counts.sum())
         places = (starts - counts.cumsum() + counts).repeat(counts) + np.arange(total)
         if total * count > len(self._group_at):
-            self._group_at = _counting(count, 2 * total)
+            self._group_at = _repeated_range(count, 2 * total)
         groups = self._group_at[: total * count]
         return NewBlocks(ids.astype(INT32), indices.repeat(counts * count), groups, places.repeat(count))
 
@@ -114,7 +115,7 @@ class TableReports:
         return NewBlocks(ids.astype(INT32), indices.repeat(counts), groups, places)
 
 
-def _counting(num_groups: int, times: int) -> Int64Array:
+def _repeated_range(num_groups: int, times: int) -> Int64Array:
     """The numbers 0 to `num_groups` - 1, repeated `times` times; read-only."""
     counting = np.resize(np.arange(num_groups), num_groups * times)
     counting.flags.writeable = False
@@ -122,6 +123,6 @@ def _counting(num_groups: int, times: int) -> Int64Array:
 
 
 def _merged(*parts: NewBlocks) -> NewBlocks:
-    """All of these blocks, in the order of their rows."""
+    """The blocks of all `parts`, in the order of their rows."""
     order = np.concatenate([each.rows for each in parts]).argsort(kind="stable")
     return NewBlocks(*[np.concatenate(columns)[order] for columns in zip(*parts, strict=True)])

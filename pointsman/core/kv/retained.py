@@ -1,42 +1,42 @@
-"""Retained blocks: a pool with a second queue of free blocks, which are evicted only if no other block is free.
+"""Retained blocks: a block pool with a second queue of free blocks, which are evicted only if no other block is free.
 
 Layout beside that of `BlockPool`, with B = num_blocks:
 
-    _until   float64 [B]   until when the block is retained, in seconds of `now`; -inf: it is not
-    _owner   int64   [B]   of a marked block: the tenant that asked for it, or SHARED: several did
+    _until   float64 [B]   time until which the block is retained, on the clock of `now`; -inf: not retained
+    _owner   int64   [B]   of a marked block: number of the tenant that asked for it; SHARED: several tenants did
     labels   int64   [B]   the policy's label of the block when it was last released; 0: none
 
     blank | cached free: least recently used first | retained: earliest expiry first
                          ^ a retained block moves here when it expires, or its tenant has too many
 
 The first blocks of a table are marked with a time and an owner. A mark outlasts references: a block that is reused and
-released again returns to the retained ones until its time.
+released again is retained again until its time.
 
 Children are evicted before their parents (`prefix_tree.py`), because along every released table
 
-    a block's time is at least that of the blocks behind it        (`straighten` raises it)
-    a block is SHARED where one behind it has another owner
+    a block's time is at least the time of each block behind it        (`straighten` raises it)
+    a block is SHARED if a block behind it has another owner
 
-and blocks leave the queue of all owners, or that of one owner, by (time, order of release). So no child of a block that
-leaves is retained for longer. Expired blocks leave before anything is released, so that a block released after its time
-is not evicted before its children.
+and blocks leave the queue of all owners, or the queue of one owner, by (time, order of release). So no child of a block
+that leaves is retained for longer. Expired blocks leave before other blocks are released, so that a block released
+after its time is not evicted before its children.
 
-With groups of layers this concerns the table of the anchor, the group of full attention that the prefix tree needs in
-that order. Blocks of other groups may leave in any order, because a lookup tests each; they keep their time and owner.
-Only blocks that a lookup of the retained prefix needs are marked: of a window, the last ones. Without an anchor no
-order is needed.
+With groups of layers this order concerns only the table of the anchor, the group of full attention whose blocks the
+prefix tree needs in this order. Blocks of other groups may leave in any order, because a lookup tests each of them;
+they keep their time and owner. Only blocks that a lookup of the retained prefix needs are marked: of a window, the last
+ones. Without an anchor no order is needed.
 
 At most `capacity` blocks of the pool are retained. A block that several tenants asked for is SHARED and counts for none
-of them. At most half of `capacity` is SHARED: a request that would exceed this retains only the blocks before. (This is
-decided when it asks, because a SHARED block cannot leave before the blocks behind it, which belong to other tenants.)
-One tenant has at most
+of them. At most half of `capacity` is SHARED: a request that would exceed this bound retains only its blocks before
+that point. (This is decided when the request finishes, because a SHARED block cannot leave before the blocks behind it,
+which belong to other tenants.) One tenant has at most
 
-    max(1, (capacity - SHARED ones) / number of tenants with retained blocks)
+    max(1, (capacity - number of SHARED blocks) / number of tenants with retained blocks)
 
-retained blocks: with n tenants at least capacity / 2n, however much other tenants share. A tenant's blocks beyond that
-expire at once. With more tenants than blocks, the blocks with the earliest expiry leave.
+retained blocks: with n tenants at least capacity / 2n, however many blocks other tenants share. A tenant's blocks
+beyond this maximum expire immediately. With more tenants than blocks, the blocks with the earliest expiry leave.
 
-Equal content that was computed twice is two blocks, and both are retained if both were asked for.
+Equal content that was computed twice is in two blocks. Each of the two blocks is retained if a tenant asked for it.
 """
 
 from __future__ import annotations
@@ -70,15 +70,15 @@ class RetainingPool(BlockPool):
         self.labels: Int64Array = np.zeros(num_blocks, dtype=np.int64)
         self._until = np.full(num_blocks, _NEVER)
         self._owner: Int64Array = np.zeros(num_blocks, dtype=np.int64)
-        self._owners: dict[str | None, int] = {}  # numbers of tenants, from SHARED + 1
+        self._owners: dict[str | None, int] = {}  # owner number of each tenant, from SHARED + 1
         self._next_owner = SHARED + 1
         self._queue: _Queue = []
-        self._queue_of: dict[int, _Queue] = {}  # the same segments, by owner
-        self._num_of: dict[int, int] = {}  # retained blocks, by owner, above 0
-        self._largest: list[tuple[int, int]] = []  # a heap of (-n, owner), n at least what it retains
+        self._queue_of: dict[int, _Queue] = {}  # the segments of `_queue`, in one queue per owner
+        self._num_of: dict[int, int] = {}  # number of retained blocks of each owner, above 0
+        self._largest: list[tuple[int, int]] = []  # a heap of (-n, owner), n at least the owner's element of `_num_of`
         self._num_retained = 0
-        self._num_shared = 0  # SHARED marks, those of referenced blocks too
-        self._num_pushed = 0  # entries added since the queues were rebuilt
+        self._num_shared = 0  # number of SHARED marks, on referenced blocks too
+        self._num_pushed = 0  # number of entries added since the queues were rebuilt
         self._clock = _NEVER
 
     @property
@@ -91,30 +91,30 @@ class RetainingPool(BlockPool):
 
     @property
     def num_retained(self) -> int:
-        """Free blocks that are retained."""
+        """Number of free blocks that are retained."""
         return self._num_retained
 
     def max_of_a_tenant(self, tenant: str | None = None) -> int:
-        """Maximum number of retained blocks of each tenant now, counting `tenant` among those that have some."""
+        """Maximum number of retained blocks of each tenant now, counting `tenant` as a tenant with retained blocks."""
         is_new = tenant is not None and self._owners.get(tenant, 0) not in self._num_of
         num_tenants = len(self._num_of) - (SHARED in self._num_of) + is_new
         part = (self.capacity - self._num_of.get(SHARED, 0)) // max(1, num_tenants)
         return min(max(1, part), self.capacity)
 
     def num_retained_of(self, tenant: str) -> int:
-        """Retained blocks that this tenant alone asked for."""
+        """Number of retained blocks that only this tenant asked for."""
         return self._num_of.get(self._owners.get(tenant, 0), 0)
 
     def expire(self, now: float) -> None:
-        """Advance the clock to `now`: expired blocks count as used now."""
+        """Advance the clock to `now`: expired blocks become ordinary cached free blocks, most recently used."""
         self._clock = max(self._clock, now)
         if self._queue and self._queue[0][0] <= self._clock:
             self._end_retention(self._queue, self._num_retained, self._clock)
 
     def retain(self, blocks: Int64Array, until: float, tenant: str | None) -> int:
-        """Mark referenced blocks of a table as retained until `until` (seconds of `now`, maybe inf) for a tenant; None:
-        one tenant for all. A block keeps a later time that it already has. Only the first, cached blocks are marked, up
-        to the first one that would exceed the bound of SHARED blocks.
+        """Mark referenced blocks of a table as retained until `until` (on the clock of `expire`, may be inf) for a
+        tenant; None: all requests are one tenant. A block with a later time keeps it. Only the leading cached blocks
+        are marked, up to the first block that would exceed the maximum of SHARED blocks.
 
         Returns the number of marked blocks.
         """
@@ -137,7 +137,7 @@ class RetainingPool(BlockPool):
         return len(blocks)
 
     def label(self, blocks: Int64Array, label: int) -> None:
-        """Write `label` on blocks."""
+        """Set the label of each of the blocks to `label`."""
         self.labels[blocks] = label
 
     def take(self, count: int) -> tuple[Int64Array, Int64Array]:
@@ -177,7 +177,7 @@ class RetainingPool(BlockPool):
 
     def uncache_all(self) -> None:
         super().uncache_all()
-        self._until[:] = _NEVER  # of referenced blocks too
+        self._until[:] = _NEVER  # times of referenced blocks too
         self._num_shared = 0
         self.labels[:] = 0
 
@@ -185,14 +185,16 @@ class RetainingPool(BlockPool):
         return super().cached_free_blocks() + [block for block, _ in self.retained_blocks()]
 
     def retained_blocks(self) -> list[tuple[int, float]]:
-        """For checks: each retained block, in the order in which they leave, and until when it is retained."""
+        """For checks: (block, time until which it is retained) for each retained block, in the order in which they
+        expire."""
         retained = [block for _, _, segment in sorted(self._queue) for block in self._valid_ids(segment).tolist()]
         return list(zip(retained, self._until[retained].tolist(), strict=True))
 
     # ------------------------------------------------------------------ entering
 
     def _num_shareable(self, until: FloatArray, owners: Int64Array, of_others: Int64Array) -> int:
-        """Number of these places of a table that may become SHARED, with all blocks before each (`straighten`)."""
+        """Number of the places `of_others` of a table whose blocks may become SHARED, together with all blocks before
+        each of them (`straighten`)."""
         num_left = self.max_shared - self._num_shared
         if len(until) <= num_left:
             return len(of_others)
@@ -200,13 +202,14 @@ class RetainingPool(BlockPool):
         return int(np.searchsorted(new, max(0, num_left), side="right"))
 
     def _num_marked_shared(self, blocks: Int64Array) -> int:
-        """How many of these blocks are marked as SHARED."""
+        """Number of these blocks that are marked as SHARED."""
         if not self._num_shared:
             return 0
         return int(np.count_nonzero((self._owner[blocks] == SHARED) & (self._until[blocks] > _NEVER)))
 
     def straighten(self, blocks: Int64Array) -> None:
-        """Adjust the times and owners of a table so that children leave first; called before its release."""
+        """Adjust the times and owners of a table's blocks so that children leave first; called before the blocks are
+        released."""
         until = self._until[blocks]
         if not np.count_nonzero(until > _NEVER):
             return
@@ -244,7 +247,7 @@ class RetainingPool(BlockPool):
         return blocks
 
     def _push_retained(self, blocks: Int64Array) -> None:
-        """Add blocks that became free and have not expired to the retained ones, children first."""
+        """Add blocks that became free and have not expired to the queues of retained blocks, children first."""
         if not len(blocks):
             return
         until, owners = self._until[blocks], self._owner[blocks]
@@ -288,8 +291,8 @@ class RetainingPool(BlockPool):
     # ------------------------------------------------------------------ leaving
 
     def _end_retention(self, queue: _Queue, count: int, until: float = math.inf) -> None:
-        """End the retention of the first `count` blocks of a queue whose time is at most `until`: they count as used
-        now."""
+        """End the retention of the first `count` blocks of a queue whose time is at most `until`: they become ordinary
+        cached free blocks, most recently used."""
         while count and queue and queue[0][0] <= until:
             segment = queue[0][2]
             head = segment.ids[:_SKIM]
@@ -308,16 +311,16 @@ class RetainingPool(BlockPool):
                 self._until[taken] = _NEVER
                 super()._append(taken)
                 count -= len(taken)
-                self._drop_spent(self._queue_of[owner])
-            self._drop_spent(queue)
+                self._drop_empty_segments(self._queue_of[owner])
+            self._drop_empty_segments(queue)
 
-    def _drop_spent(self, queue: _Queue) -> None:
+    def _drop_empty_segments(self, queue: _Queue) -> None:
         while queue and not len(queue[0][2].ids):
             heappop(queue)
 
     def _take_out(self, blocks: Int64Array) -> None:
-        """Take `blocks` out of the retained ones, if they are there, with their marks. They count as cached free
-        blocks, which the caller takes them out of next."""
+        """Remove `blocks` from the retained blocks, if they are retained. They then count as cached free blocks, until
+        the caller removes them."""
         leaving = blocks[(self.num_references[blocks] == 0) & (self._until[blocks] > _NEVER)]
         if not len(leaving):
             return
@@ -339,7 +342,7 @@ class RetainingPool(BlockPool):
     def _number(self, tenant: str | None) -> int:
         number = self._owners.get(tenant)
         if number is None:
-            if len(self._owners) >= 2 * self.num_blocks:  # most have no block of their own
+            if len(self._owners) >= 2 * self.num_blocks:  # most of these tenants have no block of their own
                 self._rebuild()
             number = self._owners[tenant] = self._next_owner
             self._next_owner += 1

@@ -1,12 +1,12 @@
-"""`SlotDirectory`: which content is in which slot of host memory, for hosts that keep evicted blocks there.
+"""`SlotDirectory`: finds evicted blocks in slots of host memory, and assigns slots to blocks.
 
-A slot holds the content of one block, found by its key (`digests.py`). The directory plans the copies of a step. The
-host moves the bytes before the step computes, in the order of the steps: blocks to slots, then blocks to blocks, then
-slots to blocks.
+A slot holds the content of one block, and is found by the key of this content (`digests.py`). The directory plans the
+copies of a step. The host moves the bytes before the step computes, in the order of the steps: blocks to slots, then
+blocks to blocks, then slots to blocks.
 
-    plan = directory.assign(saves, loads)     takes slots, the least recently used first
-    directory.withdraw(plan.saves)            the copies of a plan will not be made
-    directory.discard(keys)                   no request will need this content again
+    plan = directory.assign(saves, loads)     assign slots to blocks to save, the least recently used slots first
+    directory.withdraw(plan.saves)            record that the copies of a plan are not executed
+    directory.discard(keys)                   free slots whose content no request will need again
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ class SlotLoad(NamedTuple):
     """Blocks of the pool that are filled from host memory."""
 
     keys: Sequence[bytes]
-    """Their contents, each in the directory or saved by the same step."""
+    """Keys of the blocks' contents; each content is in the directory or is saved by the same step."""
     block_ids: Sequence[int]
 
 
 class SlotSave(NamedTuple):
-    """A block whose content goes into a slot."""
+    """The copy of a block into a slot."""
 
     key: bytes
     block_id: int
@@ -40,25 +40,25 @@ class SlotPlan(NamedTuple):
     loaded_blocks: list[int]
     """Parallel to `loaded_slots`: the block that each slot is copied to."""
     moves: list[tuple[int, int]]
-    """(from block, to block): content that the step saves and loads, copied within the pool; all blocks are read before
-    any is written."""
+    """(source block, destination block) of content that the same step saves and loads, copied within the pool. All
+    source blocks are read before a destination is written."""
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that are copied between the pool and host memory."""
+        """Number of blocks that are copied between the pool and host memory."""
         return len(self.saves) + len(self.loaded_slots)
 
 
 class SlotDirectory:
-    """Slots 0 to `num_slots` - 1, and their contents."""
+    """A directory of the slots 0 to `num_slots` - 1 by the keys of their contents."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
-        self._slots: OrderedDict[bytes, int] = OrderedDict()  # by key, the least recently used first
+        self._slots: OrderedDict[bytes, int] = OrderedDict()  # slot by key, the least recently used first
         self._free = list(range(num_slots - 1, -1, -1))
 
     def __len__(self) -> int:
-        """Number of contents, including those that steps in flight save."""
+        """Number of contents in slots, including contents that steps in flight save."""
         return len(self._slots)
 
     def has(self, key: bytes) -> bool:
@@ -66,20 +66,21 @@ class SlotDirectory:
         return key in self._slots
 
     def num_found(self, keys: Sequence[bytes]) -> int:
-        """Number of consecutive contents, from the first one on, that have a slot. Changes nothing."""
+        """Number of leading keys of `keys` whose contents all have a slot. Changes nothing."""
         return next((index for index, key in enumerate(keys) if key not in self._slots), len(keys))
 
     def assign(self, saves: Sequence[tuple[int, bytes]], loads: Sequence[SlotLoad]) -> SlotPlan:
-        """Take slots for the blocks to save, given with their keys, and find the slots of the contents to load.
+        """Plan the copies of a step: assign slots to the blocks to save, (block, key) each, and find the slots of the
+        contents to load.
 
-        Content that has a slot is not copied again. If loads need all slots, the blocks to save are lost.
+        Content that has a slot is not copied again. If loads need all slots, the blocks to save are not saved.
         """
         loaded_slots: list[int] = []
         loaded_blocks: list[int] = []
         moves: list[tuple[int, int]] = []
         block_of = {key: block for block, key in saves} if loads else {}
         for load in loads:
-            for key in reversed(load.keys):  # a prefix outlives its suffix
+            for key in reversed(load.keys):  # so that a prefix is evicted after its suffix
                 if key in self._slots:
                     self._slots.move_to_end(key)
             for key, block in zip(load.keys, load.block_ids, strict=True):
@@ -97,7 +98,7 @@ class SlotDirectory:
             elif (slot := self._take_slot(needed)) is not None:
                 taken.append(SlotSave(key, block, slot))
                 self._slots[key] = slot
-        # If more was saved than fits, later contents took slots of earlier ones.
+        # If there are fewer slots than blocks to save, later contents took the slots of earlier contents.
         kept = [one for one in taken if self._slots.get(one.key) == one.slot]
         return SlotPlan(kept, loaded_slots, loaded_blocks, moves)
 
@@ -105,27 +106,27 @@ class SlotDirectory:
         if self._free:
             return self._free.pop()
         key, slot = next(iter(self._slots.items()))
-        if slot in needed:  # then this step uses every slot
+        if slot in needed:  # the least recently used slot is needed, so this step uses every slot
             return None
         del self._slots[key]
         return slot
 
     def discard(self, keys: Iterable[bytes]) -> None:
-        """Free the slots of these contents, if they have any."""
+        """Free the slots of the contents with these keys, if they have slots."""
         for key in keys:
             slot = self._slots.pop(key, None)
             if slot is not None:
                 self._free.append(slot)
 
     def withdraw(self, saves: Iterable[SlotSave]) -> None:
-        """These copies will not be made: their slots do not have the content."""
+        """Remove the contents of copies that are not executed: their slots do not have the content."""
         for one in saves:
             if self._slots.get(one.key) == one.slot:
                 del self._slots[one.key]
         self._free = sorted(set(range(self.num_slots)).difference(self._slots.values()), reverse=True)
 
     def clear(self) -> None:
-        """Free all slots. Copies that are planned may still run: slots are written in the order of the plans."""
+        """Free all slots. Planned copies may still run, because slots are written in the order of the plans."""
         self._slots.clear()
         self._free = list(range(self.num_slots - 1, -1, -1))
 

@@ -1,10 +1,10 @@
-"""Block tables: the blocks of each row, in each group of layers. A block's index in its table is its place.
+"""Block tables: the blocks of each row, in each group of layers. The index of a block in its table is called its place.
 
 Layout, with R rows, G groups and W blocks in the longest table:
 
-    ids     int32 [R, G, W]   block ids; place p is for the tokens from p times the block size on
-    ends    int64 [R]         blocks in each table of a row, those that it gave back included
-    first   int64 [R]         for each kind of group: leading blocks that it gave back, or never had
+    ids     int32 [R, G, W]   block ids; place p has the tokens from p times the block size on
+    ends    int64 [R]         number of places in each table of a row, including blocks that the row gave back
+    first   int64 [R]         for each kind of group: number of leading blocks that the row gave back, or never had
 
     kind 0, full             [ b0 b1 b2 b3 b4 b5 ]      group 0
     kind 1, window       first = 3   [ c3 c4 c5 ]       group 1      blocks before `first` are in the pool again
@@ -33,8 +33,8 @@ Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 IntArray = npt.NDArray[np.integer]
 
-MAX_LOOP_ROWS = 3  # up to this number a loop takes less time than NumPy
-FIRST_LOOK = 16  # number of blocks compared first; it then doubles, so that short prefixes are cheap
+MAX_LOOP_ROWS = 3  # up to this number of rows a loop takes less time than NumPy
+FIRST_LOOK = 16  # number of blocks compared first; the number then doubles, so that short prefixes are cheap
 
 
 class Kind:
@@ -50,7 +50,7 @@ class Kind:
 
 
 class BlockTables:
-    """The tables of all rows, for groups of layers; `width` is the number of blocks in the longest table."""
+    """The block tables of all rows in all groups of layers; `width` is the maximum number of blocks in a table."""
 
     def __init__(self, groups: Sequence[KVGroup], width: int) -> None:
         members: dict[KVGroup, list[int]] = {}
@@ -61,7 +61,7 @@ class BlockTables:
         self.width = width
         self.row_size = self.num_groups * width
         self.offsets: Int64Array = np.arange(self.num_groups) * width
-        """[groups] where the table of each group begins in those of a row."""
+        """[groups] offset of each group's table within the tables of one row."""
         self._kind_of = [next(kind for kind in self.kinds if index in kind.groups) for index in range(self.num_groups)]
         self._has_holes = any(not group.is_full for group in groups)
         self.ids: Int32Array = np.zeros((0, self.num_groups, width), dtype=np.int32)
@@ -77,15 +77,15 @@ class BlockTables:
         self.ids = np.zeros((count, self.num_groups, self.width), dtype=np.int32)
         self.ids[: len(before), :, :used] = before[:, :, :used]
         self.flat: Int32Array = self.ids.reshape(-1)
-        # Over a read-only buffer, so that the array cannot be made writeable again.
+        # A view of a read-only buffer, so that a caller cannot make it writeable.
         self.view: Int32Array = np.asarray(self.ids.data.toreadonly())
         self.starts: Int64Array = np.arange(count) * self.row_size
 
     # ------------------------------------------------------------------ writing
 
     def place(self, row: int, table: IntArray, first: Int64Array | None = None) -> None:
-        """Give a row its tables [groups, blocks]. Each table has the blocks from its element of `first` [groups] on;
-        None: all."""
+        """Set the tables of a row to `table` [groups, blocks]. `first` [groups]: the place of the first block in each
+        table; None: each table has all blocks."""
         end = table.shape[1]
         if self.num_groups == 1:
             self.ids[row, 0, :end] = table[0]
@@ -97,15 +97,15 @@ class BlockTables:
                 kind.first[row] = first.item(kind.groups.item(0))
 
     def at(self, rows: Int64Array, places: Int64Array) -> Int64Array:
-        """[rows, groups] flat indices, in all tables, of a place of each row."""
+        """[rows, groups] flat indices into `ids` of one place of each row, in the table of each group."""
         at = self.starts[rows]
         at += places
         flat: Int64Array = at[:, None] + self.offsets
         return flat
 
     def append_one(self, rows: Int64Array, blocks: IntArray) -> Int64Array:
-        """Append a block to each table of these rows: [rows, groups], or [rows] where there is one group. Returns their
-        new `ends`."""
+        """Append a block to each table of these rows. `blocks`: [rows, groups], or [rows] if there is one group.
+        Returns the rows' new `ends`."""
         ends = self.ends[rows]
         self.flat[self.starts[rows] + ends if self.num_groups == 1 else self.at(rows, ends)] = blocks
         ends += ONE
@@ -113,7 +113,7 @@ class BlockTables:
         return ends
 
     def append_to_few(self, rows: Int64Array, blocks: IntArray, num_slots: Int64Array, block_size: int) -> None:
-        """As `append_one`, for at most `MAX_LOOP_ROWS` rows with one group. Also updates `num_slots` [R]."""
+        """Append a block to each of at most `MAX_LOOP_ROWS` rows, with one group. Also updates `num_slots` [R]."""
         flat, ends, width = self.flat, self.ends, self.width
         for index, row in enumerate(rows.tolist()):
             end = ends.item(row)
@@ -123,14 +123,14 @@ class BlockTables:
 
     def append(self, rows: Int64Array, counts: Int64Array, blocks: Int32Array) -> Int64Array:
         """Append `counts[i]` blocks to each table of `rows[i]`; `blocks` are sorted by row, place and group. Returns
-        the new `ends`."""
+        the rows' new `ends`."""
         ends = self.ends[rows]
-        if len(rows) == 1:  # a prefill's next chunk, most often
+        if len(rows) == 1:  # mostly the next chunk of a prefill
             row, end = rows.item(0), ends.item(0)
             count = len(blocks) // self.num_groups
             self.ids[row, :, end : end + count] = blocks.reshape(count, self.num_groups).T
         else:
-            # Where the first block of each row goes, less the blocks of the rows before it.
+            # Flat index of the first new block of each row, minus the number of new blocks of the rows before it.
             at = (self.starts[rows] + ends + counts - counts.cumsum()).repeat(counts)
             self.write(at + np.arange(len(at)), blocks)
         ends += counts
@@ -138,14 +138,14 @@ class BlockTables:
         return ends
 
     def write(self, at: Int64Array, blocks: Int32Array) -> None:
-        """Write `blocks`, one per group, at these flat indices of the first group's tables, and those of the other
-        groups."""
+        """Write `blocks`, one per index and group: at the flat indices `at` of the first group's tables, and at the
+        corresponding indices of the other groups' tables."""
         self.flat[at if self.num_groups == 1 else (at[:, None] + self.offsets).ravel()] = blocks
 
     # ------------------------------------------------------------------ reading
 
     def num_blocks(self, rows: Int64Array) -> Int64Array:
-        """[rows] blocks that each row holds, in all its tables."""
+        """[rows] number of blocks that each row holds, in all its tables."""
         ends = self.ends[rows]
         if not self._has_holes:
             return ends * self.num_groups
@@ -159,26 +159,29 @@ class BlockTables:
         return np.array([kind.first.item(row) for kind in self._kind_of], dtype=np.int64)
 
     def whole(self, row: int, start: int, end: int, hole: int) -> Int64Array:
-        """int64 [groups, end - start]: the blocks of a row at places `start` to `end` - 1; `hole` where it has none."""
+        """int64 [groups, end - start]: the blocks of a row at places `start` to `end` - 1; `hole` at places where the
+        row has no block."""
         table: Int64Array = self.ids[row, :, start:end].astype(INT64)
         if self._has_holes:
             table[np.arange(start, end) < self.first(row)[:, None]] = hole
         return table
 
     def blocks(self, row: int) -> Int64Array:
-        """int64: the blocks that a row holds, place by place, and at one place group by group."""
+        """int64: ids of the blocks that a row holds, place by place, and within a place group by group."""
         if self.num_groups == 1 and not self._has_holes:
             return self.ids[row, 0, : self.ends.item(row)].astype(INT64)
         return self.placed(row)[0]
 
     def placed(self, row: int) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """The blocks that a row holds, with the place and the group of each; in the order of `blocks`."""
+        """(blocks, places, groups): each block that a row holds, with its place and its group, in the order of
+        `blocks`."""
         held = np.arange(self.ends.item(row))[:, None] >= self.first(row)
         places, groups = held.nonzero()
         return self.ids[row, groups, places].astype(INT64), places, groups
 
     def num_common(self, rows: IntArray, group: int) -> int:
-        """Number of leading blocks that the tables of these rows share in a group of full attention; 0 for no row."""
+        """Number of leading blocks that the tables of these rows share in a group of full attention; 0 if `rows` is
+        empty."""
         if len(rows) == 0:
             return 0
         width = int(self.ends[rows].min())
@@ -193,8 +196,8 @@ class BlockTables:
         return width
 
     def between(self, rows: Int64Array, groups: Int64Array, starts: Int64Array, ends: Int64Array) -> Int64Array:
-        """int64: the blocks of some groups at places `starts[i]` to `ends[i]` - 1 of `rows[i]`, sorted by row, place
-        and group."""
+        """int64: the blocks of `groups` at places `starts[i]` to `ends[i]` - 1 of `rows[i]`, sorted by row, place and
+        group."""
         counts = ends - starts
         at = self.starts[rows] + starts
         total = int(counts.sum())
@@ -205,7 +208,7 @@ class BlockTables:
 
 
 def lengthened(column: npt.NDArray[Any], count: int) -> npt.NDArray[Any]:
-    """A column with `count` rows; new rows are 0."""
+    """A copy of a column, lengthened to `count` rows; new rows are 0."""
     grown = np.zeros((count, *column.shape[1:]), dtype=column.dtype)
     grown[: len(column)] = column
     return grown

@@ -1,13 +1,13 @@
 """Transfers: blocks that are held without a running row, for loads and sends of a connector.
 
-    loading    its request is parked until the host reports that the load has finished
-    loaded     its request is back in the queue, and will continue after these blocks
-    abandoned  its request no longer waits for the load, but the device may still write the blocks
-    sending    its request has finished, but the blocks are still being read
+    loading    the request is parked until the host reports that the load has finished
+    loaded     the request is back in the queue, and will continue after these blocks
+    abandoned  no request waits for the load any more, but the device may still write the blocks
+    sending    the request has finished, but the device is still reading the blocks
 
-A holding is one reference to each of its blocks. All holdings together have at most the blocks of the pool less those
-of one request of full length. So a running request, or the next to run, can always get its blocks. Two partly loaded
-requests never wait for each other, and a transfer that never finishes costs only its blocks.
+A holding has one reference to each of its blocks. All holdings together have at most as many blocks as the pool minus
+one request of full length. So a running request, or the next request to run, can always get its blocks. Two partly
+loaded requests never wait for each other, and a transfer that never finishes costs only its blocks.
 """
 
 from __future__ import annotations
@@ -38,30 +38,30 @@ class Holding:
 
     transfer_id: int
     request_id: str
-    """The request whose KV it is, or was."""
+    """Id of the request whose KV the blocks hold. The request may have finished."""
     blocks: Int64Array
-    """Blocks found in the prefix cache, then blocks to fill; both place by place over all tables."""
+    """Blocks found in the prefix cache, then blocks to fill; each part place by place over all tables."""
     num_local_blocks: int
     request: Request | None
-    """The request that will continue after them; None: they are held until the transfer finishes."""
+    """The request that will continue after the blocks; None: the blocks are held until the transfer finishes."""
     load: Load | None
-    """None: a send."""
+    """The load that fills the blocks; None: the transfer is a send."""
     table: Int64Array
-    """[groups, blocks] for a load: the beginning of its request's tables. An entry without a block is the number of
-    blocks in the pool."""
+    """[groups, blocks] the beginning of the request's block tables, for a load. An entry without a block is the number
+    of blocks in the pool."""
     num_local_places: int = 0
-    """Blocks of each table before those to fill."""
+    """Number of places of each table before the blocks to fill."""
     since: float = 0.0
-    """When a load began, on the caller's clock."""
+    """Time at which the load began, on the caller's clock."""
     is_open: bool = True
-    """Whether the host has yet to report the transfer as finished."""
+    """Whether the host has not yet reported the transfer as finished."""
 
     def end(self) -> None:
-        """The host has reported the transfer as finished."""
+        """Record that the host has reported the transfer as finished."""
         self.is_open = False
 
     def keep(self, num_places: int) -> Int64Array:
-        """Keep the blocks of the first `num_places` places of each table. Returns the others."""
+        """Keep the blocks of the first `num_places` places of each table. Returns the other blocks."""
         self.table = self.table[:, :num_places]
         is_kept = np.isin(self.blocks, self.table)
         others = self.blocks[~is_kept]
@@ -69,20 +69,20 @@ class Holding:
         return others
 
     def give_back_local(self) -> Int64Array:
-        """Keep only the blocks to fill. Returns those that were found in the prefix cache."""
+        """Keep only the blocks to fill. Returns the blocks that were found in the prefix cache."""
         local, self.blocks = self.blocks[: self.num_local_blocks], self.blocks[self.num_local_blocks :]
         self.num_local_blocks = 0
         return local
 
     def leave(self) -> None:
-        """Detach its request, which runs or no longer waits for it."""
+        """Detach the request from the holding: it runs, or no longer waits for the load."""
         if self.request is not None:
             self.request._state.hold(None)
         self.request = None
 
     @property
     def num_external_blocks(self) -> int:
-        """Blocks of each table to fill."""
+        """Number of places of each table with blocks to fill."""
         return int(self.table.shape[1]) - self.num_local_places
 
 
@@ -90,7 +90,7 @@ class External(NamedTuple):
     """The load for a request that is to be admitted."""
 
     num_tokens: int
-    """A whole number of blocks."""
+    """Number of tokens to load, in whole blocks."""
     is_async: bool
 
 
@@ -112,22 +112,22 @@ class Transfers:
         self._loaded: dict[int, Holding] = {}
         self._next_id = 0
         self.num_blocks = 0
-        """Blocks of all holdings; a block in several holdings counts for each."""
-        self._num_stuck = 0  # of these, blocks that no request waits for; their release has no known time
+        """Number of blocks of all holdings; a block in several holdings is counted several times."""
+        self._num_stuck = 0  # of `num_blocks`: blocks that no request waits for, whose release has no known time
         self._is_claimed = False
         self._preemptor: Request | None = None
         self._now = 0.0
         self.is_worth_loading: Callable[[int, int, int], bool] | None = None
-        """(first token, number of tokens, number of blocks) -> whether to load these synchronously rather than compute
-        them. None: everything that can be loaded is."""
+        """Function of (first token, number of tokens, number of blocks): whether a synchronous load of these tokens
+        takes less time than computing them. None: all tokens that can be loaded are loaded."""
 
     def compare_with(self, is_worth_loading: Callable[[int, int, int], bool]) -> None:
-        """Load synchronously only if this returns True."""
+        """Set the function that decides on each synchronous load."""
         self.is_worth_loading = is_worth_loading
 
     @property
     def num_open(self) -> int:
-        """Transfers that the host has not reported as finished."""
+        """Number of transfers that the host has not reported as finished."""
         return len(self._open)
 
     def holdings(self) -> list[Holding]:
@@ -135,7 +135,7 @@ class Transfers:
         return [*self._open.values(), *self._loaded.values()]
 
     def holders(self) -> list[Request]:
-        """Requests that wait for a load, or in the queue with a loaded prefix."""
+        """Requests that wait for a load, or wait in the queue with a loaded prefix."""
         return [holding.request for holding in self.holdings() if holding.request is not None]
 
     def next_id(self) -> int:
@@ -145,13 +145,15 @@ class Transfers:
     # ------------------------------------------------------------------ loads
 
     def open(self, preemptor: Request | None, now: float) -> None:
-        """Begin the admissions of a step. Others were preempted for `preemptor`, so it must not wait for a transfer."""
+        """Begin the admissions of a step. `preemptor`: a request for which other requests were preempted, so it must
+        not wait for a transfer."""
         self._is_claimed = False
         self._preemptor = preemptor
         self._now = now
 
     def ask(self, request: Request, match: Match) -> External | Deferral:
-        """The load after the cached tokens of a request, or why the request waits."""
+        """Ask the connector for a load after the cached tokens of a request. Returns the load, or the reason why the
+        request waits."""
         if not (request._state.may_load and request.reads_prefix_cache) or request._state.holding is not None:
             return NOTHING
         size, num_local = self._kv.block_size, match.num_tokens
@@ -168,7 +170,7 @@ class Transfers:
             count, is_async = self.connector.num_tokens_in_groups(request, num_local + saved, has)
         if count is None:
             return self._wait_for_answer(request)
-        if saved:  # tokens after them are loaded by this step too, or not at all
+        if saved:  # tokens after the saved blocks are loaded by this step too, or not at all
             count, is_async = saved + (0 if is_async else count), False
         if has is not None and count % size:  # windows have blocks only for the token after exactly `count`
             return NOTHING
@@ -190,8 +192,8 @@ class Transfers:
         return num_blocks - len(self._kv.with_external(match, num_tokens).blocks)
 
     def _num_saved_tokens(self, request: Request, num_local_tokens: int, has: BoolArray | None) -> int:
-        """Number of tokens after the local ones in blocks that this step evicts and saves, so that it can load them.
-        With several groups, `has` says which blocks are in the pool; the saved ones are added to it."""
+        """Number of tokens after the local tokens in blocks that this step evicts and saves, so that it can load them
+        again. With several groups, `has` marks the blocks in the pool; the saved blocks are marked in it, too."""
         saved, size = {save.key for save in self._kv.saves or ()}, self._kv.block_size
         start, end = num_local_tokens // size, (request.num_tokens - 1) // size
         if has is None:
@@ -213,10 +215,10 @@ class Transfers:
         return Deferral(Reason.KV_CONNECTOR, 0, blocks_queue=False)
 
     def _fit(self, num_local: int, num_external: int) -> External | Deferral:
-        """The asynchronous load of at most `num_external` blocks after `num_local` cached ones that fits beside other
-        holdings.
+        """The asynchronous load of at most `num_external` blocks, after `num_local` cached blocks, that fits in
+        `max_blocks` beside other holdings.
 
-        A load that does not fit beside the others waits for them, and no later request starts a load in this step. A
+        A load that does not fit now waits for other holdings to end, and no later request starts a load in this step. A
         load that might never fit is cut to the remaining blocks.
         """
         total = self._kv.num_blocks_to_hold(num_local + num_external)
@@ -230,7 +232,8 @@ class Transfers:
         return External(num_external * self._kv.block_size, True) if num_external else NOTHING
 
     def start(self, request: Request, load: Load, table: Int64Array, now: float) -> Holding:
-        """Hold the blocks of a load. They are referenced already, and in `table` [groups, blocks]."""
+        """Make a holding of the blocks of a load. The blocks are referenced already, and are in `table` [groups,
+        blocks]."""
         blocks = np.concatenate([load.local_blocks, load.block_ids])
         first = load.first_token // self._kv.block_size
         holding = Holding(
@@ -245,7 +248,7 @@ class Transfers:
         """The unfinished transfer with this id.
 
         Raises:
-            UnknownTransfer: there is none, or it was reported as finished before.
+            UnknownTransfer: there is no such transfer, or it was already reported as finished.
         """
         if transfer_id not in self._open:
             raise UnknownTransfer(
@@ -254,14 +257,14 @@ class Transfers:
         return self._open[transfer_id]
 
     def end(self, holding: Holding) -> None:
-        """The device has finished a transfer. If no request waits for it, `close` it next."""
+        """Record that the device has finished a transfer. If no request waits for the transfer, call `close` next."""
         del self._open[holding.transfer_id]
         holding.end()
         if holding.request is not None:
             self._loaded[holding.transfer_id] = holding
 
     def shorten(self, holding: Holding, num_places: int) -> None:
-        """Keep the blocks of the first `num_places` places of a load."""
+        """Keep the blocks of the first `num_places` places of a load, and release the other blocks."""
         others = holding.keep(num_places)
         self._kv.take_back(others)
         self.num_blocks -= len(others)
@@ -282,7 +285,8 @@ class Transfers:
         holding.leave()
 
     def let_go(self, request: Request) -> None:
-        """Release the blocks of a request that no longer waits, except those that the device may still write."""
+        """End the holding of a request that no longer waits: release its blocks, except blocks that the device may
+        still write."""
         holding = request._state.holding
         assert holding is not None
         holding.leave()
@@ -309,15 +313,15 @@ class Transfers:
 
     def hold_if_sending(self, request: Request, blocks: Int64Array, num_tokens: int) -> None:
         """Ask the connector whether the blocks of a finishing request are being sent, and if so hold them. With several
-        groups, `blocks` is [groups, blocks], -1 where there is none.
+        groups, `blocks` is [groups, blocks], -1 at places without a block.
 
-        The request's row still holds them; a further reference keeps them when the row is released.
+        The request's row still holds the blocks; a further reference keeps them when the row is released.
         """
         table, blocks = blocks, blocks.T[blocks.T >= 0]  # with several groups, place by place
         if not len(blocks) or self.num_blocks + len(blocks) > self.max_blocks:
             return
         transfer_id = self.next_id()
-        table.setflags(write=False)  # the connector may keep them
+        table.setflags(write=False)  # the connector may keep the array
         if self.connector.request_ended(request, table, num_tokens, transfer_id):
             self._kv.pool.acquire(blocks)
             self._open[transfer_id] = Holding(transfer_id, request.request_id, blocks, 0, None, None, table)
@@ -326,10 +330,11 @@ class Transfers:
 
 
 def make_transfers(config: SchedulerConfig, kv: KVCacheManager, connector: KVConnector | None) -> Transfers | None:
-    """The transfers of a connector; None without one.
+    """The `Transfers` of a connector; None without a connector.
 
     Raises:
-        ConfigError: a knob is about a connector, and there is none.
+        ConfigError: a knob needs a connector, and there is none; or `kv_groups` needs a method that the connector
+            lacks.
     """
     if connector is not None:
         if config.has_kv_groups and not has_groups(connector):

@@ -1,22 +1,22 @@
-"""Windows: gives back blocks that lie behind the windows and chunks of the rows.
+"""Windows: releases blocks that lie behind the windows and chunks of the rows ("gives them back").
 
 Layout beside the tables (`tables.py`), with R rows:
 
-    _public     int64 [R]      blocks of each table that other requests may hold or find: those of the prompt
+    _public     int64 [R]      number of blocks of each table that other requests may hold or find: the prompt's blocks
     _tails      int64 [R, 3]   places before which a window is likely to be looked up: the ends of the prompt, of its
-                               part that others have computed, and of its cache hit
-    _due_at     int64 [R]      the place at which a row that lacks a block there has one or more to give back
-    _moves_at   int64 [R]      as `_due_at`, if that one block may move to the place; -1: it may be public
+                               part that other requests have computed, and of its cache hit
+    _due_at     int64 [R]      the place such that a row that lacks a block there has one or more blocks to give back
+    _moves_at   int64 [R]      as `_due_at`, if the block to give back may move to this place; -1: it may be public
 
 A row is examined only when it reaches its `num_slots`. It then lacks a block, or a chunk of its prompt has left blocks
-behind the window. It gives these back, and gets the blocks that it lacks. Blocks that steps in flight read stay. So do
-blocks that a lookup of the row's own full blocks needs: without them, a preempted request could not reuse its generated
-tokens. So a block stays behind the window for a step if the window is a multiple of the block size, and otherwise until
-the row lacks a block. Where blocks are short, or requests wait, every row gives back all blocks behind its window
-(`give_back`).
+behind the window. The row gives these blocks back, and gets the blocks that it lacks. It keeps blocks that steps in
+flight read. It also keeps blocks that a lookup of its own full blocks needs: without them, a preempted request could
+not reuse its generated tokens. So a row keeps a block behind the window for one step if the window is a multiple of the
+block size, and otherwise until the row lacks a block. If free blocks are short, or requests wait, every row gives back
+all blocks behind its window (`give_back`).
 
-In steady decode, a row with a full window needs one new block for each block that it gives back. So it moves the old
-block to the new place in its table. Then only blocks of full attention are taken from the pool.
+In steady decode, a row with a full window needs one new block for each block that it gives back. So the row's table
+gets the old block at the new place. Then only blocks of full attention are taken from the pool.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 class Windows:
-    """Gives back the blocks behind the windows of all rows.
+    """Gives back the blocks behind the windows of all rows: see the module.
 
     Args:
-        take: allocates blocks.
-        note_return: is called when blocks are given back.
+        take: function that allocates a number of blocks.
+        note_return: function to call when blocks are given back.
     """
 
     def __init__(
@@ -64,18 +64,20 @@ class Windows:
         self.kinds = [kind for kind in tables.kinds if not kind.group.is_full]
         """The kinds of groups with windows or chunks."""
         self._moving = self.kinds[0] if len(self.kinds) == 1 and self.kinds[0].group.kind == "window" else None
-        """The kind whose blocks may move within a table, if `kinds` is a single one with windows; None: otherwise."""
+        """The kind whose blocks may move within a table: the only element of `kinds`, if it has windows; otherwise
+        None."""
         self._lag = 0
-        """A row that lacks its block at place p needs its blocks of this kind from p - `_lag` on."""
-        max_ahead = 0  # maximum number of tokens of a row in flight for which this holds
+        """Number of earlier blocks that a row needs: with its next block at place p, it needs the blocks of the kind
+        `_moving` from place p - `_lag` on."""
+        max_ahead = 0  # maximum number of tokens of a row in flight for which `_lag` holds
         if self._moving is not None:
             self._lag = -(-self._moving.group.reach // size)
             max_ahead = self._lag * size - self._moving.group.reach
         self._moves_ahead = config.max_steps_in_flight - 1 <= max_ahead
         self._lag_array = np.array(self._lag)
         self._back = np.array(self._lag + 1)
-        """Distance from a new place back to the block that moves there. For rows with fewer blocks it leads to any
-        entry."""
+        """Distance in flat indices from a new place back to the block that moves to it. For rows with fewer blocks the
+        resulting index is of an arbitrary entry."""
         moving = [] if self._moving is None else self._moving.groups.tolist()
         staying = [group for group in range(tables.num_groups) if group not in moving]
         self._num_staying = len(staying)
@@ -85,9 +87,9 @@ class Windows:
         self._max_model_len = config.max_model_len
         self._is_ahead = False
         self._count_in_flight: Callable[[int], Int64Array] | None = None
-        self._in_flight: Int64Array | None = None  # [rows] tokens of each row now; None: not counted yet
+        self._in_flight: Int64Array | None = None  # [rows] number of each row's tokens in flight; None: not counted yet
         self.lagging: set[int] = set()
-        """Rows that are examined before they lack a block."""
+        """Rows that are examined before they lack a block, to give back blocks behind a window."""
         self._public: Int64Array = np.zeros(0, dtype=np.int64)
         self._tails: Int64Array = np.zeros((0, 3), dtype=np.int64)
         self._due_at: Int64Array = np.zeros(0, dtype=np.int64)
@@ -100,18 +102,19 @@ class Windows:
             setattr(self, name, lengthened(getattr(self, name), count))
 
     def open_step(self, is_ahead: bool, count_in_flight: Callable[[int], Int64Array]) -> None:
-        """A step is being scheduled; `is_ahead`: others are in flight, whose tokens are counted on demand."""
+        """Begin to schedule a step. `is_ahead`: other steps are in flight; `count_in_flight` counts their tokens when
+        they are needed."""
         self._is_ahead, self._count_in_flight, self._in_flight = is_ahead, count_in_flight, None
 
     # ------------------------------------------------------------------ rows
 
     def num_slots(self, num_blocks: int, num_tokens: int, first: Int64Array) -> int:
-        """Tokens that a new row may hold before it is examined. These are fewer than fit its blocks, if some blocks lie
-        behind a window after the step, when the row has `num_tokens` tokens.
+        """Number of tokens that a new row may hold before it is examined. This is less than its blocks can hold if some
+        blocks lie behind a window after the step, when the row has `num_tokens` tokens.
 
         Args:
-            num_blocks: number of blocks in each of its tables, missing ones included.
-            first: [groups] the place of its first block in each table.
+            num_blocks: number of blocks in each of the row's tables, missing blocks included.
+            first: [groups] the place of the row's first block in each table.
         """
         full = num_tokens // self.block_size * self.block_size
         for kind in self.kinds:
@@ -120,7 +123,7 @@ class Windows:
         return num_blocks * self.block_size
 
     def place(self, batch: Batch, row: int, tails: tuple[int, int, int]) -> None:
-        """A row was given its tables; `tails`: see `_tails`."""
+        """Initialize the columns of a row that was given its tables. `tails`: the row of `_tails`."""
         end = self._tables.ends.item(row)
         self._public[row], self._moves_at[row] = end, -1
         self._tails[row] = tails
@@ -129,12 +132,12 @@ class Windows:
             self.lagging.add(row)
 
     def publish(self, row: int) -> None:
-        """Mark all blocks of a row as public: others may hold them."""
+        """Mark all blocks of a row as public: other requests may hold or find them."""
         self._public[row], self._moves_at[row] = self._tables.ends.item(row), -1
 
     def is_evicted_last(self, row: int, places: Int64Array, groups: Int64Array) -> BoolArray:
-        """Which blocks of a finished request are likely to be looked up: those of full attention, and those of windows
-        at the row's tails."""
+        """For each block of a finished request, whether it is likely to be looked up: blocks of full attention are, and
+        blocks in the windows before the row's `_tails`."""
         starts, ends = np.zeros((2, self._tables.num_groups, 3), dtype=np.int64)
         ends[:] = self._tails[row]
         for kind in self._tables.kinds:
@@ -149,7 +152,7 @@ class Windows:
 
     def num_blocks_of_whole(self, first: Int64Array, num_tokens: int) -> int:
         """Maximum number of blocks that a request holds at a time until it has computed `num_tokens` tokens. `first`:
-        [groups] leading blocks that it does not need."""
+        [groups] number of leading blocks that the request does not need."""
         end, count = -(-num_tokens // self.block_size), 0
         for kind in self._tables.kinds:
             limit = kind.group.max_blocks(num_tokens, self._num_in_flight, self.block_size)
@@ -157,7 +160,7 @@ class Windows:
         return count
 
     def num_owed(self, rows: Int64Array, num_tokens: Int64Array) -> Int64Array:
-        """[rows] free blocks that each row still needs until `num_tokens` of it are computed."""
+        """[rows] number of free blocks that each row still needs until its first `num_tokens` tokens are computed."""
         has = self._tables.ends[rows]
         end = np.maximum(-(-num_tokens // self.block_size), has)
         owed = np.zeros(len(rows), dtype=np.int64)
@@ -171,8 +174,8 @@ class Windows:
         return owed
 
     def give_back_and_count(self, batch: Batch, rows: Int64Array, ends: Int64Array) -> Int64Array:
-        """[rows] blocks that each row needs to hold `ends` tokens, after it has given back those behind its windows. If
-        it needs none, its `num_slots` is raised."""
+        """[rows] number of new blocks that each row needs to hold `ends` tokens, after it has given back the blocks
+        behind its windows. If a row needs no block, its `num_slots` is raised."""
         short = (ends > batch.num_slots[rows]).nonzero()[0]
         needed = np.zeros(len(rows), dtype=np.int64)
         if not len(short):
@@ -192,14 +195,14 @@ class Windows:
     # ------------------------------------------------------------------ giving back
 
     def give_back(self, batch: Batch) -> None:
-        """Release the blocks that none of the rows' next tokens reads."""
+        """Release the blocks of running rows that no further token of their row reads."""
         rows = batch.members.rows
         if len(rows):
             computed = np.minimum(batch.num_computed_tokens[rows], batch.num_tokens[rows])
             self._give_back(rows, computed - self._tokens_in_flight(batch, rows))
 
     def _final(self, batch: Batch, rows: Int64Array) -> Int64Array:
-        """[rows] tokens in full blocks that no step in flight computes or may have to recompute."""
+        """[rows] number of leading tokens, in full blocks, that no step in flight computes or may have to recompute."""
         computed = batch.num_computed_tokens[rows]
         full: Int64Array = np.minimum(computed, batch.num_tokens[rows]) // self.block_size * self.block_size
         if not self._is_ahead:
@@ -208,7 +211,7 @@ class Windows:
         return final
 
     def _tokens_in_flight(self, batch: Batch, rows: Int64Array) -> Int64Array:
-        """[rows] tokens that steps in flight compute."""
+        """[rows] number of each row's tokens that steps in flight compute."""
         if not self._is_ahead or self._count_in_flight is None:
             return batch.zeros[: len(rows)]
         if self._in_flight is None:
@@ -216,7 +219,7 @@ class Windows:
         return self._in_flight[rows]
 
     def _give_back(self, rows: Int64Array, final: Int64Array) -> None:
-        """Release the blocks to which no token after the first `final` ones attends."""
+        """Release the blocks of each row to which no token after the first `final` tokens attends."""
         has_released = False
         for kind in self.kinds:
             first = kind.first[rows]
@@ -235,8 +238,8 @@ class Windows:
             self._note_return()
 
     def _release(self, kind: Kind, rows: Int64Array, places: Int64Array, blocks: Int64Array) -> None:
-        """Release blocks of a kind: for each row and place, one of each of its groups. Cached blocks that are unlikely
-        to be looked up are evicted first, because they are many."""
+        """Release blocks of a kind: for each row and place, one block in each group of the kind. Cached blocks that are
+        unlikely to be looked up are evicted first, because they are many."""
         if not self._caches or not np.count_nonzero(self._pool.is_cached[blocks]):
             self._pool.release_any(blocks)
             return
@@ -247,7 +250,7 @@ class Windows:
         self._pool.release_any(blocks[is_tail][::-1])
 
     def _update_due(self, rows: Int64Array) -> None:
-        """Update the columns of rows whose first blocks have changed."""
+        """Update `_due_at` and `_moves_at` of rows whose first blocks have changed."""
         due = np.full(len(rows), MAX_INT, dtype=np.int64)
         for kind in self.kinds:
             next_return = kind.group.min_tokens_with((kind.first[rows] + 1) * self.block_size)
@@ -258,7 +261,8 @@ class Windows:
             self._moves_at[rows] = np.where(is_private, due, -1)
 
     def set_slots(self, batch: Batch, rows: Int64Array, ends: Int64Array) -> None:
-        """Set the number of tokens up to which rows with blocks for `ends` tokens need not be examined."""
+        """Set `num_slots`, the number of tokens up to which a row need not be examined, of rows that have blocks for
+        `ends` tokens."""
         capacity = self._tables.ends[rows] * self.block_size
         slots, full = capacity, ends // self.block_size * self.block_size
         for kind in self.kinds:
@@ -273,8 +277,8 @@ class Windows:
     # ------------------------------------------------------------------ growing by one token, or a few
 
     def grow_steadily(self, batch: Batch, rows: Int64Array, num_tokens: int | Int64Array) -> bool:
-        """As `KVCache.grow_by_one`, if each row lacks one block of each table for its next token, and has at most one
-        in each to give back. False: this may not hold, and nothing has changed."""
+        """The common case of `KVCache.grow_by_one`: each row lacks one block in each table for its next token, and has
+        at most one block in each table to give back. Returns False if this may not hold; then nothing has changed."""
         tables, kind, count = self._tables, self._moving, len(rows)
         if not isinstance(num_tokens, int) or self.lagging or count * tables.num_groups > self._pool.num_free:
             return False
@@ -306,7 +310,7 @@ class Windows:
 
     def _can_exchange(self, batch: Batch, kind: Kind, rows: Int64Array, places: Int64Array, due_at: Int64Array) -> bool:
         """Whether each of these rows has exactly one block in each table to give back, and no step that may have to be
-        recomputed reads it."""
+        recomputed reads this block."""
         if due_at.tobytes() != places.tobytes():
             return False
         if not self._is_ahead:
@@ -315,7 +319,8 @@ class Windows:
         return bool((kept > kind.first[rows]).all())
 
     def _exchange(self, kind: Kind, rows: Int64Array, places: Int64Array, due: BoolArray, at: Int64Array) -> Int64Array:
-        """[rows, groups] the next blocks of rows; rows that are `due` give back one in each table of a kind."""
+        """[rows, groups] the next block of each row and group; rows that are `due` give back one block in each table of
+        the kind."""
         moves = self._moves_at[rows] == places
         returns = due & ~moves
         ids: Int64Array = self._tables.flat[at - self._back].astype(INT64)
@@ -335,7 +340,7 @@ class Windows:
 
 
 def _as_index(indices: list[int]) -> int | slice | Int64Array:
-    """The same indices, in the form that NumPy takes fastest."""
+    """`indices` in the form that NumPy indexes with fastest: an integer, a slice or an array."""
     if len(indices) == 1:
         return indices[0]
     if indices and indices == list(range(indices[0], indices[-1] + 1)):

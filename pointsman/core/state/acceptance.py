@@ -1,7 +1,7 @@
-"""Acceptance: counts the drafts of running requests that were verified, and that were accepted.
+"""Acceptance: counts the verified and the accepted drafts of running requests.
 
-A step only stores its counts. They are added up when the running requests change, when they are read, and when the
-buffer is full. That costs a fraction of adding them to the rows in every step.
+A step only stores its counts in a buffer. The counts are added up when the running requests change, when a sum is read,
+and when the buffer is full. That costs a fraction of adding them to the rows in every step.
 """
 
 from __future__ import annotations
@@ -12,34 +12,35 @@ import numpy.typing as npt
 Int64Array = npt.NDArray[np.int64]
 Counts = npt.NDArray[np.integer]
 
-_MAX_STEPS = 128  # in the buffer
-_MAX_NUMBERS = 2**15  # counts in the buffer: they fit a processor's cache
+_MAX_STEPS = 128  # maximum number of steps in the buffer
+_MAX_NUMBERS = 2**15  # maximum number of counts in the buffer, so that it fits a processor's cache
 
 
 class Acceptance:
-    """Counts by row, and over all rows since the beginning.
+    """Numbers of verified and accepted drafts, by row and over all rows since the beginning.
 
     Args:
-        accepted_drafts: how often 0, 1, 2, ... of the drafts of a row and step became tokens; incremented here.
+        accepted_drafts: element k is how often k drafts of a row were accepted in a step; incremented here.
     """
 
     def __init__(self, accepted_drafts: list[int]) -> None:
         self._accepted_drafts = accepted_drafts
-        self._verified: Int64Array = np.zeros(0, dtype=np.int64)  # by row, like the next
+        self._verified: Int64Array = np.zeros(0, dtype=np.int64)  # [rows] verified drafts; `_accepted` likewise
         self._accepted: Int64Array = np.zeros(0, dtype=np.int64)
-        self._rows: Counts = self._verified  # of the steps in the buffer
-        self._num_steps = 0  # in the buffer
+        self._rows: Counts = self._verified  # rows of the steps in the buffer
+        self._num_steps = 0  # number of steps in the buffer
         # A copy in small integers: keeping the arrays of the steps instead takes a tenth of a step with drafts if other
         # processes use the processor's caches, too.
         kind = np.min_scalar_type(-1 - len(accepted_drafts))
         self._buffer: Counts = np.zeros((2, _MAX_NUMBERS), dtype=kind)
-        self._drafts: Counts = self._buffer[:0]  # [steps, rows], like the next
+        self._drafts: Counts = self._buffer[:0]  # [steps, rows] in the buffer; `_sampled` likewise
         self._sampled: Counts = self._drafts
         self._same: Counts | None = None  # the drafts of all steps in the buffer, if they are one array; not copied
 
     def add(self, rows: Counts, drafts: Counts, sampled: Counts) -> None:
-        """Count a step that verified `drafts` [n] of distinct `rows` [n], some of them 0, and returned `sampled` [n]
-        tokens: the accepted drafts of each row, and one more. The caller changes `drafts` no more."""
+        """Count the drafts of one step, for distinct `rows` [n]. `drafts` [n]: number of drafts verified for each row,
+        may be 0. `sampled` [n]: number of tokens returned for each row, its accepted drafts plus 1. The caller must not
+        modify `drafts` afterwards."""
         step = self._num_steps
         if rows is not self._rows or step == len(self._drafts):
             self._settle()
@@ -58,22 +59,22 @@ class Acceptance:
         self._num_steps = step + 1
 
     def add_one(self, num_accepted: int) -> None:
-        """Count the result of drafts whose request no longer has a row."""
+        """Count `num_accepted` accepted drafts of a request that no longer has a row."""
         self._accepted_drafts[num_accepted] += 1
 
     @property
     def accepted_drafts(self) -> list[int]:
-        """How often 0, 1, 2, ... of the drafts of a row and step became tokens."""
+        """Element k is how often k drafts of a row were accepted in a step."""
         self._settle()
         return self._accepted_drafts
 
     def of(self, row: int) -> tuple[int, int]:
-        """Drafts of a row that were verified since it was assigned, and how many of them were accepted."""
+        """Number of drafts of a row that were verified since the row was assigned, and number of drafts accepted."""
         self._settle()
         return (int(self._verified[row]), int(self._accepted[row])) if row < len(self._verified) else (0, 0)
 
     def leave(self, row: int) -> tuple[int, int]:
-        """As `of`, and reset the counts: the row is released."""
+        """Return the counts of a row, as `of` does, and reset them: the row is released."""
         counts = self.of(row)
         if any(counts):
             self._verified[row] = self._accepted[row] = 0
@@ -95,7 +96,7 @@ class Acceptance:
             self._verified = np.concatenate([self._verified, more])
             self._accepted = np.concatenate([self._accepted, more])
         drafts, sampled = self._drafts[:num_steps], self._sampled[:num_steps]
-        # Of each row with drafts, at least 0 were accepted.
+        # Each row with drafts had at least 0 drafts accepted.
         if self._same is not None:
             self._verified[self._rows] += self._same * num_steps
             at_least = int(np.count_nonzero(self._same)) * num_steps

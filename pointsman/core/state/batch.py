@@ -1,25 +1,25 @@
 """The columns of the running requests, one row per request, which every step reads and writes.
 
-Layout, with R rows (grown by doubling); the block tables of the same rows are those of the KV cache:
+Layout, with R rows (grown by doubling); the block table of each row is in the KV cache:
 
     num_tokens           int64 [R]     known tokens: prompt and output so far
-    num_computed_tokens  int64 [R]     tokens whose KV exists, or will when the steps in flight have run
+    num_computed_tokens  int64 [R]     tokens whose KV exists, or will exist when the steps in flight have run
     num_pending          int64 [R]     samples scheduled and not yet returned
     num_slots            int64 [R]     tokens that the row's blocks can hold (number of blocks x block size)
     token_limit          int64 [R]     number of tokens at which the request finishes
-    eos_token_id         int32 [R]     its one stop token; NO_TOKEN: none, or several (`StopFilter`)
+    eos_token_id         int32 [R]     the request's only stop token; NO_TOKEN: none, or several (`StopFilter`)
     priority             int64 [R]     smaller is more urgent
     num_preemptions      int64 [R]     how often the request was preempted
-    serial               int64 [R]     which admission the row belongs to; 0: none
-    flags                uint8 [R]     rare properties, see the constants
-    recent_tokens        int32 [R, S]  the newest tokens; S is `RECENT`, and more with drafts
+    serial               int64 [R]     number of the admission that the row belongs to; 0: none
+    flags                uint8 [R]     rare properties, see PREFILLING and the next constants
+    recent_tokens        int32 [R, S]  the newest tokens; S is `RECENT`, or more with drafts
     recent_offset        int64 [R]     the token at position p has index recent_offset + p in flat recent_tokens
     recent_limit         int64 [R]     from this number of tokens on, the tokens of a further step might not fit
 
 A row keeps its number while its request runs. `members` lists the running rows in admission order, with constant
 columns gathered once. It is replaced, never changed, when requests join or leave, so an output may keep its arrays.
 Output tokens move to the request's own array when the row's recent tokens are full, and when the row is released. So
-memory grows with the generated tokens, not with the maximum.
+memory grows with the number of generated tokens, not with `max_tokens`.
 
 A released row is reused only when every step that names it has been updated (`fenced_rows`). Unused rows hold garbage,
 except `serial`, which is 0. Bulk writes may touch them (see `Members.span`).
@@ -43,11 +43,11 @@ Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
 BoolArray = npt.NDArray[np.bool_]
 
-PREFILLING = 1  # no sample has been scheduled since its admission: known tokens are still to compute
-WATCHED = 2  # a repetition may finish it: each of its tokens is tested
-NOT_AHEAD = 4  # none of its steps is scheduled while a sample of it is in flight
-NO_SAMPLE = 16  # it samples nothing, and finishes when its prompt is computed
-ENCODER_INPUTS = 32  # its prompt has placeholders
+PREFILLING = 1  # no sample has been scheduled since the request's admission: known tokens are still to compute
+WATCHED = 2  # a repetition may finish the request: each of its tokens is tested
+NOT_AHEAD = 4  # no step of the request is scheduled while a sample of it is in flight
+NO_SAMPLE = 16  # the request samples nothing, and finishes when its prompt is computed
+ENCODER_INPUTS = 32  # the request's prompt has placeholders
 
 NO_TOKEN = -1
 STOP_FILTER_SIZE = 1 << 16  # vocabularies are two to four times as large: a stop token shares its index with few others
@@ -56,7 +56,8 @@ _STOP_MASK = np.array(STOP_FILTER_SIZE - 1)  # int64, so that masked ids of any 
 # power of two apart, these addresses would share a few sets of the processor's cache.
 RECENT, RECENT_WITH_DRAFTS = 528, 4112
 INITIAL_ROWS = 64
-# A slice is faster than a list of rows if at least SPANNED_FROM rows run, and it has at most SPAN_PER_ROW rows each.
+# A slice of the columns is faster than a list of rows if at least SPANNED_FROM rows run, and the slice has at most
+# SPAN_PER_ROW rows for each of them.
 SPANNED_FROM, SPAN_PER_ROW = 64, 4
 _COLUMNS = (
     "num_tokens",
@@ -109,10 +110,10 @@ class Members:
         set_writeable(self.serials, False)
         self._batch = batch
         self._num_flushes = -1
-        self._indices = rows  # see `indices_behind`, after that number of flushes
+        self._indices = rows  # see `indices_behind`; valid while `_num_flushes` is the batch's number of flushes
         self.span: slice | None = None
-        """A slice of the columns with these rows and free ones, if these are all running rows. None: they are too few,
-        or too few for the length of the slice."""
+        """A slice of the columns that contains these rows and free rows; used if these are all running rows. None: too
+        few rows run, absolutely or for the length of the slice."""
         if count >= SPANNED_FROM:
             end = 1 + rows.item(rows.argmax())
             if end <= SPAN_PER_ROW * count:
@@ -136,13 +137,13 @@ class Members:
         return len(self.requests)
 
     def indices_behind(self, batch: Batch) -> Int64Array:
-        """[members] the index, in flat `recent_tokens`, of the token behind position p of each row, less p."""
+        """[members] for each row: the index in flat `recent_tokens` of the token behind position p, minus p."""
         if self._num_flushes != batch.num_flushes:
             self._num_flushes, self._indices = batch.num_flushes, batch.recent_offset[self.rows] + ONE
         return self._indices
 
     def without(self, batch: Batch, requests: list[Request]) -> Members:
-        """The members without `requests`, whose rows have just been released; some need not be members."""
+        """The members without `requests`, whose rows have just been released. Some of `requests` may not be members."""
         if len(requests) == 1:  # the usual case, in a third of the time
             index = self.serials.searchsorted(requests[0]._state.serial).item()  # serials ascend
             if index < len(self.requests) and self.requests[index] is requests[0]:
@@ -152,7 +153,8 @@ class Members:
         return Members(batch, self.rows[stays], tuple(compress(self.requests, stays.tolist())))
 
     def may_stop(self, runs: Runs) -> BoolArray | None:
-        """Which tokens of `runs`, one run for each row, may be the only stop token of their row; None: none."""
+        """For each token of `runs` (one run per row), whether it may be the only stop token of its row; None: no token
+        is."""
         if self._stop_tokens is None:  # not `unique`, whose first call imports a part of NumPy in 7 ms
             self._stop_tokens = np.array(sorted({*self.eos_token_id.tolist()} - {NO_TOKEN}), dtype=np.int32)
         if not len(self._stop_tokens):
@@ -163,22 +165,23 @@ class Members:
 
 
 class StopFilter:
-    """Which sampled tokens may be a stop token of the row that sampled them, for all rows at once.
+    """Finds the sampled tokens that may be a stop token of their row, with one lookup for all rows.
 
     A row with one stop token is compared with it (`Batch.eos_token_id`). Many models have two or three stop tokens, and
-    a request may add hundreds. The filter counts these, over all rows together, by the low bits of their ids. A token
-    whose count is 0 stops no row; the few others are tested one by one, exactly.
+    a request may add hundreds. The filter counts the stop tokens of rows with several, over all these rows together, by
+    the low bits of their ids. A token whose count is 0 stops no row; the few other tokens are compared one by one with
+    the stop tokens of their row.
 
         counts  int32 [65536]   stop tokens, of rows with several of them, whose low bits are the index
     """
 
     def __init__(self) -> None:
         self.num_rows = 0
-        """Rows with several stop tokens; 0: the filter need not be called."""
+        """Number of rows with several stop tokens; 0: the filter need not be called."""
         self.counts: npt.NDArray[np.int32] = np.zeros(STOP_FILTER_SIZE, dtype=np.int32)
 
     def add(self, stop_tokens: Collection[int]) -> None:
-        """Count the stop tokens of a row, if there are several."""
+        """Count the stop tokens of a row that has several."""
         if len(stop_tokens) > 1:
             self._count(stop_tokens, 1)
 
@@ -188,7 +191,7 @@ class StopFilter:
             self._count(stop_tokens, -1)
 
     def may_stop(self, token_ids: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
-        """[len(token_ids)] False: the token is no counted stop token."""
+        """[len(token_ids)] whether each token may be a counted stop token. False: certainly not."""
         may: npt.NDArray[np.bool_] = self.counts[token_ids & _STOP_MASK] != 0
         return may
 
@@ -199,7 +202,7 @@ class StopFilter:
 
 
 class Batch:
-    """Rows for any number of requests, whose KV is in blocks of `block_size` tokens.
+    """The columns of the running requests; their KV is in blocks of `block_size` tokens.
 
     `accepted_drafts` has one element more than the maximum number of drafts of a row: see `Acceptance`.
     """
@@ -229,24 +232,25 @@ class Batch:
         self.num_prefilling = 0
         self.num_watched = 0
         self.num_with_one_stop = 0
-        """Rows with one stop token."""
+        """Number of rows with exactly one stop token."""
         self.stop_filter = StopFilter()
         self.num_not_ahead = 0
         self.num_no_sample = 0
         self.num_flushes = 0
-        """Changes whenever `recent_offset` does."""
-        self.min_tokens_left = 0  # at least so many tokens fit each row before its token limit
-        self._min_appends = 0  # at least so many tokens fit each row before it must be flushed
+        """Number of flushes so far. It changes whenever `recent_offset` changes."""
+        self.min_tokens_left = 0  # lower bound: every row can append so many tokens before its token limit
+        self._min_appends = 0  # lower bound: every row can append so many tokens before it must be flushed
         self.members = Members(self, np.zeros(0, dtype=np.int64), ())
 
     def __len__(self) -> int:
-        """Running requests."""
+        """Number of running requests."""
         return len(self.members.requests)
 
     # ------------------------------------------------------------------ rows
 
     def place(self, request: Request, num_computed_tokens: int, num_slots: int) -> int:
-        """Give a request a row and fill its columns. It runs once `join` has been called with the row."""
+        """Assign a row to a request and fill the columns of the row. The request runs once `join` has been called with
+        the row."""
         if not self._free_rows:
             self._grow()
         row = self._free_rows.pop()
@@ -277,7 +281,7 @@ class Batch:
         self.num_not_ahead += not request.runs_ahead
         self.num_no_sample += no_sample
         self._keep_recent(row, num_tokens, state.last_token_id)
-        num_appends = self._num_recent - 1 - self.max_drafts  # as left by `_keep_recent`
+        num_appends = self._num_recent - 1 - self.max_drafts  # after `_keep_recent`
         if num_appends < self._min_appends:
             self._min_appends = num_appends
         left = state.token_limit - num_tokens
@@ -287,7 +291,7 @@ class Batch:
         return row
 
     def join(self, rows: list[int], requests: list[Request]) -> None:
-        """Placed rows run from now on, after those already running."""
+        """Let placed rows run, behind the running ones in admission order."""
         members = self.members
         all_rows = np.concatenate([members.rows, rows])
         self.members = Members(self, all_rows, members.requests + tuple(requests))
@@ -317,14 +321,14 @@ class Batch:
         self.members = self.members.without(self, requests)
 
     def fence_passed(self, step_id: int) -> None:
-        """Step `step_id` and all earlier ones are over: rows that waited for them may be reused."""
+        """Free the rows that waited for step `step_id` or an earlier one: these steps are updated."""
         fenced = self.fenced_rows
         if fenced:
             self._free_rows.extend([row for step, row in fenced if step <= step_id])
             self.fenced_rows = [entry for entry in fenced if entry[0] > step_id]
 
     def lower_fences(self, newest_step: int | None) -> None:
-        """Steps after `newest_step` are void (None: all are): no row waits for them any longer."""
+        """Let no row wait for steps after `newest_step`, which were rolled back (None: all steps were)."""
         if newest_step is None:
             self._free_rows.extend(row for _, row in self.fenced_rows)
             self.fenced_rows = []
@@ -342,7 +346,8 @@ class Batch:
         self._free_rows.extend(range(2 * old - 1, old - 1, -1))
 
     def _make_views(self) -> None:
-        """Flat views of the matrices, where a scatter is faster; constant arrays that outputs share."""
+        """Make the flat views of the matrices, which are faster to write at indices, and the constant arrays that
+        outputs share."""
         self._flat_recent = self.recent_tokens.reshape(-1)
         rows = len(self.num_tokens)
         self.ones: Int64Array = np.ones(rows, dtype=np.int64)
@@ -374,8 +379,8 @@ class Batch:
     def schedule(
         self, rows: Int64Array, computed: Int64Array, counts: Int64Array, samples: BoolArray, is_first: bool
     ) -> None:
-        """Schedule `counts` further tokens of distinct running rows with `computed` tokens; rows marked in `samples`
-        sample. `is_first`: no other sample of them is in flight."""
+        """Schedule `counts` further tokens of distinct running `rows`, which have `computed` computed tokens; rows
+        marked in `samples` sample. `is_first`: no other sample of these rows is in flight."""
         members = self.members
         span = members.span if rows is members.rows else None
         if span is None or counts is not members.ones:
@@ -398,17 +403,17 @@ class Batch:
         return self._min_appends
 
     def append(self, live: Members, runs: Runs, newest: Int64Array, longest: int, is_last: bool) -> None:
-        """Append the tokens of run i to row i of `live`, some or all of the running rows, behind its token at
-        `newest[i]`.
+        """Append the tokens of run i to row i of `live` (some or all of the running rows), behind the row's token at
+        position `newest[i]`.
 
-        The longest run has at most `longest` tokens: those of one step, or `num_appends`. `is_last`: no further sample
-        of these rows is in flight.
+        The longest run has at most `longest` tokens: the maximum of one step, or `num_appends`. `is_last`: no further
+        sample of these rows is in flight.
         """
         rows, (counts, ends, token_ids) = live.rows, runs
         span = live.span if live is self.members else None
         indices = live.indices_behind(self) + newest
         is_single = len(token_ids) == len(rows)
-        if not is_single and len(token_ids) == longest * len(rows):  # all are equally long
+        if not is_single and len(token_ids) == longest * len(rows):  # all runs have the same length
             indices = (indices[:, None] + np.arange(longest)).ravel()
         elif not is_single:
             indices += counts
@@ -432,12 +437,12 @@ class Batch:
             self._flush_if_full(live.requests, rows, self.num_tokens[rows])
 
     def may_end(self, num_tokens: int) -> bool:
-        """Whether `num_tokens` further tokens would bring a running row to its token limit."""
+        """Whether a running row would reach its token limit with `num_tokens` further tokens."""
         return self.ending_rows(num_tokens) is not None
 
     def ending_rows(self, num_tokens: int) -> BoolArray | None:
-        """[members] which running rows `num_tokens` further tokens would bring to their token limits; None: none.
-        Measured only if a row may be that near its limit."""
+        """[members] whether each running row would reach its token limit with `num_tokens` further tokens; None: no row
+        would. The rows are read only if `min_tokens_left` does not exclude it."""
         if self.min_tokens_left > num_tokens:
             return None
         left = self.members.token_limit - self.num_tokens[self.members.rows]
@@ -445,7 +450,8 @@ class Batch:
         return left <= num_tokens if self.min_tokens_left <= num_tokens else None
 
     def _flush_if_full(self, requests: Sequence[Request], rows: Int64Array, num_tokens: Int64Array) -> None:
-        """Flush rows with full recent tokens. Tokens were appended to `rows`, which now have `num_tokens`."""
+        """Flush rows whose recent tokens are full. Tokens were appended to `rows`, which now have `num_tokens` known
+        tokens."""
         self._flush_full(requests, rows, num_tokens)
         running = self.members.rows
         num_appends = self.recent_limit[running] - self.num_tokens[running]
@@ -465,7 +471,7 @@ class Batch:
         self._keep_recent(rows, num_tokens, tokens[offsets + num_tokens - 1])
 
     def _keep_recent(self, rows: Int64Array | int, num_tokens: Int64Array | int, newest: Int32Array | int) -> None:
-        """Keep only the newest recent token of each of these rows, which have `num_tokens`."""
+        """Keep only the newest recent token of each of these rows, which have `num_tokens` known tokens."""
         starts = rows * self._num_recent
         self._flat_recent[starts] = newest
         self.recent_offset[rows] = starts - (num_tokens - 1)
@@ -473,13 +479,13 @@ class Batch:
         self.recent_limit[rows] = num_tokens - 1 + self._num_recent - self.max_drafts
 
     def recent(self, row: int, start: int) -> Int32Array:
-        """Tokens from `start` to the end of a row's sequence, which are not flushed yet; valid until the next
-        append."""
+        """A view of the tokens from position `start` to the end of a row's sequence, valid until the next append. They
+        are not yet flushed."""
         offset = self.recent_offset.item(row)
         return self._flat_recent[offset + start : offset + self.num_tokens.item(row)]
 
     def drafts_of(self, row: int) -> tuple[int, int]:
-        """See `Acceptance.of`."""
+        """Number of verified drafts and number of accepted drafts of a row, see `Acceptance.of`."""
         return self.acceptance.of(row)
 
     def last_tokens(self, rows: npt.NDArray[np.integer]) -> Int32Array:
@@ -488,7 +494,7 @@ class Batch:
         return tokens
 
     def flush(self, row: int, state: RequestState) -> None:
-        """Move the recent tokens to the request's own array."""
+        """Move the recent tokens of a row to the request's own array."""
         end = self.num_tokens.item(row)
         if state.num_prompt_tokens + state.num_own_output_tokens < end:
             state.take_recent(self._flat_recent, self.recent_offset.item(row), end)

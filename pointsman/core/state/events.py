@@ -2,14 +2,14 @@
 
 A `Listener` overrides the methods of the events that it needs. `Events` holds, for each kind of event, the methods to
 call: with no listener an event costs one test. Events are reported after they have happened, in order, on the thread
-that owns the scheduler. A listener reads; it must not call the scheduler.
+that owns the scheduler. A listener may read the state, and must not call the scheduler.
 
     called      a call from outside that changed something, with the arguments to repeat it
     added, refused, queued, parked, deferred, admitted, preempted, rolled_back, finished
                 what happened to one request
     stepped     a step is decided: the columnar record of all its rows
     updated     the result of a step was applied
-    ran_steps   several steps were decided and applied at once (fast-forward)
+    ran_steps   several steps were decided and applied in one call (fast-forward)
     failed      steps were rolled back
     proposed, loading, loaded
                 drafts from the host, and KV from a connector
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Call(NamedTuple):
-    """A call of the scheduler's interface, after it returned."""
+    """A call of a scheduler's method by the host, reported after the method returned."""
 
     name: str
     now: float
@@ -47,9 +47,9 @@ class Deferred(NamedTuple):
     request: Request
     reason: Reason
     missing: int
-    """How much of the resource it lacks; 0 where nothing is counted."""
+    """Amount of the resource that the request lacks, in the unit of the reason; 0 if the reason counts nothing."""
     holder: str | None
-    """The request that holds the largest share of it, or that it waits behind."""
+    """Id of the request that holds the largest share of the resource, or that this request waits behind."""
     now: float
 
 
@@ -58,13 +58,13 @@ class Admitted(NamedTuple):
 
     request: Request
     resumed: bool
-    """Whether it ran before and was preempted."""
+    """Whether the request ran before and was preempted."""
     num_cached_tokens: int
-    """Tokens that it need not compute."""
+    """Number of tokens that the request need not compute."""
     num_external_tokens: int
-    """Of these, tokens that a connector loads, or has loaded."""
+    """Number of the tokens in `num_cached_tokens` that a connector loads, or has loaded."""
     uses_prefix_cache: bool
-    """Whether the prefix cache was looked up."""
+    """Whether the prefix cache was looked up for the request."""
     now: float
 
 
@@ -72,11 +72,12 @@ class Need(NamedTuple):
     """The request for which another one is preempted, and how the victim was chosen."""
 
     request: Request
-    """The first running request in admission order that lacks blocks, or the more urgent request that is admitted."""
+    """The first running request in admission order that lacks blocks, or the more urgent waiting request that is
+    admitted."""
     num_missing_blocks: int
-    """Blocks that all running requests lack together; 0: a priority preemption."""
+    """Number of blocks that all running requests lack together; 0: a priority preemption."""
     chosen_by: str
-    """The name of the victim policy; "": none was asked."""
+    """Name of the victim policy that chose the request; "": no policy was called."""
 
 
 class Preempted(NamedTuple):
@@ -85,14 +86,14 @@ class Preempted(NamedTuple):
     request: Request
     cause: PreemptionCause
     num_lost_tokens: int
-    """Computed tokens whose KV it released."""
+    """Number of computed tokens whose KV the request released."""
     num_cached_tokens: int
-    """Of these, tokens that a prefix cache lookup would still find."""
+    """Number of the lost tokens that a prefix cache lookup would still find."""
     now: float
     recovery: Recovery | None = None
-    """How it gets back the evicted KV of these; None: it recomputes it (`preemption_mode`)."""
+    """How the request gets back lost KV that is evicted; None: by recomputing it (`preemption_mode`)."""
     need: Need | None = None
-    """None: it was preempted for no other request, see `cause`."""
+    """The request that needed the blocks or the row; None: no other request did, see `cause`."""
 
 
 class LoadStarted(NamedTuple):
@@ -105,64 +106,65 @@ class LoadStarted(NamedTuple):
 
 
 class LoadFinished(NamedTuple):
-    """A load has delivered `num_tokens`."""
+    """A load has ended: it delivered the KV of `num_tokens` tokens."""
 
     request: Request
     num_tokens: int
     failed: bool
-    """Whether it delivered less than requested, or took too long."""
+    """Whether the load delivered fewer tokens than requested, or took too long."""
     now: float
 
 
 @dataclass(slots=True)
 class StepDecision(metaclass=Documented):
-    """The record of one step, columnar: `output` has the rows, tokens and new blocks."""
+    """The record of one step; `output` has its columns: rows, tokens and new blocks."""
 
     step_id: int
     now: float
     output: SchedulerOutput | None = None
     blocked_by: Reason | None = None
-    """Why the head of the queue was not admitted; None: the queue is empty, or its head was."""
+    """Why the head of the queue was not admitted; None: the queue is empty, or its head was admitted."""
     returned_blocks: Sequence[npt.NDArray[np.int64]] = ()
-    """Blocks that requests released since the step before, one array for each; only if a listener has
-    `wants_blocks`."""
+    """Ids of the blocks that requests released since the step before, one array for each release; filled only if a
+    listener has `wants_blocks`."""
 
 
 class StepRun(NamedTuple):
-    """Steps that were decided, executed and applied at once: in each, every running request decoded one token."""
+    """Steps that were decided, executed and applied in one call: in each step, every running request decoded one
+    token."""
 
     first_step_id: int
     num_steps: int
     times: Sequence[float] | npt.NDArray[np.float64]
-    """[num_steps + 1] the start, and the end of each step, which is the start of the next."""
+    """[num_steps + 1] time of the first step's start, then of each step's end, which is the start of the next step."""
     requests: tuple[Request, ...]
     rows: npt.NDArray[np.integer]
     """[n] rows of the requests, in admission order."""
     serials: npt.NDArray[np.integer]
     num_computed_tokens: npt.NDArray[np.integer]
-    """[n] computed tokens of each row before the first step."""
+    """[n] number of computed tokens of each row before the first step."""
     block_ids: npt.NDArray[np.integer]
-    """Blocks that the rows got, in the order in which they were allocated."""
+    """Ids of the blocks that the rows got, in the order of allocation."""
     block_rows: npt.NDArray[np.integer]
-    """Parallel to `block_ids`: the index of the block's request."""
+    """Parallel to `block_ids`: the index in `requests` of the request that got the block."""
     block_steps: npt.NDArray[np.integer]
-    """Parallel to `block_ids`: the block's step, from 0."""
+    """Parallel to `block_ids`: the index of the step in which the block was allocated, from 0."""
     preempted: tuple[Request, ...]
-    """The preempted requests that the output of the first step would have reported."""
+    """Requests that were preempted before the first step, as the output of that step would have reported them."""
     finished: tuple[Request, ...]
     blocked_by: Reason | None
-    """Why the head of the queue was not admitted, in all of the steps; None: the queue is empty."""
+    """Why the head of the queue was not admitted, the same reason in all of the steps; None: the queue is empty."""
     returned_blocks: Sequence[npt.NDArray[np.int64]]
-    """Blocks that requests released since the step before, see `StepDecision`."""
+    """Ids of the blocks that requests released since the step before the first one, see `StepDecision`."""
     update: StepUpdate
-    """The update of the last step."""
+    """The scheduler's update for the last step."""
 
 
 class Listener:
-    """Follows a scheduler's decisions. Every method does nothing: override those that you need."""
+    """Receives the events of a scheduler. Every method does nothing: override the methods that you need."""
 
     wants_blocks = False
-    """Whether steps must record the released blocks."""
+    """Whether `StepDecision.returned_blocks` must be recorded."""
 
     def on_call(self, event: Call) -> None: ...
 
@@ -185,7 +187,7 @@ class Listener:
     def on_preempted(self, event: Preempted) -> None: ...
 
     def on_rolled_back(self, request: Request, now: float) -> None:
-        """The admission of the request is void, because its step failed; it is at its place in the queue again."""
+        """The admission of the request is void, because its step failed; it is back at its place in the queue."""
 
     def on_finished(self, request: Request, now: float) -> None:
         """The request finished; see its `finish_reason`."""
@@ -197,14 +199,14 @@ class Listener:
         """The result of a step was applied."""
 
     def on_steps(self, run: StepRun) -> None:
-        """Several steps were decided and applied at once. While a listener overrides `on_step` or `on_update` but not
-        this method, steps are decided one by one."""
+        """Several steps were decided and applied in one call. While a listener overrides `on_step` or `on_update` but
+        not this method, steps are decided one by one."""
 
     def on_failed(self, num_steps: int, now: float) -> None:
         """The newest `num_steps` steps in flight were rolled back."""
 
     def on_proposed(self, num_drafts: int) -> None:
-        """Drafts of the host wait for the next step."""
+        """The host proposed `num_drafts` drafts, which the next step verifies."""
 
     def on_load_started(self, event: LoadStarted) -> None: ...
 
@@ -245,8 +247,8 @@ class Events:
 
     def __init__(self, find_holder: Callable[[Request, Reason], str | None]) -> None:
         self.find_holder = find_holder
-        """Finds the request that holds the resource for which another one waits; called only if a listener overrides
-        `on_deferred`."""
+        """Function that finds the id of the request that holds the resource for which another request waits; called
+        only if a listener overrides `on_deferred`."""
         self.set(())
 
     def set(self, listeners: Iterable[Listener]) -> None:
@@ -257,41 +259,41 @@ class Events:
     def _connect(self) -> None:
         listeners = self.listeners
         self.wants_blocks = any(listener.wants_blocks for listener in listeners)
-        self.called: _Methods[Call] = _overridden(listeners, "on_call")
-        self.added: _RequestMethods = _overridden(listeners, "on_added")
-        self.refused: tuple[Callable[[Request, str, float], None], ...] = _overridden(listeners, "on_refused")
-        self.queued: _RequestMethods = _overridden(listeners, "on_queued")
-        self.parked: _RequestMethods = _overridden(listeners, "on_parked")
-        self.deferred: _Methods[Deferred] = _overridden(listeners, "on_deferred")
-        self.admitted: _Methods[Admitted] = _overridden(listeners, "on_admitted")
-        self.preempted: _Methods[Preempted] = _overridden(listeners, "on_preempted")
-        self.rolled_back: _RequestMethods = _overridden(listeners, "on_rolled_back")
-        self.finished: _RequestMethods = _overridden(listeners, "on_finished")
-        self.stepped: _Methods[StepDecision] = _overridden(listeners, "on_step")
-        self.ran_steps: _Methods[StepRun] = _overridden(listeners, "on_steps")
-        follows = {*_following(listeners, "on_step"), *_following(listeners, "on_update")}
-        self.needs_every_step = not follows <= set(_following(listeners, "on_steps"))
-        self.failed: tuple[Callable[[int, float], None], ...] = _overridden(listeners, "on_failed")
-        self.proposed: _Methods[int] = _overridden(listeners, "on_proposed")
-        self.load_started: _Methods[LoadStarted] = _overridden(listeners, "on_load_started")
-        self.load_finished: _Methods[LoadFinished] = _overridden(listeners, "on_load_finished")
-        self.updated: tuple[Callable[[SchedulerOutput, StepUpdate, float], None], ...] = _overridden(
+        self.called: _Methods[Call] = _overriding_methods(listeners, "on_call")
+        self.added: _RequestMethods = _overriding_methods(listeners, "on_added")
+        self.refused: tuple[Callable[[Request, str, float], None], ...] = _overriding_methods(listeners, "on_refused")
+        self.queued: _RequestMethods = _overriding_methods(listeners, "on_queued")
+        self.parked: _RequestMethods = _overriding_methods(listeners, "on_parked")
+        self.deferred: _Methods[Deferred] = _overriding_methods(listeners, "on_deferred")
+        self.admitted: _Methods[Admitted] = _overriding_methods(listeners, "on_admitted")
+        self.preempted: _Methods[Preempted] = _overriding_methods(listeners, "on_preempted")
+        self.rolled_back: _RequestMethods = _overriding_methods(listeners, "on_rolled_back")
+        self.finished: _RequestMethods = _overriding_methods(listeners, "on_finished")
+        self.stepped: _Methods[StepDecision] = _overriding_methods(listeners, "on_step")
+        self.ran_steps: _Methods[StepRun] = _overriding_methods(listeners, "on_steps")
+        follows = {*_overriding_listeners(listeners, "on_step"), *_overriding_listeners(listeners, "on_update")}
+        self.needs_every_step = not follows <= set(_overriding_listeners(listeners, "on_steps"))
+        self.failed: tuple[Callable[[int, float], None], ...] = _overriding_methods(listeners, "on_failed")
+        self.proposed: _Methods[int] = _overriding_methods(listeners, "on_proposed")
+        self.load_started: _Methods[LoadStarted] = _overriding_methods(listeners, "on_load_started")
+        self.load_finished: _Methods[LoadFinished] = _overriding_methods(listeners, "on_load_finished")
+        self.updated: tuple[Callable[[SchedulerOutput, StepUpdate, float], None], ...] = _overriding_methods(
             listeners, "on_update"
         )
 
 
 def send(methods: _Methods[_Event], event: _Event) -> None:
-    """Report an event to all listeners of its kind."""
+    """Report an event: call `methods`, those of all listeners for this kind of event, in order."""
     for method in methods:
         method(event)
 
 
-def _overridden(listeners: Iterable[Listener], name: str) -> tuple[Any, ...]:
-    """The methods of this name of the listeners whose class overrides it."""
-    return tuple([getattr(listener, name) for listener in _following(listeners, name)])
+def _overriding_methods(listeners: Iterable[Listener], name: str) -> tuple[Any, ...]:
+    """The bound methods called `name`, of the listeners whose class overrides this method."""
+    return tuple([getattr(listener, name) for listener in _overriding_listeners(listeners, name)])
 
 
-def _following(listeners: Iterable[Listener], name: str) -> list[Listener]:
-    """The listeners whose class overrides a method."""
+def _overriding_listeners(listeners: Iterable[Listener], name: str) -> list[Listener]:
+    """The listeners whose class overrides the method called `name`."""
     base = getattr(Listener, name)
     return [listener for listener in listeners if getattr(type(listener), name) is not base]

@@ -16,15 +16,15 @@ from pointsman.core.state.numbers import MAX_INT, checked_integer
 
 
 class Adapter(NamedTuple):
-    """Weights that are added to the model's, such as a LoRA. A different version is a different adapter."""
+    """Weights that are added to the model's weights, such as a LoRA. Another version is another adapter."""
 
     name: str
     version: int | str = 0
-    """Changes with the weights: a number that counts up, or a digest of them."""
+    """Version of the weights: a number that counts up, or a digest of the weights."""
 
 
 class EncoderEntry(NamedTuple):
-    """The embeddings of an input, as the encoder cache identifies them."""
+    """The entry of the encoder cache for the embeddings of one input."""
 
     key: str
     num_embeddings: int
@@ -34,18 +34,18 @@ class EncoderInput(NamedTuple):
     """An input of the encoder, at placeholder tokens of a prompt."""
 
     key: str
-    """Identifies the content exactly, such as a digest of it and of everything else that determines its embeddings.
-    Requests with equal keys share embeddings and cached prefixes."""
+    """Identifier of the exact content, such as a digest of the content and of everything else that determines the
+    embeddings. Requests with equal keys share embeddings and cached prefixes."""
     start: int
-    """The first placeholder's position in the prompt."""
+    """Position of the first placeholder in the prompt."""
     length: int
     """Number of consecutive placeholders."""
     num_embeddings: int | None = None
-    """Embeddings that the encoder computes, the unit of budget and cache; None: one for each placeholder, or for each
-    "1" of the mask. 0: none, and the key alone identifies the content."""
+    """Number of embeddings that the encoder computes, the unit of the encoder budget and cache. None: one for each
+    placeholder, or for each "1" of the mask. 0: none, and the key alone identifies the content."""
     mask: str | None = None
-    """[length] "1" where the model reads an embedding, "0" where it reads the token itself; None: embeddings
-    everywhere."""
+    """One character for each placeholder: "1" where the model reads an embedding, "0" where it reads the token itself;
+    None: embeddings everywhere."""
 
     def reads(self, start: int, end: int) -> bool:
         """Whether the model reads embeddings at positions `start` to `end` - 1 of the prompt."""
@@ -56,22 +56,22 @@ class EncoderInput(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The position after its last placeholder."""
+        """The position after the input's last placeholder."""
         return self.start + self.length
 
     @property
     def entry(self) -> EncoderEntry:
-        """The cache entry of its embeddings."""
+        """The entry of the encoder cache for the input's embeddings."""
         return EncoderEntry(self.key, self.length if self.num_embeddings is None else self.num_embeddings)
 
 
 def read_encoder_inputs(
     given: Sequence[EncoderInput | Sequence[Any]], num_tokens: int, of: str = "prompt"
 ) -> tuple[EncoderInput, ...]:
-    """The checked encoder inputs of a prompt of `num_tokens` tokens; errors call it `of`.
+    """The checked encoder inputs of a prompt of `num_tokens` tokens. Error messages call the prompt `of`.
 
     Raises:
-        ValueError: one is malformed, out of order, out of range, or overlaps another one.
+        ValueError: an input is malformed, out of order, out of range, or overlaps another input.
     """
     inputs: list[EncoderInput] = []
     end = 0
@@ -102,7 +102,8 @@ def read_encoder_inputs(
 
 
 def _is_usual(item: EncoderInput, minimum: int, maximum: int) -> bool:
-    """Whether an input without a mask is well-formed, and from `minimum` to at most `maximum`."""
+    """Whether an input without a mask is well-formed, and its placeholders lie between positions `minimum` and
+    `maximum`."""
     key, start, length, count, _ = item
     return (
         type(key) is str
@@ -116,18 +117,18 @@ def _is_usual(item: EncoderInput, minimum: int, maximum: int) -> bool:
 
 
 def _checked_mask(key: str, length: int, mask: Any) -> int:
-    """The number of embeddings in a mask."""
+    """Check a mask, and return its number of embeddings."""
     if not isinstance(mask, str) or len(mask) != length or mask.count("0") + mask.count("1") != length:
         raise ValueError(f"encoder input {key!r} has the mask {mask!r}; give {length} characters, each 0 or 1")
     return mask.count("1")
 
 
 class Part(NamedTuple):
-    """A continuation of a request's prompt (`Scheduler.extend`)."""
+    """A later part of a request's prompt (`Scheduler.extend`)."""
 
     token_ids: npt.NDArray[np.int32]
-    """Read-only."""
+    """The tokens of the part, in a read-only array."""
     max_tokens: int
-    """Maximum number of tokens to generate before the next part is taken; 0: the part is only computed."""
+    """Maximum number of tokens to generate before the next part is appended; 0: the part is only computed."""
     encoder_inputs: tuple[EncoderInput, ...]
-    """Their placeholders are counted from the part's own first token."""
+    """The encoder inputs of the part; their positions are relative to the part's first token."""

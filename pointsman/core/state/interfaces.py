@@ -15,11 +15,11 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class View(Protocol):
-    """The state that a policy may read: the step so far, running and waiting requests, and free blocks. It never
+    """The state that a policy may read: the step so far, running and waiting requests, and free blocks. The view never
     reveals the length of a future output.
 
     A column has an element for each running request, in admission order. Each read makes a copy: a policy that reads a
-    column twice in a decision should keep it.
+    column twice in a decision should keep the copy.
     """
 
     @property
@@ -32,104 +32,104 @@ class View(Protocol):
 
     @property
     def num_running(self) -> int:
-        """Requests that hold a row, those admitted in this step included."""
+        """Number of requests that hold a row, requests admitted in this step included."""
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue."""
+        """Number of requests in the queue."""
 
     @property
     def num_prefilling(self) -> int:
-        """Running requests whose known tokens are not all computed: partial prefills."""
+        """Number of running requests whose known tokens are not all computed: partial prefills."""
 
     @property
     def block_size(self) -> int:
-        """Tokens in a block."""
+        """Number of tokens in a block."""
 
     @property
     def num_usable_blocks(self) -> int:
-        """Blocks that requests can hold."""
+        """Number of blocks that requests can hold."""
 
     def num_slots_for(self, num_tokens: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Token slots of blocks that requests of `num_tokens` tokens hold over all groups of KV. With one group this is
-        `num_tokens`; with several, the sum over them, where a window or a chunk holds at most its size."""
+        """Number of token slots that requests of `num_tokens` tokens hold over all groups of KV. With one group this is
+        `num_tokens`; with several, the sum over the groups, where a window or a chunk holds at most its size."""
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Maximum number of further blocks that a running request needs to generate `num_tokens` tokens."""
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that no request holds, cached ones included."""
+        """Number of blocks that no request holds, cached blocks included."""
 
     @property
     def num_owed_blocks(self) -> int:
-        """Blocks that running requests still need for their known tokens (partial prefills)."""
+        """Number of blocks that running requests still need for their known tokens (partial prefills)."""
 
     @property
     def num_missing_blocks(self) -> int:
-        """Blocks that running rows need in this step beyond the free ones; for a victim."""
+        """Number of blocks that running rows need in this step beyond the free blocks; for victim policies."""
 
     @property
     def num_shared_blocks(self) -> int:
-        """Blocks of the checked request's cached prefix that other requests hold; they cost nothing."""
+        """Number of blocks of the checked request's cached prefix that other requests hold: they take no free block."""
 
     @property
     def has_prefix_cache(self) -> bool:
         """Whether blocks stay cached after use."""
 
     def num_cached_tokens(self, request: Request) -> int:
-        """Tokens of a waiting request that the prefix cache has now, so that it need not compute them. Costs a lookup;
-        0 for a request with encoder inputs."""
+        """Number of tokens of a waiting request that the prefix cache has now, so that the request need not compute
+        them. Costs a lookup; 0 for a request with encoder inputs."""
 
     # The running requests, in columns.
 
     @property
     def requests(self) -> tuple[Request, ...]:
-        """The running requests, in admission order. Requests admitted in this step appear in the next one."""
+        """The running requests, in admission order. Requests admitted in this step appear from the next step on."""
 
     @property
     def rows(self) -> Int64Array:
-        """[running] int64, read-only: their rows."""
+        """[running] int64, read-only: the row of each running request."""
 
     @property
     def num_tokens(self) -> Int64Array:
-        """[running] int64: known tokens of each: its prompt and its output so far."""
+        """[running] int64: number of known tokens of each request: its prompt and its output so far."""
 
     @property
     def num_computed_tokens(self) -> Int64Array:
-        """[running] int64: computed tokens of each: the maximum that a preemption would cost."""
+        """[running] int64: number of computed tokens of each request: the maximum that its preemption would cost."""
 
     @property
     def num_blocks(self) -> Int64Array:
-        """[running] int64: blocks in the table of each, shared ones included."""
+        """[running] int64: number of blocks in the block table of each request, shared blocks included."""
 
     @property
     def num_own_blocks(self) -> Int64Array:
-        """[running] int64: of these, blocks that no other request holds, which a preemption frees."""
+        """[running] int64: number of blocks of each request that no other request holds; its preemption frees them."""
 
     def own_blocks(self, index: int) -> int:
-        """The element of `num_own_blocks` of one running request, in O(its blocks)."""
+        """The element `index` of `num_own_blocks`, in O(blocks of this request)."""
 
     @property
     def num_kept_tokens(self) -> Int64Array:
-        """[running] int64: leading computed tokens of each that stay cached without it, because other running requests
-        hold their blocks, too."""
+        """[running] int64: number of leading computed tokens of each request that stay cached if it is preempted,
+        because other running requests hold the same blocks."""
 
     @property
     def num_left_tokens(self) -> Int64Array:
-        """[running] int64: remaining tokens until the limits of each (`max_tokens`, the model's length)."""
+        """[running] int64: number of tokens until each request reaches its limit (`max_tokens`, the model's length)."""
 
     @property
     def num_preemptions(self) -> Int64Array:
-        """[running] int64: how often each was preempted, for whatever cause."""
+        """[running] int64: number of preemptions of each request, for any cause."""
 
     @property
     def priority(self) -> Int64Array:
-        """[running] int64: smaller is more urgent."""
+        """[running] int64: priority of each request; smaller is more urgent."""
 
 
 class Order(Protocol):
-    """A queue of waiting requests. An object serves one scheduler. `FirstComeFirstServed` is one to start from.
+    """A queue of waiting requests. An object of this protocol serves one scheduler. Start from `FirstComeFirstServed`.
 
     Optional methods, as in `core/policy/policy.py`: `attach` (to keep the view), `guaranteed_steps` (without it, steps
     are decided one by one while requests wait), `reason` and the events of a listener.
@@ -137,25 +137,26 @@ class Order(Protocol):
 
     name: str
     is_preemptive: bool
-    """Whether running requests may be preempted for a waiting one of strictly smaller `priority`."""
+    """Whether running requests may be preempted for a waiting request of strictly smaller `priority`."""
 
     def push(self, request: Request) -> None:
-        """Insert a request; one that ran before goes to the front of its class."""
+        """Insert a request. A request that ran before goes to the front of its class."""
 
     def pop(self) -> Request:
         """Remove and return the head."""
 
     def put_back(self, requests: Sequence[Request]) -> None:
-        """Return requests that were popped in this order, each to its place. Nothing was pushed since."""
+        """Return requests, in the order in which they were popped, each to its place in the queue. Nothing was pushed
+        since."""
 
     def peek(self) -> Request:
-        """The head. The queue is not empty."""
+        """The head, without removing it. Called only if the queue is not empty."""
 
     def remove(self, request: Request) -> None:
         """Remove a queued request from any place."""
 
     def position(self, request: Request) -> int:
-        """The number of requests before it. For explanations: may cost O(n)."""
+        """The number of requests before a queued request. For explanations: may cost O(n)."""
 
     def __len__(self) -> int: ...
 
@@ -165,23 +166,25 @@ class Order(Protocol):
 
 
 class Eviction(Protocol):
-    """Chooses the cached blocks that are retained: evicted only if no other block is free (`kv/retained.py`).
+    """Chooses the cached blocks that are retained, which are evicted only if no other block is free (`kv/retained.py`).
 
     Optional methods, as in `core/policy/policy.py`: `attach` and the events of a listener.
     """
 
     name: str
     share: float
-    """Maximum share of the usable blocks that is retained, 0 to 1; 0: none is, and the policy is not called."""
+    """Maximum share of the usable blocks that is retained, 0 to 1; 0: no block is, and the policy is not called."""
     per_tenant: bool
-    """Whether this share is divided evenly among the tenants."""
+    """Whether `share` is divided evenly among the tenants."""
 
     def started(self, request: Request, labels: Int64Array) -> None:
-        """A request was admitted with cached blocks: the label of each ([blocks] int64), 0 for one that has none."""
+        """A request was admitted with cached blocks. `labels`: [blocks] int64, the label of each cached block, 0 for a
+        block without label."""
 
     def retained(self, request: Request, num_blocks: int, now: float) -> tuple[int, float, int]:
-        """A request has finished with `num_blocks` cached blocks. Returns how many of the first ones are retained,
-        until when (seconds of `now`; inf: as long as the bounds allow), and the label of all, 0 to 2**31 - 1."""
+        """A request has finished with `num_blocks` cached blocks. Returns the number of leading blocks to retain, the
+        time until which they are retained (on the clock of `now`; inf: as long as the bounds allow), and their label, 0
+        to 2**31 - 1."""
 
 
 class Victim(Protocol):
@@ -190,5 +193,5 @@ class Victim(Protocol):
     name: str
 
     def choose(self, view: View, asking: int) -> int:
-        """Choose the request to preempt for the one at index `asking`. Returns an index into the columns of the view,
-        maybe `asking` itself."""
+        """Choose the request to preempt for the request at index `asking`. Returns an index into the columns of the
+        view, possibly `asking` itself."""

@@ -22,10 +22,10 @@ class KVGroup(NamedTuple):
     """Layers whose KV is in the same blocks."""
 
     kind: Kind = "full"
-    """"full": a token attends to all tokens before it. "window": to the newest `size`, its own included. "chunk": to
-    those since the last multiple of `size`."""
+    """Tokens that a token attends to. "full": all tokens up to its own. "window": the newest `size` tokens, its own
+    included. "chunk": all tokens since the last multiple of `size`."""
     size: int = 0
-    """In tokens; 0 for "full"."""
+    """Size of the window or chunk, in tokens; 0 for "full"."""
 
     @property
     def is_full(self) -> bool:
@@ -50,7 +50,7 @@ class KVGroup(NamedTuple):
         return num_tokens * 0
 
     def min_tokens_with(self, num_skipped: Tokens) -> Tokens:
-        """Minimum number of tokens with `num_skipped` (at least 1) skipped ones; not for "full"."""
+        """Minimum number of tokens of which `num_skipped` (at least 1) are skipped; not for "full"."""
         if self.kind == "window":
             return num_skipped + self.reach
         return -(-num_skipped // self.size) * self.size
@@ -71,10 +71,10 @@ FULL = KVGroup()
 
 
 class AttendedBlocks:
-    """For each group, the blocks of a sequence that the token after them attends to.
+    """For each group, the blocks of a sequence that the sequence's next token attends to.
 
     Args:
-        block_size: tokens per block.
+        block_size: number of tokens per block.
         max_blocks: number of blocks of the longest sequence.
     """
 
@@ -91,8 +91,8 @@ class AttendedBlocks:
         to.
 
         Args:
-            has: [groups, blocks] whether a group has the block, from `start` on. The groups have all blocks that the
-                token after the first `start` blocks attends to.
+            has: [groups, blocks] whether each group has the block, from block `start` on. Of the blocks before `start`,
+                the groups must have all that the token after them attends to.
         """
         count: int = has.shape[1]
         if np.count_nonzero(has) == has.size:
@@ -104,13 +104,13 @@ class AttendedBlocks:
 
 def text_of(groups: tuple[KVGroup, ...]) -> str:
     """The groups in words: "2 groups of full attention, 5 of a window of 1024"."""
-    words = [f"{count} of {_words(group)}" for group, count in Counter(groups or (FULL,)).items()]
+    words = [f"{count} of {_group_in_words(group)}" for group, count in Counter(groups or (FULL,)).items()]
     first, *others = words
     number, _, rest = first.partition(" ")
     return ", ".join([f"{number} group{'s' * (number != '1')} {rest}", *others])
 
 
-def _words(group: KVGroup) -> str:
+def _group_in_words(group: KVGroup) -> str:
     return "full attention" if group.is_full else f"a {group.kind} of {group.size}"
 
 
@@ -118,15 +118,15 @@ def layers_per_group(kinds: Sequence[tuple[int, int]], max_groups: int) -> int:
     """The number of layers per group that minimizes the KV of a request.
 
     The blocks of all groups are from one pool and have memory for the same number of layers. If the last group of a
-    kind has fewer layers, the rest of its blocks is wasted. Large groups waste more; small groups are many, and each
-    takes time in every step.
+    kind has fewer layers, the rest of its blocks is wasted. Large groups waste more memory. With small groups there are
+    many of them, and each takes time in every step.
 
     Args:
-        kinds: for each kind of layers that attend alike: the blocks that a group takes, and the number of layers.
+        kinds: for each kind of layers that attend alike: (number of blocks that a group takes, number of layers).
         max_groups: maximum number of groups; with more kinds than that, one group for each kind.
     """
     best, min_cost = 0, 0
-    for size in range(max(layers for _, layers in kinds), 0, -1):  # of sizes that cost the same, the largest
+    for size in range(max(layers for _, layers in kinds), 0, -1):  # of equal costs, the largest size
         counts = [-(-layers // size) for _, layers in kinds]
         cost = size * sum(count * blocks for count, (blocks, _) in zip(counts, kinds, strict=True))
         if sum(counts) <= max(max_groups, len(kinds)) and (not best or cost < min_cost):

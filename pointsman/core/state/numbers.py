@@ -1,7 +1,7 @@
-"""Fast forms of numbers for NumPy, and checks of the integers that callers give.
+"""NumPy constants and helpers that save time in every step, and checks of the integers that callers pass.
 
-A step consists of NumPy calls whose time is mostly overhead. The forms here take at most half the time of the plain
-ones.
+A step consists of NumPy calls whose time is mostly overhead. With these constants and helpers a call takes at most half
+the time.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy.typing as npt
 Int64Array = npt.NDArray[np.int64]
 
 MAX_INT = 2**31 - 1
-"""Token ids and numbers of blocks are passed as int32."""
+"""Maximum of token ids and of numbers of blocks, which are passed as int32."""
 
 INT32, INT64, BOOL = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.bool_)
 UINT32, UINT64 = np.dtype(np.uint32), np.dtype(np.uint64)
 ONE: Int64Array = np.array(1)
-"""An array without dimensions, like the next ones: a Python number is converted at every use."""
+"""The number 1 as an array without dimensions, like the next constants: NumPy converts a Python number at every use."""
 TWO: Int64Array = np.array(2)
 ZERO: Int64Array = np.array(0)
 TRUE: npt.NDArray[np.bool_] = np.array(True)
@@ -29,12 +29,13 @@ for _constant in (ONE, TWO, ZERO, TRUE, FALSE):
     _constant.flags.writeable = False
 
 set_writeable: Callable[[npt.NDArray[Any], bool], None] = cast(Any, np.ndarray.setflags)
-"""`set_writeable(array, False)` makes an array read-only: by position, in less than half the time of the keyword."""
+"""`set_writeable(array, False)` makes an array read-only: with the flag as a positional argument, in less than half the
+time of the keyword."""
 
 
 def largest(values: Int64Array) -> int:
-    """The largest of one or more values, or more than any int64 if one of them is negative. So one comparison finds any
-    value that is out of range.
+    """The largest of one or more values, or a number above every int64 if a value is negative. So one comparison finds
+    any value that is out of range.
 
     `argmax` takes a quarter of the time of a reduction.
     """
@@ -43,12 +44,12 @@ def largest(values: Int64Array) -> int:
 
 
 def checked_integer(name: str, value: object, minimum: int, maximum: int = MAX_INT) -> int:
-    """The value as a Python int.
+    """The value as a Python int, if it is an integer in range.
 
     Raises:
-        ValueError: it is no integer, or not between `minimum` and `maximum`.
+        ValueError: the value is no integer, or not between `minimum` and `maximum`.
     """
-    if type(value) is int and minimum <= value <= maximum:  # as nearly always
+    if type(value) is int and minimum <= value <= maximum:  # the usual case
         return value
     if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
         raise ValueError(f"{name} is {value!r}; it must be an integer")
@@ -61,7 +62,7 @@ def checked_priority(value: object) -> int:
     """A priority, any 64-bit value: callers may use a time in nanoseconds, or a remaining time.
 
     Raises:
-        ValueError: it is no such integer.
+        ValueError: the value is no integer of 64 bits.
     """
     return checked_integer("priority", value, -(2**63), 2**63 - 1)
 
@@ -69,10 +70,10 @@ def checked_priority(value: object) -> int:
 def flat_integers(
     name: str, values: npt.NDArray[np.integer] | Sequence[int], error: type[Exception]
 ) -> npt.NDArray[np.int64]:
-    """The values as an array of int64: in the caller's own memory if they are int64 already.
+    """The values as an array of int64, without a copy if they are int64 already.
 
     Raises:
-        error: they are no flat sequence of integers.
+        error: the values are no flat sequence of integers.
     """
     try:
         given = np.asarray(values)
@@ -88,22 +89,23 @@ def flat_integers(
 def flat_tokens(
     values: npt.NDArray[np.integer] | Sequence[int], count: int, wanted: str, origin: str, error: type[Exception]
 ) -> npt.NDArray[np.int32]:
-    """`count` token ids as a new int32 array; errors give the reason for the count (`wanted`) and the `origin`.
+    """`count` token ids as a new int32 array; error messages contain the reason for the count (`wanted`) and the
+    `origin` of the tokens.
 
     Raises:
-        error: they are no flat sequence of that many integers from 0 to MAX_INT.
+        error: the values are no flat sequence of `count` integers from 0 to MAX_INT.
     """
     if (
         isinstance(values, np.ndarray)
         and values.dtype is INT32
         and values.shape == (count,)
         and (not count or values.item(values.argmin()) >= 0)
-    ):  # as in most steps
+    ):  # the usual case
         return values.copy()  # type: ignore[return-value]
-    # int32, or nearly. `in` and `is` compare identities first: that takes a fifth of the time of comparing types.
+    # int32 or uint32. `in` and `is` compare identities first: that takes a fifth of the time of comparing types.
     if isinstance(values, np.ndarray) and (kind := values.dtype) in (INT32, UINT32):
         given: npt.NDArray[np.integer] = values if kind is INT32 else values.view(INT32)
-        fits = not given.size or given.item(given.argmin()) >= 0  # ids too large for int32 are negative in it
+        fits = not given.size or given.item(given.argmin()) >= 0  # ids too large for int32 are negative in `given`
     else:
         wide = flat_integers("token_ids", values, error)
         given, fits = wide, not wide.size or largest(wide) <= MAX_INT

@@ -3,7 +3,7 @@
 An output has n rows: continued requests first, in admission order, then the requests admitted in this step.
 
 Outputs and updates are read-only: attributes cannot be assigned, sequences are tuples, arrays are flagged unwritable. A
-host may keep all of it; the scheduler never changes it afterwards.
+host may keep an output or an update; the scheduler never changes it afterwards.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ class Load:
     """Blocks that the host fills from outside the pool."""
 
     transfer_id: int
-    """Unique per scheduler."""
+    """Id of the transfer, unique per scheduler."""
     request: Request
     local_blocks: IntArray
-    """int64: the request's blocks before them, whose content is in the pool."""
+    """int64: the request's blocks before the loaded ones; their content is in the pool."""
     block_ids: IntArray
     """[m] int64: the blocks to fill, in order."""
     first_token: int
-    """Position in the request of the first token of `block_ids[0]`, a multiple of the block size."""
+    """Position of the first token of `block_ids[0]` in the request, a multiple of the block size."""
     num_tokens: int
-    """A multiple of the block size; without `kv_groups`, m blocks. With `kv_groups` the load fills the blocks of each
-    group that the next token attends to and the pool does not have."""
+    """Number of tokens to load, a multiple of the block size; without `kv_groups`, m blocks. With `kv_groups` the load
+    fills the blocks of each group that the next token attends to and the pool does not have."""
     is_async: bool
     block_groups: IntArray = field(default_factory=lambda: NO_INTS)
-    """With `kv_groups`, [m] int64: the group of each block to fill."""
+    """With `kv_groups`, [m] int64: the index of the group that each block to fill belongs to."""
     block_places: IntArray = field(default_factory=lambda: NO_INTS)
-    """With `kv_groups`, [m] int64, ascending: the index of each in the table of its group."""
+    """With `kv_groups`, [m] int64, ascending: the index of each block to fill in the block table of its group."""
 
     @property
     def request_id(self) -> str:
@@ -61,9 +61,9 @@ class Save(NamedTuple):
 
     block_id: int
     key: bytes
-    """The name of its content, see `kv/digests.py`."""
+    """The key of the block's content, see `kv/digests.py`."""
     group: int = 0
-    """The group of layers whose KV it is."""
+    """Index of the group of layers whose KV the block holds."""
 
 
 @dataclass(slots=True, eq=False)
@@ -71,74 +71,82 @@ class OutputFields(metaclass=Documented):
     """The fields of a `SchedulerOutput`, assignable while the step is decided."""
 
     step_id: int
-    """Counts up from 0, one per call of `schedule`."""
+    """Number of the step: counts up from 0, one per call of `schedule`."""
     total_num_scheduled_tokens: int
-    """Tokens over all rows. 0 is legal: nothing to execute, but `update` is still called."""
+    """Number of scheduled tokens over all rows. 0 is legal: nothing to execute, but `update` is still called."""
     num_continued: int
-    """Rows [0, num_continued) ran before; rows [num_continued, n) are admitted in this step."""
+    """Number of continued rows: rows [0, num_continued) ran before; rows [num_continued, n) are admitted in this
+    step."""
     resync: bool
-    """True from the first output after a failed step until every request that ran then has been in an output:
-    `block_ids` holds the full table of every row."""
+    """Whether `block_ids` holds the full block table of every row. True from the first output after a failed step until
+    every request that was running at the failure has been in an output."""
 
     requests: Sequence[Request]
     """[n] the requests, in row order."""
     rows: IntArray
-    """[n] int64: the scheduler's row of each request; stable while the request runs, reused afterwards."""
+    """[n] int64: the scheduler's row of each request; constant while the request runs, reused afterwards."""
     serials: IntArray
-    """[n] int64: the admission that the row belongs to; another serial means another admission."""
+    """[n] int64: number of the admission that the row belongs to; another serial means another admission."""
     num_computed_tokens: IntArray
-    """[n] int64: tokens whose KV exists before this step; the first position that this step computes."""
+    """[n] int64: number of each row's tokens whose KV exists before this step; also the first position that this step
+    computes."""
     num_scheduled_tokens: IntArray
-    """[n] int64, each at least 1: tokens that this step computes."""
+    """[n] int64, each at least 1: number of tokens that this step computes for each row."""
     samples: BoolArray
-    """[n] bool: whether the row's last position yields a token (False: a chunk that ends inside the known tokens)."""
+    """[n] bool: whether a token is sampled at the row's last position. False: the row is a chunk that ends before the
+    last known token."""
     num_draft_tokens: IntArray
-    """[n] int64: number of the row's scheduled tokens, at their end, that are drafts. Such a row computes one token
-    beside them, and each of its positions may yield a token: see `StepResult.counts`."""
+    """[n] int64: number of drafts, which are the last of the row's scheduled tokens. A row with drafts computes one
+    token before them, and each of its positions may yield a token: see `StepResult.counts`."""
     draft_token_ids: IntArray
     """Ragged int32: the drafts, in row order."""
     completes: IntArray
     """[m] int64: row indices (0 to n - 1) that compute the end of a prompt for which nothing is sampled (`max_tokens`
-    0). The request finishes with this step's update; the host decides how to use its hidden states."""
+    0). The request finishes with this step's update; the host decides how to use the row's hidden states."""
 
     num_cached_tokens: IntArray
-    """[n - num_continued] int64: tokens of each admitted row that need not be computed: they were found in the prefix
-    cache, or are loaded."""
+    """[n - num_continued] int64: number of tokens of each admitted row that need not be computed: they are in the
+    prefix cache, or are loaded."""
     num_external_tokens: IntArray
-    """[n - num_continued] int64: of these, tokens that come from a connector, loaded before or for this step."""
+    """[n - num_continued] int64: number of the tokens in `num_cached_tokens` that a connector loaded before this step
+    or loads for it."""
     is_resumed: BoolArray
     """[n - num_continued] bool: whether the admitted row ran before and was preempted."""
 
     block_ids: IntArray
-    """Ragged int32: new blocks of continued rows, all blocks of admitted rows (and of every row if `resync`)."""
+    """Ragged int32: ids of the new blocks of continued rows and of all blocks of admitted rows (of every row if
+    `resync`)."""
     block_rows: IntArray
-    """int64, parallel to `block_ids` and ascending: the index (0 to n - 1) of the row that each block is for."""
+    """int64, parallel to `block_ids` and ascending: the index (0 to n - 1) of the row that each block belongs to."""
 
     encoder_inputs: Sequence[tuple[Request, int]]
     """Encoder inputs to compute in this step, before the model runs: (request, index into its `encoder_inputs`). All
-    others that the rows need were computed before, and not freed since."""
+    other encoder inputs that the rows need were computed before, and not freed since."""
     freed_encoder_entries: Sequence[EncoderEntry]
-    """Embeddings to free before anything is computed, if the host has them: one may be recomputed in this step."""
+    """Entries whose embeddings the host frees, if it has them, before it computes anything: one may be recomputed in
+    this step."""
 
     preempted: Sequence[Request]
-    """Requests that lost their row since the last output. A host drops their rows first: one may be resumed here."""
+    """Requests that lost their row since the last output. A host drops these requests' rows before it reads `admitted`:
+    a preempted request may be resumed in this step."""
     finished: Sequence[Request]
-    """Requests that finished since the last output, each once; after this their ids are free again. A host drops them
-    first: an id may be among the new ones."""
+    """Requests that finished since the last output, each once; then their ids are free again. A host drops these
+    requests before it reads `admitted`: a new request may have the id of a finished one."""
 
     num_common_prefix_blocks: int = 0
-    """With `count_common_prefix`: number of blocks that the tables of all rows begin with.
-    Some may be written in this step: without a causal mask, read no further than the least `num_computed_tokens`."""
+    """With `count_common_prefix`: number of blocks that the tables of all rows begin with. This step may write to some
+    of these blocks: without a causal mask, read no further than the least `num_computed_tokens`."""
     loads: Sequence[Load] = ()
-    """Loads from a connector, see `kv/connector.py`: before the step computes or, if asynchronous, from now on."""
+    """Loads from a connector, see `kv/connector.py`. The host completes synchronous loads before the step computes, and
+    starts asynchronous loads."""
     saves: Sequence[Save] = ()
-    """Evicted blocks: copy them out first, in this order, or their content is lost."""
+    """Evicted blocks. The host copies them out in this order, before anything else, or their content is lost."""
     block_groups: IntArray = field(default_factory=lambda: NO_INTS)
-    """With `kv_groups`, parallel to `block_ids`, int64: the index of the group that each block is for."""
+    """With `kv_groups`, parallel to `block_ids`, int64: the index of the group that each block belongs to."""
     block_places: IntArray = field(default_factory=lambda: NO_INTS)
-    """With `kv_groups`, parallel to `block_ids`, int64: its index in the table of the row and the group; index i is for
-    the tokens from i times the block size on. Do not read places that were never named, or whose block is behind the
-    window: the block may be another request's."""
+    """With `kv_groups`, parallel to `block_ids`, int64: the index of each block in the block table of its row and
+    group; index i holds the tokens from i times the block size on. Do not read table entries that were never set, or
+    that lie before the window: the block may be another request's."""
 
 
 class SchedulerOutput(Sealed, OutputFields):
@@ -149,7 +157,7 @@ class SchedulerOutput(Sealed, OutputFields):
 
     @property
     def num_rows(self) -> int:
-        """n: the requests that run in this step."""
+        """n: number of requests that run in this step."""
         return len(self.requests)
 
     @property
@@ -160,7 +168,7 @@ class SchedulerOutput(Sealed, OutputFields):
 
     @property
     def continued(self) -> Sequence[Request]:
-        """Requests that ran before and continue."""
+        """Requests that ran before this step and continue in it."""
         return self.requests[: self.num_continued]
 
     @property
@@ -170,7 +178,7 @@ class SchedulerOutput(Sealed, OutputFields):
 
     @property
     def adapters(self) -> list[Adapter | None]:
-        """[n] the adapter of each row; None: the model alone. At most `max_loras` different ones."""
+        """[n] the adapter of each row; None: the model alone. At most `max_loras` different adapters."""
         return [request.adapter for request in self.requests]
 
     @property
@@ -190,17 +198,18 @@ class SchedulerOutput(Sealed, OutputFields):
 
     @property
     def decode(self) -> list[Request]:
-        """Requests that compute just the token they sampled last, and drafts after it."""
+        """Requests that compute only the token that they sampled last, and drafts after it."""
         return [request for request, decodes in zip(self.requests, self._decodes(), strict=True) if decodes]
 
     @property
     def num_attended_tokens(self) -> int:
-        """Sum, over the tokens of the step, of the positions that each attends to, its own included."""
+        """Sum over the tokens of the step: number of positions that the token attends to, its own included."""
         computed, tokens = self.num_computed_tokens, self.num_scheduled_tokens
         return int(tokens.dot(computed)) + (int(tokens.dot(tokens)) + self.total_num_scheduled_tokens) // 2
 
     def num_pending(self) -> IntArray:
-        """[n] int64: the results of this step that the scheduler waits for, by row: a sample, or a completed prompt."""
+        """[n] int64: number of results of this step that the scheduler waits for in each row: a sample, or a completed
+        prompt."""
         pending: IntArray = self.samples.astype(np.int64)
         if len(self.completes):
             pending[self.completes] += 1
@@ -219,10 +228,10 @@ class SchedulerOutput(Sealed, OutputFields):
 
 
 class Copies(NamedTuple):
-    """The copies of a host between the pool and its memory before a step computed."""
+    """The copies that a host made between the pool and its own memory before a step computed."""
 
     num_blocks: int
-    """In both directions."""
+    """Number of copied blocks, in both directions together."""
     seconds: float
 
 
@@ -231,21 +240,23 @@ class StepResult(metaclass=Documented):
     """The model's result for one output."""
 
     token_ids: IntArray | Sequence[int]
-    """Sampled tokens, ragged, in row order; an int32 array costs least."""
+    """Sampled tokens, ragged, in row order; an int32 array is the fastest to check."""
     counts: IntArray | Sequence[int] | None = None
-    """[n] tokens of each row; None: one for each row with `samples`, none for the others. A row with d drafts has 1 to
-    1 + d: the drafts that the model accepts, and the token that it samples after them."""
+    """[n] number of tokens of each row; None: one for each row with `samples`, 0 for the other rows. A row with d
+    drafts has 1 to 1 + d tokens: the drafts that the model accepts, and the token that it samples after these
+    drafts."""
     errors: Mapping[int, str] = field(default_factory=dict)
-    """Row index (0 to n - 1) -> message: that request finishes with FINISHED_ERROR; it has no token here."""
+    """Error message by row index (0 to n - 1). The request of the row finishes with FINISHED_ERROR; `token_ids` has no
+    token for the row."""
     step_time: float | None = None
-    """Seconds that the step took on the host, if known."""
+    """Time that the step took on the host, in seconds; None: not known."""
     unsampled: Collection[int] = ()
-    """Row indices (0 to n - 1) with `samples` for which the host computed the KV and has no token. Such a request keeps
-    its tokens, is preempted if it still runs, and samples again once it is admitted again. Its samples of later steps
-    in flight are dropped."""
+    """Row indices (0 to n - 1) with `samples` for which the host computed the KV and has no token. The request of such
+    a row keeps its tokens, is preempted if it still runs, and samples again once it is admitted again. The request's
+    samples of later steps in flight are dropped."""
     copies: Copies | None = None
-    """The output's saves and synchronous loads that the host copied; None: none. The time that a step waits for them is
-    part of its time. `preemption_mode` "cheaper" uses it."""
+    """The host's copies for the output's saves and synchronous loads; None: no copies. The time that a step waits for
+    the copies is part of `step_time`. `preemption_mode` "cheaper" uses their measured time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -253,25 +264,27 @@ class UpdateFields(metaclass=Documented):
     """The fields of a `StepUpdate`, assignable while the result is applied."""
 
     token_ids: IntArray
-    """Tokens that were appended, ragged, parallel to the output's requests."""
+    """Appended tokens, ragged, in the order of the output's rows."""
     counts: IntArray
-    """[n] int64: how many of `token_ids` belong to each row; 0 where a request had finished or sampled nothing."""
+    """[n] int64: number of `token_ids` of each row; 0 where a request had finished or sampled nothing."""
     requests: Sequence[Request]
-    """[n] The output's requests."""
+    """[n] the requests of the step's output, in row order."""
     finished: Sequence[Request] = ()
-    """Requests that finished by this update, in row order."""
+    """Requests that this update finished, in row order."""
     completed_parts: Sequence[Request] = ()
-    """Requests that completed their present part, in row order: they wait for the next part, or continue with it."""
+    """Requests that completed their present part of the prompt, in row order: they wait for the next part, or continue
+    with it."""
 
 
 class StepUpdate(Sealed, UpdateFields):
-    """The part of a step result that `Scheduler.update` applied. Read-only. `new_tokens` has it by request."""
+    """The part of a step result that `Scheduler.update` applied. Read-only. `new_tokens` lists the tokens by
+    request."""
 
     __slots__ = ()
 
     def new_tokens(self) -> list[tuple[Request, list[int]]]:
         """Each request of the step's output with the tokens that this update appended to it, in row order; an empty
-        list where it had finished or sampled nothing."""
+        list for a request that had finished or sampled nothing."""
         token_ids, found, end = self.token_ids.tolist(), [], 0
         for request, count in zip(self.requests, self.counts.tolist(), strict=True):
             start, end = end, end + count

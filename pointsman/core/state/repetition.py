@@ -2,8 +2,8 @@
 
 The definition is vLLM's: the output ends in `min_count` copies, one after the other, of some pattern of
 `min_pattern_size` to `max_pattern_size` tokens. This holds for a pattern of p tokens if each of the last p x (min_count
-- 1) tokens equals the token p positions before it. So it is enough to count, for every p, the consecutive tokens that
-do. A new token costs three array operations over p, for any output and pattern.
+- 1) tokens equals the token p positions before it. So it is enough to count, for every p, the consecutive newest tokens
+that equal the token p positions before. A new token costs three array operations over p, for any output and pattern.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ import numpy as np
 import numpy.typing as npt
 
 REPETITION_DETECTED = "repetition_detected"
-"""The `stop_reason` of a request that finished by it, as in vLLM."""
+"""The `stop_reason` of a request that finished because of a repetition, as in vLLM."""
 _MAX_INT = 2**31 - 1
 _NO_TOKEN = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepetitionDetectionParams:
-    """Which repetitions finish a request; names and meaning are vLLM's.
+    """Defines the repetitions that finish a request; the names and their meaning are those of vLLM.
 
     Raises:
-        ValueError: a value is out of range, or the three contradict each other.
+        ValueError: a field is out of range, or the three fields contradict each other.
     """
 
     max_pattern_size: int = 0
-    """Tokens of the longest pattern to detect; 0: none is."""
+    """Number of tokens of the longest pattern to detect; 0: no pattern is detected."""
     min_pattern_size: int = 0
-    """Tokens of the shortest; 0 means 1."""
+    """Number of tokens of the shortest pattern to detect; 0 means 1."""
     min_count: int = 0
-    """How many times in a row a pattern must occur at the end of the output, at least 2."""
+    """Number of consecutive occurrences of a pattern at the end of the output that finish the request, at least 2."""
 
     def __post_init__(self) -> None:
         for name in ("max_pattern_size", "min_pattern_size", "min_count"):
@@ -52,7 +52,8 @@ class RepetitionDetectionParams:
 
 
 class RepetitionWatch:
-    """Watches one output of at most `max_tokens` tokens: longer patterns need no counters."""
+    """Watches one output of at most `max_tokens` tokens for repetitions. A pattern that cannot occur `min_count` times
+    in these tokens has no counter."""
 
     __slots__ = ("_end", "_first", "_max_size", "_needed", "_runs", "_tokens", "num_seen")
 
@@ -68,8 +69,8 @@ class RepetitionWatch:
         self.num_seen = 0
 
     def observe(self, token_id: int) -> int | None:
-        """The size of the shortest pattern that is repeated often enough at the end of the output, with this token;
-        None: there is none."""
+        """Append a token to the watched output. Returns the size of the shortest pattern that is repeated often enough
+        at the output's end; None: no pattern is."""
         self.num_seen += 1
         size = self._max_size
         if size == 0:

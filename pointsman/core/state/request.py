@@ -33,7 +33,7 @@ from pointsman.core.state.tokens import Int32Array, IntArray, OutputTokens, shar
 Int64Array = npt.NDArray[np.int64]
 
 MAX_FLOAT = float_info.max
-"""A greater integer cannot become a float."""
+"""The largest float; a greater integer cannot be converted to one."""
 
 
 class Columns(Protocol):
@@ -44,10 +44,11 @@ class Columns(Protocol):
     num_pending: Int64Array
 
     def recent(self, row: int, start: int) -> Int32Array:
-        """Tokens `start` to the end of a row's sequence, not flushed yet; valid until the next append."""
+        """A view of the tokens from position `start` to the end of a row's sequence, valid until the next append. They
+        are not yet in the request's own array."""
 
     def drafts_of(self, row: int) -> tuple[int, int]:
-        """Drafts that were verified for the row's request, and how many of them were accepted."""
+        """Number of drafts verified since the row was assigned, and number of drafts accepted."""
 
 
 class RequestState:
@@ -112,8 +113,8 @@ class RequestState:
     ) -> None:
         self.request_id = request_id
         self.prompt_token_ids, self.prompt_bytes = shared_prompt(request_id, prompt_token_ids)
-        """`prompt_bytes`: the prompt's int32 tokens, with content marks for placeholders: its key in the prefix
-        tree."""
+        """`prompt_bytes`: the prompt's int32 tokens, with content marks for placeholders: the prompt's key in the
+        prefix tree."""
         self.num_prompt_tokens = len(self.prompt_token_ids)
         self.encoder_inputs: tuple[EncoderInput, ...] = ()
         self.max_tokens = max_tokens
@@ -128,33 +129,33 @@ class RequestState:
         self.preemption_causes: tuple[PreemptionCause, ...] = ()
         """The cause of each preemption, in order."""
         self.events: list[RequestEvent] = []
-        self.num_cached_tokens = 0  # of the last admission, including those that a connector loaded
-        self.num_admitted_tokens = 0  # known tokens at the last admission
-        self.awaits_input = False  # all parts of its prompt are complete, and more are expected
-        self.num_bypassed = 0  # requests behind it that were admitted since it last lost its row
+        self.num_cached_tokens = 0  # cached at the last admission, including tokens that a connector loaded
+        self.num_admitted_tokens = 0  # number of known tokens at the last admission
+        self.awaits_input = False  # all parts of the prompt are complete, and more are expected
+        self.num_bypassed = 0  # requests behind this one that were admitted since it last lost its row
 
         self.token_limit = self.num_prompt_tokens + max_tokens
         self.limit_detail = "max_tokens"
-        self.repetition_watch: RepetitionWatch | None = None  # created when it is added
-        self.parts: list[Part] = []  # of the prompt, not taken yet
-        self.sequence_number = 0  # order of adding
-        self.serial = 0  # of the last admission, 0 before the first
+        self.repetition_watch: RepetitionWatch | None = None  # created when the request is added
+        self.parts: list[Part] = []  # later parts of the prompt, not yet appended to it
+        self.sequence_number = 0  # numbers the requests in the order in which they were added
+        self.serial = 0  # number of the last admission, 0 before the first
         self.batch: Columns | None = None
         self.row: int | None = None
         self.queue_entry: list[Any] | None = None
-        self.queued_at = 0.0  # when it entered the queue last, on the caller's clock
-        self.deferral: Deferral | None = None  # why the newest step that checked it did not admit it
-        self.deferred_since = 0.0  # when that reason began
-        self.lost_tokens = 0  # computed before it last lost its row
-        self.recovery: Recovery | None = None  # how it gets that KV back; None: it recomputes it
-        self.loss_number = 0  # of that loss, in order over all requests
-        self.holding: Any = None  # blocks that it holds without a row, see `kv/transfers.py`
-        self.may_load = True  # until a load has failed or succeeded, and again once it is admitted
-        self.block_keys: tuple[bytes, ...] = ()  # see `kv/digests.py`
+        self.queued_at = 0.0  # time at which the request last entered the queue, on the caller's clock
+        self.deferral: Deferral | None = None  # why the newest step that checked the request did not admit it
+        self.deferred_since = 0.0  # time since which the reason of `deferral` holds
+        self.lost_tokens = 0  # tokens that were computed when the request last lost its row
+        self.recovery: Recovery | None = None  # how the request gets its lost KV back; None: by recomputing it
+        self.loss_number = 0  # number of the last row loss, counted over all requests
+        self.holding: Any = None  # blocks that the request holds without a row, see `kv/transfers.py`
+        self.may_load = True  # whether KV may be loaded: False from the end of a load until the next admission
+        self.block_keys: tuple[bytes, ...] = ()  # keys of the leading full blocks, see `kv/digests.py`
         self.num_published_blocks = 0
         self.prefix_node: Any = None
         self.prefix_epoch = 0
-        self.content_generation = -1  # of the marks in its key, see `set_prompt_key`
+        self.content_generation = -1  # generation of the content marks in `prompt_bytes`, see `set_prompt_key`
         self._num_computed_tokens = 0
         self._num_pending = 0
         self._num_draft_tokens = 0
@@ -165,7 +166,7 @@ class RequestState:
 
     @property
     def num_tokens(self) -> int:
-        """Known tokens: the prompt and the output so far."""
+        """Number of known tokens: the prompt and the output so far."""
         if self.batch is not None and self.row is not None:
             return self.batch.num_tokens.item(self.row)
         return self.num_prompt_tokens + self._output.length
@@ -176,35 +177,36 @@ class RequestState:
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens whose KV exists, or will when the steps in flight have run."""
+        """Number of tokens whose KV exists, or will exist when the steps in flight have run."""
         if self.batch is not None and self.row is not None:
             return self.batch.num_computed_tokens.item(self.row)
         return self._num_computed_tokens
 
     @property
     def num_draft_tokens(self) -> int:
-        """Drafts of it that the model has verified."""
+        """Number of the request's drafts that the model has verified."""
         if self.batch is not None and self.row is not None:
             return self._num_draft_tokens + self.batch.drafts_of(self.row)[0]
         return self._num_draft_tokens
 
     @property
     def num_accepted_tokens(self) -> int:
-        """Of these, the drafts that became its tokens."""
+        """Number of the request's drafts that the model has accepted; they became tokens of the output."""
         if self.batch is not None and self.row is not None:
             return self._num_accepted_tokens + self.batch.drafts_of(self.row)[1]
         return self._num_accepted_tokens
 
     @property
     def num_pending(self) -> int:
-        """Samples that are scheduled and not yet returned."""
+        """Number of samples that are scheduled and not yet returned."""
         if self.batch is not None and self.row is not None:
             return self.batch.num_pending.item(self.row)
         return self._num_pending
 
     @property
     def num_own_output_tokens(self) -> int:
-        """Output tokens in the request's own array; while it has a row, the newer ones are in the batch."""
+        """Number of output tokens in the request's own array; while the request has a row, newer tokens are in the
+        batch."""
         return self._output.length
 
     @property
@@ -216,14 +218,14 @@ class RequestState:
         return flushed.copy()
 
     def output_since(self, start: int) -> Int32Array:
-        """A copy of the output tokens from number `start` on, int32; the newest ones without a copy of the whole
-        output."""
+        """A copy of the output tokens from index `start` on, int32. Tokens that are still in the batch are copied
+        without the rest of the output."""
         if self.batch is not None and self.row is not None and start >= self._output.length:
             return self.batch.recent(self.row, self.num_prompt_tokens + start).copy()
         return self.output_token_ids[start:]
 
     def tokens(self, start: int, end: int) -> Int32Array:
-        """Known tokens `start` to `end` - 1, int32."""
+        """Known tokens at positions `start` to `end` - 1, int32."""
         if end <= self.num_prompt_tokens:
             return self.prompt_token_ids[start:end]
         return np.concatenate([self.prompt_token_ids, self.output_token_ids])[start:end]
@@ -243,7 +245,7 @@ class RequestState:
         return "prefill" if self.num_tokens == self.num_admitted_tokens else "decoding"
 
     def known_bytes(self) -> bytes:
-        """All known tokens as bytes; the prompt's own bytes while nothing is generated."""
+        """All known tokens as bytes, the prompt as in `prompt_bytes`; without output, `prompt_bytes` itself."""
         if self.batch is not None and self.row is not None:
             start = self.num_prompt_tokens + self._output.length
             if start < self.batch.num_tokens.item(self.row):
@@ -253,28 +255,28 @@ class RequestState:
     # ------------------------------------------------------------------ moving between queue and rows
 
     def set_encoder_inputs(self, encoder_inputs: tuple[EncoderInput, ...]) -> None:
-        """Set the encoder inputs of its prompt."""
+        """Set the encoder inputs of the prompt."""
         self.encoder_inputs = encoder_inputs
 
     def added(self, sequence_number: int) -> None:
-        """A scheduler has taken the request."""
+        """Record that a scheduler has added the request."""
         self.sequence_number = sequence_number
 
     def limit(self, token_limit: int, detail: str) -> None:
-        """Set the number of known tokens at which it finishes; `detail` is the name of the limit."""
+        """Set the number of known tokens at which the request finishes; `detail` is the name of the limit."""
         self.token_limit, self.limit_detail = token_limit, detail
 
     def watch(self, watch: RepetitionWatch) -> None:
-        """Set its watch: a repetition that it finds finishes the request."""
+        """Set the repetition watch: a repetition that it finds finishes the request."""
         self.repetition_watch = watch
 
     def queued(self, now: float) -> None:
-        """It enters the queue."""
+        """Record that the request enters the queue."""
         self.queued_at = now
 
     def defer(self, deferral: Deferral | None, now: float) -> bool:
-        """Record why the newest step that checked it did not admit it. Returns whether the reason is a new one, which
-        holds since `now`."""
+        """Record why the newest step that checked the request did not admit it. Returns whether the reason differs from
+        the one recorded before; if so, it holds since `now`."""
         before, self.deferral = self.deferral, deferral
         if before is not None and deferral is not None and before.reason is deferral.reason:
             return False
@@ -282,15 +284,16 @@ class RequestState:
         return True
 
     def undefer(self) -> None:
-        """Clear the reason why it waits."""
+        """Clear the reason why the request waits."""
         self.deferral = None
 
     def was_bypassed(self, count: int) -> None:
-        """`count` requests behind it were admitted."""
+        """Record that `count` requests behind this one in the queue were admitted."""
         self.num_bypassed += count
 
     def admitted(self, serial: int, num_cached_tokens: int) -> None:
-        """It runs, as admission `serial`, and need not compute `num_cached_tokens` tokens."""
+        """Record that the request runs, with admission number `serial`, and need not compute its first
+        `num_cached_tokens` tokens."""
         self.serial = serial
         self.transition(RequestStatus.RUNNING)
         self.deferral = None
@@ -299,7 +302,7 @@ class RequestState:
         self.may_load = True
 
     def placed(self, batch: Columns, row: int) -> None:
-        """It has a row."""
+        """Record that the request has a row of the batch."""
         self.batch, self.row = batch, row
 
     def leave_row(self, num_computed_tokens: int, num_pending: int) -> None:
@@ -310,8 +313,8 @@ class RequestState:
         self._num_pending = num_pending
 
     def lost_row(self, loss_number: int, cause: PreemptionCause | None) -> None:
-        """It has left its row, and recomputes its KV. `loss_number` counts over all requests. `cause` None: the row had
-        no more tokens to compute."""
+        """Record that the request lost its row and its KV. `loss_number` counts the losses of all requests. `cause` is
+        None if the row had no more tokens to compute."""
         self.loss_number = loss_number
         self.lost_tokens = min(self._num_computed_tokens, self.num_tokens)
         self._num_computed_tokens = 0
@@ -321,26 +324,27 @@ class RequestState:
             self.preemption_causes += (cause,)
 
     def recover(self, recovery: Recovery | None) -> None:
-        """Set how it gets back the KV that it has lost; None: it recomputes it."""
+        """Set how the request gets its lost KV back; None: by recomputing it."""
         self.recovery = recovery
 
     def rolled_back(self, status: RequestStatus, serial: int) -> None:
-        """Its admission is void: it has the status and the serial that it had before."""
+        """Undo the admission of the request: restore the status and the serial that it had before."""
         self.leave_row(0, 0)
         self.transition(status)
         self.serial = serial
 
     def drop_in_flight(self, serial: int) -> None:
-        """Drop results of steps in flight for it, by giving it another serial than they name."""
+        """Drop the request's results of steps in flight, by giving the request a serial that these steps do not
+        name."""
         self.serial = serial
         self._num_pending = 0
 
     def hold(self, holding: Any) -> None:
-        """It holds blocks without a row, or no longer does (None)."""
+        """Record the blocks that the request holds without a row; None: it holds none."""
         self.holding = holding
 
     def load_ended(self) -> None:
-        """Nothing more is loaded for it until it is admitted."""
+        """Record that no more KV is loaded for the request until it is admitted."""
         self.may_load = False
 
     def finished(self, reason: FinishReason, detail: str, stop_reason: int | str | None) -> None:
@@ -351,20 +355,22 @@ class RequestState:
     # ------------------------------------------------------------------ changing
 
     def prioritise(self, priority: int) -> None:
-        """Smaller is more urgent."""
+        """Set the priority; a smaller one is more urgent."""
         self.priority = priority
 
     def extend(self, part: Part, *, more: bool) -> None:
-        """A part of the prompt was given, to be taken later; `more`: further ones follow."""
+        """Store a later part of the prompt, to be appended when the present parts are complete. `more`: further parts
+        follow."""
         self.more_input = more
         self.parts.append(part)
 
     def await_input(self) -> None:
-        """All parts of its prompt are complete."""
+        """Record that all parts of the prompt are complete and more are expected."""
         self.awaits_input = True
 
     def set_prompt_key(self, prompt_bytes: bytes, generation: int) -> None:
-        """Key the prompt by these bytes, in which each placeholder is a mark of that generation (`ContentMarks`)."""
+        """Set the prompt's key in the prefix tree: `prompt_bytes`, in which each placeholder is a content mark of this
+        generation (`ContentMarks`)."""
         self.prompt_bytes = prompt_bytes
         self.content_generation = generation
 
@@ -372,37 +378,38 @@ class RequestState:
         """Change the status.
 
         Raises:
-            InvalidTransition: there is no such transition between the states of a request.
+            InvalidTransition: a request cannot change from its present status to this one.
         """
         if status not in NEXT[self.status]:
             raise InvalidTransition(f"request {self.request_id!r} cannot go from {self.status.name} to {status.name}")
         self.status = status
 
     def append_output(self, token_ids: IntArray | Sequence[int]) -> None:
-        """Append tokens to the request's own array."""
+        """Append a copy of tokens to the request's own array."""
         self._output.extend(token_ids)
 
     def take_recent(self, tokens: Int32Array, offset: int, end: int) -> None:
-        """Append a copy of a row's tokens beyond the request's own array: token i, up to `end`, is at `offset` + i."""
+        """Append a copy of the row's newer tokens, up to position `end`, to the request's own array. The token at
+        position i is `tokens[offset + i]`."""
         own = self._output
         own.add(tokens[offset + self.num_prompt_tokens + own.length : offset + end].copy())
 
     def take(self, tokens: Int32Array) -> None:
-        """As `append_output`, for an array that nothing else holds."""
+        """Append tokens without a copy: the caller must not keep the array."""
         self._output.add(tokens)
 
     def truncate_output(self, num_output_tokens: int) -> None:
-        """Keep the first `num_output_tokens` of a request without a row."""
+        """Keep only the first `num_output_tokens` output tokens of a request without a row."""
         self._output.truncate(num_output_tokens)
 
     def continue_with(
         self, prompt_token_ids: Int32Array, max_tokens: int, encoder_inputs: tuple[EncoderInput, ...]
     ) -> None:
-        """Set a longer prompt, without output, for a request without a row."""
+        """Replace the prompt by a longer one, and clear the output. Only for a request without a row."""
         self.prompt_token_ids, self.prompt_bytes = shared_prompt(self.request_id, prompt_token_ids)
         self.num_prompt_tokens = len(self.prompt_token_ids)
         self.encoder_inputs = encoder_inputs
-        self.content_generation = -1  # the contents at its placeholders have yet to enter the key
+        self.content_generation = -1  # the key does not yet contain the marks of encoder inputs
         self.block_keys = ()  # the last output token, which may have completed a block, is not in the prompt
         self._output = OutputTokens()
         self.repetition_watch = None
@@ -410,17 +417,17 @@ class RequestState:
         self.awaits_input = False
 
     def add_drafts(self, num_verified: int, num_accepted: int) -> None:
-        """Count verified drafts."""
+        """Add to the numbers of verified and of accepted drafts."""
         self._num_draft_tokens += num_verified
         self._num_accepted_tokens += num_accepted
 
     def settle_pending(self, count: int) -> None:
-        """`count` samples of a request without a row were returned, or never will be."""
+        """Subtract `count` pending samples of a request without a row: they were returned, or never will be."""
         self._num_pending -= count
 
 
 class _RequestFields:
-    """The slots of a `Request`, assignable while it is built."""
+    """The slots of a `Request`, assignable while the request is built."""
 
     __slots__ = (
         "_state",
@@ -454,14 +461,14 @@ class _RequestFields:
     ignore_eos: bool
     stop_token_ids: tuple[int, ...]
     stop_set: frozenset[int]
-    """All tokens that finish it: `stop_token_ids`, and `eos_token_ids` unless `ignore_eos`."""
+    """All tokens that finish the request: `stop_token_ids`, and `eos_token_ids` unless `ignore_eos`."""
     repetition_detection: RepetitionDetectionParams | None
     cache_salt: str | None
     adapter: Adapter | None
     use_prefix_cache: bool
     skip_reading_prefix_cache: bool
     reads_prefix_cache: bool
-    """Whether cached blocks may be found for it."""
+    """Whether the prefix cache is looked up for the request."""
     runs_ahead: bool
     tenant: str
     ttft_target: float | None
@@ -473,37 +480,38 @@ class Request(Sealed, _RequestFields):
     """One prompt and its output. Read-only: only its scheduler changes it.
 
     Args:
-        request_id: the caller's name for it, unique among requests that have not finished.
-        prompt_token_ids: int32, at least one; copied into a read-only array. A request whose prompt is given as the
-            array of another one shares it.
-        arrival_time: seconds on the caller's clock; the order "fcfs" sorts by it.
+        request_id: the caller's name for the request, unique among requests that have not finished.
+        prompt_token_ids: token ids of the prompt, int32, at least one; copied into a read-only array. If this is the
+            `prompt_token_ids` array of another request, the two requests share it.
+        arrival_time: time of arrival, in seconds on the caller's clock; the order "fcfs" sorts by it.
         max_tokens: maximum number of tokens to generate; 0: nothing is sampled (embeddings), and the request finishes
             when its prompt is computed.
         max_total_tokens: maximum number of tokens of prompt and output together; None: no such limit.
-        min_tokens: before that number of output tokens neither EOS nor a stop token finishes the request.
-        priority: smaller is more urgent.
+        min_tokens: number of output tokens before which neither EOS nor a stop token finishes the request.
+        priority: urgency of the request; smaller is more urgent.
         eos_token_ids: tokens that finish the request, unless `ignore_eos`.
-        stop_token_ids: further tokens that finish it; the one that did is the `stop_reason`.
-        repetition_detection: which repetitions at the end of its output finish it; None: none does.
-        cache_salt: only requests with an equal salt share cached prefixes.
-        adapter: the LoRA that it runs with, as an `Adapter` or (name, version); None: the model alone. Only requests
-            with an equal one share cached prefixes.
-        encoder_inputs: images and the like, as `EncoderInput` or tuples of its fields: in the order of their
-            placeholders, which do not overlap.
-        use_prefix_cache: False: neither looks up nor publishes blocks.
-        skip_reading_prefix_cache: True: looks up no blocks, because all tokens of its prompt are to be computed. Its
-            own blocks are published for others.
-        runs_ahead: False: none of its steps is scheduled while a sample of it is in flight, because the host needs the
-            newest token to prepare that step (a grammar, say).
+        stop_token_ids: further tokens that finish the request; the one that did is the `stop_reason`.
+        repetition_detection: which repetitions at the end of the output finish the request; None: none does.
+        cache_salt: text that separates caches: only requests with an equal salt share cached prefixes.
+        adapter: the LoRA that the request runs with, as an `Adapter` or (name, version); None: the model alone. Only
+            requests with an equal adapter share cached prefixes.
+        encoder_inputs: images and other inputs of an encoder, each as `EncoderInput` or a tuple of its fields; in the
+            order of their placeholders, which do not overlap.
+        use_prefix_cache: whether the request looks up cached blocks and publishes its own.
+        skip_reading_prefix_cache: whether the request looks up no cached blocks, because all tokens of its prompt are
+            to be computed. Its own blocks are still published.
+        runs_ahead: whether a step of the request may be scheduled while a sample of the request is in flight. False if
+            the host needs the newest token to prepare the next step (a grammar, say).
         more_input: whether the prompt continues in later parts (`Scheduler.extend`).
         tenant: the owner of the request, for policies that are fair to tenants.
-        ttft_target: seconds from its arrival within which its first token is wanted, for policies that order by it;
-            None: the policy's own. It never ends the request.
-        retention: seconds after it has finished for which its blocks are worth keeping in the prefix cache, at least 0,
-            for eviction policies that read it; None: the policy's own. It reserves nothing.
-        output_token_ids: tokens that it has generated before, in another scheduler. It continues after them, as after a
-            preemption. They count as its output, so `max_tokens`, `min_tokens` and every stop condition include them.
-        metadata: the caller's own; never read here.
+        ttft_target: seconds from the arrival within which the first token is wanted, for policies that order by it;
+            None: the policy's default. A request that misses its target still runs.
+        retention: seconds after the end of the request for which its blocks are worth keeping in the prefix cache, at
+            least 0, for eviction policies that read it; None: the policy's default. No block is reserved.
+        output_token_ids: tokens that the request has generated before, in another scheduler. It continues after them,
+            as after a preemption. They count as its output, so `max_tokens`, `min_tokens` and every stop condition
+            include them.
+        metadata: any object of the caller; Pointsman never reads it.
 
     Raises:
         RequestRefused: the arguments themselves can never run (an empty prompt, negative `max_tokens`, ...).
@@ -609,7 +617,7 @@ class Request(Sealed, _RequestFields):
 
     @property
     def prompt_token_ids(self) -> Int32Array:
-        """[num_prompt_tokens] int32, read-only: the prompt, with the parts taken so far."""
+        """[num_prompt_tokens] int32, read-only: the prompt, with the later parts appended so far."""
         return self._state.prompt_token_ids
 
     @property
@@ -618,12 +626,12 @@ class Request(Sealed, _RequestFields):
 
     @property
     def encoder_inputs(self) -> tuple[EncoderInput, ...]:
-        """The encoder inputs of that prompt, in order."""
+        """The encoder inputs of the prompt, in the order of their placeholders."""
         return self._state.encoder_inputs
 
     @property
     def max_tokens(self) -> int:
-        """Maximum number of tokens to generate after that prompt."""
+        """Maximum number of tokens to generate after the prompt."""
         return self._state.max_tokens
 
     @property
@@ -633,12 +641,12 @@ class Request(Sealed, _RequestFields):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Parts that were given and not taken yet."""
+        """Later parts of the prompt that are not yet appended to it."""
         return tuple(self._state.parts)
 
     @property
     def priority(self) -> int:
-        """Smaller is more urgent."""
+        """Urgency of the request; smaller is more urgent."""
         return self._state.priority
 
     # ------------------------------------------------------------------ status
@@ -662,7 +670,7 @@ class Request(Sealed, _RequestFields):
 
     @property
     def stop_reason(self) -> int | str | None:
-        """The stop token or stop string that finished it."""
+        """The stop token or stop string that finished the request, or "repetition_detected"."""
         return self._state.stop_reason
 
     @property
@@ -672,27 +680,28 @@ class Request(Sealed, _RequestFields):
 
     @property
     def awaits_input(self) -> bool:
-        """Whether all parts of its prompt are complete, and more are expected."""
+        """Whether all parts of the prompt are complete, and more are expected."""
         return self._state.awaits_input
 
     @property
     def row(self) -> int | None:
-        """Its row while it runs: `SchedulerOutput.rows`."""
+        """The row of the request while it runs, as in `SchedulerOutput.rows`."""
         return self._state.row
 
     @property
     def serial(self) -> int:
-        """Its last admission, counted over all requests: `SchedulerOutput.serials`; 0 before the first."""
+        """Number of the request's last admission, counted over all requests, as in `SchedulerOutput.serials`; 0 before
+        the first."""
         return self._state.serial
 
     @property
     def sequence_number(self) -> int:
-        """Counts up from 1 in the order in which requests are added; 0 before that."""
+        """Number of the request in the order in which requests are added, from 1; 0 before it is added."""
         return self._state.sequence_number
 
     @property
     def queued_at(self) -> float:
-        """When it last entered the queue, on the caller's clock."""
+        """Time at which the request last entered the queue, on the caller's clock."""
         return self._state.queued_at
 
     @property
@@ -706,7 +715,7 @@ class Request(Sealed, _RequestFields):
 
     @property
     def num_bypassed(self) -> int:
-        """Requests behind it in the queue that bypassed it since it last lost its row."""
+        """Number of requests behind this one in the queue that bypassed it since it last lost its row."""
         return self._state.num_bypassed
 
     @property
@@ -717,36 +726,36 @@ class Request(Sealed, _RequestFields):
 
     @property
     def loss_number(self) -> int:
-        """The number of its last row loss, counted over all requests; 0 before the first. Of several at once, the
-        request that is to resume first has the highest."""
+        """Number of the request's last row loss, counted over all requests; 0 before the first. Of several requests
+        preempted together, the one that is to resume first has the highest number."""
         return self._state.loss_number
 
     @property
     def prefix_epoch(self) -> int:
-        """How many times the prefix cache had been reset when it was last admitted; negative: its KV must not be
-        shared."""
+        """Number of resets of the prefix cache before the request was last admitted; negative: the request's KV must
+        not be shared."""
         return self._state.prefix_epoch
 
     @property
     def events(self) -> tuple[RequestEvent, ...]:
-        """What happened to it, if the scheduler's `log_request_events` is on."""
+        """The log of the request's events, filled if the scheduler's `log_request_events` is on."""
         return tuple(self._state.events)
 
     # ------------------------------------------------------------------ its tokens
 
     @property
     def token_limit(self) -> int:
-        """Number of known tokens at which it finishes; known once it is added."""
+        """Number of known tokens at which the request finishes; valid once the request is added."""
         return self._state.token_limit
 
     @property
     def limit_detail(self) -> str:
-        """The name of that limit."""
+        """The name of the limit that determines `token_limit`, such as "max_tokens"."""
         return self._state.limit_detail
 
     @property
     def num_tokens(self) -> int:
-        """Known tokens: the prompt and the output so far."""
+        """Number of known tokens: the prompt and the output so far."""
         return self._state.num_tokens
 
     @property
@@ -755,32 +764,33 @@ class Request(Sealed, _RequestFields):
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens whose KV exists, or will when the steps in flight have run."""
+        """Number of tokens whose KV exists, or will exist when the steps in flight have run."""
         return self._state.num_computed_tokens
 
     @property
     def num_pending(self) -> int:
-        """Samples that are scheduled and not yet returned."""
+        """Number of samples that are scheduled and not yet returned."""
         return self._state.num_pending
 
     @property
     def num_cached_tokens(self) -> int:
-        """Tokens that were already computed at its last admission, including those that a connector loaded."""
+        """Number of tokens that were already computed at the last admission, including those that a connector
+        loaded."""
         return self._state.num_cached_tokens
 
     @property
     def num_admitted_tokens(self) -> int:
-        """Known tokens at its last admission."""
+        """Number of known tokens at the last admission."""
         return self._state.num_admitted_tokens
 
     @property
     def num_draft_tokens(self) -> int:
-        """Drafts of it that the model has verified."""
+        """Number of the request's drafts that the model has verified."""
         return self._state.num_draft_tokens
 
     @property
     def num_accepted_tokens(self) -> int:
-        """Of these, the drafts that became its tokens."""
+        """Number of the request's drafts that the model has accepted; they became tokens of the output."""
         return self._state.num_accepted_tokens
 
     @property
@@ -790,15 +800,16 @@ class Request(Sealed, _RequestFields):
 
     @property
     def all_token_ids(self) -> Int32Array:
-        """[num_tokens] int32: a copy of prompt and output."""
+        """[num_tokens] int32: a copy of the prompt and the output so far."""
         return np.concatenate([self._state.prompt_token_ids, self._state.output_token_ids])
 
     def tokens(self, start: int, end: int) -> Int32Array:
-        """Known tokens `start` to `end` - 1, int32: a copy, or a read-only part of the prompt."""
+        """Known tokens at positions `start` to `end` - 1, int32: a copy, or a read-only view of the prompt."""
         return self._state.tokens(start, end)
 
     def output_since(self, start: int) -> Int32Array:
-        """A copy of the output tokens from number `start` on, int32: for the newest ones O(their number)."""
+        """A copy of the output tokens from index `start` on, int32; O(number of these tokens) if they are the newest
+        ones."""
         return self._state.output_since(start)
 
 

@@ -1,4 +1,4 @@
-"""Runs: the tokens of each row, several per row, ragged, as the model returns them after verifying drafts."""
+"""Runs: several tokens per row in one ragged array, as the model returns them after verifying drafts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def join_runs(
     second_counts: npt.NDArray[np.integer],
     second: npt.NDArray[np.integer],
 ) -> npt.NDArray[np.int32]:
-    """For each row i the next `first_counts[i]` numbers of `first`, then `second_counts[i]` of `second`."""
+    """Interleave two ragged arrays: for each row i the next `first_counts[i]` numbers of `first`, then the next
+    `second_counts[i]` numbers of `second`."""
     is_first = np.tile([True, False], len(first_counts))
     is_first = np.repeat(is_first, np.stack([first_counts, second_counts], axis=1).reshape(-1))
     joined = np.empty(len(is_first), dtype=np.int32)
@@ -27,14 +28,14 @@ def join_runs(
 
 
 class Runs(NamedTuple):
-    """s runs of at least one token each."""
+    """s runs, each of at least one token."""
 
     counts: Int64Array
     """[s] number of tokens of each run."""
     ends: Int64Array
     """[s] the end of each run in `token_ids`."""
     token_ids: Int32Array
-    """The tokens, run after run."""
+    """The tokens of all runs, one run after the other."""
 
     @classmethod
     def of(cls, counts: Int64Array, token_ids: Int32Array) -> Runs:
@@ -46,16 +47,16 @@ class Runs(NamedTuple):
         return self.ends - self.counts
 
     def run(self, index: int) -> list[int]:
-        """The tokens of one run."""
+        """The tokens of the run at `index`."""
         end = int(self.ends[index])
         tokens: list[int] = self.token_ids[end - int(self.counts[index]) : end].tolist()
         return tokens
 
     def only(self, which: npt.NDArray[np.bool_]) -> Runs:
-        """The runs that are marked."""
+        """The runs that are True in `which` [s]."""
         return Runs.of(self.counts[which], self.token_ids[which.repeat(self.counts)])
 
     def cut(self, lengths: Int64Array) -> Runs:
-        """The first `lengths` [s] tokens of each run (0 to its count)."""
+        """A copy in which run i has only its first `lengths[i]` tokens; 0 is allowed."""
         within = np.arange(len(self.token_ids)) - self.starts.repeat(self.counts)
         return Runs.of(lengths, self.token_ids[within < lengths.repeat(self.counts)])

@@ -3,7 +3,7 @@
 A frozen dataclass assigns each field through `object.__setattr__`, which for an output of 25 fields takes a third of a
 step. Here an object is built as an instance of a plain class with slots. When it is complete, its class is changed to
 the sealed subclass, which only refuses assignments. Reading a field remains a plain read of a slot. `core/scheduler.py`
-says what a host may write.
+describes what a host may write.
 """
 
 from __future__ import annotations
@@ -11,22 +11,23 @@ from __future__ import annotations
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 new_tuple = tuple.__new__
-"""`new_tuple(Kind, (value, ...))` is a named tuple of all its fields, in their order, in less than half the time of
-`Kind(...)`: for tuples that a step makes several times."""
+"""`new_tuple(Kind, (value, ...))` makes a named tuple of the class `Kind` from all field values in order, in less than
+half the time of `Kind(...)`: for tuples that a step makes several times."""
 
 
 _Kind = TypeVar("_Kind")
 
 
 def sealed_as(kind: type[_Kind], complete: Any) -> _Kind:
-    """The object, whose fields are complete, as an instance of its sealed subclass."""
+    """Change the class of an object, whose fields are complete, to its sealed subclass `kind`, and return the
+    object."""
     complete.__class__ = kind
     sealed: _Kind = complete
     return sealed
 
 
 class Sealed:
-    """Refuses to assign and to delete attributes. It must be the first base of a class."""
+    """Base class that refuses to assign and to delete attributes. It must be the first base of a class."""
 
     __slots__ = ()
     _remedy: ClassVar[str] = "make a new object instead"

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 
 class RequestStatus(enum.Enum):
-    """Where a request is. It is in exactly one place: queued, parked, running or finished."""
+    """The state of a request: exactly one of queued, parked, running or finished."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -62,24 +62,24 @@ class PreemptionCause(enum.Enum):
     DISPLACED = "displaced"
     """Priority preemption: a more urgent waiting request was admitted in its place."""
     PARKED = "parked"
-    """The host parked it."""
+    """The host parked the request."""
     RESET = "reset"
-    """A reset of the prefix cache that also recomputes running requests."""
+    """The prefix cache was reset, with running requests to be recomputed."""
     UNSAMPLED = "unsampled"
-    """A step that samples returned no token for it, see `StepResult.unsampled`."""
+    """The host returned no token for a row that samples, see `StepResult.unsampled`."""
 
     @property
     def exists_in_vllm(self) -> bool:
-        """Whether vLLM preempts for this cause too, so that its metrics count it.
+        """Whether vLLM preempts for this cause too, so that vLLM's metrics count such a preemption.
 
-        Its scheduler preempts in two places: when `allocate_slots` finds no block, and in
+        vLLM's scheduler preempts in two places: when `allocate_slots` finds no block, and in
         `reset_prefix_cache(reset_running_requests=True)`.
         """
         return self in (PreemptionCause.MEMORY, PreemptionCause.RESET)
 
 
 class FinishReason(enum.Enum):
-    """Why a request finished; the values are those of the OpenAI API where it has them."""
+    """Why a request finished; the values are those of the OpenAI API, if it has one for the reason."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -87,9 +87,9 @@ class FinishReason(enum.Enum):
     REFUSED = "refused"
     ERROR = "error"
     DEADLINE = "deadline"
-    """The host finished it, waiting or running, because its deadline passed."""
+    """The host finished the request, waiting or running, because its deadline passed."""
     REPETITION = "repetition"
-    """Its output repeats itself, see `repetition.py`."""
+    """The output repeats itself, see `repetition.py`."""
 
     __hash__ = object.__hash__
 
@@ -110,7 +110,7 @@ _STATUS_OF_REASON = {
 _FINISHED = frozenset(_STATUS_OF_REASON.values())
 _PARKED = frozenset(reason.status for reason in ParkReason)
 _ENDS = _FINISHED - {RequestStatus.FINISHED_REFUSED}
-# Rewinding a failed step returns a request to the queue in the state it had there, so RUNNING -> WAITING is legal.
+# Undoing a failed step returns a request to the queue in the state that it had there, so RUNNING -> WAITING is legal.
 NEXT: dict[RequestStatus, frozenset[RequestStatus]] = {
     RequestStatus.WAITING: _FINISHED | _PARKED | {RequestStatus.RUNNING},
     RequestStatus.RUNNING: _ENDS | _PARKED | {RequestStatus.PREEMPTED, RequestStatus.WAITING},
@@ -124,20 +124,20 @@ class RequestEventType(enum.IntEnum):
     """Kinds of events. The first three have the names and numbers of vLLM's `EngineCoreEventType`."""
 
     QUEUED = 1
-    """It entered the queue: added, or ready after being parked."""
+    """The request entered the queue: it was added, or is ready after it was parked."""
     SCHEDULED = 2
-    """It was admitted for the first time."""
+    """The request was admitted for the first time."""
     PREEMPTED = 3
-    """It lost its blocks and returned to the queue."""
+    """The request lost its blocks and returned to the queue."""
     RESUMED = 4
-    """It was admitted again. (For vLLM this is SCHEDULED, too.)"""
+    """The request was admitted again. (vLLM records this as SCHEDULED, too.)"""
     PARKED = 5
-    """It waits for something other than capacity, which `detail` names; if it ran, it lost its blocks."""
+    """The request waits for something other than capacity, which `detail` names; if it ran, it lost its blocks."""
     ROLLED_BACK = 6
-    """Its admission is void, because the step failed; it is at its place in the queue again."""
+    """The admission of the request is void, because its step failed; the request is back at its place in the queue."""
     FIRST_TOKEN = 7
     FINISHED = 8
-    """`detail` is the finish reason."""
+    """The request finished; `detail` is the finish reason."""
 
 
 class RequestEvent(NamedTuple):
@@ -145,7 +145,7 @@ class RequestEvent(NamedTuple):
 
     type: RequestEventType
     timestamp: float
-    """The `now` of the call in which it happened."""
+    """The `now` of the call in which the event happened."""
     detail: str = ""
 
 
@@ -153,9 +153,9 @@ class PauseMode(enum.Enum):
     """What a pause stops."""
 
     ALL = "all"
-    """It schedules nothing. Running requests keep their blocks, and continue after the pause."""
+    """The scheduler schedules nothing. Running requests keep their blocks, and continue after the pause."""
     ADMISSIONS = "admissions"
-    """It admits no request, preempted ones included; running requests continue until they finish."""
+    """The scheduler admits no request, preempted requests included; running requests continue until they finish."""
 
 
 class Pause(NamedTuple):
@@ -163,4 +163,4 @@ class Pause(NamedTuple):
 
     mode: PauseMode
     since: float
-    """When it was requested, on the caller's clock."""
+    """Time at which the pause was requested, on the caller's clock."""

@@ -1,4 +1,4 @@
-"""Tokens in arrays: those of a prompt, given in any form, and those of an output, which grows."""
+"""Token arrays: converts prompts to int32 arrays, and stores the growing tokens of an output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ set_writeable(NO_TOKENS, False)
 
 
 class OutputTokens:
-    """int32 tokens that are appended in pieces, which are joined when they are read."""
+    """The int32 tokens of an output. Tokens are appended in pieces, and the pieces are joined when they are read."""
 
     __slots__ = ("_pieces", "length")
 
@@ -29,7 +29,7 @@ class OutputTokens:
         self.length = 0
 
     def array(self) -> Int32Array:
-        """The tokens; callers must not change them."""
+        """All tokens, in one array that callers must not change."""
         if not self._pieces:
             return NO_TOKENS
         if len(self._pieces) > 1:
@@ -41,7 +41,7 @@ class OutputTokens:
         self.length += len(token_ids)
 
     def add(self, piece: Int32Array) -> None:
-        """As `extend`, for an array that nothing else holds."""
+        """Append `piece` without a copy: the caller must not keep the array."""
         self._pieces.append(piece)
         self.length += len(piece)
 
@@ -65,21 +65,22 @@ def shared_prompt(request_id: str, token_ids: IntArray | Sequence[int]) -> tuple
 
 
 def _packed(token_ids: IntArray | Sequence[int]) -> tuple[Int32Array, bytes] | None:
-    """A list of token ids as a read-only array, and the bytes below it; None: it is no such list."""
+    """A list of token ids as a read-only array, and the bytes that back the array; None: `token_ids` is no list of
+    valid ids."""
     if type(token_ids) is not list or not token_ids or type(token_ids[0]) is not int:
         return None
     try:
-        # A quarter of the time of the general path. As unsigned: "i" takes three times as long.
+        # Takes a quarter of the time of the general path. The type is unsigned, because "i" takes three times as long.
         raw = array("I", token_ids).tobytes()
     except (TypeError, OverflowError):  # the general path reports what is wrong
         return None
     plain = np.frombuffer(raw, INT32)
-    # Ids too large for int32 are negative in it. `argmin` takes a quarter of the time of `min`.
+    # Ids too large for int32 are negative in `plain`. `argmin` takes a quarter of the time of `min`.
     return (plain, raw) if plain.item(plain.argmin()) >= 0 else None
 
 
 def _smallest(tokens: IntArray) -> int:
-    """The least token; 0 if there is none. `argmin` takes a quarter of the time of `min`."""
+    """The smallest token id; 0 if `tokens` is empty. `argmin` takes a quarter of the time of `min`."""
     return tokens.item(tokens.argmin()) if tokens.size else 0
 
 
@@ -87,7 +88,7 @@ def token_array(request_id: str, token_ids: IntArray | Sequence[int]) -> Int32Ar
     """Token ids as a new int32 array, which may be read-only.
 
     Raises:
-        RequestRefused: they are no token ids.
+        RequestRefused: `token_ids` is no flat sequence of integers from 0 to `MAX_INT`.
     """
     plain = _packed(token_ids)
     if plain is not None:

@@ -25,7 +25,7 @@ def pictures(*inputs: EncoderInput, prompt: tuple[int, ...] = (7, 0, 0, 0, 7, 7)
     return keys(*prompt, encoder_inputs=inputs)
 
 
-def test_keys_are_as_documented() -> None:
+def test_block_keys_equal_the_documented_digests() -> None:
     def digest(*parts: bytes) -> bytes:
         return hashlib.sha256(b"".join(parts)).digest()
 
@@ -41,14 +41,14 @@ def test_keys_are_as_documented() -> None:
     assert pictures(EncoderInput("cat", 1, 3)) == [first, second, digest(second, block(7, 7))]
 
 
-def test_keys_are_equal_for_equal_content_and_chained() -> None:
+def test_block_keys_are_chained_and_equal_for_equal_content() -> None:
     assert keys(1, 2, 3, 4, 5) == keys(1, 2, 3, 4)
     assert keys(1, 2, 3, 4)[0] == keys(1, 2, 7, 8)[0]
     assert keys(9, 9, 3, 4)[1] != keys(1, 2, 3, 4)[1]
     assert not set(keys(1, 2, 3, 4, cache_salt="a")) & set(keys(1, 2, 3, 4, cache_salt="b"))
 
 
-def test_keys_depend_on_encoder_inputs_and_their_positions() -> None:
+def test_block_keys_depend_on_encoder_inputs_and_their_positions() -> None:
     plain, cat = pictures(), pictures(EncoderInput("cat", 1, 3))
     assert cat == pictures(EncoderInput("cat", 1, 3))
     others = [

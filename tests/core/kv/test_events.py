@@ -38,7 +38,7 @@ def test_a_scheduled_prompt_is_reported_with_chained_hashes() -> None:
     assert host.scheduler.take_kv_events() == []
 
 
-def test_events_name_the_parent_and_generated_blocks_come_at_the_end() -> None:
+def test_stored_events_name_the_parent_and_generated_blocks_come_last() -> None:
     host = with_events(max_num_batched_tokens=4)
     prompt = host.prompt(6)
     request = host.add("a", prompt, max_tokens=4)
@@ -51,7 +51,7 @@ def test_events_name_the_parent_and_generated_blocks_come_at_the_end() -> None:
     assert second.token_ids == tuple(request.all_token_ids[4:8].tolist())
 
 
-def test_equal_content_is_stored_once_and_removed_with_its_last_block() -> None:
+def test_content_is_reported_once_and_removed_with_its_last_block() -> None:
     host = with_events(share_within_step=False, num_blocks=8, max_model_len=32, max_num_batched_tokens=32)
     prompt = host.prompt(8)
     host.add("a", [*prompt, 1], max_tokens=2)
@@ -95,7 +95,7 @@ def test_events_and_hashes_include_encoder_inputs() -> None:
     assert cat.extra_keys() == [(("cat", 3),), (("cat", -1),), None]
 
 
-def test_blocks_of_a_failed_step_are_removed() -> None:
+def test_blocks_of_a_failed_step_are_reported_as_removed() -> None:
     host = with_events()
     host.add("a", 9)
     host.fail(host.schedule())
@@ -105,7 +105,7 @@ def test_blocks_of_a_failed_step_are_removed() -> None:
     assert tuple(gone) == stored.block_hashes[::-1]
 
 
-def test_a_reset_clears_everything() -> None:
+def test_a_reset_reports_all_blocks_as_cleared() -> None:
     host = with_events()
     host.add("a", 9)
     host.step()
@@ -113,7 +113,7 @@ def test_a_reset_clears_everything() -> None:
     assert isinstance(host.scheduler.take_kv_events()[-1], AllBlocksCleared)
 
 
-def test_events_are_off_by_default() -> None:
+def test_kv_events_are_off_by_default() -> None:
     host = Host()
     host.add("a", 9)
     host.step()

@@ -58,12 +58,12 @@ def tables(output: SchedulerOutput, index: int) -> dict[int, dict[int, int]]:
         ({"kv_groups": 3}, "kv_groups is 3; give pairs of a kind and a size"),
     ],
 )
-def test_bad_groups_are_refused_with_a_remedy(knobs: dict[str, Any], says: str) -> None:
+def test_invalid_kv_groups_are_refused_with_a_remedy(knobs: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says.replace("(", r"\(")):
         small_config(**knobs)
 
 
-def test_groups_with_a_kv_cache_of_the_host_are_refused() -> None:
+def test_kv_groups_with_a_kv_cache_of_the_host_are_refused() -> None:
     config = small_config(kv_groups=TWO)
     with pytest.raises(ConfigError, match="kv_groups has 2 groups, and a kv_cache is given"):
         Scheduler(config, kv_cache=KVCacheManager(small_config()))
@@ -131,7 +131,7 @@ def test_an_output_has_the_group_and_place_of_each_block() -> None:
 # ------------------------------------------------------------------ cache hits
 
 
-def test_a_hit_takes_only_blocks_that_the_next_token_attends_to() -> None:
+def test_a_hit_acquires_only_blocks_that_the_next_token_attends_to() -> None:
     host = Host(kv_groups=TWO, num_blocks=40)
     prompt = host.prompt(17)
     host.add("a", prompt, max_tokens=1)
@@ -270,7 +270,7 @@ def _workload(seed: int, config: SchedulerConfig) -> Iterator[tuple[Any, ...]]:
 
 @pytest.mark.parametrize("steps_in_flight", short_of([1, 2, 3], {1, 2}))
 @pytest.mark.parametrize("groups", [TWO, (FULL, *[KVGroup("window", 5)] * 3), (WINDOW,), (KVGroup("chunk", 8), FULL)])
-def test_steady_steps_decide_the_same_as_the_general_path(
+def test_steady_growth_in_windows_decides_as_the_general_path(
     groups: tuple[KVGroup, ...], steps_in_flight: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows that move the block behind their window take the same decisions as rows on the general path."""
@@ -294,7 +294,7 @@ def test_steady_steps_decide_the_same_as_the_general_path(
 # ------------------------------------------------------------------ recordings
 
 
-def test_a_recording_replays() -> None:
+def test_a_recording_with_kv_groups_replays() -> None:
     file = io.StringIO()
     host = Host(recorder=Recorder(file), kv_groups=TWO, num_blocks=20)
     prompt = host.prompt(9)
@@ -330,7 +330,7 @@ def _found_after_a_flood(groups: tuple[KVGroup, ...], eviction: str, retention: 
 
 
 @LAYOUTS
-def test_a_retained_prefix_outlives_others_in_every_group(groups: tuple[KVGroup, ...]) -> None:
+def test_a_retained_prefix_outlives_other_prefixes_in_every_group(groups: tuple[KVGroup, ...]) -> None:
     assert _found_after_a_flood(groups, "lru", None) == 0
     assert _found_after_a_flood(groups, "retention:share=0.9", 1000.0) == 32
     assert _found_after_a_flood(groups, "retention:share=0.9", None) == 0
@@ -372,7 +372,7 @@ def test_events_of_one_group_have_group_0() -> None:
     assert BlockStored((), None, (), Root()).group == BlockRemoved(()).group == 0
 
 
-def test_the_common_prefix_is_counted_in_full_attention() -> None:
+def test_the_common_prefix_is_counted_in_the_full_attention_group() -> None:
     for groups, expected in ((GPT_OSS, 6), ((WINDOW,), 0), ((FULL, FULL), 6)):
         host = Host(kv_groups=groups, num_blocks=120, max_num_batched_tokens=64, count_common_prefix=True)
         prompt = host.prompt(24)

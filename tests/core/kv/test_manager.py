@@ -115,7 +115,7 @@ def test_a_hit_leaves_at_least_one_token_to_compute() -> None:
     assert output.samples.tolist() == [True]
 
 
-def test_only_requests_with_an_equal_salt_share() -> None:
+def test_only_requests_with_an_equal_salt_share_blocks() -> None:
     host = Host(max_num_batched_tokens=64, max_num_seqs=8)
     prompt = host.prompt(5)
     for request_id, salt in [("a", "x"), ("b", "y"), ("c", None), ("d", ""), ("e", "x"), ("f", None)]:
@@ -123,7 +123,7 @@ def test_only_requests_with_an_equal_salt_share() -> None:
     assert cached_of(host.step()) == {"a": 0, "b": 0, "c": 0, "d": 0, "e": 4, "f": 4}
 
 
-def test_a_request_that_opts_out_neither_looks_up_nor_publishes() -> None:
+def test_a_request_without_prefix_cache_neither_looks_up_nor_publishes() -> None:
     host = Host()
     prompt = host.prompt(5)
     host.add("quiet", prompt, use_prefix_cache=False, max_tokens=2)
@@ -134,8 +134,8 @@ def test_a_request_that_opts_out_neither_looks_up_nor_publishes() -> None:
     assert host.stats().prefix_queries == 5, "only the request that looked up is counted"
 
 
-@pytest.mark.parametrize("groups", [{}, {"kv_groups": [("full", 0), ("window", 4)]}], ids=["one group", "two"])
-def test_a_request_that_reads_no_prefix_publishes_its_own(groups: dict[str, Any]) -> None:
+@pytest.mark.parametrize("groups", [{}, {"kv_groups": [("full", 0), ("window", 4)]}], ids=["one group", "two groups"])
+def test_a_request_that_looks_up_no_blocks_publishes_its_own(groups: dict[str, Any]) -> None:
     host = Host(**groups)
     prompt = host.prompt(9)
     host.add("whole", prompt, skip_reading_prefix_cache=True, max_tokens=2)
@@ -149,8 +149,8 @@ def test_a_request_that_reads_no_prefix_publishes_its_own(groups: dict[str, Any]
     assert host.stats().prefix_queries == 18, "of the requests that looked up"
 
 
-@pytest.mark.parametrize("groups", [{}, {"kv_groups": [("full", 0), ("window", 4)]}], ids=["one group", "two"])
-def test_a_request_that_reads_no_prefix_publishes_its_contents(groups: dict[str, Any]) -> None:
+@pytest.mark.parametrize("groups", [{}, {"kv_groups": [("full", 0), ("window", 4)]}], ids=["one group", "two groups"])
+def test_a_request_that_looks_up_no_blocks_publishes_its_image_blocks(groups: dict[str, Any]) -> None:
     """Its blocks are found with the same image, and neither with another one nor as text with the same token ids."""
     host = Host(encoder_budget=8, encoder_cache_size=64, **groups)
     prompt, cat, dog = [7, 7, 0, 0, 0, 7, 7, 7, 7], EncoderInput("cat", 2, 3), EncoderInput("dog", 2, 3)
@@ -162,7 +162,7 @@ def test_a_request_that_reads_no_prefix_publishes_its_contents(groups: dict[str,
         host.run_to_end()
 
 
-def test_without_prefix_caching_nothing_is_found_kept_or_counted() -> None:
+def test_without_prefix_caching_no_block_is_found_kept_or_counted() -> None:
     host = Host(enable_prefix_caching=False)
     prompt = host.prompt(9)
     host.add("a", prompt, max_tokens=2)
@@ -191,7 +191,7 @@ def test_the_end_of_the_least_recently_used_prefix_is_evicted_first() -> None:
     assert cached_of(host.step()) == {"recent again": 8}
 
 
-def test_using_a_prefix_again_makes_it_recent() -> None:
+def test_a_reused_prefix_is_evicted_after_older_prefixes() -> None:
     host = Host(num_blocks=4, max_num_batched_tokens=32)
     first, second = host.prompt(5), host.prompt(5)
     for request_id, prompt in [("a", first), ("b", second), ("c", first)]:
@@ -229,7 +229,7 @@ def test_a_reset_removes_old_content_and_new_content_is_cached() -> None:
     assert cached_of(host.step()) == {"c": 8}
 
 
-def test_a_row_that_runs_during_a_reset_publishes_no_more() -> None:
+def test_a_row_that_runs_during_a_reset_publishes_no_further_blocks() -> None:
     host = Host(max_num_batched_tokens=8)
     request = host.add("a", 16, max_tokens=6)
     host.step()

@@ -48,7 +48,7 @@ def test_the_longest_common_prefix_in_full_blocks_is_found() -> None:
     assert library.run(sequence(9, 2, 3)) == 0
 
 
-def test_a_block_counts_only_if_all_of_its_tokens_are_equal() -> None:
+def test_a_block_is_found_only_if_all_of_its_tokens_are_equal() -> None:
     library = Library()
     library.run(sequence(1, 2))
     assert library.run([*block(1), *block(2)[:3], 999]) == 1
@@ -57,7 +57,7 @@ def test_a_block_counts_only_if_all_of_its_tokens_are_equal() -> None:
 
 
 @pytest.mark.parametrize("changed", [4 + 256, 4 + 65536, 4 + 2**24, 4 + 2**30])
-def test_tokens_that_differ_only_in_a_high_byte_differ(changed: int) -> None:
+def test_tokens_that_differ_only_in_a_high_byte_are_not_found(changed: int) -> None:
     library = Library()
     library.run([4, 5, 6, 7])
     assert library.run([changed, 5, 6, 7]) == 0
@@ -74,7 +74,7 @@ def test_equal_tokens_after_different_prefixes_are_different_contents() -> None:
     assert library.run(sequence(3, 7, 8)) == 0
 
 
-def test_a_block_may_follow_itself() -> None:
+def test_a_block_may_follow_a_block_with_equal_tokens() -> None:
     library = Library()
     library.run(sequence(1, 1, 1))
     assert library.run(sequence(1, 1, 1, 1)) == 3
@@ -115,7 +115,7 @@ def test_a_prompt_computed_in_many_chunks_is_found_whole() -> None:
     assert library.run(sequence(1, 2, 3, 4, 5)) == 5
 
 
-def test_each_salt_has_its_own_root() -> None:
+def test_requests_with_different_salts_share_no_prefix() -> None:
     library = Library()
     library.run(sequence(1, 2), cache_salt="alice")
     assert library.run(sequence(1, 2), cache_salt="bob") == 0
@@ -178,7 +178,7 @@ def test_blocks_after_a_duplicate_are_found() -> None:
     assert cached_of(host.step()) == {"c": 8}
 
 
-def test_evicting_a_duplicate_keeps_the_blocks_after_the_other_one() -> None:
+def test_evicting_a_duplicate_keeps_blocks_after_the_other_duplicate() -> None:
     host = Host(share_within_step=False, num_blocks=8, max_num_batched_tokens=64)
     host.add("a", [*sequence(1), 99], max_tokens=1)
     host.add("b", [*sequence(1, 2), 98], max_tokens=20)

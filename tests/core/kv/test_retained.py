@@ -57,7 +57,7 @@ def test_a_retained_prefix_outlives_blocks_used_later() -> None:
         assert cached_after(host, prompt) == expected
 
 
-def test_an_expired_prefix_counts_as_used_at_its_expiry() -> None:
+def test_an_expired_prefix_is_evicted_as_if_last_used_at_its_expiry() -> None:
     host = host_with(num_blocks=8)
     first, second = host.prompt(9), host.prompt(9)
     run(host, "first", first, retention=10.0)
@@ -90,7 +90,7 @@ def test_the_end_of_a_retained_prefix_is_evicted_before_its_beginning() -> None:
     assert cached_after(host, prompt) == 16
 
 
-def test_the_earliest_expiry_is_evicted_first() -> None:
+def test_retained_blocks_with_the_earliest_expiry_are_evicted_first() -> None:
     host = host_with(num_blocks=6)
     long, short = host.prompt(9), host.prompt(9)
     run(host, "long", long, retention=1000.0)
@@ -101,7 +101,7 @@ def test_the_earliest_expiry_is_evicted_first() -> None:
     assert cached_of(host.step()) == {"a": 8, "c": 0}
 
 
-def test_a_block_reused_without_retention_keeps_its_time() -> None:
+def test_a_block_reused_without_retention_keeps_its_expiry() -> None:
     host = host_with()
     prompt = host.prompt(9)
     run(host, "a", prompt, retention=1000.0)
@@ -110,7 +110,7 @@ def test_a_block_reused_without_retention_keeps_its_time() -> None:
     assert cached_after(host, prompt) == 8
 
 
-def test_the_later_of_two_times_counts() -> None:
+def test_a_block_is_retained_until_the_later_of_two_times() -> None:
     host = host_with()
     prompt = host.prompt(9)
     run(host, "a", prompt, retention=1000.0)
@@ -119,7 +119,7 @@ def test_the_later_of_two_times_counts() -> None:
     assert cached_after(host, prompt) == 8
 
 
-def test_only_a_finished_request_retains_and_an_error_does_not() -> None:
+def test_a_parked_then_aborted_request_retains_no_blocks() -> None:
     host = host_with(num_blocks=8)
     host.add("a", 9, retention=1000.0)
     host.step()
@@ -136,7 +136,7 @@ def test_at_most_the_share_of_the_pool_is_retained() -> None:
         assert host.stats().num_retained_blocks == min(2 * (index + 1), 4)
 
 
-def test_a_greedy_tenant_leaves_other_tenants_their_part() -> None:
+def test_a_tenant_with_many_blocks_leaves_other_tenants_their_share() -> None:
     host = host_with(share=0.5)  # 8 of 16
     mine = host.prompt(17)
     for index in range(4):
@@ -164,7 +164,7 @@ def test_a_block_that_two_tenants_retain_counts_for_neither() -> None:
     assert by_tenant(pool, "ab") == {"a": 2, "b": 2} and pool.num_retained == 8
 
 
-def test_more_tenants_than_blocks_lose_the_earliest_expiry() -> None:
+def test_with_more_tenants_than_blocks_the_earliest_expiry_leaves_first() -> None:
     host = host_with(share=0.25)  # 4 of 16
     prompts = [host.prompt(5) for _ in range(6)]
     for index, prompt in enumerate(prompts):
@@ -175,7 +175,7 @@ def test_more_tenants_than_blocks_lose_the_earliest_expiry() -> None:
     assert "of at most 1 KV blocks" in explained(host)
 
 
-def test_tenants_that_share_a_prompt_leave_others_their_part() -> None:
+def test_tenants_that_share_a_prompt_leave_other_tenants_their_share() -> None:
     host = host_with(share=0.5)  # 8 of 16
     mine, theirs = host.prompt(17), host.prompt(33)
     run(host, "mine", mine, tenant="modest", retention=50.0)
@@ -232,7 +232,7 @@ def test_a_parent_that_was_computed_twice_outlives_its_child() -> None:
 
 
 @pytest.mark.parametrize(("seed", "num_tenants"), [(0, 3), (1, 3), (2, 8), (3, 60)])
-def test_random_tables_of_many_tenants_keep_the_bounds(seed: int, num_tenants: int) -> None:
+def test_random_tables_of_many_tenants_keep_the_retention_limits(seed: int, num_tenants: int) -> None:
     """Chains of blocks that share their beginnings: the bounds, the counts and the order hold after every call."""
     random, pool = Random(seed), RetainingPool(64, 0, 0.6)
     now, held = 0.0, list[Any]()
@@ -279,7 +279,7 @@ def test_random_tables_of_many_tenants_keep_the_bounds(seed: int, num_tenants: i
     assert pool.num_retained
 
 
-def test_the_queue_is_no_larger_than_the_pool() -> None:
+def test_the_queue_of_retained_blocks_stays_smaller_than_the_pool() -> None:
     pool = RetainingPool(64, 0, 1.0)
     blocks, _ = pool.take(32)
     pool.set_cached(blocks)

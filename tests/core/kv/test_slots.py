@@ -15,7 +15,7 @@ def filled(num_slots: int, count: int) -> SlotDirectory:
     return directory
 
 
-def test_slots_of_discarded_contents_are_taken_first() -> None:
+def test_slots_of_discarded_contents_are_assigned_first() -> None:
     directory = filled(4, 4)
     directory.discard([key_of(2), key_of(9)])
     directory.check()
@@ -24,7 +24,7 @@ def test_slots_of_discarded_contents_are_taken_first() -> None:
     assert [directory.num_found([key_of(value)]) for value in (0, 1, 2, 3, 7)] == [1, 1, 0, 1, 1]
 
 
-def test_withdrawn_copies_are_not_found() -> None:
+def test_contents_of_withdrawn_copies_are_not_found() -> None:
     directory = filled(4, 2)
     plan = directory.assign([(5, key_of(5)), (0, key_of(0))], [SlotLoad([key_of(1)], [8])])
     assert (plan.num_blocks, plan.loaded_slots, plan.loaded_blocks) == (2, [1], [8]), "0 is here already"

@@ -119,7 +119,7 @@ def test_loads_leave_blocks_for_one_request_of_full_length() -> None:
     assert names(load.request for load in output.loads) == ["c"]
 
 
-def test_a_request_without_an_answer_is_skipped() -> None:
+def test_a_request_is_skipped_until_its_connector_answers() -> None:
     host, connector = connected()
     connector.offers["a"] = (None, False)
     host.add("a", 8)
@@ -165,7 +165,7 @@ def test_loads_of_a_failed_step_are_abandoned() -> None:
     assert host.stats().num_free_blocks == 16
 
 
-def test_knobs_about_a_connector_need_one() -> None:
+def test_connector_knobs_without_a_connector_are_refused() -> None:
     with pytest.raises(ConfigError, match="the scheduler has no connector"):
         Scheduler(small_config(kv_load_timeout=1.0))
     with pytest.raises(ConfigError, match="give seconds above 0"):

@@ -11,7 +11,7 @@ MAX_DRAFTS = 3
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 3_000, 40_000])
-def test_counts_are_added_up_once_and_in_time(num_rows: int) -> None:
+def test_draft_counts_are_added_up_exactly_once(num_rows: int) -> None:
     rng = np.random.default_rng(num_rows)
     rows = rng.permutation(2 * num_rows)[:num_rows]
     acceptance = Acceptance([0] * (1 + MAX_DRAFTS))
@@ -37,7 +37,7 @@ def test_counts_are_added_up_once_and_in_time(num_rows: int) -> None:
     assert all(acceptance.of(row) == (0, 0) for row in rows[:50].tolist())
 
 
-def test_counts_are_kept_when_they_are_never_read() -> None:
+def test_draft_counts_of_many_steps_are_complete_at_the_first_read() -> None:
     acceptance = Acceptance([0, 0])
     rows = np.array([4, 2])
     for _ in range(1_000):

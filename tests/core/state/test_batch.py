@@ -16,14 +16,14 @@ from pointsman.core.state.batch import STOP_FILTER_SIZE, Batch, StopFilter
 from ..helpers import Host
 
 
-def test_the_filter_finds_every_stop_token() -> None:
+def test_the_stop_filter_finds_every_stop_token() -> None:
     stops = StopFilter()
     stops.add({5, STOP_FILTER_SIZE + 7, 3})
     assert stops.may_stop(np.array([5, STOP_FILTER_SIZE + 7, 3, 4, 8])).tolist() == [True, True, True, False, False]
     assert stops.may_stop(np.array([7, STOP_FILTER_SIZE + 5])).all(), "the same low bits: to be tested exactly"
 
 
-def test_tokens_with_the_same_low_bits_are_counted_separately() -> None:
+def test_stop_tokens_with_the_same_low_bits_are_counted_separately() -> None:
     stops = StopFilter()
     stops.add({5, STOP_FILTER_SIZE + 5})
     stops.add({5, 6})
@@ -33,7 +33,7 @@ def test_tokens_with_the_same_low_bits_are_counted_separately() -> None:
     assert not stops.counts.any() and stops.num_rows == 0
 
 
-def test_the_filter_ignores_a_single_stop_token() -> None:
+def test_the_stop_filter_ignores_a_single_stop_token() -> None:
     stops = StopFilter()
     stops.add({5})
     stops.add(())
@@ -130,7 +130,7 @@ def test_bulk_writes_and_loops_over_rows_decide_the_same(
     assert at_once == decided(monkeypatch, max_steps_in_flight, spanned_from=1000, max_loop_rows=1000)
 
 
-def test_the_slice_holds_all_running_rows_unless_it_is_mostly_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_span_holds_all_running_rows_unless_it_is_mostly_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch, "SPANNED_FROM", 2)
     host = Host(num_blocks=64, max_num_seqs=12, max_num_batched_tokens=64)
     for number in range(12):
@@ -148,7 +148,7 @@ def test_the_slice_holds_all_running_rows_unless_it_is_mostly_free(monkeypatch: 
     assert host.scheduler._batch.members.span is None, "one row is too few"
 
 
-def test_the_layout_names_every_column() -> None:
+def test_the_documented_layout_names_every_column() -> None:
     """In the order in which they are made, with their types."""
     listed = re.findall(r"^    (\w+) +(u?int\d+) \[R", batch.__doc__ or "", re.MULTILINE)
     columns = Batch(block_size=4, accepted_drafts=[0])

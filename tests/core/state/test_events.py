@@ -138,7 +138,7 @@ def test_a_failed_step_reports_rolled_back_admissions() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_blocks_taken_less_blocks_returned_are_blocks_held(seed: int) -> None:
+def test_allocated_minus_returned_blocks_are_the_held_blocks(seed: int) -> None:
     """Over a random run with preemptions, aborts and shared prefixes, in references to blocks."""
     random = Random(seed)
     host, notes = listened(num_blocks=12, max_model_len=32, full_sequence_must_fit=False)

@@ -24,7 +24,9 @@ WINDOW = KVGroup("window", 1024)
         ("windows alone", 0, 32, 32),
     ],
 )
-def test_groups_have_the_number_of_layers_that_wastes_least(name: str, full: int, windowed: int, size: int) -> None:
+def test_groups_have_the_number_of_layers_that_wastes_least_memory(
+    name: str, full: int, windowed: int, size: int
+) -> None:
     """At 32,768 tokens in blocks of 16, of which a window takes 65."""
     kinds = [(blocks, layers) for blocks, layers in ((2048, full), (65, windowed)) if layers]
     assert layers_per_group(kinds, 8) == size
@@ -45,11 +47,11 @@ def test_no_other_group_size_takes_less_memory() -> None:
         assert costs[layers_per_group(kinds, 8)] == min(costs.values()), kinds
 
 
-def test_more_kinds_than_groups_get_one_group_each() -> None:
+def test_more_kinds_than_max_groups_get_one_group_each() -> None:
     assert layers_per_group([(10 + size, 3) for size in range(5)], 4) == 3
 
 
-def test_groups_are_named_in_words() -> None:
+def test_kv_groups_are_described_in_words() -> None:
     assert text_of(()) == "1 group of full attention"
     assert text_of((WINDOW, FULL, WINDOW)) == "2 groups of a window of 1024, 1 of full attention"
     assert text_of((KVGroup("chunk", 8),)) == "1 group of a chunk of 8"

@@ -73,7 +73,7 @@ def test_recomputing_a_generated_token_is_prefill() -> None:
     assert names(outputs[3].decode) == names(outputs[4].decode) == ["a"], "its newest token, and the next"
 
 
-def test_arrays_have_the_types_and_shapes_that_the_fields_say() -> None:
+def test_output_arrays_have_the_documented_types_and_shapes() -> None:
     output = busy().schedule()
     for name in ("rows", "serials", "num_computed_tokens", "num_scheduled_tokens"):
         array = getattr(output, name)

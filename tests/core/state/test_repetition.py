@@ -43,7 +43,7 @@ def params_and_output(draw: st.DrawFn) -> tuple[RepetitionDetectionParams, list[
 
 
 @given(params_and_output(), st.integers(0, 80))
-def test_the_watch_agrees_with_the_definition_after_every_token(
+def test_repetition_watch_agrees_with_the_definition_after_every_token(
     case: tuple[RepetitionDetectionParams, list[int]], spare: int
 ) -> None:
     params, output = case
@@ -52,7 +52,7 @@ def test_the_watch_agrees_with_the_definition_after_every_token(
         assert watch.observe(token) == shortest_pattern(output[:length], params)
 
 
-def test_a_watch_is_no_larger_than_the_longest_output() -> None:
+def test_a_repetition_watch_is_no_larger_than_the_longest_output() -> None:
     watch = RepetitionWatch(RepetitionDetectionParams(max_pattern_size=2**31 - 1, min_count=2), max_tokens=7)
     assert [watch.observe(token) for token in (1, 2, 3, 1, 2, 3)] == [None] * 5 + [3]
 
@@ -67,7 +67,7 @@ def test_a_watch_is_no_larger_than_the_longest_output() -> None:
         ({"max_pattern_size": 2, "min_count": True}, "min_count is True"),
     ],
 )
-def test_impossible_parameters_are_refused(values: dict[str, int], message: str) -> None:
+def test_impossible_repetition_parameters_are_refused(values: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RepetitionDetectionParams(**values)
     with pytest.raises(RequestRefused, match=message):
@@ -75,7 +75,7 @@ def test_impossible_parameters_are_refused(values: dict[str, int], message: str)
 
 
 @pytest.mark.parametrize("given", [[3, 1, 2], {"max_pattern": 3}])
-def test_parameters_of_another_type_are_refused(given: object) -> None:
+def test_repetition_parameters_of_another_type_are_refused(given: object) -> None:
     with pytest.raises(RequestRefused):
         Request("a", [1], arrival_time=0.0, max_tokens=1, repetition_detection=given)  # type: ignore[arg-type]
 
@@ -120,7 +120,7 @@ def test_a_repetition_before_min_tokens_finishes_the_request_later() -> None:
     assert request.status is RequestStatus.FINISHED_REPETITION
 
 
-def test_a_stop_token_and_the_length_take_precedence() -> None:
+def test_a_stop_token_and_the_length_take_precedence_over_repetition() -> None:
     host = Host()
     stopped = host.add("a", repetition_detection=TWICE, eos_token_ids=(EOS,))
     run_with(host, stopped, [1, EOS, 1, EOS])
@@ -143,7 +143,7 @@ def test_a_repetition_is_found_across_a_preemption_with_samples_in_flight() -> N
     assert (request.status, request.num_preemptions) == (RequestStatus.FINISHED_REPETITION, 1)
 
 
-def test_default_parameters_make_no_watch() -> None:
+def test_default_repetition_parameters_make_no_watch() -> None:
     host = Host()
     request = host.add("a", repetition_detection=RepetitionDetectionParams())
     assert request.repetition_detection is None and request._state.repetition_watch is None

@@ -76,7 +76,7 @@ def test_changing_the_callers_array_afterwards_does_not_change_the_prompt() -> N
     assert not request.prompt_token_ids.flags.writeable
 
 
-def test_samples_of_one_prompt_share_its_memory() -> None:
+def test_requests_with_the_same_prompt_array_share_its_memory() -> None:
     first = make(list(range(1000)))
     second = make(first.prompt_token_ids)
     assert np.shares_memory(first.prompt_token_ids, second.prompt_token_ids)
@@ -105,7 +105,7 @@ ALLOWED = {
 
 
 @pytest.mark.parametrize("status", list(S), ids=lambda status: status.name)
-def test_a_request_allows_these_transitions_and_no_others(status: RequestStatus) -> None:
+def test_a_request_allows_only_the_listed_transitions(status: RequestStatus) -> None:
     for following in S:
         request = make()
         request._state.status = status
