@@ -36,9 +36,9 @@ class DeviceSteps:
 
     Args:
         loaded: the model.
-        pool: its KV.
-        backend: how attention is computed.
-        config: the scheduler's.
+        pool: the model's KV pool.
+        backend: the attention backend.
+        config: the scheduler's configuration.
     """
 
     def __init__(self, loaded: LoadedModel, pool: KVPool, backend: AttentionBackend, config: SchedulerConfig) -> None:
@@ -81,7 +81,8 @@ class DeviceSteps:
         return not (has_more or needs_host or prepared.transfers is not None or prepared.num_rows == 0)
 
     def launch(self, prepared: PreparedStep) -> FromDevice:
-        """Launch a plain step; its results are `tokens` [s] and `ok` [s] of the rows that sample."""
+        """Launch a plain step. The results are `tokens` [s] and `ok` [s]: the sampled tokens, and whether they are
+        valid."""
         num_sampled = len(prepared.sampling)
         size = self._graph_for(prepared)
         columns = DeviceParameters.columns(prepared.sampling_batch, size or num_sampled)
@@ -102,7 +103,7 @@ class DeviceSteps:
             return FromDevice({"tokens": sampled[:num_sampled], "ok": ok[:num_sampled]})
 
     def forward(self, prepared: PreparedStep) -> Tensor:
-        """Logits [len(logits_at), vocab_size] of a step that the host samples; see `put`."""
+        """Logits [len(logits_at), vocab_size] of a step whose tokens the host samples and then stores with `put`."""
         size = self._graph_for(prepared)
         with torch.inference_mode():
             if size is not None and self.graphs is not None:
@@ -110,7 +111,7 @@ class DeviceSteps:
             return self._run(prepared, {})[0]
 
     def put(self, places: Int64Array, token_ids: Int64Array) -> None:
-        """Store tokens that the host sampled, for later steps."""
+        """Store tokens that the host sampled, so that later steps can read them on the device."""
         self._ensure_places(places)
         tensors = to_device({"places": places, "tokens": token_ids}, self._device)
         self._tokens.tokens.index_copy_(0, tensors["places"], tensors["tokens"])
@@ -122,7 +123,7 @@ class DeviceSteps:
                 self.graphs.record_again()
 
     def _graph_for(self, prepared: PreparedStep) -> int | None:
-        """Rows of the graph that computes the step; None: no graph can."""
+        """Number of rows of the graph that can compute the step; None: no graph can."""
         if prepared.links is not None:
             self._ensure_places(prepared.links.sampled)
         num_rows = prepared.num_rows
@@ -139,7 +140,8 @@ class DeviceSteps:
         return DecodeRows(prepared.batches, prepared.token_ids.numpy(), sources, places)
 
     def _run(self, prepared: PreparedStep, more: Mapping[str, npt.NDArray[Any]]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Launch a step kernel by kernel; returns its logits, and `more` on the device."""
+        """Launch a step kernel by kernel; returns the step's logits, and all its input arrays, `more` included, on the
+        device."""
         links = prepared.links
         arrays: dict[str, npt.NDArray[Any]] = {
             "token_ids": prepared.token_ids.numpy(),

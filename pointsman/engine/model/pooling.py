@@ -1,7 +1,7 @@
 """Pooler: computes embeddings, one vector per prompt, from the model's last hidden states. Nothing is sampled.
 
     "last"   the hidden state of the prompt's last token (decoder models are trained for it; vLLM's default)
-    "mean"   the mean over all of its tokens
+    "mean" the mean over all tokens of the prompt
 
 The scheduler reports the rows that complete their prompts in a step (`SchedulerOutput.completes`). A prompt may be
 computed in chunks, partly by steps that fail, or again after a preemption. So the sums of "mean" are kept by chunk,
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 
 class PooledChunk(NamedTuple):
-    """A row of a step whose hidden states are pooled."""
+    """The tokens of one row of a step whose hidden states are pooled."""
 
     row_index: int
     request: Request
     start: int
-    """Position in the prompt of its first token in this step."""
+    """Prompt position of the row's first token in this step."""
     num_hidden: int
-    """Number of hidden states that are pooled: one for each token, or 1."""
+    """Number of hidden states that are pooled: for "mean" one for each token, for "last" 1."""
     completes: bool
 
 
@@ -46,11 +46,11 @@ class PooledChunk(NamedTuple):
 class _PoolState:
     params: PoolingParams
     sums: dict[int, Tensor] = field(default_factory=dict)
-    """Start of a chunk -> sum of its hidden states, [hidden_size] float32."""
+    """Start of a chunk -> sum of the chunk's hidden states, [hidden_size] float32."""
 
 
 class Pooler:
-    """Pools the prompts of one engine's embedding requests."""
+    """Pools the hidden states of the prompts of one engine's embedding requests."""
 
     def __init__(self) -> None:
         self._pooled: dict[Request, _PoolState] = {}
@@ -59,7 +59,7 @@ class Pooler:
         return len(self._pooled)
 
     def add(self, request: Request, params: PoolingParams) -> None:
-        """Pool the prompt of a request, until an output reports that it finished."""
+        """Pool the prompt of a request, until an output reports that the request has finished."""
         self._pooled[request] = _PoolState(params)
 
     def prepare(self, output: SchedulerOutput, query_starts: Int64Array) -> tuple[list[PooledChunk], Int64Array]:
@@ -81,13 +81,14 @@ class Pooler:
         return chunks, np.concatenate(positions)
 
     def take(self, chunks: Sequence[PooledChunk], hidden: Tensor) -> dict[int, Float32Array]:
-        """Add the hidden states of a step.
+        """Add the hidden states of a step's chunks to the sums.
 
         Args:
             hidden: [states of all chunks, hidden_size], chunk after chunk.
 
         Returns:
-            Row index of the output -> vector, for the rows that completed. A vector may contain non-finite numbers.
+            Row index of the output -> embedding vector, for the rows that completed their prompts. A vector may contain
+            non-finite numbers.
         """
         vectors: dict[int, Float32Array] = {}
         with torch.inference_mode():
@@ -120,8 +121,8 @@ def hidden_states(model: Any, num_logits: int, trims: bool) -> Iterator[list[Ten
     Yields a list that gets one tensor [r, hidden_size].
 
     Args:
-        num_logits: the first so many rows are sampled.
-        trims: whether the other rows may skip the output layer.
+        num_logits: number of rows whose logits are needed; these rows are first.
+        trims: whether the rows after them skip the output layer.
     """
     captured: list[Tensor] = []
 
