@@ -1,7 +1,7 @@
 """Pooler: computes embeddings, one vector per prompt, from the model's last hidden states. Nothing is sampled.
 
     "last"   the hidden state of the prompt's last token (decoder models are trained for it; vLLM's default)
-    "mean" the mean over all tokens of the prompt
+    "mean"   the mean over all tokens of the prompt
 
 The scheduler reports the rows that complete their prompts in a step (`SchedulerOutput.completes`). A prompt may be
 computed in chunks, partly by steps that fail, or again after a preemption. So the sums of "mean" are kept by chunk,

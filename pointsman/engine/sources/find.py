@@ -34,11 +34,11 @@ def find_model(
     """The directory of a model in the Hugging Face format, or its GGUF file (the first part, if it has parts).
 
     Args:
-        model: see the table above; "~" is the home directory.
-        revision: for a hub name: a branch, a tag or a commit; None: main.
-        download_dir: for a hub name: the cache to download to; None: huggingface_hub's cache.
-        check: called before the weights are downloaded, with a directory that has all other files. Its exceptions end
-            the search.
+        model: name or path of the model, see the table at the top of this module; "~" is the home directory.
+        revision: branch, tag or commit of a hub repository; None: main.
+        download_dir: cache folder for downloads from a hub; None: huggingface_hub's cache.
+        check: function that is called before the weights are downloaded, with a directory that has all other files. Its
+            exceptions end the search.
 
     Raises:
         ModelLoadError: the name has no valid form, the model does not exist, or it cannot be downloaded. The message is
@@ -66,7 +66,7 @@ def find_model(
 
 
 def _existing(text: str) -> Path | None:
-    """The file or directory of this name; None: there is none.
+    """The file or directory that a name denotes; None: it does not exist.
 
     Raises:
         ModelLoadError: the name is empty, or the system cannot look it up.
@@ -86,7 +86,7 @@ def _existing(text: str) -> Path | None:
 
 
 def is_path(text: str) -> bool:
-    """Whether a name can only be a path."""
+    """Whether a model's name can only be a path, and no hub name."""
     return text.startswith(("/", ".", "~")) or text.count("/") > 1 or text.lower().endswith(GGUF)
 
 
@@ -107,10 +107,10 @@ def _not_found_message(text: str, *, looks_like_path: bool) -> str:
 
 
 def _in_directory(path: Path) -> Path:
-    """The directory itself, or the GGUF model in it if it holds no model in the Hugging Face format.
+    """The first file of the GGUF model in a directory; the directory itself, if it has a config.json or no GGUF file.
 
     Raises:
-        ModelLoadError: it holds several GGUF models.
+        ModelLoadError: the directory has several GGUF models.
     """
     try:
         files = [] if (path / "config.json").exists() else sorted(path.glob(f"*{GGUF}"))
@@ -127,10 +127,10 @@ def _in_directory(path: Path) -> Path:
 
 
 def _first_part(file: Path) -> Path:
-    """The first file of a GGUF model.
+    """The first part of the GGUF model to which a file belongs.
 
     Raises:
-        ModelLoadError: the name does not end with .gguf, or the first part is missing.
+        ModelLoadError: the file's name does not end with .gguf, or the first part is missing.
     """
     if not is_gguf(file):
         raise ModelLoadError(
