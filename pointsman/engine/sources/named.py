@@ -214,7 +214,7 @@ def install(
         accept_licence: whether the user accepts the model's licence.
         progress: function that is called several times a second with the number of bytes downloaded so far; the total
             is the model's `download_bytes`.
-        patience: number of seconds without any data after which the download fails; a connection is then retried only
+        patience: number of seconds without any data after which the download fails; a connection is also retried only
             once. None: pip's own limits apply.
 
     Raises:
