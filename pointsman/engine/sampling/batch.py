@@ -4,7 +4,7 @@ A request's parameters are written once, when it is admitted, into the columns a
 (`output.rows`). A step without new rows needs a few NumPy gathers, for any number of rows:
 
     flags[row]        the features below that the request uses; one reduction finds the features that a step can skip
-    serial[row]       serial of the admission that the columns describe; an output with another serial has another request
+    serial[row]       serial of the admission that the columns describe; another serial in an output: another request
     temperature, top_k, top_p, min_p, mixed_seed (of `race.py`), logprobs, prompt_logprobs
 
 Requests with flag EDITED (penalties, biases, masks, grammars) also have an `EditedRow`, in `logit_edits.py`. Only these
