@@ -215,7 +215,7 @@ class NumbaAttention:
         arguments[kernel.WINDOW] = window or 0
         plan.scalars[:] = scale, softcap or 0.0
         if sinks is not None:
-            sinks = sinks.detach().float().contiguous()  # kept until the kernel has run
+            sinks = sinks.detach().float().contiguous()  # this tensor must exist until the kernel has run
             arguments[kernel.SINKS] = sinks.data_ptr()
         else:
             arguments[kernel.SINKS] = 0
@@ -223,7 +223,7 @@ class NumbaAttention:
         if plan.batch.meanwhile.do_part is None or not plan.takes_long(num_heads * (k_dim + values.shape[-1])):
             run(arguments, num_threads)
         else:
-            # Every layer lets this thread do other work. It returns to the kernel while half of the items remain.
+            # In every layer, this thread does other work until half of the items are taken, and then takes items.
             few = int(arguments[kernel.NUM_TILES] * arguments[kernel.NUM_KV_HEADS]) // 2
             run.beside(lambda: plan.batch.do_meanwhile(lambda: arguments[0] <= few), arguments, num_threads)
         if num_tokens > plan.batch.num_tokens:

@@ -37,7 +37,7 @@ from pointsman.engine.kv.pool import KVPool
 from pointsman.engine.pulse import beat
 
 ATTENTION_NAME = "pointsman_paged"
-_HANDLER = "pointsman_attention"  # the key under which a module's __dict__ carries its handler
+_HANDLER = "pointsman_attention"  # key of the handler in a module's __dict__
 
 
 @dataclass(slots=True)
@@ -237,7 +237,7 @@ class AttentionContext:
         while True:
             try:
                 self._busy.release()
-            except RuntimeError:  # the lock was released as often as it was taken
+            except RuntimeError:  # the lock was released as often as it was acquired
                 return
 
 

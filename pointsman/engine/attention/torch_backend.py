@@ -235,7 +235,7 @@ def make_groups(batch: PagedBatch, shape: LayerShape, window: int | None, device
             groups.append(_make_group(batch, pieces, order[start:end], window, device))
             start, waste, widest = end, 0, blocks
         if end == start:
-            queries = count  # the group's maximum, because pieces are sorted
+            queries = count  # the group's maximum, because pieces are sorted by decreasing count
         width = widest
     if len(order):
         groups.append(_make_group(batch, pieces, order[start:], window, device))
@@ -248,7 +248,7 @@ def _make_group(
     """Make a group from the pieces with the indices `members`, padded to the shape of the largest piece."""
     counts = pieces.counts[members][:, None]
     step = np.arange(counts.max())[None, :]
-    within = np.minimum(step, counts - 1)  # a padded query repeats the last real one
+    within = np.minimum(step, counts - 1)  # padding repeats the row's last query
     tokens = (pieces.tokens[members][:, None] + within).ravel()
     positions = pieces.first[members][:, None] + within
 

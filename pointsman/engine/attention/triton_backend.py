@@ -367,5 +367,5 @@ def parts_for(num_programs: int, num_processors: int) -> int:
 def num_processors(device: torch.device) -> int:
     """Number of multiprocessors of a GPU."""
     if device.type != "cuda":
-        return 2  # interpreted
+        return 2  # Triton interprets the kernels
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -46,7 +46,7 @@ def export_directory(gguf_file: Path, directory: Path, dtype: str = "bfloat16") 
     )
     generation = generation_fields(gguf)
     own_ids = {name: getattr(config, name) for name in TOKEN_IDS}
-    samples = len(generation) > 1  # it has sampling parameters, which are used only with do_sample
+    samples = len(generation) > 1  # transformers uses sampling parameters only with do_sample
     model.generation_config = GenerationConfig(**{**own_ids, **generation}, do_sample=samples)
     part = directory.with_name(f".{directory.name}.part-{os.getpid()}")
     part.mkdir(parents=True)

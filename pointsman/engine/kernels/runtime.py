@@ -125,7 +125,7 @@ def round_to(array: Any, value: Any) -> Any:
 
 
 @overload(round_to, inline="always")
-def _round_to(array, value):  # type: ignore[no-untyped-def]  # as above
+def _round_to(array, value):  # type: ignore[no-untyped-def]  # as for `_load`
     if array.dtype == types.uint16:
         return lambda array, value: nearest_bfloat16(value)
     return lambda array, value: value

@@ -57,7 +57,7 @@ def check_config(config: Any) -> None:
     if getattr(config, "quantization_config", None):
         raise UnsupportedModel(f"{name} has quantized weights; use the unquantized model")
     for rope_type in rope_types(text):
-        if rope_type != "longrope":  # `fix_longrope` checks it once the model is loaded
+        if rope_type != "longrope":  # `fix_longrope` checks longrope after the model is loaded
             check_rope_type(name, rope_type)
     other = sorted(set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES)
     if other:
@@ -126,7 +126,7 @@ def fix_longrope(model: Any, max_model_len: int | None) -> int | None:
         if is_long:
             frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](config, model.device, seq_len=original + 1)
         module.inv_freq.copy_(frequencies)
-        module.rope_type = "default"  # transformers chooses frequencies only if this is another type
+        module.rope_type = "default"  # with this type, transformers does not choose frequencies
         _check_fixed(name, module, original, config)
     if is_long:
         logger.warning(

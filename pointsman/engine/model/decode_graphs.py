@@ -94,10 +94,10 @@ class CudaRecorder:
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         """See `Recorder`."""
-        run()  # compiles kernels, and lets libraries choose theirs
+        run()  # compiles kernels, and lets libraries choose their kernels
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):  # `torch.cuda.graph` would also empty caches, for each graph
+        with torch.cuda.stream(self._stream):  # `torch.cuda.graph` would also empty PyTorch's caches
             graph.capture_begin(pool=self._pool)
             try:
                 run()

@@ -39,10 +39,10 @@ def model_fingerprint(loaded: LoadedModel) -> bytes:
     seen: set[int] = set()
     num_elements = 0
     for name, tensor, source in _tensors(loaded.model):
-        is_copy = source in ("joined", "scales")  # freed and reused right after, so its address is no identity
+        is_copy = source in ("joined", "scales")  # a copy's memory is reused, so its address is no identity
         is_new = is_copy or tensor.data_ptr() not in seen
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {is_new}".encode())
-        if is_new:  # embeddings may be tied
+        if is_new:  # tied embeddings are one tensor with two names
             if not is_copy:
                 seen.add(tensor.data_ptr())
             if source in ("weight", "joined"):

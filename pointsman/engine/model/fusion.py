@@ -199,7 +199,7 @@ def fuse(model: nn.Module, step: FirstStep, *, store: bool) -> Counter[str]:
     kernels = cast(FusedAttentionBackend, step.context.backend).kernels
     done: Counter[str] = Counter()
     called: WeakSet[nn.Module] = WeakSet()
-    for layers in (False, True):  # parts, then layers that consist of fused parts
+    for layers in (False, True):  # first parts, then layers that consist of fused parts
         parts = [part for part in find_parts(model, options, kernels) if is_fused_layer(part.module) == layers]
         options.clear()
         calls = _record(model, parts, called, step.forward)
@@ -332,13 +332,13 @@ def replacement_for(part: Part, call: Call, kernels: LayerKernels) -> nn.Module 
     matches."""
     module = part.module
     with torch.inference_mode():
-        if is_fused_layer(module):  # its parts stay the same, so there is no new rounding
+        if is_fused_layer(module):  # the layer's parts stay the same, so there is no new rounding
             exact, inputs = module, [call]
         else:
             try:
                 exact = exact_copy(module)
                 inputs = list(variations(Call(*each_tensor((call.arguments, call.keywords), _as_float32))))
-            except Exception as error:  # the part may be any code, and can stay as it is
+            except Exception as error:  # the part may contain any code, and can stay unchanged
                 logger.debug("%s is not replaced: %s: %s", part.name, type(error).__name__, error)
                 return None
         for index, build in enumerate(candidates_for(exact, part.options, kernels)):
@@ -411,7 +411,7 @@ def _with_input(call: Call, change: Callable[[Tensor], Tensor], tolerance: float
 def outputs_match(part: nn.Module, replacement: nn.Module, calls: Iterable[Call]) -> bool:
     """Whether a part and its replacement return the same outputs for all calls, up to rounding."""
     for call in calls:
-        # Each gets its own copy of the inputs, because a module may change them in place.
+        # Each module gets its own copy of the inputs, because a module may change tensors in place.
         want, got = (
             one(*each_tensor(call.arguments, Tensor.clone), **each_tensor(call.keywords, Tensor.clone))
             for one in (part, replacement)

@@ -82,8 +82,8 @@ class JoinedLinear(nn.Module):
         self.weight = weight.detach()
         self.form = "plain"
         self._stored: Any = None
-        self._groups: quantized.Groups | None = None  # for int4
-        self._split = self._merge = np.empty(0, dtype=np.int64)  # arguments of kernels, for int8
+        self._groups: quantized.Groups | None = None  # only for int4
+        self._split = self._merge = np.empty(0, dtype=np.int64)  # arguments of kernels, only for int8
 
     def store(self, quantization: str | None = None) -> None:
         """Put the weights into their final form, once.
@@ -130,7 +130,7 @@ class JoinedLinear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
     def _in_int4(self, x: Tensor) -> Tensor:
-        assert self._groups is not None  # by its caller
+        assert self._groups is not None  # the caller checks it
         out = self._groups.product(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], self.out_features)
         return out if self.bias is None else out + self.bias
 

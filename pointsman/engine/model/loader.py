@@ -202,7 +202,7 @@ def wrap_model(
     layers = tuple(layer.shape for layer in probed)
     windows = tuple(layer.window for layer in probed)
     context = attach(probed)
-    del probed  # it holds references to the attention layers that are replaced below
+    del probed  # `probed` refers to attention layers, which are freed when `_fuse` replaces them
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     check_quantization(quantization, model.device, model.dtype)
     backend = choose_attention(attention, layers, model.device, model.dtype)
@@ -442,7 +442,7 @@ def _check_size(path: Path, config: Any, weights: _Weights) -> None:
             model: Any = AutoModelForCausalLM.from_config(
                 config, attn_implementation=ATTENTION_NAME, trust_remote_code=False
             )
-        except Exception:  # reported where the weights are read
+        except Exception:  # `_read_weights` reports the error
             return
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     num_buffered = sum(buffer.numel() for buffer in model.buffers())
@@ -515,5 +515,5 @@ def _read_weights(path: Path, config: Any, dtype: torch.dtype, gguf: GGUFFile | 
         raise ModelLoadError(
             f"{path}: the weights {what}, first {(missing or mismatched)[0]}; they do not belong to this config.json"
         )
-    given.clear()  # it refers to the tensors of a GGUF file, which would stay in host memory
+    given.clear()  # otherwise the tensors of a GGUF file would stay in host memory
     return model.to(device)

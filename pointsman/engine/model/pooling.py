@@ -94,7 +94,7 @@ class Pooler:
         with torch.inference_mode():
             for chunk, states in zip(chunks, torch.split(hidden, [chunk.num_hidden for chunk in chunks]), strict=True):
                 pooled = self._pooled.get(chunk.request)
-                if pooled is not None:  # it may have finished while the step was in flight
+                if pooled is not None:  # the request may have finished while the step was in flight
                     vector = _add_chunk(pooled, chunk, states.float())
                     if vector is not None:
                         vectors[chunk.row_index] = vector.cpu().numpy()

@@ -107,7 +107,7 @@ def _digits(groups: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
 @cache
 def _int4_product() -> Any:
     product = torch.ops.aten._weight_int4pack_mm_for_cpu.default
-    return getattr(product, "_op", product)  # the C function, as above
+    return getattr(product, "_op", product)  # the C function, as in `int8_product`
 
 
 def check_quantization(name: str | None, device: torch.device, dtype: torch.dtype) -> None:
@@ -128,7 +128,7 @@ def check_quantization(name: str | None, device: torch.device, dtype: torch.dtyp
         int8_product()(torch.ones(1, 8), 1.0, 128, per_feature(torch.ones(8, 8)))
         if name == "int4":
             found = in_groups(torch.ones(FEATURES_AT_ONCE, GROUP))
-            assert found is not None  # all numbers are equal
+            assert found is not None  # all numbers are equal, so 4 bits suffice
             found[0].product(torch.ones(1, GROUP))
     except (AttributeError, RuntimeError) as error:
         raise ValueError(

@@ -174,7 +174,7 @@ class ModelRunner:
             batch = PagedBatch.build(scheduled, computed, tables[:, 0], block_size)
             batches = batch.in_groups(tables)
         sampling = output.samples.nonzero()[0]
-        behind: Int64Array | int = 0  # distance from each sampled position to the last one of its row
+        behind: Int64Array | int = 0  # distance from each sampled position to its row's last position
         verification = None
         if len(output.draft_token_ids):
             verification = Verification.of(output, sampling)
@@ -396,7 +396,7 @@ def _links(output: SchedulerOutput, prepared: PreparedStep, tokens: SampledToken
         for edit in edits.unfinished:
             index, end = sampling[edit.row], int(batch.kv_lens[sampling[edit.row]])
             edit.sources = tokens.places(rows[index], np.arange(end - edit.num_missing, end))
-    if len(unsampled) == len(sampling) == len(rows) == batch.num_tokens:  # all decodes, with input still in flight
+    if len(unsampled) == len(sampling) == len(rows) == batch.num_tokens:  # only decodes, with input in flight
         return StepLinks(tokens.places(rows, batch.kv_lens), unsampled, tokens.places(rows, batch.positions))
     row_indices = np.searchsorted(batch.query_starts, unsampled, side="right") - 1
     return StepLinks(

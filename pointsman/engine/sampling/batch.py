@@ -116,7 +116,7 @@ class SamplingColumns:
             try:
                 self.flags[row] = self._write(row, request)
                 self.failures.pop(request, None)
-            except Exception as error:  # the error concerns only this request's parameters
+            except Exception as error:  # an error of this request's parameters alone
                 self.flags[row] = EDITED
                 self.failures[request] = row_failure(error)
             self.serial[row] = output.serials[index]

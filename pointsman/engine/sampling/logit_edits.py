@@ -55,7 +55,7 @@ class TokenCounts:
         self.counts = np.zeros(vocab_size, dtype=np.int32)
         """[vocab_size] number of occurrences of each token among the tokens that `add` has counted."""
         self._is_known = np.zeros(vocab_size, dtype=np.bool_)
-        self._known = np.zeros(256, dtype=np.int64)  # the tokens with `_is_known`, as a growing list
+        self._known = np.zeros(256, dtype=np.int64)  # the tokens for which `_is_known` is true; the array grows
         self._num_known = 0
 
     @property
@@ -123,7 +123,7 @@ class EditedRow:
         self._params = params
         self._vocab_size = vocab_size
         self._bad_words = bad_words
-        self._num_starting = max((len(word) - 1 for word in bad_words), default=0)  # all but the last of the longest
+        self._num_starting = max((len(word) - 1 for word in bad_words), default=0)  # of the longest bad word
         self._allowed = None if params.allowed_token_ids is None else _unique(params.allowed_token_ids, vocab_size)
         self._stop_ids = _unique(sorted(request.stop_set.union(request.eos_token_ids)), vocab_size)
         self._eos_ids = _unique(request.eos_token_ids, vocab_size)
@@ -132,7 +132,7 @@ class EditedRow:
         self._bias_ids = np.array(list(biases), dtype=np.int64)
         self._bias_values = np.array(list(biases.values()), dtype=np.float32)
         self._counts: TokenCounts | None = None
-        self._num_counted = 0  # output tokens in `_counts`
+        self._num_counted = 0  # number of output tokens in `_counts`
 
     def edit(self, row: int, position: int, edits: LogitEdits) -> None:
         """Add to `edits` the edits of row `row` of the logits, from which the token at `position` is drawn.

@@ -33,7 +33,7 @@ from pointsman.engine.arrays import Int64Array, UInt64Array
 MASK_64 = (1 << 64) - 1
 TOKEN_STEP = 0x9E3779B97F4A7C15
 POSITION_STEP = 0xD1B54A32D192ED03
-MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # SplitMix64's
+MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # constants of SplitMix64
 SHIFTS = (30, 27, 31)
 RACE_ELEMENTS = 1 << 16
 """Number of clocks that are drawn in one operation, so that they stay in the processor's cache."""

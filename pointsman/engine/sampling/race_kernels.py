@@ -65,7 +65,7 @@ def draw_rows(
             continue
         min_logit = _kth_largest(logits[i], top_k[i]) if has_top_k else np.float32(-np.inf)
         is_whole = not has_top_k and min_p[i] <= 0.0
-        if is_whole:  # tokens below this sum to less than 1 - top_p, so no token of the nucleus is among them
+        if is_whole:  # tokens below `least` sum to less than 1 - top_p, so none is in the nucleus
             least = _ALMOST * (1.0 - top_p[i]) / vocab_size
         else:
             least = min_p[i] * probs[i].max() if min_p[i] > 0.0 else 0.0
@@ -180,4 +180,4 @@ def _min_in_nucleus(probs: Float32Array, candidates: Int64Array, limit: float) -
 
 @njit(nogil=True, inline="always")
 def _bucket(bits: np.uint32) -> np.int64:
-    return np.int64(bits >> _BUCKET_SHIFT) & (_NUM_BUCKETS - 1)  # only a NaN has further bits to mask
+    return np.int64(bits >> _BUCKET_SHIFT) & (_NUM_BUCKETS - 1)  # the mask is for NaNs, which have further bits

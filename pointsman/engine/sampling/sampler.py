@@ -81,10 +81,10 @@ class Sampler:
         kind = torch.device(device).type
         self._draw_rows = compiled_draw() if kind == "cpu" else None
         self._device_race = device_race() if kind == "cuda" else None
-        self._race: DeviceRace | None = None  # made for the first step with random rows
+        self._race: DeviceRace | None = None  # made in the first step with random rows
         self._columns = SamplingColumns(seed)
-        self._edited: dict[str, EditedRow] = {}  # by request id, while it has a row
-        self._grammars: dict[Request, RequestGrammar] = {}  # until the request's end is reported
+        self._edited: dict[str, EditedRow] = {}  # by request id, while the request has a row
+        self._grammars: dict[Request, RequestGrammar] = {}  # by request, until its end is reported
 
     def check(self, params: SamplingParams) -> None:
         """Check the parameters of a request. The engine calls this before it adds the request.
@@ -133,7 +133,7 @@ class Sampler:
             for at in edited:
                 try:
                     self._edited_row(output, int(sampling[at])).edit(at, int(positions[at]), edits)
-                except Exception as error:  # an error of this row; if the step failed, it would fail at each repetition
+                except Exception as error:  # an error of this row alone: if the step failed, it would fail again
                     batch.errors[at] = row_failure(error)
             batch.edits = edits if edits else None
         return batch
@@ -184,7 +184,7 @@ class Sampler:
         if batch.edits is not None:
             edited = batch.edits.apply(logits)
         elif is_on_device and logits.dtype in (torch.bfloat16, torch.float16):
-            edited = logits  # read only
+            edited = logits  # the kernels only read them
         else:
             edited = logits.float()
         if self._draw_rows is not None:
@@ -255,7 +255,7 @@ def compiled_draw() -> Callable[..., None] | None:
     except ImportError as error:
         logger.info("tokens are drawn without compiled code, which is slower: %s", error)
         return None
-    beat(SECONDS_TO_COMPILE)  # by its first call
+    beat(SECONDS_TO_COMPILE)  # `draw_rows` is compiled by its first call
     compiled: Callable[..., None] = draw_rows
     return compiled
 
@@ -276,7 +276,7 @@ def choose_on_cpu(
 ) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
     """Tokens [n] and whether each row has a finite maximum [n], for logits [n, vocab_size] float32 on the CPU."""
     values: Float32Array = logits.numpy()
-    tokens: Int64Array = np.argmax(values, axis=-1)  # ten times as fast as PyTorch's; it returns a NaN first
+    tokens: Int64Array = np.argmax(values, axis=-1)  # ten times as fast as PyTorch's; a NaN is the maximum
     top = values[np.arange(len(values)), tokens]
     if len(batch.random):
         random = slice(None) if len(batch.random) == len(values) else batch.random

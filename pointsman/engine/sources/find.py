@@ -52,7 +52,7 @@ def find_model(
             if path is None:
                 raise ModelLoadError(f"the model {text} is not installed; run: pointsman models get {text}")
         elif "/" in text:
-            from pointsman.engine.sources.hub import download  # imports an HTTP client, which only hub names need
+            from pointsman.engine.sources.hub import download  # imports an HTTP client, only for hub names
 
             return download(text, revision=revision, download_dir=download_dir, check=check)
     for name, value in (("revision", revision), ("download_dir", download_dir)):

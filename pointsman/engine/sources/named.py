@@ -269,7 +269,7 @@ def served_by_default() -> str:
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder. One process at a time holds the lock, until it leaves the block or ends."""
-    import fcntl  # not on Windows, where loading a model needs only `installed`
+    import fcntl  # Windows lacks fcntl, but only installing needs it
 
     with (folder / _LOCK).open("w") as file:
         try:
