@@ -52,7 +52,7 @@ def choose_device(name: str) -> torch.device:
 def choose_attention(
     choice: AttentionChoice, layers: Sequence[LayerShape], device: torch.device, dtype: torch.dtype
 ) -> AttentionBackend:
-    """The attention backend for a model with these layers, on this device.
+    """The attention backend for a model, from the user's choice, the shapes of its layers, its device and its type.
 
     Raises:
         ValueError: an unknown name, or a backend that cannot run on this device.

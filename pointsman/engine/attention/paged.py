@@ -1,8 +1,8 @@
 """Connects transformers' attention interface to paged attention over the KV pool.
 
-One function, `paged_attention_forward`, is registered with transformers under the name `ATTENTION_NAME`. A model
-loaded with that name calls it once per layer, with the layer's module as first argument. That is the only connection
-between a model and the paged KV pool, so there is no code for single models here.
+One function, `paged_attention_forward`, is registered with transformers under the name `ATTENTION_NAME`. A model loaded
+with that name calls it once per layer, with the layer's module as first argument. This is the only connection between a
+model and the paged KV pool, so no model needs code of its own.
 
 A step's tokens are one flat row, `input_ids [1, T]`: the scheduled tokens of all requests, request after request. A
 `PagedBatch` maps tokens to requests. It is built once per step and shared by all layers, or, if groups of layers have
@@ -51,9 +51,9 @@ class Meanwhile:
 
 @dataclass(slots=True)
 class PagedBatch:
-    """Maps the T tokens of one step to its n rows (requests) and to slots of the pool.
+    """Maps the T tokens of one step to the step's n rows (requests) and to slots of the pool.
 
-    A backend's plan is made from these arrays, on the host.
+    A backend makes its plan from these arrays, on the host.
     """
 
     block_size: int
@@ -196,7 +196,7 @@ class AttentionBackend(Protocol):
 
 
 class AttentionContext:
-    """Plans, pool and backend of the current step, for all layers of a model. They are set before each forward pass.
+    """Plans, pool and backend of the current step, for all layers of a model, set before each forward pass.
 
     Engines may share a loaded model, also from several threads. A step holds the context's lock from `begin` to `end`.
 

@@ -1,9 +1,10 @@
-"""Launches steps on a GPU without waiting for earlier ones; sampled tokens stay on the device.
+"""Launches steps on a GPU without waiting for earlier steps; sampled tokens stay on the device.
 
-A step is *plain* if all its rows sample by temperature, top-k, top-p, min-p and seed, or greedily, and no row needs
-anything else. A plain step runs on the device entirely. It reads input tokens that earlier steps sample from the places
-where those steps store them (`DeviceTokens`), so it can be launched before the previous step has ended. Its results
-come back in one copy. Other steps run their forward pass here too, but the host waits for their logits to sample them.
+A step is *plain* if all its rows sample by temperature, top-k, top-p, min-p and seed, or greedily, and the step has no
+edits, log probabilities, drafts, pooling or copies of KV. A plain step runs entirely on the device. Input tokens that
+earlier steps sample are read from places on the device (`DeviceTokens`), so a plain step can be launched before the
+previous step has ended. Its results are copied to the host in one copy. For other steps only the forward pass is
+launched, and the host waits for the logits to sample tokens.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Fused parts of a decoder layer, which compute with fewer and larger operations. `fusion.py` puts them into a model.
 
-Kernels of the device (`LayerKernels`) compute the operations between matrix products. They read raw memory, so wrong
-shapes and types are errors here.
+Kernels of the device (`LayerKernels`) compute the operations between matrix products. The kernels read raw memory, so
+wrong shapes and types raise errors before a kernel runs.
 
 A step has hundreds of calls, and Python is slow after every product, because the product evicts the interpreter from
 the processor's caches. So each layer calls `forward` of its own submodules directly, as they have no hooks. A layer

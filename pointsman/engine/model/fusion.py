@@ -1,12 +1,12 @@
 """Replaces parts of any loaded model by faster parts with equal outputs, without a list of model families.
 
-Most decoder-only families are built of the same parts under the same names: RMS norms, a gated MLP, and attention
-with separate projections, optional norms per head and rotary embeddings. Each such part can be computed with fewer and
-larger operations (`fused_layers.py`). Trials find the parts that a model has:
+Most decoder-only families are built of the same parts under the same names: RMS norms, a gated MLP, and attention with
+separate projections, optional norms per head and rotary embeddings. Each such part can be computed with fewer and
+larger operations (`fused_layers.py`). Trials find the parts of a model that can be replaced:
 
 1. A part is recognised by its submodules, and a replacement is built from them.
 2. The model runs once, on a small mixed batch, and the inputs of every part are recorded.
-3. Part and replacement run on the same inputs in float32, for any type of model. The inputs are the recorded ones and
+3. Part and replacement run on the same inputs in float32, for any type of model. The inputs are the recorded inputs and
    variations that a real model may produce (`variations`): much larger inputs, inputs with another mean, later
    positions. If all outputs match, the replacement is put in the part's place. If an output differs, the part stays:
    its code contains an operation that the replacement lacks, such as a clamp or a scale by position.
@@ -51,7 +51,7 @@ SCALED_TOLERANCE = 2e-3
 """Largest allowed difference, as in `TOLERANCE`, for scaled inputs. With attention scores of hundreds, rounding alone
 causes 4e-5; a clamp causes far more."""
 SCALES = (30.0, 1000.0)
-"""Factors by which recorded inputs are scaled. They expose clamps, and activations that differ for large inputs."""
+"""Factors by which recorded inputs are scaled, to expose clamps, and activations that differ for large inputs."""
 POSITION_OFFSET = 1_000_003
 """Number that is added to the recorded positions, to expose operations that depend on the position."""
 
@@ -123,7 +123,7 @@ def is_fused_layer(module: nn.Module) -> bool:
 
 
 def is_norm(module: nn.Module, kernels: LayerKernels) -> bool:
-    """Whether a module has the parameters of an RMS norm: one vector, and an epsilon beside it."""
+    """Whether a module has the parameters of an RMS norm: one weight vector, and an attribute for epsilon."""
     parameters = list(module.named_parameters())
     return (
         len(parameters) == 1
@@ -152,8 +152,8 @@ def mlp_candidates(module: Any, kernels: LayerKernels) -> list[Builder]:
 
 
 def attention_candidates(module: Any, options: dict[str, Any], kernels: LayerKernels) -> list[Builder]:
-    """Builders of fused attention from a module with separate projections with the usual names; empty: it has
-    others."""
+    """Builders of fused attention for a module with separate projections of the usual names; empty: none is
+    possible."""
     layer: PagedLayer = get_handler(module)
     projections: list[Any] = [getattr(module, name, None) for name in ("q_proj", "k_proj", "v_proj")]
     output: Any = getattr(module, "o_proj", None)

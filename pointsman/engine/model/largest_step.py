@@ -1,6 +1,6 @@
 """Runs the largest step that an engine may schedule, so that its memory can be measured (`engine/memory.py`).
 
-The maximum number of requests share the token budget. All of them sample, with the parameters that take most memory.
+The maximum number of requests share the token budget. All requests sample, with the parameters that need most memory.
 The scheduler is real, but every entry of its block tables is block 0 of a pool with one block, so the run needs almost
 no KV memory. The results are meaningless.
 """

@@ -7,9 +7,9 @@ are tested before use. If an operator is missing or wrong, weights are stored ro
 
 With `int8`, weights are rounded to 8 bits per output feature when the model is loaded. The weights then take a quarter
 of the memory, and less is read for each token. Activations are split into two 8-bit rows: the second row holds the
-rounding error of the first. One product computes both rows, so outputs have the precision of 16 bits. With 8 bits
-alone, the perplexity of a small model rose by 4 % instead of 0.3 %. Sums of 8-bit products are exact, and each row has
-its own scales, so a row's output does not depend on the other rows.
+rounding error of the first. One product computes both rows, so outputs have the precision of 16 bits. With activations
+in 8 bits, the perplexity of a small model rose by 4 % instead of 0.3 %. Sums of 8-bit products are exact, and each row
+has its own scales, so a row's output does not depend on the other rows.
 
 With `int4`, weights that a file has in 4 bits (GGUF's Q4_0, Q4_1, Q4_K) are kept in 4 bits as well. Up to `SMALL_BATCH`
 rows are computed with 4-bit weights and activations in bfloat16, which reads half as much memory as 8 bits. The time of

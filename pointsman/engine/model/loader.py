@@ -464,9 +464,9 @@ def _read_weights(path: Path, config: Any, dtype: torch.dtype, gguf: GGUFFile | 
     """Load the model onto its device.
 
     transformers maps safetensors files into memory and converts only tensors of another type than `dtype`. The tensors
-    then move to a GPU one by one, and each is freed as it moves. So a file in the model's type takes no host memory
-    beyond the page cache; any other file takes one copy. (A `device_map`, or a device context around `from_pretrained`,
-    would need the package accelerate.)
+    are then moved to a GPU one by one, and the memory of each moved tensor is freed. So a file in the model's type
+    takes no host memory beyond the page cache; any other file takes one copy. (A `device_map`, or a device context
+    around `from_pretrained`, would need the package accelerate.)
     """
     given: dict[str, Any] = {"pretrained_model_name_or_path": path}
     loads: Any = AutoModelForCausalLM

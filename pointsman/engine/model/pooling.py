@@ -1,6 +1,6 @@
 """Pooler: computes embeddings, one vector per prompt, from the model's last hidden states. Nothing is sampled.
 
-    "last"   the hidden state of the prompt's last token (decoder models are trained for it; vLLM's default)
+    "last"   the hidden state of the prompt's last token (vLLM's default; decoder models are trained for it)
     "mean"   the mean over all tokens of the prompt
 
 The scheduler reports the rows that complete their prompts in a step (`SchedulerOutput.completes`). A prompt may be
@@ -118,11 +118,11 @@ def _add_chunk(pooled: _PoolState, chunk: PooledChunk, states: Tensor) -> Tensor
 def hidden_states(model: Any, num_logits: int, trims: bool) -> Iterator[list[Tensor]]:
     """Capture the input of the model's output layer in the forward pass inside the `with` block.
 
-    Yields a list that gets one tensor [r, hidden_size].
+    Yields a list, to which the forward pass appends one tensor [r, hidden_size].
 
     Args:
         num_logits: number of rows whose logits are needed; these rows are first.
-        trims: whether the rows after them skip the output layer.
+        trims: whether the rows after the first `num_logits` rows skip the output layer.
     """
     captured: list[Tensor] = []
 

@@ -1,6 +1,6 @@
-"""Weights of linear layers in 8 or 4 bits, and PyTorch's products with them.
+"""Weights of linear layers in 8 or 4 bits, and PyTorch's products with such weights.
 
-The operators are private to PyTorch or deprecated, so `check_quantization` tests them.
+The operators of PyTorch are private or deprecated, so `check_quantization` tests them.
 """
 
 from __future__ import annotations

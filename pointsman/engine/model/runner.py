@@ -209,8 +209,8 @@ class ModelRunner:
 
     @staticmethod
     def _prepare_prompt_logprobs(output: SchedulerOutput, prepared: PreparedStep) -> None:
-        """Add the prompt chunks whose log probabilities are needed. Logits at position p are for token p + 1, so a
-        chunk covers the tokens one position after the scheduled tokens."""
+        """Add to a prepared step the prompt chunks whose log probabilities are needed. Logits at position p are for
+        token p + 1, so a chunk covers the tokens one position after the scheduled tokens."""
         chunks: list[PromptChunk] = []
         logits_at = [prepared.logits_at]
         for index, num_logprobs in prepared.sampling_batch.prompt_logprobs:

@@ -3,11 +3,11 @@
 The edits are collected per row on the host (`EditedRow.edit`), from the request's tokens, and applied to the logits of
 all rows in one call (`LogitEdits.apply`), in vLLM's order:
 
-1. These tokens become minus infinity: tokens that are not allowed, tokens that complete a bad word, and EOS and stop
-   tokens before `min_tokens`.
+1. The logits of some tokens become minus infinity: tokens that are not allowed, tokens that complete a bad word, and
+   EOS and stop tokens before `min_tokens`.
 2. Biases are added.
 3. Penalties are applied.
-4. Tokens that a grammar does not allow become minus infinity.
+4. The logits of tokens that a grammar does not allow become minus infinity.
 
 If a grammar allows only the end of the text, the other edits of the row are skipped.
 

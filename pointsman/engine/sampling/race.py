@@ -1,7 +1,7 @@
 """Draws tokens by a race of exponential clocks; all randomness is a pure function of (seed, position, token).
 
-There is no generator to store, restore or rewind. So a seeded request gets the same tokens alone or in a batch, chunked
-or not, preempted or not.
+No random generator must be stored, restored or rewound. So a seeded request gets the same tokens alone or in a batch,
+chunked or not, preempted or not.
 
     key      = mix(mix(s) + p * POSITION_STEP)                  one 64-bit number per row
     bits     = mix(key + (t + 1) * TOKEN_STEP)                  SplitMix64: a counter through a mixing function

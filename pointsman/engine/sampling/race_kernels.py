@@ -8,7 +8,7 @@ It is fast for these reasons:
 - -log(u) >= 1 - u, so a token whose probability / (1 - u) is below the best score so far has lost. Its logarithm is not
   computed: only a few dozen of 32,000 logarithms are.
 
-Rows are computed one by one, so a row's result does not depend on other rows. This module needs Numba and is imported
+Rows are computed one by one, so a row's token does not depend on other rows. This module needs Numba and is imported
 only if Numba is installed; otherwise the sampler uses `race.py`, with the same results.
 """
 

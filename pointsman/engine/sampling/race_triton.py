@@ -49,8 +49,8 @@ from pointsman.engine.sampling.batch import SamplingBatch
 from pointsman.engine.sampling.race import MULTIPLIERS, SHIFTS, TOKEN_STEP
 
 jit: Any = triton.jit
-"""Typed as Any, because Python does not call kernels. Triton evaluates the annotations of their parameters, and refuses
-names such as Any."""
+"""Triton's decorator of kernels, typed as Any, because Python does not call kernels. Triton evaluates the annotations
+of their parameters, and refuses names such as Any."""
 
 SPLIT = tl.constexpr(4096)
 """Number of tokens of one program. It does not depend on the number of rows, so a row's results do not, either."""

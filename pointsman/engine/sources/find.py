@@ -1,4 +1,4 @@
-"""Resolves the model that a user names to a directory or a GGUF file on this machine. PyTorch is not imported.
+"""Resolves the name of a model to a directory or a GGUF file on this machine. The module does not import PyTorch.
 
 | name | meaning |
 | --- | --- |
@@ -31,7 +31,7 @@ def find_model(
     download_dir: str | Path | None = None,
     check: Callable[[Path], object] | None = None,
 ) -> Path:
-    """The directory of a model in the Hugging Face format, or its GGUF file (the first part, if it has parts).
+    """The directory of a model in the Hugging Face format, or the model's GGUF file (its first part, if it has parts).
 
     Args:
         model: name or path of the model, see the table at the top of this module; "~" is the home directory.
