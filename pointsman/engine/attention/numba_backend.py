@@ -103,7 +103,7 @@ def cut_tiles(batch: PagedBatch, max_queries: int) -> Int64Array:
     return np.ascontiguousarray(tiles[np.argsort(-(queries * (position + queries)), kind="stable")])
 
 
-def _arguments_of(heads: Heads, num_features: int) -> tuple[Int64Array, Float32Array]:
+def _make_heads_arguments(heads: Heads, num_features: int) -> tuple[Int64Array, Float32Array]:
     """The arguments of `heads_kernel` that depend only on the layer, and the array to which the argument SCALARS
     points."""
     norms, shape = heads.norms, heads.shape
@@ -166,7 +166,7 @@ class NumbaAttention:
     ) -> Tensor:
         """See `FusedAttentionBackend.write_heads`."""
         if heads.kept is None:
-            heads.kept = _arguments_of(heads, qkv.shape[-1])
+            heads.kept = _make_heads_arguments(heads, qkv.shape[-1])
         arguments: Int64Array = heads.kept[0]
         query = qkv.new_empty(qkv.shape[0], heads.shape.num_heads, heads.shape.k_dim)
         address, size = qkv.data_ptr(), qkv.element_size()

@@ -121,7 +121,7 @@ class GGUFFile:
         """
         value = self._value(key, default)
         if not isinstance(value, str):
-            raise self._wrong(key, "a text")
+            raise self._wrong_value_error(key, "a text")
         return value
 
     def flag(self, key: str, default: bool) -> bool:
@@ -132,7 +132,7 @@ class GGUFFile:
         """
         value = self._value(key, default)
         if not isinstance(value, bool):
-            raise self._wrong(key, "true or false")
+            raise self._wrong_value_error(key, "true or false")
         return value
 
     def count(self, key: str, default: int | None = None) -> int:
@@ -143,7 +143,7 @@ class GGUFFile:
         """
         value = self._value(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
-            raise self._wrong(key, f"an integer from 1 to {2**31 - 1}")
+            raise self._wrong_value_error(key, f"an integer from 1 to {2**31 - 1}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -154,7 +154,7 @@ class GGUFFile:
         """
         value = self._value(key, default)
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
-            raise self._wrong(key, "a number above 0")
+            raise self._wrong_value_error(key, "a number above 0")
         return float(value)
 
     def texts(self, key: str) -> list[str]:
@@ -165,7 +165,7 @@ class GGUFFile:
         """
         value = self._value(key, None)
         if not isinstance(value, Texts):
-            raise self._wrong(key, "an array of texts")
+            raise self._wrong_value_error(key, "an array of texts")
         return value.decode()
 
     def numbers(self, key: str) -> npt.NDArray[Any]:
@@ -176,7 +176,7 @@ class GGUFFile:
         """
         value = self._value(key, None)
         if not isinstance(value, np.ndarray):
-            raise self._wrong(key, "an array of numbers")
+            raise self._wrong_value_error(key, "an array of numbers")
         return value
 
     def _value(self, key: str, default: Any) -> Any:
@@ -185,7 +185,7 @@ class GGUFFile:
             raise ModelLoadError(f"{self.path} has no {key}; convert the model again")
         return value
 
-    def _wrong(self, key: str, wanted: str) -> ModelLoadError:
+    def _wrong_value_error(self, key: str, wanted: str) -> ModelLoadError:
         value = self.metadata.get(key)
         said = f"an array of {value.num_texts} texts" if isinstance(value, Texts) else represented(value)
         return ModelLoadError(f"{self.path}: {key} is {said}; it must be {wanted}; convert the model again")

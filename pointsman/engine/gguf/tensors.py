@@ -51,7 +51,7 @@ def read_weights(gguf: GGUFFile, config: Any, dtype: torch.dtype) -> dict[str, T
         ModelLoadError: a tensor is missing, or has another shape than in the configuration.
         UnsupportedModel: a tensor has an unsupported type, or is no weight of the model.
     """
-    places = dict(_places(gguf, config))
+    places = dict(_match_names(gguf, config))
     check_types(gguf)
     for name, tensor in gguf.tensors.items():
         if name not in places and name not in NOT_WEIGHTS:
@@ -76,7 +76,7 @@ def check_types(gguf: GGUFFile) -> None:
             )
 
 
-def _places(gguf: GGUFFile, config: Any) -> Iterator[tuple[str, str]]:
+def _match_names(gguf: GGUFFile, config: Any) -> Iterator[tuple[str, str]]:
     """For each weight of the model, the tensor's name in the file and the weight's name in transformers.
 
     Raises:

@@ -96,8 +96,8 @@ def make_tokenizer(gguf: GGUFFile) -> Any | None:
         )
     tokens, types = _tokens(gguf)
     try:
-        build = _byte_level if kind == "gpt2" else _sentencepiece
-        return _finished(gguf, build(gguf, tokens, types), tokens, types)
+        build = _make_byte_level_bpe if kind == "gpt2" else _make_sentencepiece_bpe
+        return _wrap_tokenizer(gguf, build(gguf, tokens, types), tokens, types)
     except ModelLoadError:
         raise
     except Exception as error:  # the tokenizers library raises plain exceptions
@@ -122,7 +122,7 @@ def _tokens(gguf: GGUFFile) -> tuple[list[str], list[int]]:
     return tokens, types
 
 
-def _byte_level(gguf: GGUFFile, tokens: Sequence[str], types: Sequence[int]) -> Tokenizer:
+def _make_byte_level_bpe(gguf: GGUFFile, tokens: Sequence[str], types: Sequence[int]) -> Tokenizer:
     pre = _pre_tokenizer(gguf)
     merges = []
     for at, merge in enumerate(gguf.texts("tokenizer.ggml.merges")):
@@ -155,7 +155,7 @@ def _pre_tokenizer(gguf: GGUFFile) -> PreTokenizer:
     return PRE_TOKENIZERS[name]
 
 
-def _sentencepiece(gguf: GGUFFile, tokens: list[str], types: Sequence[int]) -> Tokenizer:
+def _make_sentencepiece_bpe(gguf: GGUFFile, tokens: list[str], types: Sequence[int]) -> Tokenizer:
     known = set(tokens)
     for at, token in enumerate(tokens):
         # Converters write user-defined tokens with plain spaces; the vocabulary has SentencePiece's character.
@@ -214,7 +214,7 @@ def _vocabulary(gguf: GGUFFile, tokens: Sequence[str]) -> dict[str, int]:
     return vocabulary
 
 
-def _finished(gguf: GGUFFile, tokenizer: Tokenizer, tokens: Sequence[str], types: Sequence[int]) -> Any:
+def _wrap_tokenizer(gguf: GGUFFile, tokenizer: Tokenizer, tokens: Sequence[str], types: Sequence[int]) -> Any:
     """The tokenizer for transformers, with control and added tokens, BOS and EOS around texts, and the chat
     template."""
     from transformers import PreTrainedTokenizerFast

@@ -92,7 +92,7 @@ def _attend_tile(
 
 
 @jit
-def _divided(top, total, mixed, sinks, heads, is_row, has_sinks: tl.constexpr):
+def _divide_by_sum(top, total, mixed, sinks, heads, is_row, has_sinks: tl.constexpr):
     """Outputs [M, padded_v] of an online softmax, divided by the sum, which includes the heads' sinks [M]; zeros for a
     row that attends to no token."""
     if has_sinks:
@@ -181,7 +181,7 @@ def decode_kernel(
         )  # fmt: skip
     is_out = is_head[:, None] & (e < v_dim)[None, :]
     if num_parts == 1:
-        mixed = _divided(top, total, mixed, sinks, heads, is_head, has_sinks)
+        mixed = _divide_by_sum(top, total, mixed, sinks, heads, is_head, has_sinks)
         out = output + (token * (num_kv_heads * group) + heads[:, None]) * v_dim + e[None, :]
         tl.store(out, mixed.to(output.dtype.element_ty), mask=is_out)
     else:
@@ -295,6 +295,6 @@ def prefill_kernel(
             q, keys, values, table, places, places < length, is_seen, head, top, total, mixed,
             scale, softcap, num_kv_heads, k_dim, v_dim, block_size, padded_k, padded_v,
         )  # fmt: skip
-    mixed = _divided(top, total, mixed, sinks, heads, is_row, has_sinks)
+    mixed = _divide_by_sum(top, total, mixed, sinks, heads, is_row, has_sinks)
     out = output + ((token + behind[:, None]) * (num_kv_heads * group) + heads[:, None]) * v_dim + e[None, :]
     tl.store(out, mixed.to(output.dtype.element_ty), mask=is_row[:, None] & (e < v_dim)[None, :])

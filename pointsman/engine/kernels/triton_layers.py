@@ -63,7 +63,7 @@ def gate_kernel(
 
 
 @jit
-def _head(
+def _load_heads(
     source,
     norm,
     cos,
@@ -152,7 +152,7 @@ def heads_kernel(
         inside = (m < group)[:, None] & (d < k_dim)[None, :]
         heads = head * group + m
         source = query + token * query_stride + heads[:, None] * k_dim
-        turned = _head(
+        turned = _load_heads(
             source, query_norm, cos, sin, token * rotary_dim, d, inside, epsilon, offset,
             has_norms, k_dim, rotary_dim,
         )  # fmt: skip
@@ -163,7 +163,7 @@ def heads_kernel(
         one = tl.zeros([1, 1], tl.int64)
         is_key = (one == 0) & (d < k_dim)[None, :]
         key_at = key + token * key_stride + head * key_head_stride + one
-        turned_key = _head(
+        turned_key = _load_heads(
             key_at, key_norm, cos, sin, token * rotary_dim, d, is_key, epsilon, offset,
             has_norms, k_dim, rotary_dim,
         )  # fmt: skip

@@ -202,9 +202,9 @@ def fuse(model: nn.Module, step: FirstStep, *, store: bool) -> Counter[str]:
     for layers in (False, True):  # first parts, then layers that consist of fused parts
         parts = [part for part in find_parts(model, options, kernels) if is_fused_layer(part.module) == layers]
         options.clear()
-        calls = _record(model, parts, called, step.forward)
+        calls = _record_calls(model, parts, called, step.forward)
         replaced: set[int] = set()
-        for part in _one_by_one(parts):
+        for part in _pop_in_order(parts):
             call = calls.pop(part.module, None)
             if call is None or id(part.parent) in replaced:
                 continue
@@ -260,7 +260,7 @@ def _logits_match(step: FirstStep, keep: Tensor, want: Tensor) -> bool:
     return len(keep) == 0 or bool((relative_error(got, want) <= LOGITS_TOLERANCE[want.dtype]).all())
 
 
-def _one_by_one(parts: list[Part]) -> Iterator[Part]:
+def _pop_in_order(parts: list[Part]) -> Iterator[Part]:
     """The parts in order; each part is removed from the list before the next part, so that its memory can be freed."""
     parts.reverse()
     while parts:
@@ -289,7 +289,7 @@ def _attention_calls(model: nn.Module, run: Callable[[], Any]) -> dict[nn.Module
     return found
 
 
-def _record(
+def _record_calls(
     model: nn.Module, parts: Iterable[Part], called: WeakSet[nn.Module], run: Callable[[], Any]
 ) -> dict[nn.Module, Call]:
     """Run the model once and record the first call of each part. Linear layers that are called are added to
@@ -384,8 +384,8 @@ def variations(call: Call) -> Iterator[Call]:
     """
     yield call
     for scale in SCALES:
-        yield _with_input(call, partial(_scaled, scale), SCALED_TOLERANCE)
-    yield _with_input(call, lambda x: x + 3 * x.std(), TOLERANCE)
+        yield _with_changed_input(call, partial(_scaled, scale), SCALED_TOLERANCE)
+    yield _with_changed_input(call, lambda x: x + 3 * x.std(), TOLERANCE)
     if any(_is_position(value) for value in call.keywords.values()):
         moved = {
             name: value + POSITION_OFFSET if _is_position(value) else value for name, value in call.keywords.items()
@@ -401,7 +401,7 @@ def _is_position(value: Any) -> bool:
     return isinstance(value, Tensor) and not value.is_floating_point() and value.dtype != torch.bool
 
 
-def _with_input(call: Call, change: Callable[[Tensor], Tensor], tolerance: float) -> Call:
+def _with_changed_input(call: Call, change: Callable[[Tensor], Tensor], tolerance: float) -> Call:
     """The call with `change` applied to its hidden states: the first argument, or the keyword `hidden_states`."""
     if call.arguments:
         return Call((change(call.arguments[0]), *call.arguments[1:]), call.keywords, tolerance)

@@ -98,7 +98,7 @@ def load_model(
         "attention": attention,
         "quantization": quantization,
     }
-    with _naming_path(path), naming_out_of_memory(f"loading the model on {place}", TOO_LARGE, ModelLoadError):
+    with _add_path_to_errors(path), naming_out_of_memory(f"loading the model on {place}", TOO_LARGE, ModelLoadError):
         try:
             return wrap_model(_read_weights(path, config, element, gguf, place), fuse=fuse, **options)
         except FusionFailed as error:
@@ -144,13 +144,13 @@ def read_settings(path: Path, gguf: GGUFFile | None = None) -> tuple[Any, Genera
         UnsupportedModel: the paged path would not compute a model with this configuration correctly.
     """
     config = _read_config(path, gguf)
-    with _naming_path(path):
+    with _add_path_to_errors(path):
         check_config(config)
     return config, _read_generation(path, config, gguf)
 
 
 @contextmanager
-def _naming_path(path: Path) -> Iterator[None]:
+def _add_path_to_errors(path: Path) -> Iterator[None]:
     """Add the path to `ModelLoadError` messages that do not contain it, and shorten the messages."""
     try:
         yield

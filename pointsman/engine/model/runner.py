@@ -202,7 +202,7 @@ class ModelRunner:
             prepared.pooled_chunks, hidden_at = self.pooler.prepare(output, batch.query_starts)
             prepared.logits_at = np.concatenate([prepared.logits_at, hidden_at])
         if sampled is not None:
-            prepared.links = _links(output, prepared, sampled)
+            prepared.links = _make_links(output, prepared, sampled)
         if self.connector is not None:
             prepared.transfers = self.connector.prepare(output)
         return prepared
@@ -386,7 +386,7 @@ class SampledTokens:
         return self._tokens[places]
 
 
-def _links(output: SchedulerOutput, prepared: PreparedStep, tokens: SampledTokens) -> StepLinks:
+def _make_links(output: SchedulerOutput, prepared: PreparedStep, tokens: SampledTokens) -> StepLinks:
     """The places that a step reads tokens from and stores tokens to, if several steps may be in flight."""
     batch, sampling = prepared.batch, prepared.sampling
     rows = output.rows.astype(np.int64)

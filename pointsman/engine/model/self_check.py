@@ -76,7 +76,7 @@ class SelfCheck:
         self.layers = layers
         self.context = context
         self.backend = backend
-        self.sequences, self.steps = _plan(model)
+        self.sequences, self.steps = _plan_steps(model)
         self.plain = self._plain_logits()
         self._in_float32: list[Tensor] = []
         """Logits [t, vocab_size] of each sequence by a plain pass in float32; empty until they are needed."""
@@ -185,7 +185,7 @@ def relative_error(got: Tensor, want: Tensor) -> Tensor:
     return difference / want.float().std(dim=-1).clamp(min=1e-6)
 
 
-def _plan(model: Any) -> tuple[list[Tensor], list[tuple[int, ...]]]:
+def _plan_steps(model: Any) -> tuple[list[Tensor], list[tuple[int, ...]]]:
     """Token sequences, and for each step the number of tokens of each sequence that the step computes."""
     config = model.config.get_text_config(decoder=True)
     longest = getattr(config, "max_position_embeddings", None) or 64

