@@ -34,11 +34,11 @@ class NumbaPlan:
 
     batch: PagedBatch
     tables: Int64Array
-    """[n, width] block ids, contiguous."""
+    """[n, width] block tables of the rows, in contiguous memory."""
     slots: Int64Array
     """Addresses of the batch's slot arrays, and the number of tokens, as arguments of `heads_kernel`."""
     scalars: Float32Array
-    """[2] scale and softcap of the current layer."""
+    """[2] scale and softcap of the layer that is being computed."""
     arguments: dict[tuple[int, ...], Int64Array] = field(default_factory=dict)
     """Layer shape -> arguments of `attention_kernel`; each layer changes a few of the arguments."""
     num_pairs: int | None = None

@@ -67,7 +67,7 @@ class PagedBatch:
     kv_lens: Int64Array
     """[n] number of tokens of each row whose KV is in the pool after this step, the tokens of this step included."""
     block_tables: Int64Array
-    """[n, width] block ids; entries past ceil(kv_lens / block_size) are undefined."""
+    """[n, width] block table of each row; entries past ceil(kv_lens / block_size) are undefined."""
     slot_blocks: Int64Array
     """[T] block to which each token's KV is written."""
     slot_offsets: Int64Array

@@ -1,8 +1,8 @@
 """The attention backend for GPUs: Triton kernels over the pool (`kernels/triton_attention.py`, `triton_layers.py`).
 
-A step is planned once for all layers of a group. The KV of rows with one token (decodes) is cut into parts. Longer rows
-are cut into tiles of queries, longest first. The kernels' inputs are copied to the device in one copy, without waiting
-for the device.
+A step is planned once for all layers of a group. The KV of rows with one token (decodes) is cut into parts. Rows with
+more tokens are cut into tiles of queries, longest first. The kernels' inputs are copied to the device in one copy,
+without waiting for the device.
 
 If Triton interprets its kernels (`TRITON_INTERPRET=1`), the backend runs on a CPU, slowly, for tests.
 """
@@ -45,7 +45,7 @@ def is_interpreted() -> bool:
 
 @dataclass(slots=True)
 class TritonPlan:
-    """The plan of one step for one group of layers: device tensors, int32."""
+    """The plan of one step for one group of layers. All tensors are int32 on the device."""
 
     block_size: int
     slots: Tensor
@@ -55,7 +55,7 @@ class TritonPlan:
     tables: Tensor
     """[.., width] block tables of the rows, for all groups of layers."""
     table_width: Tensor
-    """[1] width of `tables`."""
+    """[1] number of columns of `tables`."""
     first_table: int
     """Index in `tables` of the first block table of this group of layers."""
     decode_rows: Tensor

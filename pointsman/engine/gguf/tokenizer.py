@@ -49,9 +49,9 @@ class PreTokenizer:
     split: str | None
     """A regular expression of the pieces of a text; None: GPT-2's regular expression."""
     splits_digits: bool = False
-    """Whether each digit becomes a piece before the rest is split."""
+    """Whether each digit becomes a piece of its own before the text between digits is split."""
     composes: bool = False
-    """Whether the text is converted to Unicode's composed form (NFC) first."""
+    """Whether the text is converted to Unicode's composed form (NFC) before it is split."""
     ignores_merges: bool = False
     """Whether a piece that is a token is used whole, without applying merges."""
     adds_bos: bool = False
@@ -253,7 +253,7 @@ def _wrap_tokenizer(gguf: GGUFFile, tokenizer: Tokenizer, tokens: Sequence[str],
 
 
 def _text_processor(gguf: GGUFFile, names: Mapping[str, str]) -> Any | None:
-    """A processor that adds BOS or EOS to texts; None: neither is added."""
+    """A processor that adds BOS, EOS or both to the tokens of a text; None: neither is added."""
     is_byte_level = gguf.text("tokenizer.ggml.model") == "gpt2"
     adds_bos = _pre_tokenizer(gguf).adds_bos if is_byte_level else True
     bos = names.get("bos_token") if gguf.flag("tokenizer.ggml.add_bos_token", adds_bos) else None

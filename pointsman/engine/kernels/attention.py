@@ -48,7 +48,7 @@ SMALL_BATCH = 8
 TILE_ROWS = 64
 """Maximum number of rows (queries times heads) of a tile, unless one query has more heads."""
 MASKED_SCORE = -1.0e30
-"""The score of a masked key."""
+"""Score that replaces the scores of masked keys."""
 
 # Indices of the kernel's arguments; index 0 is the counter.
 (
@@ -103,7 +103,7 @@ def _scores_few(
 
 @njit(fastmath=FAST)
 def _scores_pair(Q: Any, block: Any, S: Any, at: int, size: int, k_dim: int, ahead: int, row_bytes: int) -> None:
-    """`_scores_few` for two queries."""
+    """Dot products of two queries with each key of a block; see `_scores_few`."""
     a, b = Q[0], Q[1]
     for t in range(size):
         key = block[t]
@@ -119,7 +119,7 @@ def _scores_pair(Q: Any, block: Any, S: Any, at: int, size: int, k_dim: int, ahe
 
 @njit(fastmath=FAST)
 def _transpose(block: Any, T: Any, at: int, size: int, k_dim: int) -> None:
-    """Copy a block's keys [size, k_dim] to columns [at, at + size) of T."""
+    """Copy a block's keys [size, k_dim] to the columns [at, at + size) of the transposed keys T."""
     for t in range(size):
         for d in range(k_dim):
             T[d, at + t] = load(block[t, d])

@@ -51,10 +51,10 @@ def threads_for(num_rows: int) -> int:
 
 @cache
 def norm_kernel(activations: torch.dtype) -> Kernel:
-    """out = y / sqrt(mean(y**2) + epsilon) * (weight + offset), per row, where y = x or x + addend.
+    """Compute out = y / sqrt(mean(y**2) + epsilon) * (weight + offset) for each row, where y = x or x + addend.
 
-    Arguments: counter, x [n, width], weight [width], out [n, width], scalars (epsilon, offset), n, width, addend
-    [n, width] or 0, and the output for y if there is an addend.
+    Arguments: counter, x [n, width], weight [width], out [n, width], scalars (epsilon, offset), n, width, addend [n,
+    width] or 0, total: the output [n, width] for y if there is an addend.
     """
     element_type = STORAGE[activations]
 
@@ -96,7 +96,7 @@ def norm_kernel(activations: torch.dtype) -> Kernel:
 
 @cache
 def gate_kernel(activations: torch.dtype) -> Kernel:
-    """out = activation(x[:, :width]) * x[:, width:], the gate of a gated MLP.
+    """Compute out = activation(x[:, :width]) * x[:, width:], the gate of a gated MLP.
 
     Arguments: counter, x [n, 2 * width], out [n, width], n, width, index of the activation.
     """
@@ -131,7 +131,7 @@ def gate_kernel(activations: torch.dtype) -> Kernel:
 
 
 class CompiledNorm:
-    """An RMS norm; see `LayerKernels.norm`."""
+    """The kernel of an RMS norm on a CPU; see `NormKernel`."""
 
     def __init__(self, epsilon: float, offset: float) -> None:
         self._scalars = np.array([epsilon, offset], dtype=np.float32)
@@ -151,7 +151,7 @@ class CompiledNorm:
 
 
 class CompiledGate:
-    """A gate; see `LayerKernels.gate`."""
+    """The kernel of a gate on a CPU; see `GateKernel`."""
 
     def __init__(self, width: int, activation: str) -> None:
         self._arguments = np.zeros(GATE_ARGUMENTS, dtype=np.int64)
@@ -332,8 +332,8 @@ def _prepare_head(
 def heads_kernel(activations: torch.dtype, cache_dtype: torch.dtype) -> Kernel:
     """Norm and rotate queries and keys, and write keys and values to their slots.
 
-    An address of 0 skips queries or norms; a `rotary_dim` of 0 skips the rotation. When a block is begun, its slots
-    after the row's last token are zeroed, because a weight of 0 does not hide a NaN of an earlier request.
+    An address of 0 skips queries or norms; a `rotary_dim` of 0 skips the rotation. When a row begins a block, the slots
+    after the row's last token are set to zero, because a weight of 0 does not hide a NaN of an earlier request.
     """
     activation_type, cache_type = STORAGE[activations], STORAGE[cache_dtype]
 

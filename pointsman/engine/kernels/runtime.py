@@ -62,7 +62,7 @@ def pointer(typing_context: Any, address: Any) -> Any:
 
 @intrinsic
 def next_item(typing_context: Any, counter: Any) -> Any:
-    """Take the next item: return the counter's value, and increment it atomically."""
+    """Take the next item of a kernel's work: return the counter's value, and increment the counter atomically."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.atomic_rmw("add", arguments[0], ir.Constant(ir.IntType(64), 1), "monotonic")
@@ -88,7 +88,7 @@ def prefetch(typing_context: Any, address: Any) -> Any:
 
 @intrinsic
 def bits_as_float(typing_context: Any, bits: Any) -> Any:
-    """The float32 with these 32 bits."""
+    """The float32 that has the 32 bits of an int32."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], ir.FloatType())
@@ -190,7 +190,7 @@ def largest(values: Any, count: int, start: Any) -> Any:
 
 
 def address_of(arguments: Int64Array) -> int:
-    """The memory address of the arguments, in a third of the time of `arguments.ctypes.data`."""
+    """The memory address of an array of arguments, in a third of the time of `arguments.ctypes.data`."""
     return ctypes.addressof(ctypes.c_char.from_buffer(arguments.data))
 
 
@@ -248,7 +248,7 @@ class Kernel:
 
 
 def _compile(body: Callable[[Any], None]) -> Any:
-    """Compile a kernel, or load its compiled form from disk."""
+    """Compile a kernel, or load its compiled code from disk."""
     function = CFunc(body, sigutils.normalize_signature(SIGNATURE), {}, {"error_model": "numpy", "fastmath": FAST})
     keep_on_disk(function, body)
     function.compile()

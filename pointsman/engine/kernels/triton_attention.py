@@ -31,7 +31,7 @@ then converted to float32."""
 
 @jit
 def _dot(a, b, total):
-    """total + a @ b in float32."""
+    """The matrix product total + a @ b, in float32."""
     if INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, total, input_precision="ieee")

@@ -184,7 +184,7 @@ def padded(size: int, least: int = 16) -> int:
 
 
 class TritonNorm:
-    """An RMS norm; see `LayerKernels.norm`."""
+    """The kernel of an RMS norm on a GPU; see `NormKernel`."""
 
     def __init__(self, epsilon: float, offset: float) -> None:
         self._epsilon, self._offset = epsilon, offset
@@ -208,7 +208,7 @@ class TritonNorm:
 
 
 class TritonGate:
-    """A gate; see `LayerKernels.gate`."""
+    """The kernel of a gate on a GPU; see `GateKernel`."""
 
     def __init__(self, width: int, activation: str) -> None:
         self._width, self._is_silu = width, activation == "silu"

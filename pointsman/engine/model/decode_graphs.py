@@ -68,7 +68,7 @@ class DeviceTokens:
         return len(self.tokens) - 1
 
     def has(self, places: Int64Array) -> bool:
-        """Whether all these places exist."""
+        """Whether all places in `places` exist."""
         return int(places.max(initial=-1)) < self.padding_place
 
     def grow(self, num_places: int) -> None:
@@ -108,12 +108,12 @@ class CudaRecorder:
 
 @dataclass(slots=True)
 class DecodeRows:
-    """A step of one token a row: n rows, in host memory."""
+    """The inputs of a step with one token per row, in host memory. n is the number of rows."""
 
     batches: Sequence[PagedBatch]
     """The step's batch for each group of layers."""
     token_ids: Int64Array
-    """[n] input tokens."""
+    """[n] input token of each row."""
     sources: Int64Array
     """[n] places from which input tokens that earlier steps sample are read; -1: the token is in `token_ids`."""
     places: Int64Array | None
@@ -167,7 +167,7 @@ class DecodeGraphs:
         size = size_on_device(self._inputs(largest, _padding(width, self._num_groups)))
         self._memory = torch.zeros(size, dtype=torch.uint8, device=self._device)
         self.logits = torch.zeros(largest, loaded.vocab_size, dtype=loaded.dtype, device=self._device)
-        """Logits of the last step, by row."""
+        """Logits of the last step that `forward` computed, by row."""
         self.sampled = torch.zeros(largest, dtype=torch.int64, device=self._device)
         """Tokens of the last step that `sample` sampled, by row."""
         self.ok = torch.zeros(largest, dtype=torch.uint8, device=self._device)
@@ -206,7 +206,7 @@ class DecodeGraphs:
             self._recorded[size] = self._record(size)
 
     def forget(self) -> None:
-        """Drop all graphs; later steps run without graphs."""
+        """Delete all graphs; later steps run without graphs."""
         self._recorded.clear()
         self.sizes = []
 
@@ -315,7 +315,7 @@ class DecodeGraphs:
 
 
 def _empty_batch() -> SamplingBatch:
-    """Sampling parameters of a step without rows."""
+    """The sampling parameters of a step without rows."""
     ints, floats = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float64)
     return SamplingBatch(0, ints, floats.astype(np.float32), ints, floats, floats, ints.astype(np.uint64))
 

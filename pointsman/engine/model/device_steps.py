@@ -55,7 +55,7 @@ class DeviceSteps:
         self._sampled = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=pool.device)
         self._ok = torch.zeros(config.max_num_seqs, dtype=torch.uint8, device=pool.device)
         self.graphs: DecodeGraphs | None = None
-        """Graphs of decode steps; None: decode steps are launched kernel by kernel."""
+        """CUDA graphs of decode steps; None: decode steps are launched kernel by kernel."""
 
     def record_graphs(self, max_bytes: int, taken: Callable[[], int], recorder: Recorder | None) -> None:
         """Record graphs of decode steps, if the attention supports them; see `ModelRunner.record_graphs`."""

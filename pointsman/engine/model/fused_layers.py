@@ -70,7 +70,7 @@ class FusedMLP(nn.Module):
         self._products = self.gate_up, self.down
 
     def forward(self, x: Tensor) -> Tensor:
-        """[1, T, hidden] -> [1, T, hidden]."""
+        """Hidden states [1, T, hidden] -> outputs of the MLP [1, T, hidden]."""
         gate_up, down = self._products
         both = gate_up.forward(x)
         out = both.new_empty(*both.shape[:-1], both.shape[-1] // 2)
@@ -138,7 +138,7 @@ class FusedAttention(nn.Module):
 
 
 class FusedLayer(nn.Module):
-    """A decoder layer of fused parts: x + attention(norm(x)), then the same with the MLP."""
+    """A decoder layer of fused parts: y = x + attention(first_norm(x)), then y + mlp(second_norm(y))."""
 
     def __init__(self, first_norm: FusedNorm, attention: FusedAttention, second_norm: FusedNorm, mlp: FusedMLP) -> None:
         super().__init__()

@@ -77,7 +77,7 @@ class Call:
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
     tolerance: float = TOLERANCE
-    """Largest allowed difference of the outputs."""
+    """Largest allowed difference between the outputs of a part and its replacement for this call."""
 
 
 def find_parts(model: nn.Module, options: dict[nn.Module, dict[str, Any]], kernels: LayerKernels) -> Iterator[Part]:
@@ -426,7 +426,7 @@ def outputs_match(part: nn.Module, replacement: nn.Module, calls: Iterable[Call]
 
 
 def is_close(got: Any, want: Any, tolerance: float) -> bool:
-    """Whether two outputs [..., width] are equal up to rounding in every row."""
+    """Whether two outputs [..., width] are equal in every row, up to the relative error `tolerance`."""
     if not (isinstance(got, Tensor) and isinstance(want, Tensor)) or got.shape != want.shape or got.dtype != want.dtype:
         return False
     error = (got.float() - want.float()).abs().amax(dim=-1)

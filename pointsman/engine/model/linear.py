@@ -171,7 +171,7 @@ class JoinedLinear(nn.Module):
 
 
 def can_join(layer: nn.Module | None) -> TypeGuard[nn.Linear]:
-    """Whether a layer is a plain linear layer of a supported dtype."""
+    """Whether a layer is a linear layer of PyTorch (no subclass) with a supported dtype."""
     return type(layer) is nn.Linear and layer.weight.dtype in JOINED_DTYPES
 
 

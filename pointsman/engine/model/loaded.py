@@ -25,10 +25,10 @@ class LoadedModel:
     """The model's tokenizer; None: the model has no tokenizer, so prompts must be token ids."""
     layers: tuple[LayerShape, ...]
     windows: tuple[int | None, ...]
-    """For each layer, the number of tokens that a token attends to, itself included; None: all."""
+    """For each layer, the number of tokens to which a token attends, itself included; None: no limit."""
     context: AttentionContext
     eos_token_ids: tuple[int, ...]
-    """The tokens that end a text: the tokenizer's EOS first, then those of the generation settings."""
+    """Ids of the tokens that end a text: the tokenizer's EOS first, then the EOS tokens of the generation settings."""
     generation_defaults: Mapping[str, Any]
     """The model's recommended sampling parameters, by their names in `SamplingParams`. Parameters that a request sets
     have priority."""

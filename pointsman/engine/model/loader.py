@@ -151,7 +151,7 @@ def read_settings(path: Path, gguf: GGUFFile | None = None) -> tuple[Any, Genera
 
 @contextmanager
 def _add_path_to_errors(path: Path) -> Iterator[None]:
-    """Add the path to `ModelLoadError` messages that do not contain it, and shorten the messages."""
+    """Add the model's path to messages of `ModelLoadError` that lack it, and shorten long messages."""
     try:
         yield
     except ModelLoadError as error:

@@ -63,7 +63,8 @@ class Pooler:
         self._pooled[request] = _PoolState(params)
 
     def prepare(self, output: SchedulerOutput, query_starts: Int64Array) -> tuple[list[PooledChunk], Int64Array]:
-        """The pooled rows of a step, and the flat positions of the hidden states that they need."""
+        """The chunks of a step that are pooled, and the flat positions [states of all chunks] of their hidden
+        states."""
         for request in output.finished:
             self._pooled.pop(request, None)
         completes = set(output.completes.tolist())
@@ -102,7 +103,8 @@ class Pooler:
 
 
 def _add_chunk(pooled: _PoolState, chunk: PooledChunk, states: Tensor) -> Tensor | None:
-    """Add a chunk's `states`, [m, hidden_size] float32; returns the vector [hidden_size] if the chunk is the last."""
+    """Add a chunk's hidden states [m, hidden_size] float32; returns the embedding [hidden_size] after the last
+    chunk."""
     vector = states[-1]
     if pooled.params.pooling == "mean":
         pooled.sums = {start: total for start, total in pooled.sums.items() if start < chunk.start}
@@ -138,6 +140,7 @@ def hidden_states(model: Any, num_logits: int, trims: bool) -> Iterator[list[Ten
 
 
 def check_can_pool(model: Any) -> None:
-    """Raises ValueError: the model has no output layer whose input could be read."""
+    """Check that a model can compute embeddings. Raises ValueError: the model has no output layer whose input can be
+    read."""
     if model.get_output_embeddings() is None:
         raise ValueError(f"{type(model).__name__} has no output layer, so its hidden states cannot be read")

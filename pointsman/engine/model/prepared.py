@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class PromptChunk:
-    """The part of a prompt whose log probabilities a step computes."""
+    """The tokens of one prompt whose log probabilities a step computes."""
 
     row_index: int
     start: int
@@ -53,7 +53,7 @@ class PreparedStep:
     verification: Verification | None = None
     """Verification of the step's drafts; None: the step has no drafts."""
     links: StepLinks | None = None
-    """Tokens exchanged with other steps in flight; None: only one step may be in flight."""
+    """Places of tokens that are exchanged with other steps in flight; None: only one step may be in flight."""
     transfers: StepTransfers | None = None
     """Copies of KV that run before the step computes; None: the step copies no KV."""
 

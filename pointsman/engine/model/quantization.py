@@ -20,9 +20,9 @@ QUANTIZATIONS = {"int8": (torch.float32,), "int4": (torch.float32, torch.bfloat1
 GROUP = 32
 """Number of weights of one output feature that share a scale and a zero in 4 bits, as in GGUF's Q4_0 and Q4_1."""
 FEATURES_AT_ONCE = 16
-"""The number of output features of a 4-bit product must be a multiple of this."""
+"""Divisor of the number of output features of every 4-bit product."""
 TOLERANCE = 0.1
-"""Largest distance of a number from its grid point, in grid steps; a number in bfloat16 is up to 0.03 off."""
+"""Largest allowed distance of a number from its grid point, in grid steps; rounding to bfloat16 causes up to 0.03."""
 MAX_ROUNDING_ERROR = 0.05
 """Maximum error of rounding scales and zeros to bfloat16, relative to the spread of numbers within the groups; the
 error of published files is 0.002."""
@@ -148,6 +148,7 @@ def per_feature(weight: Tensor) -> Any:
 
 @cache
 def activation_limit() -> int:
-    """The largest rounded activation: 7 bits where the processor's sums of 8-bit products could overflow."""
+    """The largest rounded activation: 127, or 63 (7 bits) where the processor's sums of 8-bit products could
+    overflow."""
     test = getattr(torch.cpu, "_is_vnni_supported", None)
     return 127 if test is not None and test() else 63

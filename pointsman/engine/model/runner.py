@@ -59,12 +59,12 @@ class LaunchedStep:
     execution: StepExecution | None = None
     """The step's results; None: the device is computing them."""
     pending: FromDevice | None = None
-    """The copy of the results from the device; None: `execution` has them."""
+    """The copy of the step's results from the device; None: `execution` has the results."""
 
 
 @dataclass(slots=True)
 class StepExecution:
-    """The results of a step: for the scheduler, and for the callers of its requests."""
+    """The results of a step: `result` for the scheduler, the other fields for the callers of the step's requests."""
 
     result: StepResult
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
@@ -299,7 +299,7 @@ class ModelRunner:
         return execution
 
     def _store_sampled(self, prepared: PreparedStep, token_ids: Int64Array) -> None:
-        """Store the sampled tokens for later steps that are prepared already."""
+        """Store a step's sampled tokens for later steps that have been prepared already."""
         if prepared.links is not None and self._sampled_tokens is not None:
             self._sampled_tokens.put(prepared.links.sampled, token_ids)
 
@@ -373,7 +373,7 @@ class SampledTokens:
         return rows * self._num_steps + positions % self._num_steps
 
     def put(self, places: Int64Array, token_ids: Int64Array) -> None:
-        """Store the tokens that a step sampled."""
+        """Store the tokens `token_ids` that a step sampled at `places`."""
         most = int(places.max(initial=-1))
         if most >= len(self._tokens):
             grown = np.zeros(max(most + 1, 2 * len(self._tokens)), dtype=np.int64)
@@ -382,12 +382,12 @@ class SampledTokens:
         self._tokens[places] = token_ids
 
     def get(self, places: Int64Array) -> Int64Array:
-        """The tokens that earlier steps stored at these places."""
+        """The tokens that earlier steps stored at `places`."""
         return self._tokens[places]
 
 
 def _make_links(output: SchedulerOutput, prepared: PreparedStep, tokens: SampledTokens) -> StepLinks:
-    """The places that a step reads tokens from and stores tokens to, if several steps may be in flight."""
+    """The places from which a step reads tokens and to which it stores tokens, if several steps may be in flight."""
     batch, sampling = prepared.batch, prepared.sampling
     rows = output.rows.astype(np.int64)
     unsampled = (prepared.token_ids.numpy() == UNSAMPLED).nonzero()[0]

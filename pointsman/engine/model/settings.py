@@ -41,7 +41,7 @@ DEFAULTS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class GenerationSettings:
-    """The generation settings in a model's directory."""
+    """The generation settings of a model: the tokens that end texts, and default sampling parameters."""
 
     eos_token_ids: tuple[int, ...] | None
     """Ids of the tokens that end a text; None: the settings name no such tokens."""

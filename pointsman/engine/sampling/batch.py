@@ -183,6 +183,6 @@ class SamplingColumns:
         return batch
 
     def edited(self, output: SchedulerOutput, sampling: Int64Array) -> list[int]:
-        """Positions in `sampling` of the rows that have an `EditedRow`."""
+        """Indices in `sampling` of the rows that have an `EditedRow`."""
         found: list[int] = (self.flags[output.rows[sampling]] & EDITED).nonzero()[0].tolist()
         return found

@@ -225,7 +225,7 @@ class UnfinishedEdit:
     """An edit that depends on tokens that were not yet sampled when the step was prepared."""
 
     row: int
-    """Row of the logits."""
+    """Row of the logits that the edit changes."""
     num_missing: int
     """Number of unknown tokens just before the token to be drawn."""
     finish: Finish
@@ -274,7 +274,7 @@ class LogitEdits:
         return errors
 
     def of_row(self, row: int) -> LogitEdits:
-        """The edits of one row of the logits. All edits must be finished."""
+        """The edits of one row of the logits, as edits of row 0. All edits must be finished."""
         one = LogitEdits()
         one._allowed = [(0, token_ids) for at, token_ids in self._allowed if at == row]
         one._masks, one._biases = self._masks.of_row(row), self._biases.of_row(row)
@@ -346,7 +346,7 @@ class _Places:
             self._values.append(values)
 
     def of_row(self, row: int) -> _Places:
-        """The places in one row of the logits."""
+        """The places and values in one row of the logits, as places in row 0."""
         one = _Places()
         for at, token_ids, values in zip(self._rows, self._token_ids, self._values, strict=True):
             if at == row:
@@ -354,7 +354,8 @@ class _Places:
         return one
 
     def tensors(self, device: torch.device) -> tuple[tuple[Tensor, Tensor], list[Tensor]]:
-        """The index of the places in the logits, and the values in the same order."""
+        """The index tensors (rows, tokens) of all places in the logits, and the values of the places in the same
+        order."""
         rows = np.repeat(np.array(self._rows), [len(ids) for ids in self._token_ids])
         place = torch.from_numpy(rows).to(device), torch.from_numpy(np.concatenate(self._token_ids)).to(device)
         columns = zip(*self._values, strict=True)

@@ -27,7 +27,8 @@ class TokenLogprobs:
     logprobs: Float32Array
     """[k + 1] natural logarithms of the probabilities of `token_ids`."""
     rank: int
-    """The token's rank among all tokens: 1 is the most likely. Tokens that tie share the best rank."""
+    """The token's rank among all tokens: 1 is the most likely token. Equally likely tokens share the best of their
+    ranks."""
 
 
 @dataclass(slots=True, eq=False)

@@ -134,7 +134,8 @@ class DeviceParameters:
 
 
 class DeviceRace:
-    """Chooses tokens on one device. Its workspaces are written by each call: two calls must not run at the same time.
+    """Chooses tokens on one device. Each call writes to the object's workspaces, so two calls must not run at the same
+    time.
 
     Args:
         max_rows: maximum number of rows of a call.

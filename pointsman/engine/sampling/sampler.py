@@ -97,7 +97,7 @@ class Sampler:
             bad_word_sequences(self._tokenizer, params.bad_words)
 
     def use_grammar(self, request: Request, grammar: CompiledGrammar) -> None:
-        """Set the grammar of a request's text. Call it before the request is scheduled.
+        """Set the grammar of a request's text. The grammar must be set before the request is scheduled.
 
         Raises:
             GrammarError: the grammar cannot be used.
@@ -249,7 +249,7 @@ class Sampler:
 
 @cache
 def compiled_draw() -> Callable[..., None] | None:
-    """`race_kernels.draw_rows`; None: Numba is not installed."""
+    """The function `race_kernels.draw_rows`; None: Numba is not installed."""
     try:
         from pointsman.engine.sampling.race_kernels import draw_rows
     except ImportError as error:
@@ -262,7 +262,7 @@ def compiled_draw() -> Callable[..., None] | None:
 
 @cache
 def device_race() -> type[DeviceRace] | None:
-    """`race_triton.DeviceRace`; None: Triton is not installed."""
+    """The class `race_triton.DeviceRace`; None: Triton is not installed."""
     try:
         from pointsman.engine.sampling.race_triton import DeviceRace
     except ImportError as error:

@@ -125,7 +125,7 @@ def download(
 
 @dataclass(frozen=True, slots=True)
 class _Repository:
-    """One revision of a repository, and the cache for its files."""
+    """One revision of a hub repository, and the cache folder for its files."""
 
     name: str
     revision: str | None
@@ -148,7 +148,7 @@ class _Repository:
         return {one.rfilename: one.size or 0 for one in info.siblings or ()}
 
     def fetch_settings(self) -> Path:
-        """Download the files of `SETTINGS`; returns the directory of the revision.
+        """Download the files that match `SETTINGS`; returns the directory of the revision in the cache.
 
         Raises:
             ModelLoadError: a file cannot be downloaded or written.

@@ -66,7 +66,7 @@ class NamedModel:
     licence: str
     licence_url: str
     must_accept: bool
-    """Whether the licence must be accepted before the download."""
+    """Whether the user must accept the licence before the download."""
     file: str
     """Name of the GGUF file."""
     num_bytes: int
@@ -156,7 +156,7 @@ NAMED: Mapping[str, NamedModel] = MappingProxyType(
 """The models that can be installed, by name."""
 
 SERVED = "smollm2"
-"""The model that `pointsman serve` serves by default, if it is installed."""
+"""Name of the model that `pointsman serve` serves by default, if the model is installed."""
 
 
 def models_folder() -> Path:
