@@ -229,7 +229,7 @@ def _scale_rope(gguf: GGUFFile, prefix: str, fields: Fields, rope: Fields, num_r
     if ROPE_FACTORS in gguf.tensors:
         if kind != "none":
             raise UnsupportedModel(
-                f"{gguf.path} has {ROPE_FACTORS} and {scaling}.type {kind!r}; one of them is supported"
+                f"{gguf.path} has {ROPE_FACTORS} and {scaling}.type {kind!r}; only one of them is supported"
             )
         _scale_llama3(gguf, rope, num_rotated)
     elif LONG_FACTORS in gguf.tensors:
