@@ -25,13 +25,14 @@ from pointsman.engine.kv.layout import LayerShape
 logger = logging.getLogger(__name__)
 
 BackendFactory: TypeAlias = Callable[[Sequence[LayerShape], torch.device], AttentionBackend]
-"""Makes a model's attention backend from its layers' shapes and its device. Every backend's class is a factory."""
+"""Function that makes an attention backend from the shapes of a model's layers and its device. Backend classes are such
+functions."""
 AttentionChoice: TypeAlias = str | BackendFactory
 ATTENTION_NAMES = ("auto", "numba", "torch", "triton")
 
 
 def choose_device(name: str) -> torch.device:
-    """The device with this name; "auto" is a GPU if PyTorch finds one, else the CPU.
+    """The device with this name; "auto" is a GPU if PyTorch finds a GPU, otherwise the CPU.
 
     Raises:
         ValueError: this machine has no such device.
@@ -51,7 +52,7 @@ def choose_device(name: str) -> torch.device:
 def choose_attention(
     choice: AttentionChoice, layers: Sequence[LayerShape], device: torch.device, dtype: torch.dtype
 ) -> AttentionBackend:
-    """The attention backend for a model.
+    """The attention backend for a model, from the user's choice, the shapes of its layers, its device and its type.
 
     Raises:
         ValueError: an unknown name, or a backend that cannot run on this device.

@@ -1,4 +1,4 @@
-"""Protocols of the kernels that fused layers (`model/fused_layers.py`) need, and of an attention backend with them."""
+"""Protocols of the kernels for fused layers (`model/fused_layers.py`), and of an attention backend for such layers."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from pointsman.engine.kv.layout import LayerShape
 class NormKernel(Protocol):
     """out = y / sqrt(mean(y**2) + epsilon) * (weight + offset), per row, where y = x or x + addend.
 
-    If there is an addend, y is written to `total`. x, out, addend and total: [n, width], contiguous. weight: [width].
+    With an addend, y is also written to `total`. x, out, addend and total: [n, width], contiguous. weight: [width].
     """
 
     def __call__(self, x: Tensor, weight: Tensor, out: Tensor, addend: Tensor | None, total: Tensor | None) -> None: ...
 
 
 class GateKernel(Protocol):
-    """out [n, width] = activation(both[:, :width]) * both[:, width:]."""
+    """out [n, width] = activation(both[:, :width]) * both[:, width:], where `both` [n, 2 * width] is gate and up."""
 
     def __call__(self, both: Tensor, out: Tensor) -> None: ...
 
 
 class LayerKernels(Protocol):
-    """Makes kernels of a device. Each kernel object is for one layer."""
+    """Makes the kernels of fused layers for a device. Each kernel object is for one layer."""
 
     def takes(self, weight: Tensor) -> bool:
-        """Whether the kernels support weights of this type, on this device."""
+        """Whether the kernels support the type and the device of `weight`."""
 
     def norm(self, epsilon: float, offset: float) -> NormKernel:
-        """Make an RMS norm."""
+        """Make the kernel of an RMS norm."""
 
     def gate(self, width: int, activation: str) -> GateKernel:
-        """Make a gate; `activation` is one of `ACTIVATIONS` (`kernels/layers.py`)."""
+        """Make the kernel of a gate; `activation` is a name in `ACTIVATIONS` (`kernels/layers.py`)."""
 
 
 @dataclass(slots=True)
 class HeadNorms:
-    """The norms of each head's queries and keys. Only their weights [k_dim] differ."""
+    """The RMS norms of each head's queries and keys. Only the weights, `query` and `key` [k_dim], differ."""
 
     query: Tensor
     key: Tensor
@@ -51,27 +51,28 @@ class HeadNorms:
 
 @dataclass(slots=True)
 class Heads:
-    """How the heads of one layer are processed between its projections and its attention."""
+    """Describes how the heads of one layer are processed between the layer's projections and its attention."""
 
     shape: LayerShape
     norms: HeadNorms | None
     key_at: int
-    """Index of the keys in a token's projections; the queries come before them."""
+    """Index of the first key element in a token's projections, which are queries, keys, values."""
     value_at: int
-    """Index of the values in a token's projections."""
+    """Index of the first value element in a token's projections."""
     kept: Any = None
-    """State that the backend keeps for the layer."""
+    """Data that the backend caches for the layer."""
 
 
 class FusedAttentionBackend(AttentionBackend, Protocol):
-    """A backend for fused layers. It also norms and rotates heads between the projections and the pool."""
+    """An attention backend for fused layers. It also norms and rotates heads, between the projections and the pool."""
 
     kernels: LayerKernels
 
     def write_heads(
         self, plan: Any, heads: Heads, qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, keys: Tensor, values: Tensor
     ) -> Tensor:
-        """Write keys and values of the projections `qkv` [T, features] to the pool, see `AttentionBackend.write`.
+        """Norm and rotate the heads in the projections `qkv` [T, features], and write keys and values as in
+        `AttentionBackend.write`.
 
         Args:
             rotary: cos and sin [T, rotary_dim] of the rotation of queries and keys, contiguous and of the type of

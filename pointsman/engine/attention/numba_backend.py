@@ -1,7 +1,7 @@
 """The fast attention backend for CPUs: a compiled kernel (`kernels/attention.py`) on PyTorch's own threads.
 
 A step is planned once for all layers: rows are cut into tiles, longest first. Threads take one tile after the other, so
-they finish at about the same time. A window changes the keys that a tile visits, not how rows are cut.
+they finish at about the same time. A window changes the keys that a tile reads, and not how rows are cut.
 """
 
 from __future__ import annotations
@@ -22,38 +22,40 @@ from pointsman.engine.kernels.attention import attention_kernel
 from pointsman.engine.kv.layout import LayerShape
 
 LONG = 300_000
-"""Minimum number of multiplications, 50 to 100 us, to run other work beside a layer; starting a thread takes 15 us."""
+"""Minimum number of multiplications of a layer, 50 to 100 us, to run other work beside it; starting a thread takes 15
+us."""
 
 _NO_SCALARS = np.zeros(2, dtype=np.float32)
 
 
 @dataclass(slots=True)
 class NumbaPlan:
-    """The plan of one step."""
+    """The plan of one step, with the arguments of the kernels."""
 
     batch: PagedBatch
     tables: Int64Array
-    """[n, width] block ids, contiguous."""
+    """[n, width] block tables of the rows, in contiguous memory."""
     slots: Int64Array
-    """Addresses of the batch's slot arrays, and their number of tokens, as arguments of `heads_kernel`."""
+    """Addresses of the batch's slot arrays, and the number of tokens, as arguments of `heads_kernel`."""
     scalars: Float32Array
-    """[2] scale and softcap of the current layer."""
+    """[2] scale and softcap of the layer that is being computed."""
     arguments: dict[tuple[int, ...], Int64Array] = field(default_factory=dict)
-    """Layer shape -> arguments of the kernel; each layer changes a few of them."""
+    """Layer shape -> arguments of `attention_kernel`; each layer changes a few of the arguments."""
     num_pairs: int | None = None
-    """Approximate number of pairs of a query and a key that it attends to; None: not counted yet."""
+    """Approximate number of pairs of a query and a key to which the query attends; None: not counted yet."""
 
     def takes_long(self, pair_size: int) -> bool:
         """Whether a layer takes long enough to run other work beside it.
 
-        `pair_size`: multiplications for one pair of query and key, in all heads.
+        `pair_size`: number of multiplications for one pair of query and key, in all heads.
         """
         if self.num_pairs is None:
             self.num_pairs = int(self.batch.query_lens @ self.batch.kv_lens)
         return self.num_pairs * pair_size >= LONG
 
     def arguments_for(self, num_heads: int, k_dim: int, values_shape: tuple[int, ...]) -> Int64Array:
-        """The arguments of `attention_kernel` for layers of a shape, values [num_blocks, kv_heads, size, v_dim]."""
+        """The arguments of `attention_kernel` for layers of a shape. `values_shape` is [num_blocks, kv_heads, size,
+        v_dim]."""
         key = (num_heads, k_dim, *values_shape)
         arguments = self.arguments.get(key)
         if arguments is None:
@@ -85,7 +87,7 @@ def cut_tiles(batch: PagedBatch, max_queries: int) -> Int64Array:
     """Cut every row into tiles of at most `max_queries` queries, sorted by decreasing work.
 
     Returns:
-        [m, 4] row, first token, number of queries, position of the first query.
+        [m, 4] for each tile: row, flat index of the first token, number of queries, position of the first query.
     """
     counts = batch.query_lens
     first_positions = batch.kv_lens - counts
@@ -101,8 +103,9 @@ def cut_tiles(batch: PagedBatch, max_queries: int) -> Int64Array:
     return np.ascontiguousarray(tiles[np.argsort(-(queries * (position + queries)), kind="stable")])
 
 
-def _arguments_of(heads: Heads, num_features: int) -> tuple[Int64Array, Float32Array]:
-    """The arguments of `heads_kernel` that depend on the layer only, and the scalars that one of them points to."""
+def _make_heads_arguments(heads: Heads, num_features: int) -> tuple[Int64Array, Float32Array]:
+    """The arguments of `heads_kernel` that depend only on the layer, and the array to which the argument SCALARS
+    points."""
     norms, shape = heads.norms, heads.shape
     scalars = np.array([norms.epsilon, norms.offset] if norms else [0, 0], dtype=np.float32)
     arguments = np.zeros(layers.HEADS_ARGUMENTS, dtype=np.int64)
@@ -117,11 +120,11 @@ def _arguments_of(heads: Heads, num_features: int) -> tuple[Int64Array, Float32A
 
 
 class NumbaAttention:
-    """The compiled backend.
+    """The compiled attention backend for CPUs.
 
     Args:
-        layers: the model's layers.
-        device: must be a CPU.
+        layers: shapes of the model's layers.
+        device: device of the model, which must be a CPU.
     """
 
     name = "numba"
@@ -134,7 +137,7 @@ class NumbaAttention:
         self.layers = tuple(layers)
 
     def plan(self, batch: PagedBatch) -> NumbaPlan:
-        """See `AttentionBackend.plan`. Tiles are cut in the first layer."""
+        """See `AttentionBackend.plan`. Rows are cut into tiles when the first layer runs."""
         places = (batch.slot_blocks, batch.slot_offsets, batch.tails)
         slots = np.array([*(one.ctypes.data for one in places), batch.num_tokens], dtype=np.int64)
         scalars = np.zeros(2, dtype=np.float32)
@@ -163,7 +166,7 @@ class NumbaAttention:
     ) -> Tensor:
         """See `FusedAttentionBackend.write_heads`."""
         if heads.kept is None:
-            heads.kept = _arguments_of(heads, qkv.shape[-1])
+            heads.kept = _make_heads_arguments(heads, qkv.shape[-1])
         arguments: Int64Array = heads.kept[0]
         query = qkv.new_empty(qkv.shape[0], heads.shape.num_heads, heads.shape.k_dim)
         address, size = qkv.data_ptr(), qkv.element_size()
@@ -183,7 +186,7 @@ class NumbaAttention:
 
     @staticmethod
     def _write(plan: NumbaPlan, arguments: Int64Array, activations: torch.dtype, keys: Tensor, values: Tensor) -> None:
-        """Run `heads_kernel`; `arguments` lack only the values of the step and of the pool."""
+        """Run `heads_kernel`, after the arguments of the step and of the pool have been added to `arguments`."""
         batch = plan.batch
         arguments[layers.KEYS], arguments[layers.VALUES] = keys.data_ptr(), values.data_ptr()
         arguments[layers.NUM_BLOCKS], arguments[layers.BLOCK_SIZE] = keys.shape[0], keys.shape[2]
@@ -212,7 +215,7 @@ class NumbaAttention:
         arguments[kernel.WINDOW] = window or 0
         plan.scalars[:] = scale, softcap or 0.0
         if sinks is not None:
-            sinks = sinks.detach().float().contiguous()  # kept until the kernel has run
+            sinks = sinks.detach().float().contiguous()  # this tensor must exist until the kernel has run
             arguments[kernel.SINKS] = sinks.data_ptr()
         else:
             arguments[kernel.SINKS] = 0
@@ -220,7 +223,7 @@ class NumbaAttention:
         if plan.batch.meanwhile.do_part is None or not plan.takes_long(num_heads * (k_dim + values.shape[-1])):
             run(arguments, num_threads)
         else:
-            # Every layer lets this thread do other work. It returns to the kernel while half of the items remain.
+            # In every layer, this thread does other work until half of the items are taken, and then takes items.
             few = int(arguments[kernel.NUM_TILES] * arguments[kernel.NUM_KV_HEADS]) // 2
             run.beside(lambda: plan.batch.do_meanwhile(lambda: arguments[0] <= few), arguments, num_threads)
         if num_tokens > plan.batch.num_tokens:

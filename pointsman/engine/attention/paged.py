@@ -1,8 +1,8 @@
 """Connects transformers' attention interface to paged attention over the KV pool.
 
-One function, `paged_attention_forward`, is registered with transformers under the name `ATTENTION_NAME`. A model
-loaded with that name calls it once per layer, with the layer's module as first argument. That is the only connection
-between a model and the paged KV pool, so there is no code for single models here.
+One function, `paged_attention_forward`, is registered with transformers under the name `ATTENTION_NAME`. A model loaded
+with that name calls it once per layer, with the layer's module as first argument. This is the only connection between a
+model and the paged KV pool, so no model needs code of its own.
 
 A step's tokens are one flat row, `input_ids [1, T]`: the scheduled tokens of all requests, request after request. A
 `PagedBatch` maps tokens to requests. It is built once per step and shared by all layers, or, if groups of layers have
@@ -37,45 +37,48 @@ from pointsman.engine.kv.pool import KVPool
 from pointsman.engine.pulse import beat
 
 ATTENTION_NAME = "pointsman_paged"
-_HANDLER = "pointsman_attention"  # the key under which a module's __dict__ carries its handler
+_HANDLER = "pointsman_attention"  # key of the handler in a module's __dict__
 
 
 @dataclass(slots=True)
 class Meanwhile:
-    """Work for the step's thread while other threads or a device compute. The batches of all groups share it."""
+    """Work for the step's thread while other threads or a device compute. The batches of all groups of layers share
+    it."""
 
     do_part: Callable[[], bool] | None = None
-    """Does one part of the work, and returns whether there is another one; None: there is no work."""
+    """Function that does one part of the work, and returns whether there is another part; None: there is no work."""
 
 
 @dataclass(slots=True)
 class PagedBatch:
-    """Maps the T tokens of one step to its n rows (requests) and to slots of the pool.
+    """Maps the T tokens of one step to the step's n rows (requests) and to slots of the pool.
 
-    A backend's plan is made from these arrays, on the host.
+    A backend makes its plan from these arrays, on the host.
     """
 
     block_size: int
     positions: Int64Array
     """[T] position of each token within its sequence."""
     query_starts: Int64Array
-    """[n + 1] row i's tokens are [query_starts[i], query_starts[i + 1]) of the flat batch."""
+    """[n + 1] index of each row's first token in the flat batch, then T: the tokens of row i have the indices
+    [query_starts[i], query_starts[i + 1])."""
     query_lens: Int64Array
-    """[n] tokens of each row in this step."""
+    """[n] number of tokens of each row in this step."""
     kv_lens: Int64Array
-    """[n] tokens of each row with KV in the pool, those of this step included."""
+    """[n] number of tokens of each row whose KV is in the pool after this step, the tokens of this step included."""
     block_tables: Int64Array
-    """[n, width] block ids; entries past ceil(kv_lens / block_size) are undefined."""
+    """[n, width] block table of each row; entries past ceil(kv_lens / block_size) are undefined."""
     slot_blocks: Int64Array
-    """[T] block that gets each token's KV."""
+    """[T] block to which each token's KV is written."""
     slot_offsets: Int64Array
-    """[T] place of each token's KV within the block."""
+    """[T] index of each token's slot within its block."""
     tails: Int64Array
-    """[T] number of slots after the token to zero: the rest of a block that the row begins in this step."""
+    """[T] number of slots after each token's slot to set to zero: the rest of a block that the row begins in this
+    step."""
     meanwhile: Meanwhile = field(default_factory=Meanwhile)
-    """Work for the step's thread while other threads or a device compute."""
+    """Work for the step's thread while other threads or a device compute the step."""
     of_lengths: dict[Any, Any] = field(default_factory=dict)
-    """Values that a backend derives from the numbers of tokens alone, under its own keys."""
+    """Cache of values that a backend computes only from the rows' numbers of tokens; the backend chooses the keys."""
 
     @classmethod
     def build(
@@ -85,7 +88,8 @@ class PagedBatch:
         block_tables: npt.NDArray[np.integer],
         block_size: int,
     ) -> PagedBatch:
-        """Build a batch from tokens in this step [n], tokens before it [n], and block ids [n, width]."""
+        """Build a batch from each row's number of tokens in this step [n], number of computed tokens before it [n], and
+        block ids [n, width]."""
         counts: Int64Array = query_lens.astype(np.int64)
         computed: Int64Array = num_computed_tokens.astype(np.int64)
         query_starts = np.zeros(len(counts) + 1, dtype=np.int64)
@@ -120,7 +124,8 @@ class PagedBatch:
         )
 
     def in_groups(self, block_tables: npt.NDArray[np.integer]) -> list[PagedBatch]:
-        """The same tokens for each group of layers, with the group's tables: [n, groups, width or more].
+        """One batch for each group of layers: the tokens of this batch, with the group's tables in `block_tables` [n,
+        groups, width or more].
 
         Table entries before a window, for blocks that no token of the batch attends to, are undefined.
         """
@@ -134,7 +139,7 @@ class PagedBatch:
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """Number of tokens of the batch, T."""
         return len(self.positions)
 
     def do_meanwhile(self, is_computing: Callable[[], bool]) -> None:
@@ -148,23 +153,24 @@ class PagedBatch:
 class AttentionBackend(Protocol):
     """Computes attention of a `PagedBatch` over the pool.
 
-    In layers with a window it must not read KV of tokens before the window: if layers are in groups, these entries of
-    the block table may belong to other requests and other layers.
+    In layers with a window a backend must not read KV of tokens before the window: if layers are in groups, the blocks
+    of these tokens may belong to other requests and other layers.
     """
 
     name: str
     leaves_out_rows: bool
-    """Whether queries, keys and values may have more rows than the T of the batch. The backend skips these rows and
-    returns zeros for them."""
+    """Whether queries, keys and values may have more rows than the batch has tokens. The backend skips the additional
+    rows and returns zeros for them."""
 
     def plan(self, batch: PagedBatch) -> Any:
-        """Make the plan that all layers of a group share. Called once per group and step."""
+        """Make the plan that all layers of a group share. Called once per step and group of layers."""
 
     def write(self, plan: Any, key: Tensor, value: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write `key` [T, kv_heads, k_dim] and `value` [T, kv_heads, v_dim] to the slots of the batch.
 
         Afterwards the slots after each row's last token are zero, in a block that the step began. Attention masks these
-        slots by a weight of 0, but 0 * NaN is NaN: without zeroing, values of an earlier request could reach this one.
+        slots by a weight of 0, but 0 * NaN is NaN: without zeros, values of an earlier request could affect this
+        request.
         """
 
     def attend(
@@ -181,22 +187,22 @@ class AttentionBackend(Protocol):
     ) -> Tensor:
         """[T, num_heads, k_dim] queries -> [T, num_heads, v_dim].
 
-        A token at position p attends to positions j <= p, and with a `window` only to j > p - window. `softcap`
-        bounds scores as cap * tanh(score / cap). `sinks` [num_heads] are scores of a column without a value.
+        A token at position p attends to positions j <= p, and with a `window` only to j > p - window. `softcap` bounds
+        scores to softcap * tanh(score / softcap). `sinks` [num_heads] are one more score per head, without a value.
 
-        While other threads or a device compute, the backend should call the batch's `do_meanwhile`. With a backend that
-        does not, scheduling waits for the end of the step.
+        While other threads or a device compute, the backend should call the batch's `do_meanwhile`. If it does not,
+        scheduling waits for the end of the step.
         """
 
 
 class AttentionContext:
-    """Plans, pool and backend of the current step, for all layers of a model. `ModelRunner` fills it before a forward.
+    """Plans, pool and backend of the current step, for all layers of a model, set before each forward pass.
 
     Engines may share a loaded model, also from several threads. A step holds the context's lock from `begin` to `end`.
 
     An exception from a signal handler can interrupt a step at any point, also between `begin` and the caller's `try`,
-    or within `end`. So the lock is reentrant, and `end` releases it as often as it was taken. The next `end` of the
-    same thread cleans up after an interrupted step.
+    or within `end`. So the lock is reentrant, and `end` releases it as often as it was acquired. The next `end` of the
+    same thread ends an interrupted step.
     """
 
     __slots__ = ("_busy", "backend", "keep", "plans", "pool")
@@ -205,13 +211,14 @@ class AttentionContext:
         self._busy = RLock()
         self.backend: AttentionBackend | None = None
         self.keep: Tensor | None = None
-        """[r] int64: the only tokens whose outputs the model's last layer computes, if it can; None: all."""
+        """[r] int64: indices of the tokens whose outputs the model's last layer computes, if it can skip tokens; None:
+        all."""
         self.plans: Sequence[Any] = ()
-        """The plan of each group of layers; empty: there is no step."""
+        """The step's plan for each group of layers; empty: no step is running."""
         self.pool: KVPool | None = None
 
     def begin(self, plans: Sequence[Any], pool: KVPool, backend: AttentionBackend, keep: Tensor | None = None) -> None:
-        """Set all that the next forward of the model needs. Waits until no other thread runs a step.
+        """Set the plans, pool and backend for the next forward pass. Waits until no other thread runs a step.
 
         Args:
             plans: the backend's plan of the step's tokens for each group of layers.
@@ -220,9 +227,9 @@ class AttentionContext:
         self.plans, self.pool, self.backend, self.keep = plans, pool, backend, keep
 
     def end(self) -> None:
-        """Drop this thread's step, so that a forward without `begin` fails instead of writing to stale slots.
+        """End this thread's step, so that a forward pass without `begin` fails instead of writing to stale slots.
 
-        It may be called again, and does nothing while another thread runs a step.
+        `end` may be called repeatedly, and does nothing while another thread runs a step.
         """
         if not self._busy.acquire(blocking=False):
             return
@@ -230,12 +237,12 @@ class AttentionContext:
         while True:
             try:
                 self._busy.release()
-            except RuntimeError:  # the lock was released as often as it was taken
+            except RuntimeError:  # the lock was released as often as it was acquired
                 return
 
 
 class PagedLayer:
-    """The handler of one attention module: writes the step's KV, then attends."""
+    """The handler of one attention module: writes the step's KV to the pool, then computes attention."""
 
     __slots__ = ("context", "index", "shape")
 
@@ -245,7 +252,7 @@ class PagedLayer:
         self.shape = shape
 
     def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-        """[1, heads, T, dim] each -> [1, T, num_heads, v_dim]."""
+        """Queries, keys and values, [1, heads, T, dim] each -> outputs [1, T, num_heads, v_dim]."""
         backend, plan, keys, values = self.step()
         backend.write(plan, key[0].transpose(0, 1), value[0].transpose(0, 1), keys, values)
         query = query[0].transpose(0, 1)
@@ -255,7 +262,7 @@ class PagedLayer:
         """The backend, its plan of the current step, and this layer's keys and values.
 
         Raises:
-            RuntimeError: there is no current step.
+            RuntimeError: no step is running.
         """
         beat()
         context, index = self.context, self.index
@@ -266,7 +273,7 @@ class PagedLayer:
 
 
 def attention_options(k_dim: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords of `AttentionBackend.attend`, from those of transformers' call of an attention function."""
+    """Keywords for `AttentionBackend.attend`, from the keywords with which transformers calls an attention function."""
     scale = options.get("scaling")
     return {
         "scale": k_dim**-0.5 if scale is None else scale,
@@ -282,10 +289,10 @@ def paged_attention_forward(
     """The function that transformers calls in every attention layer.
 
     Args:
-        module: the attention layer; its handler computes the result.
-        query, key, value: [1, heads, T, dim].
+        module: the attention module, whose handler computes the result.
+        query, key, value: tensors [1, heads, T, dim].
         attention_mask: always None, because no mask function is registered for this implementation.
-        options: `scaling`, and, if the model has them, `sliding_window`, `softcap`, `s_aux` (sinks).
+        options: keyword `scaling`, and, if the model has them, `sliding_window`, `softcap`, `s_aux` (sinks).
     """
     handler = get_handler(module)
     if handler is None:
@@ -296,7 +303,7 @@ def paged_attention_forward(
 
 
 def get_handler(module: nn.Module) -> Any:
-    """The handler of the module's attention calls; None: it has none."""
+    """The handler of the module's attention calls; None: the module has no handler."""
     return module.__dict__.get(_HANDLER)
 
 

@@ -1,10 +1,10 @@
-"""Computes paged attention in plain PyTorch: the reference for other backends, and the fallback.
+"""Computes paged attention in plain PyTorch: the reference for other backends, and the fallback on any device.
 
 A step mixes rows of very different shapes: decodes (one query, long or short context) and prompt chunks. Padding all
 rows to the longest would multiply the work. One kernel call per row would make a small model wait for Python. So rows
-of similar shape form a group, each group is padded to its own largest member, and groups are cut
+of similar shape form a group, each group is padded to its largest row, and a new group starts
 
-- when padding would cost more than starting another group does (`GROUP_COST`), and
+- when padding would cost more than starting another group (`GROUP_COST`), and
 - when the gathered keys would leave the processor's caches (`GROUP_KV_ELEMENTS`).
 
 A long chunk is first cut into pieces of queries, so that the scores of a piece are bounded (`PIECE_SCORES`) for any
@@ -38,20 +38,22 @@ class Group:
     """Rows of similar shape, padded to a common shape: b rows, t queries each, `width` blocks each."""
 
     tokens: Tensor
-    """[b * t] int64: flat index of each query; a padded query repeats its row's last one."""
+    """[b * t] int64: flat index of each query's token; padding repeats the row's last query."""
     real: Tensor | None
-    """[r] int64: the queries among the b * t that are no padding; None: all."""
+    """[r] int64: indices, among the b * t queries, of those that are no padding; None: no query is padding."""
     real_tokens: Tensor
-    """[r] int64: flat index of the queries in `real`."""
+    """[r] int64: flat index of the token of each query in `real`."""
     blocks: Tensor
-    """[b, width] int64: block ids; padding repeats the row's first one."""
+    """[b, width] int64: block ids; padding repeats the row's first block."""
     masked: Tensor
-    """[b, 1, t, width * block_size] bool: True where a query must not attend."""
+    """[b, 1, t, width * block_size] bool: True where a query must not attend to a key."""
     gathers: dict[int, Tensor] = field(default_factory=dict)
-    """Number of KV heads -> [b * heads * width] rows of the pool viewed as [num_blocks * heads, ...]."""
+    """For each number of KV heads: row indices [b * heads * width] into the pool, viewed as [num_blocks * heads,
+    ...]."""
 
     def gather(self, cache: Tensor) -> Tensor:
-        """The group's blocks of `cache` [num_blocks, heads, size, dim] as [b, heads, width * size, dim]."""
+        """Copy the group's blocks from `cache` [num_blocks, heads, size, dim] to a tensor [b, heads, width * size,
+        dim]."""
         _, heads, size, dim = cache.shape
         index = self.gathers.get(heads)
         if index is None:
@@ -62,7 +64,8 @@ class Group:
 
 
 class TorchPlan:
-    """Slots of the step's tokens, and its groups for each window: different windows gather different blocks."""
+    """The slots of a step's tokens, and the groups of rows for each window: different windows gather different
+    blocks."""
 
     def __init__(self, batch: PagedBatch, shape: LayerShape, device: torch.device | str) -> None:
         self.batch = batch
@@ -78,17 +81,17 @@ class TorchPlan:
         self._groups: dict[int | None, list[Group]] = {}
 
     def groups(self, window: int | None) -> list[Group]:
-        """The groups for layers with this window, made in the first such layer."""
+        """The groups of rows for layers with this window; they are made when the first such layer runs."""
         if window not in self._groups:
             self._groups[window] = make_groups(self.batch, self.shape, window, self.device)
         return self._groups[window]
 
 
 class TorchAttention:
-    """The plain backend.
+    """The attention backend in plain PyTorch.
 
     Args:
-        layers: the model's layers; the largest one determines how rows are grouped.
+        layers: shapes of the model's layers; the largest layer determines how rows are grouped.
     """
 
     name = "torch"
@@ -99,7 +102,7 @@ class TorchAttention:
         self.device = device
 
     def plan(self, batch: PagedBatch) -> TorchPlan:
-        """See `AttentionBackend.plan`. Groups are made lazily, once per window."""
+        """See `AttentionBackend.plan`. Groups of rows are made lazily, once per window."""
         return TorchPlan(batch, self.shape, self.device)
 
     def write(self, plan: TorchPlan, key: Tensor, value: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -148,11 +151,11 @@ def attend_dense(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention in single operations: scores, softcap, mask, sinks, softmax in float32, weighted sum.
+    """Compute attention in separate operations: scores, softcap, mask, sinks, softmax in float32, weighted sum.
 
     Args:
-        query: [b, heads, t, k_dim]. key: [b, kv_heads, s, k_dim]. value: [b, kv_heads, s, v_dim].
-        masked: [b, 1, t, s] bool.
+        query: queries [b, heads, t, k_dim]. key: keys [b, kv_heads, s, k_dim]. value: values [b, kv_heads, s, v_dim].
+        masked: [b, 1, t, s] bool: True where a query must not attend to a key.
 
     Returns:
         [b, heads, t, v_dim].
@@ -180,24 +183,24 @@ def attend_dense(
 
 @dataclass(slots=True)
 class Pieces:
-    """m spans of queries, each of one row; the spans of a row are in order."""
+    """m spans of consecutive queries of a row; the spans of each row are in order."""
 
     rows: Int64Array
-    """[m] row of the batch."""
+    """[m] row of each span."""
     first: Int64Array
-    """[m] position of the first query."""
+    """[m] position of each span's first query in its sequence."""
     counts: Int64Array
-    """[m] number of queries."""
+    """[m] number of queries of each span."""
     tokens: Int64Array
-    """[m] flat index of the first query."""
+    """[m] flat index of each span's first query."""
     first_block: Int64Array
-    """[m] first block of the row that any query attends to."""
+    """[m] index, in the row's block table, of the first block that a query of the span attends to."""
     num_blocks: Int64Array
-    """[m] number of blocks from there to the last query's block."""
+    """[m] number of blocks from `first_block` to the block of the span's last query."""
 
 
 def cut_pieces(batch: PagedBatch, shape: LayerShape, window: int | None) -> Pieces:
-    """Cut the rows into pieces of at most PIECE_SCORES scores, and of at least one query."""
+    """Cut the rows of a batch into pieces of at most PIECE_SCORES scores, and of at least one query."""
     reach = batch.kv_lens if window is None else np.minimum(batch.kv_lens, batch.query_lens + window)
     limit = np.maximum(1, PIECE_SCORES // (shape.num_heads * np.maximum(reach, 1)))
     per_row = -(-batch.query_lens // limit)
@@ -212,7 +215,7 @@ def cut_pieces(batch: PagedBatch, shape: LayerShape, window: int | None) -> Piec
 
 
 def make_groups(batch: PagedBatch, shape: LayerShape, window: int | None, device: torch.device | str) -> list[Group]:
-    """Cut the batch into groups of similar pieces."""
+    """Cut the rows of a batch into pieces, and put pieces of similar shape into groups."""
     pieces = cut_pieces(batch, shape, window)
     order = np.lexsort((pieces.num_blocks, pieces.counts))[::-1]  # most queries first, then longest
     block_kv = batch.block_size * shape.num_kv_heads * shape.k_dim
@@ -232,7 +235,7 @@ def make_groups(batch: PagedBatch, shape: LayerShape, window: int | None, device
             groups.append(_make_group(batch, pieces, order[start:end], window, device))
             start, waste, widest = end, 0, blocks
         if end == start:
-            queries = count  # the group's maximum, because pieces are sorted
+            queries = count  # the group's maximum, because pieces are sorted by decreasing count
         width = widest
     if len(order):
         groups.append(_make_group(batch, pieces, order[start:], window, device))
@@ -242,10 +245,10 @@ def make_groups(batch: PagedBatch, shape: LayerShape, window: int | None, device
 def _make_group(
     batch: PagedBatch, pieces: Pieces, members: Int64Array, window: int | None, device: torch.device | str
 ) -> Group:
-    """Pad the pieces `members` to their largest."""
+    """Make a group from the pieces with the indices `members`, padded to the shape of the largest piece."""
     counts = pieces.counts[members][:, None]
     step = np.arange(counts.max())[None, :]
-    within = np.minimum(step, counts - 1)  # a padded query repeats the last real one
+    within = np.minimum(step, counts - 1)  # padding repeats the row's last query
     tokens = (pieces.tokens[members][:, None] + within).ravel()
     positions = pieces.first[members][:, None] + within
 

@@ -1,8 +1,8 @@
 """The attention backend for GPUs: Triton kernels over the pool (`kernels/triton_attention.py`, `triton_layers.py`).
 
-A step is planned once for all layers of a group. The KV of rows with one token (decodes) is cut into parts. Longer rows
-are cut into tiles of queries, longest first. The kernels' inputs are copied to the device in one copy, without waiting
-for the device.
+A step is planned once for all layers of a group. The KV of rows with one token (decodes) is cut into parts. Rows with
+more tokens are cut into tiles of queries, longest first. The kernels' inputs are copied to the device in one copy,
+without waiting for the device.
 
 If Triton interprets its kernels (`TRITON_INTERPRET=1`), the backend runs on a CPU, slowly, for tests.
 """
@@ -28,13 +28,14 @@ from pointsman.engine.kernels.triton_layers import TritonLayers, heads_kernel, p
 from pointsman.engine.kv.layout import LayerShape
 
 MAX_PARTS = 64
-"""Maximum number of parts of a row's KV; with more, the merge would take longer than they save."""
+"""Maximum number of parts of a row's KV; with more parts, the merge would take longer than the parts save."""
 PROGRAMS_PER_PROCESSOR = 8
-"""Programs of the decode kernel, so that a multiprocessor always has one that is not waiting for memory."""
+"""Number of programs of the decode kernel for each multiprocessor, so that usually one program is not waiting for
+memory."""
 MAX_HEAD_DIM = 256
 MIN_ROWS, MAX_ROWS = 64, 128
-"""Rows (queries times heads) of a tile of the prefill kernel, for short and for long chunks. All rows of a tile share
-one read of keys and values; see `max_tile_rows`."""
+"""Number of rows (queries times heads) of a tile of the prefill kernel, for short and for long chunks. All rows of a
+tile share one read of keys and values; see `max_tile_rows`."""
 
 
 def is_interpreted() -> bool:
@@ -44,29 +45,29 @@ def is_interpreted() -> bool:
 
 @dataclass(slots=True)
 class TritonPlan:
-    """The plan of one step for one group of layers: device tensors, int32."""
+    """The plan of one step for one group of layers. All tensors are int32 on the device."""
 
     block_size: int
     slots: Tensor
-    """[T] block * block_size + place of each token's KV; negative: padding without KV."""
+    """[T] slot of each token's KV in the pool: block * block_size + offset; negative: padding without KV."""
     tails: Tensor
-    """[T] see `PagedBatch.tails`."""
+    """[T] number of slots after each token's slot to set to zero, see `PagedBatch.tails`."""
     tables: Tensor
-    """[.., width] block ids, of the tables of all groups."""
+    """[.., width] block tables of the rows, for all groups of layers."""
     table_width: Tensor
-    """[1] width of `tables`."""
+    """[1] number of columns of `tables`."""
     first_table: int
-    """Index of the group's first table."""
+    """Index in `tables` of the first block table of this group of layers."""
     decode_rows: Tensor
-    """[d] rows with one token."""
+    """[d] rows with one token in this step."""
     decode_tokens: Tensor
-    """[d] index of each such row's token in the batch."""
+    """[d] flat index of the token of each row in `decode_rows`."""
     decode_lens: Tensor
-    """[d] number of tokens that this token attends to, itself included; 0: padding."""
+    """[d] number of tokens to which the token of each row in `decode_rows` attends, itself included; 0: padding."""
     tiles: Mapping[int, Tensor]
-    """Number of query heads per KV head -> [m, 4] tiles of the other rows, see `prefill_kernel`."""
+    """Number of query heads per KV head -> [m, 4] tiles of the rows with several tokens, see `prefill_kernel`."""
     tile_rows: int
-    """Rows (queries times heads) of these tiles, unless one query has more heads."""
+    """Number of rows (queries times heads) of a tile, unless one query has more heads."""
     num_tokens: int
 
 
@@ -74,7 +75,7 @@ def cut_tiles(batch: PagedBatch, max_queries: int) -> npt.NDArray[np.int32]:
     """Cut rows with more than one token into tiles of at most `max_queries` queries, sorted by decreasing work.
 
     Returns:
-        [m, 4] row, first token, number of queries, position of the first query.
+        [m, 4] for each tile: row, flat index of the first token, number of queries, position of the first query.
     """
     rows = np.nonzero(batch.query_lens > 1)[0]
     counts = batch.query_lens[rows]
@@ -88,12 +89,12 @@ def cut_tiles(batch: PagedBatch, max_queries: int) -> npt.NDArray[np.int32]:
 
 
 class TritonAttention:
-    """The backend for GPUs.
+    """The attention backend for GPUs.
 
     Args:
-        layers: the model's layers.
-        device: a GPU; or a CPU, if Triton interprets its kernels.
-        dtype: the model's type, which determines how prompts are cut.
+        layers: shapes of the model's layers.
+        device: device of the model: a GPU, or a CPU if Triton interprets its kernels.
+        dtype: type of the model, which determines the size of the tiles.
 
     Raises:
         ValueError: the backend cannot run on this device, or a layer has heads that are too large.
@@ -120,7 +121,7 @@ class TritonAttention:
         self._groups = sorted({shape.num_heads // shape.num_kv_heads for shape in layers})
 
     def plan(self, batch: PagedBatch) -> TritonPlan:
-        """See `AttentionBackend.plan`. Copies the kernels' inputs to the device, without waiting for it."""
+        """See `AttentionBackend.plan`. Copies the kernels' inputs to the device, without waiting for the copy."""
         decodes = np.nonzero(batch.query_lens == 1)[0]
         longest = int(batch.query_lens.max(initial=1)) * self._groups[-1]
         tile_rows = self._max_tile_rows if longest > MIN_ROWS else MIN_ROWS
@@ -334,26 +335,29 @@ def _run_heads(
 
 
 def max_tile_rows(head_bytes: int) -> int:
-    """Number of rows of a long chunk's tiles. Keys of over 256 bytes a head leave too few registers for `MAX_ROWS`."""
+    """Number of rows of a long chunk's tiles. If a head's key has over 256 bytes, registers do not suffice for
+    `MAX_ROWS`."""
     return MAX_ROWS if head_bytes <= 256 else MIN_ROWS
 
 
 def decode_options(head_bytes: int) -> dict[str, int]:
-    """Launch options of the decode kernel, and its number of keys a tile, for keys of `head_bytes` a head."""
+    """Launch options of the decode kernel, and its number of keys per tile, if a head's key has `head_bytes` bytes."""
     return {"tile": 32 if head_bytes > 256 else 64, "num_warps": 4, "num_stages": 3}
 
 
 def prefill_options(head_bytes: int, element_size: int, tile_rows: int) -> dict[str, int]:
-    """The same for the prefill kernel. Products in float32 do not use matrix units, and take more registers."""
+    """Launch options of the prefill kernel, and its number of keys per tile. Products in float32 do not use matrix
+    units, and need more registers."""
     num_warps = 8 if tile_rows >= 128 or element_size > 2 else 4
     return {"tile": 32 if head_bytes > 256 else 64, "num_warps": num_warps, "num_stages": 2 if head_bytes > 256 else 3}
 
 
 def parts_for(num_programs: int, num_processors: int) -> int:
-    """Number of parts of a row's KV, a power of two.
+    """Number of parts into which the decode kernel cuts each row's KV, a power of two.
 
     Args:
         num_programs: number of programs of the decode kernel if the KV is not cut.
+        num_processors: number of the GPU's multiprocessors.
     """
     wanted = max(1, -(-num_processors * PROGRAMS_PER_PROCESSOR // num_programs))
     return min(MAX_PARTS, int(triton.next_power_of_2(wanted)))
@@ -363,5 +367,5 @@ def parts_for(num_programs: int, num_processors: int) -> int:
 def num_processors(device: torch.device) -> int:
     """Number of multiprocessors of a GPU."""
     if device.type != "cuda":
-        return 2  # interpreted
+        return 2  # Triton interprets the kernels
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

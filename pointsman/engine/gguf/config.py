@@ -1,7 +1,8 @@
 """Makes a transformers configuration and generation settings from a GGUF file's metadata.
 
-`ARCHITECTURES` has the families of models, by their names in llama.cpp. A family's function adds the fields that only
-this family has. A setting that affects the computation and has no counterpart in transformers is refused.
+`ARCHITECTURES` has the supported families of models, by their names in llama.cpp. A family's function adds the fields
+that only models of this family have. A setting that affects the computation and has no counterpart in transformers is
+refused.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pointsman.engine.gguf.reader import GGUFFile, GGUFTensor, as_decimal
 from pointsman.files import represented
 
 Fields = dict[str, Any]
-"""Fields of a config.json."""
+"""Values of a config.json, by field name."""
 
 COUNTS: Mapping[str, str] = {
     "context_length": "max_position_embeddings",
@@ -28,14 +29,14 @@ COUNTS: Mapping[str, str] = {
     "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads",
 }
-"""Fields that every family has, and their names in config.json."""
+"""Keys of counts in the metadata of every family -> their names in config.json."""
 TOKEN_IDS: Mapping[str, str] = {
     "bos_token_id": "tokenizer.ggml.bos_token_id",
     "eos_token_id": "tokenizer.ggml.eos_token_id",
     "pad_token_id": "tokenizer.ggml.padding_token_id",
 }
 ENDS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-"""Ids of tokens that end a text, a turn, or a message."""
+"""Keys, in the metadata, of the ids of tokens that end a text, a turn, or a message."""
 NEUTRAL: Mapping[str, Any] = {
     "attention.causal": True,
     "attention.scale": None,
@@ -49,17 +50,18 @@ NEUTRAL: Mapping[str, Any] = {
     "rope.scaling.yarn_log_multiplier": None,
     "use_parallel_residual": False,
 }
-"""Fields that affect the computation, and the one value of each that has no effect; None: they must be absent."""
+"""Keys of metadata that affect the computation -> the only value without an effect; None: the key must be absent."""
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Settings of all Llama 3.1 to 3.3 models. A GGUF file has only the resulting factors, in `rope_freqs.weight`."""
+"""Rotary settings of all Llama 3.1 to 3.3 models. A GGUF file has only the resulting factors, in
+`rope_freqs.weight`."""
 END_OF_TURN = frozenset(
     {
         "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>",
         "<|end_of_turn|>", "<EOT>",
     }
 )  # fmt: skip
-"""Control tokens that always end a text, as in llama.cpp: the format has one EOS, but the generation settings of chat
-models name several."""
+"""Control tokens that always end a text, as in llama.cpp: the metadata has only one EOS, but the generation settings of
+chat models name several."""
 SAMPLING: Mapping[str, str] = {
     "general.sampling.temp": "temperature",
     "general.sampling.top_p": "top_p",
@@ -67,31 +69,33 @@ SAMPLING: Mapping[str, str] = {
     "general.sampling.min_p": "min_p",
     "general.sampling.penalty_repeat": "repetition_penalty",
 }
-"""Fields with a model's recommended sampling parameters, and their names in generation_config.json."""
+"""Keys of recommended sampling parameters in the metadata -> their names in generation_config.json."""
 ROPE_FACTORS = "rope_freqs.weight"
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
 NO_TOKEN = 2**32 - 1
-"""The id that means no token: -1 in 32 bits."""
+"""The token id that means that there is no such token: -1 in 32 bits."""
 CONTROL = 3
-"""The type of control tokens in `tokenizer.ggml.token_type`."""
+"""The number of control tokens' type in `tokenizer.ggml.token_type`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A family of models, by its name in llama.cpp."""
+    """A family of models, and how its GGUF files differ from models in transformers."""
 
     model_type: str
     """The family's name in transformers."""
     add: Callable[[GGUFFile, str, Fields], None] | None = None
-    """Adds the fields that only this family has; its second argument is the prefix of their keys."""
+    """Function that adds the fields that only this family has to a config.json. Its second argument is the prefix of
+    the family's keys in the metadata."""
     adds_one_to_norms: bool = False
-    """Whether weights of norms are stored with 1 added."""
+    """Whether a GGUF file stores the weights of norms with 1 added."""
     interleaves_rope: bool = False
-    """Whether llama.cpp rotates neighbouring elements of a head, so that rows of queries and keys are interleaved."""
+    """Whether llama.cpp rotates neighbouring elements of a head, so that the rows of query and key projections are
+    interleaved."""
 
 
 def architecture_of(gguf: GGUFFile) -> Architecture:
-    """The family of a model.
+    """The family of the model in a GGUF file.
 
     Raises:
         ModelLoadError: the metadata does not name the family.
@@ -110,7 +114,7 @@ def architecture_of(gguf: GGUFFile) -> Architecture:
 
 
 def make_config(gguf: GGUFFile) -> Any:
-    """The transformers configuration of a model.
+    """The transformers configuration of the model in a GGUF file.
 
     Raises:
         ModelLoadError: a field is absent or has a wrong value.
@@ -128,7 +132,7 @@ def make_config(gguf: GGUFFile) -> Any:
 
 
 def config_fields(gguf: GGUFFile) -> Fields:
-    """The fields of the model's config.json. Errors: see `make_config`."""
+    """The fields of the model's config.json. Raises the errors of `make_config`."""
     architecture = architecture_of(gguf)
     prefix = gguf.text("general.architecture")
     for key, value in NEUTRAL.items():
@@ -160,7 +164,7 @@ def generation_fields(gguf: GGUFFile) -> Fields:
     """The fields of the model's generation_config.json: the tokens that end a text, and sampling parameters.
 
     Raises:
-        ModelLoadError: an id is no token's id, or the tokens or their types are wrong.
+        ModelLoadError: the value of an id is no token id, or the tokens or their types are wrong.
     """
     ends = [end for end in (token_id(gguf, key) for key in ENDS) if end is not None]
     if "tokenizer.ggml.token_type" in gguf.metadata:
@@ -172,10 +176,10 @@ def generation_fields(gguf: GGUFFile) -> Fields:
 
 
 def token_id(gguf: GGUFFile, key: str) -> int | None:
-    """The token id in a field of the metadata; None: there is none.
+    """The token id under a key of the metadata; None: the key is absent, or its value is `NO_TOKEN`.
 
     Raises:
-        ModelLoadError: the value is no token's id.
+        ModelLoadError: the value is no token id.
     """
     value, num_tokens = gguf.metadata.get(key), _embedding(gguf).shape[0]
     if value is None or value == NO_TOKEN:
@@ -198,7 +202,7 @@ def _embedding(gguf: GGUFFile) -> GGUFTensor:
 
 
 def _add_heads(gguf: GGUFFile, prefix: str, fields: Fields) -> None:
-    """Add the width of a head, and the rotary embedding."""
+    """Add the fields for the width of a head, and for the rotary embedding."""
     default = fields["hidden_size"] // fields["num_attention_heads"]
     head_dim = fields["head_dim"] = gguf.count(f"{prefix}.attention.key_length", default)
     if (width := gguf.count(f"{prefix}.attention.value_length", head_dim)) != head_dim:
@@ -225,7 +229,7 @@ def _scale_rope(gguf: GGUFFile, prefix: str, fields: Fields, rope: Fields, num_r
     if ROPE_FACTORS in gguf.tensors:
         if kind != "none":
             raise UnsupportedModel(
-                f"{gguf.path} has {ROPE_FACTORS} and {scaling}.type {kind!r}; one of them is supported"
+                f"{gguf.path} has {ROPE_FACTORS} and {scaling}.type {kind!r}; only one of them is supported"
             )
         _scale_llama3(gguf, rope, num_rotated)
     elif LONG_FACTORS in gguf.tensors:
@@ -253,7 +257,7 @@ def _scale_rope(gguf: GGUFFile, prefix: str, fields: Fields, rope: Fields, num_r
 
 
 def _scale_llama3(gguf: GGUFFile, rope: Fields, num_rotated: int) -> None:
-    """Recognise the settings of Llama 3.1 to 3.3 by the resulting factors.
+    """Add the rotary settings of Llama 3.1 to 3.3, if the factors in the file result from them.
 
     Raises:
         UnsupportedModel: the factors result from other settings.
@@ -274,7 +278,7 @@ def _scale_llama3(gguf: GGUFFile, rope: Fields, num_rotated: int) -> None:
 
 
 def _factors(gguf: GGUFFile, name: str, num_rotated: int) -> npt.NDArray[np.float32]:
-    """Divisors of the rotary frequencies, from a tensor of the file.
+    """Divisors of the rotary frequencies, from the tensor `name` of the file.
 
     Raises:
         ModelLoadError: the tensor is missing, or has another size or type.
@@ -294,7 +298,8 @@ def _factors(gguf: GGUFFile, name: str, num_rotated: int) -> npt.NDArray[np.floa
 
 
 def _add_llama(gguf: GGUFFile, prefix: str, fields: Fields) -> None:
-    """Mistral models have the name llama in llama.cpp, too. A sliding window distinguishes them."""
+    """Add the fields of Llama and Mistral models. In llama.cpp both families are named llama; only Mistral has a
+    window."""
     fields["attention_bias"] = "blk.0.attn_q.bias" in gguf.tensors
     fields["mlp_bias"] = "blk.0.ffn_gate.bias" in gguf.tensors
     if f"{prefix}.attention.sliding_window" in gguf.metadata:
@@ -307,7 +312,7 @@ def _add_qwen3(gguf: GGUFFile, prefix: str, fields: Fields) -> None:
 
 
 def _add_phi3(gguf: GGUFFile, prefix: str, fields: Fields) -> None:
-    """A window of 0 tokens means no window."""
+    """Add the sliding window of Phi-3 models. A window of 0 tokens means no window."""
     if gguf.metadata.get(f"{prefix}.attention.sliding_window"):
         fields["sliding_window"] = gguf.count(f"{prefix}.attention.sliding_window")
 
@@ -320,7 +325,7 @@ def _add_gemma2(gguf: GGUFFile, prefix: str, fields: Fields) -> None:
 
 
 def _add_gemma3(gguf: GGUFFile, prefix: str, fields: Fields) -> None:
-    """Layers with a window have their own rotary embedding, which is never scaled."""
+    """Add the fields of Gemma 3 models. Layers with a window have another rotary embedding, which is never scaled."""
     _add_window(gguf, prefix, fields, every=6)
     _add_scale(fields, num_layers_of_27b=62)
     own = {"rope_type": "default", "rope_theta": gguf.number(f"{prefix}.rope.freq_base_swa", 10_000.0)}
@@ -330,7 +335,8 @@ def _add_gemma3(gguf: GGUFFile, prefix: str, fields: Fields) -> None:
 
 
 def _add_window(gguf: GGUFFile, prefix: str, fields: Fields, *, every: int) -> None:
-    """Add the sliding window, and its layers: all except each `every`-th one, unless the metadata lists them."""
+    """Add the sliding window, and the layers with it: all except each `every`-th layer, unless the metadata lists
+    them."""
     fields["sliding_window"] = gguf.count(f"{prefix}.attention.sliding_window")
     key, num_layers = f"{prefix}.attention.sliding_window_pattern", fields["num_hidden_layers"]
     if isinstance(gguf.metadata.get(key), np.ndarray):
@@ -346,8 +352,8 @@ def _add_window(gguf: GGUFFile, prefix: str, fields: Fields, *, every: int) -> N
 
 
 def _add_scale(fields: Fields, *, num_layers_of_27b: int) -> None:
-    """Add the scale of queries, which is not in the metadata. As in llama.cpp, the number of layers identifies the 27B
-    model, which has another scale."""
+    """Add the scale of queries, which the metadata lacks. As in llama.cpp, the number of layers identifies the 27B
+    model, whose scale differs from that of smaller models."""
     if fields["num_hidden_layers"] == num_layers_of_27b:
         fields["query_pre_attn_scalar"] = fields["hidden_size"] // fields["num_attention_heads"]
     else:

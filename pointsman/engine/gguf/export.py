@@ -1,4 +1,4 @@
-"""Writes a GGUF file's model as a directory in the Hugging Face format, for vLLM and others that cannot read GGUF."""
+"""Writes a GGUF file's model as a directory in the Hugging Face format, for programs that cannot read GGUF files."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def export_directory(gguf_file: Path, directory: Path, dtype: str = "bfloat16") -> None:
     """Write config.json, generation_config.json, *.safetensors, and the tokenizer's files if there is a tokenizer.
 
-    The directory appears only when it is complete.
+    The directory is renamed to its final path only when it is complete.
 
     Args:
-        gguf_file: the model, or any of its parts.
-        directory: a new or empty directory.
+        gguf_file: path of the GGUF file, or of any part of the model.
+        directory: path of a new or empty directory.
         dtype: type of the weights: "float32", "bfloat16" or "float16".
 
     Raises:
         ModelLoadError, UnsupportedModel: the file cannot be read.
-        ValueError: an unknown dtype, or the directory has files.
+        ValueError: the dtype is unknown, or the directory has files.
         OSError: the directory cannot be written.
     """
     if dtype not in DTYPES:
@@ -46,7 +46,7 @@ def export_directory(gguf_file: Path, directory: Path, dtype: str = "bfloat16") 
     )
     generation = generation_fields(gguf)
     own_ids = {name: getattr(config, name) for name in TOKEN_IDS}
-    samples = len(generation) > 1  # it has sampling parameters, which are used only with do_sample
+    samples = len(generation) > 1  # transformers uses sampling parameters only with do_sample
     model.generation_config = GenerationConfig(**{**own_ids, **generation}, do_sample=samples)
     part = directory.with_name(f".{directory.name}.part-{os.getpid()}")
     part.mkdir(parents=True)

@@ -1,8 +1,8 @@
 """Reads a GGUF file: its metadata as Python values, and the type, shape and bytes of each tensor.
 
-The library's own `GGUFReader` makes several arrays for every token, which takes 12 seconds for a vocabulary of 262,144
-tokens, and trusts each length that it reads. Here every length is compared with the remaining bytes before it is used.
-Tensors are views of the mapped file, and the texts of an array are decoded on demand.
+The `gguf` library's own `GGUFReader` makes several arrays for every token, which takes 12 seconds for a vocabulary of
+262,144 tokens, and does not check the lengths in the file. Here every length is compared with the number of remaining
+bytes before it is used. Tensors are views of the mapped file, and the texts of an array are decoded on demand.
 
 The parts of a model are read together: `NAME-00001-of-00003.gguf` has the metadata, and each part has some tensors.
 """
@@ -27,46 +27,47 @@ from pointsman.files import MAX_SETTINGS, open_regular, represented, shown
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-"""Version 1 had lengths of 32 bits; no recent converter writes it."""
+"""Supported versions of the format. Version 1 had lengths of 32 bits; no recent converter writes that version."""
 MAX_FIELDS = 2**16
-"""Limit of the metadata's entries; models have some forty."""
+"""Maximum number of entries of the metadata; models have some forty entries."""
 MAX_TENSORS = 2**18
-"""Limit for all parts together; the largest models have some ten thousand."""
+"""Maximum number of tensors in one file; the largest models have some ten thousand."""
 MAX_DIMENSIONS = 4
-"""Limit of a tensor's dimensions, as in llama.cpp."""
+"""Maximum number of dimensions of a tensor, as in llama.cpp."""
 MAX_NAME = 2**16 - 1
-"""Limit of the bytes of a key or of a tensor's name; the format has this limit for keys."""
+"""Maximum number of bytes of a key or of a tensor's name; the format has this limit for keys."""
 MAX_TEXTS = 2**22
-"""Limit of the texts of an array; the largest vocabularies have some 300,000 tokens, and 600,000 merges."""
+"""Maximum number of texts in an array; the largest vocabularies have some 300,000 tokens and 600,000 merges."""
 MAX_PARTS = 99_999
-"""The names of parts have five digits."""
+"""Maximum number of parts of a model; the names of parts have five digits."""
 DEFAULT_ALIGNMENT = 32
 COPY_AGAIN = "the file is truncated or corrupt; copy it again"
 
 _NUMBERS: Mapping[int, str] = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"
 }  # fmt: skip
-"""Type of a number -> its code in `struct` and NumPy."""
+"""Type number in the format -> code of that number type in `struct` and NumPy."""
 _FLOAT32, _TEXT, _ARRAY = 6, 8, 9
 _LENGTH = struct.Struct("<Q")
 
 
 def as_decimal(number: np.float32) -> float:
-    """The intended decimal number: 1e-05 is stored as the nearest 32-bit number, which is another number in 64 bits."""
+    """The shortest decimal number for a 32-bit number: 1e-05 for the stored number, whose exact value in 64 bits
+    differs."""
     return float(str(number))
 
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """An array of texts in the file, not yet decoded."""
+    """An array of texts in a GGUF file that are not yet decoded."""
 
     place: str
-    """File and key, for errors."""
+    """The file and the key of the array, for error messages."""
     data: memoryview
     num_texts: int
 
     def decode(self) -> list[str]:
-        """The texts.
+        """Decode the texts of the array.
 
         Raises:
             ModelLoadError: a text is not valid UTF-8.
@@ -84,15 +85,17 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """A tensor in the file."""
+    """A tensor in a GGUF file."""
 
     file: Path
     name: str
     type: GGMLQuantizationType
     shape: tuple[int, ...]
-    """Numbers of elements; the last dimension is contiguous, as in PyTorch (the file has the opposite order)."""
+    """Number of elements of each dimension; the last dimension is contiguous, as in PyTorch (the file has the opposite
+    order)."""
     data: npt.NDArray[np.uint8]
-    """Bytes, in the shape of `shape` except the last dimension, which has the bytes of a row of blocks."""
+    """Bytes of the tensor, in an array with the dimensions of `shape`, except the last, which is the number of bytes of
+    a row."""
 
     @property
     def num_elements(self) -> int:
@@ -101,79 +104,79 @@ class GGUFTensor:
 
 @dataclass(frozen=True, slots=True)
 class GGUFFile:
-    """A model's metadata and tensors, from all parts."""
+    """The metadata and tensors of a model, from all its parts."""
 
     path: Path
-    """The first part."""
+    """Path of the file, or of the model's first part."""
     parts: tuple[Path, ...]
     metadata: Mapping[str, Any]
-    """Numbers, texts, `Texts`, and NumPy arrays."""
+    """Values by key: numbers, texts, arrays of texts (`Texts`), and arrays of numbers (NumPy)."""
     tensors: Mapping[str, GGUFTensor]
 
     def text(self, key: str, default: str | None = None) -> str:
-        """A value that is a text.
+        """The value of a key in the metadata, a text.
 
         Raises:
-            ModelLoadError: it is absent without a default, or has another type.
+            ModelLoadError: the value is absent and `default` is None, or it is no text.
         """
         value = self._value(key, default)
         if not isinstance(value, str):
-            raise self._wrong(key, "a text")
+            raise self._wrong_value_error(key, "a text")
         return value
 
     def flag(self, key: str, default: bool) -> bool:
-        """A value that is true or false.
+        """The value of a key in the metadata, true or false.
 
         Raises:
-            ModelLoadError: it has another type.
+            ModelLoadError: the value has another type.
         """
         value = self._value(key, default)
         if not isinstance(value, bool):
-            raise self._wrong(key, "true or false")
+            raise self._wrong_value_error(key, "true or false")
         return value
 
     def count(self, key: str, default: int | None = None) -> int:
-        """A value that is an integer of at least 1.
+        """The value of a key in the metadata, an integer of at least 1.
 
         Raises:
-            ModelLoadError: it is absent without a default, or is no such integer.
+            ModelLoadError: the value is absent and `default` is None, or it is no such integer.
         """
         value = self._value(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
-            raise self._wrong(key, f"an integer from 1 to {2**31 - 1}")
+            raise self._wrong_value_error(key, f"an integer from 1 to {2**31 - 1}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A value that is a number above 0.
+        """The value of a key in the metadata, a number above 0.
 
         Raises:
-            ModelLoadError: it is absent without a default, or is no such number.
+            ModelLoadError: the value is absent and `default` is None, or it is no such number.
         """
         value = self._value(key, default)
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
-            raise self._wrong(key, "a number above 0")
+            raise self._wrong_value_error(key, "a number above 0")
         return float(value)
 
     def texts(self, key: str) -> list[str]:
-        """A value that is an array of texts.
+        """The value of a key in the metadata, an array of texts.
 
         Raises:
-            ModelLoadError: it is absent or has another type, or a text is not valid UTF-8.
+            ModelLoadError: the value is absent or has another type, or a text is not valid UTF-8.
         """
         value = self._value(key, None)
         if not isinstance(value, Texts):
-            raise self._wrong(key, "an array of texts")
+            raise self._wrong_value_error(key, "an array of texts")
         return value.decode()
 
     def numbers(self, key: str) -> npt.NDArray[Any]:
-        """A value that is an array of numbers.
+        """The value of a key in the metadata, an array of numbers.
 
         Raises:
-            ModelLoadError: it is absent or has another type.
+            ModelLoadError: the value is absent or has another type.
         """
         value = self._value(key, None)
         if not isinstance(value, np.ndarray):
-            raise self._wrong(key, "an array of numbers")
+            raise self._wrong_value_error(key, "an array of numbers")
         return value
 
     def _value(self, key: str, default: Any) -> Any:
@@ -182,7 +185,7 @@ class GGUFFile:
             raise ModelLoadError(f"{self.path} has no {key}; convert the model again")
         return value
 
-    def _wrong(self, key: str, wanted: str) -> ModelLoadError:
+    def _wrong_value_error(self, key: str, wanted: str) -> ModelLoadError:
         value = self.metadata.get(key)
         said = f"an array of {value.num_texts} texts" if isinstance(value, Texts) else represented(value)
         return ModelLoadError(f"{self.path}: {key} is {said}; it must be {wanted}; convert the model again")
@@ -192,11 +195,11 @@ def read_gguf(path: Path) -> GGUFFile:
     """Read the metadata and locate the tensors, in every part of the model.
 
     Args:
-        path: the file, or any of the model's parts.
+        path: the GGUF file, or any part of the model.
 
     Raises:
         ModelLoadError: a part is absent, truncated or corrupt.
-        UnsupportedModel: a version or a tensor type cannot be read.
+        UnsupportedModel: the version of the file or the type of a tensor is not supported.
     """
     metadata, tensors = _read_part(path)
     num_parts = metadata.get("split.count", 1)
@@ -228,7 +231,7 @@ def read_gguf(path: Path) -> GGUFFile:
 
 
 def _parts(path: Path, num_parts: Any) -> tuple[Path, ...]:
-    """The files of all parts; all of them exist."""
+    """Paths of all parts of the model of which `path` is a part; all these files exist."""
     name = PART_NAME.fullmatch(path.name)
     if not isinstance(num_parts, int) or not 1 < num_parts <= MAX_PARTS:
         raise ModelLoadError(f"{path}: split.count is {represented(num_parts)}; it must be from 1 to {MAX_PARTS}")
@@ -324,11 +327,11 @@ def _type_of(cursor: _Cursor) -> GGMLQuantizationType:
 
 
 class _Cursor:
-    """Reads values from a file one after the other.
+    """Reads values from a GGUF file one after the other.
 
     Args:
-        path: the file.
-        data: its content.
+        path: path of the file, for error messages.
+        data: content of the file.
     """
 
     def __init__(self, path: Path, data: memoryview) -> None:
@@ -336,13 +339,13 @@ class _Cursor:
         self.data = data
         self.at = 0
         self.place = "the header"
-        """Name of the part that is being read, for errors."""
+        """Description of the field or tensor that is being read, for error messages."""
 
     def take(self, num_bytes: int) -> memoryview:
-        """The next `num_bytes` bytes.
+        """Read the next `num_bytes` bytes.
 
         Raises:
-            ModelLoadError: the file ends earlier.
+            ModelLoadError: the file has fewer remaining bytes.
         """
         start, end = self.at, self.at + num_bytes
         if end > len(self.data):
@@ -370,7 +373,7 @@ class _Cursor:
             raise ModelLoadError(f"{self.path}: {self.place} is no UTF-8 text; {COPY_AGAIN}") from None
 
     def value(self, kind: int) -> Any:
-        """A value of the metadata."""
+        """Read a value of the metadata; `kind` is the number of its type in the format."""
         if kind in _NUMBERS:
             return self.number(kind)
         if kind == _TEXT:

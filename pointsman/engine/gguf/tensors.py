@@ -1,7 +1,7 @@
 """Makes the weights of a transformers model from a GGUF file's tensors.
 
 Tensors are dequantised in pieces that fit in a processor's cache, directly into the finished weight. So loading takes
-hardly more memory than the model itself. The system can drop pages of the mapped file at any time.
+hardly more memory than the model's weights. The system can drop pages of the mapped file at any time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pointsman.engine.gguf.reader import GGUFFile, GGUFTensor
 from pointsman.files import shown
 
 NOT_WEIGHTS = frozenset({ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS})
-"""Tensors that belong to the configuration."""
+"""Names of tensors that belong to the configuration, and are no weights."""
 SUPPORTED_TYPES = tuple(
     GGMLQuantizationType[name]
     for name in (
@@ -36,22 +36,22 @@ SUPPORTED_TYPES = tuple(
 )  # fmt: skip
 """Types of tensors that can be dequantised."""
 PIECE = 2**17
-"""Number of elements of a piece: 512 KiB in float32."""
+"""Number of elements of a tensor that are dequantised together: 512 KiB in float32."""
 
 
 def read_weights(gguf: GGUFFile, config: Any, dtype: torch.dtype) -> dict[str, Tensor]:
     """The weights of a model, by their names in transformers.
 
     Args:
-        gguf: the model's file.
-        config: see `make_config`.
+        gguf: content of the model's GGUF file.
+        config: transformers' configuration of the model, from `make_config`.
         dtype: type of the weights.
 
     Raises:
         ModelLoadError: a tensor is missing, or has another shape than in the configuration.
         UnsupportedModel: a tensor has an unsupported type, or is no weight of the model.
     """
-    places = dict(_places(gguf, config))
+    places = dict(_match_names(gguf, config))
     check_types(gguf)
     for name, tensor in gguf.tensors.items():
         if name not in places and name not in NOT_WEIGHTS:
@@ -66,7 +66,7 @@ def check_types(gguf: GGUFFile) -> None:
     """Refuse tensors of unsupported types.
 
     Raises:
-        UnsupportedModel: a tensor has such a type.
+        UnsupportedModel: a tensor has an unsupported type.
     """
     for tensor in gguf.tensors.values():
         if tensor.type not in SUPPORTED_TYPES:
@@ -76,8 +76,8 @@ def check_types(gguf: GGUFFile) -> None:
             )
 
 
-def _places(gguf: GGUFFile, config: Any) -> Iterator[tuple[str, str]]:
-    """Pairs of a tensor's names in the file and in transformers.
+def _match_names(gguf: GGUFFile, config: Any) -> Iterator[tuple[str, str]]:
+    """For each weight of the model, the tensor's name in the file and the weight's name in transformers.
 
     Raises:
         ModelLoadError, UnsupportedModel: see `read_weights`.
@@ -130,10 +130,11 @@ def _dequantised(gguf: GGUFFile, tensor: GGUFTensor, config: Any, dtype: torch.d
 
 
 def _deinterleaved(data: npt.NDArray[np.uint8], num_heads: int) -> npt.NDArray[np.uint8]:
-    """Reorder rows of queries or keys, so that the two halves of each head follow each other, as in transformers.
+    """Reorder the rows of a query or key projection, so that the two halves of each head follow each other, as in
+    transformers.
 
     Args:
-        data: rows of bytes; for a bias each row is one number.
+        data: bytes of the projection's weight [rows, bytes], or of its bias, in which each row is a number of 4 bytes.
         num_heads: number of heads of the queries or keys.
     """
     rows = data if data.ndim == 2 else data.reshape(-1, 4)

@@ -1,8 +1,8 @@
 """Makes a tokenizer, with its chat template, from a GGUF file's metadata.
 
 Two kinds are supported, with llama.cpp's names: "gpt2" is byte-level BPE, "llama" is SentencePiece's BPE. A file has
-the tokens and their types. It has only the name (`tokenizer.ggml.pre`) of the rule that splits a text before BPE. So a
-name that is not in `PRE_TOKENIZERS` is refused: another rule would give other tokens without an error.
+the tokens and their types. Of the rule that splits a text before BPE, it has only the name (`tokenizer.ggml.pre`). So a
+name that is not in `PRE_TOKENIZERS` is refused: another rule would make other tokens without an error.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pointsman.files import represented
 logger = logging.getLogger(__name__)
 
 USER_DEFINED, UNUSED = 4, 5
-"""Types of tokens, beside `CONTROL`."""
+"""Numbers of further token types in `tokenizer.ggml.token_type`, see `CONTROL`."""
 SPACE = "▁"
-"""SentencePiece's character for a space."""
+"""The character that replaces a space in SentencePiece's tokens."""
 NAMES: Mapping[str, str] = {
     "bos_token": "tokenizer.ggml.bos_token_id",
     "eos_token": "tokenizer.ggml.eos_token_id",
@@ -32,7 +32,7 @@ NAMES: Mapping[str, str] = {
     "pad_token": "tokenizer.ggml.padding_token_id",
 }
 PHI3_KEEPS_SPACE_AFTER = frozenset({"<unk>", "<s>", "<|endoftext|>"})
-"""Phi-3's control tokens that do not absorb the space after them. This list is from llama.cpp, as no file has it."""
+"""Phi-3's control tokens that do not absorb the space after them. The list is from llama.cpp, as GGUF files lack it."""
 
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -47,15 +47,15 @@ class PreTokenizer:
     """The rule that splits a text before byte-level BPE."""
 
     split: str | None
-    """A regular expression of the pieces; None: GPT-2's."""
+    """A regular expression of the pieces of a text; None: GPT-2's regular expression."""
     splits_digits: bool = False
-    """Whether each digit becomes a piece before the rest is split."""
+    """Whether each digit becomes a piece of its own before the text between digits is split."""
     composes: bool = False
-    """Whether the text is converted to Unicode's composed form (NFC) first."""
+    """Whether the text is converted to Unicode's composed form (NFC) before it is split."""
     ignores_merges: bool = False
     """Whether a piece that is a token is used whole, without applying merges."""
     adds_bos: bool = False
-    """Whether texts begin with BOS if the metadata has no field for it."""
+    """Whether texts begin with BOS if the metadata has no field `add_bos_token`."""
 
 
 _LLAMA3 = rf"{_ENDINGS}|{_LETTERS}|\p{{N}}{{1,3}}|{_REST}"
@@ -75,15 +75,15 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
         "|".join(_WORD_BY_CASE) + rf"|\p{{N}}|{_REST_WITH_SLASH}", ignores_merges=True, adds_bos=True
     ),
 }
-"""Rules by their names in llama.cpp, which has a name for every family of vocabularies."""
+"""Splitting rules by their names in llama.cpp, which has a name for every family of vocabularies."""
 
 
 def make_tokenizer(gguf: GGUFFile) -> Any | None:
-    """The fast transformers tokenizer of a model; None if the file has none.
+    """The fast transformers tokenizer of a model; None: the file has no tokenizer.
 
     Raises:
-        ModelLoadError: its fields are wrong or do not belong together.
-        UnsupportedModel: its kind, or the rule by which it splits texts, is not supported.
+        ModelLoadError: the fields of the tokenizer are wrong or do not belong together.
+        UnsupportedModel: the kind of the tokenizer, or the rule by which it splits texts, is not supported.
     """
     kind = gguf.text("tokenizer.ggml.model", "none")
     if kind in ("none", "no_vocab"):
@@ -96,8 +96,8 @@ def make_tokenizer(gguf: GGUFFile) -> Any | None:
         )
     tokens, types = _tokens(gguf)
     try:
-        build = _byte_level if kind == "gpt2" else _sentencepiece
-        return _finished(gguf, build(gguf, tokens, types), tokens, types)
+        build = _make_byte_level_bpe if kind == "gpt2" else _make_sentencepiece_bpe
+        return _wrap_tokenizer(gguf, build(gguf, tokens, types), tokens, types)
     except ModelLoadError:
         raise
     except Exception as error:  # the tokenizers library raises plain exceptions
@@ -107,7 +107,7 @@ def make_tokenizer(gguf: GGUFFile) -> Any | None:
 
 
 def _tokens(gguf: GGUFFile) -> tuple[list[str], list[int]]:
-    """The tokens by id, and their types, without rows of the embedding that belong to no token."""
+    """The tokens in order of their ids, and their types, without the unused tokens at the end."""
     key = "tokenizer.ggml.tokens"
     tokens = [token or f"[EMPTY_{at}]" for at, token in enumerate(gguf.texts(key))]
     types = gguf.numbers("tokenizer.ggml.token_type").tolist()
@@ -122,7 +122,7 @@ def _tokens(gguf: GGUFFile) -> tuple[list[str], list[int]]:
     return tokens, types
 
 
-def _byte_level(gguf: GGUFFile, tokens: Sequence[str], types: Sequence[int]) -> Tokenizer:
+def _make_byte_level_bpe(gguf: GGUFFile, tokens: Sequence[str], types: Sequence[int]) -> Tokenizer:
     pre = _pre_tokenizer(gguf)
     merges = []
     for at, merge in enumerate(gguf.texts("tokenizer.ggml.merges")):
@@ -155,7 +155,7 @@ def _pre_tokenizer(gguf: GGUFFile) -> PreTokenizer:
     return PRE_TOKENIZERS[name]
 
 
-def _sentencepiece(gguf: GGUFFile, tokens: list[str], types: Sequence[int]) -> Tokenizer:
+def _make_sentencepiece_bpe(gguf: GGUFFile, tokens: list[str], types: Sequence[int]) -> Tokenizer:
     known = set(tokens)
     for at, token in enumerate(tokens):
         # Converters write user-defined tokens with plain spaces; the vocabulary has SentencePiece's character.
@@ -190,10 +190,11 @@ def _sentencepiece(gguf: GGUFFile, tokens: list[str], types: Sequence[int]) -> T
 def _merges(
     vocabulary: Mapping[str, int], types: Sequence[int], scores: Sequence[float]
 ) -> Iterator[tuple[float, int, int, str, str]]:
-    """Pairs of tokens that make another token: its score, the lengths of the two tokens, and the tokens.
+    """Pairs of tokens that merge into another token: the score of the merged token, the lengths of the two tokens, and
+    the two tokens.
 
-    The largest entry is the best merge. SentencePiece joins the pair with the highest score of the joined piece, so its
-    files have no merges. User-defined tokens come first, because converters write no score for them.
+    The largest entry is the best merge. SentencePiece merges the pair whose merged token has the highest score, so its
+    files have no list of merges. User-defined tokens have the score 0, because converters write no score for them.
     """
     for token, index in vocabulary.items():
         score = 0.0 if types[index] == USER_DEFINED else scores[index]
@@ -213,8 +214,9 @@ def _vocabulary(gguf: GGUFFile, tokens: Sequence[str]) -> dict[str, int]:
     return vocabulary
 
 
-def _finished(gguf: GGUFFile, tokenizer: Tokenizer, tokens: Sequence[str], types: Sequence[int]) -> Any:
-    """The finished tokenizer, with control and added tokens, BOS and EOS around texts, and the chat template."""
+def _wrap_tokenizer(gguf: GGUFFile, tokenizer: Tokenizer, tokens: Sequence[str], types: Sequence[int]) -> Any:
+    """The tokenizer for transformers, with control and added tokens, BOS and EOS around texts, and the chat
+    template."""
     from transformers import PreTrainedTokenizerFast
 
     is_phi3 = architecture_of(gguf).model_type == "phi3" and gguf.text("tokenizer.ggml.model") == "llama"
@@ -251,7 +253,7 @@ def _finished(gguf: GGUFFile, tokenizer: Tokenizer, tokens: Sequence[str], types
 
 
 def _text_processor(gguf: GGUFFile, names: Mapping[str, str]) -> Any | None:
-    """A processor that adds BOS or EOS to texts; None: neither is added."""
+    """A processor that adds BOS, EOS or both to the tokens of a text; None: neither is added."""
     is_byte_level = gguf.text("tokenizer.ggml.model") == "gpt2"
     adds_bos = _pre_tokenizer(gguf).adds_bos if is_byte_level else True
     bos = names.get("bos_token") if gguf.flag("tokenizer.ggml.add_bos_token", adds_bos) else None
@@ -264,7 +266,7 @@ def _text_processor(gguf: GGUFFile, names: Mapping[str, str]) -> Any | None:
 
 
 def _chat_template(gguf: GGUFFile) -> str | dict[str, str] | None:
-    """The chat template, or several by name; "default" is used unless a caller names another one."""
+    """The chat template, or chat templates by name: "default" is used unless a caller names another template."""
     key = "tokenizer.chat_template"
     if key not in gguf.metadata:
         return None

@@ -1,16 +1,17 @@
 """Computes attention over the paged pool on a CPU, for decodes and prompt chunks.
 
-The work is cut into tiles: some consecutive queries of one row, with the query heads that share one KV head. A tile
-processes the row's blocks in chunks. For each query and head it keeps the running maximum of the scores, the sum of
-their exponentials and the weighted sum of values, and rescales the sums when the maximum rises (the online softmax of
-FlashAttention, Dao et al. 2022, https://arxiv.org/abs/2205.14135). So its scratch memory is small for any context.
+The work is cut into tiles. A tile is some consecutive queries of one row, with the query heads that share one KV head.
+A tile processes the row's blocks in chunks. For each query and head, the kernel keeps the running maximum of the
+scores, the sum of their exponentials and the weighted sum of values, and rescales the sums when the maximum rises (the
+online softmax of FlashAttention, Dao et al. 2022, https://arxiv.org/abs/2205.14135). So the scratch memory is small for
+any context.
 
     scores   S [queries, chunk]   few queries (a decode): dot products with the keys, in the pool's order
                                   many (a prompt): the block transposed once, then eight rank-one updates at a time
     values   A [queries, v_dim]   eight rank-one updates at a time
 
-All are plain loops. The innermost loop runs over neighbouring floats, so the compiler makes vector instructions of the
-processor's full width.
+All these computations are plain loops. The innermost loop runs over neighbouring floats, so the compiler makes vector
+instructions of the processor's full width.
 """
 
 from __future__ import annotations
@@ -38,15 +39,16 @@ from pointsman.engine.kernels.runtime import (
 )
 
 CHUNK = 128
-"""Number of keys of a chunk; a block, if that is larger."""
+"""Number of keys of a chunk, unless a block is larger; then a chunk is one block."""
 MAX_PAIR_ROWS = 2
-"""Up to this many rows (queries times heads), rows are computed in pairs: a decode where two heads share a KV head."""
+"""Maximum number of rows (queries times heads) of a tile whose rows are computed in pairs, as in a decode where two
+heads share a KV head."""
 SMALL_BATCH = 8
-"""Up to this many rows (queries times heads), transposing a block's keys is not faster."""
+"""Maximum number of rows (queries times heads) of a tile for which transposing the keys of a block is not faster."""
 TILE_ROWS = 64
 """Maximum number of rows (queries times heads) of a tile, unless one query has more heads."""
 MASKED_SCORE = -1.0e30
-"""The score of a masked key."""
+"""Score that replaces the scores of masked keys."""
 
 # Indices of the kernel's arguments; index 0 is the counter.
 (
@@ -80,7 +82,8 @@ def _scores_few(
 ) -> None:
     """Dot products of each query with each key of a block, four queries at a time.
 
-    Such tiles wait for memory. So for each key it prefetches the row with the same index in the next block, at `ahead`.
+    Tiles with few queries wait for memory. So for each key, the key with the same index in the next block, at the
+    address `ahead`, is prefetched.
     """
     for t in range(size):
         key = block[t]
@@ -100,7 +103,7 @@ def _scores_few(
 
 @njit(fastmath=FAST)
 def _scores_pair(Q: Any, block: Any, S: Any, at: int, size: int, k_dim: int, ahead: int, row_bytes: int) -> None:
-    """`_scores_few` for two queries."""
+    """Dot products of two queries with each key of a block; see `_scores_few`."""
     a, b = Q[0], Q[1]
     for t in range(size):
         key = block[t]
@@ -116,7 +119,7 @@ def _scores_pair(Q: Any, block: Any, S: Any, at: int, size: int, k_dim: int, ahe
 
 @njit(fastmath=FAST)
 def _transpose(block: Any, T: Any, at: int, size: int, k_dim: int) -> None:
-    """Copy a block's keys [size, k_dim] to columns [at, at + size) of T."""
+    """Copy a block's keys [size, k_dim] to the columns [at, at + size) of the transposed keys T."""
     for t in range(size):
         for d in range(k_dim):
             T[d, at + t] = load(block[t, d])
@@ -181,7 +184,7 @@ def _add_values(
 ) -> None:
     """A += weights of a block's slots times their values, four queries at a time, so each value is used four times.
 
-    It prefetches the next `block_bytes` bytes, at `ahead`.
+    The next block, `block_bytes` bytes at the address `ahead`, is prefetched.
     """
     whole = size // 4 * 4
     step = max(1, whole // 4)
@@ -215,7 +218,7 @@ def _add_values(
 
 @njit(fastmath=FAST)
 def _add_values_pair(S: Any, block: Any, A: Any, at: int, size: int, v_dim: int, ahead: int, block_bytes: int) -> None:
-    """`_add_values` for two queries, eight slots at a time, which is faster with only two."""
+    """`_add_values` for two queries, eight slots at a time, which is faster with only two queries."""
     whole = size // 8 * 8
     step = max(1, whole // 8)
     a, b, oa, ob = S[0], S[1], A[0], A[1]
@@ -243,7 +246,7 @@ def _begin_rows(
     Q: Any, A: Any, highest: Any, total: Any, query: Any, sinks: Any, with_sinks: bool,
     first_token: int, first_head: int, group: int, rows: int, scale: Any,
 ) -> None:  # fmt: skip
-    """Load and scale a tile's queries, and initialise their softmax and sums."""
+    """Load and scale a tile's queries, and initialise the maxima and sums of their softmax."""
     for r in range(rows):
         one = query[first_token + r // group, first_head + r % group]
         for d in range(Q.shape[1]):
@@ -261,7 +264,8 @@ def _weigh_rows(
     S: Any, A: Any, highest: Any, total: Any,
     rows: int, group: int, position: int, chunk: int, width: int, window: int, softcap: Any,
 ) -> None:  # fmt: skip
-    """Turn the scores of the chunk that begins at `chunk` into weights, row by row, and rescale earlier sums."""
+    """Turn the scores of the chunk that begins at position `chunk` into weights, row by row, and rescale the sums of
+    earlier chunks."""
     for r in range(rows):
         at = position + r // group
         high = max(0, min(width, at + 1 - chunk))
@@ -288,7 +292,7 @@ def _weigh_rows(
 
 @cache
 def attention_kernel(activations: torch.dtype, cache_dtype: torch.dtype) -> Kernel:
-    """The kernel for queries and outputs of one type over a pool of another."""
+    """The attention kernel for queries and outputs of one type, and a pool of another type."""
     activation_type, cache_type = STORAGE[activations], STORAGE[cache_dtype]
     element_bytes = cache_dtype.itemsize
 

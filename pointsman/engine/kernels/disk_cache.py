@@ -1,7 +1,8 @@
-"""Caches compiled functions on disk, if possible. If not, they are compiled at each start.
+"""Caches compiled functions on disk, if possible. Otherwise the functions are compiled at each start.
 
 Numba reads and writes its cache when a function is compiled, at its first call, and raises all errors of the cache. A
-full disk would then stop the start, or fail a step. Here errors are warnings. Broken files are replaced.
+full disk would then stop the start, or fail a step. Here errors of the cache are logged as warnings. Broken files are
+replaced.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ def keep_on_disk(function: Any, body: Callable[..., Any]) -> None:
     """Let a function of numba use the disk cache when it is compiled.
 
     Args:
-        function: a dispatcher or a C function that is not compiled yet, without a cache.
-        body: the Python function that it is compiled from.
+        function: numba's dispatcher or C function, not compiled yet and without a cache.
+        body: Python function from which `function` is compiled.
     """
     try:
         function._cache = DiskCache(body)
@@ -35,10 +36,10 @@ def keep_on_disk(function: Any, body: Callable[..., Any]) -> None:
 
 
 class DiskCache(FunctionCache):  # type: ignore[misc]  # numba has no types
-    """The compiled forms of one function, by signature, in files."""
+    """The compiled code of one function for each signature, in files."""
 
     def load_overload(self, signature: Any, target: Any) -> Any:
-        """The compiled form of this signature from disk; None: there is none that can be read."""
+        """The compiled code for a signature, from disk; None: there is no file, or it cannot be read."""
         try:
             return super().load_overload(signature, target)
         except Exception as error:  # a truncated file can raise any exception
@@ -52,7 +53,7 @@ class DiskCache(FunctionCache):  # type: ignore[misc]  # numba has no types
             return None
 
     def save_overload(self, signature: Any, compiled: Any) -> None:
-        """Write a compiled form to disk, if possible."""
+        """Write the compiled code for a signature to disk, if possible."""
         try:
             super().save_overload(signature, compiled)
         except Exception as error:
@@ -66,5 +67,5 @@ class DiskCache(FunctionCache):  # type: ignore[misc]  # numba has no types
 
 @cache
 def _warn(message: str, *arguments: str) -> None:
-    """Log a warning once."""
+    """Log a warning, once for each message with the same arguments."""
     logger.warning(message, *arguments)

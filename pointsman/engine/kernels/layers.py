@@ -1,7 +1,7 @@
 """CPU kernels for norms, gates and heads: each operation between matrix products is one pass over memory.
 
-PyTorch computes them as chains of small operations, six for a norm and ten for a rotary embedding, and each reads and
-writes all elements. For a step of a few dozen tokens, most of their time is call overhead.
+PyTorch computes a norm as six small operations and a rotary embedding as ten, and each operation reads and writes all
+elements. For a step of a few dozen tokens, most of their time is call overhead.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from pointsman.engine.kernels.runtime import (
 )
 
 ROWS_PER_ITEM = 8
-"""Number of tokens that a thread takes at a time."""
+"""Number of rows (tokens) that a thread takes at a time."""
 
 ROWS_PER_THREAD = 16
-"""Number of rows for which another thread is used."""
+"""Number of rows (tokens) for each thread; more rows use more threads."""
 
 NORM_ARGUMENTS = 9
 GATE_ARGUMENTS = 6
@@ -41,20 +41,20 @@ SPLIT_ARGUMENTS = 7
 MERGE_ARGUMENTS = 7
 HEADS_ARGUMENTS = 29
 ACTIVATIONS = ("silu", "gelu_tanh")
-"""Activations of a gate; the kernel's argument is the index."""
+"""Names of the activations of a gate; an argument of `gate_kernel` is the index in this tuple."""
 
 
 def threads_for(num_rows: int) -> int:
-    """Number of threads for `num_rows` rows."""
+    """Number of threads that compute `num_rows` rows."""
     return min(torch.get_num_threads(), -(-num_rows // ROWS_PER_THREAD))
 
 
 @cache
 def norm_kernel(activations: torch.dtype) -> Kernel:
-    """out = y / sqrt(mean(y**2) + epsilon) * (weight + offset), per row, where y = x or x + addend.
+    """Compute out = y / sqrt(mean(y**2) + epsilon) * (weight + offset) for each row, where y = x or x + addend.
 
-    Arguments: counter, x [n, width], weight [width], out [n, width], scalars (epsilon, offset), n, width, addend
-    [n, width] or 0, and the output for y if there is an addend.
+    Arguments: counter, x [n, width], weight [width], out [n, width], scalars (epsilon, offset), n, width, addend [n,
+    width] or 0, total: the output [n, width] for y if there is an addend.
     """
     element_type = STORAGE[activations]
 
@@ -96,7 +96,7 @@ def norm_kernel(activations: torch.dtype) -> Kernel:
 
 @cache
 def gate_kernel(activations: torch.dtype) -> Kernel:
-    """out = activation(x[:, :width]) * x[:, width:], the gate of a gated MLP.
+    """Compute out = activation(x[:, :width]) * x[:, width:], the gate of a gated MLP.
 
     Arguments: counter, x [n, 2 * width], out [n, width], n, width, index of the activation.
     """
@@ -131,7 +131,7 @@ def gate_kernel(activations: torch.dtype) -> Kernel:
 
 
 class CompiledNorm:
-    """An RMS norm; see `LayerKernels.norm`."""
+    """The kernel of an RMS norm on a CPU; see `NormKernel`."""
 
     def __init__(self, epsilon: float, offset: float) -> None:
         self._scalars = np.array([epsilon, offset], dtype=np.float32)
@@ -151,7 +151,7 @@ class CompiledNorm:
 
 
 class CompiledGate:
-    """A gate; see `LayerKernels.gate`."""
+    """The kernel of a gate on a CPU; see `GateKernel`."""
 
     def __init__(self, width: int, activation: str) -> None:
         self._arguments = np.zeros(GATE_ARGUMENTS, dtype=np.int64)
@@ -165,7 +165,7 @@ class CompiledGate:
 
 
 class CompiledLayers:
-    """The kernels of fused layers on a CPU; see `LayerKernels`."""
+    """Makes the kernels of fused layers on a CPU; see `LayerKernels`."""
 
     def takes(self, weight: Tensor) -> bool:
         """See `LayerKernels.takes`."""
@@ -228,9 +228,9 @@ def split_kernel() -> Kernel:
 
 @cache
 def merge_kernel() -> Kernel:
-    """high = (high + low / (2 * limit)) * scale + bias, in place: merges rows of `split_kernel` after a product.
+    """Merge the rows of `split_kernel` after a product, in place: high = (high + low / (2 * limit)) * scale + bias.
 
-    Arguments: counter, rows [2n, width] (the high ones first), scales [n], bias [width] or 0, n, width, limit.
+    Arguments: counter, rows [2n, width] (the high rows first), scales [n], bias [width] or 0, n, width, limit.
     """
     version = source_version()
 
@@ -293,7 +293,7 @@ def merge_kernel() -> Kernel:
 
 @njit(fastmath=FAST)
 def _norm_head(head: Any, weight: Any, width: int, epsilon: Any, offset: Any) -> None:
-    """RMS norm of one head [width] in place."""
+    """Apply an RMS norm to one head [width] in place."""
     squares = np.float32(0)
     for i in range(width):
         squares += head[i] * head[i]
@@ -304,7 +304,7 @@ def _norm_head(head: Any, weight: Any, width: int, epsilon: Any, offset: Any) ->
 
 @njit(fastmath=FAST)
 def _rotate(head: Any, cos: Any, sin: Any, rotary_dim: int) -> None:
-    """Rotary embedding of one head in place. Elements i and i + rotary_dim / 2 are a pair (Su et al. 2021)."""
+    """Rotate one head in place (rotary embedding). Elements i and i + rotary_dim / 2 are a pair (Su et al. 2021)."""
     half = rotary_dim // 2
     # Slices, because the compiler cannot exclude that an index `half + i` is negative, and would not vectorise.
     low, high = head[:half], head[half:rotary_dim]
@@ -319,7 +319,7 @@ def _rotate(head: Any, cos: Any, sin: Any, rotary_dim: int) -> None:
 def _prepare_head(
     head: Any, source: Any, width: int, normed: bool, norm: Any, epsilon: Any, offset: Any, cos: Any, sin: Any
 ) -> None:
-    """Load one head from `source` [width], norm it if there is a norm, and rotate it by cos and sin [rotary_dim]."""
+    """Load one head from `source` [width], norm it if `normed`, and rotate it by cos and sin [rotary_dim]."""
     for d in range(width):
         head[d] = load(source[d])
     if normed:
@@ -332,8 +332,8 @@ def _prepare_head(
 def heads_kernel(activations: torch.dtype, cache_dtype: torch.dtype) -> Kernel:
     """Norm and rotate queries and keys, and write keys and values to their slots.
 
-    An address of 0 skips queries or norms; a `rotary_dim` of 0 skips the rotation. When a block is begun, its slots
-    after the row's last token are zeroed, because a weight of 0 does not hide a NaN of an earlier request.
+    An address of 0 skips queries or norms; a `rotary_dim` of 0 skips the rotation. When a row begins a block, the slots
+    after the row's last token are set to zero, because a weight of 0 does not hide a NaN of an earlier request.
     """
     activation_type, cache_type = STORAGE[activations], STORAGE[cache_dtype]
 

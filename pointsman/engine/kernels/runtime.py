@@ -5,12 +5,12 @@ a call takes two microseconds, and the same function can be the body of an OpenM
 
     GOMP_parallel(kernel, arguments, num_threads)
 
-This is the call that `#pragma omp parallel` compiles to. In the OpenMP library that PyTorch has loaded, it runs a
-kernel on the threads that PyTorch computes with. A thread pool of numba would compete with them: PyTorch's threads spin
-for a while after each operation, which doubles all times on a machine with two cores.
+`#pragma omp parallel` compiles to this call. In the OpenMP library that PyTorch has loaded, the call runs a kernel on
+PyTorch's threads. A thread pool of numba would compete with PyTorch's threads: they spin for a while after each
+operation, which doubles all times on a machine with two cores.
 
-The threads of a team share the work by an atomic counter, `arguments[0]`: each takes the next item until all are taken.
-That balances rows of very different length with any number of threads.
+The threads share the work by an atomic counter, `arguments[0]`: each thread takes the next item until all items are
+taken. This balances rows of very different length with any number of threads.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ logger = logging.getLogger(__name__)
 
 SIGNATURE = types.void(types.CPointer(types.int64))
 FAST: set[str] = {"reassoc", "contract", "nsz", "arcp"}
-"""Fast-math flags for sums and products. "nnan" is not among them, because a broken model produces NaNs."""
+"""Fast-math flags of the kernels. "nnan" is not among the flags, because a broken model produces NaNs."""
 STORAGE = {torch.float32: np.float32, torch.bfloat16: np.uint16}
-"""NumPy's type for the elements of a tensor; bfloat16 is passed as its 16 bits."""
+"""PyTorch's type of a tensor -> NumPy's type of its elements in a kernel; a bfloat16 is passed as its 16 bits."""
 
 
 # ------------------------------------------------------------------------------------------- parts for kernels
@@ -62,7 +62,7 @@ def pointer(typing_context: Any, address: Any) -> Any:
 
 @intrinsic
 def next_item(typing_context: Any, counter: Any) -> Any:
-    """Take the next item: return the counter's value, and increment it atomically."""
+    """Take the next item of a kernel's work: return the counter's value, and increment the counter atomically."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.atomic_rmw("add", arguments[0], ir.Constant(ir.IntType(64), 1), "monotonic")
@@ -88,7 +88,7 @@ def prefetch(typing_context: Any, address: Any) -> Any:
 
 @intrinsic
 def bits_as_float(typing_context: Any, bits: Any) -> Any:
-    """The float32 with these 32 bits."""
+    """The float32 that has the 32 bits of an int32."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], ir.FloatType())
@@ -119,12 +119,13 @@ def _load(element):  # type: ignore[no-untyped-def]  # numba compares this signa
 
 
 def round_to(array: Any, value: Any) -> Any:
-    """Convert a float32 to an element of `array`, in a kernel: itself, or the nearest bfloat16, ties to even."""
+    """Convert a float32 to an element of `array`, in a kernel: the float32 itself, or the nearest bfloat16, ties to
+    even."""
     raise NotImplementedError("for kernels only")
 
 
 @overload(round_to, inline="always")
-def _round_to(array, value):  # type: ignore[no-untyped-def]  # as above
+def _round_to(array, value):  # type: ignore[no-untyped-def]  # as for `_load`
     if array.dtype == types.uint16:
         return lambda array, value: nearest_bfloat16(value)
     return lambda array, value: value
@@ -143,7 +144,8 @@ def exponential(x: Any) -> Any:
     """e**x for float32, within 2 units in the last place for x in [-87, 88]; x is clamped to that range.
 
     x = n ln 2 + r with |r| <= ln(2) / 2. The result is a polynomial in r (the coefficients of Cephes' expf) times 2**n,
-    which sets the float's exponent bits. Unlike a C library call, this can be computed for sixteen numbers at once.
+    which sets the float's exponent bits. Unlike a C library call, this can be computed for sixteen numbers in one
+    instruction.
     """
     clamped = min(max(x, np.float32(-87.0)), np.float32(88.0))
     clamped = clamped if x == x else x
@@ -161,7 +163,8 @@ def exponential(x: Any) -> Any:
 
 @njit(fastmath=FAST)
 def hyperbolic_tangent(x: Any) -> Any:
-    """tanh for float32: (e**2x - 1) / (e**2x + 1), and near 0, where that form cancels, its series."""
+    """tanh for float32: (e**2x - 1) / (e**2x + 1), or, near 0, where the subtraction loses precision, a power
+    series."""
     square = x * x
     series = np.float32(21844.0 / 6081075.0) * square + np.float32(-1382.0 / 155925.0)
     series = series * square + np.float32(62.0 / 2835.0)
@@ -177,7 +180,7 @@ def hyperbolic_tangent(x: Any) -> Any:
 
 @njit(fastmath=True)
 def largest(values: Any, count: int, start: Any) -> Any:
-    """The largest of `start` and the first `count` values, sixteen at once. It may ignore NaNs."""
+    """The largest of `start` and the first `count` values, compared sixteen at a time. NaNs may be ignored."""
     for i in range(count):
         start = max(start, values[i])
     return start
@@ -187,7 +190,7 @@ def largest(values: Any, count: int, start: Any) -> Any:
 
 
 def address_of(arguments: Int64Array) -> int:
-    """The memory address of the arguments, in a third of the time of `arguments.ctypes.data`."""
+    """The memory address of an array of arguments, in a third of the time of `arguments.ctypes.data`."""
     return ctypes.addressof(ctypes.c_char.from_buffer(arguments.data))
 
 
@@ -195,7 +198,7 @@ class Kernel:
     """A compiled kernel.
 
     Args:
-        body: a function of one pointer to int64.
+        body: Python function of the kernel; its argument is a pointer to int64.
     """
 
     __slots__ = ("_call", "_compiled", "address", "name")
@@ -209,7 +212,8 @@ class Kernel:
         self._call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
 
     def __call__(self, arguments: Int64Array, num_threads: int = 1) -> None:
-        """Run on `num_threads` threads, this one included. The interpreter's lock is released during the call."""
+        """Run the kernel on `num_threads` threads, this thread included. The interpreter's lock is released during the
+        call."""
         arguments[0] = 0
         parallel = openmp_parallel()
         if num_threads > 1 and parallel is not None:
@@ -218,10 +222,11 @@ class Kernel:
             self._call(address_of(arguments))
 
     def beside(self, meanwhile: Callable[[], None], arguments: Int64Array, num_threads: int) -> None:
-        """Run on other threads while this thread calls `meanwhile` and then takes remaining items.
+        """Run the kernel on other threads while this thread calls `meanwhile` and then takes remaining items.
 
-        The kernel runs on `num_threads` threads, this one included, or on two if there is a second core. Without other
-        threads, or a way to start them, `meanwhile` is not called. Its exceptions are raised after the kernel ends.
+        The kernel runs on `num_threads` threads, this thread included, or on two if there is a second core. Without
+        other threads, or a way to start them, `meanwhile` is not called. Exceptions of `meanwhile` are raised after the
+        kernel has ended.
         """
         team, address = max(2, num_threads), address_of(arguments)
         begin_and_end = openmp_begin_and_end() if num_threads > 1 or num_cores() > 1 else None
@@ -243,7 +248,7 @@ class Kernel:
 
 
 def _compile(body: Callable[[Any], None]) -> Any:
-    """Compile a kernel, or load its compiled form from disk."""
+    """Compile a kernel, or load its compiled code from disk."""
     function = CFunc(body, sigutils.normalize_signature(SIGNATURE), {}, {"error_model": "numpy", "fastmath": FAST})
     keep_on_disk(function, body)
     function.compile()
@@ -254,8 +259,8 @@ def _compile(body: Callable[[Any], None]) -> Any:
 def source_version() -> int:
     """A number that changes with the source of any kernel.
 
-    Numba finds a compiled kernel on disk by the file of its body and the values in its closure. Kernels call functions
-    of other files, so each kernel has this number in its closure.
+    Numba finds a compiled kernel on disk by the file of the kernel's body and the values in its closure. Kernels call
+    functions of other files, so each kernel has this number in its closure.
     """
     digest = blake2b(digest_size=7)
     for path in sorted(Path(__file__).parent.glob("*.py")):
@@ -265,8 +270,8 @@ def source_version() -> int:
 
 @cache
 def openmp_begin_and_end() -> tuple[Callable[[int, int, int], None], Callable[[], None]] | None:
-    """The two halves of `GOMP_parallel`: the first starts the other threads, the second waits for them. This thread
-    does its part in between. None: PyTorch uses another kind of library."""
+    """The two halves of `GOMP_parallel`: the first function starts the other threads, the second waits for them. This
+    thread runs its part of the kernel between the two calls. None: PyTorch's OpenMP library lacks these functions."""
     library = openmp_library()
     begin, end = getattr(library, "GOMP_parallel_start", None), getattr(library, "GOMP_parallel_end", None)
     if begin is None or end is None:
@@ -278,7 +283,7 @@ def openmp_begin_and_end() -> tuple[Callable[[int, int, int], None], Callable[[]
 
 @cache
 def openmp_parallel() -> Callable[[int, int, int, int], None] | None:
-    """`GOMP_parallel` of the OpenMP library that PyTorch computes with; None: it uses another kind of library."""
+    """`GOMP_parallel` of the OpenMP library with which PyTorch computes; None: PyTorch uses no such library."""
     library = openmp_library()
     if library is None:
         logger.info("PyTorch's OpenMP library was not found; compiled kernels use one thread")

@@ -1,11 +1,11 @@
-"""Paged attention for GPUs, in Triton: one kernel for decodes, over split KV, and one for prompt chunks, in tiles.
+"""Paged attention for GPUs, in Triton: a kernel for decodes, over split KV, and a kernel for prompt chunks, in tiles.
 
-Both read the pool, [num_blocks, kv_heads, block_size, dim], through block tables. Query heads that share a KV head are
-rows of one matrix product, so keys and values are read once for all of them.
+Both kernels read the pool, [num_blocks, kv_heads, block_size, dim], through block tables. Query heads that share a KV
+head are rows of one matrix product, so keys and values are read once for all of them.
 
 Decodes: a row's KV is cut into parts. The parts are computed in parallel, and a second kernel merges them (flash
 decoding, Dao et al. 2023). The number of parts depends only on the number of rows, so the launches of a step can be
-recorded in a CUDA graph for any lengths. A part past a row's end does nothing.
+recorded in a CUDA graph for any lengths. A part that begins after a row's end computes nothing.
 
 Prefill: tiles of queries with an online softmax over the keys before them (FlashAttention 2, Dao 2023).
 
@@ -20,17 +20,18 @@ import triton
 import triton.language as tl
 
 jit: Any = triton.jit
-"""Typed as Any, because Python does not call kernels. Their parameters have no annotations either: Triton evaluates
-annotations, and refuses names such as Any."""
+"""Triton's decorator of kernels, typed as Any, because Python does not call kernels. The parameters of kernels have no
+annotations: Triton evaluates annotations, and refuses names such as Any."""
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-"""The interpreter multiplies the bits of bfloat16 as integers, so operands are converted to float32 for it."""
+"""Whether Triton interprets the kernels. Its interpreter multiplies the bits of bfloat16 as integers, so operands are
+then converted to float32."""
 
 
 @jit
 def _dot(a, b, total):
-    """total + a @ b in float32."""
+    """The matrix product total + a @ b, in float32."""
     if INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, total, input_precision="ieee")
@@ -58,12 +59,14 @@ def _attend_tile(
     padded_k: tl.constexpr,
     padded_v: tl.constexpr,
 ):
-    """Add one tile of keys to an online softmax, and return its new maximum (to the base 2), sum and output.
+    """Add one tile of keys to an online softmax, and return the new maximum (to the base 2), sum and output of the
+    softmax.
 
     Args:
         q: [M, padded_k] queries.
         table: address of the row's block table.
-        places: [N] tokens of the row; is_read: [N] whether each exists; is_seen: [M, N] whether a query attends to it.
+        places: [N] positions of the tile's keys in the row; is_read: [N] whether each key exists; is_seen: [M, N]
+            whether a query attends to a key.
         top, total: [M] maximum and sum; mixed: [M, padded_v] output, not divided by the sum.
     """
     d, e = tl.arange(0, padded_k), tl.arange(0, padded_v)
@@ -89,8 +92,9 @@ def _attend_tile(
 
 
 @jit
-def _divided(top, total, mixed, sinks, heads, is_row, has_sinks: tl.constexpr):
-    """Outputs [M, padded_v], with the heads' sinks [M] in the sum; zeros for a row that attends to nothing."""
+def _divide_by_sum(top, total, mixed, sinks, heads, is_row, has_sinks: tl.constexpr):
+    """Outputs [M, padded_v] of an online softmax, divided by the sum, which includes the heads' sinks [M]; zeros for a
+    row that attends to no token."""
     if has_sinks:
         sink = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
         new_top = tl.maximum(top, sink)
@@ -134,14 +138,14 @@ def decode_kernel(
     """Compute one part of the KV of one row, for the query heads of one KV head.
 
     Args:
-        query: [T, heads, k_dim]; a token's heads are contiguous, and tokens are `query_stride` apart.
-        keys, values: the pool of a layer.
-        output: [T, heads, v_dim], written if there is only one part.
+        query: [T, heads, k_dim] queries; a token's heads are contiguous, and tokens are `query_stride` elements apart.
+        keys, values: KV pool of the layer.
+        output: [T, heads, v_dim] output, written only if there is one part.
         part_sums: [n, heads, num_parts, 2] float32: maximum to the base 2, and sum; part_outputs: [n, heads, num_parts,
-            v_dim] float32, not divided by the sum. Read by `merge_kernel`.
-        tables: [.., width] block tables; those of the layer's group begin at index `first_table`.
-        table_width: [1] width.
-        kv_lens, rows, tokens: [n] length of each row, index of its table, and index of its query in the batch.
+            v_dim] float32, not divided by the sum. Both are read by `merge_kernel`.
+        tables: [.., width] block tables; the tables of the layer's group begin at index `first_table`.
+        table_width: [1] width of the block tables.
+        kv_lens, rows, tokens: [n] length of each row, index of its block table, and index of its query in the batch.
     """
     at, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(kv_lens + at)
@@ -177,7 +181,7 @@ def decode_kernel(
         )  # fmt: skip
     is_out = is_head[:, None] & (e < v_dim)[None, :]
     if num_parts == 1:
-        mixed = _divided(top, total, mixed, sinks, heads, is_head, has_sinks)
+        mixed = _divide_by_sum(top, total, mixed, sinks, heads, is_head, has_sinks)
         out = output + (token * (num_kv_heads * group) + heads[:, None]) * v_dim + e[None, :]
         tl.store(out, mixed.to(output.dtype.element_ty), mask=is_out)
     else:
@@ -255,8 +259,8 @@ def prefill_kernel(
     """Compute one tile of queries of one row, for the query heads of one KV head; other arguments: see `decode_kernel`.
 
     Args:
-        tiles: [m, 4] int32: index of the row's table, first token, number of queries, position of the first query.
-            The number of queries, times `group`, is at most `tile_rows`.
+        tiles: [m, 4] int32 for each tile: index of the row's block table, index of the first token, number of queries,
+            position of the first query. The number of queries, times `group`, is at most `tile_rows`.
     """
     at, head = tl.program_id(0), tl.program_id(1)
     row = tl.load(tiles + at * 4)
@@ -291,6 +295,6 @@ def prefill_kernel(
             q, keys, values, table, places, places < length, is_seen, head, top, total, mixed,
             scale, softcap, num_kv_heads, k_dim, v_dim, block_size, padded_k, padded_v,
         )  # fmt: skip
-    mixed = _divided(top, total, mixed, sinks, heads, is_row, has_sinks)
+    mixed = _divide_by_sum(top, total, mixed, sinks, heads, is_row, has_sinks)
     out = output + ((token + behind[:, None]) * (num_kv_heads * group) + heads[:, None]) * v_dim + e[None, :]
     tl.store(out, mixed.to(output.dtype.element_ty), mask=is_row[:, None] & (e < v_dim)[None, :])

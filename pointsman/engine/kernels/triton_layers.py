@@ -1,4 +1,4 @@
-"""GPU kernels in Triton for norms, gates and heads, as in `layers.py`: each is one pass over memory."""
+"""GPU kernels in Triton for norms, gates and heads, as in `layers.py`: each kernel makes one pass over memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def rms_norm_kernel(
     padded_width: tl.constexpr,
     adds: tl.constexpr,
 ):
-    """One row of out = y / sqrt(mean(y**2) + epsilon) * (weight + offset), where y = x, or y = total = x + addend."""
+    """Compute one row of out = y / sqrt(mean(y**2) + epsilon) * (weight + offset); y = x, or y = total = x + addend."""
     row = tl.program_id(0).to(tl.int64) * width
     d = tl.arange(0, padded_width)
     inside = d < width
@@ -49,7 +49,7 @@ def gate_kernel(
     is_silu: tl.constexpr,
     tile: tl.constexpr,
 ):
-    """One part of a row of out = activation(both[:, :width]) * both[:, width:]."""
+    """Compute one part of a row of out = activation(both[:, :width]) * both[:, width:]."""
     row, d = tl.program_id(0).to(tl.int64), tl.program_id(1) * tile + tl.arange(0, tile)
     inside = d < width
     x = tl.load(both + row * 2 * width + d, mask=inside, other=0.0).to(tl.float32)
@@ -63,7 +63,7 @@ def gate_kernel(
 
 
 @jit
-def _head(
+def _load_heads(
     source,
     norm,
     cos,
@@ -77,8 +77,8 @@ def _head(
     dim: tl.constexpr,
     rotary_dim: tl.constexpr,
 ):
-    """Load heads [M, padded_dim] as float32 from their addresses `source` [M, 1]. Optionally norm them, and rotate them
-    by the angles at index `angles` of cos and sin.
+    """Load heads [M, padded_dim] as float32 from their addresses `source` [M, 1]. Optionally norm the heads, and rotate
+    them by the angles that begin at index `angles` of cos and sin.
 
     Elements i and i + rotary_dim / 2 are a pair (Su et al. 2021).
     """
@@ -139,11 +139,11 @@ def heads_kernel(
     """For one token and KV head: norm and rotate its query heads to `query_out`, and write key and value to their slot.
 
     Args:
-        query, key, value: projections; strides in elements. Query heads are contiguous.
-        query_out: [T, heads, k_dim].
-        slots: [T] int32: block * block_size + place; negative: nothing is written.
-        tails: [T] int32: number of slots after the token, in its block, to zero.
-        cos, sin: [T, rotary_dim].
+        query, key, value: projections, with strides in elements. Query heads are contiguous.
+        query_out: [T, heads, k_dim] output.
+        slots: [T] int32 slot of each token: block * block_size + offset; negative: no key and value are written.
+        tails: [T] int32: number of slots after each token's slot, in the same block, to set to zero.
+        cos, sin: [T, rotary_dim] angles of the rotation.
     """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d, e = tl.arange(0, padded_k), tl.arange(0, padded_v)
@@ -152,7 +152,7 @@ def heads_kernel(
         inside = (m < group)[:, None] & (d < k_dim)[None, :]
         heads = head * group + m
         source = query + token * query_stride + heads[:, None] * k_dim
-        turned = _head(
+        turned = _load_heads(
             source, query_norm, cos, sin, token * rotary_dim, d, inside, epsilon, offset,
             has_norms, k_dim, rotary_dim,
         )  # fmt: skip
@@ -163,7 +163,7 @@ def heads_kernel(
         one = tl.zeros([1, 1], tl.int64)
         is_key = (one == 0) & (d < k_dim)[None, :]
         key_at = key + token * key_stride + head * key_head_stride + one
-        turned_key = _head(
+        turned_key = _load_heads(
             key_at, key_norm, cos, sin, token * rotary_dim, d, is_key, epsilon, offset,
             has_norms, k_dim, rotary_dim,
         )  # fmt: skip
@@ -184,7 +184,7 @@ def padded(size: int, least: int = 16) -> int:
 
 
 class TritonNorm:
-    """An RMS norm; see `LayerKernels.norm`."""
+    """The kernel of an RMS norm on a GPU; see `NormKernel`."""
 
     def __init__(self, epsilon: float, offset: float) -> None:
         self._epsilon, self._offset = epsilon, offset
@@ -208,7 +208,7 @@ class TritonNorm:
 
 
 class TritonGate:
-    """A gate; see `LayerKernels.gate`."""
+    """The kernel of a gate on a GPU; see `GateKernel`."""
 
     def __init__(self, width: int, activation: str) -> None:
         self._width, self._is_silu = width, activation == "silu"
@@ -220,7 +220,7 @@ class TritonGate:
 
 
 class TritonLayers:
-    """The kernels of fused layers on a GPU; see `LayerKernels`."""
+    """Makes the kernels of fused layers on a GPU; see `LayerKernels`."""
 
     def takes(self, weight: Tensor) -> bool:
         """See `LayerKernels.takes`."""

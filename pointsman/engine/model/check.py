@@ -4,8 +4,8 @@ Wrong logits would look like a bad model, so a model is used only after three ch
 
 1. `check_config` refuses models that cannot work by construction: encoder-decoders, recurrent or hybrid layers, layers
    that share KV, and rotary embeddings whose frequencies depend on the length of the batch. (transformers reads the
-   largest position of the WHOLE batch, so one request would change another's output.) One such kind, "longrope", only
-   chooses between two sets of frequencies. `fix_longrope` chooses once, when the model is loaded.
+   largest position of the WHOLE batch, so one request would change another's output.) One such kind of embedding,
+   "longrope", only chooses between two sets of frequencies. `fix_longrope` chooses one set when the model is loaded.
 2. `probe_layers` runs a few tokens with an attention function that only records its calls. Every layer must call it
    exactly once. A model that computes attention in its own code (ALiBi models do) never calls it. The recorded KV heads
    and widths of each layer also size the pool.
@@ -36,7 +36,7 @@ from pointsman.engine.model.forward import run_model
 logger = logging.getLogger(__name__)
 
 ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
-"""Rotary embeddings whose frequencies are fixed when the model is built."""
+"""Types of rotary embeddings whose frequencies are fixed when the model is built."""
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 LENGTH_DEPENDENT = "its frequencies depend on the longest sequence in the batch, so requests would change each other"
 
@@ -45,10 +45,10 @@ LENGTH_DEPENDENT = "its frequencies depend on the longest sequence in the batch,
 
 
 def check_config(config: Any) -> None:
-    """Refuse configurations that the paged path cannot compute.
+    """Refuse a configuration of a model that the paged path cannot compute.
 
     Raises:
-        UnsupportedModel: a part is not supported; the message names it and the reason.
+        UnsupportedModel: a part of the model is not supported; the message names the part and the reason.
     """
     text = config.get_text_config(decoder=True)
     name = config.model_type
@@ -57,7 +57,7 @@ def check_config(config: Any) -> None:
     if getattr(config, "quantization_config", None):
         raise UnsupportedModel(f"{name} has quantized weights; use the unquantized model")
     for rope_type in rope_types(text):
-        if rope_type != "longrope":  # `fix_longrope` checks it once the model is loaded
+        if rope_type != "longrope":  # `fix_longrope` checks longrope after the model is loaded
             check_rope_type(name, rope_type)
     other = sorted(set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES)
     if other:
@@ -74,7 +74,7 @@ def check_config(config: Any) -> None:
 
 
 def rope_types(config: Any) -> list[str]:
-    """The rotary types that a configuration names: one, one per layer type, or none."""
+    """The types of rotary embeddings that a configuration names: one type, one for each layer type, or none."""
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     if not isinstance(parameters, Mapping):
         return []
@@ -83,7 +83,7 @@ def rope_types(config: Any) -> list[str]:
 
 
 def check_rope_type(name: str, rope_type: str) -> None:
-    """Refuse a rotary type that is not known to be independent of the batch."""
+    """Refuse a type of rotary embedding, unless its frequencies are known to be independent of the batch."""
     if rope_type in ROPE_TYPES:
         return
     why = LENGTH_DEPENDENT if rope_type in ("dynamic", "longrope") else "it is not among the types known to be safe"
@@ -93,22 +93,22 @@ def check_rope_type(name: str, rope_type: str) -> None:
 
 
 def fix_longrope(model: Any, max_model_len: int | None) -> int | None:
-    """Choose one of the two sets of frequencies of a "longrope" model permanently, and return its longest sequence.
+    """Choose one of the two sets of frequencies of a "longrope" model permanently, and return its maximum length.
 
     Such a model has short frequencies for sequences up to its original length, and long ones for longer sequences.
     transformers chooses again in every forward pass. If `max_model_len` is at most the original length, all requests
-    get the short set, as in transformers. Otherwise all requests get the long set. That is right for a prompt above the
-    original length. transformers would run a shorter sequence with the short set until it passes the original length,
-    and then recompute all of it.
+    get the short set, as in transformers. Otherwise all requests get the long set. The long set is right for a prompt
+    above the original length. transformers would run a shorter sequence with the short set until it exceeds the
+    original length, and then recompute the whole sequence.
 
     Args:
-        max_model_len: longest sequence that requests may have; None: the original length.
+        max_model_len: maximum number of tokens of a request's sequence; None: the original length.
 
     Returns:
         Maximum number of tokens of a sequence with the chosen set; None if the model has no such embedding.
 
     Raises:
-        UnsupportedModel: the model chooses its frequencies in another way.
+        UnsupportedModel: the model does not choose its frequencies in this way.
     """
     config = model.config.get_text_config(decoder=True)
     name = model.config.model_type
@@ -126,7 +126,7 @@ def fix_longrope(model: Any, max_model_len: int | None) -> int | None:
         if is_long:
             frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](config, model.device, seq_len=original + 1)
         module.inv_freq.copy_(frequencies)
-        module.rope_type = "default"  # transformers chooses frequencies only if this is another type
+        module.rope_type = "default"  # with this type, transformers does not choose frequencies
         _check_fixed(name, module, original, config)
     if is_long:
         logger.warning(
@@ -141,7 +141,7 @@ def fix_longrope(model: Any, max_model_len: int | None) -> int | None:
 
 
 def _check_fixed(name: str, module: nn.Module, original: int, config: Any) -> None:
-    """Refuse a rotary module whose angles of one position still depend on the largest position."""
+    """Refuse a rotary module whose angles at a position still depend on the largest position of the batch."""
     frequencies = module.get_buffer("inv_freq")
     hidden = frequencies.new_zeros(1, 1, config.hidden_size)
     positions = torch.tensor([[0, 1, 2, original + 1]], device=frequencies.device)
@@ -157,7 +157,7 @@ def _check_fixed(name: str, module: nn.Module, original: int, config: Any) -> No
 
 @dataclass(slots=True)
 class ProbedLayer:
-    """One attention module, with the shape and window that the probe recorded."""
+    """One attention module, with the shape and the window that `probe_layers` recorded."""
 
     module: nn.Module
     shape: LayerShape
@@ -165,7 +165,7 @@ class ProbedLayer:
 
 
 class _Recorder:
-    """Returns zeros for attention calls, and records the callers."""
+    """Handler for the probe: returns zeros for each attention call, and records the calling module."""
 
     def __init__(self) -> None:
         self.layers: list[ProbedLayer] = []
@@ -182,7 +182,7 @@ def probe_layers(model: Any) -> list[ProbedLayer]:
     """The model's attention layers, in the order in which they run.
 
     Raises:
-        UnsupportedModel: a layer does not use the attention interface, or one does more than once.
+        UnsupportedModel: a layer does not call transformers' attention interface, or calls it more than once.
     """
     config = model.config.get_text_config(decoder=True)
     name = model.config.model_type
@@ -220,7 +220,8 @@ def probe_layers(model: Any) -> list[ProbedLayer]:
 
 
 def _check_windows(name: str, config: Any, layers: list[ProbedLayer]) -> None:
-    """Refuse a window that does not arrive as an argument: one that is only in a mask would be ignored."""
+    """Refuse a window that is not an argument of the attention call: a window that is only in a mask would be
+    ignored."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if window and not kinds and not any(layer.window for layer in layers):
@@ -241,7 +242,7 @@ def _check_windows(name: str, config: Any, layers: list[ProbedLayer]) -> None:
 
 
 def attach(layers: list[ProbedLayer]) -> AttentionContext:
-    """Give every attention module its paged handler. The returned context holds the plans and the pool of a step."""
+    """Set a paged handler for every attention module. The returned context holds the plans and the pool of a step."""
     context = AttentionContext()
     for index, layer in enumerate(layers):
         set_handler(layer.module, PagedLayer(context, index, layer.shape))

@@ -1,15 +1,16 @@
 """Runs decode steps as CUDA graphs: the kernels of a step are recorded once for each number of rows, and replayed.
 
 A step of one token a row launches some hundred kernels. With few rows, launching a kernel takes the host longer than
-running it takes the GPU. A graph of all kernels is one launch. It reads and writes the same memory each time:
+running the kernel takes the GPU. A graph of all kernels is one launch. A graph reads and writes the same memory each
+time:
 
     inputs    one piece of memory, filled by one copy: tokens, positions, places in the pool, block tables, parameters
     forward   input tokens, some of them from the places where earlier steps stored them; the model; logits
     sample    logits; tokens, stored for later steps and copied to the host
 
 There are two graphs, because a row with penalties, a grammar or log probabilities is sampled in another way, from the
-same logits. The number of rows is rounded up to one of `bucket_sizes`. The rows beyond are padding: they attend to
-nothing, their KV is not kept, and their tokens go to a place that nothing reads.
+same logits. The number of rows is rounded up to one of `bucket_sizes`. The additional rows are padding: they attend to
+no token, their KV is not stored, and their sampled tokens are stored at a place that no step reads.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ from pointsman.engine.sampling.race_triton import DeviceParameters, DeviceRace
 logger = logging.getLogger(__name__)
 
 LARGEST = 512
-"""Rows of the largest graph."""
+"""Number of rows of the largest graph."""
 
 
 def bucket_sizes(max_num_seqs: int) -> list[int]:
-    """Numbers of rows that have graphs: 1, 2, 4, 8, then each 8 to 64, each 16 to 512, and `max_num_seqs`."""
+    """Numbers of rows that have graphs: 1, 2, 4, 8, then multiples of 8 to 64 and of 16 to 512, and `max_num_seqs`."""
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, LARGEST + 1, 16)]
     most = min(max_num_seqs, LARGEST)
     return [*(size for size in sizes if size < most), most]
@@ -54,7 +55,8 @@ class DeviceTokens:
     """The tokens that steps in flight have sampled, on the device, where later steps read them.
 
     Args:
-        num_places: see `SampledTokens` (`runner.py`); one place is added for the tokens of padding.
+        num_places: number of places for tokens, see `SampledTokens` (`runner.py`); one place is added for the tokens of
+            padding rows.
     """
 
     def __init__(self, num_places: int, device: torch.device) -> None:
@@ -62,29 +64,29 @@ class DeviceTokens:
 
     @property
     def padding_place(self) -> int:
-        """The place that nothing reads."""
+        """The place for the tokens of padding rows, which no step reads."""
         return len(self.tokens) - 1
 
     def has(self, places: Int64Array) -> bool:
-        """Whether all these places exist."""
+        """Whether all places in `places` exist."""
         return int(places.max(initial=-1)) < self.padding_place
 
     def grow(self, num_places: int) -> None:
-        """Grow to at least `num_places` places. Graphs that read the old memory must be recorded again."""
+        """Grow to at least `num_places` places. Graphs that read the previous memory must be recorded again."""
         grown = self.tokens.new_zeros(max(num_places, 2 * len(self.tokens)) + 1)
         grown[: self.padding_place] = self.tokens[:-1]
         self.tokens = grown
 
 
 class Recorder(Protocol):
-    """Records the kernels that a function launches, to launch them again over the same memory."""
+    """Records the kernels that a function launches, so that they can be launched again over the same memory."""
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Run `run`, record it, and return a function that replays it."""
+        """Call `run`, record the kernels that it launches, and return a function that launches them again."""
 
 
 class CudaRecorder:
-    """Records CUDA graphs. They share one memory pool, because no two run at the same time."""
+    """Records CUDA graphs. The graphs share one memory pool, because no two graphs run at the same time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -92,10 +94,10 @@ class CudaRecorder:
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         """See `Recorder`."""
-        run()  # compiles kernels, and lets libraries choose theirs
+        run()  # compiles kernels, and lets libraries choose their kernels
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):  # `torch.cuda.graph` would also empty caches, for each graph
+        with torch.cuda.stream(self._stream):  # `torch.cuda.graph` would also empty PyTorch's caches
             graph.capture_begin(pool=self._pool)
             try:
                 run()
@@ -106,16 +108,16 @@ class CudaRecorder:
 
 @dataclass(slots=True)
 class DecodeRows:
-    """A step of one token a row: n rows, in host memory."""
+    """The inputs of a step with one token per row, in host memory. n is the number of rows."""
 
     batches: Sequence[PagedBatch]
-    """By group of layers."""
+    """The step's batch for each group of layers."""
     token_ids: Int64Array
-    """[n] input tokens."""
+    """[n] input token of each row."""
     sources: Int64Array
-    """[n] places of the input tokens that earlier steps sample; -1: the token is in `token_ids`."""
+    """[n] places from which input tokens that earlier steps sample are read; -1: the token is in `token_ids`."""
     places: Int64Array | None
-    """[n] places that get the sampled tokens; None: the tokens are not stored."""
+    """[n] places to which the sampled tokens are stored; None: the tokens are not stored."""
 
 
 @dataclass(slots=True)
@@ -129,13 +131,13 @@ class DecodeGraphs:
 
     Args:
         loaded: the model.
-        pool: its KV.
-        backend: the attention that the plans are made for.
-        race: the sampler.
-        tokens: the tokens of steps in flight.
+        pool: the model's KV pool.
+        backend: the attention backend.
+        race: the kernels that sample tokens.
+        tokens: the sampled tokens of steps in flight.
         max_num_seqs: maximum number of rows of a step.
         max_model_len: maximum number of tokens of a sequence.
-        recorder: makes the graphs.
+        recorder: recorder of the graphs.
     """
 
     def __init__(
@@ -159,24 +161,24 @@ class DecodeGraphs:
         self._device = pool.device
         self._num_groups = 1 + max(pool.group_of)
         self.sizes = bucket_sizes(max_num_seqs)
-        """Numbers of rows, in ascending order."""
+        """Numbers of rows of the graphs, in ascending order."""
         self._recorded: dict[int, _Recorded] = {}
         largest, width = self.sizes[-1], -(-max_model_len // pool.block_size)
         size = size_on_device(self._inputs(largest, _padding(width, self._num_groups)))
         self._memory = torch.zeros(size, dtype=torch.uint8, device=self._device)
         self.logits = torch.zeros(largest, loaded.vocab_size, dtype=loaded.dtype, device=self._device)
-        """Logits of the last step, by row."""
+        """Logits of the last step that `forward` computed, by row."""
         self.sampled = torch.zeros(largest, dtype=torch.int64, device=self._device)
-        """Tokens of the last step that was sampled here, by row."""
+        """Tokens of the last step that `sample` sampled, by row."""
         self.ok = torch.zeros(largest, dtype=torch.uint8, device=self._device)
-        """Whether the logits of each row of that step have a finite maximum."""
+        """1 for each row of `sampled` whose logits had a finite maximum, otherwise 0."""
 
     def record_all(self, max_bytes: int, taken: Callable[[], int]) -> None:
-        """Record the graphs, the largest first, until they take more than `max_bytes`.
+        """Record the graphs, the largest first, until their memory exceeds `max_bytes`.
 
         Args:
-            max_bytes: limit of all graphs together, checked before each graph.
-            taken: returns the bytes that this process has allocated on the device.
+            max_bytes: maximum memory of all graphs together, checked before each graph.
+            taken: function that returns the bytes that this process has allocated on the device.
         """
         started, before = time.perf_counter(), taken()
         for size in reversed(self.sizes):
@@ -199,17 +201,17 @@ class DecodeGraphs:
         )
 
     def record_again(self) -> None:
-        """Record all graphs again, after the memory of the tokens has changed."""
+        """Record all graphs again, after `DeviceTokens.grow` has moved the tokens to other memory."""
         for size in self.sizes:
             self._recorded[size] = self._record(size)
 
     def forget(self) -> None:
-        """Drop all graphs; later steps run without graphs."""
+        """Delete all graphs; later steps run without graphs."""
         self._recorded.clear()
         self.sizes = []
 
     def size_for(self, num_rows: int) -> int | None:
-        """Rows of the smallest graph for `num_rows` rows; None: no graph is large enough."""
+        """Number of rows of the smallest graph that can compute `num_rows` rows; None: no graph is large enough."""
         at = bisect_left(self.sizes, num_rows)
         return self.sizes[at] if num_rows > 0 and at < len(self.sizes) else None
 
@@ -217,11 +219,12 @@ class DecodeGraphs:
         """Launch the forward pass of the step, without waiting for it.
 
         Args:
-            parameters: `DeviceParameters.columns` for `size` rows; None: `sample` will not be called.
-            size: see `size_for`.
+            parameters: sampling parameters of `size` rows, from `DeviceParameters.columns`; None: `sample` will not be
+                called.
+            size: number of rows of the graph, from `size_for`.
 
         Returns:
-            [n, vocab_size] logits, until the next call.
+            [n, vocab_size] logits, valid until the next call.
         """
         recorded = self._recorded[size]
         to_device(self._inputs(size, rows, parameters), self._device, into=self._memory)
@@ -232,7 +235,7 @@ class DecodeGraphs:
         """Launch sampling from the logits of `forward`, without waiting for it.
 
         Returns:
-            The token and `ok` of each row, until the next call.
+            The sampled token and `ok` of each row, valid until the next call.
         """
         self._recorded[size].sample()
         return self.sampled[:size], self.ok[:size]
@@ -242,7 +245,8 @@ class DecodeGraphs:
     def _inputs(
         self, size: int, rows: DecodeRows, parameters: Mapping[str, npt.NDArray[Any]] | None = None
     ) -> dict[str, npt.NDArray[Any]]:
-        """The arrays that a graph of `size` rows reads. Only the tables, at the end, vary in size between steps."""
+        """The arrays that a graph of `size` rows reads. Only the block tables, which are last, vary in size between
+        steps."""
         num_rows, batch = len(rows.token_ids), rows.batches[0]
         padding_place, width = self._tokens.padding_place, batch.block_tables.shape[1]
 
@@ -311,13 +315,13 @@ class DecodeGraphs:
 
 
 def _empty_batch() -> SamplingBatch:
-    """Sampling parameters of a step without rows."""
+    """The sampling parameters of a step without rows."""
     ints, floats = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float64)
     return SamplingBatch(0, ints, floats.astype(np.float32), ints, floats, floats, ints.astype(np.uint64))
 
 
 def _padding(width: int, num_groups: int) -> DecodeRows:
-    """A step without rows, with tables of this width."""
+    """A step without rows, with block tables of this width, so that all rows of a graph are padding."""
     nothing = np.zeros(0, dtype=np.int64)
     batch = PagedBatch.build(nothing, nothing, np.zeros((0, width), dtype=np.int64), 1)
     batch.block_tables = np.zeros((0, width), dtype=np.int64)

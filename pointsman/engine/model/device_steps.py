@@ -1,9 +1,10 @@
-"""Launches steps on a GPU without waiting for earlier ones; sampled tokens stay on the device.
+"""Launches steps on a GPU without waiting for earlier steps; sampled tokens stay on the device.
 
-A step is *plain* if all its rows sample by temperature, top-k, top-p, min-p and seed, or greedily, and no row needs
-anything else. A plain step runs on the device entirely. It reads input tokens that earlier steps sample from the places
-where those steps store them (`DeviceTokens`), so it can be launched before the previous step has ended. Its results
-come back in one copy. Other steps run their forward pass here too, but the host waits for their logits to sample them.
+A step is *plain* if all its rows sample by temperature, top-k, top-p, min-p and seed, or greedily, and the step has no
+edits, log probabilities, drafts, pooling or copies of KV. A plain step runs entirely on the device. Input tokens that
+earlier steps sample are read from places on the device (`DeviceTokens`), so a plain step can be launched before the
+previous step has ended. Its results are copied to the host in one copy. For other steps only the forward pass is
+launched, and the host waits for the logits to sample tokens.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ class DeviceSteps:
 
     Args:
         loaded: the model.
-        pool: its KV.
-        backend: how attention is computed.
-        config: the scheduler's.
+        pool: the model's KV pool.
+        backend: the attention backend.
+        config: the scheduler's configuration.
     """
 
     def __init__(self, loaded: LoadedModel, pool: KVPool, backend: AttentionBackend, config: SchedulerConfig) -> None:
@@ -54,7 +55,7 @@ class DeviceSteps:
         self._sampled = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=pool.device)
         self._ok = torch.zeros(config.max_num_seqs, dtype=torch.uint8, device=pool.device)
         self.graphs: DecodeGraphs | None = None
-        """Graphs of decode steps; None: decode steps are launched kernel by kernel."""
+        """CUDA graphs of decode steps; None: decode steps are launched kernel by kernel."""
 
     def record_graphs(self, max_bytes: int, taken: Callable[[], int], recorder: Recorder | None) -> None:
         """Record graphs of decode steps, if the attention supports them; see `ModelRunner.record_graphs`."""
@@ -81,7 +82,8 @@ class DeviceSteps:
         return not (has_more or needs_host or prepared.transfers is not None or prepared.num_rows == 0)
 
     def launch(self, prepared: PreparedStep) -> FromDevice:
-        """Launch a plain step; its results are `tokens` [s] and `ok` [s] of the rows that sample."""
+        """Launch a plain step. The results are `tokens` [s] and `ok` [s]: the sampled tokens, and whether they are
+        valid."""
         num_sampled = len(prepared.sampling)
         size = self._graph_for(prepared)
         columns = DeviceParameters.columns(prepared.sampling_batch, size or num_sampled)
@@ -102,7 +104,7 @@ class DeviceSteps:
             return FromDevice({"tokens": sampled[:num_sampled], "ok": ok[:num_sampled]})
 
     def forward(self, prepared: PreparedStep) -> Tensor:
-        """Logits [len(logits_at), vocab_size] of a step that the host samples; see `put`."""
+        """Logits [len(logits_at), vocab_size] of a step whose tokens the host samples and then stores with `put`."""
         size = self._graph_for(prepared)
         with torch.inference_mode():
             if size is not None and self.graphs is not None:
@@ -110,7 +112,7 @@ class DeviceSteps:
             return self._run(prepared, {})[0]
 
     def put(self, places: Int64Array, token_ids: Int64Array) -> None:
-        """Store tokens that the host sampled, for later steps."""
+        """Store tokens that the host sampled, so that later steps can read them on the device."""
         self._ensure_places(places)
         tensors = to_device({"places": places, "tokens": token_ids}, self._device)
         self._tokens.tokens.index_copy_(0, tensors["places"], tensors["tokens"])
@@ -122,7 +124,7 @@ class DeviceSteps:
                 self.graphs.record_again()
 
     def _graph_for(self, prepared: PreparedStep) -> int | None:
-        """Rows of the graph that computes the step; None: no graph can."""
+        """Number of rows of the graph that can compute the step; None: no graph can."""
         if prepared.links is not None:
             self._ensure_places(prepared.links.sampled)
         num_rows = prepared.num_rows
@@ -139,7 +141,8 @@ class DeviceSteps:
         return DecodeRows(prepared.batches, prepared.token_ids.numpy(), sources, places)
 
     def _run(self, prepared: PreparedStep, more: Mapping[str, npt.NDArray[Any]]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Launch a step kernel by kernel; returns its logits, and `more` on the device."""
+        """Launch a step kernel by kernel; returns the step's logits, and all its input arrays, `more` included, on the
+        device."""
         links = prepared.links
         arrays: dict[str, npt.NDArray[Any]] = {
             "token_ids": prepared.token_ids.numpy(),

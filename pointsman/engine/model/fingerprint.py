@@ -1,8 +1,8 @@
-"""Computes a model's fingerprint: two engines have the same one only if they compute the same keys and values.
+"""Computes a model's fingerprint: two engines have equal fingerprints only if they compute the same keys and values.
 
-It is a SHA-256 digest over the model's configuration and the bytes of every weight in memory, so it also changes when
-weights are changed in memory. Fused layers and 8-bit weights give other fingerprints than the plain model, because
-their keys and values differ in the last bits. Hashing runs at about a gigabyte a second.
+A fingerprint is a SHA-256 digest over the model's configuration and the bytes of every weight in memory, so it also
+changes when weights are changed in memory. A model with fused layers or 8-bit weights has another fingerprint than the
+plain model, because its keys and values differ in the last bits. Hashing runs at about a gigabyte a second.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ IGNORED_ENTRIES = ("_name_or_path", "transformers_version", "torch_dtype", "dtyp
 
 
 def model_fingerprint(loaded: LoadedModel) -> bytes:
-    """The fingerprint, 32 bytes. The weights must not change while it is computed.
+    """The fingerprint of a model, 32 bytes. The weights must not change while it is computed.
 
     Raises:
-        UnsupportedModel: some weights could not be found, so the model might be confused with another one.
+        UnsupportedModel: some weights could not be found, so the model might be confused with another model.
     """
     digest = hashlib.sha256()
     config = loaded.config.to_dict()
@@ -39,10 +39,10 @@ def model_fingerprint(loaded: LoadedModel) -> bytes:
     seen: set[int] = set()
     num_elements = 0
     for name, tensor, source in _tensors(loaded.model):
-        is_copy = source in ("joined", "scales")  # freed and reused right after, so its address is no identity
+        is_copy = source in ("joined", "scales")  # a copy's memory is reused, so its address is no identity
         is_new = is_copy or tensor.data_ptr() not in seen
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {is_new}".encode())
-        if is_new:  # embeddings may be tied
+        if is_new:  # tied embeddings are one tensor with two names
             if not is_copy:
                 seen.add(tensor.data_ptr())
             if source in ("weight", "joined"):
@@ -57,7 +57,8 @@ def model_fingerprint(loaded: LoadedModel) -> bytes:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Literal["weight", "buffer", "joined", "scales"]]]:
-    """Every tensor of the model's modules, with its name; the tensors of joined layers may be copies."""
+    """Name, tensor and kind of every tensor of the model's modules. The tensors of a `JoinedLinear` may be copies of
+    its weights."""
     for path, module in model.named_modules():
         if isinstance(module, JoinedLinear):
             for name, tensor in sorted(module.plain_weights().items()):
@@ -72,7 +73,8 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Literal["weight", 
 
 
 def _tensors_in(value: Any) -> Iterator[tuple[str, Tensor]]:
-    """The value, if it is a tensor; the tensors in its fields and in nested fields, if it is a dataclass."""
+    """Pairs of a suffix and a tensor: the value itself if it is a tensor, or the tensors in the (nested) fields of a
+    dataclass."""
     if isinstance(value, Tensor):
         yield "", value
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -18,11 +18,11 @@ from pointsman.engine.model.loaded import LoadedModel
 def run_model(
     model: Any, token_ids: Tensor, positions: Tensor, keep: Tensor | None, num_rows: int | None = None
 ) -> Tensor:
-    """One forward pass over a flat batch.
+    """Run one forward pass over a flat batch of t tokens.
 
     Args:
-        token_ids, positions: [t] int64.
-        keep: [r] int64, the rows whose logits are returned; None: all.
+        token_ids, positions: [t] int64: input tokens, and their positions within their sequences.
+        keep: [r] int64: indices of the tokens whose logits are returned; None: all tokens.
         num_rows: number of rows to compute, at least t. The rows beyond t repeat the last token and are not in the
             result. Only for attention backends that skip these rows.
 
@@ -59,12 +59,12 @@ def run_paged(
     keep: Tensor | None,
     num_rows: int | None = None,
 ) -> Tensor:
-    """`run_model` over the pool: the step's KV is written to the pool, and attended to there.
+    """Run `run_model` with paged attention: the step's KV is written to the pool, and read from the pool.
 
     Args:
         plans: the backend's plan for each group of layers.
-        token_ids, positions, keep, num_rows: see `run_model`. The last layer computes only the rows of `keep`, if it
-            can.
+        token_ids, positions, keep, num_rows: see `run_model`. The last layer computes only the tokens of `keep`, if the
+            model supports that.
     """
     early, late = (keep, None) if loaded.drops_tokens_early else (None, keep)
     context = loaded.context
@@ -76,12 +76,13 @@ def run_paged(
 
 
 def lengthened(values: Tensor, length: int) -> Tensor:
-    """[n] -> [length]: the last value is repeated. An empty tensor stays empty."""
+    """[n] -> [length]: the values, then the last value repeated. An empty tensor stays empty."""
     more = length - len(values)
     return torch.cat([values, values[-1:].expand(more)]) if more > 0 and len(values) else values
 
 
 @cache
 def takes_logits_to_keep(forward: Callable[..., Any]) -> bool:
-    """Whether a model, given by its class's `forward`, can compute logits of selected rows only. Nearly all can."""
+    """Whether the `forward` of a model's class can compute only the logits of selected tokens, as in nearly all
+    models."""
     return "logits_to_keep" in inspect.signature(forward).parameters

@@ -1,11 +1,11 @@
 """Fused parts of a decoder layer, which compute with fewer and larger operations. `fusion.py` puts them into a model.
 
-Kernels of the device (`LayerKernels`) compute the operations between matrix products. They read raw memory, so wrong
-shapes and types are errors here.
+Kernels of the device (`LayerKernels`) compute the operations between matrix products. The kernels read raw memory, so
+wrong shapes and types raise errors before a kernel runs.
 
 A step has hundreds of calls, and Python is slow after every product, because the product evicts the interpreter from
-the processor's caches. So each part calls `forward` of its own parts directly, as they have no hooks. It also keeps
-them in a tuple: PyTorch looks up an attribute that is a module in Python code.
+the processor's caches. So each layer calls `forward` of its own submodules directly, as they have no hooks. A layer
+also stores its submodules in a tuple, because PyTorch looks up module attributes in Python code.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class FusedNorm(nn.Module):
     """An RMS norm in one pass.
 
     Args:
-        weight: [width].
-        epsilon: added to the mean square.
-        offset: added to the weight; 1 in the Gemma families.
+        weight: [width] factor of each element.
+        epsilon: number that is added to the mean square.
+        offset: number that is added to the weight; 1 in the Gemma families.
         kernels: the layer kernels of the weight's device.
     """
 
@@ -36,14 +36,14 @@ class FusedNorm(nn.Module):
         self._kernel = kernels.norm(epsilon, offset)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., width] -> the same shape."""
+        """[..., width] inputs -> their norm, in the same shape."""
         x = x.contiguous()
         out = torch.empty_like(x)
         self._run(x, out, None, None)
         return out
 
     def add_and_norm(self, x: Tensor, addend: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum x + addend, and its norm. Both arguments are contiguous and have the same shape."""
+        """The sum x + addend, and the norm of the sum. Both arguments are contiguous and have the same shape."""
         total, out = torch.empty_like(x), torch.empty_like(x)
         self._run(x, out, addend, total)
         return total, out
@@ -58,7 +58,7 @@ class FusedNorm(nn.Module):
 
 
 class FusedMLP(nn.Module):
-    """A gated MLP: down(activation(gate(x)) * up(x)), gate and up as one product."""
+    """A gated MLP: down(activation(gate(x)) * up(x)); gate and up are computed in one product."""
 
     def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear, activation: str, kernels: LayerKernels) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class FusedMLP(nn.Module):
         self._products = self.gate_up, self.down
 
     def forward(self, x: Tensor) -> Tensor:
-        """[1, T, hidden] -> [1, T, hidden]."""
+        """Hidden states [1, T, hidden] -> outputs of the MLP [1, T, hidden]."""
         gate_up, down = self._products
         both = gate_up.forward(x)
         out = both.new_empty(*both.shape[:-1], both.shape[-1] // 2)
@@ -81,8 +81,8 @@ class FusedMLP(nn.Module):
 class FusedAttention(nn.Module):
     """Attention from hidden states to hidden states, in four operations.
 
-    One product computes queries, keys and values. One pass norms and rotates them and writes the pool. Then come the
-    paged kernel and one product for the output.
+    One product computes queries, keys and values. One pass norms and rotates them, and writes keys and values to the
+    pool. The paged kernel computes attention. One product computes the output.
     """
 
     def __init__(
@@ -112,9 +112,9 @@ class FusedAttention(nn.Module):
         keep: Tensor | None = None,
         **__: Any,
     ) -> tuple[Tensor, None]:
-        """[1, T, hidden] and (cos, sin) [1, T, rotary_dim] -> [1, T, hidden], or [1, r, hidden] of the tokens to keep.
+        """[1, T, hidden] and (cos, sin) [1, T, rotary_dim] -> [1, T, hidden], or with `keep` [r] -> [1, r, hidden].
 
-        Keys and values of all tokens are computed in any case.
+        Keys and values of all tokens are computed in either case.
         """
         backend, plan, keys, values = self.layer.step()
         to_qkv, to_output = self._products
@@ -138,7 +138,7 @@ class FusedAttention(nn.Module):
 
 
 class FusedLayer(nn.Module):
-    """A decoder layer of fused parts: x + attention(norm(x)), then the same with the MLP."""
+    """A decoder layer of fused parts: y = x + attention(first_norm(x)), then y + mlp(second_norm(y))."""
 
     def __init__(self, first_norm: FusedNorm, attention: FusedAttention, second_norm: FusedNorm, mlp: FusedMLP) -> None:
         super().__init__()
@@ -147,12 +147,13 @@ class FusedLayer(nn.Module):
         self.second_norm = second_norm
         self.mlp = mlp
         self.context: AttentionContext | None = None
-        """Set on a model's last layer only: names the tokens whose outputs are needed. For the other tokens only keys
-        and values are computed."""
+        """Context that names the tokens whose outputs are needed; set only in a model's last layer. For the other
+        tokens only keys and values are computed."""
         self._parts = first_norm, attention, second_norm, mlp
 
     def forward(self, hidden_states: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
-        """[1, T, hidden] -> [1, T, hidden], or fewer tokens, see `context`. Other arguments go to the attention."""
+        """[1, T, hidden] -> [1, T, hidden], or only the tokens that `context` names. `position_embeddings`: see
+        `FusedAttention.forward`."""
         keep = None if self.context is None else self.context.keep
         position_embeddings = keywords.get("position_embeddings")
         first_norm, attention, second_norm, mlp = self._parts

@@ -1,15 +1,15 @@
-"""Replaces parts of any loaded model by faster ones that compute the same, without a list of model families.
+"""Replaces parts of any loaded model by faster parts with equal outputs, without a list of model families.
 
-Most decoder-only families are built of the same parts under the same names: RMS norms, a gated MLP, and attention
-with separate projections, optional norms per head and rotary embeddings. Each such part can be computed with fewer and
-larger operations (`fused_layers.py`). Trials find the parts that a model has:
+Most decoder-only families are built of the same parts under the same names: RMS norms, a gated MLP, and attention with
+separate projections, optional norms per head and rotary embeddings. Each such part can be computed with fewer and
+larger operations (`fused_layers.py`). Trials find the parts of a model that can be replaced:
 
 1. A part is recognised by its submodules, and a replacement is built from them.
 2. The model runs once, on a small mixed batch, and the inputs of every part are recorded.
-3. Part and replacement run on the same inputs in float32, for any type of model. The inputs are the recorded ones and
+3. Part and replacement run on the same inputs in float32, for any type of model. The inputs are the recorded inputs and
    variations that a real model may produce (`variations`): much larger inputs, inputs with another mean, later
-   positions. If all outputs match, the replacement takes the part's place. If one differs, the part stays: its code
-   does something that the replacement does not, such as a clamp or a scale by position.
+   positions. If all outputs match, the replacement is put in the part's place. If an output differs, the part stays:
+   its code contains an operation that the replacement lacks, such as a clamp or a scale by position.
 
 So a part is replaced only after its replacement has been tested. Afterwards the self-check of the whole model runs once
 more.
@@ -45,14 +45,15 @@ Builder: TypeAlias = Callable[[], nn.Module]
 TOLERANCE = 2e-5
 """Largest difference between outputs of a part and its replacement in float32, relative to the row's largest number.
 
-In the tested families: up to 5e-7 if the replacement is right, at least 0.1 if it is wrong.
+The difference in the tested families is up to 5e-7 if the replacement is right, and at least 0.1 if it is wrong.
 """
 SCALED_TOLERANCE = 2e-3
-"""The same for scaled inputs: with scores of hundreds, rounding alone makes 4e-5. A clamp makes far more."""
+"""Largest allowed difference, as in `TOLERANCE`, for scaled inputs. With attention scores of hundreds, rounding alone
+causes 4e-5; a clamp causes far more."""
 SCALES = (30.0, 1000.0)
-"""Factors by which recorded inputs are scaled. They expose clamps, and activations that differ for large inputs."""
+"""Factors by which recorded inputs are scaled, to expose clamps, and activations that differ for large inputs."""
 POSITION_OFFSET = 1_000_003
-"""Number of positions by which recorded positions are moved."""
+"""Number that is added to the recorded positions, to expose operations that depend on the position."""
 
 
 # ------------------------------------------------------------------------------------------ what may be replaced
@@ -60,30 +61,30 @@ POSITION_OFFSET = 1_000_003
 
 @dataclass(slots=True)
 class Part:
-    """A part of the model that has a likely replacement."""
+    """A module of the model for which `candidates_for` has a likely replacement."""
 
     parent: nn.Module
     name: str
     module: nn.Module
     options: dict[str, Any] | None
-    """For attention: the keywords of its call of the attention function."""
+    """Keywords with which an attention module calls the attention function; None: the module is no attention module."""
 
 
 @dataclass(slots=True)
 class Call:
-    """The inputs of a call of a module."""
+    """The arguments of a recorded call of a module, and the tolerance of its outputs."""
 
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
     tolerance: float = TOLERANCE
-    """Largest allowed difference of the outputs."""
+    """Largest allowed difference between the outputs of a part and its replacement for this call."""
 
 
 def find_parts(model: nn.Module, options: dict[nn.Module, dict[str, Any]], kernels: LayerKernels) -> Iterator[Part]:
-    """All parts with a likely replacement, each before the parts inside it.
+    """All parts with a likely replacement, each part before the parts inside it.
 
     Args:
-        options: for each attention module the keywords of its calls of the attention function.
+        options: for each attention module, the keywords with which it calls the attention function.
         kernels: the layer kernels of the replacements.
     """
     for parent in model.modules():
@@ -96,7 +97,7 @@ def candidates_for(module: Any, options: dict[str, Any] | None, kernels: LayerKe
     """Builders of possible replacements of a module.
 
     Args:
-        options: the keywords of its calls of the attention function; None: it does not call that function.
+        options: the keywords with which the module calls the attention function; None: the module does not call it.
     """
     if is_fused_layer(module):
         norms = module.input_layernorm, module.post_attention_layernorm
@@ -112,7 +113,7 @@ def candidates_for(module: Any, options: dict[str, Any] | None, kernels: LayerKe
 
 
 def is_fused_layer(module: nn.Module) -> bool:
-    """Whether a module has exactly the four parts of a usual decoder layer, all of them fused already."""
+    """Whether a module has exactly the four parts of a usual decoder layer, and all four are fused already."""
     return {name: type(child) for name, child in module.named_children()} == {
         "self_attn": FusedAttention,
         "mlp": FusedMLP,
@@ -122,7 +123,7 @@ def is_fused_layer(module: nn.Module) -> bool:
 
 
 def is_norm(module: nn.Module, kernels: LayerKernels) -> bool:
-    """Whether a module has the parameters of an RMS norm: one vector, and an epsilon beside it."""
+    """Whether a module has the parameters of an RMS norm: one weight vector, and an attribute for epsilon."""
     parameters = list(module.named_parameters())
     return (
         len(parameters) == 1
@@ -134,7 +135,8 @@ def is_norm(module: nn.Module, kernels: LayerKernels) -> bool:
 
 
 def norm_epsilon(module: nn.Module) -> float | None:
-    """The number that an RMS norm adds to the mean square, under the names in use."""
+    """The number that an RMS norm adds to the mean square, an attribute with one of three usual names; None: there is
+    none."""
     for name in ("variance_epsilon", "eps", "epsilon"):
         value = getattr(module, name, None)
         if isinstance(value, float):
@@ -143,13 +145,15 @@ def norm_epsilon(module: nn.Module) -> float | None:
 
 
 def mlp_candidates(module: Any, kernels: LayerKernels) -> list[Builder]:
-    """A gated MLP, by the names of its layers."""
+    """Builders of a fused gated MLP, one for each activation, from a module with the usual names of projection
+    layers."""
     products = module.gate_proj, module.up_proj, module.down_proj
     return [partial(FusedMLP, *products, kind, kernels) for kind in ACTIVATIONS]
 
 
 def attention_candidates(module: Any, options: dict[str, Any], kernels: LayerKernels) -> list[Builder]:
-    """Attention with separate projections, by the names of its layers."""
+    """Builders of fused attention for a module with separate projections of the usual names; empty: none is
+    possible."""
     layer: PagedLayer = get_handler(module)
     projections: list[Any] = [getattr(module, name, None) for name in ("q_proj", "k_proj", "v_proj")]
     output: Any = getattr(module, "o_proj", None)
@@ -180,12 +184,13 @@ def attention_candidates(module: Any, options: dict[str, Any], kernels: LayerKer
 
 
 def fuse(model: nn.Module, step: FirstStep, *, store: bool) -> Counter[str]:
-    """Replace all parts that can be replaced, in place. Each replaced part is freed at once, to limit peak memory.
+    """Replace all parts that can be replaced, in place. Each replaced part is freed before the next trial, to limit
+    peak memory.
 
     Args:
-        model: attached to paged attention with a `FusedAttentionBackend`.
-        step: runs the model on a mixed batch.
-        store: put the weights of the replacements into their final form.
+        model: the model, attached to paged attention with a `FusedAttentionBackend`.
+        step: a step that runs the model on a mixed batch.
+        store: whether to put the weights of the replacements into their final form.
 
     Returns:
         Number of replaced parts of each kind.
@@ -194,12 +199,12 @@ def fuse(model: nn.Module, step: FirstStep, *, store: bool) -> Counter[str]:
     kernels = cast(FusedAttentionBackend, step.context.backend).kernels
     done: Counter[str] = Counter()
     called: WeakSet[nn.Module] = WeakSet()
-    for layers in (False, True):  # parts, then layers that consist of fused parts
+    for layers in (False, True):  # first parts, then layers that consist of fused parts
         parts = [part for part in find_parts(model, options, kernels) if is_fused_layer(part.module) == layers]
         options.clear()
-        calls = _record(model, parts, called, step.forward)
+        calls = _record_calls(model, parts, called, step.forward)
         replaced: set[int] = set()
-        for part in _one_by_one(parts):
+        for part in _pop_in_order(parts):
             call = calls.pop(part.module, None)
             if call is None or id(part.parent) in replaced:
                 continue
@@ -220,12 +225,12 @@ def fuse(model: nn.Module, step: FirstStep, *, store: bool) -> Counter[str]:
 
 
 def drop_tokens_early(model: nn.Module, step: FirstStep) -> bool:
-    """Let the last layer compute only the tokens whose logits are needed, if a trial shows that it does so correctly.
+    """Let the last layer compute only the tokens whose logits are needed, if a trial shows that these logits match.
 
-    In a chunk of a prompt that is one token or none. The layer's largest products then skip the other tokens.
+    A chunk of a prompt needs the logits of one token or none. The layer's largest products then skip the other tokens.
 
     Returns:
-        Whether the last layer now does so.
+        Whether the last layer now computes only these tokens.
     """
     layer = next((module for module in reversed(list(model.modules())) if isinstance(module, FusedLayer)), None)
     if layer is None:
@@ -247,7 +252,7 @@ def drop_tokens_early(model: nn.Module, step: FirstStep) -> bool:
 
 
 def _logits_match(step: FirstStep, keep: Tensor, want: Tensor) -> bool:
-    """Whether a step that computes only the tokens of `keep` gives their expected logits, `want` [r, vocab_size]."""
+    """Whether a step that computes only the tokens of `keep` [r] returns the expected logits `want` [r, vocab_size]."""
     step.context.keep = keep
     got = step.forward()
     if got.shape != want.shape:
@@ -255,8 +260,8 @@ def _logits_match(step: FirstStep, keep: Tensor, want: Tensor) -> bool:
     return len(keep) == 0 or bool((relative_error(got, want) <= LOGITS_TOLERANCE[want.dtype]).all())
 
 
-def _one_by_one(parts: list[Part]) -> Iterator[Part]:
-    """The parts in order; the list drops each part before the next, so that it can be freed."""
+def _pop_in_order(parts: list[Part]) -> Iterator[Part]:
+    """The parts in order; each part is removed from the list before the next part, so that its memory can be freed."""
     parts.reverse()
     while parts:
         yield parts.pop()
@@ -284,10 +289,11 @@ def _attention_calls(model: nn.Module, run: Callable[[], Any]) -> dict[nn.Module
     return found
 
 
-def _record(
+def _record_calls(
     model: nn.Module, parts: Iterable[Part], called: WeakSet[nn.Module], run: Callable[[], Any]
 ) -> dict[nn.Module, Call]:
-    """Run the model once and record the first call of each part. Called linear layers are added to `called`."""
+    """Run the model once and record the first call of each part. Linear layers that are called are added to
+    `called`."""
     calls: dict[nn.Module, Call] = {}
 
     def note_linear(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
@@ -308,7 +314,7 @@ def _record(
 
 
 def each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The value with `change` applied to every tensor in it, also within tuples, lists and dictionaries."""
+    """The value with `change` applied to every tensor in it, including tensors in tuples, lists and dictionaries."""
     if isinstance(value, Tensor):
         return change(value)
     if type(value) in (tuple, list):
@@ -322,16 +328,17 @@ def each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def replacement_for(part: Part, call: Call, kernels: LayerKernels) -> nn.Module | None:
-    """The first replacement whose outputs match the part's for all inputs; None: the part stays."""
+    """The first replacement whose outputs match the outputs of the part for all inputs; None: no replacement
+    matches."""
     module = part.module
     with torch.inference_mode():
-        if is_fused_layer(module):  # its parts stay the same, so there is no new rounding
+        if is_fused_layer(module):  # the layer's parts stay the same, so there is no new rounding
             exact, inputs = module, [call]
         else:
             try:
                 exact = exact_copy(module)
                 inputs = list(variations(Call(*each_tensor((call.arguments, call.keywords), _as_float32))))
-            except Exception as error:  # the part may be any code, and can stay as it is
+            except Exception as error:  # the part may contain any code, and can stay unchanged
                 logger.debug("%s is not replaced: %s: %s", part.name, type(error).__name__, error)
                 return None
         for index, build in enumerate(candidates_for(exact, part.options, kernels)):
@@ -341,7 +348,7 @@ def replacement_for(part: Part, call: Call, kernels: LayerKernels) -> nn.Module 
 
 
 def _matching_replacement(build: Builder, exact: nn.Module, inputs: list[Call]) -> nn.Module | None:
-    """The module that `build` makes, if its outputs match those of `exact`; None if not, or if either raises."""
+    """The module that `build` makes, if its outputs match those of `exact`; None: they differ, or a module raises."""
     try:
         replacement = build()
         return replacement if outputs_match(exact, replacement, inputs) else None
@@ -351,7 +358,8 @@ def _matching_replacement(build: Builder, exact: nn.Module, inputs: list[Call]) 
 
 
 def exact_copy(module: nn.Module) -> nn.Module:
-    """The module in float32: itself, or a copy that attends to the same pool."""
+    """The module in float32: the module itself if all its parameters are float32, otherwise a copy with the same
+    handler."""
     if all(parameter.dtype == torch.float32 for parameter in module.parameters()):
         return module
     handler = get_handler(module)
@@ -371,13 +379,13 @@ def _as_float32(tensor: Tensor) -> Tensor:
 def variations(call: Call) -> Iterator[Call]:
     """The recorded call, and calls with much larger inputs, another mean, and much later positions.
 
-    Rotary angles stay as recorded. So the output of a part changes here if the part also uses positions in another way,
-    for example to scale its queries.
+    Rotary angles stay as recorded. So later positions change the output of a part only if the part uses positions in
+    another way, for example to scale its queries.
     """
     yield call
     for scale in SCALES:
-        yield _with_input(call, partial(_scaled, scale), SCALED_TOLERANCE)
-    yield _with_input(call, lambda x: x + 3 * x.std(), TOLERANCE)
+        yield _with_changed_input(call, partial(_scaled, scale), SCALED_TOLERANCE)
+    yield _with_changed_input(call, lambda x: x + 3 * x.std(), TOLERANCE)
     if any(_is_position(value) for value in call.keywords.values()):
         moved = {
             name: value + POSITION_OFFSET if _is_position(value) else value for name, value in call.keywords.items()
@@ -393,7 +401,7 @@ def _is_position(value: Any) -> bool:
     return isinstance(value, Tensor) and not value.is_floating_point() and value.dtype != torch.bool
 
 
-def _with_input(call: Call, change: Callable[[Tensor], Tensor], tolerance: float) -> Call:
+def _with_changed_input(call: Call, change: Callable[[Tensor], Tensor], tolerance: float) -> Call:
     """The call with `change` applied to its hidden states: the first argument, or the keyword `hidden_states`."""
     if call.arguments:
         return Call((change(call.arguments[0]), *call.arguments[1:]), call.keywords, tolerance)
@@ -401,9 +409,9 @@ def _with_input(call: Call, change: Callable[[Tensor], Tensor], tolerance: float
 
 
 def outputs_match(part: nn.Module, replacement: nn.Module, calls: Iterable[Call]) -> bool:
-    """Whether two modules give the same outputs up to rounding."""
+    """Whether a part and its replacement return the same outputs for all calls, up to rounding."""
     for call in calls:
-        # Each gets its own copy of the inputs, because a module may change them in place.
+        # Each module gets its own copy of the inputs, because a module may change tensors in place.
         want, got = (
             one(*each_tensor(call.arguments, Tensor.clone), **each_tensor(call.keywords, Tensor.clone))
             for one in (part, replacement)
@@ -418,7 +426,7 @@ def outputs_match(part: nn.Module, replacement: nn.Module, calls: Iterable[Call]
 
 
 def is_close(got: Any, want: Any, tolerance: float) -> bool:
-    """Whether two outputs [..., width] are equal up to rounding in every row."""
+    """Whether two outputs [..., width] are equal in every row, up to the relative error `tolerance`."""
     if not (isinstance(got, Tensor) and isinstance(want, Tensor)) or got.shape != want.shape or got.dtype != want.dtype:
         return False
     error = (got.float() - want.float()).abs().amax(dim=-1)

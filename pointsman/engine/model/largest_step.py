@@ -1,6 +1,6 @@
 """Runs the largest step that an engine may schedule, so that its memory can be measured (`engine/memory.py`).
 
-The maximum number of requests share the token budget. All of them sample, with the parameters that take most memory.
+The maximum number of requests share the token budget. All requests sample, with the parameters that need most memory.
 The scheduler is real, but every entry of its block tables is block 0 of a pool with one block, so the run needs almost
 no KV memory. The results are meaningless.
 """
@@ -23,12 +23,12 @@ from pointsman.engine.params.sampling import SamplingParams
 SAMPLING = SamplingParams(
     max_tokens=1, ignore_eos=True, top_p=0.9, repetition_penalty=1.1, presence_penalty=0.5, logprobs=1, seed=0
 )
-"""Needs a sort of the vocabulary, counts of its tokens and a second distribution. Prompt log probabilities, which take
-a distribution for every token, are not included, because they are rare."""
+"""Sampling parameters that need most memory: a sort of the vocabulary, counts of its tokens and a second distribution.
+Prompt log probabilities, which need a distribution for every token, are not included, because they are rare."""
 
 
 class _OneBlockScheduler(Scheduler):
-    """A scheduler whose requests all have their KV in block 0."""
+    """A scheduler whose block tables name block 0 for all KV."""
 
     __slots__ = ()
 
@@ -42,10 +42,10 @@ class _OneBlockScheduler(Scheduler):
 
 
 def prompt_lengths(config: SchedulerConfig) -> list[int]:
-    """Prompt tokens of each request of the largest step.
+    """Number of prompt tokens of each request of the largest step.
 
-    There is one request for each token that a step may sample; with drafts these are more than `max_num_seqs`. Together
-    they have `max_num_batched_tokens` tokens, or fewer if `max_model_len` limits each prompt.
+    There is one request for each token that a step may sample; with drafts there are more than `max_num_seqs` requests.
+    The prompts together have `max_num_batched_tokens` tokens, or fewer if `max_model_len` limits each prompt.
     """
     num_rows = min(config.max_num_seqs * (1 + config.num_draft_tokens), config.max_num_batched_tokens)
     each, more = divmod(config.max_num_batched_tokens, num_rows)
@@ -56,11 +56,11 @@ def prompt_lengths(config: SchedulerConfig) -> list[int]:
 def run_largest_step(
     loaded: LoadedModel, attention: AttentionBackend, config: SchedulerConfig, layout: KVLayout, kv_dtype: torch.dtype
 ) -> SchedulerOutput:
-    """Run the largest step, and return it.
+    """Run the largest step, and return the scheduler's output for it.
 
     Args:
         loaded: the model.
-        attention: the backend that computes its attention.
+        attention: the attention backend.
         config: the engine's configuration; its policies are not used.
         layout: layout of the KV pool.
         kv_dtype: type of the pool's elements.

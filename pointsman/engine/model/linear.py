@@ -1,20 +1,20 @@
 """Linear layers whose weights are stored in the order that the CPU's matrix kernels read, or in 8 or 4 bits.
 
 PyTorch uses oneDNN on CPUs, which multiplies fastest with weights in blocks of its own order. `F.linear` keeps weights
-row by row and reorders a part of them in every call. Here they are reordered once: on the machine where this was
+row by row and reorders a part of them in every call. Here the weights are reordered once: on the machine where this was
 measured, a product of 8 to 64 rows takes half to two thirds of the time. The operators are private to PyTorch, so they
-are tested before use. If they are missing or wrong, weights are stored row by row.
+are tested before use. If an operator is missing or wrong, weights are stored row by row.
 
-With `int8`, weights are rounded to 8 bits per output feature when the model is loaded. That takes a quarter of the
-memory, and less to read for each token. Activations are split into two 8-bit rows: the second holds the rounding error
-of the first. Both go through one product, so outputs have the precision of 16 bits. With 8 bits alone, the perplexity
-of a small model rose by 4 % instead of 0.3 %. Sums of 8-bit products are exact, and each row has its own scales, so a
-row's output does not depend on the other rows.
+With `int8`, weights are rounded to 8 bits per output feature when the model is loaded. The weights then take a quarter
+of the memory, and less is read for each token. Activations are split into two 8-bit rows: the second row holds the
+rounding error of the first. One product computes both rows, so outputs have the precision of 16 bits. With activations
+in 8 bits, the perplexity of a small model rose by 4 % instead of 0.3 %. Sums of 8-bit products are exact, and each row
+has its own scales, so a row's output does not depend on the other rows.
 
 With `int4`, weights that a file has in 4 bits (GGUF's Q4_0, Q4_1, Q4_K) are kept in 4 bits as well. Up to `SMALL_BATCH`
-rows are computed with them and activations in bfloat16, which reads half as much. The time of a 4-bit product grows
-with its rows, so more rows use the same numbers in 8 bits, or packed if the model is in bfloat16. So a row's output
-depends a little on the number of rows in its step.
+rows are computed with 4-bit weights and activations in bfloat16, which reads half as much memory as 8 bits. The time of
+a 4-bit product grows with its rows, so more rows use the same numbers in 8 bits, or packed if the model is in bfloat16.
+So a row's output depends a little on the number of rows in its step.
 """
 
 from __future__ import annotations
@@ -38,35 +38,36 @@ logger = logging.getLogger(__name__)
 
 JOINED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PACKED_FOR_ROWS = 64
-"""The number of rows that the order is optimised for; it works for any number."""
+"""Number of rows for which the packed order of the weights is optimised; any number of rows can be computed."""
 MIN_SIZE_PACKED = 1 << 18
 """Minimum number of elements of a weight for which packing is faster with any number of rows: a packed product has an
-overhead of 14 us, a plain one of 2."""
+overhead of 14 us, a plain product of 2 us."""
 MIN_SIZE_BOTH_FORMS = 1 << 16
-"""Minimum number of elements for which packing is faster with many rows. Such a weight is kept in both forms, which
-takes a MiB at most."""
+"""Minimum number of elements of a weight for which packing is faster with many rows. Such a weight is stored packed and
+plain, which takes a MiB at most."""
 MIN_ROWS_PACKED = 8
-"""Minimum number of rows for which the packed form of a weight in both forms is used."""
+"""Minimum number of rows for which a weight that is stored packed and plain is used in its packed form."""
 SMALL_BATCH = 4
-"""Up to this many rows, the 4-bit product is the faster one."""
+"""Maximum number of rows for which the 4-bit product is faster than the product in 8 bits."""
 
 
 def rounded_up_rows(num_rows: int) -> int:
     """The number of rows to pad `num_rows` to, so that products have few different sizes.
 
-    oneDNN compiles a program for each number of rows, which takes half a millisecond and half a MiB, and caches many.
+    oneDNN compiles a program for each number of rows, which takes half a millisecond and half a MiB, and caches many
+    programs.
     """
     step = 1 if num_rows <= 8 else 8 if num_rows <= 64 else 32
     return -(-num_rows // step) * step
 
 
 class JoinedLinear(nn.Module):
-    """One product for one or several linear layers of the same input.
+    """One matrix product for one or several linear layers with the same input.
 
-    It computes with plain weights until `store` has put them into the fastest form.
+    The product uses plain weights until `store` has put them into their fastest form.
 
     Args:
-        layers: the layers, their outputs are concatenated; all have a bias or none has.
+        layers: the linear layers, whose outputs are concatenated; either all have a bias or none has.
     """
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
@@ -81,15 +82,15 @@ class JoinedLinear(nn.Module):
         self.weight = weight.detach()
         self.form = "plain"
         self._stored: Any = None
-        self._groups: quantized.Groups | None = None  # for int4
-        self._split = self._merge = np.empty(0, dtype=np.int64)  # arguments of kernels, for int8
+        self._groups: quantized.Groups | None = None  # only for int4
+        self._split = self._merge = np.empty(0, dtype=np.int64)  # arguments of kernels, only for int8
 
     def store(self, quantization: str | None = None) -> None:
         """Put the weights into their final form, once.
 
         Args:
-            quantization: "int8"; "int4": also in 4 bits, if a file had them so; None: packed, if the layer is large
-                enough.
+            quantization: "int8": 8 bits; "int4": 8 bits and, if the weights fit in 4 bits, also 4 bits; None: the
+                packed order, if the layer is large enough.
         """
         if self.form != "plain":
             return
@@ -129,12 +130,12 @@ class JoinedLinear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
     def _in_int4(self, x: Tensor) -> Tensor:
-        assert self._groups is not None  # by its caller
+        assert self._groups is not None  # the caller checks it
         out = self._groups.product(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], self.out_features)
         return out if self.bias is None else out + self.bias
 
     def _in_int8(self, x: Tensor) -> Tensor:
-        """A row with numbers that are not finite gives NaN."""
+        """The product with 8-bit weights. The output of a row with a number that is not finite is NaN."""
         dtype = self.weight.dtype
         if x.dtype != dtype or x.shape[-1] != self.in_features:  # kernels read raw memory
             raise TypeError(f"the layer takes {dtype} of width {self.in_features}, and not {x.dtype} {tuple(x.shape)}")
@@ -152,8 +153,8 @@ class JoinedLinear(nn.Module):
         return out[:num_rows].view(*x.shape[:-1], self.out_features).to(dtype)
 
     def plain_weights(self) -> dict[str, Tensor]:
-        """The weights, as given or as rounded, in an order that does not depend on the processor. They are copies if
-        the layer stores them in another form."""
+        """The weights by name, original or rounded, in an order that does not depend on the processor. The tensors are
+        copies if the layer stores the weights in another form."""
         found = {} if self.bias is None else {"bias": self.bias}
         if self._groups is not None:
             found["groups"] = self._groups.scales_and_zeros
@@ -170,14 +171,14 @@ class JoinedLinear(nn.Module):
 
 
 def can_join(layer: nn.Module | None) -> TypeGuard[nn.Linear]:
-    """Whether a layer is a plain linear layer of a supported dtype."""
+    """Whether a layer is a linear layer of PyTorch (no subclass) with a supported dtype."""
     return type(layer) is nn.Linear and layer.weight.dtype in JOINED_DTYPES
 
 
 def join_linear_layers(model: nn.Module, layers: Container[nn.Module]) -> int:
     """Replace the large linear layers of a model that are in `layers`, in place; returns their number.
 
-    Only layers that are called can be replaced: some models use a layer's weight without calling it.
+    Only layers that are called can be replaced: some models use a layer's weight without calling the layer.
     """
     found = 0
     for parent in list(model.modules()):
@@ -192,7 +193,7 @@ def store_weights(model: nn.Module, quantization: str | None = None) -> None:
     """Put the weights of all joined layers of a model into their final form.
 
     Raises:
-        ValueError: a quantization is given, and no layer can have it. All weights are stored nevertheless.
+        ValueError: a quantization is given, and no layer supports it. For "int4" all weights are stored nevertheless.
     """
     joined = [module for module in model.modules() if isinstance(module, JoinedLinear)]
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
@@ -212,7 +213,8 @@ def store_weights(model: nn.Module, quantization: str | None = None) -> None:
 
 @cache
 def packing_works(dtype: torch.dtype) -> bool:
-    """Whether this PyTorch on this processor can pack weights of a dtype, and multiplies correctly with them."""
+    """Whether this PyTorch can pack weights of a dtype on this processor, and multiplies correctly with packed
+    weights."""
     weight = torch.linspace(-1, 1, 512 * 64).view(64, 512).to(dtype)
     x = torch.linspace(-1, 1, 3 * 512).view(1, 3, 512).to(dtype)
     try:

@@ -1,4 +1,4 @@
-"""LoadedModel: a model that passed its checks, with the properties that were found while it was loaded."""
+"""LoadedModel: a model that passed its checks, with the properties that loading has determined."""
 
 from __future__ import annotations
 
@@ -20,25 +20,27 @@ class LoadedModel:
     model: Any
     """The transformers model, in evaluation mode. Its attention is computed through `context`."""
     config: Any
-    """Its text configuration."""
+    """transformers' configuration of the model's text part."""
     tokenizer: Any | None
-    """None if the directory has none: prompts must then be token ids."""
+    """The model's tokenizer; None: the model has no tokenizer, so prompts must be token ids."""
     layers: tuple[LayerShape, ...]
     windows: tuple[int | None, ...]
-    """For each layer, the number of tokens that a token attends to, itself included; None: all."""
+    """For each layer, the number of tokens to which a token attends, itself included; None: no limit."""
     context: AttentionContext
     eos_token_ids: tuple[int, ...]
-    """The tokens that end a text: the tokenizer's EOS first, then those of the generation settings."""
+    """Ids of the tokens that end a text: the tokenizer's EOS first, then the EOS tokens of the generation settings."""
     generation_defaults: Mapping[str, Any]
-    """The model's recommended sampling parameters, by the names of `SamplingParams`. A request's own have priority."""
+    """The model's recommended sampling parameters, by their names in `SamplingParams`. Parameters that a request sets
+    have priority."""
     max_position_embeddings: int | None
-    """Longest sequence that the model can run as it was loaded; None if the configuration names no maximum."""
+    """Maximum number of tokens of a sequence for the model as it was loaded; None: its configuration names no
+    maximum."""
     attention: AttentionBackend
-    """The attention that it was checked with."""
+    """The attention backend with which the model was checked."""
     fused: dict[str, int]
-    """Number of parts of each kind that were replaced by faster ones. These parts need the backend above."""
+    """Number of parts of each kind that were replaced by faster parts. The new parts need the backend `attention`."""
     drops_tokens_early: bool
-    """Whether its last layer skips the tokens whose logits are not needed."""
+    """Whether the model's last layer skips the tokens whose logits are not needed."""
     num_parameters: int
 
     @property
@@ -48,11 +50,11 @@ class LoadedModel:
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the input embedding: token ids must be below it."""
+        """Number of rows of the input embedding; token ids must be below this number."""
         return int(self.model.get_input_embeddings().num_embeddings)
 
     def choose_max_model_len(self, max_model_len: int | None) -> int:
-        """Maximum number of tokens of a sequence: the given number, or the model's own maximum.
+        """Maximum number of tokens of a sequence: `max_model_len`, or, if it is None, the model's own maximum.
 
         Raises:
             ValueError: the model cannot run a sequence of this length, or its configuration names no maximum.

@@ -43,14 +43,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_PARAMETER_RATIO = 2
-"""Limit of a model's parameters, as a multiple of the numbers in its files. Shared weights may be counted twice."""
+"""Maximum number of a model's parameters, as a multiple of the number of elements in its weight files. The factor
+allows for shared weights, which may be counted twice."""
 MAX_TENSORS = 2**18
-"""Limit for all files together; the largest models have some ten thousand."""
+"""Maximum number of tensors in all weight files of a model; the largest models have some ten thousand."""
 ALLOWED_CONSTANTS = 2**24
-"""Number of constants, such as masks, that every model may have."""
+"""Number of elements in constants, such as masks, that a model may have beyond `MAX_PARAMETER_RATIO`."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOO_LARGE = "free it of other programs, or give a smaller model, a dtype of 16 bits or another device"
-"""The remedy if a model does not fit a device."""
+"""End of the error message if a model does not fit in a device's memory."""
 
 
 def load_model(
@@ -65,20 +66,21 @@ def load_model(
     revision: str | None = None,
     download_dir: str | Path | None = None,
 ) -> LoadedModel:
-    """Load and check a model; "demo" or None is the packaged one.
+    """Load and check a model; "demo" or None is the packaged model.
 
     Args:
         model: a directory with config.json, *.safetensors and, for text prompts, a tokenizer; a GGUF file; or another
-            form that `find_model` takes, such as a hub name OWNER/NAME.
-        dtype: "float32", "bfloat16", on a GPU also "float16"; "auto": bfloat16 on a GPU, float32 elsewhere.
-        device: "cpu", "cuda", "cuda:1", ...; "auto" is a GPU if PyTorch sees one.
+            name that `find_model` accepts, such as a hub name OWNER/NAME.
+        dtype: type of the weights: "float32", "bfloat16", on a GPU also "float16"; "auto": bfloat16 on a GPU, float32
+            elsewhere.
+        device: device of the model: "cpu", "cuda", "cuda:1", ...; "auto" is a GPU if PyTorch finds a GPU.
         max_model_len, attention, fuse, quantization: see `wrap_model`.
         revision, download_dir: for a hub name, see `find_model`.
 
     Raises:
         ModelLoadError: the model cannot be found or read, or does not fit the device. The message, one line, names the
             missing or broken part.
-        UnsupportedModel: it was read, but the paged path would not compute it correctly.
+        UnsupportedModel: the model was read, but the paged path would not compute it correctly.
         ValueError: an unknown dtype, device or attention, or a dtype that the device does not support.
     """
     place = choose_device(device)
@@ -96,7 +98,7 @@ def load_model(
         "attention": attention,
         "quantization": quantization,
     }
-    with _naming_path(path), naming_out_of_memory(f"loading the model on {place}", TOO_LARGE, ModelLoadError):
+    with _add_path_to_errors(path), naming_out_of_memory(f"loading the model on {place}", TOO_LARGE, ModelLoadError):
         try:
             return wrap_model(_read_weights(path, config, element, gguf, place), fuse=fuse, **options)
         except FusionFailed as error:
@@ -105,7 +107,7 @@ def load_model(
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The type of a model's weights; "auto" is bfloat16 on a GPU and float32 elsewhere.
+    """The type of a model's weights from its name; "auto" is bfloat16 on a GPU and float32 elsewhere.
 
     Raises:
         ValueError: an unknown name, or a type that the device does not support.
@@ -119,10 +121,10 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def device_of(model: str | Path | LoadedModel | None, device: str) -> torch.device:
-    """The device of a loaded model, or the device that a model will be loaded to.
+    """The device of a loaded model, or the device to which a model will be loaded.
 
     Raises:
-        ValueError: no such device here.
+        ValueError: this machine has no such device.
     """
     if isinstance(model, LoadedModel):
         found: torch.device = model.model.device
@@ -139,17 +141,17 @@ def read_settings(path: Path, gguf: GGUFFile | None = None) -> tuple[Any, Genera
 
     Raises:
         ModelLoadError: a file cannot be read, or a value in it is wrong.
-        UnsupportedModel: the paged path would not compute such a model correctly.
+        UnsupportedModel: the paged path would not compute a model with this configuration correctly.
     """
     config = _read_config(path, gguf)
-    with _naming_path(path):
+    with _add_path_to_errors(path):
         check_config(config)
     return config, _read_generation(path, config, gguf)
 
 
 @contextmanager
-def _naming_path(path: Path) -> Iterator[None]:
-    """Add the path to `ModelLoadError` messages that do not contain it, and shorten the messages."""
+def _add_path_to_errors(path: Path) -> Iterator[None]:
+    """Add the model's path to messages of `ModelLoadError` that lack it, and shorten long messages."""
     try:
         yield
     except ModelLoadError as error:
@@ -168,26 +170,29 @@ def wrap_model(
     fuse: bool = True,
     quantization: str | None = None,
 ) -> LoadedModel:
-    """Check a transformers model that is already in memory and connect it to paged attention.
+    """Check a transformers model that is already in memory, and connect it to paged attention.
 
     Args:
-        model: changed in place: from now on its attention is computed through the returned object's `context`.
-        tokenizer: kept for the caller; its EOS ends texts.
-        path: kept for the caller.
-        generation: further tokens that end texts, and defaults of requests; None: the model's own `generation_config`.
-        max_model_len: longest sequence that requests may have; None: the model's own maximum. Needed at load time only
-            for a model with a "longrope" embedding (see `fix_longrope`).
-        attention: "torch", "numba" (compiled, for CPUs), "triton" (for GPUs), a class of backends, or "auto": the
-            fastest available.
-        fuse: replace parts of the model by faster ones that a trial shows to compute the same (see `fusion.py`), if
-            the attention is "numba" or "triton". Transformers' own functions cannot run the model afterwards.
-        quantization: "int8" or "int4": linear layers in 8 or 4 bits (see `linear.py`), for fused models in float32.
-            Outputs differ from those without.
+        model: the transformers model. It is changed in place: from now on its attention is computed through the
+            `context` of the returned object.
+        tokenizer: the model's tokenizer, stored in the returned object; its EOS ends texts.
+        path: the model's path, stored in the returned object.
+        generation: settings with further tokens that end texts, and with defaults of requests; None: the model's own
+            `generation_config`.
+        max_model_len: maximum number of tokens of a request's sequence; None: the model's own maximum. Needed at load
+            time only for a model with a "longrope" embedding (see `fix_longrope`).
+        attention: attention backend: "torch", "numba" (compiled, for CPUs), "triton" (for GPUs), a backend's class, or
+            "auto": the fastest available backend.
+        fuse: whether to replace parts of the model by faster parts, if the attention is "numba" or "triton" and a trial
+            shows that their outputs are equal (see `fusion.py`). Transformers' own functions cannot run the model
+            afterwards.
+        quantization: format of the linear layers' weights: "int8" or "int4" (see `linear.py`), for fused models in
+            float32; None: the model's own type. Outputs differ from those of the model's own type.
 
     Raises:
-        UnsupportedModel: the paged path would not compute it correctly.
-        ModelLoadError: its generation settings are wrong.
-        ValueError: an attention or a quantization that is not available here.
+        UnsupportedModel: the paged path would not compute the model correctly.
+        ModelLoadError: the model's generation settings are wrong.
+        ValueError: this attention or quantization is not available on this machine.
     """
     check_config(model.config)
     model.eval().requires_grad_(False)
@@ -197,7 +202,7 @@ def wrap_model(
     layers = tuple(layer.shape for layer in probed)
     windows = tuple(layer.window for layer in probed)
     context = attach(probed)
-    del probed  # it holds references to the attention layers that are replaced below
+    del probed  # `probed` refers to attention layers, which are freed when `_fuse` replaces them
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     check_quantization(quantization, model.device, model.dtype)
     backend = choose_attention(attention, layers, model.device, model.dtype)
@@ -245,7 +250,7 @@ def load_with_attention(
     revision: str | None,
     download_dir: str | Path | None,
 ) -> tuple[LoadedModel, AttentionBackend]:
-    """The model, loaded unless it already is, and the backend of its attention. All arguments are `Engine`'s.
+    """The model, loaded unless it is a `LoadedModel`, and its attention backend. All arguments are those of `Engine`.
 
     Raises:
         ModelLoadError, UnsupportedModel: the model cannot be read, or cannot run correctly.
@@ -274,7 +279,8 @@ def load_with_attention(
 
 
 def _attention_of(loaded: LoadedModel, attention: AttentionChoice | AttentionBackend) -> AttentionBackend:
-    """The attention of a loaded model: the one that it was checked with, or another one that its layers can use."""
+    """The attention backend for a loaded model: for "auto" the backend with which the model was checked, otherwise the
+    requested backend, if the model's layers can use it."""
     if attention == "auto":
         return loaded.attention
     if not (isinstance(attention, str) or callable(attention)):
@@ -290,10 +296,12 @@ def _attention_of(loaded: LoadedModel, attention: AttentionChoice | AttentionBac
 
 
 def _fuse(model: Any, check: SelfCheck, *, store: bool) -> dict[str, int]:
-    """Replace parts of the model by faster ones, if the backend has such parts; returns the number of each kind.
+    """Replace parts of the model by faster parts, if the backend has kernels for them; returns the number of parts of
+    each kind.
 
     Args:
-        store: put their weights into their final form; False: the caller calls `linear.store_weights`.
+        store: whether to put the weights of the new parts into their final form; False: the caller calls
+            `linear.store_weights`.
     """
     if not hasattr(check.backend, "write_heads"):
         return {}
@@ -304,7 +312,8 @@ def _fuse(model: Any, check: SelfCheck, *, store: bool) -> dict[str, int]:
 
 
 def _drop_tokens_early(model: Any, check: SelfCheck) -> bool:
-    """Let the last layer of a fused model skip the tokens whose logits are not needed; returns whether it can."""
+    """Let the last layer of a fused model skip the tokens whose logits are not needed; returns whether the layer does
+    so."""
     from pointsman.engine.model.fusion import drop_tokens_early
 
     with check.first_step() as step:
@@ -312,14 +321,14 @@ def _drop_tokens_early(model: Any, check: SelfCheck) -> bool:
 
 
 class FusionFailed(UnsupportedModel):
-    """Each replaced part computes the same on its own, but the whole model does not."""
+    """Raised if the outputs of each replaced part match, but the logits of the whole model do not."""
 
 
 def _check_fused(check: SelfCheck) -> None:
-    """Run the self-check once more, with the replaced parts.
+    """Repeat the self-check of a model whose parts have been replaced.
 
     Raises:
-        FusionFailed: the model's own layers must be loaded again.
+        FusionFailed: the check failed; the model must be loaded again, with its own layers.
     """
     try:
         check.run(fused=True)
@@ -374,10 +383,10 @@ def _read_generation(path: Path, config: Any, gguf: GGUFFile | None) -> Generati
 
 
 def _check_weights(path: Path, gguf: GGUFFile | None = None) -> _Weights:
-    """Open every safetensors file, so that a broken one is reported before anything large is read.
+    """Count the tensors of all weight files; a broken file is reported before anything large is read.
 
     Raises:
-        ModelLoadError: there are no files, one cannot be read, or the index names files that are missing.
+        ModelLoadError: there are no weight files, a file cannot be read, or the index names files that are missing.
     """
     if gguf is not None:
         return _Weights(len(gguf.tensors), sum(tensor.num_elements for tensor in gguf.tensors.values()))
@@ -414,7 +423,7 @@ def _check_weights(path: Path, gguf: GGUFFile | None = None) -> _Weights:
 
 
 def _check_size(path: Path, config: Any, weights: _Weights) -> None:
-    """Refuse a configuration that describes a much larger model than the weights.
+    """Refuse a configuration of a much larger model than the weight files contain.
 
     transformers would allocate all missing weights, which may exceed the machine's memory, before it reports them.
 
@@ -433,7 +442,7 @@ def _check_size(path: Path, config: Any, weights: _Weights) -> None:
             model: Any = AutoModelForCausalLM.from_config(
                 config, attn_implementation=ATTENTION_NAME, trust_remote_code=False
             )
-        except Exception:  # reported where the weights are read
+        except Exception:  # `_read_weights` reports the error
             return
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     num_buffered = sum(buffer.numel() for buffer in model.buffers())
@@ -445,7 +454,7 @@ def _check_size(path: Path, config: Any, weights: _Weights) -> None:
 
 
 class _Weights(NamedTuple):
-    """The totals of the weight files, from their headers."""
+    """Totals over all weight files of a model, from the files' headers."""
 
     num_tensors: int
     num_elements: int
@@ -455,9 +464,9 @@ def _read_weights(path: Path, config: Any, dtype: torch.dtype, gguf: GGUFFile | 
     """Load the model onto its device.
 
     transformers maps safetensors files into memory and converts only tensors of another type than `dtype`. The tensors
-    then move to a GPU one by one, and each is freed as it moves. So a file in the model's type takes no host memory
-    beyond the page cache; any other file takes one copy. (A `device_map`, or a device context around `from_pretrained`,
-    would need the package accelerate.)
+    are then moved to a GPU one by one, and the memory of each moved tensor is freed. So a file in the model's type
+    takes no host memory beyond the page cache; any other file takes one copy. (A `device_map`, or a device context
+    around `from_pretrained`, would need the package accelerate.)
     """
     given: dict[str, Any] = {"pretrained_model_name_or_path": path}
     loads: Any = AutoModelForCausalLM
@@ -506,5 +515,5 @@ def _read_weights(path: Path, config: Any, dtype: torch.dtype, gguf: GGUFFile | 
         raise ModelLoadError(
             f"{path}: the weights {what}, first {(missing or mismatched)[0]}; they do not belong to this config.json"
         )
-    given.clear()  # it refers to the tensors of a GGUF file, which would stay in host memory
+    given.clear()  # otherwise the tensors of a GGUF file would stay in host memory
     return model.to(device)

@@ -1,7 +1,7 @@
 """Pooler: computes embeddings, one vector per prompt, from the model's last hidden states. Nothing is sampled.
 
-    "last"   the hidden state of the prompt's last token (decoder models are trained for it; vLLM's default)
-    "mean"   the mean over all of its tokens
+    "last"   the hidden state of the prompt's last token (vLLM's default; decoder models are trained for it)
+    "mean"   the mean over all tokens of the prompt
 
 The scheduler reports the rows that complete their prompts in a step (`SchedulerOutput.completes`). A prompt may be
 computed in chunks, partly by steps that fail, or again after a preemption. So the sums of "mean" are kept by chunk,
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 
 class PooledChunk(NamedTuple):
-    """A row of a step whose hidden states are pooled."""
+    """The tokens of one row of a step whose hidden states are pooled."""
 
     row_index: int
     request: Request
     start: int
-    """Position in the prompt of its first token in this step."""
+    """Prompt position of the row's first token in this step."""
     num_hidden: int
-    """Number of hidden states that are pooled: one for each token, or 1."""
+    """Number of hidden states that are pooled: for "mean" one for each token, for "last" 1."""
     completes: bool
 
 
@@ -46,11 +46,11 @@ class PooledChunk(NamedTuple):
 class _PoolState:
     params: PoolingParams
     sums: dict[int, Tensor] = field(default_factory=dict)
-    """Start of a chunk -> sum of its hidden states, [hidden_size] float32."""
+    """Start of a chunk -> sum of the chunk's hidden states, [hidden_size] float32."""
 
 
 class Pooler:
-    """Pools the prompts of one engine's embedding requests."""
+    """Pools the hidden states of the prompts of one engine's embedding requests."""
 
     def __init__(self) -> None:
         self._pooled: dict[Request, _PoolState] = {}
@@ -59,11 +59,12 @@ class Pooler:
         return len(self._pooled)
 
     def add(self, request: Request, params: PoolingParams) -> None:
-        """Pool the prompt of a request, until an output reports that it finished."""
+        """Pool the prompt of a request, until an output reports that the request has finished."""
         self._pooled[request] = _PoolState(params)
 
     def prepare(self, output: SchedulerOutput, query_starts: Int64Array) -> tuple[list[PooledChunk], Int64Array]:
-        """The pooled rows of a step, and the flat positions of the hidden states that they need."""
+        """The chunks of a step that are pooled, and the flat positions [states of all chunks] of their hidden
+        states."""
         for request in output.finished:
             self._pooled.pop(request, None)
         completes = set(output.completes.tolist())
@@ -81,19 +82,20 @@ class Pooler:
         return chunks, np.concatenate(positions)
 
     def take(self, chunks: Sequence[PooledChunk], hidden: Tensor) -> dict[int, Float32Array]:
-        """Add the hidden states of a step.
+        """Add the hidden states of a step's chunks to the sums.
 
         Args:
             hidden: [states of all chunks, hidden_size], chunk after chunk.
 
         Returns:
-            Row index of the output -> vector, for the rows that completed. A vector may contain non-finite numbers.
+            Row index of the output -> embedding vector, for the rows that completed their prompts. A vector may contain
+            non-finite numbers.
         """
         vectors: dict[int, Float32Array] = {}
         with torch.inference_mode():
             for chunk, states in zip(chunks, torch.split(hidden, [chunk.num_hidden for chunk in chunks]), strict=True):
                 pooled = self._pooled.get(chunk.request)
-                if pooled is not None:  # it may have finished while the step was in flight
+                if pooled is not None:  # the request may have finished while the step was in flight
                     vector = _add_chunk(pooled, chunk, states.float())
                     if vector is not None:
                         vectors[chunk.row_index] = vector.cpu().numpy()
@@ -101,7 +103,8 @@ class Pooler:
 
 
 def _add_chunk(pooled: _PoolState, chunk: PooledChunk, states: Tensor) -> Tensor | None:
-    """Add a chunk's `states`, [m, hidden_size] float32; returns the vector [hidden_size] if the chunk is the last."""
+    """Add a chunk's hidden states [m, hidden_size] float32; returns the embedding [hidden_size] after the last
+    chunk."""
     vector = states[-1]
     if pooled.params.pooling == "mean":
         pooled.sums = {start: total for start, total in pooled.sums.items() if start < chunk.start}
@@ -117,11 +120,11 @@ def _add_chunk(pooled: _PoolState, chunk: PooledChunk, states: Tensor) -> Tensor
 def hidden_states(model: Any, num_logits: int, trims: bool) -> Iterator[list[Tensor]]:
     """Capture the input of the model's output layer in the forward pass inside the `with` block.
 
-    Yields a list that gets one tensor [r, hidden_size].
+    Yields a list, to which the forward pass appends one tensor [r, hidden_size].
 
     Args:
-        num_logits: the first so many rows are sampled.
-        trims: whether the other rows may skip the output layer.
+        num_logits: number of rows whose logits are needed; these rows are first.
+        trims: whether the rows after the first `num_logits` rows skip the output layer.
     """
     captured: list[Tensor] = []
 
@@ -137,6 +140,7 @@ def hidden_states(model: Any, num_logits: int, trims: bool) -> Iterator[list[Ten
 
 
 def check_can_pool(model: Any) -> None:
-    """Raises ValueError: the model has no output layer whose input could be read."""
+    """Check that a model can compute embeddings. Raises ValueError: the model has no output layer whose input can be
+    read."""
     if model.get_output_embeddings() is None:
         raise ValueError(f"{type(model).__name__} has no output layer, so its hidden states cannot be read")

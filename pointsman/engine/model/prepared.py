@@ -20,62 +20,63 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class PromptChunk:
-    """The part of a prompt whose log probabilities a step computes."""
+    """The tokens of one prompt whose log probabilities a step computes."""
 
     row_index: int
     start: int
-    """Position in the prompt of the first token of `token_ids`."""
+    """Prompt position of the first token of `token_ids`."""
     token_ids: Int64Array
-    """[m] the tokens whose log probabilities are computed."""
+    """[m] prompt tokens whose log probabilities are computed."""
     num_logprobs: int
 
 
 @dataclass(slots=True)
 class PreparedStep:
-    """All inputs of a step, except the model and the pool. It has n rows and T tokens, and s of the rows sample."""
+    """All inputs of a step, except the model and the pool. The step has n rows and T tokens, and samples s tokens."""
 
     num_rows: int
     batches: list[PagedBatch]
-    """One for each group of layers: the same tokens, with the block tables of the group."""
+    """One batch for each group of layers: the tokens of the step, with the block tables of the group."""
     token_ids: Tensor
-    """[T] int64."""
+    """[T] int64: input tokens, row after row."""
     positions: Tensor
-    """[T] int64."""
+    """[T] int64: position of each token within its sequence."""
     sampling: Int64Array
-    """[s] indices of the rows that sample; a row with drafts occurs once for each of its positions."""
+    """[s] index of the row of each sampled token; a row with drafts occurs once for each position that it samples."""
     sampling_batch: SamplingBatch
     logits_at: Int64Array
-    """Flat positions whose outputs are needed: first the s sampled ones, then those of `prompt_chunks`, then those of
-    `pooled_chunks` (their hidden states only)."""
+    """Flat positions whose logits are needed: first the s positions that sample, then those of `prompt_chunks`, then
+    those of `pooled_chunks` (only the hidden states)."""
     num_logits: int
     prompt_chunks: Sequence[PromptChunk] = ()
     pooled_chunks: Sequence[PooledChunk] = ()
     verification: Verification | None = None
-    """Verifies the step's drafts; None: it has none."""
+    """Verification of the step's drafts; None: the step has no drafts."""
     links: StepLinks | None = None
-    """Tokens exchanged with other steps in flight; None: only one step may be in flight."""
+    """Places of tokens that are exchanged with other steps in flight; None: only one step may be in flight."""
     transfers: StepTransfers | None = None
-    """KV that is copied before the step computes; None: the step copies none."""
+    """Copies of KV that run before the step computes; None: the step copies no KV."""
 
     @property
     def batch(self) -> PagedBatch:
-        """The batch of the first group. Fields that do not concern blocks are the same in all groups."""
+        """The batch of the first group of layers. Fields that do not concern blocks are equal in the batches of all
+        groups."""
         return self.batches[0]
 
     @property
     def needs_all_logits(self) -> bool:
-        """Whether the logits of all tokens are needed, in order: the step has decodes only."""
+        """Whether the logits of all tokens are needed, in the order of the tokens: the step has only decodes."""
         is_every = len(self.logits_at) == self.batch.num_tokens
         return is_every and not self.prompt_chunks and not self.pooled_chunks
 
 
 @dataclass(slots=True)
 class StepLinks:
-    """Tokens that a step takes from earlier steps and stores for later ones, as places in `SampledTokens`."""
+    """Places in `SampledTokens` of tokens that a step reads from earlier steps and stores for later steps."""
 
     sampled: Int64Array
-    """[s] places of the tokens that the step samples."""
+    """[s] places to which the step stores its sampled tokens."""
     unsampled: Int64Array
     """[u] flat positions of the input tokens that were not yet sampled when the step was prepared."""
     sources: Int64Array
-    """[u] places where these tokens will be."""
+    """[u] places from which the input tokens at `unsampled` are read when the step executes."""

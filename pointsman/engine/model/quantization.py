@@ -1,6 +1,6 @@
-"""Weights of linear layers in 8 or 4 bits, and PyTorch's products with them.
+"""Weights of linear layers in 8 or 4 bits, and PyTorch's products with such weights.
 
-The operators are private to PyTorch or deprecated, so `check_quantization` tests them.
+The operators of PyTorch are private or deprecated, so `check_quantization` tests them.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ from torch import Tensor
 from pointsman.engine.errors import first_line
 
 QUANTIZATIONS = {"int8": (torch.float32,), "int4": (torch.float32, torch.bfloat16)}
-"""Names of quantizations, and the types of models that can have them."""
+"""Names of quantizations -> the model types that support them."""
 GROUP = 32
 """Number of weights of one output feature that share a scale and a zero in 4 bits, as in GGUF's Q4_0 and Q4_1."""
 FEATURES_AT_ONCE = 16
-"""The number of output features of a 4-bit product must be a multiple of this."""
+"""Divisor of the number of output features of every 4-bit product."""
 TOLERANCE = 0.1
-"""Largest distance of a number from its grid point, in grid steps; a number in bfloat16 is up to 0.03 off."""
+"""Largest allowed distance of a number from its grid point, in grid steps; rounding to bfloat16 causes up to 0.03."""
 MAX_ROUNDING_ERROR = 0.05
-"""Limit of the error of rounding to bfloat16, relative to the spread within the groups; 0.002 in published files."""
+"""Maximum error of rounding scales and zeros to bfloat16, relative to the spread of numbers within the groups; the
+error of published files is 0.002."""
 
 
 @cache
 def int8_product() -> Any:
-    """PyTorch's product with int8 weights of float32 rows, which it rounds to 8 bits with one scale and zero point.
+    """PyTorch's product of float32 rows with int8 weights; it rounds the rows to 8 bits with one scale and zero point.
 
-    This is the C function, because the Python object around it takes 13 us in each call to check its arguments.
+    The C function is returned, because the Python object around it takes 13 us in each call to check its arguments.
 
     Raises:
         AttributeError: this PyTorch has no such product.
@@ -42,25 +43,25 @@ def int8_product() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """A weight [out, in] in 4 bits: (digit - 8) * scale + zero."""
+    """A weight [out, in] in 4 bits: each number is (digit - 8) * scale + zero, with the scale and zero of its group."""
 
     packed: Tensor
-    """Digits, in the order that the product reads."""
+    """The digits of all groups, in the order in which PyTorch's 4-bit product reads them."""
     scales_and_zeros: Tensor
-    """bfloat16 [in / GROUP, out, 2]."""
+    """[in / GROUP, out, 2] bfloat16: scale and zero of each group."""
 
     def product(self, x: Tensor) -> Tensor:
-        """[rows, in] -> [rows, out], of the same type; computed in bfloat16."""
+        """[rows, in] -> [rows, out], of the type of `x`; computed in bfloat16."""
         out: Tensor = _int4_product()(x.bfloat16(), self.packed, GROUP, self.scales_and_zeros)
         return out.to(x.dtype)
 
 
 def in_groups(weight: Tensor) -> tuple[Groups, Tensor] | None:
-    """A weight [out, in] in 4 bits, and its values after rounding; None: it needs more than 4 bits.
+    """A weight [out, in] in 4 bits, and its values after rounding; None: the weight needs more than 4 bits.
 
-    So a weight that a file has in 4 bits stays in 4 bits: the numbers of a group lie on a grid of at most 16 points,
-    and each keeps its grid point. The size of a grid step and the middle are rounded to bfloat16, if the error is small
-    (`MAX_ROUNDING_ERROR`).
+    A weight that a file stores in 4 bits stays in 4 bits: the numbers of a group lie on a grid of at most 16 points,
+    and each number keeps its grid point. The size of a grid step and the middle of the grid are rounded to bfloat16, if
+    the error is small (`MAX_ROUNDING_ERROR`).
     """
     num_out, num_in = weight.shape
     if num_in % GROUP or num_out % FEATURES_AT_ONCE:
@@ -84,7 +85,8 @@ def in_groups(weight: Tensor) -> tuple[Groups, Tensor] | None:
 
 
 def _digits(groups: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Digits from 0 to 15 [n, GROUP], grid steps [n] and smallest numbers [n] of groups; None: a group needs more."""
+    """Digits from 0 to 15 [n, GROUP], grid steps [n] and smallest numbers [n] of groups; None: a group needs more than
+    16 digits."""
     low = groups.amin(1)
     span = groups.amax(1) - low
     digits, scale = torch.empty_like(groups), torch.empty_like(span)
@@ -105,11 +107,11 @@ def _digits(groups: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
 @cache
 def _int4_product() -> Any:
     product = torch.ops.aten._weight_int4pack_mm_for_cpu.default
-    return getattr(product, "_op", product)  # the C function, as above
+    return getattr(product, "_op", product)  # the C function, as in `int8_product`
 
 
 def check_quantization(name: str | None, device: torch.device, dtype: torch.dtype) -> None:
-    """Check that weights can be quantized in this way.
+    """Check that weights of this type on this device can be quantized.
 
     Raises:
         ValueError: an unknown name, or a device, type or PyTorch that does not support it.
@@ -126,7 +128,7 @@ def check_quantization(name: str | None, device: torch.device, dtype: torch.dtyp
         int8_product()(torch.ones(1, 8), 1.0, 128, per_feature(torch.ones(8, 8)))
         if name == "int4":
             found = in_groups(torch.ones(FEATURES_AT_ONCE, GROUP))
-            assert found is not None  # all numbers are equal
+            assert found is not None  # all numbers are equal, so 4 bits suffice
             found[0].product(torch.ones(1, GROUP))
     except (AttributeError, RuntimeError) as error:
         raise ValueError(
@@ -135,7 +137,7 @@ def check_quantization(name: str | None, device: torch.device, dtype: torch.dtyp
 
 
 def per_feature(weight: Tensor) -> Any:
-    """A float32 weight [out, in] in 8 bits, symmetric, with a scale per output feature, packed for the operators."""
+    """A float32 weight [out, in] in 8 bits, symmetric, with a scale per output feature, packed for `int8_product`."""
     scales = (weight.abs().amax(dim=1).double() / 127).clamp(min=1e-12)
     zero_points = torch.zeros(len(scales), dtype=torch.int64)
     with warnings.catch_warnings():
@@ -146,6 +148,7 @@ def per_feature(weight: Tensor) -> Any:
 
 @cache
 def activation_limit() -> int:
-    """The largest rounded activation: 7 bits where the processor's sums of 8-bit products could overflow."""
+    """The largest rounded activation: 127, or 63 (7 bits) where the processor's sums of 8-bit products could
+    overflow."""
     test = getattr(torch.cpu, "_is_vnni_supported", None)
     return 127 if test is not None and test() else 63

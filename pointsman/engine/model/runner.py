@@ -4,9 +4,9 @@
     launched  = runner.launch(prepared)    reads only `prepared`: forward pass, sampling, log probabilities
     execution = runner.collect(launched)   waits for a GPU; on a CPU the step has been executed already
 
-So the scheduler can decide the next step while one executes. `run` is `launch` and `collect`; `execute` is all three.
-On a GPU a step may be launched while the previous step computes (`device_steps.py`). If an earlier step has yet to
-sample an input token, the prepared step holds the place where the token will be (`SampledTokens`).
+So the scheduler can decide the next step while a step executes. `run` calls `launch` and `collect`; `execute` calls all
+three methods. On a GPU a step may be launched while the previous step computes (`device_steps.py`). If an earlier step
+has yet to sample an input token, the prepared step holds the place where the token will be (`SampledTokens`).
 """
 
 from __future__ import annotations
@@ -51,29 +51,30 @@ NOT_FINITE = "the model's logits are not finite (NaN or infinity); check the wei
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A step that was launched."""
+    """A launched step, and its results or the copy that will contain them."""
 
     prepared: PreparedStep
     started: float
     """Time of the launch, by `time.perf_counter`."""
     execution: StepExecution | None = None
-    """Its results; None: the device is computing them."""
+    """The step's results; None: the device is computing them."""
     pending: FromDevice | None = None
-    """The copy of the results from the device; None: `execution` has them."""
+    """The copy of the step's results from the device; None: `execution` has the results."""
 
 
 @dataclass(slots=True)
 class StepExecution:
-    """The results of a step: for the scheduler, and for the callers of its requests."""
+    """The results of a step: `result` for the scheduler, the other fields for the callers of the step's requests."""
 
     result: StepResult
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    """Row index of the output -> log probabilities of each sampled token (with drafts, of rejected tokens too), for
-    requests that ask for them."""
+    """Row index of the output -> log probabilities of each sampled token (with drafts, of rejected tokens as well), for
+    requests with `logprobs`."""
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
-    """Row index of the output -> log probabilities of this step's prompt tokens, for requests that ask for them."""
+    """Row index of the output -> log probabilities of this step's prompt tokens, for requests with
+    `prompt_logprobs`."""
     embeddings: dict[int, Float32Array] = field(default_factory=dict)
-    """Row index of the output -> vector [hidden_size] of a prompt that this step completed."""
+    """Row index of the output -> embedding vector [hidden_size] of a prompt whose last chunk this step computed."""
 
 
 class ModelRunner:
@@ -81,11 +82,11 @@ class ModelRunner:
 
     Args:
         loaded: the model.
-        pool: its KV pool, with the block count, the block size and the groups of the scheduler's configuration.
-        scheduler: read for block tables and input tokens, never changed.
-        connector: connects to KV outside the pool; None: there is none.
-        seed: a request without a seed derives one from this seed and its id.
-        backend: computes attention; None: the backend that the model was checked with.
+        pool: the model's KV pool, with the block count, the block size and the groups of the scheduler's configuration.
+        scheduler: the scheduler, read for block tables and input tokens, never changed.
+        connector: connector to KV outside the pool; None: all KV is in the pool.
+        seed: seed of the engine; the seed of a request without a seed is derived from this seed and the request's id.
+        backend: attention backend; None: the backend with which the model was checked.
     """
 
     def __init__(
@@ -108,7 +109,8 @@ class ModelRunner:
         self._fills_rows = self.backend.leaves_out_rows
         layout = pool.layout
         self._parts = np.array(layout.parts_of, dtype=np.int32)[:, None] if layout.groups else None
-        """[groups, 1] number of a layer's blocks in one block of the scheduler; None: there is one group."""
+        """[groups, 1] number of a layer's blocks in one block of the scheduler; None: there is only one group of
+        layers."""
         num_steps = scheduler.config.max_steps_in_flight
         self._sampled_tokens = SampledTokens(num_steps) if num_steps > 1 else None
         self._device_steps = self._make_device_steps()
@@ -116,7 +118,7 @@ class ModelRunner:
         """Time when the last step was collected, by `time.perf_counter`."""
 
     def _make_device_steps(self) -> DeviceSteps | None:
-        """Steps for a GPU, or for interpreted Triton kernels; None: the host runs every step."""
+        """Make the `DeviceSteps` for a GPU, or for interpreted Triton kernels; None: the host runs every step."""
         if self.pool.device.type != "cuda" and self.backend.name != "triton":
             return None
         try:
@@ -130,32 +132,33 @@ class ModelRunner:
         """Record CUDA graphs of decode steps (`decode_graphs.py`), if the attention supports them.
 
         Args:
-            max_bytes: limit of their memory.
-            taken: returns the bytes that this process has allocated on the device.
-            recorder: records them; None: a `CudaRecorder`.
+            max_bytes: maximum memory of all graphs together.
+            taken: function that returns the bytes that this process has allocated on the device.
+            recorder: recorder of the graphs; None: a `CudaRecorder`.
         """
         if self._device_steps is not None:
             self._device_steps.record_graphs(max_bytes, taken, recorder)
 
     def num_computed_rows(self, num_tokens: int) -> int:
-        """Number of rows of the model's products in a step of `num_tokens` tokens."""
+        """Number of rows of the model's matrix products in a step of `num_tokens` tokens, padding included."""
         return rounded_up_rows(num_tokens) if self._fills_rows else num_tokens
 
     def execute(self, output: SchedulerOutput) -> StepExecution:
         """Compute the step: KV of every scheduled token, one sampled token per row with `samples`.
 
-        A row whose logits are not finite, or whose tokens are all excluded, gives an error for its request alone. An
-        empty output needs no forward pass.
+        If the logits of a row are not finite, or all its tokens are excluded, the result has an error for that row's
+        request alone. An output without rows needs no forward pass.
 
         Raises:
-            Exception: any exception of the model. The pool's slots of this step are then undefined.
+            Exception: any exception of the model. The content of the pool's slots that this step writes is then
+                undefined.
         """
         return self.run(self.prepare(output))
 
     # ------------------------------------------------------------------------------------------------------ before
 
     def prepare(self, output: SchedulerOutput) -> PreparedStep:
-        """Read the inputs of the step from the scheduler. Call it before the scheduler is called again.
+        """Read the inputs of the step from the scheduler. Call `prepare` before any further method of the scheduler.
 
         Raises:
             StepOrderError: an earlier step has yet to sample a token of this step, but only one step may be in flight.
@@ -171,7 +174,7 @@ class ModelRunner:
             batch = PagedBatch.build(scheduled, computed, tables[:, 0], block_size)
             batches = batch.in_groups(tables)
         sampling = output.samples.nonzero()[0]
-        behind: Int64Array | int = 0  # distance from each sampled position to the last one of its row
+        behind: Int64Array | int = 0  # distance from each sampled position to its row's last position
         verification = None
         if len(output.draft_token_ids):
             verification = Verification.of(output, sampling)
@@ -199,15 +202,15 @@ class ModelRunner:
             prepared.pooled_chunks, hidden_at = self.pooler.prepare(output, batch.query_starts)
             prepared.logits_at = np.concatenate([prepared.logits_at, hidden_at])
         if sampled is not None:
-            prepared.links = _links(output, prepared, sampled)
+            prepared.links = _make_links(output, prepared, sampled)
         if self.connector is not None:
             prepared.transfers = self.connector.prepare(output)
         return prepared
 
     @staticmethod
     def _prepare_prompt_logprobs(output: SchedulerOutput, prepared: PreparedStep) -> None:
-        """Add the prompt log probabilities of a step. Logits at position p are for token p + 1, so a chunk of them
-        covers the tokens one position later."""
+        """Add to a prepared step the prompt chunks whose log probabilities are needed. Logits at position p are for
+        token p + 1, so a chunk covers the tokens one position after the scheduled tokens."""
         chunks: list[PromptChunk] = []
         logits_at = [prepared.logits_at]
         for index, num_logprobs in prepared.sampling_batch.prompt_logprobs:
@@ -225,7 +228,7 @@ class ModelRunner:
     # ----------------------------------------------------------------------------------------------------- execute
 
     def run(self, prepared: PreparedStep) -> StepExecution:
-        """Execute a prepared step; steps must run in the order in which they were prepared.
+        """Execute a prepared step and return its results; steps must run in the order in which they were prepared.
 
         Raises:
             Exception: see `execute`.
@@ -233,12 +236,13 @@ class ModelRunner:
         return self.collect(self.launch(prepared))
 
     def can_launch_ahead(self, prepared: PreparedStep) -> bool:
-        """Whether `launch` returns at once for this step, so that it may be called before the previous step is
-        collected."""
+        """Whether `launch` returns without waiting for this step, so that `launch` may be called before the previous
+        step is collected."""
         return self._device_steps is not None and self._device_steps.is_plain(prepared)
 
     def launch(self, prepared: PreparedStep) -> LaunchedStep:
-        """Begin to execute a step, in the order of preparation. On a CPU the whole step is executed here.
+        """Begin to execute a step; steps are launched in the order of preparation. On a CPU the whole step is executed
+        here.
 
         Raises:
             Exception: see `execute`.
@@ -251,7 +255,7 @@ class ModelRunner:
         return launched
 
     def collect(self, launched: LaunchedStep) -> StepExecution:
-        """Wait for a step and return its results, in the order of launches.
+        """Wait for a step and return its results; steps are collected in the order of launches.
 
         Raises:
             Exception: see `execute`.
@@ -295,7 +299,7 @@ class ModelRunner:
         return execution
 
     def _store_sampled(self, prepared: PreparedStep, token_ids: Int64Array) -> None:
-        """Store the sampled tokens for later steps that are prepared already."""
+        """Store a step's sampled tokens for later steps that have been prepared already."""
         if prepared.links is not None and self._sampled_tokens is not None:
             self._sampled_tokens.put(prepared.links.sampled, token_ids)
 
@@ -308,7 +312,8 @@ class ModelRunner:
             prepared.sampling_batch.errors.update(prepared.sampling_batch.edits.finish(self._sampled_tokens.get))
 
     def _forward_and_pool(self, prepared: PreparedStep) -> tuple[Tensor, dict[int, Float32Array]]:
-        """Logits [num_logits or more, vocab_size], and vectors of the pooled rows that completed."""
+        """Logits [num_logits or more, vocab_size], and by row index the embedding vectors of the prompts that this step
+        completed."""
         model, num_logits = self.loaded.model, prepared.num_logits
         trims = takes_logits_to_keep(type(model).forward)
         wanted = rounded_up_rows(num_logits) if self._fills_rows else num_logits
@@ -318,7 +323,7 @@ class ModelRunner:
         return logits, self.pooler.take(prepared.pooled_chunks, hidden[num_logits : len(prepared.logits_at)])
 
     def _forward(self, prepared: PreparedStep) -> Tensor:
-        """Logits [len(logits_at), vocab_size]; those of pooled rows may be missing."""
+        """Logits [len(logits_at), vocab_size]; logits of pooled rows, which are last, may be missing."""
         if self._device_steps is not None:
             return self._device_steps.forward(prepared)
         num_logits, keep, num_rows = len(prepared.logits_at), None, None
@@ -353,8 +358,9 @@ class ModelRunner:
 class SampledTokens:
     """The last `num_steps` sampled tokens of each row of the scheduler.
 
-    A token's place depends on its row and its position in the sequence. No place is ever read stale, for two reasons. A
-    row is reused only after every step that uses it has ended. A repeated step writes its tokens to the same places.
+    A token's place depends on its row and its position in the sequence. A place never returns a stale token, for two
+    reasons. A row is reused only after every step that uses it has ended. A repeated step writes its tokens to the same
+    places.
     """
 
     def __init__(self, num_steps: int) -> None:
@@ -362,11 +368,12 @@ class SampledTokens:
         self._tokens: Int64Array = np.zeros(0, dtype=np.int64)
 
     def places(self, rows: Int64Array, positions: Int64Array) -> Int64Array:
-        """Places of the tokens at these positions of the rows' sequences. May be called at any time."""
+        """Places of the tokens at `positions` of the sequences in `rows`. May be called before the tokens are
+        sampled."""
         return rows * self._num_steps + positions % self._num_steps
 
     def put(self, places: Int64Array, token_ids: Int64Array) -> None:
-        """Store the tokens that a step sampled."""
+        """Store the tokens `token_ids` that a step sampled at `places`."""
         most = int(places.max(initial=-1))
         if most >= len(self._tokens):
             grown = np.zeros(max(most + 1, 2 * len(self._tokens)), dtype=np.int64)
@@ -375,12 +382,12 @@ class SampledTokens:
         self._tokens[places] = token_ids
 
     def get(self, places: Int64Array) -> Int64Array:
-        """The tokens that earlier steps stored at these places."""
+        """The tokens that earlier steps stored at `places`."""
         return self._tokens[places]
 
 
-def _links(output: SchedulerOutput, prepared: PreparedStep, tokens: SampledTokens) -> StepLinks:
-    """The places that a step reads tokens from and stores tokens to, if several steps may be in flight."""
+def _make_links(output: SchedulerOutput, prepared: PreparedStep, tokens: SampledTokens) -> StepLinks:
+    """The places from which a step reads tokens and to which it stores tokens, if several steps may be in flight."""
     batch, sampling = prepared.batch, prepared.sampling
     rows = output.rows.astype(np.int64)
     unsampled = (prepared.token_ids.numpy() == UNSAMPLED).nonzero()[0]
@@ -389,7 +396,7 @@ def _links(output: SchedulerOutput, prepared: PreparedStep, tokens: SampledToken
         for edit in edits.unfinished:
             index, end = sampling[edit.row], int(batch.kv_lens[sampling[edit.row]])
             edit.sources = tokens.places(rows[index], np.arange(end - edit.num_missing, end))
-    if len(unsampled) == len(sampling) == len(rows) == batch.num_tokens:  # all decodes, with input still in flight
+    if len(unsampled) == len(sampling) == len(rows) == batch.num_tokens:  # only decodes, with input in flight
         return StepLinks(tokens.places(rows, batch.kv_lens), unsampled, tokens.places(rows, batch.positions))
     row_indices = np.searchsorted(batch.query_starts, unsampled, side="right") - 1
     return StepLinks(
@@ -400,7 +407,8 @@ def _links(output: SchedulerOutput, prepared: PreparedStep, tokens: SampledToken
 
 
 def _add_vectors(execution: StepExecution, vectors: dict[int, Float32Array]) -> None:
-    """Add the vectors of a step. A vector that is not finite becomes an error of its row."""
+    """Add embedding vectors, by row index, to a step's results. A vector that is not finite becomes an error of its
+    row."""
     execution.embeddings = {index: vector for index, vector in vectors.items() if np.isfinite(vector).all()}
     bad = {index: NOT_FINITE for index in vectors if index not in execution.embeddings}
     if bad:
@@ -408,7 +416,7 @@ def _add_vectors(execution: StepExecution, vectors: dict[int, Float32Array]) -> 
 
 
 def _errors(prepared: PreparedStep, logits: Tensor, ok: npt.NDArray[np.bool_]) -> dict[int, str]:
-    """Row index -> why it could not be sampled: an error of the model, or of the request's parameters."""
+    """Row index -> why the row could not be sampled: an error of the model, or of the request's parameters."""
     bad = (~ok).nonzero()[0]
     had_choice = torch.isfinite(logits[torch.from_numpy(bad).to(logits.device)].amax(dim=-1)).tolist()
     errors = prepared.sampling_batch.errors
@@ -419,7 +427,8 @@ def _errors(prepared: PreparedStep, logits: Tensor, ok: npt.NDArray[np.bool_]) -
 
 
 def _prompt_logprobs(prepared: PreparedStep, logits: Tensor) -> dict[int, PromptLogprobs]:
-    """Row index -> log probabilities of its prompt chunk; logits: [tokens of all chunks, vocab_size], in order."""
+    """Row index -> log probabilities of the row's prompt chunk. `logits`: [tokens of all chunks, vocab_size], chunk
+    after chunk."""
     found: dict[int, PromptLogprobs] = {}
     parts = torch.split(logits, [len(chunk.token_ids) for chunk in prepared.prompt_chunks])
     with torch.inference_mode():

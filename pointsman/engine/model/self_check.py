@@ -1,7 +1,7 @@
 """SelfCheck: compares a model's logits on the paged path, step by step, with a plain forward pass.
 
-The plain pass is computed once, when a `SelfCheck` is made. The paged path can be checked any number of times, also
-after parts of the model have been replaced by faster ones.
+The plain pass is computed once, when a `SelfCheck` is constructed. The paged path can be checked any number of times,
+also after parts of the model have been replaced by faster parts.
 """
 
 from __future__ import annotations
@@ -27,25 +27,27 @@ BLOCK_SIZE = 4
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 """Largest allowed error of logits in the self-check, as `relative_error` measures it.
 
-In bfloat16, rounding alone makes 0.01 in two layers and 0.015 to 0.03 in 14. A lost window or lost sinks make at least
-0.17. Some models have larger rounding errors: Gemma 3 270M makes 0.2.
+In bfloat16, rounding alone causes an error of 0.01 in two layers and 0.015 to 0.03 in 14 layers. An ignored window or
+ignored sinks cause at least 0.17. Some models have larger rounding errors: 0.2 in Gemma 3 270M.
 """
 MAX_RATIO_OF_ERRORS = 1.25
-"""Limit for a 16-bit model beyond that: its error against float32, relative to the plain pass's error against it."""
+"""Maximum ratio of two errors of a 16-bit model that exceeds `TOLERANCE`: the error of the paged path against float32,
+divided by the error of the plain pass against float32."""
 
 
 @dataclass(slots=True)
 class FirstStep:
-    """The first step of the check, with its attention context open."""
+    """The first step of the self-check; the attention context holds the step's plans while this object is used."""
 
     forward: Callable[[], Tensor]
-    """Computes the whole model."""
+    """Function that computes the step with the whole model, and returns the logits."""
     context: AttentionContext
     exact_pool: KVPool
 
     @contextmanager
     def exact(self) -> Iterator[None]:
-        """Inside the `with` block, layers attend to a pool in float32, so keys and values are not rounded."""
+        """Inside the `with` block, layers attend to `exact_pool`, which is in float32, so keys and values are not
+        rounded."""
         pool = self.context.pool
         self.context.pool = self.exact_pool
         try:
@@ -61,10 +63,10 @@ class SelfCheck:
     single tokens.
 
     Args:
-        model: its handlers are attached to `context`, and its own layers are still in place.
-        layers: its layers' shapes, from the probe.
-        context: its attention is computed through this context.
-        backend: the attention that will run.
+        model: the model. Its handlers are attached to `context`, and its own layers are not yet replaced.
+        layers: shapes of the model's layers, from `probe_layers`.
+        context: the context through which the model's attention is computed.
+        backend: the attention backend to check.
     """
 
     def __init__(
@@ -74,19 +76,20 @@ class SelfCheck:
         self.layers = layers
         self.context = context
         self.backend = backend
-        self.sequences, self.steps = _plan(model)
+        self.sequences, self.steps = _plan_steps(model)
         self.plain = self._plain_logits()
         self._in_float32: list[Tensor] = []
-        """Logits of the plain pass in float32; empty until they are needed."""
+        """Logits [t, vocab_size] of each sequence by a plain pass in float32; empty until they are needed."""
         most = blocks_for(max(len(sequence) for sequence in self.sequences), BLOCK_SIZE)
         # Shuffled by a stride that is coprime to the count, so that a row's blocks are far apart.
         self.tables = (np.arange(3 * most) * (3 * most - 1) % (3 * most)).reshape(most, 3).T
 
     def run(self, *, fused: bool = False) -> None:
-        """Compare every logit. If a 16-bit type rounds badly, both passes are compared with float32.
+        """Compare every logit of the two passes. If the error in a 16-bit type is too large, compare each pass with
+        float32.
 
         Args:
-            fused: whether parts of the model have been replaced; these compute only in the model's type.
+            fused: whether parts of the model have been replaced; replaced parts compute only in the model's type.
 
         Raises:
             UnsupportedModel: the logits differ by more than rounding.
@@ -111,12 +114,13 @@ class SelfCheck:
         )
 
     def _plain_logits(self) -> list[Tensor]:
-        """Logits of every position of every sequence, by transformers' own attention."""
+        """Logits of every position of every sequence, computed with transformers' own attention."""
         with plain_attention(self.model):
             return [run_model(self.model, one, torch.arange(len(one)), keep=None) for one in self.sequences]
 
     def _error(self, got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
-        """The error of `got`: in float32 the largest of all positions, in a 16-bit type the upper quartile.
+        """The error of the logits `got`: in float32 the largest error of all positions, in a 16-bit type the upper
+        quartile.
 
         In a 16-bit type, rounding may change the choice of an expert at a few positions. The quartile still detects an
         error that only long sequences have, such as a lost window.
@@ -126,7 +130,8 @@ class SelfCheck:
 
     @contextmanager
     def first_step(self) -> Iterator[FirstStep]:
-        """The first step, with two chunks. Inside the `with` block it can be computed any number of times."""
+        """The first step, which has two chunks. Inside the `with` block the step can be computed any number of
+        times."""
         counts = np.array(self.steps[0])
         with self._step(self._pool(), counts, np.zeros_like(counts)) as forward:
             yield FirstStep(forward, self.context, self._pool(torch.float32))
@@ -155,7 +160,7 @@ class SelfCheck:
             self.context.end()
 
     def _paged(self) -> list[Tensor]:
-        """Logits of every position of every sequence, computed step by step."""
+        """Logits of every position of every sequence, computed step by step on the paged path."""
         pool = self._pool()
         computed = np.zeros(3, dtype=np.int64)
         collected: list[list[Tensor]] = [[], [], []]
@@ -171,16 +176,17 @@ class SelfCheck:
 
 
 def relative_error(got: Tensor, want: Tensor) -> Tensor:
-    """[t] root mean square of each row's error, logits [t, vocab_size], relative to the row's standard deviation.
+    """[t] error of each row of the logits [t, vocab_size]: its root mean square, relative to the row's standard
+    deviation.
 
-    The largest error of a row would not do: with the same rounding it grows with the size of the vocabulary.
+    The largest error of a row is not used, because with equal rounding it grows with the size of the vocabulary.
     """
     difference = (got.float() - want.float()).square().mean(dim=-1).sqrt()
     return difference / want.float().std(dim=-1).clamp(min=1e-6)
 
 
-def _plan(model: Any) -> tuple[list[Tensor], list[tuple[int, ...]]]:
-    """Token sequences, and for each step the number of computed tokens of each sequence."""
+def _plan_steps(model: Any) -> tuple[list[Tensor], list[tuple[int, ...]]]:
+    """Token sequences, and for each step the number of tokens of each sequence that the step computes."""
     config = model.config.get_text_config(decoder=True)
     longest = getattr(config, "max_position_embeddings", None) or 64
     steps: list[tuple[int, ...]] = [(13, 21, 0), (19, 1, 6), (1, 1, 3), (4, 1, 1)]
@@ -193,7 +199,8 @@ def _plan(model: Any) -> tuple[list[Tensor], list[tuple[int, ...]]]:
 
 @contextmanager
 def in_float32(model: Any) -> Iterator[None]:
-    """Convert a model to float32 inside the `with` block. A 16-bit model takes twice the memory; no weight changes."""
+    """Convert a model to float32 inside the `with` block. A 16-bit model then takes twice the memory. Its weights are
+    the same afterwards."""
     tensors = [one for one in (*model.parameters(), *model.buffers()) if one.is_floating_point()]
     dtypes = [one.dtype for one in tensors]
     try:

@@ -1,7 +1,8 @@
 """Reads generation_config.json and checks the fields of config.json, with errors that name file, field and value.
 
-transformers ignores some wrong values, and reports others without the file or the field. So the fields that affect the
-computation are checked before transformers reads them. Fields that only one family has are left to transformers.
+transformers ignores some wrong values, and reports other wrong values without the file or the field. So the fields that
+affect the computation are checked before transformers reads them. Fields that only one family has are left to
+transformers.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ DEFAULTS: Mapping[str, str] = {
     "frequency_penalty": "frequency_penalty",
     "max_new_tokens": "max_tokens",
 }
-"""Fields of generation settings that are used, and their names in `SamplingParams`. `do_sample` is ignored."""
+"""Fields of generation_config.json that are used -> their names in `SamplingParams`. `do_sample` is ignored."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationSettings:
-    """The generation settings in a model's directory."""
+    """The generation settings of a model: the tokens that end texts, and default sampling parameters."""
 
     eos_token_ids: tuple[int, ...] | None
-    """None: not given."""
+    """Ids of the tokens that end a text; None: the settings name no such tokens."""
     sampling: Mapping[str, Any]
-    """Defaults, by their names in `SamplingParams`."""
+    """Default sampling parameters, by their names in `SamplingParams`."""
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], vocab_size: int, source: str = "generation_config") -> GenerationSettings:
@@ -54,7 +55,7 @@ class GenerationSettings:
         Args:
             fields: values by field name; a field that is None counts as absent.
             vocab_size: token ids must be below it.
-            source: the file, for errors.
+            source: name of the file, for error messages.
 
         Raises:
             ModelLoadError: a field has a wrong type or is out of range.
@@ -74,11 +75,12 @@ class GenerationSettings:
 
 
 def read_generation_settings(path: Path, config: Any) -> GenerationSettings:
-    """The settings of a directory's generation_config.json; without that file, those in its config.json.
+    """The generation settings of a model's directory, from generation_config.json, or, without that file, from
+    config.json.
 
     Args:
-        path: the directory.
-        config: its configuration.
+        path: the model's directory.
+        config: transformers' configuration of the model.
 
     Raises:
         ModelLoadError: the file cannot be read, or a field has a wrong type or is out of range.
@@ -109,8 +111,8 @@ def _eos_token_ids(value: Any, vocab_size: int, source: str) -> tuple[int, ...] 
 
 
 def choose_eos_token_ids(model: Any, tokenizer: Any | None, settings: GenerationSettings) -> tuple[int, ...]:
-    """The tokens that end a text: the tokenizer's EOS first, then those of the generation settings, or, if these name
-    none, of the configuration.
+    """The tokens that end a text: the tokenizer's EOS first, then the EOS tokens of the generation settings, or, if the
+    settings name none, of the model's configuration.
 
     Raises:
         ModelLoadError: the configuration's eos_token_id is no token id.
@@ -130,7 +132,7 @@ def choose_eos_token_ids(model: Any, tokenizer: Any | None, settings: Generation
 
 
 def check_fields(content: Mapping[str, Any], file: Path) -> None:
-    """Check the fields of a config.json that affect the computation, also in its `text_config`.
+    """Check the fields of a config.json that affect the computation, in its `text_config` as well.
 
     Raises:
         ModelLoadError: a field has a wrong type or is out of range; the message names file, field and value.
@@ -207,7 +209,7 @@ def _shown(value: Any) -> str:
 
 
 Check = tuple[Callable[[Any], bool], str]
-"""A test of a value, and a description of correct values."""
+"""A function that returns whether a value is correct, and a description of correct values for error messages."""
 
 _COUNT: Check = (lambda value: _is_int(value) and value >= 1, "an integer of at least 1")
 _ABOVE_0: Check = (lambda value: _is_number(value) and value > 0, "a number above 0")
@@ -219,7 +221,8 @@ _TRUTH: Check = (lambda value: isinstance(value, bool), "true or false")
 _ANYTHING: Check = (lambda value: True, "anything")
 
 MAX_LAYERS = 10_000
-"""Limit because transformers lists the kind of each layer before it finds that there are no weights for them."""
+"""Maximum of `num_hidden_layers`. transformers makes a list with an entry for each layer before it finds that the
+weights of the layers are missing."""
 CONFIG_FIELDS: Mapping[str, Check] = {
     "max_position_embeddings": _COUNT,
     "vocab_size": _COUNT,
@@ -241,7 +244,7 @@ CONFIG_FIELDS: Mapping[str, Check] = {
     "quantization_config": (lambda value: isinstance(value, Mapping), "an object"),
     "text_config": (lambda value: isinstance(value, Mapping), "an object"),
 }
-"""Fields and their checks; a null is left to transformers."""
+"""Checks of the fields of config.json, by field name; a field that is null is left to transformers."""
 
 ROPE_FIELDS: Mapping[str, Check] = {
     "rope_type": _NAME,
@@ -262,12 +265,13 @@ ROPE_FIELDS: Mapping[str, Check] = {
     "long_factor": _NUMBERS,
     "truncate": _TRUTH,
 }
-"""Fields of rotary embeddings and their checks; only single families have other fields."""
+"""Checks of the fields of rotary embeddings, by field name; a few families have further fields, which are not
+checked."""
 UNSCALED = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 """Fields that a rotary embedding without scaling may have."""
 NEEDS_FACTOR = frozenset({"linear", "dynamic", "llama3", "yarn"})
 SAME_ROPE_TYPES = frozenset({"longrope", "su"})
-"""Two names of the same type."""
+"""Two names of one rotary type, so a configuration may have either name in `rope_type` and in `type`."""
 MIN_SIMILARITY = 0.82
-"""Minimum similarity, from 0 to 1, of an unknown name to a known one to report it as a misspelling."""
+"""Minimum similarity, from 0 to 1, at which an unknown field name is reported as a misspelling of a known name."""
 ROPE_EXAMPLE = '{"rope_type": "linear", "factor": 2.0}'

@@ -1,10 +1,10 @@
 """Keeps the sampling parameters of all requests as columns, and gathers the arrays of one step from them.
 
 A request's parameters are written once, when it is admitted, into the columns at the scheduler's row number
-(`output.rows`). A step without new rows is a few NumPy gathers, for any number of rows:
+(`output.rows`). A step without new rows needs a few NumPy gathers, for any number of rows:
 
     flags[row]        the features below that the request uses; one reduction finds the features that a step can skip
-    serial[row]       the admission that the columns describe; another serial in an output means another request
+    serial[row]       serial of the admission that the columns describe; another serial in an output: another request
     temperature, top_k, top_p, min_p, mixed_seed (of `race.py`), logprobs, prompt_logprobs
 
 Requests with flag EDITED (penalties, biases, masks, grammars) also have an `EditedRow`, in `logit_edits.py`. Only these
@@ -34,11 +34,12 @@ RANDOM, EDITED, LOGPROBS, PROMPT_LOGPROBS = 1, 2, 4, 8
 
 @dataclass(slots=True)
 class SamplingBatch:
-    """The sampling parameters of the n rows of one step. Later steps do not change it."""
+    """The sampling parameters of the n rows of one step. Later steps do not change these arrays."""
 
     num_rows: int
     random: Int64Array
-    """[r] the rows that are not greedy; the arrays below have an element for each of these rows."""
+    """[r] indices of the rows that are not greedy. The five arrays after this field have one element for each of these
+    rows."""
     temperature: Float32Array
     top_k: Int64Array
     top_p: Float64Array
@@ -46,14 +47,16 @@ class SamplingBatch:
     keys: UInt64Array
     edits: LogitEdits | None = None
     logprobs: list[tuple[int, int, int]] = field(default_factory=list)
-    """(row of the logits, row index of the output, number beside its own token) for each row with log probabilities."""
+    """(row of the logits, row index of the output, number of most likely tokens) for each row with log
+    probabilities."""
     errors: dict[int, str] = field(default_factory=dict)
-    """Row of the logits -> why no token can be sampled from it; the error ends only that row's request."""
+    """Row of the logits -> reason why no token can be sampled from the row; the error ends only that row's request."""
     prompt_logprobs: list[tuple[int, int]] = field(default_factory=list)
-    """(row index of the output, number) for each row with prompt log probabilities; also rows that do not sample."""
+    """(row index of the output, number of most likely tokens) for each row with prompt log probabilities, including
+    rows that do not sample."""
 
     def of_row(self, row: int) -> SamplingBatch:
-        """The batch of one row of the logits."""
+        """The parameters of one row of the logits, as a batch of one row."""
         own = self.random == row
         return SamplingBatch(
             num_rows=1,
@@ -69,7 +72,7 @@ class SamplingBatch:
 
 
 _MAX_TEMPERATURE = float(np.finfo(np.float32).max)
-"""A higher temperature is infinite in float32, and makes masked logits NaN."""
+"""Maximum temperature. A higher temperature is infinite in float32, and makes masked logits NaN."""
 _NO_INTS = np.zeros(0, dtype=np.int64)
 _NO_FLOATS = np.zeros(0, dtype=np.float64)
 _NO_KEYS = np.zeros(0, dtype=np.uint64)
@@ -77,10 +80,11 @@ _NO_TEMPERATURES = np.zeros(0, dtype=np.float32)
 
 
 class SamplingColumns:
-    """Parameters of all requests that have a row.
+    """Sampling parameters of all admitted requests, as columns by the scheduler's rows.
 
     Args:
-        engine_seed: a request without a seed derives one from this seed and its id.
+        engine_seed: seed of the engine; the seed of a request without a seed is derived from this seed and the
+            request's id.
     """
 
     def __init__(self, engine_seed: int) -> None:
@@ -95,10 +99,11 @@ class SamplingColumns:
         self.logprobs = np.zeros(0, dtype=np.int64)
         self.prompt_logprobs = np.zeros(0, dtype=np.int64)
         self.failures: dict[Request, str] = {}
-        """Request -> why its parameters could not be written. Such requests have flag EDITED."""
+        """Request -> reason why its parameters could not be written. Such requests have the flag EDITED."""
 
     def admit(self, output: SchedulerOutput) -> list[int]:
-        """Write the columns of requests that are new in their row; returns their row indices in the output."""
+        """Write the columns of requests that are new in their rows; returns the row indices of these requests in the
+        output."""
         rows = output.rows
         most = int(rows.max(initial=-1))
         if most >= len(self.serial):
@@ -111,22 +116,22 @@ class SamplingColumns:
             try:
                 self.flags[row] = self._write(row, request)
                 self.failures.pop(request, None)
-            except Exception as error:  # the error concerns only this request's parameters
+            except Exception as error:  # an error of this request's parameters alone
                 self.flags[row] = EDITED
                 self.failures[request] = row_failure(error)
             self.serial[row] = output.serials[index]
         return admitted
 
     def _grow(self, least: int) -> None:
-        """Grow to `least` rows, and at least double, so that growing is rare. The serial of new rows is 0; serials of
-        admissions start at 1."""
+        """Grow the columns to `least` rows or to twice their size, so that growing is rare. The serial of new rows is
+        0, because serials of admissions start at 1."""
         more = max(least, 2 * len(self.serial)) - len(self.serial)
         for name, column in vars(self).items():
             if isinstance(column, np.ndarray):
                 setattr(self, name, np.concatenate([column, np.zeros(more, dtype=column.dtype)]))
 
     def _write(self, row: int, request: Request) -> int:
-        """Write the columns of a row; returns its flags."""
+        """Write the columns of a row; returns the row's flags."""
         params: SamplingParams = request.metadata
         flags = 0
         if not params.is_greedy:
@@ -148,7 +153,7 @@ class SamplingColumns:
         return flags
 
     def gather(self, output: SchedulerOutput, sampling: Int64Array, positions: Int64Array) -> SamplingBatch:
-        """The batch of a step, without edits: see `Sampler.prepare` for the arguments."""
+        """The sampling parameters of a step, without edits. The arguments are those of `Sampler.prepare`."""
         all_flags = self.flags[output.rows]
         used = int(np.bitwise_or.reduce(all_flags, initial=0))
         if not used & ~EDITED:
@@ -178,6 +183,6 @@ class SamplingColumns:
         return batch
 
     def edited(self, output: SchedulerOutput, sampling: Int64Array) -> list[int]:
-        """Positions in `sampling` of the rows that have an `EditedRow`."""
+        """Indices in `sampling` of the rows that have an `EditedRow`."""
         found: list[int] = (self.flags[output.rows[sampling]] & EDITED).nonzero()[0].tolist()
         return found

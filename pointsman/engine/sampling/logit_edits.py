@@ -1,23 +1,23 @@
 """Edits logits for requests with allowed tokens, bad words, `min_tokens`, biases, penalties or grammars.
 
 The edits are collected per row on the host (`EditedRow.edit`), from the request's tokens, and applied to the logits of
-all rows at once (`LogitEdits.apply`), in vLLM's order:
+all rows in one call (`LogitEdits.apply`), in vLLM's order:
 
-1. These tokens become minus infinity: tokens that are not allowed, tokens that complete a bad word, and EOS and stop
-   tokens before `min_tokens`.
+1. The logits of some tokens become minus infinity: tokens that are not allowed, tokens that complete a bad word, and
+   EOS and stop tokens before `min_tokens`.
 2. Biases are added.
 3. Penalties are applied.
-4. Tokens that a grammar does not allow become minus infinity.
+4. The logits of tokens that a grammar does not allow become minus infinity.
 
-If a grammar allows only the end of the text, the other edits are left out.
+If a grammar allows only the end of the text, the other edits of the row are skipped.
 
-Edits do not depend on the engine's history: token counts are updated to the request's present tokens, and counted again
-after a new admission (after a preemption, for example). So a request samples the same tokens alone, batched, preempted,
-or in a repeated step.
+Edits do not depend on the engine's history: token counts are updated to the request's current tokens, and tokens are
+counted again after a new admission (after a preemption, for example). So a request samples the same tokens alone,
+batched, preempted, or in a repeated step.
 
-With several steps in flight, the newest tokens of a request may be unknown when a step is prepared. Its penalties and
-bad words are then completed just before the step is executed (`UnfinishedEdit`). Requests with a grammar are scheduled
-only when all their tokens are known.
+With several steps in flight, the newest tokens of a request may be unknown when a step is prepared. The edits for
+penalties and bad words are then completed just before the step is executed (`UnfinishedEdit`). Requests with a grammar
+are scheduled only when all their tokens are known.
 """
 
 from __future__ import annotations
@@ -41,28 +41,30 @@ from pointsman.engine.params.sampling import SamplingParams
 MINUS_INFINITY = float("-inf")
 
 Finish: TypeAlias = "Callable[[LogitEdits, list[int]], None]"
-"""Adds an edit, given the request's newest tokens, which were unknown when the step was prepared."""
+"""Function that adds an edit. Its second argument are the request's newest tokens, which were unknown when the step was
+prepared."""
 
 
 class TokenCounts:
-    """Counts each token of a growing sequence, and lists the tokens that occur, in memory of O(vocabulary)."""
+    """Counts the occurrences of each token in a growing sequence, and lists the tokens that occur, in memory of
+    O(vocabulary)."""
 
     __slots__ = ("_is_known", "_known", "_num_known", "counts")
 
     def __init__(self, vocab_size: int) -> None:
         self.counts = np.zeros(vocab_size, dtype=np.int32)
-        """[vocab_size] occurrences among the tokens of `add`."""
+        """[vocab_size] number of occurrences of each token among the tokens that `add` has counted."""
         self._is_known = np.zeros(vocab_size, dtype=np.bool_)
-        self._known = np.zeros(256, dtype=np.int64)  # the tokens with `_is_known`, as a growing list
+        self._known = np.zeros(256, dtype=np.int64)  # the tokens for which `_is_known` is true; the array grows
         self._num_known = 0
 
     @property
     def known(self) -> Int64Array:
-        """Each token of `add` and `note`, once."""
+        """Every token that was an argument of `add` or `note`, once each."""
         return self._known[: self._num_known]
 
     def note(self, token_ids: npt.NDArray[np.integer]) -> None:
-        """Add tokens that occur without counting them (a prompt's tokens)."""
+        """Add tokens (those of a prompt) to `known` without counting them."""
         token_ids = token_ids[token_ids < len(self.counts)]
         new = np.unique(token_ids[~self._is_known[token_ids]])
         end = self._num_known + len(new)
@@ -73,7 +75,7 @@ class TokenCounts:
         self._is_known[new] = True
 
     def add(self, token_ids: npt.NDArray[np.integer]) -> None:
-        """Count further tokens."""
+        """Count further tokens of the sequence."""
         token_ids = token_ids[token_ids < len(self.counts)]
         self.note(token_ids)
         np.add.at(self.counts, token_ids, 1)
@@ -83,11 +85,11 @@ class EditedRow:
     """The edits of one admitted request.
 
     Args:
-        request: its `metadata` are SamplingParams.
-        serial: serial of its admission.
-        vocab_size: number of logits; tokens beyond them are ignored.
-        bad_words: token sequences, see `bad_word_sequences`.
-        grammar: the grammar of its text.
+        request: the request, whose `metadata` are SamplingParams.
+        serial: serial of the request's admission.
+        vocab_size: number of logits of a row; higher token ids are ignored.
+        bad_words: token sequences of the bad words, from `bad_word_sequences`.
+        grammar: grammar of the request's text; None: any text is allowed.
     """
 
     __slots__ = (
@@ -121,19 +123,19 @@ class EditedRow:
         self._params = params
         self._vocab_size = vocab_size
         self._bad_words = bad_words
-        self._num_starting = max((len(word) - 1 for word in bad_words), default=0)  # all but the last of the longest
-        self._allowed = None if params.allowed_token_ids is None else _unique(params.allowed_token_ids, vocab_size)
-        self._stop_ids = _unique(sorted(request.stop_set.union(request.eos_token_ids)), vocab_size)
-        self._eos_ids = _unique(request.eos_token_ids, vocab_size)
+        self._num_starting = max((len(word) - 1 for word in bad_words), default=0)  # of the longest bad word
+        self._allowed = None if params.allowed_token_ids is None else _valid_ids(params.allowed_token_ids, vocab_size)
+        self._stop_ids = _valid_ids(sorted(request.stop_set.union(request.eos_token_ids)), vocab_size)
+        self._eos_ids = _valid_ids(request.eos_token_ids, vocab_size)
         self._grammar = grammar
         biases = {token: bias for token, bias in (params.logit_bias or {}).items() if token < vocab_size}
         self._bias_ids = np.array(list(biases), dtype=np.int64)
         self._bias_values = np.array(list(biases.values()), dtype=np.float32)
         self._counts: TokenCounts | None = None
-        self._num_counted = 0  # output tokens in `_counts`
+        self._num_counted = 0  # number of output tokens in `_counts`
 
     def edit(self, row: int, position: int, edits: LogitEdits) -> None:
-        """Add to `edits` the edits of the logits of `row`, for drawing the token at `position`.
+        """Add to `edits` the edits of row `row` of the logits, from which the token at `position` is drawn.
 
         Raises:
             GrammarError: the grammar cannot compute the tokens that it allows.
@@ -141,7 +143,7 @@ class EditedRow:
         num_output = position - self._request.num_prompt_tokens
         num_missing = max(0, num_output - self._request.num_output_tokens)
         if self._grammar is not None:
-            if self._constrain(self._grammar, row, num_output, edits):
+            if self._mask_by_grammar(self._grammar, row, num_output, edits):
                 return
             if self._params.ignore_eos:
                 edits.mask(row, self._eos_ids)
@@ -159,8 +161,9 @@ class EditedRow:
         if self._params.has_penalties:
             edits.add(row, num_missing, self._prepare_penalties(row, num_output))
 
-    def _constrain(self, grammar: RequestGrammar, row: int, num_output: int, edits: LogitEdits) -> bool:
-        """Mask the tokens that the grammar does not allow; returns whether it allows only the end."""
+    def _mask_by_grammar(self, grammar: RequestGrammar, row: int, num_output: int, edits: LogitEdits) -> bool:
+        """Mask the tokens that the grammar does not allow; returns whether the grammar allows only the end of the
+        text."""
         if grammar.num_accepted > num_output:
             grammar.rewind(num_output)
         known = grammar.num_accepted
@@ -168,19 +171,20 @@ class EditedRow:
         return grammar.mask(new, row, edits.token_masks(self._vocab_size))
 
     def _mask_bad_words(self, row: int, known: list[int], edits: LogitEdits, newest: list[int]) -> None:
-        """`known` and `newest` are the end of the output."""
+        """Mask the tokens that would complete a bad word; `known`, then `newest` are the last tokens of the output."""
         edits.mask(row, self._completed_bad_words([*known, *newest]))
 
     def _completed_bad_words(self, output: list[int]) -> Int64Array:
-        """The last tokens of the bad words whose other tokens end the output; `output` may be only its end."""
+        """The last token of each bad word whose other tokens are the last tokens of the output. `output` may be
+        shortened at its start."""
         found = []
         for *start, last in self._bad_words:
             if last < self._vocab_size and (not start or output[-len(start) :] == start):
                 found.append(last)
-        return _unique(found, self._vocab_size)
+        return _valid_ids(found, self._vocab_size)
 
     def _prepare_penalties(self, row: int, num_output: int) -> Finish:
-        """Count the known output; returns a function that penalises it together with the newest tokens."""
+        """Count the known output tokens; returns a function that penalises these tokens and the newest tokens."""
         params = self._params
         if self._counts is None or self._num_counted > num_output:
             self._counts = TokenCounts(self._vocab_size)
@@ -204,7 +208,8 @@ def _penalize(
     edits: LogitEdits,
     newest: list[int],
 ) -> None:
-    """Penalise `token_ids`, which occur in the prompt, or `counts` times in the output, and the `newest` tokens."""
+    """Penalise `token_ids`, which occur `counts` times in the known output (0: only in the prompt), and the `newest`
+    tokens."""
     for token in newest:
         if token < vocab_size:
             at = (token_ids == token).nonzero()[0]
@@ -220,16 +225,16 @@ class UnfinishedEdit:
     """An edit that depends on tokens that were not yet sampled when the step was prepared."""
 
     row: int
-    """Row of the logits."""
+    """Row of the logits that the edit changes."""
     num_missing: int
-    """Number of unknown tokens before the token to be drawn."""
+    """Number of unknown tokens just before the token to be drawn."""
     finish: Finish
     sources: Int64Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    """[num_missing] places where these tokens will be, see `SampledTokens`; set by the runner."""
+    """[num_missing] places in `SampledTokens` where the unknown tokens will be stored; set by the runner."""
 
 
 class LogitEdits:
-    """The edits of one step, by row of its logits.
+    """The edits of the logits of one step, by row.
 
     Args:
         num_rows: number of rows of the logits.
@@ -249,14 +254,15 @@ class LogitEdits:
         return bool(found)
 
     def add(self, row: int, num_missing: int, finish: Finish) -> None:
-        """Add an edit that depends on the request's newest tokens; `num_missing` of them are not known yet."""
+        """Add an edit that depends on the request's newest tokens, of which `num_missing` are not known yet."""
         if num_missing:
             self.unfinished.append(UnfinishedEdit(row, num_missing, finish))
         else:
             finish(self, [])
 
     def finish(self, get_tokens: Callable[[Int64Array], Int64Array]) -> dict[int, str]:
-        """Complete the unfinished edits, whose tokens are known now; returns row -> reason for edits that raise."""
+        """Complete the unfinished edits, whose tokens are known now; returns row -> error message for edits that
+        raise."""
         errors: dict[int, str] = {}
         for edit in self.unfinished:
             token_ids = get_tokens(edit.sources).tolist()
@@ -268,7 +274,7 @@ class LogitEdits:
         return errors
 
     def of_row(self, row: int) -> LogitEdits:
-        """The edits of one row of the logits. All edits must be finished."""
+        """The edits of one row of the logits, as edits of row 0. All edits must be finished."""
         one = LogitEdits()
         one._allowed = [(0, token_ids) for at, token_ids in self._allowed if at == row]
         one._masks, one._biases = self._masks.of_row(row), self._biases.of_row(row)
@@ -277,29 +283,30 @@ class LogitEdits:
         return one
 
     def token_masks(self, vocab_size: int) -> TokenMasks:
-        """The masks to which grammars write the tokens that they allow."""
+        """The step's masks, to which grammars write the tokens that they allow."""
         if self._token_masks is None:
             self._token_masks = TokenMasks(self._num_rows, vocab_size)
         return self._token_masks
 
     def allow(self, row: int, token_ids: Int64Array) -> None:
-        """Allow only these tokens."""
+        """Allow only the tokens `token_ids` in a row."""
         self._allowed.append((row, token_ids))
 
     def mask(self, row: int, token_ids: Int64Array) -> None:
-        """Exclude these tokens."""
+        """Exclude the tokens `token_ids` in a row."""
         self._masks.add(row, token_ids)
 
     def bias(self, row: int, token_ids: Int64Array, values: Float32Array) -> None:
-        """Add `values` to these tokens' logits. Each token must occur only once."""
+        """Add `values` to the logits of `token_ids` in a row. The tokens must be distinct."""
         self._biases.add(row, token_ids, values)
 
     def penalize(self, row: int, token_ids: Int64Array, repetition: float, subtracted: Float32Array) -> None:
-        """Divide positive logits by `repetition`, multiply negative ones, then subtract. Tokens must be distinct."""
+        """Divide positive logits of `token_ids` by `repetition`, multiply negative logits by it, then subtract
+        `subtracted`. The tokens must be distinct."""
         self._penalties.add(row, token_ids, np.full(len(token_ids), repetition, dtype=np.float32), subtracted)
 
     def apply(self, logits: Tensor) -> Tensor:
-        """An edited copy of the logits, [n, vocab_size] float32."""
+        """A copy of the logits with all edits applied, [n, vocab_size] float32. All edits must be finished."""
         logits = logits.to(torch.float32, copy=True)
         for row, token_ids in self._allowed:
             ids = torch.from_numpy(token_ids).to(logits.device)
@@ -322,7 +329,7 @@ class LogitEdits:
 
 
 class _Places:
-    """Collects (row, token) places in the logits, with values for each."""
+    """Collects places (row, token) in the logits, with one or more values for each place."""
 
     def __init__(self) -> None:
         self._rows: list[int] = []
@@ -339,7 +346,7 @@ class _Places:
             self._values.append(values)
 
     def of_row(self, row: int) -> _Places:
-        """The places in one row of the logits."""
+        """The places and values in one row of the logits, as places in row 0."""
         one = _Places()
         for at, token_ids, values in zip(self._rows, self._token_ids, self._values, strict=True):
             if at == row:
@@ -347,7 +354,8 @@ class _Places:
         return one
 
     def tensors(self, device: torch.device) -> tuple[tuple[Tensor, Tensor], list[Tensor]]:
-        """The index of the places in the logits, and the values in the same order."""
+        """The index tensors (rows, tokens) of all places in the logits, and the values of the places in the same
+        order."""
         rows = np.repeat(np.array(self._rows), [len(ids) for ids in self._token_ids])
         place = torch.from_numpy(rows).to(device), torch.from_numpy(np.concatenate(self._token_ids)).to(device)
         columns = zip(*self._values, strict=True)
@@ -355,7 +363,8 @@ class _Places:
 
 
 def bad_word_sequences(tokenizer: Any, bad_words: Sequence[str]) -> list[tuple[int, ...]]:
-    """The token sequences of bad words: each alone and after a space, which tokenizers distinguish.
+    """The token sequences of bad words. Each word has a sequence without and one with a space before it, because
+    tokenizers distinguish them.
 
     Raises:
         ValueError: there is no tokenizer, or a word is not valid Unicode text.
@@ -374,5 +383,5 @@ def bad_word_sequences(tokenizer: Any, bad_words: Sequence[str]) -> list[tuple[i
     return list(found)
 
 
-def _unique(token_ids: Sequence[int], vocab_size: int) -> Int64Array:
+def _valid_ids(token_ids: Sequence[int], vocab_size: int) -> Int64Array:
     return np.array(sorted({token for token in token_ids if token < vocab_size}), dtype=np.int64)

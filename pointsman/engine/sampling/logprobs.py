@@ -15,37 +15,39 @@ from pointsman.engine.params.sampling import ALL_TOKENS
 
 @dataclass(slots=True, eq=False)
 class TokenLogprobs:
-    """Log probabilities of one token, and of the most likely tokens in its place.
+    """Log probabilities of one token, and of the most likely tokens at the same position.
 
-    They are computed from the model's unchanged logits (vLLM's "raw_logprobs"): before penalties, biases, masks and
-    temperature.
+    The log probabilities are computed from the model's unchanged logits (vLLM's "raw_logprobs"): before penalties,
+    biases, masks and temperature.
     """
 
     token_ids: Int64Array
-    """[k + 1] the token itself, then the k most likely tokens, most likely first. They may include the token again."""
+    """[k + 1] the token itself, then the k most likely tokens, most likely first. The k tokens may include the token
+    itself."""
     logprobs: Float32Array
     """[k + 1] natural logarithms of the probabilities of `token_ids`."""
     rank: int
-    """The token's rank among all tokens: 1 is the most likely. Tokens that tie share the best rank."""
+    """The token's rank among all tokens: 1 is the most likely token. Equally likely tokens share the best of their
+    ranks."""
 
 
 @dataclass(slots=True, eq=False)
 class PromptLogprobs:
-    """Log probabilities of one chunk of a prompt. The first token of a prompt has none."""
+    """Log probabilities of one chunk of a prompt. The first token of a prompt has no log probability."""
 
     start: int
-    """Position in the prompt of the first entry; at least 1. After a preemption, earlier positions are repeated."""
+    """Prompt position of the first entry; at least 1. After a preemption, chunks begin at earlier positions again."""
     entries: list[TokenLogprobs]
-    """One for each position from `start` on."""
+    """One entry for each position, starting at `start`."""
 
 
 def token_logprobs(logits: Tensor, token_ids: npt.NDArray[np.integer], k: int) -> list[TokenLogprobs]:
     """Log probabilities of one token per row and of the row's k most likely tokens.
 
     Args:
-        logits: [m, vocab_size], any floating dtype.
-        token_ids: [m] the tokens.
-        k: number of most likely tokens; -1, or more than the vocabulary: the whole vocabulary.
+        logits: [m, vocab_size] logits in any floating dtype.
+        token_ids: [m] one token for each row.
+        k: number of most likely tokens for each row; -1, or more than the vocabulary: the whole vocabulary.
     """
     vocab_size = logits.shape[-1]
     k = vocab_size if k == ALL_TOKENS else min(k, vocab_size)

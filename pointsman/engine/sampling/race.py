@@ -1,7 +1,7 @@
 """Draws tokens by a race of exponential clocks; all randomness is a pure function of (seed, position, token).
 
-There is no generator to store, restore or rewind. So a seeded request gets the same tokens alone or in a batch, chunked
-or not, preempted or not.
+No random generator must be stored, restored or rewound. So a seeded request gets the same tokens alone or in a batch,
+chunked or not, preempted or not.
 
     key      = mix(mix(s) + p * POSITION_STEP)                  one 64-bit number per row
     bits     = mix(key + (t + 1) * TOKEN_STEP)                  SplitMix64: a counter through a mixing function
@@ -10,12 +10,12 @@ or not, preempted or not.
     token    = argmax over t of probability[t] / clock          the clock that rings first
 
 The race of exponential clocks draws t with exactly its probability (it is the Gumbel-max trick with one logarithm).
-Inverting the cumulative distribution would need only one random number per row. But there a rounding difference of 1e-7
-in one logit moves all boundaries; here it moves one, so a row's token rarely changes with the other rows of its batch.
-And because every token has its own clock, tokens that are cut can be left out of the race.
+Inverting the cumulative distribution would need only one random number per row. But then a rounding difference of 1e-7
+in one logit would move all boundaries. In the race it moves one score, so a row's token rarely changes with the other
+rows of its batch. And because every token has its own clock, tokens that are cut can be omitted from the race.
 
-This module is the form in PyTorch, for any device. `race_kernels.py` has it compiled for the CPU, and `race_triton.py`
-for GPUs.
+This module has the implementation in PyTorch, for any device. `race_kernels.py` has the implementation compiled for the
+CPU, and `race_triton.py` that for GPUs.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from pointsman.engine.arrays import Int64Array, UInt64Array
 MASK_64 = (1 << 64) - 1
 TOKEN_STEP = 0x9E3779B97F4A7C15
 POSITION_STEP = 0xD1B54A32D192ED03
-MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # SplitMix64's
+MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # constants of SplitMix64
 SHIFTS = (30, 27, 31)
 RACE_ELEMENTS = 1 << 16
-"""Number of clocks drawn at once, so that they stay in cache."""
+"""Number of clocks that are drawn in one operation, so that they stay in the processor's cache."""
 
 
 # ------------------------------------------------------------------------------------------------------------- keys
 
 
 def derive_seed(engine_seed: int, request_id: str) -> int:
-    """The seed of a request without one: 64 bits from the engine's seed and the request's id."""
+    """The seed of a request whose parameters have no seed: 64 bits from the engine's seed and the request's id."""
     digest = blake2b(f"{engine_seed}:{request_id}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
@@ -55,7 +55,8 @@ def mix_seed(seed: int) -> np.uint64:
 
 
 def row_keys(mixed_seeds: UInt64Array, positions: npt.NDArray[np.integer]) -> UInt64Array:
-    """[n] uint64: the keys from which the rows' clocks are drawn, made of `mix_seed` and the tokens' positions."""
+    """[n] uint64: the keys from which the rows' clocks are drawn, computed from each row's `mix_seed` and token
+    position."""
     return mix_array(mixed_seeds + positions.astype(np.uint64) * np.uint64(POSITION_STEP))
 
 
@@ -78,12 +79,13 @@ def probabilities(
 ) -> Tensor:
     """[n, vocab_size] float32 probabilities after temperature, then min-p, top-k and top-p; 0 for tokens that are cut.
 
-    After top-p they need not sum to 1, because the race does not need that. Tokens that tie with the last kept token
-    are kept.
+    After top-p the probabilities of a row may sum to less than 1, because the race does not need normalized
+    probabilities. Tokens that tie with the last kept token are kept.
 
     Args:
         logits: [n, vocab_size] float32.
-        temperature, top_k, top_p, min_p: [n], as in `SamplingParams`; every temperature is above 0.
+        temperature, top_k, top_p, min_p: [n] parameters of the rows, as in `SamplingParams`; every temperature is above
+            0.
     """
     divisor = torch.as_tensor(temperature, dtype=torch.float32, device=logits.device)
     # The maximum is subtracted first, so that a very small temperature cannot overflow.
@@ -94,7 +96,8 @@ def probabilities(
 
 
 def cut_min_p(scaled: Tensor, min_p: Sequence[float] | npt.NDArray[np.floating]) -> Tensor:
-    """Set tokens to minus infinity that are less than min_p times as likely as the first; `scaled` has maximum 0."""
+    """Set logits of tokens that are less than min_p times as likely as the most likely token to minus infinity. The
+    maximum of each row of `scaled` is 0."""
     if not any(p > 0 for p in min_p):
         return scaled
     least = torch.as_tensor(np.asarray(min_p), dtype=torch.float32, device=scaled.device).log()
@@ -102,7 +105,8 @@ def cut_min_p(scaled: Tensor, min_p: Sequence[float] | npt.NDArray[np.floating])
 
 
 def cut_top_k(logits: Tensor, top_k: Sequence[int] | Int64Array) -> Tensor:
-    """Set logits below each row's k-th largest to minus infinity; 0, -1 and the vocabulary's size turn it off."""
+    """Set logits below each row's k-th largest logit to minus infinity. A k of 0, -1 or the vocabulary's size turns
+    this off."""
     vocab_size = logits.shape[-1]
     limits = [int(k) if 0 < k < vocab_size else 0 for k in top_k]
     most = max(limits)
@@ -115,8 +119,8 @@ def cut_top_k(logits: Tensor, top_k: Sequence[int] | Int64Array) -> Tensor:
 
 
 def cut_top_p(probs: Tensor, top_p: Sequence[float] | npt.NDArray[np.floating]) -> Tensor:
-    """Set probabilities to 0 outside each row's smallest set of most likely tokens that sums to its top_p. The set has
-    at least one token."""
+    """Set probabilities to 0 outside each row's nucleus: the smallest set of most likely tokens, at least one, whose
+    probabilities sum to the row's top_p."""
     cut = [i for i, p in enumerate(top_p) if p < 1.0]
     if not cut:
         return probs
@@ -134,14 +138,14 @@ def cut_top_p(probs: Tensor, top_p: Sequence[float] | npt.NDArray[np.floating]) 
 
 
 def draw(probs: Tensor, keys: UInt64Array) -> Tensor:
-    """Draw one token per row by its probability.
+    """Draw one token per row; the chance of a token is proportional to its probability.
 
     Args:
-        probs: [n, vocab_size], at least one positive per row.
-        keys: [n] uint64, see `row_keys`.
+        probs: [n, vocab_size] probabilities, at least one of them positive in each row.
+        keys: [n] uint64 keys of the rows, from `row_keys`.
 
     Returns:
-        [n] int64.
+        [n] int64 tokens.
     """
     num_rows, vocab_size = probs.shape
     states = torch.from_numpy(keys.view(np.int64)).to(probs.device)
@@ -157,14 +161,14 @@ def draw(probs: Tensor, keys: UInt64Array) -> Tensor:
 
 
 def mix_tensor(x: Tensor) -> Tensor:
-    """`mix_array` on int64 tensors, whose products wrap in the same way; changes its argument."""
+    """`mix_array` for int64 tensors, whose products wrap in the same way. The argument is changed in place."""
     for shift, multiplier in zip(SHIFTS, MULTIPLIERS, strict=False):
         x.bitwise_xor_(_shift(x, shift)).mul_(_signed(multiplier))
     return x.bitwise_xor_(_shift(x, SHIFTS[2]))
 
 
 def _shift(x: Tensor, by: int) -> Tensor:
-    """Logical right shift: torch's shift of signed integers copies the sign, so its bits are masked off."""
+    """Logical right shift: torch's shift of signed integers copies the sign bit, so the copies are masked off."""
     return (x >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 

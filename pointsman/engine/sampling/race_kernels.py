@@ -1,14 +1,15 @@
-"""Runs the race of `race.py`, compiled for the CPU: a few passes per row for cuts and race, without temporaries.
+"""Runs the race of `race.py`, compiled for the CPU: a few passes per row for cuts and race, without temporary arrays.
 
 It is fast for these reasons:
 - top-k keeps a heap of the k largest logits so far; nearly every token needs only one comparison.
 - top-p needs no sort. Probabilities are summed in buckets by their leading bits (the bits of positive floats have the
-  same order as the numbers). Buckets are added from the top, and only the bucket that reaches the limit is sorted.
-- -log(u) >= 1 - u, so a token whose probability / (1 - u) is below the best so far has lost. Its logarithm is not
-  computed: only a few dozen of 32,000 are.
+  same order as the numbers). The sums of the buckets are added from the top, and only the bucket in which the total
+  reaches the limit is sorted.
+- -log(u) >= 1 - u, so a token whose probability / (1 - u) is below the best score so far has lost. Its logarithm is not
+  computed: only a few dozen of 32,000 logarithms are.
 
-Rows are computed one by one, so a row's result does not depend on other rows. This module needs Numba and is imported
-only if Numba is installed; otherwise the sampler uses the form in PyTorch, with the same results.
+Rows are computed one by one, so a row's token does not depend on other rows. This module needs Numba and is imported
+only if Numba is installed; otherwise the sampler uses `race.py`, with the same results.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ def draw_rows(
     """Draw one token per row into `tokens` [n].
 
     Args:
-        logits: [n, vocab_size], after penalties and masks, before temperature.
-        probs: [n, vocab_size], their softmax after temperature.
-        top_k, top_p, min_p, keys: [n].
+        logits: [n, vocab_size] logits after penalties and masks, before temperature.
+        probs: [n, vocab_size] softmax of the logits divided by the temperature.
+        top_k, top_p, min_p, keys: [n] parameters and keys of the rows. tokens: [n] output.
     """
     num_rows, vocab_size = logits.shape
     candidates = np.empty(vocab_size, dtype=np.int64)
@@ -64,7 +65,7 @@ def draw_rows(
             continue
         min_logit = _kth_largest(logits[i], top_k[i]) if has_top_k else np.float32(-np.inf)
         is_whole = not has_top_k and min_p[i] <= 0.0
-        if is_whole:  # tokens below this sum to less than 1 - top_p, so no token of the nucleus is among them
+        if is_whole:  # tokens below `least` sum to less than 1 - top_p, so none is in the nucleus
             least = _ALMOST * (1.0 - top_p[i]) / vocab_size
         else:
             least = min_p[i] * probs[i].max() if min_p[i] > 0.0 else 0.0
@@ -120,7 +121,8 @@ def _race(probs: Float32Array, candidates: Int64Array, least: float, key: np.uin
 
 @_compiled
 def _kth_largest(values: Float32Array, k: int) -> np.float32:
-    """The k-th largest of more than k values, by a heap whose root is the smallest of the k largest so far."""
+    """The k-th largest of more than k values, found with a heap whose root is the smallest of the k largest values so
+    far."""
     heap = values[:k].copy()
     for at in range(k // 2 - 1, -1, -1):
         _sift_down(heap, at)
@@ -150,7 +152,8 @@ def _sift_down(heap: Float32Array, at: int) -> None:
 
 @_compiled
 def _min_in_nucleus(probs: Float32Array, candidates: Int64Array, limit: float) -> float:
-    """The probability of the last token of the smallest set of most likely candidates whose sum is at least `limit`."""
+    """The lowest probability in the smallest set of most likely candidates whose probabilities sum to at least
+    `limit`."""
     bits = probs.view(np.uint32)
     masses = np.zeros(_NUM_BUCKETS, dtype=np.float64)
     for t in candidates:
@@ -177,4 +180,4 @@ def _min_in_nucleus(probs: Float32Array, candidates: Int64Array, limit: float) -
 
 @njit(nogil=True, inline="always")
 def _bucket(bits: np.uint32) -> np.int64:
-    return np.int64(bits >> _BUCKET_SHIFT) & (_NUM_BUCKETS - 1)  # only a NaN has further bits to mask
+    return np.int64(bits >> _BUCKET_SHIFT) & (_NUM_BUCKETS - 1)  # the mask is for NaNs, which have further bits

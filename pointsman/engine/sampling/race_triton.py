@@ -11,20 +11,20 @@ token has weight 1 and nothing overflows. Four kernels run one after the other:
     _finish             n           greedy rows: the maximum; rows without top-k and top-p: the best of the splits;
                                     others: exact threshold and race among the candidates
 
-- No sort. Buckets of the histogram are half an octave of weight wide. They give a floor: neither top-k nor top-p keeps
-  a token of lower weight. So `_finish` reads only some hundred candidates. It finds the exact threshold by bisection on
-  the bits of float32, with eight thresholds a pass. A row with more than `CAPACITY` candidates, such as a flat one with
-  top-p, is searched whole, which is slower.
+- No sort is needed. Buckets of the histogram are half an octave of weight wide. The histogram gives a floor: neither
+  top-k nor top-p keeps a token of lower weight. So `_finish` reads only some hundred candidates. It finds the exact
+  threshold by bisection on the bits of float32, with eight thresholds a pass. If a row has more than `CAPACITY`
+  candidates, as flat rows with top-p have, the whole row is searched, which is slower.
 - Sums of weights for top-p are integers, in units of 2**-44. Sums of integers do not depend on their order, so a row's
   token depends neither on the other rows nor on the order of the programs.
 - The race starts with the clock of the most likely token, which every cut keeps. -log(u) >= 1 - u, so a token whose
-  weight / (1 - u) is below the best so far has lost. No logarithms are computed for a block in which all tokens have
-  lost. The test itself is in float32, rounded so that it never drops a winner.
+  weight / (1 - u) is below the best score so far has lost. No logarithms are computed for a block in which all tokens
+  have lost. The test itself is in float32, rounded so that the winner always passes it.
 - A weight below 2**-64 cannot win: every clock is at least 2**-53, and the first token's clock is at most 37.
 
-The results are those of `race_kernels.py` up to rounding. Weights here differ from probabilities there by a relative
-1e-6. The token differs only if two scores, or a token and the limit of top-p or min-p, are that close. As there, top-k
-compares logits, and top-p compares weights, which tie more often.
+The results are those of `race_kernels.py` up to rounding. Weights differ from the probabilities of `race_kernels.py` by
+a relative 1e-6. The token of a row differs only if two scores, or a token and the limit of top-p or min-p, are that
+close. As in `race_kernels.py`, top-k compares logits, and top-p compares weights, which tie more often.
 
 Grid and workspaces depend only on the number of rows and the vocabulary, so `choose` can be recorded in a CUDA graph.
 This module needs Triton and is imported only if Triton is installed. With TRITON_INTERPRET=1 the kernels run on a CPU,
@@ -49,15 +49,15 @@ from pointsman.engine.sampling.batch import SamplingBatch
 from pointsman.engine.sampling.race import MULTIPLIERS, SHIFTS, TOKEN_STEP
 
 jit: Any = triton.jit
-"""Typed as Any, because Python does not call kernels. Triton evaluates the annotations of their parameters, and refuses
-names such as Any."""
+"""Triton's decorator of kernels, typed as Any, because Python does not call kernels. Triton evaluates the annotations
+of their parameters, and refuses names such as Any."""
 
 SPLIT = tl.constexpr(4096)
-"""Tokens of one program. It is the same for any number of rows, so a row's results are, too."""
+"""Number of tokens of one program. It does not depend on the number of rows, so a row's results do not, either."""
 CHUNK = tl.constexpr(1024)
-"""Tokens of a split that are raced or counted together."""
+"""Number of tokens of a split that are raced or counted together."""
 LIST_CHUNK = tl.constexpr(512)
-"""Candidates that `_finish` reads together."""
+"""Number of candidates that `_finish` reads together."""
 CAPACITY = tl.constexpr(4096)
 """Maximum number of listed candidates of a row."""
 NUM_BUCKETS = tl.constexpr(128)
@@ -75,7 +75,7 @@ _MULTIPLIER_1, _MULTIPLIER_2 = (tl.constexpr(multiplier) for multiplier in MULTI
 _SHIFT_1, _SHIFT_2, _SHIFT_3 = (tl.constexpr(shift) for shift in SHIFTS)
 
 MAX_VOCAB_SIZE = (1 << 19) - 1
-"""The sum of this many weights, in units of 2**-44, is below 2**63."""
+"""Maximum number of tokens of a vocabulary: the sum of their weights, in units of 2**-44, is below 2**63."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _COLUMNS = {
@@ -92,23 +92,24 @@ _COLUMNS = {
 
 @dataclass(slots=True)
 class DeviceParameters:
-    """Sampling parameters of n rows, on the logits' device. A CUDA graph reads the tensors' memory, so change them in
-    place."""
+    """Sampling parameters of n rows, on the logits' device. A CUDA graph reads the memory of these tensors, so they
+    must be changed in place."""
 
     temperature: Tensor
-    """[n] float32. 0: the row is greedy, and its other parameters are not read."""
+    """[n] float32: temperature of each row. 0: the row is greedy, and its other parameters are not read."""
     top_k: Tensor
-    """[n] int32. Below 1, or vocab_size and above: off."""
+    """[n] int32: maximum number of candidates of each row. Below 1, or vocab_size and above: no limit."""
     top_p: Tensor
-    """[n] float64, as on the CPU: 0.8 in float32 is above 0.8, which matters if probabilities sum to 0.8. 1: off."""
+    """[n] float64: limit of top-p of each row. 1: no limit. In float32, 0.8 would be above 0.8, which matters if
+    probabilities sum to 0.8."""
     min_p: Tensor
-    """[n] float32. 0: off."""
+    """[n] float32: limit of min-p of each row. 0: no limit."""
     keys: Tensor
-    """[n] int64: the bits of `race.row_keys`."""
+    """[n] int64: key of each row, with the bits of `race.row_keys`."""
 
     @staticmethod
     def columns(batch: SamplingBatch, n: int) -> dict[str, npt.NDArray[Any]]:
-        """Values for n rows on the host, by field; rows beyond those of the batch are greedy.
+        """Arrays with values for n rows on the host, by field; rows beyond the rows of the batch are greedy.
 
         Raises:
             ValueError: the batch has more than n rows.
@@ -133,7 +134,8 @@ class DeviceParameters:
 
 
 class DeviceRace:
-    """Chooses tokens on one device. Its workspaces are written by each call: two calls must not run at the same time.
+    """Chooses tokens on one device. Each call writes to the object's workspaces, so two calls must not run at the same
+    time.
 
     Args:
         max_rows: maximum number of rows of a call.
@@ -169,13 +171,13 @@ class DeviceRace:
 
         Args:
             logits: [n, vocab_size] float32, bfloat16 or float16, after penalties and masks, before temperature; not
-                changed. Minus infinity: the token is never chosen.
-            parameters: parameters of n rows or more.
-            tokens: [n] int64, written. If `ok` is 0, the token is valid but meaningless.
-            ok: [n] uint8, written. 1: the row has a finite maximum and no NaN.
+                changed. A token whose logit is minus infinity is never chosen.
+            parameters: sampling parameters of n rows or more.
+            tokens: [n] int64 output: the token of each row. If `ok` is 0, the token is a token id without meaning.
+            ok: [n] uint8 output: 1: the row has a finite maximum and no NaN.
 
         Raises:
-            ValueError: a shape, dtype or stride is not as described.
+            ValueError: a shape, dtype or stride of an argument is not as described.
         """
         num_rows = self._check(logits, parameters, tokens, ok)
         if not num_rows:
@@ -200,11 +202,12 @@ class DeviceRace:
             )  # fmt: skip
 
     def draw(self, logits: Tensor, batch: SamplingBatch) -> tuple[Int64Array, BoolArray]:
-        """Tokens [n] and whether each row has a finite maximum [n], for the n rows of a batch. The host waits for them.
+        """Tokens [n] and whether each row has a finite maximum [n], for the n rows of a batch. The host waits for the
+        device.
 
         Args:
-            logits: see `choose`.
-            batch: the batch of the same rows.
+            logits: [n, vocab_size] logits, see `choose`.
+            batch: sampling parameters of the n rows.
 
         Raises:
             ValueError: see `choose`.
@@ -218,7 +221,7 @@ class DeviceRace:
         return tokens.cpu().numpy(), ok.cpu().numpy().astype(np.bool_)
 
     def _check(self, logits: Tensor, parameters: DeviceParameters, tokens: Tensor, ok: Tensor) -> int:
-        """Check the arguments of `choose`; returns the number of rows."""
+        """Check the arguments of `choose`; returns the number of rows of the logits."""
         if logits.dim() != 2 or logits.shape[1] != self.vocab_size:
             raise ValueError(f"logits are {list(logits.shape)}; they must be [n, {self.vocab_size}]")
         num_rows = len(logits)
@@ -299,7 +302,7 @@ def _race_or_count(
     if (temperature > 0.0) & _is_finite(top):
         place = row * num_splits + split
         start, end = split * SPLIT, tl.minimum((split + 1) * SPLIT, vocab_size)
-        if _has_search(tl.load(top_ks + row), tl.load(top_ps + row), vocab_size):
+        if _needs_threshold(tl.load(top_ks + row), tl.load(top_ps + row), vocab_size):
             histogram = tl.zeros([NUM_BUCKETS], dtype=tl.int32)
             units = tl.zeros([CHUNK], dtype=tl.int64)
             min_p = tl.load(min_ps + row)
@@ -317,7 +320,7 @@ def _race_or_count(
         else:
             min_p = tl.load(min_ps + row)
             key = tl.load(keys + row).to(tl.uint64, bitcast=True)
-            best, winner = 1.0 / _clocks(_bits(key, first)), first
+            best, winner = 1.0 / _exponential_times(_random_bits(key, first)), first
             while start < end:
                 ids = start + tl.arange(0, CHUNK)
                 weights = _weights(_load(logits, row, row_stride, ids, ids < end), top, temperature)
@@ -346,7 +349,7 @@ def _list_candidates(
 ) -> None:
     row, split, num_splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     temperature, top_k, top_p = tl.load(temperatures + row), tl.load(top_ks + row), tl.load(top_ps + row)
-    if (temperature > 0.0) & _has_search(top_k, top_p, vocab_size):
+    if (temperature > 0.0) & _needs_threshold(top_k, top_p, vocab_size):
         top, _ = _row_maximum(maxima, argmaxima, row, num_splits, PADDED_SPLITS)
         if _is_finite(top):
             total = _row_mass(masses, row, num_splits, PADDED_SPLITS)
@@ -391,7 +394,7 @@ def _finish(
     token = first
     if (temperature > 0.0) & is_finite:
         top_k, top_p = tl.load(top_ks + row), tl.load(top_ps + row)
-        if _has_search(top_k, top_p, vocab_size):
+        if _needs_threshold(top_k, top_p, vocab_size):
             total = _row_mass(masses, row, num_splits, PADDED_SPLITS)
             min_p = tl.load(min_ps + row)
             floor = _floor(counts, row, total, top_k, top_p, min_p, vocab_size)
@@ -404,7 +407,7 @@ def _finish(
             has_top_k = (top_k > 0) & (top_k < vocab_size)
             if has_top_k:
                 low = _min_order(source, floor)
-                high = _order(top).to(tl.int64) + 1
+                high = _ordered_int(top).to(tl.int64) + 1
                 lowest = _search(source, floor, lowest, low, high, top_k.to(tl.int64), False)
             if top_p < 1.0:
                 if has_top_k:  # top-p applies to the tokens that the other cuts keep
@@ -416,11 +419,11 @@ def _finish(
                 high = tl.full([], ONE_BITS + 1, tl.int64)
                 floor = _search(source, floor, lowest, low, high, limit, True).to(tl.float32, bitcast=True)
             key = tl.load(keys + row).to(tl.uint64, bitcast=True)
-            best, token = 1.0 / _clocks(_bits(key, first)), first
+            best, token = 1.0 / _exponential_times(_random_bits(key, first)), first
             start = 0
             while start < size:
                 ids, x, weights = _candidates(source, start)
-                kept = (weights >= floor) & (_order(x) >= lowest)
+                kept = (weights >= floor) & (_ordered_int(x) >= lowest)
                 best, token = _race(ids, tl.where(kept, weights, 0.0), key, best, token)
                 start += LIST_CHUNK
         else:
@@ -438,7 +441,7 @@ def _finish(
 
 @jit
 def _load(logits: tl.tensor, row: tl.tensor, row_stride: tl.tensor, ids: tl.tensor, inside: tl.tensor) -> Any:
-    """Logits as float32; those that are not inside are minus infinity, like masked tokens."""
+    """Logits of the tokens `ids` as float32; minus infinity, as for masked tokens, where `inside` is false."""
     return tl.load(logits + row.to(tl.int64) * row_stride + ids, mask=inside, other=float("-inf")).to(tl.float32)
 
 
@@ -446,7 +449,7 @@ def _load(logits: tl.tensor, row: tl.tensor, row_stride: tl.tensor, ids: tl.tens
 def _row_maximum(
     maxima: tl.tensor, argmaxima: tl.tensor, row: tl.tensor, num_splits: tl.tensor, PADDED_SPLITS: tl.constexpr
 ) -> Any:
-    """The row's maximum, infinite if there is NaN, and its first token."""
+    """The row's maximum, infinite if the row has a NaN, and the first token with this logit."""
     splits = tl.arange(0, PADDED_SPLITS)
     inside = splits < num_splits
     tops = tl.load(maxima + row * num_splits + splits, mask=inside, other=float("-inf"))
@@ -461,7 +464,7 @@ def _is_finite(top: tl.tensor) -> Any:
 
 
 @jit
-def _has_search(top_k: tl.tensor, top_p: tl.tensor, vocab_size: tl.tensor) -> Any:
+def _needs_threshold(top_k: tl.tensor, top_p: tl.tensor, vocab_size: tl.tensor) -> Any:
     return ((top_k > 0) & (top_k < vocab_size)) | (top_p < 1.0)
 
 
@@ -473,7 +476,7 @@ def _weights(x: tl.tensor, top: tl.tensor, temperature: tl.tensor) -> Any:
 
 @jit
 def _row_mass(masses: tl.tensor, row: tl.tensor, num_splits: tl.tensor, PADDED_SPLITS: tl.constexpr) -> Any:
-    """The sum of the weights that min-p keeps, in units."""
+    """The sum of the row's weights that min-p keeps, in units of 1 / UNIT."""
     splits = tl.arange(0, PADDED_SPLITS)
     return tl.sum(tl.load(masses + row * num_splits + splits, mask=splits < num_splits, other=0), 0)
 
@@ -488,11 +491,11 @@ def _floor(
     min_p: tl.tensor,
     vocab_size: tl.tensor,
 ) -> Any:
-    """A lower bound of the weights of kept tokens; no token below it can win.
+    """A lower bound of the weights of the tokens that all cuts keep.
 
     top-k keeps no token below the bucket in which the count from the top reaches k. Without top-k, top-p keeps no token
-    below the bucket after which the rest weighs at most (1 - top_p) of the total. With top-k there is no bound from
-    top-p, because the total weight of the tokens that top-k keeps is not known here.
+    below the bucket after which the sum of the lower weights is at most (1 - top_p) of the total. With top-k there is
+    no bound from top-p, because the total weight of the tokens that top-k keeps is not known here.
     """
     buckets = tl.arange(0, NUM_BUCKETS)
     num = tl.load(counts + row * NUM_BUCKETS + buckets)
@@ -514,18 +517,19 @@ def _upper_edge(buckets: tl.tensor) -> Any:
 
 
 @jit
-def _order(x: tl.tensor) -> Any:
-    """An int32 that orders like the float32."""
+def _ordered_int(x: tl.tensor) -> Any:
+    """Map float32 numbers to int32 numbers that have the same order."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)  # -0 is 0
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @jit
 def _candidates(source: tl.tuple, start: tl.tensor) -> Any:
-    """Ids [LIST_CHUNK], logits and weights of the candidates from `start` on; the weight is 0 after the last candidate.
+    """Ids, logits and weights, [LIST_CHUNK] each, of candidates, beginning with number `start`; weights are 0 after the
+    last candidate.
 
     Args:
-        source: the candidates: the listed tokens, or, without a list, the whole row.
+        source: description of the candidates: the listed tokens, or, without a list, the whole row.
     """
     logits, row, row_stride, row_listed, listed_size, size, top, temperature = source
     places = start + tl.arange(0, LIST_CHUNK)
@@ -537,12 +541,12 @@ def _candidates(source: tl.tuple, start: tl.tensor) -> Any:
 
 @jit
 def _min_order(source: tl.tuple, floor: tl.tensor) -> Any:
-    """The smallest `_order` of the candidates with at least the weight `floor`, as int64."""
+    """The smallest `_ordered_int` of the candidates with at least the weight `floor`, as int64."""
     least = tl.full([LIST_CHUNK], 0x7FFFFFFF, tl.int32)
     start = 0
     while start < source[5]:
         _, x, weights = _candidates(source, start)
-        least = tl.where(weights >= floor, tl.minimum(least, _order(x)), least)
+        least = tl.where(weights >= floor, tl.minimum(least, _ordered_int(x)), least)
         start += LIST_CHUNK
     return tl.min(least, 0).to(tl.int64)
 
@@ -551,16 +555,17 @@ def _min_order(source: tl.tuple, floor: tl.tensor) -> Any:
 def _amounts(
     source: tl.tuple, floor: tl.tensor, lowest: tl.tensor, thresholds: tl.tensor, BY_WEIGHT: tl.constexpr
 ) -> Any:
-    """[NUM_THRESHOLDS] int64: amount of the candidates at or above each threshold that `floor` and `lowest` keep.
+    """[NUM_THRESHOLDS] int64: for each threshold, the amount of the candidates at or above it that `floor` and `lowest`
+    keep.
 
-    The amount is the sum of their weights in units, with thresholds on the weight's bits, or their number, with
-    thresholds on the logit's `_order`.
+    BY_WEIGHT: the amount is the sum of the candidates' weights in units of 1 / UNIT, and thresholds apply to the
+    weight's bits. Otherwise the amount is the number of candidates, and thresholds apply to the logit's `_ordered_int`.
     """
     amounts = tl.zeros([NUM_THRESHOLDS, LIST_CHUNK], dtype=tl.int64)
     start = 0
     while start < source[5]:  # Triton's interpreter has no `range` to a number from memory with NumPy 2.4
         _, x, weights = _candidates(source, start)
-        orders = _order(x)
+        orders = _ordered_int(x)
         kept = (weights >= floor) & (orders >= lowest)
         if BY_WEIGHT:
             orders = weights.to(tl.int32, bitcast=True)
@@ -582,9 +587,10 @@ def _search(
     wanted: tl.tensor,
     BY_WEIGHT: tl.constexpr,
 ) -> Any:
-    """The highest threshold from `low` on at which `_amounts` reaches `wanted`, or another that keeps the same tokens.
+    """The highest threshold from `low` on at which `_amounts` reaches `wanted`, or a threshold that keeps the same
+    tokens.
 
-    It is below `high`, where the amount is too small. If no threshold reaches `wanted`, it is `low`.
+    The result is below `high`, where the amount is too small. If no threshold reaches `wanted`, the result is `low`.
     """
     steps = tl.arange(0, NUM_THRESHOLDS)
     while high - low > 1:
@@ -600,8 +606,8 @@ def _search(
 
 
 @jit
-def _bits(key: tl.tensor, ids: tl.tensor) -> Any:
-    """SplitMix64, see `race.py`."""
+def _random_bits(key: tl.tensor, ids: tl.tensor) -> Any:
+    """The random bits of the tokens `ids`, by SplitMix64, see `race.py`."""
     x = key + (ids + 1).to(tl.uint64) * _STEP
     x = (x ^ (x >> _SHIFT_1)) * _MULTIPLIER_1
     x = (x ^ (x >> _SHIFT_2)) * _MULTIPLIER_2
@@ -609,24 +615,25 @@ def _bits(key: tl.tensor, ids: tl.tensor) -> Any:
 
 
 @jit
-def _clocks(bits: tl.tensor) -> Any:
+def _exponential_times(bits: tl.tensor) -> Any:
     return -tl.log(((bits >> 12).to(tl.float64) + 0.5) * 2.0**-52)
 
 
 @jit
 def _race(ids: tl.tensor, weights: tl.tensor, key: tl.tensor, best: tl.tensor, winner: tl.tensor) -> Any:
-    """The better of the best so far and these tokens. Tokens of weight 0 do not take part.
+    """The best score and its token among the tokens `ids` and the winner so far. Tokens of weight 0 are not in the
+    race.
 
     Args:
-        ids: [m] int32.
-        weights: [m] float32.
-        best: float64, the weight of `winner` divided by its clock.
+        ids: [m] int32 tokens.
+        weights: [m] float32 weights of the tokens.
+        best: float64 score of `winner`: its weight divided by its clock.
     """
-    bits = _bits(key, ids)
+    bits = _random_bits(key, ids)
     rest = (0xFFFFFFFF - (bits >> 32).to(tl.uint32)).to(tl.float32)  # 1 - u >= rest * 2**-32
     contends = (weights > 0.0) & (weights >= best.to(tl.float32) * (rest * BOUND_SLACK))
     if tl.max(contends.to(tl.int32), 0) > 0:
-        scores = tl.where(contends, weights.to(tl.float64) / _clocks(bits), 0.0)
+        scores = tl.where(contends, weights.to(tl.float64) / _exponential_times(bits), 0.0)
         top = tl.max(scores, 0)
         first = tl.min(tl.where(scores == top, ids, NO_TOKEN), 0)
         is_better = (top > best) | ((top == best) & (first < winner))

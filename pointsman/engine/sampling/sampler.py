@@ -1,11 +1,11 @@
-"""Sampler: samples tokens from logits, for all rows of a step at once.
+"""Sampler: samples tokens from logits, for all rows of a step in one call.
 
 A step has two halves, so that the scheduler can run while the model computes:
 
     batch   = sampler.prepare(output, sampling, positions)    reads requests and columns; no logits yet
     sampled = sampler.run(logits, batch)                      reads nothing else
 
-The order is that of vLLM's V1 sampler:
+The operations have the same order as in vLLM's V1 sampler:
 
     1. log probabilities of the unchanged logits (its "raw_logprobs", the default there)
     2. allowed tokens, bad words, `min_tokens`, biases, penalties, grammars            `logit_edits.py`
@@ -51,24 +51,26 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Sampled:
-    """The tokens of one step, one per row of the logits."""
+    """The sampled tokens of one step, one per row of the logits."""
 
     token_ids: Int64Array
-    """[n]."""
+    """[n] token of each row of the logits."""
     ok: npt.NDArray[np.bool_]
-    """[n] False: the edited logits had no finite maximum, or the batch has an error; the token is then meaningless."""
+    """[n] whether the row's token is valid. False: the edited logits had no finite maximum, or the batch has an error
+    for the row."""
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    """Row index of the output -> log probabilities, for rows that asked for them and are ok."""
+    """Row index of the output -> log probabilities of the sampled tokens, for rows with log probabilities that are
+    `ok`."""
 
 
 class Sampler:
-    """Samples for one engine.
+    """Samples the tokens of one engine's requests.
 
     Args:
         vocab_size: number of logits of the model.
-        seed: a request without a seed derives one from this seed and its id.
-        tokenizer: makes tokens of bad words; None: `check` refuses requests with bad words.
-        device: device of the logits. "cuda": Triton's kernels draw, if Triton is installed.
+        seed: seed of the engine; the seed of a request without a seed is derived from this seed and the request's id.
+        tokenizer: tokenizer for bad words; None: `check` refuses requests with bad words.
+        device: device of the logits. "cuda": Triton kernels draw the tokens, if Triton is installed.
     """
 
     def __init__(
@@ -79,13 +81,13 @@ class Sampler:
         kind = torch.device(device).type
         self._draw_rows = compiled_draw() if kind == "cpu" else None
         self._device_race = device_race() if kind == "cuda" else None
-        self._race: DeviceRace | None = None  # made for the first step with random rows
+        self._race: DeviceRace | None = None  # made in the first step with random rows
         self._columns = SamplingColumns(seed)
-        self._edited: dict[str, EditedRow] = {}  # by request id, while it has a row
-        self._grammars: dict[Request, RequestGrammar] = {}  # until the request's end is reported
+        self._edited: dict[str, EditedRow] = {}  # by request id, while the request has a row
+        self._grammars: dict[Request, RequestGrammar] = {}  # by request, until its end is reported
 
     def check(self, params: SamplingParams) -> None:
-        """Check the parameters of a request; a host calls it before it adds the request.
+        """Check the parameters of a request. The engine calls this before it adds the request.
 
         Raises:
             ValueError: the parameters name tokens that the model lacks, or have bad words without a tokenizer.
@@ -95,7 +97,7 @@ class Sampler:
             bad_word_sequences(self._tokenizer, params.bad_words)
 
     def use_grammar(self, request: Request, grammar: CompiledGrammar) -> None:
-        """Set the grammar of a request's text. Call it before the request is scheduled.
+        """Set the grammar of a request's text. The grammar must be set before the request is scheduled.
 
         Raises:
             GrammarError: the grammar cannot be used.
@@ -106,19 +108,19 @@ class Sampler:
             raise GrammarError(f"the grammar cannot be used: {type(error).__name__}: {first_line(error)}") from error
 
     def sample(self, logits: Tensor, output: SchedulerOutput, sampling: Int64Array, positions: Int64Array) -> Sampled:
-        """`prepare` and `run` in one."""
+        """Sample the tokens of a step: `prepare`, then `run`."""
         return self.run(logits, self.prepare(output, sampling, positions))
 
     # ------------------------------------------------------------------------------------- before the model has run
 
     def prepare(self, output: SchedulerOutput, sampling: Int64Array, positions: Int64Array) -> SamplingBatch:
-        """Read all that sampling needs from the requests.
+        """Read the sampling parameters and edits of a step from its requests.
 
         Args:
-            output: the step; the metadata of its requests are SamplingParams.
-            sampling: [n] row indices of the output that sample, in ascending order; a row with drafts occurs once for
-                each of its positions.
-            positions: [n] position in its sequence of each token to be drawn.
+            output: the scheduled step; the metadata of its requests are SamplingParams.
+            sampling: [n] index in the output of the row of each token to be drawn, in ascending order; a row with
+                drafts occurs once for each of its positions.
+            positions: [n] position of each token to be drawn within its sequence.
         """
         if self._edited or self._grammars or self._columns.failures:
             self._forget(output)
@@ -131,13 +133,13 @@ class Sampler:
             for at in edited:
                 try:
                     self._edited_row(output, int(sampling[at])).edit(at, int(positions[at]), edits)
-                except Exception as error:  # an error of this row; if the step failed, it would fail at each repetition
+                except Exception as error:  # an error of this row alone: if the step failed, it would fail again
                     batch.errors[at] = row_failure(error)
             batch.edits = edits if edits else None
         return batch
 
     def _edited_row(self, output: SchedulerOutput, index: int) -> EditedRow:
-        """The edits of a request in this admission, made on first use. Errors: see `check`."""
+        """The `EditedRow` of a request in this admission, made on first use. Raises the errors of `check`."""
         request, serial = output.requests[index], int(output.serials[index])
         if request in self._columns.failures:
             raise ValueError(self._columns.failures[request])
@@ -160,16 +162,16 @@ class Sampler:
     # -------------------------------------------------------------------------------------- after the model has run
 
     def run(self, logits: Tensor, batch: SamplingBatch) -> Sampled:
-        """Draw a token for each row. If that raises, each row is drawn alone, and a row that raises gets an error in
-        `batch`.
+        """Draw a token for each row. If the draw raises, each row is drawn alone, and `batch.errors` gets an error for
+        each row that raises.
 
         Args:
-            logits: [n, vocab_size], any floating dtype; not changed.
-            batch: the batch of the same n rows.
+            logits: [n, vocab_size] logits in any floating dtype; not changed.
+            batch: sampling parameters of the n rows.
 
         Raises:
-            Exception: the first exception, if there are several rows and each of them raises alone. Then the error
-                belongs to no single row.
+            Exception: the first exception, if there are several rows and the draw of each row raises. The error then
+                does not concern a single row.
         """
         with torch.inference_mode():
             try:
@@ -182,7 +184,7 @@ class Sampler:
         if batch.edits is not None:
             edited = batch.edits.apply(logits)
         elif is_on_device and logits.dtype in (torch.bfloat16, torch.float16):
-            edited = logits  # read only
+            edited = logits  # the kernels only read them
         else:
             edited = logits.float()
         if self._draw_rows is not None:
@@ -198,7 +200,8 @@ class Sampler:
         return sampled
 
     def _race_for(self, logits: Tensor) -> DeviceRace:
-        """The race on the logits' device, with workspaces for these rows. Workspaces grow by a factor of two."""
+        """The `DeviceRace` with workspaces for the rows of these logits. Workspaces grow by at least a factor of
+        two."""
         assert self._device_race is not None
         least = 0 if self._race is None else self._race.max_rows
         if self._race is None or len(logits) > least:
@@ -206,7 +209,8 @@ class Sampler:
         return self._race
 
     def _draw_one_by_one(self, logits: Tensor, batch: SamplingBatch, error: Exception) -> Sampled:
-        """Draw each row alone. A row's token does not depend on other rows, so rows without errors get the same one."""
+        """Draw each row alone. A row's token does not depend on other rows, so a row without an error gets the same
+        token as in a common draw."""
         sampled = Sampled(np.zeros(len(logits), dtype=np.int64), np.zeros(len(logits), dtype=np.bool_))
         rows = [at for at in range(len(logits)) if at not in batch.errors]
         errors: dict[int, str] = {}
@@ -227,8 +231,8 @@ class Sampler:
 
     @staticmethod
     def _logprobs(logits: Tensor, batch: SamplingBatch, sampled: Sampled) -> dict[int, list[TokenLogprobs]]:
-        """Compute log probabilities, for all rows with the same number at once. A row that verifies drafts has one
-        entry for each position."""
+        """Row index of the output -> log probabilities, computed in one call for all rows with the same number of
+        likely tokens. A row that verifies drafts has one entry for each position."""
         groups: dict[int, list[tuple[int, int]]] = {}
         for at, index, k in batch.logprobs:
             if sampled.ok[at]:
@@ -245,20 +249,20 @@ class Sampler:
 
 @cache
 def compiled_draw() -> Callable[..., None] | None:
-    """`race_kernels.draw_rows`; None: Numba is not installed."""
+    """The function `race_kernels.draw_rows`; None: Numba is not installed."""
     try:
         from pointsman.engine.sampling.race_kernels import draw_rows
     except ImportError as error:
         logger.info("tokens are drawn without compiled code, which is slower: %s", error)
         return None
-    beat(SECONDS_TO_COMPILE)  # by its first call
+    beat(SECONDS_TO_COMPILE)  # `draw_rows` is compiled by its first call
     compiled: Callable[..., None] = draw_rows
     return compiled
 
 
 @cache
 def device_race() -> type[DeviceRace] | None:
-    """`race_triton.DeviceRace`; None: Triton is not installed."""
+    """The class `race_triton.DeviceRace`; None: Triton is not installed."""
     try:
         from pointsman.engine.sampling.race_triton import DeviceRace
     except ImportError as error:
@@ -272,7 +276,7 @@ def choose_on_cpu(
 ) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
     """Tokens [n] and whether each row has a finite maximum [n], for logits [n, vocab_size] float32 on the CPU."""
     values: Float32Array = logits.numpy()
-    tokens: Int64Array = np.argmax(values, axis=-1)  # ten times as fast as PyTorch's; it returns a NaN first
+    tokens: Int64Array = np.argmax(values, axis=-1)  # ten times as fast as PyTorch's; a NaN is the maximum
     top = values[np.arange(len(values)), tokens]
     if len(batch.random):
         random = slice(None) if len(batch.random) == len(values) else batch.random
@@ -286,11 +290,11 @@ def choose_on_cpu(
 
 
 def choose_anywhere(logits: Tensor, batch: SamplingBatch) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
-    """The same on any device, in PyTorch.
+    """Tokens [n] and whether each row has a finite maximum [n], computed on any device in PyTorch.
 
     Args:
         logits: [n, vocab_size] float32.
-        batch: the batch of the same rows.
+        batch: sampling parameters of the n rows.
     """
     top, tokens = logits.max(dim=-1)
     if len(batch.random):

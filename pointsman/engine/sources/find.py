@@ -1,4 +1,4 @@
-"""Resolves the model that a user names to a directory or a GGUF file on this machine. PyTorch is not imported.
+"""Resolves the name of a model to a directory or a GGUF file on this machine. The module does not import PyTorch.
 
 | name | meaning |
 | --- | --- |
@@ -31,28 +31,28 @@ def find_model(
     download_dir: str | Path | None = None,
     check: Callable[[Path], object] | None = None,
 ) -> Path:
-    """The directory of a model in the Hugging Face format, or its GGUF file (the first part, if it has parts).
+    """The directory of a model in the Hugging Face format, or the model's GGUF file (its first part, if it has parts).
 
     Args:
-        model: see the table above; "~" is the home directory.
-        revision: for a hub name: a branch, a tag or a commit; None: main.
-        download_dir: for a hub name: the cache to download to; None: huggingface_hub's cache.
-        check: called before the weights are downloaded, with a directory that has all other files. Its exceptions end
-            the search.
+        model: name or path of the model, see the table at the top of this module; "~" is the home directory.
+        revision: branch, tag or commit of a hub repository; None: main.
+        download_dir: cache folder for downloads from a hub; None: huggingface_hub's cache.
+        check: function that is called before the weights are downloaded, with a directory that has all other files. Its
+            exceptions end the search.
 
     Raises:
         ModelLoadError: the name has no valid form, the model does not exist, or it cannot be downloaded. The message is
             one line with the remedy.
     """
     text = "demo" if model is None else str(model)
-    path = _existing(text)
+    path = _existing_path(text)
     if path is None and not isinstance(model, Path) and not is_path(text):
         if text in NAMED:
             path = installed(text)
             if path is None:
                 raise ModelLoadError(f"the model {text} is not installed; run: pointsman models get {text}")
         elif "/" in text:
-            from pointsman.engine.sources.hub import download  # imports an HTTP client, which only hub names need
+            from pointsman.engine.sources.hub import download  # imports an HTTP client, only for hub names
 
             return download(text, revision=revision, download_dir=download_dir, check=check)
     for name, value in (("revision", revision), ("download_dir", download_dir)):
@@ -62,11 +62,11 @@ def find_model(
             )
     if path is None:
         raise ModelLoadError(_not_found_message(text, looks_like_path=isinstance(model, Path) or is_path(text)))
-    return _in_directory(path) if path.is_dir() else _first_part(path)
+    return _model_in_directory(path) if path.is_dir() else _first_part(path)
 
 
-def _existing(text: str) -> Path | None:
-    """The file or directory of this name; None: there is none.
+def _existing_path(text: str) -> Path | None:
+    """The file or directory that a name denotes; None: it does not exist.
 
     Raises:
         ModelLoadError: the name is empty, or the system cannot look it up.
@@ -86,7 +86,7 @@ def _existing(text: str) -> Path | None:
 
 
 def is_path(text: str) -> bool:
-    """Whether a name can only be a path."""
+    """Whether a model's name can only be a path, and no hub name."""
     return text.startswith(("/", ".", "~")) or text.count("/") > 1 or text.lower().endswith(GGUF)
 
 
@@ -106,11 +106,11 @@ def _not_found_message(text: str, *, looks_like_path: bool) -> str:
     return f"no model is called {name}: there is no such directory, named models are {known}; a hub name is OWNER/NAME"
 
 
-def _in_directory(path: Path) -> Path:
-    """The directory itself, or the GGUF model in it if it holds no model in the Hugging Face format.
+def _model_in_directory(path: Path) -> Path:
+    """The first file of the GGUF model in a directory; the directory itself, if it has a config.json or no GGUF file.
 
     Raises:
-        ModelLoadError: it holds several GGUF models.
+        ModelLoadError: the directory has several GGUF models.
     """
     try:
         files = [] if (path / "config.json").exists() else sorted(path.glob(f"*{GGUF}"))
@@ -127,10 +127,10 @@ def _in_directory(path: Path) -> Path:
 
 
 def _first_part(file: Path) -> Path:
-    """The first file of a GGUF model.
+    """The first part of the GGUF model to which a file belongs.
 
     Raises:
-        ModelLoadError: the name does not end with .gguf, or the first part is missing.
+        ModelLoadError: the file's name does not end with .gguf, or the first part is missing.
     """
     if not is_gguf(file):
         raise ModelLoadError(

@@ -1,4 +1,4 @@
-"""Downloads a model from a hub, through `huggingface_hub`, in four steps:
+"""Downloads a model from a hub, with the library `huggingface_hub`, in four steps:
 
 settings    download configuration, tokenizer and chat template, which are small
 check       the caller refuses a model that cannot run, before gigabytes are downloaded
@@ -7,7 +7,8 @@ weights     download the *.safetensors that the index names, or model.safetensor
 
 Pickles, ONNX, GGUF, the weights of other frameworks and all folders of a repository are not downloaded, and neither are
 files that are complete in the cache. Without a hub (HF_HUB_OFFLINE=1, or no response) a model that is complete in the
-cache is used. huggingface_hub reads its environment (HF_TOKEN, HF_HOME, HF_ENDPOINT, ...) when it is imported.
+cache is used. huggingface_hub reads its environment variables (HF_TOKEN, HF_HOME, HF_ENDPOINT, ...) when it is
+imported.
 """
 
 from __future__ import annotations
@@ -49,13 +50,14 @@ SETTINGS = (
     "added_tokens.json",
     "chat_template.jinja",
 )
-"""Patterns of the files that are downloaded first."""
+"""Names of the files that are downloaded before the weights, as patterns."""
 FOLDERS = "*/*"
-"""Pattern of the files that are not downloaded: other formats, and files in the original authors' format."""
+"""Pattern of files in folders of a repository, which are not downloaded: other formats, and the original authors'
+format."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 UNAUTHORIZED = 401
 LIBRARY: dict[str, Any] = {"library_name": "pointsman", "library_version": __version__}
-"""Name and version of this program, which are sent to the hub."""
+"""Name and version of this program, as arguments of huggingface_hub, which sends them to the hub."""
 
 
 class _Hidden(tqdm):  # type: ignore[misc]
@@ -75,14 +77,14 @@ def download(
     """The directory of a model in the cache; missing files are downloaded.
 
     Args:
-        name: OWNER/NAME.
-        revision: a branch, a tag or a commit; None: main.
-        download_dir: the cache; None: huggingface_hub's cache.
-        check: called before the weights are downloaded, with a directory that has all other files. Its exceptions end
-            the download.
+        name: name of the repository, OWNER/NAME.
+        revision: branch, tag or commit; None: main.
+        download_dir: cache folder; None: huggingface_hub's cache.
+        check: function that is called before the weights are downloaded, with a directory that has all other files. Its
+            exceptions end the download.
 
     Raises:
-        ModelLoadError: the model does not exist, cannot be downloaded, or has another format.
+        ModelLoadError: the model does not exist, cannot be downloaded, or is not in the Hugging Face format.
     """
     cache = Path(constants.HF_HUB_CACHE if download_dir is None else download_dir).expanduser()
     repository = _Repository(name, revision, cache)
@@ -123,7 +125,7 @@ def download(
 
 @dataclass(frozen=True, slots=True)
 class _Repository:
-    """One revision of a repository, and the cache for its files."""
+    """One revision of a hub repository, and the cache folder for its files."""
 
     name: str
     revision: str | None
@@ -146,7 +148,7 @@ class _Repository:
         return {one.rfilename: one.size or 0 for one in info.siblings or ()}
 
     def fetch_settings(self) -> Path:
-        """Download the files of `SETTINGS`; returns the directory of the revision.
+        """Download the files that match `SETTINGS`; returns the directory of the revision in the cache.
 
         Raises:
             ModelLoadError: a file cannot be downloaded or written.
@@ -157,11 +159,12 @@ class _Repository:
             raise self._model_error(error) from error
 
     def fetch(self, file: str, commit: str) -> None:
-        """Download a file in this thread, so Ctrl-C ends it at once; `snapshot_download` would complete the file first.
+        """Download a file in this thread, so that Ctrl-C stops the download; `snapshot_download` would complete the
+        file first.
 
         Args:
-            file: its name.
-            commit: used instead of the revision, which may point to another commit by now.
+            file: path of the file in the repository.
+            commit: commit of the file. It replaces the revision, which may point to another commit by now.
 
         Raises:
             ModelLoadError: the file cannot be downloaded or written.
@@ -172,7 +175,7 @@ class _Repository:
             raise self._model_error(error) from error
 
     def cached(self) -> Path | None:
-        """The directory of the revision, if all files are in it.
+        """The directory of the revision in the cache; None: the cache lacks a file.
 
         Raises:
             ModelLoadError: the name is no valid hub name.
@@ -200,7 +203,7 @@ class _Repository:
         return Path(path)
 
     def _model_error(self, error: Exception) -> ModelLoadError:
-        """An error of huggingface_hub in one line, with the remedy."""
+        """The `ModelLoadError` for an error of huggingface_hub: one line, with the remedy."""
         hub = constants.ENDPOINT
         if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
             error = error.__cause__
@@ -252,7 +255,7 @@ class _Repository:
 
 
 def _check_format(name: str, files: Iterable[str]) -> None:
-    """Refuse a repository without a model that can be read here.
+    """Refuse a repository whose files are no model in the Hugging Face format.
 
     Raises:
         ModelLoadError: the repository has no configuration, or no safetensors.
@@ -281,7 +284,7 @@ def _check_format(name: str, files: Iterable[str]) -> None:
 
 
 def _weight_files(path: Path) -> list[str]:
-    """The names of the weight files: those of the index, or the only file.
+    """The names of a model's weight files: the files that the index names, or, without an index, `WEIGHTS`.
 
     Raises:
         ModelLoadError: the index cannot be read.

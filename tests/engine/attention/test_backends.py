@@ -17,7 +17,7 @@ LAYERS = [LayerShape(1, 8, 8, 2)]
 CPU = torch.device("cpu")
 
 
-def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_chooses_a_gpu_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_device("cpu") == CPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device("auto") == CPU
@@ -31,7 +31,7 @@ def test_a_missing_device_is_an_error(name: str) -> None:
         load_model("demo", device=name)
 
 
-def test_attention_by_name() -> None:
+def test_attention_is_chosen_by_name_device_and_type() -> None:
     assert choose_attention("auto", LAYERS, CPU, torch.float32).name == "numba"
     assert choose_attention("torch", LAYERS, CPU, torch.float32).name == "torch"
     assert choose_attention("auto", LAYERS, CPU, torch.float16).name == "torch", "no kernels for this type"
@@ -42,7 +42,9 @@ def test_attention_by_name() -> None:
         choose_attention("numba", LAYERS, CPU, torch.float16)
 
 
-def test_without_numba_pytorch_attends(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_numba_attention_is_plain_pytorch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     for name in [name for name in sys.modules if name.startswith("pointsman.engine.kernels")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(sys.modules, "pointsman.engine.attention.numba_backend", raising=False)
@@ -54,7 +56,7 @@ def test_without_numba_pytorch_attends(monkeypatch: pytest.MonkeyPatch, caplog: 
         choose_attention("numba", LAYERS, CPU, torch.float32)
 
 
-def test_impossible_choices_are_refused() -> None:
+def test_options_that_do_not_fit_the_model_are_refused() -> None:
     loaded = wrap_model(build(FAMILIES["qwen3"]()))
     with pytest.raises(ValueError, match="kv_cache_dtype is 'fp8'; choose one of auto, float32, bfloat16"):
         Engine(loaded, kv_cache_dtype="fp8")

@@ -64,7 +64,7 @@ def test_hyperbolic_tangent_is_right_to_the_last_bits() -> None:
     np.testing.assert_allclose(got, np.tanh(values.astype(np.float64)), rtol=4e-7, atol=1e-37)
 
 
-def test_nan_stays_nan() -> None:
+def test_exponential_and_tangent_of_nan_are_nan() -> None:
     values = np.full(40, np.nan, dtype=np.float32)
     got = np.zeros((3, 40), dtype=np.float32)
     each_exponential(values, got[0])
@@ -96,7 +96,7 @@ def counting() -> Kernel:
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 4])
-def test_a_team_takes_every_item_once(counting: Kernel, num_threads: int) -> None:
+def test_threads_take_every_item_once(counting: Kernel, num_threads: int) -> None:
     arguments = np.zeros(1002, dtype=np.int64)
     counting(arguments, num_threads)
     assert (arguments[2:] == 1).all()
@@ -169,7 +169,7 @@ def test_threads_are_those_of_pytorch() -> None:
     assert len(libraries) == 1, f"a second OpenMP library was loaded: {sorted(libraries)}"
 
 
-def test_without_openmp_one_thread_does_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_openmp_one_thread_computes_all_items(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "openmp_parallel", lambda: None)
     norm = FusedNorm(torch.ones(16), 1e-6, 0.0, layers.CompiledLayers())
     x = torch.randn(100, 16)
@@ -179,7 +179,7 @@ def test_without_openmp_one_thread_does_all(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("shape", [(1, 1, 7), (1, 33, 64), (1, 5, 3, 24)])
-def test_norm(dtype: torch.dtype, offset: float, shape: tuple[int, ...]) -> None:
+def test_norm_kernel_equals_pytorch(dtype: torch.dtype, offset: float, shape: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(shape, generator=generator).to(dtype)
     weight = torch.randn(shape[-1], generator=generator).to(dtype)
@@ -191,7 +191,7 @@ def test_norm(dtype: torch.dtype, offset: float, shape: tuple[int, ...]) -> None
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", layers.ACTIVATIONS)
 @pytest.mark.parametrize("num_rows", [1, 40])
-def test_gate(dtype: torch.dtype, activation: str, num_rows: int) -> None:
+def test_gate_kernel_equals_pytorch(dtype: torch.dtype, activation: str, num_rows: int) -> None:
     x = (torch.randn(num_rows, 2 * 50, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
     out = torch.empty(num_rows, 50, dtype=dtype)
     arguments = np.array([0, x.data_ptr(), out.data_ptr(), num_rows, 50, layers.ACTIVATIONS.index(activation)])
@@ -219,7 +219,9 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 @pytest.mark.parametrize("rotary_dim", [0, 8, 16])
 @pytest.mark.parametrize("with_norms", [False, True])
 @pytest.mark.parametrize("cache_dtype", DTYPES, ids=str)
-def test_heads_reach_the_pool(rotary_dim: int, with_norms: bool, cache_dtype: torch.dtype) -> None:
+def test_heads_are_normed_rotated_and_written_to_the_pool(
+    rotary_dim: int, with_norms: bool, cache_dtype: torch.dtype
+) -> None:
     num_tokens, heads, kv_heads, k_dim, v_dim, size, num_blocks = 11, 6, 2, 16, 12, 4, 9
     generator = torch.Generator().manual_seed(0)
 

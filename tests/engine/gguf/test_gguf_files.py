@@ -188,7 +188,7 @@ def test_settings_that_would_compute_wrongly_are_refused(
     assert error in error_of(edited(tmp_path / "model.gguf", model, **fields), UnsupportedModel)
 
 
-def test_neutral_values_are_accepted(model: Any, tmp_path: Path) -> None:
+def test_metadata_without_an_effect_is_accepted(model: Any, tmp_path: Path) -> None:
     fields = {"llama__expert_count": 0, "llama__attention__causal": True, "llama__rope__scaling__type": "none"}
     assert config_fields(read_gguf(edited(tmp_path / "model.gguf", model, **fields)))["model_type"] == "llama"
 
@@ -212,7 +212,7 @@ def test_the_layers_with_a_window_can_be_listed(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- export
 
 
-def test_an_exported_directory_is_a_model(tmp_path: Path) -> None:
+def test_an_exported_directory_loads_as_the_same_model(tmp_path: Path) -> None:
     tokenizer = trained_bpe(300)
     model = build(Family("qwen3", "", {**HEAD16, "vocab_size": 300})())
     path = write_gguf(tmp_path / "model.gguf", model, edit=_tokens_and_sampling(tokenizer))

@@ -55,7 +55,7 @@ def assert_same(read: Any, original: Tokenizer, texts: list[str]) -> None:
         assert read.decode(token_ids) == original.decode(token_ids, skip_special_tokens=False), repr(text)
 
 
-def test_byte_level_bpe(tmp_path: Path) -> None:
+def test_byte_level_bpe_is_read_back_unchanged(tmp_path: Path) -> None:
     original = trained_bpe(300)
     read = tokenizer_of(tmp_path / "model.gguf", original, "gpt2", pre="gpt-2", num_tokens=310)
     assert_same(read, original.backend_tokenizer, [*TEXTS, *random_texts(0)])
@@ -65,7 +65,7 @@ def test_byte_level_bpe(tmp_path: Path) -> None:
     assert read.decode(read("hi<|im_end|>")["input_ids"], skip_special_tokens=True) == "hi"
 
 
-def test_sentencepiece_bpe(tmp_path: Path) -> None:
+def test_sentencepiece_bpe_is_read_back_unchanged(tmp_path: Path) -> None:
     original = sentencepiece(falls_back=True)
     read = tokenizer_of(tmp_path / "model.gguf", original, "llama")
     # The last text has added tokens, which the original tokenizer finds only in normalized text.
@@ -82,7 +82,7 @@ REAL = {
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("name", short_of([*REAL], ["llama3_1", "gemma3"]))
-def test_tokenizers_of_published_models(name: str, tmp_path: Path) -> None:
+def test_tokenizers_of_published_models_are_read_unchanged(name: str, tmp_path: Path) -> None:
     kind, options = REAL[name]
     original = Tokenizer.from_file(str(download(name) / "tokenizer.json"))
     read = tokenizer_of(tmp_path / "model.gguf", original, kind, **options)
@@ -158,7 +158,7 @@ def test_texts_end_at_eos_and_at_end_of_turn_tokens(tmp_path: Path) -> None:
     assert generation_fields(read_gguf(path)) == {"eos_token_id": [1, 7, 3], "temperature": 0.5, "top_k": 20}
 
 
-def test_named_chat_templates(tmp_path: Path) -> None:
+def test_a_chat_template_can_be_chosen_by_name(tmp_path: Path) -> None:
     def edit(writer: GGUFWriter) -> None:
         del writer.kv_data[0]["tokenizer.chat_template"]
         writer.add_chat_template([{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}])

@@ -65,14 +65,14 @@ def loss(model: Any, tokenizer: Any, texts: tuple[str, ...]) -> float:
     return total / count
 
 
-def test_directory_is_complete_and_small() -> None:
+def test_demo_directory_has_all_files_and_is_small() -> None:
     """Every file that a loader needs exists, and none is large."""
     sizes = {path.name: path.stat().st_size for path in DEMO.iterdir() if path.is_file()}
     assert set(sizes) >= FILES
     assert sum(sizes.values()) < LARGEST
 
 
-def test_config_names_what_the_engine_needs(model: Any, tokenizer: Any) -> None:
+def test_demo_config_allows_long_positions_and_names_one_eos(model: Any, tokenizer: Any) -> None:
     """Long positions are allowed, the rotary embedding is not scaled, and all files name the same EOS token."""
     config = model.config
     assert config.max_position_embeddings >= 16384
@@ -95,20 +95,20 @@ def test_config_names_what_the_engine_needs(model: Any, tokenizer: Any) -> None:
         "\x00\x7f\r\n",
     ],
 )
-def test_tokenizer_round_trip(tokenizer: Any, text: str) -> None:
+def test_demo_tokenizer_decodes_its_ids_to_the_same_text(tokenizer: Any, text: str) -> None:
     """A byte-level vocabulary neither loses nor adds characters of any text."""
     ids = tokenizer(text)["input_ids"]
     assert tokenizer.decode(ids) == text
     assert tokenizer.eos_token_id not in ids
 
 
-def test_chat_template_joins_the_messages(tokenizer: Any) -> None:
+def test_demo_chat_template_joins_the_messages(tokenizer: Any) -> None:
     """A chat request becomes text to continue; there are no roles."""
     messages = [{"role": "user", "content": "A list is"}, {"role": "assistant", "content": "a sequence."}]
     assert tokenizer.apply_chat_template(messages, tokenize=False) == "A list is\n\na sequence."
 
 
-def test_model_has_learned(model: Any, tokenizer: Any) -> None:
+def test_demo_model_prefers_sentences_to_shuffled_words(model: Any, tokenizer: Any) -> None:
     """New sentences cost far less than a uniform guess, and less than their own words in disorder."""
     shuffler = random.Random(3)
     disorder = tuple(" ".join(shuffler.sample(words, len(words))) for words in map(str.split, SENTENCES))
@@ -118,7 +118,7 @@ def test_model_has_learned(model: Any, tokenizer: Any) -> None:
 
 
 @torch.inference_mode()
-def test_greedy_text_is_readable(model: Any, tokenizer: Any) -> None:
+def test_greedy_text_of_the_demo_model_is_readable(model: Any, tokenizer: Any) -> None:
     """The most likely continuation has whole characters, and mostly letters and spaces."""
     inputs = tokenizer("The import statement", return_tensors="pt")
     output = model.generate(**inputs, max_new_tokens=48, do_sample=False)
@@ -129,7 +129,7 @@ def test_greedy_text_is_readable(model: Any, tokenizer: Any) -> None:
 
 
 @torch.inference_mode()
-def test_model_ends_texts(model: Any, tokenizer: Any) -> None:
+def test_demo_model_ends_some_texts_with_eos(model: Any, tokenizer: Any) -> None:
     """Sampled at the recommended temperature, the model ends some of its texts by EOS."""
     torch.manual_seed(5)
     inputs = tokenizer("To open a file", return_tensors="pt")

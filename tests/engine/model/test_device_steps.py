@@ -99,7 +99,7 @@ def texts(
 @pytest.mark.parametrize(
     ("steps", "with_graphs"), [(1, False), (2, True), *(pytest.param(*case, marks=pytest.mark.long) for case in MORE)]
 )
-def test_tokens_are_those_of_plain_pytorch(loaded: LoadedModel, steps: int, with_graphs: bool) -> None:
+def test_device_steps_sample_the_tokens_of_plain_pytorch(loaded: LoadedModel, steps: int, with_graphs: bool) -> None:
     graphs = Again() if with_graphs else None
     want = texts(make(loaded, "torch"), [*SAMPLING, *OTHERS])
     assert texts(make(loaded, steps=steps, graphs=graphs), [*SAMPLING, *OTHERS]) == want
@@ -116,7 +116,7 @@ def run(engine: Engine, count: int = 2, tokens: int = 4, **params: Any) -> dict[
     return texts(engine, [{"temperature": 0.0, **params}] * count, tokens)
 
 
-def test_preemption_and_cache_hits_with_graphs_and_two_steps(loaded: LoadedModel) -> None:
+def test_graphs_with_preemption_and_cache_hits_change_no_tokens(loaded: LoadedModel) -> None:
     knobs = {"num_blocks": 9, "max_num_seqs": 3}
     params = [{"temperature": 0.9, "seed": number} for number in range(3)]
     engine = make(loaded, steps=2, graphs=Again(), **knobs)
@@ -126,7 +126,7 @@ def test_preemption_and_cache_hits_with_graphs_and_two_steps(loaded: LoadedModel
     assert texts(engine, params, 9, "again") == want, "from cached prefixes"
 
 
-def test_layers_in_groups_use_the_tables_of_their_group() -> None:
+def test_layers_in_groups_use_the_block_tables_of_their_group() -> None:
     config = FAMILIES["gemma3"]()
     loaded = wrap_model(build(config, seed=1), tokenizer=byte_tokenizer(), attention="torch", fuse=False)
     engines = [make(loaded, attention, num_blocks=64) for attention in ("torch", TritonAttention)]
@@ -191,7 +191,7 @@ def test_a_plain_step_waits_for_one_event(
     assert waits == engine.counters.num_steps
 
 
-def test_more_rows_than_expected_get_places(loaded: LoadedModel) -> None:
+def test_device_tokens_grow_if_a_step_needs_more_places(loaded: LoadedModel) -> None:
     engine = make(loaded, steps=2, graphs=Again())
     steps = engine.runner._device_steps
     assert steps is not None and steps.graphs is not None
@@ -201,7 +201,7 @@ def test_more_rows_than_expected_get_places(loaded: LoadedModel) -> None:
     assert len(steps._tokens.tokens) > 2
 
 
-def test_graphs_stop_at_their_memory_limit(loaded: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_graphs_are_recorded_beyond_the_memory_limit(loaded: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
     engine, taken = make(loaded), iter([0, 0, 60, 120, 120])
     engine.runner.record_graphs(100, lambda: next(taken), Again())
     steps = engine.runner._device_steps
@@ -239,7 +239,7 @@ def test_logits_that_are_not_finite_end_their_request_alone(with_graphs: bool) -
 
 
 @pytest.mark.long
-def test_fused_layers_give_the_same_tokens(loaded: LoadedModel) -> None:
+def test_fused_layers_with_graphs_give_the_same_tokens(loaded: LoadedModel) -> None:
     """Every part of a layer is replaced, as on a GPU."""
     config = FAMILIES["qwen3"]()
     config.num_hidden_layers = config.num_key_value_heads = 1

@@ -63,7 +63,7 @@ def _rotary(loaded: LoadedModel) -> None:
 
 
 @pytest.mark.parametrize("change", [_embedding, _norm, _joined, _head_norm, _epsilon, _rotary])
-def test_every_change_changes_the_fingerprint(change: Callable[[LoadedModel], None]) -> None:
+def test_changed_weights_or_settings_change_the_fingerprint(change: Callable[[LoadedModel], None]) -> None:
     loaded = load()
     before = model_fingerprint(loaded)
     with torch.inference_mode():

@@ -43,11 +43,11 @@ def fused(model: Any, **options: Any) -> dict[str, int]:
         ("gpt2", {}),  # another kind of everything
     ],
 )
-def test_expected_parts_are_fused(family: str, expected: dict[str, int]) -> None:
+def test_expected_parts_of_each_family_are_fused(family: str, expected: dict[str, int]) -> None:
     assert fused(build(FAMILIES[family]())) == expected
 
 
-def test_scaled_residuals_are_not_a_usual_layer() -> None:
+def test_a_layer_with_scaled_residuals_is_not_fused_whole() -> None:
     config = GraniteConfig(**COMMON, residual_multiplier=0.5)
     assert fused(build(config)) == {name: count for name, count in WHOLE.items() if name != "FusedLayer"}
 
@@ -58,7 +58,7 @@ def test_fusing_can_be_turned_off(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_model_that_is_large_enough_is_packed(dtype: torch.dtype) -> None:
+def test_weights_of_a_large_model_are_packed(dtype: torch.dtype) -> None:
     """Its products are at least 512 x 512, so all weights change their form, once, before the last self-check."""
     size = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 8}
     loaded = wrap_model(build(Qwen2Config(**{**COMMON, **size})).to(dtype))
@@ -151,7 +151,7 @@ def test_the_next_candidate_is_tried_after_one_that_raises(monkeypatch: pytest.M
     assert fused(build(LlamaConfig(**COMMON, hidden_act="gelu_pytorch_tanh"))) == WHOLE
 
 
-def test_a_fault_that_only_the_whole_model_shows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fusion_that_fails_only_in_the_whole_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     original = FusedLayer.forward
     calls = 0
 
@@ -193,7 +193,7 @@ def test_attention_that_depends_on_positions_is_not_fused() -> None:
 
 
 @pytest.mark.parametrize("clip", [0.5, 4.0, 50.0])
-def test_a_clamp_is_not_fused(clip: float) -> None:
+def test_attention_with_a_clamp_is_not_fused(clip: float) -> None:
     """Also a clamp that the tokens of the check do not reach."""
     config = OlmoConfig(**COMMON, clip_qkv=clip)
     assert "FusedAttention" not in fused(build(config))
@@ -222,7 +222,7 @@ def test_replaced_parts_are_freed() -> None:
     assert not any(one() is not None for one in old)
 
 
-def test_quantization_without_an_effect_is_an_error() -> None:
+def test_quantization_without_any_quantized_layer_is_an_error() -> None:
     for options in ({"fuse": False}, {"attention": "torch"}):
         with pytest.raises(ValueError, match="no linear layer of this model was fused"):
             wrap_model(build(FAMILIES["qwen2"]()), quantization="int8", **options)

@@ -24,7 +24,9 @@ from tests.engine.tiny_models import FAMILIES, build
         (4, 10, 100, 3, [1] * 10),
     ],
 )
-def test_all_requests_share_all_tokens(seqs: int, tokens: int, length: int, drafts: int, lengths: list[int]) -> None:
+def test_requests_of_the_largest_step_share_the_token_budget(
+    seqs: int, tokens: int, length: int, drafts: int, lengths: list[int]
+) -> None:
     config = SchedulerConfig(
         num_blocks=1, max_model_len=length, max_num_seqs=seqs, max_num_batched_tokens=tokens, num_draft_tokens=drafts
     )

@@ -99,7 +99,7 @@ def test_small_batches_in_4_bits_do_not_depend_on_each_other() -> None:
 
 @pytest.mark.parametrize("num_rows", [1, SMALL_BATCH + 1])
 @pytest.mark.parametrize("in_features", FORMS)
-def test_4_bits_in_a_model_in_bfloat16(in_features: int, num_rows: int) -> None:
+def test_small_batches_in_bfloat16_use_4_bits(in_features: int, num_rows: int) -> None:
     """Few rows are computed in 4 bits, and more rows without quantization."""
     size = in_features // 32 * 32
     parts = [in_4_bits(part).bfloat16() for part in layers(size, 512, 304, bias=True)]
@@ -115,7 +115,7 @@ def test_4_bits_in_a_model_in_bfloat16(in_features: int, num_rows: int) -> None:
 
 
 @pytest.mark.parametrize("why", ["more bits", "one group of more bits", "width", "features"])
-def test_weights_that_need_more_than_4_bits_stay_in_8(why: str) -> None:
+def test_weights_that_need_more_than_4_bits_stay_in_8_bits(why: str) -> None:
     (part,) = layers(48 if why == "width" else 64, 40 if why == "features" else 32, bias=False)
     if why in ("features", "one group of more bits"):
         in_4_bits(part)
@@ -126,7 +126,7 @@ def test_weights_that_need_more_than_4_bits_stay_in_8(why: str) -> None:
     assert joined.form == "int8" and not joined.is_in_4_bits
 
 
-def test_steps_that_bfloat16_cannot_separate_stay_in_8_bits() -> None:
+def test_grid_steps_too_small_for_bfloat16_keep_8_bits() -> None:
     weight = in_4_bits(layers(64, 32, bias=False)[0]).weight
     assert in_groups(weight + 1) is not None
     assert in_groups(weight + 100) is None
@@ -141,7 +141,7 @@ def test_groups_may_use_fewer_than_16_digits(levels: int) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 64])
-def test_int8_in_a_model_in_bfloat16(num_rows: int) -> None:
+def test_int8_errors_in_bfloat16_are_small(num_rows: int) -> None:
     """The output layer uses this form with int4."""
     (part,) = layers(LARGE, 512, bias=True, dtype=torch.bfloat16)
     joined = JoinedLinear([part])
@@ -178,7 +178,7 @@ def test_an_int8_row_does_not_depend_on_other_rows(bias: bool) -> None:
 
 @pytest.mark.parametrize("place", [0, 3, 6])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_a_row_that_is_not_finite_affects_no_other_in_int8(place: int, value: float) -> None:
+def test_a_row_that_is_not_finite_affects_no_other_int8_row(place: int, value: float) -> None:
     (part,) = layers(64, 32, bias=True)
     joined = JoinedLinear([part])
     joined.store("int8")
@@ -212,7 +212,7 @@ def test_a_bias_on_some_layers_only_is_an_error() -> None:
         JoinedLinear(mixed)
 
 
-def test_a_packed_weight_has_only_its_type() -> None:
+def test_the_plain_weight_of_a_packed_layer_is_nan_of_its_type() -> None:
     """Computing with it gives NaN, and it takes no memory."""
     joined = JoinedLinear(layers(LARGE, 512, bias=False))
     store_weights(joined)

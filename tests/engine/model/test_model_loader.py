@@ -47,7 +47,7 @@ def error_of(path: Path, kind: type[Exception] = ModelLoadError) -> str:
     return str(error.value)
 
 
-def test_loads_a_directory(saved: Path) -> None:
+def test_a_directory_is_loaded_with_its_properties(saved: Path) -> None:
     loaded = load_model(saved)
     assert loaded.dtype == torch.float32
     assert loaded.eos_token_ids == (2, 7)
@@ -56,7 +56,7 @@ def test_loads_a_directory(saved: Path) -> None:
     assert [(s.num_kv_heads, s.k_dim, s.v_dim, s.num_heads) for s in loaded.layers] == [(2, 12, 12, 4)] * 2
 
 
-def test_loads_in_bfloat16(saved: Path) -> None:
+def test_a_model_can_be_loaded_in_bfloat16(saved: Path) -> None:
     assert load_model(saved, "bfloat16").dtype == torch.bfloat16
     with pytest.raises(ValueError, match="dtype is 'int3'; choose one of auto, float32, bfloat16, float16"):
         load_model(saved, "int3")
@@ -90,11 +90,11 @@ def test_a_model_that_does_not_fit_the_device_is_named(saved: Path, monkeypatch:
     assert text.endswith("or give a smaller model, a dtype of 16 bits or another device")
 
 
-def test_no_directory(tmp_path: Path) -> None:
+def test_a_missing_directory_is_an_error(tmp_path: Path) -> None:
     assert f"no model directory at {tmp_path / 'nowhere'}" in error_of(tmp_path / "nowhere")
 
 
-def test_no_config(copy: Path) -> None:
+def test_a_missing_config_is_an_error(copy: Path) -> None:
     (copy / "config.json").unlink()
     assert "has no config.json" in error_of(copy)
 
@@ -105,44 +105,44 @@ def test_a_config_without_a_model_type_is_refused(copy: Path, text: str) -> None
     assert "config.json" in error_of(copy)
 
 
-def test_unknown_model_type(copy: Path) -> None:
+def test_an_unknown_model_type_is_refused(copy: Path) -> None:
     change_config(copy, model_type="hal9000")
     assert "hal9000" in error_of(copy, UnsupportedModel)
 
 
-def test_no_weights(copy: Path) -> None:
+def test_missing_weights_are_an_error(copy: Path) -> None:
     (copy / "model.safetensors").unlink()
     assert "has no weights (*.safetensors)" in error_of(copy)
 
 
 @pytest.mark.parametrize("keep", [0, 6, 400, 0.5, -1])
-def test_truncated_weights(copy: Path, keep: float) -> None:
+def test_truncated_weights_are_an_error(copy: Path, keep: float) -> None:
     file = copy / "model.safetensors"
     content = file.read_bytes()
     file.write_bytes(content[: int(len(content) * keep) if isinstance(keep, float) else keep])
     assert f"{file} is truncated or corrupt" in error_of(copy)
 
 
-def test_corrupt_header(copy: Path) -> None:
+def test_a_corrupt_header_of_weights_is_an_error(copy: Path) -> None:
     file = copy / "model.safetensors"
     file.write_bytes(file.read_bytes()[:8] + b"#" * 5000)
     assert "truncated or corrupt" in error_of(copy)
 
 
-def test_weights_of_another_model(copy: Path) -> None:
+def test_weights_of_another_model_are_refused(copy: Path) -> None:
     change_config(copy, num_hidden_layers=3)
     assert "lack 9 tensors, first model.layers.2." in error_of(copy)
     change_config(copy, num_hidden_layers=2, intermediate_size=80)
     assert "shape" in error_of(copy)
 
 
-def test_missing_shard(copy: Path) -> None:
+def test_a_missing_weight_file_is_named(copy: Path) -> None:
     index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
     (copy / "model.safetensors.index.json").write_text(json.dumps(index))
     assert "lacks 1 of 2 weight files, first model-2.safetensors" in error_of(copy)
 
 
-def test_broken_tokenizer(copy: Path) -> None:
+def test_a_broken_tokenizer_is_an_error(copy: Path) -> None:
     (copy / "tokenizer.json").write_text("{")
     assert "the tokenizer cannot be loaded" in error_of(copy)
 

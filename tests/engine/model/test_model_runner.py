@@ -83,7 +83,7 @@ def add_features(host: Host, which: list[int]) -> None:
 
 
 @pytest.mark.e2e
-def test_preemption_changes_no_tokens_with_all_features(loaded: LoadedModel) -> None:
+def test_preemption_changes_no_tokens_of_any_sampling_feature(loaded: LoadedModel) -> None:
     alone: dict[str, list[int]] = {}
     for i in range(len(FEATURES)):
         host = Host(loaded)

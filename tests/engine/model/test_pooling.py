@@ -56,7 +56,7 @@ def loaded() -> LoadedModel:
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 @pytest.mark.parametrize("pooling", POOLINGS)
 @pytest.mark.parametrize("fuse", [True, False])
-def test_vectors_are_those_of_transformers(family: str, pooling: Pooling, fuse: bool) -> None:
+def test_embedding_vectors_equal_those_of_transformers(family: str, pooling: Pooling, fuse: bool) -> None:
     llm = LLM(wrap_model(build(FAMILIES[family](), seed=1), fuse=fuse), **KNOBS)
     prompts = prompts_of(6)
     for normalize in (True, False):
@@ -70,7 +70,7 @@ def test_vectors_are_those_of_transformers(family: str, pooling: Pooling, fuse: 
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
-def test_chunked_prompts_get_the_same_vectors(loaded: LoadedModel, pooling: Pooling) -> None:
+def test_chunked_prompts_get_the_vectors_of_whole_prompts(loaded: LoadedModel, pooling: Pooling) -> None:
     prompts = prompts_of(5, seed=3)
     llm = LLM(loaded, **{**KNOBS, "max_num_batched_tokens": 8, "long_prefill_token_threshold": 3})
     assert np.abs(embedded(llm, prompts, pooling) - expected("qwen3", prompts, pooling)).max() < TOLERANCE

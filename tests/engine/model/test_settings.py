@@ -78,7 +78,7 @@ def test_texts_end_at_the_eos_of_tokenizer_and_settings(
     assert load_model(copy).eos_token_ids == expected
 
 
-def test_a_tokenizers_eos_beyond_the_vocabulary_ends_nothing() -> None:
+def test_a_tokenizers_eos_beyond_the_vocabulary_is_ignored() -> None:
     tokenizer = byte_level()
     tokenizer.add_tokens(["<end>"])
     tokenizer.eos_token = "<end>"
@@ -132,7 +132,7 @@ def test_recommended_values_apply_without_do_sample(copy: Path) -> None:
     assert len(llm.generate(prompts[0], given, use_tqdm=False)[0].token_ids) == 7
 
 
-def test_defaults_without_recommendations_are_sampling_params(saved: Path) -> None:
+def test_without_recommended_values_sampling_params_apply(saved: Path) -> None:
     assert LLM(saved, num_blocks=64, log_stats_interval=None).get_default_sampling_params() == SamplingParams()
 
 

@@ -45,7 +45,7 @@ def test_long_contexts_equal_transformers() -> None:
     assert len(ties) <= 1
 
 
-def test_the_tokens_depend_on_the_window() -> None:
+def test_ignoring_the_window_changes_the_tokens() -> None:
     """Otherwise the test above would not test windows."""
     prompt = prompt_of("design.md")
     options: dict[str, Any] = {

@@ -102,7 +102,7 @@ def test_greedy_tokens_equal_transformers(
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
-def test_greedy_tokens_equal_generate(name: str) -> None:
+def test_greedy_tokens_equal_transformers_generate(name: str) -> None:
     """transformers' own loop, with its own KV cache."""
     prompts = [token_ids_of(name, text) for text in PROMPTS]
     outputs = run(Engine(loaded(name), max_model_len=512, num_blocks=1000, block_size=16), prompts, GREEDY)

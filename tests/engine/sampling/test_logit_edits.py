@@ -88,7 +88,7 @@ PARAMS = st.fixed_dictionaries(
     st.integers(0, 2**31),
     st.integers(0, 20),
 )
-def test_equals_the_slow_reference(
+def test_edited_logits_equal_the_slow_reference(
     params: dict[str, Any],
     prompt: list[int],
     output: list[int],
@@ -123,7 +123,7 @@ def test_repetition_penalty_equals_transformers() -> None:
         ("top_p", 0.6, TopPLogitsWarper(0.6)),
     ],
 )
-def test_cuts_equal_transformers(name: str, value: float, warper: Any) -> None:
+def test_cuts_of_top_k_top_p_and_min_p_equal_transformers(name: str, value: float, warper: Any) -> None:
     n = 40
     logits = torch.randn(n, V, generator=torch.Generator().manual_seed(2)) * 2
     off: dict[str, Any] = {"top_k": np.zeros(n, dtype=np.int64), "top_p": np.ones(n), "min_p": np.zeros(n)}

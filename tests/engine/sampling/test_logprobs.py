@@ -11,7 +11,7 @@ from pointsman.engine.sampling.logprobs import token_logprobs
 
 @pytest.mark.parametrize("k", [0, 1, 5, 30, -1, 99])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_equals_one_row_at_a_time(k: int, dtype: torch.dtype) -> None:
+def test_log_probabilities_of_rows_equal_the_slow_reference(k: int, dtype: torch.dtype) -> None:
     logits = torch.randn(7, 30, generator=torch.Generator().manual_seed(1)).to(dtype) * 3
     tokens = np.array([0, 29, 3, 3, 15, 8, 2], dtype=np.int32)
     for row, token, entry in zip(

@@ -102,7 +102,7 @@ def mixture(random: np.random.Generator, num_rows: int, vocab_size: int) -> list
 
 
 @pytest.mark.parametrize(("spread", "dtype"), [(0.5, torch.float32), (3.0, torch.bfloat16), (12.0, torch.float16)])
-def test_mixed_rows_get_the_same_tokens_in_all_forms(spread: float, dtype: torch.dtype) -> None:
+def test_rows_of_mixed_logits_get_the_tokens_of_the_cpu_race(spread: float, dtype: torch.dtype) -> None:
     """Flat, usual and sharp logits, every fifth row mostly masked; bfloat16 has ties at every cut."""
     random = np.random.default_rng(int(spread))
     num_rows = short_or_long(45, 400)
@@ -113,7 +113,7 @@ def test_mixed_rows_get_the_same_tokens_in_all_forms(spread: float, dtype: torch
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 63, 4096, 4097, 9001])
-def test_vocabularies_of_one_split_and_of_several(vocab_size: int) -> None:
+def test_any_number_of_splits_gives_the_tokens_of_the_cpu(vocab_size: int) -> None:
     random = np.random.default_rng(vocab_size)
     logits = torch.randn(8, vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * 2
     check(logits, mixture(random, 8, vocab_size), seed=vocab_size)
@@ -131,7 +131,7 @@ def test_rows_with_too_many_candidates_are_searched_whole() -> None:
     assert tokens.tolist() == choose_anywhere(logits, batch)[0].tolist()
 
 
-def test_rows_of_a_wider_tensor_and_spare_parameters() -> None:
+def test_logits_may_be_a_slice_and_parameters_have_more_rows() -> None:
     wide = torch.randn(6, V + 24, generator=torch.Generator().manual_seed(4))
     wide[:, V:] = 99.0
     logits, rows = wide[:, :V], mixture(np.random.default_rng(1), 6, V)
@@ -171,7 +171,7 @@ def hard_rows(draw: Any) -> tuple[list[list[float]], list[dict[str, float]]]:
 
 @given(hard_rows(), st.integers(0, 1000))
 @settings(max_examples=short_or_long(20, 400))
-def test_any_row_gets_the_same_token_in_all_forms(
+def test_any_logits_and_parameters_get_the_tokens_of_the_cpu(
     case: tuple[list[list[float]], list[dict[str, float]]], seed: int
 ) -> None:
     check(torch.tensor(case[0]), case[1], seed)

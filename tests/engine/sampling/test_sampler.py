@@ -151,7 +151,7 @@ def slow_sample(logits: list[float], row: SamplingRow) -> int:
         {"temperature": 1.2, "min_p": 0.1, "top_k": 9, "top_p": 0.9},
     ],
 )
-def test_equals_the_slow_reference(params: dict[str, float]) -> None:
+def test_sampled_tokens_equal_the_slow_reference(params: dict[str, float]) -> None:
     generator = torch.Generator().manual_seed(7)
     logits = torch.randn(60, 53, generator=generator) * 2
     seeds = [0, 1, -5, 2**63, 2**64 + 3, 12345]
@@ -161,7 +161,7 @@ def test_equals_the_slow_reference(params: dict[str, float]) -> None:
     assert len(set(expected)) > 20
 
 
-def test_rows_of_all_kinds_share_a_batch() -> None:
+def test_a_rows_token_does_not_depend_on_its_batch() -> None:
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(40, 301, generator=generator) * 3
     kinds = [{"temperature": 0.0}, {"top_k": 7}, {"top_p": 0.6}, {"temperature": 0.5, "top_k": 20, "top_p": 0.9}, {}]
@@ -223,7 +223,7 @@ def test_consecutive_positions_are_independent() -> None:
     assert chi_square(pairs, np.full(16, pairs.sum() / 16)) < 37.7
 
 
-def test_cuts_keep_the_right_tokens() -> None:
+def test_top_k_top_p_and_min_p_keep_the_right_tokens() -> None:
     logits = torch.tensor([[4.0, 3.0, 2.0, 1.0, 0.0]]).repeat(4, 1)
     kept = cut_top_k(logits, [2, 0, 5, 1]).isfinite().sum(dim=-1).tolist()
     assert kept == [2, 5, 5, 1]

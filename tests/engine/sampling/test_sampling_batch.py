@@ -128,7 +128,7 @@ def test_tokens_are_the_same_alone_batched_and_preempted(fail: tuple[int, ...]) 
     st.sets(st.integers(0, 6), max_size=2),
     st.permutations(range(9)),
 )
-def test_any_mix_of_requests_gets_the_same_tokens(
+def test_any_mix_order_and_failure_leaves_tokens_unchanged(
     features: list[dict[str, Any]], num_blocks: int, fail: set[int], order: list[int]
 ) -> None:
     requests = requests_of(features)
@@ -155,7 +155,7 @@ def test_state_of_finished_requests_is_freed() -> None:
     assert not kept
 
 
-def test_requests_without_a_seed_derive_theirs() -> None:
+def test_requests_without_a_seed_derive_one_from_their_id() -> None:
     prompt = [3, 4, 5]
     free = Host().run({name: (prompt, SamplingParams(ignore_eos=True)) for name in "ab"})
     assert free["a"] != free["b"]
@@ -184,7 +184,7 @@ def test_a_bad_word_is_not_sampled() -> None:
     assert TOKENIZER.decode(found)[: at + 1] == TOKENIZER.decode(tokens)[: at + 1]
 
 
-def test_check_names_what_the_model_lacks() -> None:
+def test_check_refuses_unknown_tokens_and_missing_tokenizers() -> None:
     with pytest.raises(ValueError, match="allowed_token_ids names token 97"):
         Sampler(V).check(SamplingParams(allowed_token_ids=[97]))
     with pytest.raises(ValueError, match="no tokenizer"):

@@ -43,7 +43,7 @@ def touch(*files: Path) -> None:
 
 
 @pytest.mark.parametrize("model", [None, "demo", DEMO_MODEL, str(DEMO_MODEL)])
-def test_the_packaged_model(model: str | Path | None) -> None:
+def test_demo_and_no_name_are_the_packaged_model(model: str | Path | None) -> None:
     assert find_model(model) == DEMO_MODEL
 
 
@@ -55,12 +55,12 @@ def test_a_directory_is_returned_unchanged(here: Path) -> None:
     assert find_model("empty") == Path("empty")  # `check_model_directory` reports missing files
 
 
-def test_a_gguf_file_or_the_only_one_of_a_directory(here: Path) -> None:
+def test_a_directory_with_one_gguf_file_is_that_file(here: Path) -> None:
     touch(here / "one" / "a.gguf", here / "one" / "README.md")
     assert find_model("one") == find_model("one/a.gguf") == Path("one/a.gguf")
 
 
-def test_parts_of_a_gguf_model_are_found_by_the_first(here: Path) -> None:
+def test_any_part_of_a_gguf_model_finds_its_first_part(here: Path) -> None:
     parts = [here / "parts" / f"a-0000{number}-of-00002.gguf" for number in (1, 2)]
     touch(*parts)
     assert find_model(here / "parts") == find_model(parts[0]) == find_model(parts[1]) == parts[0]

@@ -65,13 +65,13 @@ def test_nothing_is_downloaded_twice(hub: Hub) -> None:
     assert hub.downloads() == []
 
 
-def test_the_download_directory_is_the_cache(hub: Hub, tmp_path: Path) -> None:
+def test_files_are_cached_in_the_download_directory(hub: Hub, tmp_path: Path) -> None:
     path = find_model(NAME, download_dir=tmp_path / "elsewhere")
     assert path.is_relative_to(tmp_path / "elsewhere")
     assert not (tmp_path / "home" / "hub").exists()
 
 
-def test_a_revision_is_a_branch_or_a_commit(hub: Hub) -> None:
+def test_a_revision_may_be_a_branch_or_a_commit(hub: Hub) -> None:
     old = Repository({**hub.repositories[NAME].files, "README.md": b"old"}, revisions=("v1",))
     new = hub.repositories[NAME]
     assert find_model(NAME).name == new.commit
@@ -232,7 +232,7 @@ def test_repositories_in_another_format_are_refused(hub: Hub, files: set[str], w
     assert hub.downloads() == []
 
 
-def test_a_download_directory_that_cannot_be_written(hub: Hub, tmp_path: Path) -> None:
+def test_an_unwritable_download_directory_is_an_error(hub: Hub, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     error = error_of(download_dir=tmp_path / "file" / "cache")
     assert f"cannot be written to {tmp_path / 'file' / 'cache'}" in error and "--download-dir" in error
