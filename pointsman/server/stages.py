@@ -1,11 +1,11 @@
 """Stages: limits at each stage of a request, for all tenants together and for one tenant.
 
-    rooms = Rooms(config, max_num_running=64)
-    with rooms.texts.held("alice", 5000):       # ApiError 429, with the tenant's own figures
+    limits = StageLimits(config, max_num_running=64)
+    with limits.texts.held("alice", 5000):       # ApiError 429, with the tenant's own figures
         ...
 
 `STAGES` is the one table of these limits; docs/operating.md shows the same table. Each stage that this process limits
-has a `StageRoom`. In a room that tenants share, one tenant may hold three times the free capacity
+has a `StageLimit`. In a limit that tenants share, one tenant may hold three times the free capacity
 (`engine/fair_queue.py`). Alone, a tenant can hold three quarters, so that a second tenant always gets some. In a server
 that can have only one tenant, this tenant may hold all.
 """
@@ -155,7 +155,7 @@ MAX_WAITING_GRAMMARS = 1024
 """Clients' requests. Many may have the same grammar; the engine limits the number of waiting grammars."""
 
 
-class StageRoom:
+class StageLimit:
     """The capacity of one stage. One event loop owns it.
 
     Args:
@@ -167,21 +167,21 @@ class StageRoom:
     def __init__(self, stage: Stage, size: int | None, *, is_shared: bool) -> None:
         self.stage = stage
         self.size = size
-        self._room = SharedCapacity(2**63 if size is None else size, is_shared=is_shared and size is not None)
+        self._capacity = SharedCapacity(2**63 if size is None else size, is_shared=is_shared and size is not None)
 
     @property
     def total(self) -> int:
         """The amount that all tenants hold."""
-        return self._room.total
+        return self._capacity.total
 
     def of(self, tenant: str) -> int:
         """The amount that one tenant holds."""
-        return self._room.held.get(tenant, 0)
+        return self._capacity.held.get(tenant, 0)
 
     @property
     def by_tenant(self) -> dict[str, int]:
         """The amount of each tenant that holds something."""
-        return self._room.held
+        return self._capacity.held
 
     def take(self, tenant: str, amount: int, *, own: int = 0, retry_after: Callable[[], int] = _soon) -> None:
         """Hold more.
@@ -198,14 +198,14 @@ class StageRoom:
         """
         try:
             if amount:
-                self._room.take(tenant, amount, own)
+                self._capacity.take(tenant, amount, own)
         except CapacityError as error:
             raise self._refusal(error, amount, retry_after()) from None
 
     def give_back(self, tenant: str, amount: int) -> None:
         """Hold less."""
         if amount:
-            self._room.give_back(tenant, amount)
+            self._capacity.give_back(tenant, amount)
 
     @contextmanager
     def held(self, tenant: str, amount: int, retry_after: Callable[[], int] = _soon) -> Iterator[None]:
@@ -236,8 +236,8 @@ class StageRoom:
         )
 
 
-class Rooms:
-    """The rooms of all stages that this process limits.
+class StageLimits:
+    """The limits of all stages of the API process.
 
     Args:
         config: of the operator.
@@ -247,15 +247,15 @@ class Rooms:
     def __init__(self, config: ServerConfig, max_num_running: int) -> None:
         is_shared = has_tenants(config)
         # Before a body is read, its field `user` is not known.
-        self.bodies = StageRoom(
+        self.bodies = StageLimit(
             BODIES, config.body_budget, is_shared=is_shared and (config.tenant_from != "user" or _has_key_names(config))
         )
-        self.texts = StageRoom(TEXTS, config.text_budget, is_shared=is_shared)
-        self.requests = StageRoom(REQUESTS, max_num_running + config.max_waiting_requests, is_shared=is_shared)
-        self.prompt_tokens = StageRoom(PROMPT_TOKENS, config.max_waiting_prompt_tokens, is_shared=is_shared)
-        self.grammars = StageRoom(GRAMMARS, MAX_WAITING_GRAMMARS, is_shared=is_shared)
+        self.texts = StageLimit(TEXTS, config.text_budget, is_shared=is_shared)
+        self.requests = StageLimit(REQUESTS, max_num_running + config.max_waiting_requests, is_shared=is_shared)
+        self.prompt_tokens = StageLimit(PROMPT_TOKENS, config.max_waiting_prompt_tokens, is_shared=is_shared)
+        self.grammars = StageLimit(GRAMMARS, MAX_WAITING_GRAMMARS, is_shared=is_shared)
 
-    def all(self) -> tuple[StageRoom, ...]:
+    def all(self) -> tuple[StageLimit, ...]:
         """In the order of `STAGES`."""
         return self.bodies, self.texts, self.requests, self.prompt_tokens, self.grammars
 

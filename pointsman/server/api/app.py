@@ -32,7 +32,7 @@ from pointsman.server.metrics.exposition import ServerMetrics
 from pointsman.server.service.fleet import EngineFleet
 from pointsman.server.service.gate import Gate
 from pointsman.server.service.service import Service
-from pointsman.server.stages import Rooms
+from pointsman.server.stages import StageLimits
 from pointsman.server.wire.connections import Connections
 from pointsman.server.wire.errors import ErrorAnswers
 
@@ -47,11 +47,11 @@ def create_app(client: EngineFleet, config: ServerConfig, connections: Connectio
         config: the operator's settings.
         connections: of clients; None: another server counts them.
     """
-    rooms = Rooms(config, client.max_num_running)
+    limits = StageLimits(config, client.max_num_running)
     model_name = (config.served_model_name or (client.info.model,))[0]
-    metrics = ServerMetrics(client, model_name, config.tenants, rooms.all(), connections)
+    metrics = ServerMetrics(client, model_name, config.tenants, limits.all(), connections)
     gate = Gate(client, config.drain_timeout)
-    service = Service(client, config, metrics.observations, gate, rooms)
+    service = Service(client, config, metrics.observations, gate, limits)
     operators = OperatorRules(config)
     answer = ErrorAnswers(metrics.observations.refusal)
     app = FastAPI(title="Pointsman", version=pointsman.__version__, description=DESCRIPTION)
@@ -70,7 +70,7 @@ def create_app(client: EngineFleet, config: ServerConfig, connections: Connectio
         BodyLimitMiddleware,
         max_bytes=config.max_request_bytes,
         max_prompt_tokens=client.info.max_model_len,
-        budget=BodyBudget(rooms.bodies),
+        budget=BodyBudget(limits.bodies),
         tenant_of=service.tenants.of,
         answer=answer,
     )

@@ -34,7 +34,7 @@ from pointsman.server.wire.errors import ApiError, one_line, shown
 from pointsman.server.wire.protocol import MAX_PROMPTS
 
 if TYPE_CHECKING:
-    from pointsman.server.stages import StageRoom
+    from pointsman.server.stages import StageLimit
 
 logger = logging.getLogger(__name__)
 
@@ -62,18 +62,18 @@ class BodyBudget:
     """The bytes of all bodies that are arriving or not parsed yet.
 
     Args:
-        room: of the stage.
+        limit: of the stage.
     """
 
-    def __init__(self, room: StageRoom) -> None:
-        self._room = room
+    def __init__(self, limit: StageLimit) -> None:
+        self._limit = limit
         self._since_trim = 0
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def num_bytes(self) -> int:
         """The number of bytes that are held now."""
-        return self._room.total
+        return self._limit.total
 
     def take(self, tenant: str, num_bytes: int, own: int) -> None:
         """Hold more bytes of a body, which holds `own` already.
@@ -82,7 +82,7 @@ class BodyBudget:
             ApiError: 429, the budget is exhausted; nothing was taken.
         """
         try:
-            self._room.take(tenant, num_bytes, own=own)
+            self._limit.take(tenant, num_bytes, own=own)
         except ApiError as error:
             assert error.headers is not None
             error.headers = {**error.headers, "connection": "close"}  # otherwise the rest of the body is read
@@ -90,7 +90,7 @@ class BodyBudget:
 
     def give_back(self, tenant: str, num_bytes: int) -> None:
         """Release bytes."""
-        self._room.give_back(tenant, num_bytes)
+        self._limit.give_back(tenant, num_bytes)
         self._since_trim += num_bytes
         if self._since_trim >= TRIM_BYTES and self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(TRIM_SECONDS, self._trim_unless_held)

@@ -62,7 +62,7 @@ from pointsman.server.wire.questions import AnswerT, Question, Stats
 
 if TYPE_CHECKING:
     from pointsman.engine.stats import EngineStats
-    from pointsman.server.stages import StageRoom
+    from pointsman.server.stages import StageLimit
     from pointsman.server.wire.messages import EngineInfo
 
 STATS_TIMEOUT = 2.0
@@ -176,7 +176,7 @@ class ServerMetrics:
         fleet: the engines.
         model_name: the model's name for clients; the label `model_name` of every metric.
         tenants: those that are known from the start.
-        rooms: of the stages.
+        limits: of the stages.
         connections: of clients; None: another server (Ray Serve) counts them.
     """
 
@@ -185,12 +185,12 @@ class ServerMetrics:
         fleet: MeasuredFleet,
         model_name: str,
         tenants: Iterable[str] = (),
-        rooms: Sequence[StageRoom] = (),
+        limits: Sequence[StageLimit] = (),
         connections: Connections | None = None,
     ) -> None:
         count = len(fleet.engines)
         self.fleet = fleet
-        self.rooms = rooms
+        self.limits = limits
         self.connections = connections or Connections(0)
         self.observations = Observations(fleet.info.max_model_len, tenants, count)
         fleet.observe(self.observations.engines)
@@ -310,12 +310,12 @@ class _ServerCollector(Collector):
         yield self._of_server(CONNECTIONS_CLOSED, self._metrics.connections.closed)
         for definition, reading in zip(TENANT_METRICS, observations.tenants.readings(), strict=True):
             yield self._of_server(definition, reading)
-        rooms, connections = self._metrics.rooms, self._metrics.connections
-        totals = {CONNECTIONS.name: connections.num_open, **{room.stage.name: room.total for room in rooms}}
+        limits, connections = self._metrics.limits, self._metrics.connections
+        totals = {CONNECTIONS.name: connections.num_open, **{limit.stage.name: limit.total for limit in limits}}
         yield self._of_server(STAGE_HELD, totals)
-        sizes = {room.stage.name: float("inf") if room.size is None else room.size for room in rooms}
+        sizes = {limit.stage.name: float("inf") if limit.size is None else limit.size for limit in limits}
         yield self._of_server(STAGE_ROOM, {CONNECTIONS.name: connections.size, **sizes})
-        held = {room.stage.name: observations.tenants.named(room.by_tenant) for room in rooms}
+        held = {limit.stage.name: observations.tenants.named(limit.by_tenant) for limit in limits}
         yield self._of_server(
             TENANT_STAGE_HELD,
             {(stage, tenant): amount for stage, by_tenant in held.items() for tenant, amount in by_tenant.items()},

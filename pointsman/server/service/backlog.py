@@ -22,7 +22,7 @@ from pointsman.server.stages import retry_seconds
 from pointsman.server.wire.errors import ApiError
 
 if TYPE_CHECKING:
-    from pointsman.server.stages import StageRoom
+    from pointsman.server.stages import StageLimit
 
 WINDOW = 30.0
 """Seconds over which the rate of first tokens is estimated."""
@@ -39,7 +39,7 @@ class Backlog:
     """
 
     def __init__(
-        self, requests: StageRoom, prompt_tokens: StageRoom, clock: Callable[[], float] = time.monotonic
+        self, requests: StageLimit, prompt_tokens: StageLimit, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.requests = requests
         self.prompt_tokens = prompt_tokens
@@ -134,10 +134,10 @@ class Ticket:
             ApiError: 429, too many prompt tokens of other requests wait.
         """
         backlog, tenant, total = self._backlog, self._tenant, sum(num_tokens)
-        room = backlog.prompt_tokens
-        if room.size is not None and not room.total:
-            total = min(total, room.size)
-        room.take(tenant, total, retry_after=lambda: backlog.retry_after(tenant))
+        limit = backlog.prompt_tokens
+        if limit.size is not None and not limit.total:
+            total = min(total, limit.size)
+        limit.take(tenant, total, retry_after=lambda: backlog.retry_after(tenant))
         self._num_tokens = total
         self._waiting = dict(enumerate(num_tokens))
         backlog._add(tenant, len(num_tokens))

@@ -19,7 +19,7 @@ from pointsman.engine.params.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from pointsman.server.service.receiver import ClientStream
-    from pointsman.server.stages import StageRoom
+    from pointsman.server.stages import StageLimit
 
 MAX_OUT = 64
 """Maximum number of groups that are sent to the engines and not queued yet."""
@@ -45,7 +45,7 @@ class Sending:
         is_shared: whether there may be several tenants.
     """
 
-    def __init__(self, client: Queue, grammars: StageRoom, *, is_shared: bool) -> None:
+    def __init__(self, client: Queue, grammars: StageLimit, *, is_shared: bool) -> None:
         self._client = client
         self._grammars = grammars
         self._num_out = 0

@@ -30,7 +30,7 @@ from pointsman.server.service.sending import Sending
 from pointsman.server.service.tenants import TenantRule, isolated_salt
 from pointsman.server.service.text_work import TextWork
 from pointsman.server.service.urgency import check_retention, check_urgency
-from pointsman.server.stages import Rooms, has_tenants
+from pointsman.server.stages import StageLimits, has_tenants
 from pointsman.server.wire.answers import TextWriter
 from pointsman.server.wire.errors import ApiError, not_found, shown
 from pointsman.server.wire.messages import EngineRequest
@@ -97,18 +97,18 @@ class Service:
         config: the operator's settings.
         observations: of times and tokens.
         gate: every request is inside until its response is complete; a closed gate means that the server shuts down.
-        rooms: of the stages.
+        limits: of the stages.
     """
 
     def __init__(
-        self, client: EngineFleet, config: ServerConfig, observations: Observations, gate: Gate, rooms: Rooms
+        self, client: EngineFleet, config: ServerConfig, observations: Observations, gate: Gate, limits: StageLimits
     ) -> None:
         self.client = client
         self.config = config
         self.gate = gate
-        self.prompts = PromptReader(client.tokenizer, client.info, TextWork(rooms.texts), config.chat_template)
-        self.backlog = Backlog(rooms.requests, rooms.prompt_tokens)
-        self.sending = Sending(client, rooms.grammars, is_shared=has_tenants(config))
+        self.prompts = PromptReader(client.tokenizer, client.info, TextWork(limits.texts), config.chat_template)
+        self.backlog = Backlog(limits.requests, limits.prompt_tokens)
+        self.sending = Sending(client, limits.grammars, is_shared=has_tenants(config))
         self.names = RequestNames()
         self.tenants = TenantRule(config)
         self.model_names = config.served_model_name or (client.info.model,)

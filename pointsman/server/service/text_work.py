@@ -1,6 +1,6 @@
 """Text work: threads that tokenize, render and decode; tenants in turn, short texts not behind long ones.
 
-    work = TextWork(rooms.texts)
+    work = TextWork(limits.texts)
     with work.admit("alice", size=5000) as text:              # 429 if too many characters wait
         token_ids = await text.run(5000, partial(encode, tokenizer, prompt))
 
@@ -24,7 +24,7 @@ from pointsman.engine.fair_queue import FairQueue, QueuedItem
 from pointsman.server.stages import retry_seconds
 
 if TYPE_CHECKING:
-    from pointsman.server.stages import StageRoom
+    from pointsman.server.stages import StageLimit
 
 LONGEST = (16 * 1024, 256 * 1024, math.inf)
 """Maximum number of characters of a request's texts, for each thread."""
@@ -114,11 +114,11 @@ class TextWork:
     """The threads, and the capacity for waiting characters.
 
     Args:
-        room: of the stage.
+        limit: of the stage.
     """
 
-    def __init__(self, room: StageRoom) -> None:
-        self.room = room
+    def __init__(self, limit: StageLimit) -> None:
+        self.limit = limit
         self._lanes = [(longest, _Lane(f"pointsman-text-{number}")) for number, longest in enumerate(LONGEST)]
 
     def admit(self, tenant: str, size: int) -> Text:
@@ -131,23 +131,23 @@ class TextWork:
         Raises:
             ApiError: 429, too many characters wait.
         """
-        size = min(max(size, MIN), self.room.size or size)  # the largest body alone is always admitted
+        size = min(max(size, MIN), self.limit.size or size)  # the largest body alone is always admitted
         lane = next(lane for longest, lane in self._lanes if size <= longest)
-        self.room.take(tenant, size, retry_after=lambda: self._retry_after(tenant))
-        return Text(self.room, lane, tenant, size)
+        self.limit.take(tenant, size, retry_after=lambda: self._retry_after(tenant))
+        return Text(self.limit, lane, tenant, size)
 
     def _retry_after(self, tenant: str) -> int:
-        held = self.room.of(tenant) or self.room.total
+        held = self.limit.of(tenant) or self.limit.total
         return retry_seconds(held / CHARACTERS_PER_SECOND)
 
 
 class Text:
     """The texts of one request. A context: leaving it frees their characters."""
 
-    __slots__ = ("_has_begun", "_lane", "_room", "_size", "_tenant")
+    __slots__ = ("_has_begun", "_lane", "_limit", "_size", "_tenant")
 
-    def __init__(self, room: StageRoom, lane: _Lane, tenant: str, size: int) -> None:
-        self._room = room
+    def __init__(self, limit: StageLimit, lane: _Lane, tenant: str, size: int) -> None:
+        self._limit = limit
         self._lane = lane
         self._tenant = tenant
         self._size = size
@@ -159,7 +159,7 @@ class Text:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._room.give_back(self._tenant, self._size)
+        self._limit.give_back(self._tenant, self._size)
 
     async def run(self, size: int, function: Callable[[], ResultT]) -> ResultT:
         """Call a function in a thread.

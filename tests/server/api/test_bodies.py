@@ -30,7 +30,7 @@ from pointsman.server.api.bodies import (
     check_numbers,
 )
 from pointsman.server.wire.errors import ApiError, ErrorAnswers
-from tests.server.rooms import bodies_room
+from tests.server.limits import bodies_limit
 
 ANSWER = ErrorAnswers(lambda _: None)
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
@@ -70,7 +70,7 @@ def call(
 
 
 def limited(limit: int) -> App:
-    return middleware(reads_all, limit, BodyBudget(bodies_room(1000)))
+    return middleware(reads_all, limit, BodyBudget(bodies_limit(1000)))
 
 
 def middleware(app: Any, max_bytes: int, budget: BodyBudget) -> App:
@@ -110,7 +110,7 @@ def no_free_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_free_bytes")
 def test_bodies_share_a_budget() -> None:
-    budget = BodyBudget(bodies_room(10))
+    budget = BodyBudget(bodies_limit(10))
     open_ones: list[int] = []
 
     async def reads_and_waits(scope: Any, receive: Any, send: Any) -> None:
@@ -133,7 +133,7 @@ def test_bodies_share_a_budget() -> None:
 
 def test_full_budget_still_accepts_small_bodies() -> None:
     """Otherwise a few large bodies that never end would block the requests of all clients."""
-    budget = BodyBudget(bodies_room(100_000))
+    budget = BodyBudget(bodies_limit(100_000))
     large = [held_body(budget) for _ in range(5)]
     with pytest.raises(ApiError):
         for held in large:
@@ -155,7 +155,7 @@ def test_full_budget_still_accepts_small_bodies() -> None:
 
 @pytest.mark.usefixtures("no_free_bytes")
 def test_one_tenants_bodies_do_not_use_the_whole_budget() -> None:
-    budget = BodyBudget(bodies_room(1000, is_shared=True))
+    budget = BodyBudget(bodies_limit(1000, is_shared=True))
     first = held_body(budget, "a")
     for _ in range(7):
         first.add(100)
@@ -190,7 +190,7 @@ def test_memory_is_given_back_after_many_bytes(monkeypatch: pytest.MonkeyPatch) 
         assert await give_back(300) == 1, "as much is still held"
         assert await give_back(200) == 2
 
-    budget = BodyBudget(bodies_room(1000))
+    budget = BodyBudget(bodies_limit(1000))
     asyncio.run(run())
 
 

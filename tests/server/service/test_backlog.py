@@ -7,8 +7,8 @@ import pytest
 from pointsman.server.service.backlog import Backlog, Ticket
 from pointsman.server.stages import MAX_WAIT, PROMPT_TOKENS, REQUESTS
 from pointsman.server.wire.errors import ApiError
-from tests.server.rooms import backlog as backlog_of
-from tests.server.rooms import room
+from tests.server.limits import backlog as backlog_of
+from tests.server.limits import stage_limit
 
 
 class Clock:
@@ -91,7 +91,7 @@ def fill(backlog: Backlog, number: int) -> list[Ticket]:
 
 def test_the_wait_is_estimated_from_the_rate_of_first_tokens() -> None:
     clock = Clock()
-    backlog = Backlog(room(REQUESTS, 1000), room(PROMPT_TOKENS, None), clock)
+    backlog = Backlog(stage_limit(REQUESTS, 1000), stage_limit(PROMPT_TOKENS, None), clock)
     tickets = fill(backlog, 110)
     for ticket in tickets[:10]:  # two a second
         clock.now += 0.5
@@ -104,7 +104,7 @@ def test_the_wait_is_estimated_from_the_rate_of_first_tokens() -> None:
 
 def test_the_wait_is_bounded_both_ways() -> None:
     clock = Clock()
-    backlog = Backlog(room(REQUESTS, 10**6), room(PROMPT_TOKENS, None), clock)
+    backlog = Backlog(stage_limit(REQUESTS, 10**6), stage_limit(PROMPT_TOKENS, None), clock)
     assert backlog.retry_after("") == 1
     tickets = fill(backlog, 1000)
     assert backlog.retry_after("") == 1
@@ -147,7 +147,7 @@ def test_waiting_tokens_of_one_tenant_do_not_block_others() -> None:
 
 def test_a_tenants_wait_is_that_of_its_own_backlog() -> None:
     clock = Clock()
-    backlog = Backlog(room(REQUESTS, 1000), room(PROMPT_TOKENS, None), clock)
+    backlog = Backlog(stage_limit(REQUESTS, 1000), stage_limit(PROMPT_TOKENS, None), clock)
     tickets = fill(backlog, 110)
     other = backlog.enter("b", 1)
     other.add_prompts([1])

@@ -19,7 +19,7 @@ from pointsman.server.service.receiver import ClientStream
 from pointsman.server.wire.messages import Delta, EngineRequest, StepNote
 from pointsman.server.wire.questions import Explain, ExplainAll, Stats
 from tests.server.engine_pool import engine_pool
-from tests.server.rooms import text_work
+from tests.server.limits import text_work
 
 pytestmark = pytest.mark.e2e
 

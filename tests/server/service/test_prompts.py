@@ -15,7 +15,7 @@ from pointsman.server.wire.answers import Prompt
 from pointsman.server.wire.errors import ApiError
 from pointsman.server.wire.protocol import TokenizeChatRequest
 from tests.server.engine_info import engine_info
-from tests.server.rooms import text_work
+from tests.server.limits import text_work
 
 
 @pytest.mark.parametrize(

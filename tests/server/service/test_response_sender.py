@@ -22,7 +22,7 @@ from pointsman.server.wire.logprobs import Logprobs
 from pointsman.server.wire.messages import Delta, EngineRequest
 from pointsman.server.wire.questions import ExplainAll
 from tests.server.engine_pool import engine_pool
-from tests.server.rooms import backlog
+from tests.server.limits import backlog
 
 pytestmark = pytest.mark.e2e
 

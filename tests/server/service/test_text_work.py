@@ -12,7 +12,7 @@ import pytest
 
 from pointsman.server.service.text_work import LONGEST, MIN, TextWork
 from pointsman.server.wire.errors import ApiError
-from tests.server.rooms import text_work
+from tests.server.limits import text_work
 
 LONG = int(LONGEST[0]) + 1
 LONGER = int(LONGEST[1]) + 1
@@ -97,7 +97,7 @@ def test_work_of_disconnected_clients_is_dropped() -> None:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
         await busy
-        assert called == [1] and work.room.total == 0
+        assert called == [1] and work.limit.total == 0
 
     asyncio.run(run())
 
@@ -177,7 +177,7 @@ def test_an_error_frees_the_thread() -> None:
             with pytest.raises(ValueError, match="no"):
                 await one(work, "", 5, fail)
         await one(work, "", 5, run_for(0))
-        assert work.room.total == 0
+        assert work.limit.total == 0
 
     asyncio.run(run())
 
@@ -187,13 +187,13 @@ def test_one_tenants_characters_are_limited() -> None:
     with ExitStack() as stack, pytest.raises(ApiError, match="characters of this tenant wait") as caught:
         while True:
             stack.enter_context(work.admit("a", 1))
-            taken = work.room.of("a") // MIN
+            taken = work.limit.of("a") // MIN
     assert taken == 75 and caught.value.status_code == 429 and caught.value.reason == "queue_characters"
-    assert work.room.total == 0
+    assert work.limit.total == 0
 
 
 def test_largest_text_is_admitted_alone() -> None:
     work = text_work(1000)
     with work.admit("", 5000):
-        assert work.room.total == 1000
-    assert work.room.total == 0
+        assert work.limit.total == 1000
+    assert work.limit.total == 0
