@@ -48,7 +48,7 @@ def startup_lines(infos: Sequence[EngineInfo], config: ServerConfig, url: str) -
     Args:
         infos: the engines' descriptions of themselves, in the order of their numbers; they have equal settings.
         config: the server's own settings.
-        url: where it listens, like http://127.0.0.1:8000.
+        url: URL at which the server listens, such as http://127.0.0.1:8000.
     """
     info, num_engines = infos[0], len(infos)
     is_open = not config.api_keys and not is_loopback(config.host)
