@@ -3,7 +3,7 @@
     /v1/completions, /v1/chat/completions, /v1/embeddings, /v1/models     for OpenAI's clients
     /tokenize, /detokenize, /version                      for vLLM's clients
     /health, /ready, /metrics                             for supervisors, load balancers and Prometheus
-    /v1/requests, /pause, /resume, /reset_prefix_cache    for operators; a client sees its own requests
+    /v1/requests, /pause, /resume, /reset_prefix_cache    for operators; /v1/requests shows a client its own requests
     /live                                                 a page for operators
 
 An app serves engines that have loaded the same model. While `app.state.gate` is closed, it refuses new requests.
@@ -43,9 +43,9 @@ def create_app(client: EngineFleet, config: ServerConfig, connections: Connectio
     """The server's ASGI app. Its `state.reserve_app` handles requests on reserve connections.
 
     Args:
-        client: engines that have loaded their model.
+        client: the engines, which have loaded their model.
         config: the operator's settings.
-        connections: of clients; None: another server counts them.
+        connections: the clients' connections; None: another server counts them.
     """
     limits = StageLimits(config, client.max_num_running)
     model_name = (config.served_model_name or (client.info.model,))[0]
@@ -75,7 +75,7 @@ def create_app(client: EngineFleet, config: ServerConfig, connections: Connectio
         answer=answer,
     )
     app.add_middleware(ArrivalMiddleware, tenant_of=service.tenants.of)
-    # The outermost: it checks first.
+    # The outermost middleware: it checks before all others.
     if config.api_keys:
         app.add_middleware(ApiKeyMiddleware, keys=config.api_keys, operator_keys=config.operator_keys, answer=answer)
     else:
