@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 RESERVED_TEMPLATE_NAMES = frozenset({"conversations", "messages", "processor_kwargs"})
 """Names that chat_template_kwargs may not have, besides the parameters of the tokenizer's `apply_chat_template`."""
 CHARACTERS_PER_TEXT = 64
-"""The cost of each text of a conversation in addition to its characters: templates process each text."""
+"""Cost of each text of a conversation in addition to the text's characters: templates process each text."""
 CHARACTERS_PER_TOKEN = 4
-"""The cost of looking up a token's text or name."""
+"""Cost of looking up a token's text or name, in characters."""
 TOKENS_AT_ONCE = 16 * 1024
-"""Tokens in a piece of JSON. Making a piece blocks the event loop for 1 ms."""
+"""Number of tokens in a piece of JSON. Writing a piece blocks the event loop for 1 ms."""
 SHOWN_CHARACTERS, SHOWN_TOKENS = 10_000, 2048
-"""Maximum length of a prompt in the log: the event loop writes it."""
+"""Maximum length of a prompt in the log, as the event loop writes the log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class TextPrompts:
         """The number of prompts, without reading them.
 
         Raises:
-            ApiError: 400, too many.
+            ApiError: 400, too many prompts.
         """
         if self._is_one:
             return 1
@@ -101,18 +101,19 @@ class ChatPrompt:
     needs_text = has_logprobs = False
 
     def count(self) -> int:
-        """One."""
+        """The number of prompts, which is one."""
         return 1
 
 
 class PromptReader:
-    """Reads prompts for one model. The argument `tenant` is that of the request: `TextWork` serves tenants in turn.
+    """Reads prompts for one model. The argument `tenant` of methods is the request's: `TextWork` serves tenants in
+    turn.
 
     Args:
-        tokenizer: of the model; None if it has none.
-        info: of the engine.
-        work: the threads for all of this.
-        chat_template: replaces the tokenizer's own.
+        tokenizer: the model's tokenizer; None if the model has none.
+        info: description of the engine.
+        work: the threads that tokenize, render and decode.
+        chat_template: chat template that replaces the tokenizer's own; None: no replacement.
     """
 
     def __init__(
@@ -126,13 +127,13 @@ class PromptReader:
             encode(tokenizer, "a")  # initializes the tokenizer; later calls, from several threads, do not change it
         self._chat_template = chat_template
         vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
-        # Names of parameters of the called functions would set these parameters, or make the call fail.
+        # A variable named like a parameter of `apply_chat_template` would set that parameter, or make the call fail.
         own = () if tokenizer is None else signature(type(tokenizer).apply_chat_template).parameters
         self._reserved_names = RESERVED_TEMPLATE_NAMES.union(own)
         self._longest_token = max(map(len, vocabulary), default=0)
         """Maximum number of characters in a token (bytes, in byte vocabularies)."""
         self._known_names: dict[int, str] = {}
-        """Names of tokens as JSON, filled when they are asked for: at most about a hundred bytes for each token."""
+        """Names of tokens as JSON, added when a client asks for them: at most about a hundred bytes for each token."""
 
     async def read(self, source: TextPrompts | ChatPrompt, tenant: str = "") -> list[Prompt]:
         """The prompts of a request, in order.
@@ -176,7 +177,7 @@ class PromptReader:
     ) -> list[bytes]:
         """The JSON of a prompt's tokens: `count`, `tokens`, the fields of `facts`, and `token_strs` or null.
 
-        There may be a million tokens, so the JSON is made in pieces, each in a turn of the tenant.
+        There may be a million tokens, so the JSON is written in pieces, each in a turn of the tenant.
 
         Raises:
             ValueError, ApiError: as for `read`.
@@ -192,13 +193,13 @@ class PromptReader:
                     names.append(await text.run(len(part), partial(_piece, number, part, self._names)))
                 names.append(b"]")
             for number in range(len(parts)):
-                part = parts.popleft()  # freeing a million tokens at once takes long, too
+                part = parts.popleft()  # in parts, as freeing a million tokens in one call takes long, too
                 tokens.append(await text.run(len(part), partial(_piece, number, part, _numbers)))
         head = _json({"count": count, **facts})[:-1].encode()
         return [head, b',"tokens":[', *tokens, b'],"token_strs":', *names, b"}"]
 
     def _names(self, token_ids: list[int]) -> str:
-        """The vocabulary's names of tokens, as JSON with commas between them."""
+        """The vocabulary's names of the tokens, as elements of a JSON list."""
         known = self._known_names
         new = [token_id for token_id in set(token_ids) if token_id not in known]
         names = self._required().convert_ids_to_tokens(new)
@@ -223,7 +224,7 @@ class PromptReader:
             return [await text.run(size, decode)]
 
     def shown(self, prompt: Prompt) -> str:
-        """The beginning of a prompt's text, or of its ids where the model has no tokenizer, for the log."""
+        """The beginning of a prompt's text, or of its token ids if the model has no tokenizer, for the log."""
         if prompt.text is not None:
             return ascii(prompt.text[:SHOWN_CHARACTERS])
         first = prompt.token_ids[:SHOWN_TOKENS]
@@ -232,11 +233,11 @@ class PromptReader:
     # ------------------------------------------------------------------ preparing the work
 
     def _prepare(self, source: TextPrompts | ChatPrompt) -> tuple[int, list[tuple[int, Callable[[], Prompt]]]]:
-        """The size of all texts of a request; and for each text its size and a function that makes its prompt, in a
-        thread.
+        """The size of all texts of a request; and for each text its size and the function that converts it to a prompt,
+        to be called in a thread.
 
         Raises:
-            ValueError, ApiError: there is no tokenizer, or a text is too long or not valid.
+            ValueError, ApiError: there is no tokenizer, or a text is too long or invalid.
         """
         if isinstance(source, ChatPrompt):
             size, job = self._of_chat(source)
@@ -283,10 +284,10 @@ class PromptReader:
         return sum(map(len, texts)) + CHARACTERS_PER_TEXT * len(texts), prompt_of
 
     def _check_length(self, *texts: str) -> None:
-        """Refuse texts that cannot fit, before tokenizing them costs seconds.
+        """Refuse texts that cannot fit into `max_model_len`, before seconds are spent on tokenizing them.
 
         Raises:
-            ApiError: 400.
+            ApiError: 400, with the length and the limit.
         """
         limit = self._info.max_model_len * self._longest_token
         length = sum(map(len, texts))
@@ -314,7 +315,7 @@ def _json(value: Any) -> str:
 
 
 def _in_parts(token_ids: list[int]) -> tuple[int, deque[list[int]]]:
-    """The number of ids, and the ids in parts of `TOKENS_AT_ONCE`. Empties the list."""
+    """The number of token ids, and the ids in parts of `TOKENS_AT_ONCE`. Empties `token_ids`."""
     count = len(token_ids)
     parts = deque[list[int]]()
     while token_ids:
@@ -325,7 +326,7 @@ def _in_parts(token_ids: list[int]) -> tuple[int, deque[list[int]]]:
 
 
 def _piece(number: int, part: list[int], write: Callable[[list[int]], str]) -> bytes:
-    """A part of a JSON list, with a comma in front unless it is the first."""
+    """The JSON of a part of a list, with a comma in front unless it is the first part."""
     comma = "," if number else ""
     return f"{comma}{write(part)}".encode()
 
@@ -335,7 +336,7 @@ def _numbers(token_ids: list[int]) -> str:
 
 
 def _add_text(decoder: TextDecoder, source: TextPrompts | ChatPrompt, prompt: Prompt) -> None:
-    """Add the text, pieces and offsets that the response needs."""
+    """Add to a prompt the text, pieces and offsets that the response needs."""
     if source.needs_text and prompt.text is None:
         prompt.text = decoder.prompt_text(prompt.token_ids)
     if source.has_logprobs:
@@ -348,7 +349,7 @@ def _add_text(decoder: TextDecoder, source: TextPrompts | ChatPrompt, prompt: Pr
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All texts in a template's input, without names of fields: the template may write each of them."""
+    """All texts in a template's input, each of which the template may write; names of fields are left out."""
     open_values = [value]
     while open_values:
         one = open_values.pop()

@@ -1,4 +1,4 @@
-"""Text work: threads that tokenize, render and decode; tenants in turn, short texts not behind long ones.
+"""Text work: threads that tokenize, render and decode; tenants take turns, and short texts do not wait for long ones.
 
     work = TextWork(limits.texts)
     with work.admit("alice", size=5000) as text:              # 429 if too many characters wait
@@ -6,8 +6,8 @@
 
 A tokenizer takes 0.3 to 3 microseconds per character, so a body of 2 MB takes up to 2 s. There is a thread for each
 class of sizes (`LONGEST`), so that a text never waits for texts of a larger class. Within a thread the tenant that has
-been served least is next (`engine/fair_queue.py`); of its requests, those that have begun come first. Work of
-disconnected clients leaves the queue.
+been served least is next (`engine/fair_queue.py`); the tenant's requests that have begun come first.
+Work of disconnected clients is removed from the queue.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ LONGEST = (16 * 1024, 256 * 1024, math.inf)
 MIN = 256
 """Minimum cost of a text in characters: a text of one character also costs work."""
 CHARACTERS_PER_SECOND = 500_000
-"""A tokenizer's speed on the slowest texts, for Retry-After."""
+"""Characters that a tokenizer processes per second in the slowest texts, for Retry-After."""
 
 ResultT = TypeVar("ResultT")
 _Turn: TypeAlias = "QueuedItem[asyncio.Future[_Turn] | None]"
 
 
 class _Lane:
-    """One thread, and its queue. One event loop owns it.
+    """One thread, and its queue. To be used in one event loop.
 
     Args:
-        name: of the thread.
+        name: name of the thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -50,8 +50,8 @@ class _Lane:
         self._is_busy = False
 
     async def run(self, tenant: str, cost: float, function: Callable[[], ResultT], *, goes_on: bool) -> ResultT:
-        """Call a function in the thread when it is the tenant's turn. With `goes_on`, for a text that has begun, the
-        function comes first among those of its tenant.
+        """Call a function in the thread when it is the tenant's turn. `goes_on`: the text has begun, so the function
+        precedes the tenant's other functions.
         """
         turn = await self._wait(tenant, cost, goes_on)
         try:
@@ -81,7 +81,7 @@ class _Lane:
         except asyncio.CancelledError:
             if waiter.cancelled():
                 self._turns.remove(waiting)
-            else:  # its turn has come just now
+            else:  # the turn has just begun
                 self._turns.drop(waiter.result())
                 self._begin_next()
             raise
@@ -91,13 +91,13 @@ class _Lane:
         self._begin_next()
 
     def _begin_next(self) -> None:
-        """Begin the next turn whose task still waits."""
+        """Begin the next turn, skipping turns whose tasks were cancelled."""
         while (turn := self._turns.take()) is not None:
             assert turn.item is not None  # turns without a waiter begin in `_wait`
             if not turn.item.cancelled():
                 turn.item.set_result(turn)
                 return
-            self._turns.drop(turn)  # its task raises in the next iteration of the loop
+            self._turns.drop(turn)  # the cancelled task raises in the next iteration of the loop
         self._is_busy = False
 
     def _end_later(self, turn: _Turn) -> Callable[[Future[ResultT]], None]:
@@ -111,10 +111,10 @@ class _Lane:
 
 
 class TextWork:
-    """The threads, and the capacity for waiting characters.
+    """The threads, and the limit on waiting characters.
 
     Args:
-        limit: of the stage.
+        limit: the limit of the stage `TEXTS`.
     """
 
     def __init__(self, limit: StageLimit) -> None:
@@ -125,13 +125,13 @@ class TextWork:
         """A context for the work on the texts of one request.
 
         Args:
-            tenant: of the request.
-            size: of all its texts together, in characters.
+            tenant: the request's tenant.
+            size: number of characters of all texts of the request together.
 
         Raises:
             ApiError: 429, too many characters wait.
         """
-        size = min(max(size, MIN), self.limit.size or size)  # the largest body alone is always admitted
+        size = min(max(size, MIN), self.limit.size or size)  # so that the largest body is admitted if no text waits
         lane = next(lane for longest, lane in self._lanes if size <= longest)
         self.limit.take(tenant, size, retry_after=lambda: self._retry_after(tenant))
         return Text(self.limit, lane, tenant, size)
@@ -142,7 +142,7 @@ class TextWork:
 
 
 class Text:
-    """The texts of one request. A context: leaving it frees their characters."""
+    """The texts of one request. A context manager: its exit frees the characters of the texts."""
 
     __slots__ = ("_has_begun", "_lane", "_limit", "_size", "_tenant")
 
@@ -165,8 +165,8 @@ class Text:
         """Call a function in a thread.
 
         Args:
-            size: the number of characters that it processes.
-            function: may raise any exception.
+            size: number of characters that the function processes.
+            function: function without arguments, which may raise any exception.
         """
         goes_on, self._has_begun = self._has_begun, True
         return await self._lane.run(self._tenant, max(size, MIN), function, goes_on=goes_on)
