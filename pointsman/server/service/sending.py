@@ -60,9 +60,7 @@ class Sending:
             ValueError, EngineDeadError, EngineStalledError: as for `EngineFleet.queue`.
         """
         params = streams[0].request.params
-        if (
-            isinstance(params, SamplingParams) and params.structured_outputs is not None
-        ):  # all samples have the same grammar
+        if isinstance(params, SamplingParams) and params.structured_outputs is not None:  # for all samples alike
             with self._grammars.held(tenant, 1):
                 await self._client.queue(streams)
             return
