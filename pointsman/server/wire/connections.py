@@ -1,10 +1,10 @@
 """Connections: limits the number of client connections and their waiting times, and closes waiting ones for new ones.
 
-    ordinary   up to `size`. At the limit, a new connection replaces a waiting one: by the order of `Wait`, and within
-               one kind the one that has waited longest
+    ordinary   up to `size`. At the limit, a new connection replaces a waiting one: of the lowest `Wait` value, and
+               among those the one that has waited longest
     reserve    up to `reserve`, used when all ordinary connections are in use. Requests of operators and health checks
                are served there, other requests are refused
-    beyond     refused at once
+    beyond     refused immediately
 
 A connection waits while its client has to act (`Wait`); each kind of waiting has a time limit. A connection whose
 request is in progress waits for nothing, and is never closed for another one.

@@ -1,4 +1,4 @@
-"""HTTP: uvicorn's protocol on httptools, with limits on the bytes that a client can send and on its connections.
+"""HTTP: uvicorn's protocol on httptools, with limits on headers, overhead and ignored bytes of a connection.
 
 - A request line and headers of more than `MAX_HEADER_BYTES`, or more than `MAX_HEADERS` headers, get 431.
 - The overhead of a chunked body (sizes, extensions and trailers) is limited to `MAX_OVERHEAD_BYTES` and
