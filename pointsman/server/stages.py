@@ -35,7 +35,7 @@ def retry_seconds(estimate: float) -> int:
     return min(max(math.ceil(estimate), MIN_WAIT), MAX_WAIT)
 
 
-def _soon() -> int:
+def _min_wait() -> int:
     return MIN_WAIT
 
 
@@ -184,7 +184,7 @@ class StageLimit:
         """The amount that each tenant holds; tenants that hold nothing are left out."""
         return self._capacity.held
 
-    def take(self, tenant: str, amount: int, *, own: int = 0, retry_after: Callable[[], int] = _soon) -> None:
+    def take(self, tenant: str, amount: int, *, own: int = 0, retry_after: Callable[[], int] = _min_wait) -> None:
         """Add to the amount that a tenant holds.
 
         Args:
@@ -209,7 +209,7 @@ class StageLimit:
             self._capacity.give_back(tenant, amount)
 
     @contextmanager
-    def held(self, tenant: str, amount: int, retry_after: Callable[[], int] = _soon) -> Iterator[None]:
+    def held(self, tenant: str, amount: int, retry_after: Callable[[], int] = _min_wait) -> Iterator[None]:
         """Context in which a tenant holds an additional amount.
 
         Raises:

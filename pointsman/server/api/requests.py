@@ -131,7 +131,7 @@ def describe(known: RequestExplanation, name_of: Callable[[str], str], *, sees_t
             for holder in explanation.holders
         ],
         "num_holders": explanation.num_holders,
-        "explanation": _in_words(explanation, name_of, sees_tenants),
+        "explanation": _sentence(explanation, name_of, sees_tenants),
         "replaced_policies": [each._asdict() for each in explanation.replaced_policies] if sees_tenants else [],
         "since": None if waiting_for is None else round(time.time() - waiting_for, 3),
         "waiting_for": waiting_for,
@@ -158,7 +158,7 @@ def describe(known: RequestExplanation, name_of: Callable[[str], str], *, sees_t
     }
 
 
-def _in_words(explanation: Explanation, name_of: Callable[[str], str], sees_tenants: bool) -> str:
+def _sentence(explanation: Explanation, name_of: Callable[[str], str], sees_tenants: bool) -> str:
     """The sentence of an explanation, with the names that the reader knows."""
     sentence = explanation.sentence
     if not sees_tenants:

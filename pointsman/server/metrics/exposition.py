@@ -152,10 +152,10 @@ class MeasuredEngine:
         """The task that gets a new reading: the running one, or a new one if none runs."""
         if self._asking is None:
             self._asking = asyncio.create_task(self.client.ask(Stats()))
-            self._asking.add_done_callback(self._answered)
+            self._asking.add_done_callback(self._note_answer)
         return self._asking
 
-    def _answered(self, asked: asyncio.Task[EngineStats]) -> None:
+    def _note_answer(self, asked: asyncio.Task[EngineStats]) -> None:
         # Runs even if no scrape waits any more, so that the next scrape asks again and does not get an old answer.
         self._asking = None
         if not asked.cancelled():
@@ -208,12 +208,12 @@ class ServerMetrics:
         await asyncio.wait({engine.ask() for engine in self.engines}, timeout=STATS_TIMEOUT)
         parts = []
         for metric in self.registry.collect():
-            parts.append(generate_latest(_Only(metric)))
+            parts.append(generate_latest(_SingleMetric(metric)))
             await asyncio.sleep(0)  # streams have priority: all metrics at once would hold the loop for milliseconds
         return b"".join(parts), CONTENT_TYPE
 
 
-class _Only(Collector):
+class _SingleMetric(Collector):
     """A collector of one metric."""
 
     def __init__(self, metric: Metric) -> None:

@@ -113,9 +113,9 @@ class EngineObservations:
             histograms[PREFILL_COMPUTED_TOKENS].observe(len(request.prompt_token_ids) - delta.metrics.num_cached_tokens)
             num_preemptions = sum(cause.exists_in_vllm for cause in delta.metrics.preemption_causes)
             histograms[NUM_PREEMPTIONS].observe(num_preemptions)
-            self._phases(delta.metrics, num_output_tokens)
+            self._observe_phases(delta.metrics, num_output_tokens)
 
-    def _phases(self, metrics: RequestMetrics, num_output_tokens: int) -> None:
+    def _observe_phases(self, metrics: RequestMetrics, num_output_tokens: int) -> None:
         """Observe the time that a finished request spent in each phase that it reached."""
         histograms = self.histograms
         arrival, end = metrics.arrival_time, metrics.finished_time

@@ -79,7 +79,7 @@ class TenantCounts:
         if not is_started:
             count.num_unstarted -= 1
         if len(self._known) > MAX_KNOWN and not count.num_open and count.name not in self._named:
-            self._take(count)
+            self._add_new_tokens(count)
             del self._known[count.name]
 
     def readings(self) -> tuple[dict[str, float], dict[str, float], dict[str, float], dict[str, float]]:
@@ -87,8 +87,8 @@ class TenantCounts:
         token. Empty while there is only one tenant, as its values are those of the server.
         """
         for count in self._known.values():
-            self._take(count)
-        self._rename()
+            self._add_new_tokens(count)
+        self._reassign_series()
         if len(self._known) < 2:
             return {}, {}, {}, {}
         named = [self._known[name] for name in sorted(self._named)]
@@ -126,14 +126,14 @@ class TenantCounts:
                 self._named.add(tenant)
         return count
 
-    def _take(self, count: TenantCount) -> None:
+    def _add_new_tokens(self, count: TenantCount) -> None:
         """Add a tenant's tokens since the last call to its own series, or to that of `OTHER`."""
         series = count if count.name in self._named else self._others
         series.exposed_prompt += count.num_prompt_tokens - count.taken_prompt
         series.exposed_generated += count.num_generated_tokens - count.taken_generated
         count.taken_prompt, count.taken_generated = count.num_prompt_tokens, count.num_generated_tokens
 
-    def _rename(self) -> None:
+    def _reassign_series(self) -> None:
         """Replace the named tenants with the fewest tokens by unnamed tenants that have more than twice as many."""
         others = [count for name, count in self._known.items() if name not in self._named and name != OTHER]
         if not others:

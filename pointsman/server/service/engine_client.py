@@ -264,8 +264,8 @@ class EngineClient:
         self.send(streams)
 
     def send(self, streams: Sequence[ClientStream]) -> None:
-        """As `submit`, without checks. If the engine has died unnoticed, `_die` handles these streams like all streams
-        of the engine."""
+        """As `submit`, without checks. If the engine has died unnoticed, `_mark_dead` handles these streams like all
+        streams of the engine."""
         for stream in streams:
             stream.note_sent(next(self._keys))
             self.receiver.streams[stream.key] = stream
@@ -343,16 +343,16 @@ class EngineClient:
         """Raises EngineStalledError: the engine is stalled, so that no question should be sent."""
         if self._death is None and self.heartbeat.is_stalled:
             raise EngineStalledError(
-                f"{self._named} has given no sign of life for {self._silent_since()}: it is in a long step, or stuck; "
-                "try again later"
+                f"{self._shown_name} has given no sign of life for {self._silence_text()}: it is in a long step, or "
+                "stuck; try again later"
             )
 
     @property
-    def _named(self) -> str:
+    def _shown_name(self) -> str:
         name = self._name or "the engine"
         return f"{name} (process {self.info.pid})" if self.info else name
 
-    def _silent_since(self) -> str:
+    def _silence_text(self) -> str:
         silence = self.heartbeat.silence
         since = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(time.time() - silence))
         return f"{silence:.0f} s, since {since}"
@@ -412,7 +412,7 @@ class EngineClient:
                 return code
             if kills:
                 self._process.kill()
-        logger.error("%s was killed but does not end; its memory is not free", self._named)
+        logger.error("%s was killed but does not end; its memory is not free", self._shown_name)
         return None
 
     # ------------------------------------------------------------------ the connection
@@ -438,7 +438,7 @@ class EngineClient:
             case EngineInfo():
                 self.info = message
                 self._ready.set()
-                self._look()
+                self._check_heartbeat()
             case Failed():
                 self._failed = message
                 self._ready.set()
@@ -455,28 +455,28 @@ class EngineClient:
             if not self._is_stopping:
                 named = f"{self._name}, process {self.info.pid}," if self._name and self.info else "the engine process"
                 logger.critical("%s %s", named, why)
-            self._die(f"the engine process {why}")
+            self._mark_dead(f"the engine process {why}")
 
-    def _look(self) -> None:
+    def _check_heartbeat(self) -> None:
         """Check the heartbeat, ask the engine for a sign of life, and schedule the next check after `INTERVAL`."""
         if self._death is not None:
             return
-        if self.heartbeat.is_late and not self._excuse():
+        if self.heartbeat.is_late and not self._is_debugged():
             self._end_hung()
             return
-        asyncio.get_running_loop().call_later(INTERVAL, self._look)
+        asyncio.get_running_loop().call_later(INTERVAL, self._check_heartbeat)
         if self.heartbeat.ask():
             self._pulse_key = next(self._keys)
             self._send(Ask(self._pulse_key, TakePulse()))
 
-    def _excuse(self) -> bool:
+    def _is_debugged(self) -> bool:
         """Whether a silent engine may continue beyond the time limit, because a debugger is attached to it."""
         was_excused, self._is_excused = self._is_excused, self.is_here and is_traced(self.info.pid)
         if self._is_excused and not was_excused:
             logger.warning(
                 "%s has given no sign of life for %s; a debugger is attached to it, so it is left alone",
-                self._named,
-                self._silent_since(),
+                self._shown_name,
+                self._silence_text(),
             )
         return self._is_excused
 
@@ -484,16 +484,16 @@ class EngineClient:
         """Kill the process of an engine that was silent for too long; the engine counts as dead from now on."""
         self.is_hung = True
         why = (
-            f"{self._named} has given no sign of life for {self._silent_since()} (the limit is "
+            f"{self._shown_name} has given no sign of life for {self._silence_text()} (the limit is "
             f"{self.heartbeat.limit:.0f} s; --engine-timeout sets it): it hangs, and is ended"
         )
         logger.critical("%s", why)
         self._process.kill()
         if self._transport is not None:
             self._transport.abort()
-        self._die(why)
+        self._mark_dead(why)
 
-    def _die(self, why: str) -> None:
+    def _mark_dead(self, why: str) -> None:
         """Mark the engine as dead; called once. Open questions fail. `on_death` gets the streams, and a fleet resumes
         their requests elsewhere. Without `on_death`, or at shutdown, the streams fail too."""
         self._death = "the engine has been shut down" if self._is_stopping else why

@@ -252,7 +252,7 @@ class EngineFleet:
             Exception: as the question's class documents.
         """
         self.check_health()
-        index = self._chosen(question, engine)
+        index = self._engine_to_ask(question, engine)
         if index is not None:
             return question.merge({index: await self.engines[index].ask(question)})
         before = self._paused
@@ -279,7 +279,7 @@ class EngineFleet:
         """As `EngineClient.tell`, to the engine with the number `engine`."""
         self.engines[engine].tell(question)
 
-    def _chosen(self, question: Question[Any], engine: int) -> int | None:
+    def _engine_to_ask(self, question: Question[Any], engine: int) -> int | None:
         """The number of the engine that gets a question; None: all engines get it. If no engine has the request of a
         `RequestQuestion`, any living engine gets it, and answers that it does not know the request.
 
@@ -371,7 +371,7 @@ class EngineFleet:
             self._num_failures[index] = 0
         self._num_failures[index] += 1
         if self._num_failures[index] <= self._max_restarts:
-            task = asyncio.get_running_loop().create_task(self._bring_back(index))
+            task = asyncio.get_running_loop().create_task(self._start_until_ready(index))
             self._starting[index] = task
         else:
             self._give_up(index, why)
@@ -410,9 +410,9 @@ class EngineFleet:
     def expect(self, index: int, starting: Awaitable[EngineClient]) -> None:
         """Add engine `index`, which is being started for the first time, when it is ready. A failed start counts as a
         failure of the engine."""
-        self._starting[index] = asyncio.get_running_loop().create_task(self._bring_back(index, starting))
+        self._starting[index] = asyncio.get_running_loop().create_task(self._start_until_ready(index, starting))
 
-    async def _bring_back(self, index: int, starting: Awaitable[EngineClient] | None = None) -> None:
+    async def _start_until_ready(self, index: int, starting: Awaitable[EngineClient] | None = None) -> None:
         """Add engine `index` when it is ready. Without `starting`, or after a failed start, restart it until that
         succeeds."""
         why = ""
@@ -421,14 +421,14 @@ class EngineFleet:
                 starting = self._start_again(index)
             try:
                 engine = await starting
-                await self._join(engine)
+                await self._apply_commands(engine)
             except (EngineStartError, EngineDeadError, ValueError, OSError) as error:
                 why = str(error)
                 logger.error("engine %d does not start: %s", index, why)
                 self._num_failures[index] += 1
                 starting = None
                 continue
-            self._take(index, engine)
+            self._replace_engine(index, engine)
             return
         self._give_up(index, why)
 
@@ -441,7 +441,7 @@ class EngineFleet:
         self._num_restarts[index] += 1
         return await self._restart(index, self._num_restarts[index])
 
-    async def _join(self, engine: EngineClient) -> None:
+    async def _apply_commands(self, engine: EngineClient) -> None:
         """Give a new engine the pause state and the limit of running requests; repeat if these change meanwhile."""
         try:
             applied: object = None
@@ -454,7 +454,7 @@ class EngineFleet:
             await engine.shutdown()
             raise
 
-    def _take(self, index: int, engine: EngineClient) -> None:
+    def _replace_engine(self, index: int, engine: EngineClient) -> None:
         """Replace engine `index` by a new one, and send the waiting requests."""
         self.engines[index] = engine
         engine.on_death = partial(self._on_death, index)

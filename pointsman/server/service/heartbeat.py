@@ -52,7 +52,7 @@ class Heartbeat:
         self._clock = clock
         self._is_asked = False
         self._silence = 0.0
-        self._looked_at: float | None = None  # time of the last measurement; None: silence begins with the next one
+        self._measured_at: float | None = None  # time of the last measurement; None: silence begins with the next one
         self._patience = 0.0
         self._longest = 0.0
         self._mean_step = 0.0
@@ -63,16 +63,16 @@ class Heartbeat:
         Args:
             patience: seconds of silence that the engine announces.
         """
-        self._silence, self._looked_at, self._patience = 0.0, None, patience
+        self._silence, self._measured_at, self._patience = 0.0, None, patience
 
     def ask(self) -> bool:
         """Whether to send a question now, as no question is unanswered; if True, it counts as sent. To be called every
         `INTERVAL`."""
         if self._is_asked:
-            self._look()
+            self._measure()
             return False
         self._is_asked = True
-        self._silence, self._looked_at = 0.0, self._clock()
+        self._silence, self._measured_at = 0.0, self._clock()
         return True
 
     def note_answer(self, reading: PulseReading | None) -> None:
@@ -86,15 +86,15 @@ class Heartbeat:
     @property
     def silence(self) -> float:
         """Seconds without a sign of life while a question is unanswered."""
-        return self._look()
+        return self._measure()
 
-    def _look(self) -> float:
+    def _measure(self) -> float:
         if not self._is_asked:
             return 0.0
         now = self._clock()
-        if self._looked_at is not None:
-            self._silence += min(now - self._looked_at, INTERVAL)
-        self._looked_at = now
+        if self._measured_at is not None:
+            self._silence += min(now - self._measured_at, INTERVAL)
+        self._measured_at = now
         return self._silence
 
     @property

@@ -157,7 +157,7 @@ class PromptReader:
         if not (source.needs_text or source.has_logprobs):
             return
         if source.needs_text and any(prompt.text is None for prompt in prompts):
-            self._required()
+            self._require_tokenizer()
         decoder = self._decoder
         if decoder is None:
             return
@@ -182,7 +182,7 @@ class PromptReader:
         Raises:
             ValueError, ApiError: as for `read`.
         """
-        self._required()
+        self._require_tokenizer()
         size, ((cost, job),) = self._prepare(source)
         with self._work.admit(tenant, size) as text:
             count, parts = await text.run(cost, lambda: _in_parts(job().token_ids))
@@ -190,11 +190,11 @@ class PromptReader:
             names = [b"["] if has_names else [b"null"]
             if has_names:
                 for number, part in enumerate(parts):
-                    names.append(await text.run(len(part), partial(_piece, number, part, self._names)))
+                    names.append(await text.run(len(part), partial(_list_piece, number, part, self._names)))
                 names.append(b"]")
             for number in range(len(parts)):
                 part = parts.popleft()  # in parts, as freeing a million tokens in one call takes long, too
-                tokens.append(await text.run(len(part), partial(_piece, number, part, _numbers)))
+                tokens.append(await text.run(len(part), partial(_list_piece, number, part, _ids_json)))
         head = _json({"count": count, **facts})[:-1].encode()
         return [head, b',"tokens":[', *tokens, b'],"token_strs":', *names, b"}"]
 
@@ -202,7 +202,7 @@ class PromptReader:
         """The vocabulary's names of the tokens, as elements of a JSON list."""
         known = self._known_names
         new = [token_id for token_id in set(token_ids) if token_id not in known]
-        names = self._required().convert_ids_to_tokens(new)
+        names = self._require_tokenizer().convert_ids_to_tokens(new)
         known.update({token_id: _json(name) for token_id, name in zip(new, names, strict=True)})
         return ",".join(map(known.__getitem__, token_ids))
 
@@ -213,7 +213,7 @@ class PromptReader:
             ValueError: there is no tokenizer, or a token id is outside the vocabulary.
             ApiError: 429, too many characters wait.
         """
-        tokenizer = self._required()
+        tokenizer = self._require_tokenizer()
 
         def decode() -> bytes:
             self._check_ids(token_ids)
@@ -240,19 +240,19 @@ class PromptReader:
             ValueError, ApiError: there is no tokenizer, or a text is too long or invalid.
         """
         if isinstance(source, ChatPrompt):
-            size, job = self._of_chat(source)
+            size, job = self._prepare_chat(source)
             return size, [(size, job)]
         texts = [part for part in source.parts() if isinstance(part, str)]
         for text in texts:
             self._check_length(text)
-        tokenizer = self._required()
+        tokenizer = self._require_tokenizer()
 
         def prompt_of(text: str) -> Prompt:
             return Prompt(encode(tokenizer, text, add_special_tokens=source.add_special_tokens), text)
 
         return sum(map(len, texts)), [(len(text), partial(prompt_of, text)) for text in texts]
 
-    def _of_chat(self, source: ChatPrompt) -> tuple[int, Callable[[], Prompt]]:
+    def _prepare_chat(self, source: ChatPrompt) -> tuple[int, Callable[[], Prompt]]:
         body = source.body
         kwargs = body.chat_template_kwargs or {}
         taken = self._reserved_names.intersection(kwargs)
@@ -271,7 +271,7 @@ class PromptReader:
         for name in ("tools", "documents"):
             if (value := getattr(body, name)) is not None:
                 options[name] = value
-        tokenizer = self._required()
+        tokenizer = self._require_tokenizer()
         template = self._chat_template
         if template is None and not tokenizer.chat_template:
             template = PLAIN_CHAT_TEMPLATE
@@ -304,7 +304,7 @@ class PromptReader:
             if not 0 <= token_id < self._info.vocab_size:
                 raise ValueError(f"token id {token_id} is outside the model's vocabulary of {self._info.vocab_size}")
 
-    def _required(self) -> Any:
+    def _require_tokenizer(self) -> Any:
         if self.tokenizer is None:
             raise ValueError(f"the model in {self._info.model} has no tokenizer; give the prompt as token ids")
         return self.tokenizer
@@ -325,13 +325,13 @@ def _in_parts(token_ids: list[int]) -> tuple[int, deque[list[int]]]:
     return count, parts
 
 
-def _piece(number: int, part: list[int], write: Callable[[list[int]], str]) -> bytes:
+def _list_piece(number: int, part: list[int], write: Callable[[list[int]], str]) -> bytes:
     """The JSON of a part of a list, with a comma in front unless it is the first part."""
     comma = "," if number else ""
     return f"{comma}{write(part)}".encode()
 
 
-def _numbers(token_ids: list[int]) -> str:
+def _ids_json(token_ids: list[int]) -> str:
     return _json(token_ids)[1:-1]
 
 

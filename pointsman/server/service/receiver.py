@@ -83,7 +83,7 @@ class Receiver(asyncio.Protocol):
                     del streams[key]
                     self.report_end(stream, delta)
         for key, error in outputs.errors:
-            if isinstance(error, EngineDeadError):  # `EngineClient._die` decides about all streams of the process
+            if isinstance(error, EngineDeadError):  # `EngineClient._mark_dead` decides about all streams of the process
                 self.last_words = str(error)
                 continue
             if (stream := streams.pop(key, None)) is not None:
@@ -170,7 +170,7 @@ class ClientStream(AsyncIterator[Delta]):
 
     async def aclose(self) -> None:
         """End the stream, and abort its request unless that has finished."""
-        self._let_go()
+        self._abort()
         self._waiter.wake()
 
     def _send(self) -> None:
@@ -189,10 +189,10 @@ class ClientStream(AsyncIterator[Delta]):
         try:
             await self._waiter.wait()
         except asyncio.CancelledError:
-            self._let_go()
+            self._abort()
             raise
 
-    def _let_go(self) -> None:
+    def _abort(self) -> None:
         self._is_over = True
         self._abandon(self)
 
@@ -229,12 +229,12 @@ class ClientStream(AsyncIterator[Delta]):
                     return
             except Exception:  # the reader will fail with the same delta, and report the error to this client alone
                 self.shortcut = None
-        self._leave(Delta(text, token_ids, num_cached_tokens=num_cached_tokens))
+        self._keep(Delta(text, token_ids, num_cached_tokens=num_cached_tokens))
 
     def put(self, delta: Delta) -> None:
         """Append a delta to the unread deltas."""
         self._note_received(delta.token_ids, delta.num_cached_tokens)
-        self._leave(delta)
+        self._keep(delta)
 
     def _note_received(self, token_ids: list[int], num_cached_tokens: int) -> None:
         self._is_accepted = True
@@ -244,7 +244,7 @@ class ClientStream(AsyncIterator[Delta]):
                 self._num_cached_tokens = num_cached_tokens
             self.output_token_ids += token_ids
 
-    def _leave(self, delta: Delta) -> None:
+    def _keep(self, delta: Delta) -> None:
         """Keep a delta for the reader, merged into the unread delta if there is one."""
         if self._next is None:
             self._next = delta

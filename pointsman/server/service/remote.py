@@ -167,7 +167,7 @@ class EngineListener:
         else:
             arriving = self._next_waited_for()
             if arriving is not None:
-                arriving.set_exception(_not_started(hosting))
+                arriving.set_exception(_start_error(hosting))
 
     def _invite_missing(self) -> None:
         """Replace an invitation whose host was lost, if an engine is still waited for."""
@@ -341,7 +341,7 @@ async def _receive(sock: socket.socket, size: int) -> bytes:
     return bytes(data)
 
 
-def _not_started(hosting: asyncio.Future[int]) -> Exception:
+def _start_error(hosting: asyncio.Future[int]) -> Exception:
     """The error for a host that ended before its engine connected."""
     if hosting.cancelled():
         return EngineStartError("the host of the engine was ended")

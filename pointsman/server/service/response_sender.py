@@ -3,7 +3,7 @@
     receiver -> Sample (counts, times) -> answer writer -> sse
 
 Reading and sending alternate: the next delta of a sample is read when the transport has taken its last event. A
-shortcut (`_shortcut`) writes a delta of plain text without waking the sample's task, while the task waits and the
+shortcut (`_shortcut_for`) writes a delta of plain text without waking the sample's task, while the task waits and the
 transport can be written. That halves the cost of a token here. A sample's first token never takes the shortcut, which
 returns False while `choice.plain_head` is "", and only an event written by the task sets
 this field. Leaving a sender in any way aborts its unfinished requests.
@@ -91,10 +91,10 @@ class Sample:
         delta = await (self.stream.__anext__() if self._limit is None else self._next_in_time(self._limit))
         self.note(delta)
         if self._shared is not None:
-            await self._share(self._shared, delta)
+            await self._share_logprobs(self._shared, delta)
         return delta
 
-    async def _share(self, shared: asyncio.Future[Logprobs | None], delta: Delta) -> None:
+    async def _share_logprobs(self, shared: asyncio.Future[Logprobs | None], delta: Delta) -> None:
         """Give the log probabilities of the prompt, which are in the first delta, to the other samples of the prompt.
 
         The other samples wait for the log probabilities, which are None if the first sample ends without them.
@@ -111,7 +111,7 @@ class Sample:
         if delta.token_ids:
             self.note_tokens(len(delta.token_ids))
         elif delta.embedding is not None:
-            self._start()
+            self._note_start()
 
     def note_tokens(self, num_new: int) -> None:
         """Count new tokens, at least one, and observe the time between tokens."""
@@ -122,12 +122,12 @@ class Sample:
         else:
             observations.first_token(now - self._last_time)
             self._ticket.first_token(choice.prompt_index)
-            self._start()
+            self._note_start()
         self._last_time = now
         choice.num_tokens += num_new
         self._tenant.num_generated_tokens += num_new
 
-    def _start(self) -> None:
+    def _note_start(self) -> None:
         self.has_started = True
         self._tenant.num_unstarted -= 1
         self._tenant.num_prompt_tokens += len(self.stream.request.prompt_token_ids)
@@ -232,7 +232,7 @@ class ResponseSender:
             async for delta in sample:
                 outputs[sample.choice.index].merge(delta)
 
-        await self._each(read)
+        await self._for_each_sample(read)
         return outputs
 
     def _check(self, outputs: list[Delta]) -> None:
@@ -259,7 +259,7 @@ class ResponseSender:
 
         async def pump(sample: Sample) -> None:
             nonlocal num_running, last_chunk
-            sample.stream.shortcut = _shortcut(sample, writer, events)
+            sample.stream.shortcut = _shortcut_for(sample, writer, events)
             async for delta in sample:
                 check_finish(delta.finish_reason, delta.finish_detail)
                 chunk = writer.plain_chunk(sample.choice, delta.text) if delta.finish_reason is None else None
@@ -279,7 +279,7 @@ class ResponseSender:
         try:
             await events.open()
             try:
-                await self._each(pump)
+                await self._for_each_sample(pump)
                 last = writer.usage_event(self.choices)
             except (EngineDeadError, ApiError) as error:
                 last = error_event(self._gate.from_engine(error))
@@ -297,7 +297,7 @@ class ResponseSender:
             headers["x-engine"] = ", ".join(map(str, sorted({stream.engine for stream in self.streams})))
         return headers
 
-    async def _each(self, work: Callable[[Sample], Awaitable[None]]) -> None:
+    async def _for_each_sample(self, work: Callable[[Sample], Awaitable[None]]) -> None:
         """Run `work` for all samples concurrently; an exception for one sample stops the others.
 
         Raises:
@@ -318,7 +318,7 @@ class ResponseSender:
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _shortcut(sample: Sample, writer: TextWriter, events: EventStream) -> Shortcut:
+def _shortcut_for(sample: Sample, writer: TextWriter, events: EventStream) -> Shortcut:
     """A function that writes plain tokens of a sample without a task, and returns whether it did. It writes last:
     writing wakes the client, which may run on this processor, so that later code would find cold caches.
 

@@ -49,11 +49,11 @@ class _Lane:
         self._turns: FairQueue[asyncio.Future[_Turn] | None] = FairQueue()
         self._is_busy = False
 
-    async def run(self, tenant: str, cost: float, function: Callable[[], ResultT], *, goes_on: bool) -> ResultT:
-        """Call a function in the thread when it is the tenant's turn. `goes_on`: the text has begun, so the function
+    async def run(self, tenant: str, cost: float, function: Callable[[], ResultT], *, has_begun: bool) -> ResultT:
+        """Call a function in the thread when it is the tenant's turn. `has_begun`: the text has begun, so the function
         precedes the tenant's other functions.
         """
-        turn = await self._wait(tenant, cost, goes_on)
+        turn = await self._wait(tenant, cost, has_begun)
         try:
             job = self._thread.submit(function)
         except RuntimeError:  # the system cannot start the thread
@@ -67,7 +67,7 @@ class _Lane:
             else:  # the caller was cancelled, and the thread is still at work
                 job.add_done_callback(self._end_later(turn))
 
-    async def _wait(self, tenant: str, cost: float, goes_on: bool) -> _Turn:
+    async def _wait(self, tenant: str, cost: float, has_begun: bool) -> _Turn:
         if not self._is_busy:
             self._is_busy = True
             self._turns.put(tenant, None, cost)
@@ -75,7 +75,7 @@ class _Lane:
             assert turn is not None  # the queue is empty while the thread is idle
             return turn
         waiter: asyncio.Future[_Turn] = asyncio.get_running_loop().create_future()
-        waiting = self._turns.put(tenant, waiter, cost, continues=goes_on)
+        waiting = self._turns.put(tenant, waiter, cost, continues=has_begun)
         try:
             return await waiter
         except asyncio.CancelledError:
@@ -168,5 +168,5 @@ class Text:
             size: number of characters that the function processes.
             function: function without arguments, which may raise any exception.
         """
-        goes_on, self._has_begun = self._has_begun, True
-        return await self._lane.run(self._tenant, max(size, MIN), function, goes_on=goes_on)
+        has_begun, self._has_begun = self._has_begun, True
+        return await self._lane.run(self._tenant, max(size, MIN), function, has_begun=has_begun)

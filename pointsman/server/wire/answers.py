@@ -359,7 +359,7 @@ class ChatWriter(TextWriter):
         return with_json(data, {"logprobs": (yield from self._logprobs(output))}, is_ascii=False)
 
     def _full_chunk(self, choice: Choice, delta: Delta, *, is_first: bool) -> Pieces[bytes]:
-        opening = self._opening(choice) if is_first else b""
+        opening = self._first_events(choice) if is_first else b""
         data: dict[str, Any] = {
             "index": choice.index,
             "delta": {"content": delta.text},
@@ -372,7 +372,7 @@ class ChatWriter(TextWriter):
         logprobs = yield from self._logprobs(delta)
         return opening + self._choice_event(choice, data, logprobs=logprobs)
 
-    def _opening(self, choice: Choice) -> bytes:
+    def _first_events(self, choice: Choice) -> bytes:
         """The events before the first text: one with the role, and one with the echoed text."""
         role = {"role": self._role, "content": ""}
         data = {"index": choice.index, "delta": role, "finish_reason": None}

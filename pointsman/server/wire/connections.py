@@ -192,7 +192,7 @@ class Connections:
             address: the client's address.
         """
         network = "" if self._per_address is None else network_of(address)
-        pool = self._room_for(network)
+        pool = self._pool_for(network)
         if pool is None:
             self.closed["refused"] += 1
             return False
@@ -238,7 +238,7 @@ class Connections:
             self._ordinary.begin(connection, place.wait, self._clock())
         return True
 
-    def _room_for(self, network: str) -> Pool | None:
+    def _pool_for(self, network: str) -> Pool | None:
         """The pool for a new connection, after closing another one if necessary; None: no pool has a free place."""
         if self._per_address is not None and len(self._by_network.get(network, ())) >= self._per_address:
             idle = (one for one in self._by_network[network] if one.place and one.place.wait <= Wait.HEADERS)
@@ -246,12 +246,12 @@ class Connections:
                 logger.warning("an address has %d connections in use, and gets no more", self._per_address)
                 return None
             self._close(oldest, "replaced")
-        if self._has_room(self._ordinary):
+        if self._has_free_place(self._ordinary):
             return self._ordinary
         logger.warning("all %d connections are in use: further ones serve only health checks and operators", self.size)
-        return self._reserve if self._has_room(self._reserve) else None
+        return self._reserve if self._has_free_place(self._reserve) else None
 
-    def _has_room(self, pool: Pool) -> bool:
+    def _has_free_place(self, pool: Pool) -> bool:
         if pool.num_open < pool.size:
             return True
         now = self._clock()

@@ -158,7 +158,7 @@ def validation_error(errors: Iterable[Mapping[str, Any]]) -> ApiError:
     fields: dict[str, list[Mapping[str, Any]]] = {}
     for error in errors:
         fields.setdefault(_field(error), []).append(error)
-    parts = [_complaint(field, found) for field, found in list(fields.items())[:SHOWN_FIELDS]]
+    parts = [_field_message(field, found) for field, found in list(fields.items())[:SHOWN_FIELDS]]
     if len(fields) > SHOWN_FIELDS:
         parts.append(f"and {len(fields) - SHOWN_FIELDS} more fields")
     param = next(iter(fields), None)
@@ -178,7 +178,7 @@ def _field(error: Mapping[str, Any]) -> str:
     return names[0] if names else ""
 
 
-def _complaint(field: str, errors: list[Mapping[str, Any]]) -> str:
+def _field_message(field: str, errors: list[Mapping[str, Any]]) -> str:
     """The text about one field. A field that accepts several types has an error for each type."""
     messages = list(dict.fromkeys(str(error["msg"]) for error in errors))[:4]
     text = ", or ".join([messages[0], *(message[:1].lower() + message[1:] for message in messages[1:])])

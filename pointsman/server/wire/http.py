@@ -127,7 +127,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Called with bytes from the client."""
         if self._ignores_input:
-            self._ignore(len(data))
+            self._count_ignored(len(data))
             return
         self._num_received += len(data)
         super().data_received(data)
@@ -288,12 +288,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._socket.close()
             return
         self._ignores_input = True
-        self._output.is_closing = _yes
+        self._output.is_closing = _always_true
         self._socket.write_eof()
         self.flow.resume_reading()
         self._all.wait(self, Wait.END)
 
-    def _ignore(self, num_bytes: int) -> None:
+    def _count_ignored(self, num_bytes: int) -> None:
         self._num_ignored += num_bytes
         if self._num_ignored > MAX_IGNORED_BYTES:
             self.drop()
@@ -316,7 +316,7 @@ class Output:
         self.write = transport.write
 
 
-def _yes() -> bool:
+def _always_true() -> bool:
     return True
 
 

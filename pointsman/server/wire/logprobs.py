@@ -134,7 +134,7 @@ class TextPlaces:
         self._at = 0  # index in `_text` where `_added` begins
         self._added = ""  # the text that the last token adds at `_at`
         self._num_bytes = 0  # number of bytes of `_added`
-        self._open = unfinished  # first bytes of an unfinished character, after `_added`
+        self._unfinished = unfinished  # first bytes of an unfinished character, after `_added`
         self._is_complete = False
 
     def add_text(self, text: str, *, is_last: bool) -> None:
@@ -154,10 +154,10 @@ class TextPlaces:
         self._pass_added()
         if isinstance(piece, bytes) and piece:
             if self._breaks_off(piece):
-                self._added, self._num_bytes, self._open = REPLACEMENT, len(self._open), b""
+                self._added, self._num_bytes, self._unfinished = REPLACEMENT, len(self._unfinished), b""
                 self._pass_added()
-            self._num_bytes = len(self._open) + len(piece)
-            self._added, self._open = split_text(self._open + piece)
+            self._num_bytes = len(self._unfinished) + len(piece)
+            self._added, self._unfinished = split_text(self._unfinished + piece)
             if not self._text.startswith(self._added, self._at):
                 self._pass_unknown()
         return self._num_before + self._at
@@ -167,8 +167,8 @@ class TextPlaces:
         unfinished."""
         return (
             isinstance(piece, bytes)
-            and len(self._open) > 0 < len(piece)
-            and not _is_valid_start(self._open + piece[:1])
+            and len(self._unfinished) > 0 < len(piece)
+            and not _is_valid_start(self._unfinished + piece[:1])
         )
 
     def _pass_added(self) -> None:
