@@ -224,7 +224,7 @@ def telling(answer: dict[str, Any]) -> Any:
     return choices, answer["usage"]["completion_tokens"]
 
 
-def test_recordings_are_one_for_each_engine(tmp_path: Path) -> None:
+def test_each_engine_has_its_own_recording(tmp_path: Path) -> None:
     recordings = tmp_path / "run.jsonl"
     with start_server(*TWO, "--record", str(recordings)) as server, httpx.Client(base_url=server.url) as http:
         until_all_live(http)

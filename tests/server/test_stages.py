@@ -73,7 +73,7 @@ def test_bodies_are_shared_by_tenants_known_before_the_body() -> None:
     assert fill(ServerConfig()) == 64
 
 
-def test_a_refusal_says_whether_the_tenant_or_the_server_is_full() -> None:
+def test_refusal_names_the_exhausted_limit_of_tenant_or_server() -> None:
     limit = StageLimits(ServerConfig(max_waiting_requests=99, **KEYS), 1).requests  # type: ignore[arg-type]
     limit.take("alice", 70)
     with pytest.raises(ApiError, match=r"70 requests of this tenant are open, this would be 10 more, and at most 60"):
@@ -86,7 +86,7 @@ def test_a_refusal_says_whether_the_tenant_or_the_server_is_full() -> None:
     assert limit.by_tenant == {"alice": 70, "bob": 30}
 
 
-def test_without_a_bound_nothing_is_refused() -> None:
+def test_stage_without_a_limit_refuses_no_request() -> None:
     limit = StageLimits(ServerConfig(**KEYS), 1).prompt_tokens  # type: ignore[arg-type]
     for _ in range(10):
         limit.take("alice", 10**9)

@@ -280,7 +280,7 @@ def test_changed_priority_survives_and_waiting_requests_resume_in_order() -> Non
     with_fleet(test, num_engines=1, order="priority", max_num_seqs=2)
 
 
-def test_when_one_of_several_cannot_be_started_none_is_left_running(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_start_of_one_engine_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """One is ready, one is still being started, and the third fails: all processes have ended when that is raised."""
     clients: list[EngineClient] = []
     make = EngineClient.__init__

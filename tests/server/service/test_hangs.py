@@ -185,7 +185,7 @@ def test_hang_of_a_single_engine_fails_or_resumes_requests(max_restarts: int) ->
     with_fleet(test, 1, max_restarts)
 
 
-def test_engines_that_are_stopped_at_once_lose_no_request() -> None:
+def test_engines_stopped_together_lose_no_request() -> None:
     async def test(fleet: EngineFleet) -> None:
         expected = await texts_of(await streams_in_both(fleet))
         streams = await streams_in_both(fleet)

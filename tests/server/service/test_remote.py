@@ -311,7 +311,7 @@ def test_unpickling_needs_a_token_that_is_valid_once(tmp_path: Path, monkeypatch
     with_listener(test)
 
 
-def test_an_engine_has_the_clock_of_the_api_process() -> None:
+def test_remote_engine_uses_the_api_process_clock() -> None:
     """The other machine's clock is 1000 s ahead."""
 
     async def launch(invitation: Invitation) -> int:

@@ -44,7 +44,7 @@ def sender_of(client: EngineClient, name: str, prompt: Prompt, params: Sequence[
     return sender
 
 
-def test_samples_cross_together_and_are_those_of_single_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_sent_in_one_message_equal_single_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     first = SamplingParams(max_tokens=8, seed=3, ignore_eos=True, logit_bias=BIASES)
     params = [for_sample(first, max_tokens=8, sample=number) for number in range(8)]
 

@@ -62,7 +62,7 @@ def test_tenants_are_served_in_turn() -> None:
     asyncio.run(run())
 
 
-def test_a_text_in_pieces_is_done_before_later_ones_of_its_tenant() -> None:
+def test_text_in_pieces_finishes_before_later_texts_of_its_tenant() -> None:
     async def run() -> None:
         work, ends = text_work(), list[int]()
 
@@ -137,7 +137,7 @@ def test_a_thread_that_cannot_be_started_is_started_for_the_next_text(monkeypatc
     asyncio.run(run())
 
 
-def test_a_client_that_leaves_its_text_at_work_frees_the_thread_later() -> None:
+def test_thread_of_a_disconnected_client_is_freed_after_the_text() -> None:
     """Otherwise a client could have several texts in one thread at once, by disconnecting repeatedly."""
 
     async def run() -> None:

@@ -197,7 +197,7 @@ def test_a_body_is_json_with_its_length() -> None:
     with_client(test)
 
 
-def test_json_is_put_together() -> None:
+def test_with_json_joins_fields_and_written_json() -> None:
     assert json.loads(with_json({"a": "é"}, {"b": "[1,2]", "c": "null"})) == {"a": "é", "b": [1, 2], "c": None}
     assert with_json({"a": "é"}, {"b": "1"}, is_ascii=False) == '{"a":"é","b":1}'
     with pytest.raises(ValueError, match="JSON"):
