@@ -23,17 +23,17 @@ class ServerConfig:
     port: int = 8000
     """Port to listen on; 0: any free port."""
     api_keys: tuple[str, ...] = ()
-    """A client must send one of these keys; empty: no key is needed."""
+    """API keys; clients must send one of them. Empty: clients need no key."""
     api_key_names: tuple[str, ...] = ()
     """The tenant's name for each API key; keys of the same tenant have the same name. A key whose name is empty, and
     every key if no names are given, is named by its position, from "key-1" on."""
     tenant_from: str = "key"
-    """Where a request's tenant comes from: "key": the name of its key; "user": the field `user` of its body;
+    """Source of a request's tenant: "key": the name of the request's key; "user": the field `user` of the body;
     "header:NAME": that header. Without that field or header the tenant is the name of the key. Clients choose the field
     and the header freely, so a trusted proxy should set them."""
     operator_keys: tuple[str, ...] = ()
-    """Operators' endpoints require one of these keys; clients' endpoints accept them too. Empty: if clients have keys,
-    no request counts as an operator's; otherwise every request from a program on this machine does."""
+    """Operator keys; operators' endpoints require one of them, clients' endpoints accept it. Empty: if clients have
+    keys, no request counts as an operator's; otherwise every request from a program on this machine does."""
     allowed_host: tuple[str, ...] = ()
     """Further names that the Host header of operators' and browsers' requests may have; a name without a port matches
     any port."""
@@ -67,7 +67,7 @@ class ServerConfig:
     max_logprobs: int = 20
     """Maximum number of log probabilities per position."""
     max_deadline: float | None = None
-    """Seconds after its arrival at which any request is ended; None: no limit."""
+    """Maximum deadline of every request, in seconds after arrival; None: no limit."""
     min_request_priority: int | None = None
     """Minimum (most urgent) priority that a client may request, at most 0; None: no limit."""
     min_ttft_target: float | None = None

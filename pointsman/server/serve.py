@@ -61,7 +61,7 @@ DEFAULT_RESTARTS = 5
 """Number of consecutive failures after which one of several engines is not restarted."""
 NUM_ACCEPTED = 8
 """Number of connections accepted in one iteration of the event loop. libuv accepts one for each listening socket, so
-there are 8 such sockets. With one socket, a client that connects behind a thousand others waits for a thousand
+there are 8 such sockets. With one socket, a client that connects after a thousand other clients waits for a thousand
 iterations."""
 LISTEN_BACKLOG = 2048
 EXAMPLE_CHAT = ({"role": "user", "content": "Hello"},)
@@ -69,7 +69,7 @@ EXAMPLE_CHAT = ({"role": "user", "content": "Hello"},)
 
 
 class AddressError(ValueError):
-    """The server cannot listen on its address."""
+    """The server cannot listen on the configured address."""
 
 
 def run(
@@ -241,7 +241,7 @@ def url_of(sock: socket.socket, host: str) -> str:
 
 
 class _Serving:
-    """One run of the server, from the start of its engines to its exit code."""
+    """One run of the server, from the start of the engines to the exit code."""
 
     def __init__(
         self,

@@ -41,8 +41,7 @@ class EngineShare:
     """Prefix of the engine's log lines."""
 
     def record_after(self, num_restarts: int) -> str | None:
-        """The file of the engine's recording after `num_restarts` restarts; each start of the engine has its own
-        file."""
+        """The file of the engine's recording after `num_restarts` restarts; each start has a file of its own."""
         return self.record if self.record is None or not num_restarts else f"{self.record}.restart-{num_restarts}"
 
 

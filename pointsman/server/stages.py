@@ -41,7 +41,7 @@ def _min_wait() -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One stage, and its limit."""
+    """A stage of a request, and the description of the limit there."""
 
     name: str
     """Value of the label `stage` in metrics."""

@@ -72,8 +72,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Content type of the text format that every version of Prometheus reads."""
 
 ENGINE_PROCESS_PREFIX = "pointsman:engine"
-"""Prefix of the metrics of the engine process's CPU, memory and files; those of the API process have no prefix, as
-usual."""
+"""Prefix of the metrics of the engine process's CPU, memory and files; those of the API process have none, as usual."""
 
 
 class MeasuredClient(Protocol):
@@ -204,7 +203,7 @@ class ServerMetrics:
         GCCollector(registry=self.registry)
 
     async def render(self) -> tuple[bytes, str]:
-        """The text for a scraper, and its content type."""
+        """The text of a scrape, and its content type."""
         await asyncio.wait({engine.ask() for engine in self.engines}, timeout=STATS_TIMEOUT)
         parts = []
         for metric in self.registry.collect():
@@ -263,7 +262,7 @@ class _ServerCollector(Collector):
         self._whole = self._bases if len(self._bases) == 1 else [(model_name, "")]
 
     def collect(self) -> Iterator[Metric]:
-        """Every metric of the table; an engine's totals only after its first reading."""
+        """Every metric of the table; an engine's totals only after the first reading of that engine."""
         engines, expected = self._metrics.engines, self._metrics.fleet.expected
         yield from self._stated(expected)
         # One reading for all metrics, even if another scrape gets a newer one meanwhile.

@@ -60,13 +60,13 @@ SECONDS_BETWEEN_POLLS = 0.01
 MAX_UNREAD_BYTES = 16 * 1024 * 1024
 """Maximum number of bytes that wait for an engine process that does not read; with more, requests are refused."""
 MAX_SENT_TOGETHER = 64
-"""Maximum number of requests in one message; the next message follows when these are queued. Queuing a long prompt
-takes 0.2 ms between two steps, so a thousand requests in one message would delay the tokens and requests of all other
-clients."""
+"""Maximum number of requests in one message; the next message follows when the engine has queued them. Queuing a long
+prompt takes 0.2 ms between two steps, so a thousand requests in one message would delay the tokens and requests of all
+other clients."""
 
 
 class EngineStartError(RuntimeError):
-    """The engine process ended before its model was loaded, for another reason than its options."""
+    """The engine process ended before the model was loaded, for another reason than the options."""
 
 
 class Process(Protocol):
@@ -195,10 +195,10 @@ class EngineClient:
             sock: socket connected to the process; the API process has sent nothing yet.
             start: the engine's options.
             tokenizer: the model's tokenizer, if it was read before; None: it is read here.
-            timeout: as for `start`.
+            timeout: seconds without a sign of life after which the engine counts as dead; 0: never.
 
         Raises:
-            ValueError, EngineStartError: as for `start`.
+            ValueError, EngineStartError: as `start` raises them.
         """
         client = cls(process, timeout)
         client._name = start.name
@@ -318,7 +318,7 @@ class EngineClient:
 
     @property
     def takes_requests(self) -> bool:
-        """Whether the engine process runs, and reads its socket."""
+        """Whether the engine process runs, and reads requests from the socket."""
         transport = self._transport
         return self._death is None and not (
             transport is not None and transport.get_write_buffer_size() > MAX_UNREAD_BYTES

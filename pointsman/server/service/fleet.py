@@ -156,8 +156,8 @@ class EngineFleet:
         return self._num_hangs
 
     def observe(self, observations: Sequence[EngineObservations]) -> None:
-        """Report steps and finished requests of each engine, also of restarted engines, to its observations from now
-        on."""
+        """Report steps and finished requests from now on, to the observations of their engine; restarted engines
+        too."""
         self._observations = observations
         for index in range(len(self.engines)):
             self._connect(index)
@@ -170,11 +170,11 @@ class EngineFleet:
     # ------------------------------------------------------------------ requests
 
     def generate(self, request: EngineRequest) -> ClientStream:
-        """As `EngineClient.generate`."""
+        """The stream of a request's deltas, as `EngineClient.generate`."""
         return ClientStream(request, self.submit, self._abandon)
 
     async def queue(self, streams: Sequence[ClientStream]) -> None:
-        """As `EngineClient.queue`. While no engine lives, this waits for one.
+        """Queue the requests of streams, as `EngineClient.queue`. While no engine lives, this waits for one.
 
         Raises:
             ValueError: one request can never run; the other requests remain queued until their streams are closed.
@@ -221,8 +221,8 @@ class EngineFleet:
         return dict(groups)
 
     def _loads(self) -> list[int | None]:
-        """The number of open requests of each engine; None: the engine should get no request. Engines that read and
-        answer are preferred to those that only read, and these to those that only live; at least one has a number."""
+        """The number of open requests of each engine; None: the engine should get no request. Only the engines
+        with the best state have a number: those that read and answer, else those that read, else all that live."""
         takes = [engine.takes_requests for engine in self.engines]
         answers = [taken and not engine.is_slow for taken, engine in zip(takes, self.engines, strict=True)]
         lives = [engine.is_alive for engine in self.engines]
@@ -276,7 +276,7 @@ class EngineFleet:
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     def tell(self, question: OneEngineQuestion[None], engine: int) -> None:
-        """As `EngineClient.tell`, to the engine with the number `engine`."""
+        """Send a command to the engine with the number `engine`, as `EngineClient.tell`."""
         self.engines[engine].tell(question)
 
     def _engine_to_ask(self, question: Question[Any], engine: int) -> int | None:
@@ -513,7 +513,7 @@ class EngineFleet:
             raise EngineDeadError(self._death or "the engine has been shut down")
 
     async def shutdown(self, drain: bool = False, timeout: float | None = None) -> None:
-        """As `EngineClient.shutdown`, of every engine."""
+        """End every engine process, as `EngineClient.shutdown`."""
         self._is_stopping = True
         starting = list(self._starting.values())
         for task in starting:

@@ -27,7 +27,7 @@ INTERVAL = 1.0
 """Seconds between questions, and maximum seconds that one measurement adds to a silence."""
 DEFAULT_TIMEOUT = 30.0
 MIN_TIMEOUT = 2 * INTERVAL
-"""Minimum of the operator's timeout in seconds. With less, a short stop of the API process could make its engines
+"""Minimum of the operator's timeout in seconds. With less, a short stop of the API process could make engines
 late."""
 STALLED_AFTER = 5.0
 SLOW_AFTER = 1.0

@@ -45,7 +45,7 @@ class RequestNames:
         self._names: dict[str, Name] = {}  # by the engine's id, in the order of arrival
 
     def add(self, answer: str, sample: str, owner: int | None = None) -> str:
-        """Add a request; returns its unique id in the engine."""
+        """Add a request; returns the request's unique id in the engine."""
         engine_id = f"{sample}-{secrets.token_hex(4)}"
         while engine_id in self._names:
             engine_id = f"{sample}-{secrets.token_hex(4)}"
@@ -58,7 +58,8 @@ class RequestNames:
             self._names.pop(engine_id, None)
 
     def belongs(self, engine_id: str, viewer: int | None) -> bool:
-        """Whether the viewer may see a request. An operator (None) sees all, a client its own until they finish."""
+        """Whether the viewer may see a request. An operator (None) sees all requests, a client its own unfinished
+        ones."""
         name = self._names.get(engine_id)
         return viewer is None if name is None else name.is_for(viewer)
 

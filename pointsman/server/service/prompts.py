@@ -51,7 +51,7 @@ class TextPrompts:
     needs_text: bool = False
     """Whether the response echoes the prompts."""
     has_logprobs: bool = False
-    """Whether the response has log probabilities with their offsets in its text."""
+    """Whether the response has log probabilities, with offsets of the tokens in the text."""
 
     def count(self) -> int:
         """The number of prompts, without reading them.

@@ -276,7 +276,7 @@ async def host_engine(invitation: Invitation, options: dict[str, Any], cores: Se
     Args:
         invitation: the invitation of an `EngineListener`.
         options: keyword arguments of `Engine` for this machine; they override those of the API process.
-        cores: as for `start_process`.
+        cores: the only processors that the engine may run on, as for `start_process`; None: all.
 
     Raises:
         ConnectionError: the API process cannot be reached.

@@ -106,7 +106,7 @@ class Sample:
             shared.set_result(delta.prompt_logprobs)
 
     def note(self, delta: Delta) -> None:
-        """Count the tokens of a delta that was read, and observe its time."""
+        """Count the tokens of a delta that was read, and observe the time of reading."""
         self.choice.num_cached_tokens = delta.num_cached_tokens
         if delta.token_ids:
             self.note_tokens(len(delta.token_ids))
@@ -291,7 +291,7 @@ class ResponseSender:
             self._observations.open_streams -= 1
 
     def _headers(self, writer: AnswerWriter) -> dict[str, str]:
-        """The response's id; with several engines, also the engines of its samples."""
+        """Headers with the response's id and, if there are several engines, the engines of the samples."""
         headers = {"x-request-id": writer.id}
         if len(self._observations.engines) > 1:
             headers["x-engine"] = ", ".join(map(str, sorted({stream.engine for stream in self.streams})))

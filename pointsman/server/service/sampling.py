@@ -42,7 +42,7 @@ _INT64 = 2**64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingPlan:
-    """The sampling settings of a request that are known before its prompts are read."""
+    """The sampling settings of a request that are known before the prompts are read."""
 
     body: SamplingFields
     n: int
@@ -89,7 +89,7 @@ class SamplingPlan:
 
 @dataclass(frozen=True, slots=True)
 class PoolingPlan:
-    """The pooling settings of a request: one vector per prompt, with the same parameters."""
+    """The pooling settings of a request: one vector per prompt, all with equal parameters."""
 
     pooling: PoolingParams
     n: int = 1

@@ -27,7 +27,7 @@ MAX_OUT = 64
 MAX_TOGETHER = 16
 """Maximum number of requests in a group; they are samples of one client's request."""
 PATIENCE = 1.0
-"""Seconds after which a group is sent in any case: a hung engine must not block requests to the others."""
+"""Seconds after which a group is sent in any case: a hung engine must not block requests to other engines."""
 
 
 class Queue(Protocol):

@@ -44,7 +44,7 @@ quote: Callable[[str], str] = encode_basestring_ascii
 
 @dataclass(slots=True)
 class Prompt:
-    """A prompt as the engine gets it, and the parts of its text that a response repeats."""
+    """A prompt as the engine gets it, and the parts of the prompt's text that a response repeats."""
 
     token_ids: list[int]
     text: str | None = None

@@ -295,7 +295,7 @@ def network_of(address: str) -> str:
 
 
 def raise_file_limit() -> int:
-    """Raise the limit of open files of this process and its children to the system's maximum; returns the limit."""
+    """Raise the limit of open files of this process and child processes to the system's maximum; returns the limit."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -321,7 +321,7 @@ def _always_true() -> bool:
 
 
 def has_room(cycle: RequestResponseCycle) -> bool:
-    """Whether a part of a streamed response's body can be written without waiting: its headers have been sent, its end
+    """Whether a part of a streamed response's body can be written without waiting: the headers have been sent, the end
     has not, and the transport's buffer is not full.
     """
     return not (

@@ -46,7 +46,7 @@ class Logprobs:
     counts: list[int] = field(default_factory=list)
     """Number of elements of each position; 0: no log probabilities, as for the first position of a prompt."""
     token_ids: list[int] = field(default_factory=list)
-    """Token ids; for each position its own token first."""
+    """Token ids; for each position the position's own token first."""
     values: list[float] = field(default_factory=list)
     """Log probabilities, as natural logarithms."""
     ranks: list[int | None] = field(default_factory=list)
@@ -292,7 +292,7 @@ class LogprobWriter:
     # ------------------------------------------------------------------ chat
 
     def chat(self, logprobs: Logprobs) -> Pieces[str]:
-        """One object per token, with the most likely tokens at its position."""
+        """One object per token, with the most likely tokens at the token's position."""
         written = _Lists("content")
         num_pending = 0
         for place in logprobs.positions():
@@ -316,7 +316,8 @@ class LogprobWriter:
 
 
 def prompt_logprobs(logprobs: Logprobs | None) -> Pieces[str]:
-    """A prompt's log probabilities as vLLM writes them: a list of token id -> its log probability, rank and text."""
+    """A prompt's log probabilities as vLLM writes them: per token a mapping from token id to log probability, rank and
+    text."""
     if logprobs is None:
         return "null"
     texts: list[str] = []

@@ -179,8 +179,9 @@ class StepNote(NamedTuple):
 
 
 PlainTokens: TypeAlias = tuple[int, str, list[int], int]
-"""The delta of a request that only got tokens: its key, then `text`, `token_ids` and `num_cached_tokens` as in `Delta`.
-Nearly all deltas have this form, so the messages contain no `Delta` objects for them."""
+"""The delta of a request that only got tokens: the key of the request, then `text`, `token_ids` and
+`num_cached_tokens` as in `Delta`. Nearly all deltas have this form, so the messages contain no `Delta` objects for
+them."""
 
 
 @dataclass(slots=True)

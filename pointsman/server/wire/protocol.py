@@ -70,7 +70,7 @@ RETENTION = (
 
 @dataclass(frozen=True)
 class AtMost:
-    """Validates the elements of a list or an object only if there are at most `count`. Validation of a list ends at its
+    """Validates the elements of a list or an object only if there are at most `count`. Validation of a list ends at the
     first wrong element: otherwise a list of a million elements could cause a million errors.
     """
 
