@@ -37,7 +37,7 @@ ResultT = TypeVar("ResultT")
 _Turn: TypeAlias = "QueuedItem[asyncio.Future[_Turn] | None]"
 
 
-class _Lane:
+class _TextThread:
     """One thread, and its queue. To be used in one event loop.
 
     Args:
@@ -119,7 +119,7 @@ class TextWork:
 
     def __init__(self, limit: StageLimit) -> None:
         self.limit = limit
-        self._lanes = [(longest, _Lane(f"pointsman-text-{number}")) for number, longest in enumerate(LONGEST)]
+        self._threads = [(longest, _TextThread(f"pointsman-text-{number}")) for number, longest in enumerate(LONGEST)]
 
     def admit(self, tenant: str, size: int) -> Text:
         """A context for the work on the texts of one request.
@@ -132,9 +132,9 @@ class TextWork:
             ApiError: 429, too many characters wait.
         """
         size = min(max(size, MIN), self.limit.size or size)  # so that the largest body is admitted if no text waits
-        lane = next(lane for longest, lane in self._lanes if size <= longest)
+        thread = next(thread for longest, thread in self._threads if size <= longest)
         self.limit.take(tenant, size, retry_after=lambda: self._retry_after(tenant))
-        return Text(self.limit, lane, tenant, size)
+        return Text(self.limit, thread, tenant, size)
 
     def _retry_after(self, tenant: str) -> int:
         held = self.limit.of(tenant) or self.limit.total
@@ -144,11 +144,11 @@ class TextWork:
 class Text:
     """The texts of one request. A context manager: its exit frees the characters of the texts."""
 
-    __slots__ = ("_has_begun", "_lane", "_limit", "_size", "_tenant")
+    __slots__ = ("_has_begun", "_limit", "_size", "_tenant", "_text_thread")
 
-    def __init__(self, limit: StageLimit, lane: _Lane, tenant: str, size: int) -> None:
+    def __init__(self, limit: StageLimit, thread: _TextThread, tenant: str, size: int) -> None:
         self._limit = limit
-        self._lane = lane
+        self._text_thread = thread
         self._tenant = tenant
         self._size = size
         self._has_begun = False
@@ -169,4 +169,4 @@ class Text:
             function: function without arguments, which may raise any exception.
         """
         has_begun, self._has_begun = self._has_begun, True
-        return await self._lane.run(self._tenant, max(size, MIN), function, has_begun=has_begun)
+        return await self._text_thread.run(self._tenant, max(size, MIN), function, has_begun=has_begun)
