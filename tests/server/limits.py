@@ -8,12 +8,12 @@ from pointsman.server.stages import BODIES, PROMPT_TOKENS, REQUESTS, TEXTS, Stag
 
 
 def stage_limit(stage: Stage, size: int | None, *, is_shared: bool = False) -> StageLimit:
-    """A limit of one tenant, or of several."""
+    """The limit of a stage, for one tenant or for several."""
     return StageLimit(stage, size, is_shared=is_shared)
 
 
 def backlog(max_requests: int, max_prompt_tokens: int | None = None, *, is_shared: bool = False) -> Backlog:
-    """A backlog of one tenant, or of several."""
+    """A backlog with these limits, for one tenant or for several."""
     return Backlog(
         stage_limit(REQUESTS, max_requests, is_shared=is_shared),
         stage_limit(PROMPT_TOKENS, max_prompt_tokens, is_shared=is_shared),
@@ -21,10 +21,10 @@ def backlog(max_requests: int, max_prompt_tokens: int | None = None, *, is_share
 
 
 def bodies_limit(max_bytes: int, *, is_shared: bool = False) -> StageLimit:
-    """A limit of the bodies of one tenant, or of several."""
+    """The limit of the stage `BODIES`, for one tenant or for several."""
     return stage_limit(BODIES, max_bytes, is_shared=is_shared)
 
 
 def text_work(size: int = 1 << 24, *, is_shared: bool = False) -> TextWork:
-    """Threads for the texts of one tenant, or of several."""
+    """The threads for texts, for one tenant or for several."""
     return TextWork(stage_limit(TEXTS, size, is_shared=is_shared))

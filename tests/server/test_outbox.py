@@ -57,7 +57,7 @@ def test_outbox_drops_messages_after_the_reader_closes() -> None:
 
 
 class Generation:
-    """A request whose tokens a test makes."""
+    """A request whose tokens a test generates."""
 
     def __init__(self, port: RemotePort, key: int, *, stream: bool = True) -> None:
         request = Request(str(key), [1], arrival_time=0.0, max_tokens=10**6)

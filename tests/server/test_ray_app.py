@@ -51,7 +51,7 @@ def running(ray_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture(scope="class")
 def port(running: Cluster) -> Iterator[int]:
-    """Of the application with two replicas; it fills the cluster."""
+    """Port of the application with two replicas, which use all cores of the cluster."""
     with application(running, "model=demo", "num_replicas=2", *SIZES) as (port, _):
         wait_for_engines(port, 2)
         yield port
@@ -243,7 +243,7 @@ def ups(port: int) -> list[str]:
 
 
 def test_streams_end_well_when_the_application_is_deleted(running: Cluster) -> None:
-    """As documented: requests that take too long end with "abort", the others are complete."""
+    """As documented: requests that take too long end with "abort", all others are complete."""
     command = re.findall(r"`(python -c .*?)`", SECTION)[0].replace("python", str(running.python), 1)
     where = {**running.environment, "RAY_ADDRESS": running.address}
     with application(running, "model=demo", "num_replicas=2", "drain_timeout=3", *FULL_SIZES) as (port, process):
@@ -300,7 +300,7 @@ def commands(text: str) -> list[str]:
 
 
 def test_documented_commands_run(ray_python: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Each command as documented, with other ports."""
+    """Each command runs as documented, with other ports."""
     folder = tmp_path_factory.mktemp("r")
     (config,) = [text for language, text in BLOCKS if language == "yaml"]
     (folder / "ray-app.yaml").write_text(config)

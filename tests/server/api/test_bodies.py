@@ -1,4 +1,4 @@
-"""Bodies: the size of one and of all together, and strict JSON."""
+"""Bodies: limits on the size of one body and of all together, and strict JSON."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def reads_all(scope: Scope, receive: Receive, send: Send) -> None:
 def call(
     app: App, *, path: str = "/v1/models", headers: Sequence[tuple[bytes, bytes]] = (), body: Sequence[bytes] = (b"",)
 ) -> list[Message]:
-    """The messages that an app sends in answer to a request whose body comes in these pieces."""
+    """The messages that an app sends in response to a request whose body arrives in the pieces `body`."""
     sent: list[Message] = []
     pieces = list(body)
 
@@ -169,7 +169,7 @@ def test_one_tenants_bodies_do_not_use_the_whole_budget() -> None:
 
 
 def test_memory_is_given_back_after_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A moment later: the caller may still refer to the bytes."""
+    """Memory is returned after a delay, as the caller may still refer to the bytes."""
     trimmed: list[bool] = []
     monkeypatch.setattr(bodies, "TRIM_BYTES", 100)
     monkeypatch.setattr(bodies, "TRIM_SECONDS", 0.01)

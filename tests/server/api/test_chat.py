@@ -53,7 +53,7 @@ def test_stream_begins_with_role_and_equals_the_whole_response(client: Any) -> N
 
 
 def test_plain_chunks_equal_full_chunks(http: httpx.Client) -> None:
-    """Plain chunks are written by another function, because they are so many."""
+    """A faster function writes plain chunks, as most chunks are plain."""
     found = http.post("/v1/chat/completions", json={**GREEDY, "stream": True}).text.split("\n\n")[:-2]
     role, full, *plain, _ = [json.loads(one.removeprefix("data: ")) for one in found]
     assert role["choices"][0]["delta"]["role"] == "assistant" and plain

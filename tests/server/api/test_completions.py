@@ -31,7 +31,7 @@ def post(http: httpx.Client, **fields: Any) -> dict[str, Any]:
 
 
 def chunks(http: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
-    """The chunks of a streamed completion; it ends as it should."""
+    """The chunks of a streamed completion, which must end with [DONE]."""
     with http.stream("POST", "/v1/completions", json={**GREEDY, "stream": True, **fields}) as response:
         assert response.status_code == 200
         assert response.headers["content-type"].startswith("text/event-stream")
@@ -66,7 +66,7 @@ def test_stream_equals_the_whole_response(client: Any) -> None:
 
 
 def test_plain_chunks_equal_full_chunks(http: httpx.Client) -> None:
-    """Plain chunks are written by another function, because they are so many."""
+    """A faster function writes plain chunks, as most chunks are plain."""
     full, *plain, _ = chunks(http)
     assert plain
     for one in plain:

@@ -83,7 +83,7 @@ def test_all_buckets_ascend() -> None:
 
 
 def ended(reason: str, metrics: RequestMetrics, num_output_tokens: int, prompt_length: int = 10) -> EngineObservations:
-    """The observations of one request."""
+    """The observations of one finished request."""
     observations = EngineObservations(512)
     request = EngineRequest("a", list(range(prompt_length)), SamplingParams(max_tokens=64))
     observations.end(request, Delta(finish_reason=reason, metrics=metrics), num_output_tokens)

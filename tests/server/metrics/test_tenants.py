@@ -9,7 +9,7 @@ from pointsman.server.metrics.tenants import MAX_KNOWN, MAX_NAMED, TenantCounts
 
 
 def serve(counts: TenantCounts, tenant: str, prompt: int, generated: int) -> None:
-    """A request from its beginning to its end."""
+    """Count a request from its start to its finish."""
     count = counts.open(tenant)
     count.num_prompt_tokens += prompt
     count.num_unstarted -= 1

@@ -111,7 +111,7 @@ def test_samples_share_the_log_probabilities_of_their_prompt(num_samples: int) -
 
 
 class Deltas:
-    """A stream of the given deltas, each once it is allowed."""
+    """A stream of the given deltas; each is returned once the test allows it."""
 
     def __init__(self, params: SamplingParams, *deltas: Delta) -> None:
         self.request = EngineRequest("a", [5, 6], params, stream=False)

@@ -24,7 +24,7 @@ WITH_GRAMMAR = SamplingParams(structured_outputs=StructuredOutputsParams(json_ob
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with other work may stand still for a second."""
+    """Raise `PATIENCE`, as a busy machine may not run the test for a second."""
     monkeypatch.setattr(module, "PATIENCE", 60.0)
 
 

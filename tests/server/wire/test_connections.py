@@ -1,4 +1,4 @@
-"""Connections: which are kept, which are replaced by new ones, and which are closed as late."""
+"""Connections: which are kept, which are replaced by new ones, and which are closed after a time limit."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Clock:
 
 
 def in_loop(test: Callable[[], None]) -> None:
-    """Connections have timers, which need a loop."""
+    """Run a test in an event loop, which the timers of connections need."""
 
     async def run() -> None:
         test()

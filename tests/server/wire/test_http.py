@@ -358,7 +358,7 @@ def body_of(answer: bytes) -> bytes:
 
 
 def serving(app: Any, talk: Callable[[int], Any], connections: Connections | None = None) -> Any:
-    """The result of `talk`, which gets the port and runs in a thread beside a server of this app."""
+    """The result of `talk`, which gets the port and runs in a thread while a server serves `app`."""
 
     async def run() -> Any:
         protocol: Any = partial(LimitedHttpProtocol, connections=connections or Connections(8))
@@ -389,7 +389,7 @@ def write_now(events: EventStream, piece: bytes) -> bool:
 def test_direct_writes_keep_order_and_stop_for_a_slow_reader(
     method: bytes,
 ) -> None:
-    """The protocol on a real socket, with an app of its own: before the headers, without room, after the end."""
+    """The protocol on a real socket, with an app of its own: before the headers, with a full buffer, after the end."""
     written: list[bool] = []
     num_written = 0
 

@@ -36,7 +36,7 @@ Entries = Sequence[Mapping[int, Logprob] | None]
 
 
 def columns_of(entries: Entries) -> Logprobs:
-    """As the engine gives them."""
+    """Log probabilities as the engine returns them."""
     texts = {token_id: one.decoded_token for entry in entries for token_id, one in (entry or {}).items()}
     pieces = {token_id: None if text is None else text.encode() for token_id, text in texts.items()}
     return Logprobs.of([None if entry is None else _arrays(entry) for entry in entries], pieces.__getitem__)
@@ -113,7 +113,7 @@ def test_tokens_without_text_or_by_wish_are_written_by_their_ids() -> None:
 
 
 def entry_of(pieces: Mapping[int, Piece]) -> Logprobs:
-    """One position; the first token is its own, and each is less likely than the one before it."""
+    """Log probabilities of one position; the first token is its own, and the others follow from likely to unlikely."""
     token_ids = list(pieces)
     values: list[float] = [-1.0 - index for index in range(len(token_ids))]
     return Logprobs([len(token_ids)], token_ids, values, [*range(1, len(token_ids) + 1)], list(pieces.values()))
@@ -130,7 +130,7 @@ def test_part_of_a_character_is_written_in_bytes() -> None:
 
 
 def test_tokens_with_the_same_text_have_keys_of_their_own() -> None:
-    """A byte beside its character, and tokens without text; the sampled one keeps its text."""
+    """Cases: a byte and its character, and tokens without text; the sampled token keeps its text as key."""
     columns = entry_of({65: b"A", 7: b"A", 900: b"", 901: b""})
     found = json.loads(at_once(LogprobWriter(3).completion(placed([65], columns, "A"))))
     assert found["tokens"] == ["A"]
@@ -216,7 +216,7 @@ def test_token_that_breaks_off_a_character_waits_for_its_replacement() -> None:
 
 @given(st.text(st.sampled_from("aé日😀 \u0301\u200d\n"), max_size=12), st.lists(st.integers(1, 5)))
 def test_offsets_are_right_for_any_pieces_of_a_text(text: str, sizes: list[int]) -> None:
-    """In one text, and in one that comes late."""
+    """The text arrives before all tokens, or in parts after them."""
     data, pieces = text.encode(), list[bytes]()
     for size in [*sizes, len(data)]:
         pieces.append(data[:size])
@@ -265,7 +265,7 @@ def test_extend_appends_later_positions() -> None:
 
 @pytest.mark.parametrize("form", ["completion", "chat", "prompt"])
 def test_many_log_probabilities_are_written_in_short_pieces(form: str) -> None:
-    """Written in pieces, they are the same as at once."""
+    """The JSON is the same as if it were written in one piece."""
     entries = [SAMPLED_IS_LIKELY if place % 3 else SAMPLED_IS_UNLIKELY for place in range(5000)]
     ids = [next(iter(entry)) for entry in entries]
     make: dict[str, Callable[[], Any]] = {
