@@ -267,7 +267,7 @@ def test_choices_share_prompt_logprobs_computed_once() -> None:
             return found["vllm:prompt_tokens_total"] - found["vllm:prompt_tokens_cached_total"]
 
         async def choices(n: int, **more: Any) -> list[dict[str, Any]]:
-            """The choices of a response. The engine computes each prompt once, and at most a block per further choice."""
+            """The choices of a response. The engine computes each prompt once, and a block per further choice."""
             await http.post("/reset_prefix_cache")
             before = await num_computed()
             response = await http.post("/v1/completions", json={"prompt": prompts, "n": n, **fields, **more})
