@@ -1,4 +1,5 @@
-"""Text work: threads that tokenize, render and decode; tenants take turns, and short texts do not wait for long ones.
+"""Text work: threads that tokenize, render and decode. Tenants are served in turn, and short texts do not wait
+for long ones.
 
     work = TextWork(limits.texts)
     with work.admit("alice", size=5000) as text:              # 429 if too many characters wait
@@ -6,8 +7,8 @@
 
 A tokenizer takes 0.3 to 3 microseconds per character, so a body of 2 MB takes up to 2 s. There is a thread for each
 class of sizes (`LONGEST`), so that a text never waits for texts of a larger class. Within a thread the tenant that has
-been served least is next (`engine/fair_queue.py`); the tenant's requests that have begun come first.
-Work of disconnected clients is removed from the queue.
+been served least is next (`engine/fair_queue.py`); the tenant's requests that have begun come first. Work of
+disconnected clients is removed from the queue.
 """
 
 from __future__ import annotations
