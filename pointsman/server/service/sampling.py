@@ -115,8 +115,8 @@ def choose_max_tokens(
     Raises:
         ApiError: 400, the client asks for more than the operator allows, or no token fits.
     """
-    room = info.max_model_len - num_prompt_tokens
-    if room < 1:
+    max_fitting = info.max_model_len - num_prompt_tokens
+    if max_fitting < 1:
         raise ApiError(
             400,
             f"the prompt has {num_prompt_tokens} tokens and max_model_len is {info.max_model_len}, which leaves no "
@@ -124,10 +124,10 @@ def choose_max_tokens(
         )
     limit = config.max_tokens_limit
     if asked is None:
-        return min(one for one in (default, room, limit) if one is not None)
+        return min(one for one in (default, max_fitting, limit) if one is not None)
     if limit is not None and asked > limit:
         raise ApiError(400, f"{name} is {asked}; this server gives at most {limit}: lower it", param=name)
-    return min(asked, room)
+    return min(asked, max_fitting)
 
 
 def sampling_params(

@@ -319,20 +319,20 @@ def size_for(max_connections: int | None, num_files: int) -> int:
     Raises:
         ValueError: the process may not open files for that many connections.
     """
-    room = num_files - OWN_FILES - RESERVE
+    num_left = num_files - OWN_FILES - RESERVE
     wanted = MIN_CONNECTIONS if max_connections is None else max_connections
-    if room < wanted:
+    if num_left < wanted:
         raise ValueError(
-            f"this process may open {num_files} files, which is enough for {max(0, room)} connections, and "
+            f"this process may open {num_files} files, which is enough for {max(0, num_left)} connections, and "
             f"max_connections is {'at least ' if max_connections is None else ''}{wanted}; raise the limit (ulimit -n)"
         )
     if max_connections is not None:
         return max_connections
-    if room < DEFAULT_CONNECTIONS:
+    if num_left < DEFAULT_CONNECTIONS:
         logger.warning(
             "this process may open %d files, so it keeps %d connections; raise the limit (ulimit -n) for up to %d",
             num_files,
-            room,
+            num_left,
             DEFAULT_CONNECTIONS,
         )
-    return min(DEFAULT_CONNECTIONS, room)
+    return min(DEFAULT_CONNECTIONS, num_left)
