@@ -6,7 +6,7 @@
     metrics/            metrics, and the text of a scrape
     wire/               formats on sockets: HTTP, JSON, events, the messages of the two processes
     engine_process.py   the engine process: model, scheduler, sampler and text, behind a socket
-    outbox.py           how the engine process writes to that socket
+    outbox.py           writes the engine process's outputs to that socket
 
 Tokenizing, chat templates, HTTP and JSON happen in the API process, so none of them delays a step. If the engine
 process dies, the API process still reports that to every client. Each package imports only the packages below it.
@@ -19,7 +19,7 @@ A request's way to the engine: begin with `service/service.py`. A token's way to
         engine/step_loop.py             `StepLoop._update`: `Scheduler.update` appends the token; with two steps in
                                         flight this happens while the next step computes
         engine/outputs/processor.py     `OutputProcessor.process`: the token's text, in a `RequestOutput` of all tokens
-        engine/aio/output_router.py     `OutputRouter.deliver`: to the mailbox of the request, and one `ring` a step
+        engine/aio/output_router.py     `OutputRouter.deliver`: to the mailbox of the request, and one `ring` per step
         outbox.py                       `RemotePort.ring`: `RequestOutput.since` gives the new tokens of each mailbox;
                                         all of them leave as one frame on the socket
     API process, event loop
@@ -27,7 +27,7 @@ A request's way to the engine: begin with `service/service.py`. A token's way to
         service/response_sender.py      `send_now`, in the same call, if the request's task waits and the connection
                                         can be written; otherwise the task itself (`ResponseSender.send_events`)
         wire/answers.py                 the bytes of the event
-        wire/http.py                    `write_now` writes to the connection. If that is full, the task sends through
+        wire/http.py                    `write_now` writes to the connection. If it is full, the task sends through
                                         ASGI instead (`EventStream.write` in `wire/sse.py`)
 
 While the socket is full, tokens wait in the mailboxes and merge there. `pointsman-writer`, a thread of the engine

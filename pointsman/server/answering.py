@@ -47,13 +47,13 @@ class Host:
 
     engine: Engine
     mailboxes: Mapping[int, RemoteMailbox]
-    """Of unfinished requests, in the order of their arrival."""
+    """Mailboxes of unfinished requests by the keys of the API process, in the order of arrival."""
     live: LiveFilm
     pulse: Pulse
 
 
 AnswerFunction: TypeAlias = Callable[Concatenate[Host, Fields], AnswerT | Future[AnswerT]]
-"""Returns the answer, or a future if the answer takes further steps."""
+"""A function that returns the answer, or a future if the answer takes further steps of the engine."""
 
 _FUNCTIONS: dict[Callable[..., Question[Any]], Callable[..., Any]] = {}
 
@@ -71,7 +71,7 @@ def answers(
 
 
 def answer(host: Host, question: Question[AnswerT]) -> AnswerT | Future[AnswerT]:
-    """The answer to a question, or a future of it.
+    """The answer to a question, or a future that will have the answer.
 
     Raises:
         The exceptions that the question's class documents.
@@ -86,7 +86,7 @@ def answer(host: Host, question: Question[AnswerT]) -> AnswerT | Future[AnswerT]
 
 @answers(Explain)
 def _explain(host: Host, request_id: str) -> RequestExplanation:
-    for mailbox in list(host.mailboxes.values()):  # the writer's thread removes finished requests
+    for mailbox in list(host.mailboxes.values()):  # a copy, as the writer's thread removes finished requests
         if mailbox.request.request_id == request_id:
             return explain(host.engine, mailbox)
     raise UnknownRequest(f"no request {request_id!r} is waiting, parked or running; it may have ended")
@@ -163,7 +163,7 @@ def _take_pulse(host: Host) -> PulseReading:
 
 
 def explain(engine: Engine, mailbox: RemoteMailbox) -> RequestExplanation:
-    """The state of a request.
+    """The state of a mailbox's request.
 
     Raises:
         UnknownRequest: the request has finished.

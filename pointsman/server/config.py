@@ -15,7 +15,7 @@ class ServerConfig:
     """Settings of the server. Immutable, checked when built.
 
     Raises:
-        ValueError: a value is out of range; one line with the value, the limit and the remedy.
+        ValueError: a value is out of range; the message is one line with the value, the limit and the remedy.
     """
 
     host: str = "127.0.0.1"
@@ -23,55 +23,57 @@ class ServerConfig:
     port: int = 8000
     """Port to listen on; 0: any free port."""
     api_keys: tuple[str, ...] = ()
-    """A client must send one of these keys; empty: no key is needed."""
+    """API keys; clients must send one of them. Empty: clients need no key."""
     api_key_names: tuple[str, ...] = ()
-    """The tenant's name for each API key; keys of the same tenant have the same name. An empty name, or no names at
-    all: the key is named by its position, the first "key-1"."""
+    """The tenant's name for each API key; keys of the same tenant have the same name. A key whose name is empty, and
+    every key if no names are given, is named by its position, from "key-1" on."""
     tenant_from: str = "key"
-    """Where a request's tenant comes from: "key": the name of its key; "user": the field `user` of its body;
+    """Source of a request's tenant: "key": the name of the request's key; "user": the field `user` of the body;
     "header:NAME": that header. Without that field or header the tenant is the name of the key. Clients choose the field
     and the header freely, so a trusted proxy should set them."""
     operator_keys: tuple[str, ...] = ()
-    """An operator must send one of these keys, which clients' endpoints accept too. Empty: if clients have keys, there
-    is no operator; otherwise every program on this machine is one."""
+    """Operator keys; operators' endpoints require one of them, clients' endpoints accept it. Empty: if clients have
+    keys, no request counts as an operator's; otherwise every request from a program on this machine does."""
     allowed_host: tuple[str, ...] = ()
-    """Further names of the server in the Host header of operators' and browsers' requests; a name without a port
-    matches any port."""
+    """Further names that the Host header of operators' and browsers' requests may have; a name without a port matches
+    any port."""
     served_model_name: tuple[str, ...] = ()
     """Names of the model for clients; responses have the first. Empty: the model's name as given to the engine."""
     max_connections: int | None = None
-    """Maximum number of client connections. At the limit, connections that wait for their client are closed, and new
-    ones get 503. None: 4096, or fewer if the process may not open that many files."""
+    """Maximum number of client connections. At the limit, a new connection replaces one that waits for its client;
+    if no connection waits, the new one gets 503. None: 4096, or fewer if the process may not open that many files."""
     max_connections_per_address: int | None = None
-    """Maximum number of connections of one address; None: no limit, as all clients of a proxy have its address."""
+    """Maximum number of connections from one address; None: no limit, as all clients behind a proxy have its
+    address."""
     max_waiting_requests: int = 1024
-    """Maximum number of open requests beyond those that can run at once; further ones get 429."""
+    """Maximum number of open requests in addition to those that can run concurrently; further requests get 429."""
     max_waiting_prompt_tokens: int | None = None
-    """Maximum number of prompt tokens of all requests without a first token; None: no limit. A request alone is always
-    accepted."""
+    """Maximum number of prompt tokens of all requests without a first token; None: no limit. While no other prompt
+    waits, a request of any length is accepted."""
     max_request_bytes: int = 4 * MIB
-    """Maximum size of a request's body; larger bodies get 413."""
+    """Maximum size of a request's body, in bytes; larger bodies get 413."""
     max_total_request_bytes: int | None = None
-    """Maximum size of all bodies that are arriving or not parsed yet; beyond it 429. None: 16 times
+    """Maximum size of all bodies that are arriving or not parsed yet, in bytes; further bodies get 429. None: 16 times
     `max_request_bytes`."""
     max_waiting_characters: int | None = None
-    """Maximum number of characters that wait to be tokenized; beyond it 429. None: 4 times `max_request_bytes`."""
+    """Maximum number of characters that wait to be tokenized; further requests get 429. None: 4 times
+    `max_request_bytes`."""
     isolate_prefixes: bool = False
     """Whether tenants share no cached prefixes, so that no tenant can find out the prompts of another."""
     max_tokens_limit: int | None = None
-    """Maximum `max_tokens` of a request; None: the model's length."""
+    """Maximum `max_tokens` of a request; None: the model's maximum length."""
     max_n: int = 16
     """Maximum number of samples per prompt."""
     max_logprobs: int = 20
     """Maximum number of log probabilities per position."""
     max_deadline: float | None = None
-    """Seconds after which any request is ended; None: no limit."""
+    """Maximum deadline of every request, in seconds after arrival; None: no limit."""
     min_request_priority: int | None = None
-    """The most urgent priority that a client may ask for, at most 0; None: no limit."""
+    """Minimum (most urgent) priority that a client may request, at most 0; None: no limit."""
     min_ttft_target: float | None = None
-    """The shortest TTFT target that a client may ask for, in seconds; None: no limit."""
+    """Minimum TTFT target that a client may request, in seconds; None: no limit."""
     max_retention: float = 600.0
-    """The longest retention that a client may ask for, in seconds."""
+    """Maximum retention that a client may request, in seconds."""
     drain_delay: float = 0.0
     """Seconds after SIGTERM in which the server reports that it is not ready, but still accepts requests."""
     drain_timeout: float = 30.0
@@ -79,7 +81,7 @@ class ServerConfig:
     chat_template: str | None = None
     """A chat template (Jinja) that replaces the tokenizer's own."""
     response_role: str = "assistant"
-    """The role of chat completions."""
+    """Role of the message in a chat completion."""
     log_requests: bool = False
     """Whether prompts appear in the log."""
 
@@ -177,12 +179,13 @@ class ServerConfig:
 
     @property
     def body_budget(self) -> int:
-        """Maximum number of bytes of all bodies together."""
+        """Maximum size of all held bodies, in bytes: `max_total_request_bytes` or its default."""
         return 16 * self.max_request_bytes if self.max_total_request_bytes is None else self.max_total_request_bytes
 
     @property
     def text_budget(self) -> int:
-        """Maximum number of characters that wait to be tokenized. A body has no more characters than bytes."""
+        """Maximum number of characters that wait to be tokenized: `max_waiting_characters` or its default. The largest
+        body always fits, as a body has no more characters than bytes."""
         return 4 * self.max_request_bytes if self.max_waiting_characters is None else self.max_waiting_characters
 
 
@@ -207,16 +210,16 @@ def plain_address(address: str) -> str:
     """An IP address as `split_host` writes it.
 
     Raises:
-        ValueError: it is not an IP address.
+        ValueError: `address` is not an IP address.
     """
     parsed = ip_address(address.partition("%")[0])
     return str(parsed.ipv4_mapped or parsed) if isinstance(parsed, IPv6Address) else str(parsed)
 
 
 OPERATOR = "operator"
-"""The tenant of requests with an operator's key, where clients have keys."""
+"""The tenant of requests with an operator's key, if clients have keys."""
 OTHER = "other"
-"""The tenant in metrics for all tenants beyond the maximum number with metrics of their own."""
+"""The label in metrics of all tenants without series of their own (`metrics/tenants.py`)."""
 
 _TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _SECRET_HEADERS = frozenset({"authorization", "proxy-authorization", "cookie", "x-api-key", "api-key"})

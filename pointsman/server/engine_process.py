@@ -73,8 +73,8 @@ class EngineProcess:
     """Passes requests and questions of the API process to an engine.
 
     Args:
-        engine: with its model loaded; the only one of this process.
-        sock: to the API process.
+        engine: the only engine of this process, with its model loaded.
+        sock: socket to the API process.
         start: the first message of the API process.
     """
 
@@ -202,7 +202,7 @@ class EngineProcess:
 
 
 def describe(engine: Engine, model: str) -> EngineInfo:
-    """The engine's description for the API process and its log; `model` is the operator's name for it."""
+    """The engine's description for the API process and its log; `model` is the operator's name for the model."""
     config, pool = engine.scheduler.config, engine.kv_pool
     return EngineInfo(
         pid=os.getpid(),
@@ -261,7 +261,7 @@ def open_recording(path: str, start: Start, closing: ExitStack) -> SideFile:
     """The file of the recording.
 
     Args:
-        closing: writes and closes the file when this process ends.
+        closing: callbacks for the end of this process; gets one that writes and closes the file.
 
     Raises:
         OSError: the file cannot be written, and the engine must record.
@@ -279,21 +279,22 @@ def open_recording(path: str, start: Start, closing: ExitStack) -> SideFile:
 
 
 def clock_with(offset: float) -> Callable[[], float]:
-    """The API process's clock, which is ahead of this machine's by `offset` seconds."""
+    """The API process's clock, which is ahead of this machine's clock by `offset` seconds."""
     return (lambda: time.monotonic() + offset) if offset else time.monotonic
 
 
 def start_compiler(closing: ExitStack) -> GrammarServer | None:
-    """The process that compiles grammars; it imports while the model is loaded. None: it cannot be started.
+    """The process that compiles grammars; it imports its libraries while the model is loaded. None: it cannot be
+    started.
 
     Args:
-        closing: ends that process when this process ends, at the latest.
+        closing: callbacks for the end of this process; gets one that ends the compiling process.
     """
     if find_spec("xgrammar") is None:
         return None
     try:
         server = GrammarServer()
-    except GrammarError:  # it is reported when a request needs it
+    except GrammarError:  # reported when a request needs a grammar
         return None
     closing.callback(server.close)
     return server

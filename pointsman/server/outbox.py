@@ -1,8 +1,8 @@
 """Outbox: writes to the API process. A step never waits for the API process, even if it does not read.
 
-As long as the socket takes whole frames, the thread that makes a frame sends it at once. Otherwise the writer's thread
-sends the remaining bytes, and no further frame is made until then: new tokens are merged in the mailboxes of their
-requests. So the waiting data is bounded by the tokens that the requests may generate, however slow the reader.
+As long as the socket takes whole frames, the thread that makes a frame sends it immediately. Otherwise the writer's
+thread sends the remaining bytes, and no further frame is made until then: new tokens are merged in the mailboxes of
+their requests. So the waiting data is bounded by the tokens that the requests may generate, however slow the reader.
 
     engine's thread   mailbox.put -> port.mark ...  port.ring -> one frame of outputs    one per step
     writer's thread   only while the socket is full
@@ -31,10 +31,10 @@ holds."""
 
 
 class Outbox:
-    """Frames on their way out of a socket.
+    """The frames to be written to a socket.
 
     Args:
-        sock: blocking; only the outbox writes to it.
+        sock: a blocking socket; only the outbox writes to it.
         on_clear: called in the writer's thread when all bytes have been sent.
     """
 
@@ -49,11 +49,11 @@ class Outbox:
 
     @property
     def is_clear(self) -> bool:
-        """Whether a frame would be sent at once."""
+        """Whether no bytes wait, so that the next frame is sent immediately."""
         return not self._unsent
 
     def put(self, message: object) -> None:
-        """Send a message after all others; returns at once. The message is lost if the other end is closed."""
+        """Send a message after all earlier ones, without blocking. The message is lost if the other end is closed."""
         frame = pack(message)
         with self._lock:
             if self._is_broken:
@@ -100,10 +100,10 @@ class Outbox:
 
 
 class RemotePort(Port["RemoteMailbox"]):
-    """The mailboxes of all requests of the API process, and the outbox that their new outputs leave by.
+    """The mailboxes of all requests of the API process, and the outbox that sends their new outputs.
 
     Args:
-        sock: to the API process.
+        sock: socket to the API process.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -120,16 +120,17 @@ class RemotePort(Port["RemoteMailbox"]):
         return False
 
     def note_step(self, note: StepNote) -> None:
-        """Engine's thread: add a step's note to the next frame."""
+        """Engine's thread: add the figures of a step to the next frame."""
         self._steps.append(note)
 
     def ring(self) -> bool:
-        """Engine's thread: send new outputs to the API process, or leave that to the writer's thread."""
+        """Engine's thread: send new outputs to the API process; if the socket is full, the writer's thread sends
+        them."""
         self._send_outputs()
         return True
 
     def _send_outputs(self) -> None:
-        # A thread that does not get the lock leaves its outputs to the holder, which checks again after the release.
+        # A thread that does not get the lock leaves its outputs to the lock's holder, which checks again after release.
         while (self._marked or self._steps) and self.outbox.is_clear and self._reporting.acquire(blocking=False):
             try:
                 self.outbox.put(self._take_outputs())
@@ -150,8 +151,8 @@ class RemoteMailbox(Mailbox):
     """The newest output of one request of the API process, and the output that was reported last.
 
     Args:
-        port: of the API process.
-        key: the API process's name for the request.
+        port: the port to the API process.
+        key: the API process's key for the request.
         request: the API process's request.
     """
 
@@ -165,12 +166,12 @@ class RemoteMailbox(Mailbox):
         self._reported: RequestOutput | None = None
 
     def note_reported(self, output: RequestOutput) -> None:
-        """The API process has this output already, from another engine."""
+        """Note that the API process has this output already, from another engine."""
         self._reported = output
 
     def take_outputs(self, new: EngineOutputs) -> bool:
-        """Add everything that is not reported yet to `new`; returns whether the request has ended. For the thread that
-        reports."""
+        """Add everything that is not reported yet to `new`; returns whether the request has ended. Only the
+        thread that makes the frame calls this."""
         if self.is_abandoned:
             return True
         error, latest, reported = self._error, self._latest, self._reported

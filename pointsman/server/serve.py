@@ -58,10 +58,10 @@ EXIT_OK, EXIT_FAILED = 0, 1
 SECONDS_TO_REPORT = 3.0
 """Time for clients to receive the error after the engine's death, and the last events after a drain."""
 DEFAULT_RESTARTS = 5
-"""Consecutive failures of one of several engines after which it is not restarted."""
+"""Number of consecutive failures after which one of several engines is not restarted."""
 NUM_ACCEPTED = 8
-"""Connections that are accepted in one iteration of the event loop. libuv accepts one for each listening socket, so
-there are 8 such sockets. With one socket, a client that connects behind a thousand others waits for a thousand
+"""Number of connections accepted in one iteration of the event loop. libuv accepts one for each listening socket, so
+there are 8 such sockets. With one socket, a client that connects after a thousand other clients waits for a thousand
 iterations."""
 LISTEN_BACKLOG = 2048
 EXAMPLE_CHAT = ({"role": "user", "content": "Hello"},)
@@ -69,7 +69,7 @@ EXAMPLE_CHAT = ({"role": "user", "content": "Hello"},)
 
 
 class AddressError(ValueError):
-    """The server cannot listen on its address."""
+    """The server cannot listen on the configured address."""
 
 
 def run(
@@ -90,16 +90,17 @@ def run(
 
     Args:
         options: keyword arguments of `Engine`, for all engines together (`shares.py`).
-        config: of the server.
+        config: settings of the server.
         record: a file for the first engine's recording; further engines record to FILE.1, FILE.2, ...
         record_when_full: what happens to the recording when the disk is full.
-        log_stats_interval: seconds between lines of statistics; None: none.
-        max_step_retries: how often in a row a failed step is tried again.
-        warm_up: whether requests of every kind are rehearsed before the first one is accepted.
+        log_stats_interval: seconds between lines of statistics in the log; None: no such lines.
+        max_step_retries: maximum number of consecutive retries of a failed step.
+        warm_up: whether requests of every kind are rehearsed before a client's request is accepted.
         data_parallel_size: the number of engines.
-        max_engine_restarts: consecutive failures of an engine after which it is not restarted. None: 0 for a single
+        max_engine_restarts: number of consecutive failures after which an engine is not restarted. None: 0 for a single
             engine, whose death ends the server, otherwise `DEFAULT_RESTARTS`.
-        max_resumes: how often a request is resumed in another or in the restarted engine after its engine died.
+        max_resumes: maximum number of times that a request is resumed, in another or the restarted engine, after its
+            engine died.
         engine_timeout: seconds without a sign of life after which an engine counts as dead; 0: never.
 
     Raises:
@@ -162,7 +163,7 @@ def with_model_found(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_settings(path: Path) -> None:
-    """Refuse a model that cannot run here. Its imports take seconds, so it is called only before a download."""
+    """Refuse a model that cannot run here. The imports below take seconds, so this is called only before a download."""
     from pointsman.engine.model.loader import read_settings
 
     read_settings(path)
@@ -194,8 +195,8 @@ def check_chat_template(template: str, model: str | Path | None) -> None:
     is read, as templates use its special tokens.
 
     Args:
-        template: replaces the tokenizer's own.
-        model: as `Engine` takes it; nothing is rendered if it has no tokenizer, as its prompts must be token ids.
+        template: chat template that replaces the tokenizer's own.
+        model: the model, as for `Engine`. A model without a tokenizer renders no template: its prompts are token ids.
 
     Raises:
         ValueError: the template cannot be used.
@@ -219,11 +220,11 @@ def check_chat_template(template: str, model: str | Path | None) -> None:
 
 def warm_tokenizer(tokenizer: Any, template: str | None) -> None:
     """Render a conversation, and encode and decode its text. Templates and tokenizers prepare themselves at first use,
-    so the first request need not wait for that. If this fails, the requests that need it get the error.
+    which thus delays no request. A failure is only logged; each request that needs the tokenizer gets the error.
 
     Args:
-        tokenizer: of the API process.
-        template: replaces the tokenizer's own.
+        tokenizer: the API process's tokenizer.
+        template: chat template that replaces the tokenizer's own.
     """
     options = {"chat_template": template or tokenizer.chat_template or PLAIN_CHAT_TEMPLATE}
     try:
@@ -240,7 +241,7 @@ def url_of(sock: socket.socket, host: str) -> str:
 
 
 class _Serving:
-    """One run of the server."""
+    """One run of the server, from the start of the engines to the exit code."""
 
     def __init__(
         self,
@@ -325,7 +326,7 @@ class _Serving:
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
         for name in ("uvicorn.error", Connections.__module__):
             logging.getLogger(name).addFilter(SeldomFilter())
-        # All current objects stay. Later collections leave them out: examining all of them holds the loop for 0.15 s.
+        # All current objects stay alive, so later collections skip them: examining them all blocks the loop for 0.15 s.
         gc.collect()
         gc.freeze()
         listeners = [self._sock, *(self._sock.dup() for _ in range(NUM_ACCEPTED - 1))]

@@ -29,19 +29,19 @@ _PORT = re.compile(r"^(tcp://.*:)([0-9]+)$")
 
 @dataclass(frozen=True, slots=True)
 class EngineShare:
-    """The share of one engine."""
+    """The part of the machine and of the operator's settings that one engine gets."""
 
     options: dict[str, Any]
     """Keyword arguments of `Engine`."""
     cores: list[int] | None = None
-    """The processors that the engine runs on; None: all."""
+    """Numbers of the processors that the engine runs on; None: all processors."""
     record: str | None = None
-    """The file of its recording."""
+    """File of the engine's recording; None: no recording."""
     name: str = ""
-    """The prefix of its log lines."""
+    """Prefix of the engine's log lines."""
 
     def record_after(self, num_restarts: int) -> str | None:
-        """The file of its recording after `num_restarts` restarts: no recording replaces another."""
+        """The file of the engine's recording after `num_restarts` restarts; each start has a file of its own."""
         return self.record if self.record is None or not num_restarts else f"{self.record}.restart-{num_restarts}"
 
 
@@ -50,8 +50,8 @@ def share_out(options: Mapping[str, Any], num_engines: int, record: str | None =
 
     Args:
         options: keyword arguments of `Engine`, for the server as a whole.
-        num_engines: of the server.
-        record: the file of the first engine's recording; the others append .1, .2, ... to its name.
+        num_engines: number of engines of the server.
+        record: file of the first engine's recording; the files of further engines have the suffixes .1, .2, ...
 
     Raises:
         ValueError: there are too few cores, threads, GPUs or blocks, or too little memory, or a port for KV events is
@@ -78,7 +78,7 @@ def share_out(options: Mapping[str, Any], num_engines: int, record: str | None =
                 f"one thread at least, so raise it to {num_engines}, or lower data_parallel_size to {threads}"
             )
         own["num_threads"] = threads // num_engines
-    elif at_once < len(cores):  # a quota on processor time; an engine cannot know that others share it
+    elif at_once < len(cores):  # a quota on processor time, which the engines share
         own["num_threads"] = at_once // num_engines
     for name in HOST_SIZES if devices else SHARED_SIZES:
         if (size := own.get(name)) is not None:
@@ -136,7 +136,7 @@ def check_memory(options: Mapping[str, Any], num_engines: int, *, on_gpus: bool 
 
     Args:
         options: keyword arguments of `Engine`, for all engines together.
-        num_engines: of the server.
+        num_engines: number of engines of the server.
         on_gpus: whether weights and KV pools are in the memory of GPUs.
 
     Raises:
@@ -195,10 +195,10 @@ def check_ports(options: Sequence[Mapping[str, Any]]) -> None:
     """Refuse TCP ports for KV events that are in use, or that two engines would bind.
 
     Args:
-        options: keyword arguments of each engine.
+        options: keyword arguments of `Engine`, one mapping per engine.
 
     Raises:
-        ValueError: a port cannot be bound; nothing was started.
+        ValueError: a port cannot be bound; no engine has been started.
     """
     num_engines = len(options)
     used_by: dict[int, str] = {}

@@ -1,13 +1,13 @@
 """Stages: limits at each stage of a request, for all tenants together and for one tenant.
 
-    rooms = Rooms(config, max_num_running=64)
-    with rooms.texts.held("alice", 5000):       # ApiError 429, with the tenant's own figures
+    limits = StageLimits(config, max_num_running=64)
+    with limits.texts.held("alice", 5000):       # ApiError 429, with the tenant's own figures
         ...
 
-`STAGES` is the one table of these limits; docs/operating.md shows the same table. Each stage that this process limits
-has a `StageRoom`. In a room that tenants share, one tenant may hold three times the free capacity
-(`engine/fair_queue.py`). Alone, a tenant can hold three quarters, so that a second tenant always gets some. In a server
-that can have only one tenant, this tenant may hold all.
+`STAGES` is the one table of these limits; docs/operating.md shows the same table. Each stage that the API process
+limits has a `StageLimit`. If tenants share the limit, one tenant may hold three times the free capacity
+(`engine/fair_queue.py`). So a single tenant can hold three quarters, and a second tenant always gets a part. In a
+server that can have only one tenant, this tenant may hold all.
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ def retry_seconds(estimate: float) -> int:
     return min(max(math.ceil(estimate), MIN_WAIT), MAX_WAIT)
 
 
-def _soon() -> int:
+def _min_wait() -> int:
     return MIN_WAIT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One stage, and its limit."""
+    """A stage of a request, and the description of the limit there."""
 
     name: str
-    """The label `stage` of metrics."""
+    """Value of the label `stage` in metrics."""
     unit: str
     meaning: str
-    """What is counted, and from when until when."""
+    """Description of what is counted, from which event to which."""
     bound: str
-    """The limit, with the default of the option."""
+    """Description of the limit: the default of `option`, or the fixed limit."""
     option: str | None
-    """Of `pointsman serve`; None: the limit is fixed."""
+    """Option of `pointsman serve` that sets the limit; None: the limit is fixed."""
     bounded_by: Literal["tenant", "all"]
-    """Whether each tenant has a share, or there is one limit for all."""
+    """Whether each tenant has a share of the limit, or all tenants use it without shares."""
     status: int | None
-    """Of a refusal; None: nothing is refused."""
+    """HTTP status of a refusal; None: this stage refuses no request."""
     reason: str | None
-    """The label `reason` of refusals; None: nothing is refused."""
+    """Value of the label `reason` of refusals in metrics; None: this stage refuses no request."""
     held: str = ""
-    """For error messages: the noun and the verb; `{whose}` may become " of this tenant"."""
+    """Noun and verb for error messages; `{whose}` becomes " of this tenant" or an empty text."""
 
 
 CONNECTIONS = Stage(
@@ -149,67 +149,68 @@ RETAINED = Stage(
 )
 
 STAGES = (CONNECTIONS, BODIES, TEXTS, REQUESTS, PROMPT_TOKENS, GRAMMARS, RUNNING, RETAINED)
-"""In the order in which a request passes them."""
+"""All stages, in the order in which a request passes them."""
 
 MAX_WAITING_GRAMMARS = 1024
-"""Clients' requests. Many may have the same grammar; the engine limits the number of waiting grammars."""
+"""Maximum number of clients' requests that wait for a grammar. Many may wait for the same grammar; the engine limits
+the number of grammars."""
 
 
-class StageRoom:
-    """The capacity of one stage. One event loop owns it.
+class StageLimit:
+    """The limit of one stage, and the amount that each tenant holds. To be used in one event loop.
 
     Args:
-        stage: in `STAGES`.
-        size: in the stage's unit; None: no limit.
+        stage: one of `STAGES`.
+        size: maximum amount, in the stage's unit; None: no limit.
         is_shared: whether there may be several tenants.
     """
 
     def __init__(self, stage: Stage, size: int | None, *, is_shared: bool) -> None:
         self.stage = stage
         self.size = size
-        self._room = SharedCapacity(2**63 if size is None else size, is_shared=is_shared and size is not None)
+        self._capacity = SharedCapacity(2**63 if size is None else size, is_shared=is_shared and size is not None)
 
     @property
     def total(self) -> int:
         """The amount that all tenants hold."""
-        return self._room.total
+        return self._capacity.total
 
     def of(self, tenant: str) -> int:
         """The amount that one tenant holds."""
-        return self._room.held.get(tenant, 0)
+        return self._capacity.held.get(tenant, 0)
 
     @property
     def by_tenant(self) -> dict[str, int]:
-        """The amount of each tenant that holds something."""
-        return self._room.held
+        """The amount that each tenant holds; tenants that hold nothing are left out."""
+        return self._capacity.held
 
-    def take(self, tenant: str, amount: int, *, own: int = 0, retry_after: Callable[[], int] = _soon) -> None:
-        """Hold more.
+    def take(self, tenant: str, amount: int, *, own: int = 0, retry_after: Callable[[], int] = _min_wait) -> None:
+        """Add to the amount that a tenant holds.
 
         Args:
-            tenant: of the request.
-            amount: in the stage's unit.
+            tenant: the request's tenant.
+            amount: additional amount, in the stage's unit.
             own: the amount that the same request holds already.
-            retry_after: returns the seconds that a refusal reports, if the stage can estimate them.
+            retry_after: returns the seconds for Retry-After of a refusal, if the stage can estimate them.
 
         Raises:
-            ApiError: with the stage's status and reason: the limit or the tenant's share is exhausted. Nothing was
-                taken.
+            ApiError: the limit or the tenant's share is exhausted; with the stage's status and reason. The held amount
+                is unchanged.
         """
         try:
             if amount:
-                self._room.take(tenant, amount, own)
+                self._capacity.take(tenant, amount, own)
         except CapacityError as error:
             raise self._refusal(error, amount, retry_after()) from None
 
     def give_back(self, tenant: str, amount: int) -> None:
-        """Hold less."""
+        """Subtract from the amount that a tenant holds."""
         if amount:
-            self._room.give_back(tenant, amount)
+            self._capacity.give_back(tenant, amount)
 
     @contextmanager
-    def held(self, tenant: str, amount: int, retry_after: Callable[[], int] = _soon) -> Iterator[None]:
-        """Context: holds the amount until it is left.
+    def held(self, tenant: str, amount: int, retry_after: Callable[[], int] = _min_wait) -> Iterator[None]:
+        """Context in which a tenant holds an additional amount.
 
         Raises:
             ApiError: as for `take`.
@@ -236,27 +237,27 @@ class StageRoom:
         )
 
 
-class Rooms:
-    """The rooms of all stages that this process limits.
+class StageLimits:
+    """The limits of all stages of the API process.
 
     Args:
-        config: of the operator.
-        max_num_running: requests that run at once in all engines.
+        config: the operator's settings.
+        max_num_running: maximum number of requests that run concurrently in all engines together.
     """
 
     def __init__(self, config: ServerConfig, max_num_running: int) -> None:
         is_shared = has_tenants(config)
-        # Before a body is read, its field `user` is not known.
-        self.bodies = StageRoom(
+        # The tenant in the body's field `user` is unknown until the body is read, so it cannot have a share.
+        self.bodies = StageLimit(
             BODIES, config.body_budget, is_shared=is_shared and (config.tenant_from != "user" or _has_key_names(config))
         )
-        self.texts = StageRoom(TEXTS, config.text_budget, is_shared=is_shared)
-        self.requests = StageRoom(REQUESTS, max_num_running + config.max_waiting_requests, is_shared=is_shared)
-        self.prompt_tokens = StageRoom(PROMPT_TOKENS, config.max_waiting_prompt_tokens, is_shared=is_shared)
-        self.grammars = StageRoom(GRAMMARS, MAX_WAITING_GRAMMARS, is_shared=is_shared)
+        self.texts = StageLimit(TEXTS, config.text_budget, is_shared=is_shared)
+        self.requests = StageLimit(REQUESTS, max_num_running + config.max_waiting_requests, is_shared=is_shared)
+        self.prompt_tokens = StageLimit(PROMPT_TOKENS, config.max_waiting_prompt_tokens, is_shared=is_shared)
+        self.grammars = StageLimit(GRAMMARS, MAX_WAITING_GRAMMARS, is_shared=is_shared)
 
-    def all(self) -> tuple[StageRoom, ...]:
-        """In the order of `STAGES`."""
+    def all(self) -> tuple[StageLimit, ...]:
+        """The limits, in the order of `STAGES`."""
         return self.bodies, self.texts, self.requests, self.prompt_tokens, self.grammars
 
 

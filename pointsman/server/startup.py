@@ -48,7 +48,7 @@ def startup_lines(infos: Sequence[EngineInfo], config: ServerConfig, url: str) -
     Args:
         infos: the engines' descriptions of themselves, in the order of their numbers; they have equal settings.
         config: the server's own settings.
-        url: where it listens, like http://127.0.0.1:8000.
+        url: URL at which the server listens, such as http://127.0.0.1:8000.
     """
     info, num_engines = infos[0], len(infos)
     is_open = not config.api_keys and not is_loopback(config.host)
@@ -58,7 +58,7 @@ def startup_lines(infos: Sequence[EngineInfo], config: ServerConfig, url: str) -
         f"KV cache     {_capacity(info)}",
         f"scheduler    {_knobs(info.scheduler)}",
         f"limits       {_limits(info, config, num_engines)}",
-        *([f"open         {_open(config)}"] if is_open else []),
+        *([f"open         {_open_access(config)}"] if is_open else []),
         f"listening    {_address(config, url)} - try it: {example_curl(served_name(info, config), config, url)}",
     ]
 
@@ -120,7 +120,7 @@ def _capacity(info: EngineInfo) -> str:
 def _knobs(scheduler: dict[str, Any]) -> str:
     defaults = {field.name: field.default for field in fields(SchedulerConfig)}
     shown = [name for name in scheduler if name not in LEFT_OUT and not _is_default(scheduler[name], defaults[name])]
-    return ", ".join(f"{name} {_setting(scheduler[name])}" for name in dict.fromkeys([*ALWAYS_SHOWN, *shown]))
+    return ", ".join(f"{name} {_knob_text(scheduler[name])}" for name in dict.fromkeys([*ALWAYS_SHOWN, *shown]))
 
 
 def _is_default(value: Any, default: Any) -> bool:
@@ -160,7 +160,7 @@ def _operators(config: ServerConfig) -> str:
     return "every user of this machine, without a key"
 
 
-def _open(config: ServerConfig) -> str:
+def _open_access(config: ServerConfig) -> str:
     operators = "an operator key" if config.operator_keys else "a program on this machine"
     return (
         f"{_shown(config.host)} can be reached from other machines, and without a key each of them may use "
@@ -173,7 +173,7 @@ def _address(config: ServerConfig, url: str) -> str:
     return url if config.host in url else f"{url} (on {_shown(config.host)})"
 
 
-def _setting(value: Any) -> str:
+def _knob_text(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, (list, tuple)) and all(isinstance(each, str) for each in value):

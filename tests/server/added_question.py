@@ -17,7 +17,7 @@ class LongestPrompt(Question[int]):
     unit: int = 1
 
     def merge(self, answers: Mapping[int, int]) -> int:
-        """The longest of any engine."""
+        """The maximum of the engines' answers."""
         return max(answers.values())
 
 

@@ -22,7 +22,7 @@ def server() -> Iterator[ServerProcess]:
 
 @pytest.fixture(autouse=True, scope="session")
 def engines() -> Iterator[None]:
-    """Engines are forked; what the tests have left in the pool is ended."""
+    """Fork engine processes during the session; at its end, end the engines that remain in the pool."""
     with forked_processes():
         yield
         engine_pool().close()
@@ -30,14 +30,14 @@ def engines() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def http(server: ServerProcess) -> Iterator[httpx.Client]:
-    """Plain requests to that server."""
+    """An HTTP client of the server of `server`."""
     with httpx.Client(base_url=server.url, timeout=60) as http:
         yield http
 
 
 @pytest.fixture(scope="session")
 def client(server: ServerProcess) -> Iterator[Any]:
-    """The official client of that server, without retries."""
+    """OpenAI's client of the server of `server`, without retries."""
     openai = pytest.importorskip("openai")
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         yield client

@@ -14,13 +14,13 @@ from pointsman.server.service.engine_client import EngineClient
 from pointsman.server.wire.questions import ExplainAll, ResetPrefixCache, Resume, SetMaxNumActiveSeqs
 
 MAX_IDLE = 3
-"""Engines that are kept; they take memory and no time."""
+"""Maximum number of idle engines that are kept; idle engines take memory but no processor time."""
 TIMEOUT = 100.0
-"""Seconds that a test may take."""
+"""Maximum seconds of a test."""
 
 
 class EnginePool:
-    """Idle engines by their options, and the event loop that their clients live in."""
+    """Idle engines by their options, and the event loop of their clients."""
 
     def __init__(self) -> None:
         self._runner = asyncio.Runner()
@@ -64,7 +64,7 @@ def engine_pool() -> EnginePool:
 
 
 async def cancel(tasks: set[asyncio.Task[Any]]) -> None:
-    """End what a test has left running."""
+    """Cancel the tasks that a test has left running."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -81,6 +81,6 @@ async def tidy(client: EngineClient) -> None:
 
 
 async def end(client: EngineClient) -> None:
-    """No process is left of it."""
+    """End an engine, and check that its process has exited."""
     await client.shutdown()
     assert client._process.poll() is not None

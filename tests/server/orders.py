@@ -12,7 +12,7 @@ from pointsman.engine.pulse import beat
 
 
 class ByUrgency(FirstComeFirstServed):
-    """By priority, then by TTFT target, then by arrival."""
+    """Orders requests by priority, then by TTFT target, then by arrival."""
 
     name = "by-urgency"
 

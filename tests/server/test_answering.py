@@ -30,7 +30,7 @@ def test_every_question_has_an_answer() -> None:
 
 @pytest.mark.e2e
 def test_a_question_that_is_added_reaches_a_real_engine() -> None:
-    """Through the fleet, the client and the engine process, which do not know the question."""
+    """The question passes the fleet, the client and the engine process, whose code does not mention it."""
 
     async def test(client: EngineClient) -> None:
         fleet = EngineFleet([client])

@@ -57,13 +57,13 @@ from pointsman.server.config import ServerConfig, split_host
         ({"response_role": ""}, "response_role is empty"),
     ],
 )
-def test_a_value_out_of_range_is_named(values: dict[str, Any], message: str) -> None:
+def test_error_names_the_value_out_of_range(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as caught:
         ServerConfig(**values)
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_keys_are_not_in_the_message() -> None:
+def test_error_message_contains_no_key() -> None:
     with pytest.raises(ValueError) as caught:
         ServerConfig(api_keys=(" secret-key ",))
     assert "secret-key" not in str(caught.value)
@@ -75,7 +75,7 @@ def test_keys_are_not_in_the_message() -> None:
     assert "secret" not in str(caught.value)
 
 
-def test_the_defaults_are_for_this_machine_alone() -> None:
+def test_default_settings_serve_only_this_machine() -> None:
     config = ServerConfig()
     assert (config.host, config.api_keys, config.log_requests) == ("127.0.0.1", (), False)
     assert (config.operator_keys, config.allowed_host) == ((), ())
@@ -97,5 +97,5 @@ def test_the_defaults_are_for_this_machine_alone() -> None:
         ),
     ],
 )
-def test_a_host_is_a_name_and_a_port(host: str, split: tuple[str, int | None] | None) -> None:
+def test_split_host_gives_name_and_port(host: str, split: tuple[str, int | None] | None) -> None:
     assert split_host(host) == split

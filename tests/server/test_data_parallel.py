@@ -33,7 +33,7 @@ TWO = (*SMALL, "--data-parallel-size", "2")
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[ServerProcess]:
-    """A server with two engines; a test that kills one waits until it is back."""
+    """A server with two engines; a test that kills one waits until it is restarted."""
     with start_server(*TWO) as server:
         yield server
 
@@ -224,7 +224,7 @@ def telling(answer: dict[str, Any]) -> Any:
     return choices, answer["usage"]["completion_tokens"]
 
 
-def test_recordings_are_one_for_each_engine(tmp_path: Path) -> None:
+def test_each_engine_has_its_own_recording(tmp_path: Path) -> None:
     recordings = tmp_path / "run.jsonl"
     with start_server(*TWO, "--record", str(recordings)) as server, httpx.Client(base_url=server.url) as http:
         until_all_live(http)
@@ -244,7 +244,7 @@ def test_recordings_are_one_for_each_engine(tmp_path: Path) -> None:
 
 
 def test_a_drain_finishes_the_requests_of_an_engine_that_hangs() -> None:
-    """Operators see the hang meanwhile: the engine is down, but not the server."""
+    """During the hang, operators see that the engine is down and the server is not."""
     with start_server(*TWO, "--engine-timeout", "2", "--drain-timeout", "120") as server:
         with httpx.Client(base_url=server.url, timeout=120) as http, ThreadPoolExecutor(8) as pool:
             prompts = [f"{number} {FIELDS['prompt']}" for number in range(8)]

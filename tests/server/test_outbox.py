@@ -45,7 +45,7 @@ def test_frames_arrive_in_order_from_several_threads_through_a_full_socket() -> 
     assert cleared.wait(10) and outbox.is_clear
 
 
-def test_an_outbox_without_a_reader_gives_up() -> None:
+def test_outbox_drops_messages_after_the_reader_closes() -> None:
     ours, theirs = socket.socketpair()
     outbox = Outbox(ours, lambda: None)
     for _ in range(100):
@@ -57,7 +57,7 @@ def test_an_outbox_without_a_reader_gives_up() -> None:
 
 
 class Generation:
-    """A request whose tokens a test makes."""
+    """A request whose tokens a test generates."""
 
     def __init__(self, port: RemotePort, key: int, *, stream: bool = True) -> None:
         request = Request(str(key), [1], arrival_time=0.0, max_tokens=10**6)
@@ -79,7 +79,7 @@ def deltas_of(news: EngineOutputs, key: int) -> list[Delta]:
     return plain + [delta for name, delta in news.deltas if name == key]
 
 
-def test_deltas_add_up_and_do_not_accumulate() -> None:
+def test_merged_deltas_have_all_tokens_and_use_little_memory() -> None:
     ours, theirs = socket.socketpair()
     port = RemotePort(ours)
     one, whole = Generation(port, 1), Generation(port, 2, stream=False)

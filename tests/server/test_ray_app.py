@@ -51,7 +51,7 @@ def running(ray_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture(scope="class")
 def port(running: Cluster) -> Iterator[int]:
-    """Of the application with two replicas; it fills the cluster."""
+    """Port of the application with two replicas, which use all cores of the cluster."""
     with application(running, "model=demo", "num_replicas=2", *SIZES) as (port, _):
         wait_for_engines(port, 2)
         yield port
@@ -107,7 +107,7 @@ def undisturbed_and_disturbed(port: int, disturb: Callable[[], None]) -> tuple[l
 
 
 class TestTwoReplicas:
-    def test_it_answers_as_the_server_does(self, port: int, plain: ServerProcess) -> None:
+    def test_application_gives_the_same_responses_as_serve(self, port: int, plain: ServerProcess) -> None:
         for path, body in (("/v1/completions", QUESTION), ("/v1/chat/completions", CHAT)):
             ours, theirs = ask(port, path, body).json(), ask(plain.port, path, body).json()
             assert ours["choices"] == theirs["choices"] and ours["usage"] == theirs["usage"]
@@ -196,7 +196,7 @@ class TestTwoReplicas:
         assert len(running.engines) == 2
 
 
-def test_ctrl_c_ends_everything(running: Cluster) -> None:
+def test_ctrl_c_ends_all_processes(running: Cluster) -> None:
     """Also several engines in a replica, which cost it no cores where it claims none."""
     options = ('ray_actor_options={"num_cpus": 2}', "data_parallel_size=2", "served-model-name=a", *SIZES)
     with application(running, "model=demo", *options) as (port, _):
@@ -212,7 +212,7 @@ def test_ctrl_c_ends_everything(running: Cluster) -> None:
     wait_until(lambda: not running.engines, 60, "all engines have ended")
 
 
-def test_replicas_come_and_go_with_the_requests_that_wait(running: Cluster) -> None:
+def test_replicas_scale_with_waiting_requests(running: Cluster) -> None:
     scaling = (
         '{"min_replicas": 1, "max_replicas": 2, "upscale_delay_s": 1, "downscale_delay_s": 5, "look_back_period_s": 3}'
     )
@@ -243,7 +243,7 @@ def ups(port: int) -> list[str]:
 
 
 def test_streams_end_well_when_the_application_is_deleted(running: Cluster) -> None:
-    """As documented: requests that take too long end with "abort", the others are complete."""
+    """As documented: requests that take too long end with "abort", all others are complete."""
     command = re.findall(r"`(python -c .*?)`", SECTION)[0].replace("python", str(running.python), 1)
     where = {**running.environment, "RAY_ADDRESS": running.address}
     with application(running, "model=demo", "num_replicas=2", "drain_timeout=3", *FULL_SIZES) as (port, process):
@@ -299,8 +299,8 @@ def commands(text: str) -> list[str]:
     return [line.partition("  #")[0].strip() for line in text.splitlines() if line]
 
 
-def test_the_commands_of_the_documentation(ray_python: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Each command as documented, with other ports."""
+def test_documented_commands_run(ray_python: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Each command runs as documented, with other ports."""
     folder = tmp_path_factory.mktemp("r")
     (config,) = [text for language, text in BLOCKS if language == "yaml"]
     (folder / "ray-app.yaml").write_text(config)
@@ -365,13 +365,13 @@ def refused(python: Path, *arguments: str, address: str | None = None, **variabl
     return str(error)
 
 
-def test_an_address_that_does_not_answer(ray_python: Path) -> None:
+def test_unreachable_cluster_address_is_reported(ray_python: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     error = refused(ray_python, "model=demo", address=address)
     assert address in error and "ray start --head" in error
 
 
-def test_an_address_that_a_dead_cluster_has_left(ray_python: Path, tmp_path: Path) -> None:
+def test_address_of_a_dead_cluster_is_reported(ray_python: Path, tmp_path: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     file = tmp_path / "ray" / "ray_current_cluster"
     file.parent.mkdir()
@@ -380,7 +380,7 @@ def test_an_address_that_a_dead_cluster_has_left(ray_python: Path, tmp_path: Pat
     assert address in error and str(file) in error and "ray stop" in error
 
 
-def test_a_port_that_is_taken(ray_python: Path) -> None:
+def test_port_in_use_is_reported(ray_python: Path) -> None:
     with socket.socket() as taken:
         with suppress(OSError):  # another program has it already
             taken.bind((HOST, 8000))
@@ -389,7 +389,7 @@ def test_a_port_that_is_taken(ray_python: Path) -> None:
     assert "port 8000: Address already in use" in error and "serve start --http-port" in error
 
 
-def test_more_than_the_cluster_has_and_a_node_without_the_model(running: Cluster, tmp_path: Path) -> None:
+def test_too_few_resources_or_a_missing_model_is_reported(running: Cluster, tmp_path: Path) -> None:
     error = refused(running.python, "model=demo", "num_replicas=3", address=running.address)
     assert "num_replicas is 3 and the cluster has capacity for 2" in error and "CPU 2" in error and "lower" in error
     actors = 'ray_actor_options={"num_gpus": 1}'
@@ -398,7 +398,7 @@ def test_more_than_the_cluster_has_and_a_node_without_the_model(running: Cluster
     assert f"{tmp_path}/nowhere" in error and "no such directory" in error and "copy it there" in error
 
 
-def test_wrong_arguments(ray_python: Path) -> None:
+def test_wrong_arguments_are_refused(ray_python: Path) -> None:
     address = "local"
     assert "did you mean num_blocks?" in refused(ray_python, "num_block=3", address=address)
     assert "Serve's proxies listen" in refused(ray_python, "port=80", address=address)

@@ -30,7 +30,7 @@ from tests.forked_engines import start_server
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 PORT = r"(?<![\d.])(?:8[0-9]{3}|5[0-9]{3})\b"
-"""A port in the document's commands."""
+"""Pattern of a port in the document's commands."""
 ROOT = Path(__file__).resolve().parents[2]
 SCALING = ROOT / "docs" / "scaling.md"
 MANIFEST = ROOT / "examples" / "kubernetes" / "pointsman.yaml"

@@ -157,7 +157,7 @@ def test_a_server_is_warm_where_no_kernel_was_ever_compiled(tmp_path: Path) -> N
         assert log.index("warmed up in") < log.index("listening")
 
 
-def test_warming_up_counts_nowhere() -> None:
+def test_warm_up_does_not_count_in_metrics() -> None:
     with start_server(*SMALL, "--warm-up", "--log-requests", "--log-request-events") as server:
         assert "warmed up in" in server.log() and "warm-up" not in server.log()
         metrics = httpx.get(f"{server.url}/metrics").text
@@ -249,7 +249,7 @@ def test_a_drain_beside_an_engine_that_hangs_ends_in_time() -> None:
         assert client.ended
 
 
-def test_a_server_that_was_stopped_keeps_its_engine() -> None:
+def test_server_continued_after_sigstop_keeps_its_engine() -> None:
     """As after Ctrl-Z, or on a machine that sleeps, with either process continuing first."""
     with start_server(*SMALL, "--engine-timeout", "2") as server:
         for first in ("server", "engine"):
@@ -397,7 +397,7 @@ def test_invalid_chat_template_is_reported_in_one_line(template: str, why: str) 
         "{% generation %}{{ messages[0]['content'] }}{% endgeneration %}{{ strftime_now('%Y') }}",
     ],
 )
-def test_what_chat_templates_may_use_is_no_error(template: str) -> None:
+def test_valid_chat_template_is_accepted(template: str) -> None:
     check_chat_template(template, "demo")
 
 

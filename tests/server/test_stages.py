@@ -1,4 +1,4 @@
-"""Stages: the table in the docs matches the code, and rooms are made from it."""
+"""Stages: the table in the docs matches the code, and limits are made from it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from pointsman.server.config import ServerConfig
 from pointsman.server.metrics.table import REFUSALS
-from pointsman.server.stages import STAGES, Rooms, Stage, has_tenants
+from pointsman.server.stages import STAGES, Stage, StageLimits, has_tenants
 from pointsman.server.wire.errors import ApiError
 
 OPERATING = Path(__file__).parents[2] / "docs" / "operating.md"
@@ -35,9 +35,9 @@ def test_each_refusal_has_a_reason_of_its_own() -> None:
     assert len(set(reasons)) == len(reasons) and set(reasons) <= set(REFUSALS)
 
 
-def test_rooms_have_the_sizes_of_the_configuration() -> None:
-    rooms = Rooms(ServerConfig(max_request_bytes=2048, max_waiting_requests=10, max_waiting_prompt_tokens=7), 3)
-    sizes = {room.stage.name: room.size for room in rooms.all()}
+def test_stage_limits_have_the_sizes_of_the_configuration() -> None:
+    limits = StageLimits(ServerConfig(max_request_bytes=2048, max_waiting_requests=10, max_waiting_prompt_tokens=7), 3)
+    sizes = {limit.stage.name: limit.size for limit in limits.all()}
     assert sizes == {"bodies": 16 * 2048, "texts": 4 * 2048, "requests": 13, "prompt_tokens": 7, "grammars": 1024}
 
 
@@ -60,10 +60,10 @@ def test_tenant_may_hold_all_only_if_it_is_the_only_one(config: dict[str, object
 
 def test_bodies_are_shared_by_tenants_known_before_the_body() -> None:
     def fill(config: ServerConfig) -> int:
-        room, taken = Rooms(config, 1).bodies, 0
+        limit, taken = StageLimits(config, 1).bodies, 0
         with pytest.raises(ApiError):
             while True:
-                room.take("", 2**20)
+                limit.take("", 2**20)
                 taken += 1
         return taken
 
@@ -73,21 +73,21 @@ def test_bodies_are_shared_by_tenants_known_before_the_body() -> None:
     assert fill(ServerConfig()) == 64
 
 
-def test_a_refusal_says_whether_the_tenant_or_the_server_is_full() -> None:
-    room = Rooms(ServerConfig(max_waiting_requests=99, **KEYS), 1).requests  # type: ignore[arg-type]
-    room.take("alice", 70)
+def test_refusal_names_the_exhausted_limit_of_tenant_or_server() -> None:
+    limit = StageLimits(ServerConfig(max_waiting_requests=99, **KEYS), 1).requests  # type: ignore[arg-type]
+    limit.take("alice", 70)
     with pytest.raises(ApiError, match=r"70 requests of this tenant are open, this would be 10 more, and at most 60"):
-        room.take("alice", 10)
+        limit.take("alice", 10)
     with pytest.raises(ApiError, match=r"70 requests are open, this would be 40 more, and at most 100"):
-        room.take("bob", 40)
-    room.take("bob", 30)
-    with room.held("carol", 0):
-        assert room.total == 100
-    assert room.by_tenant == {"alice": 70, "bob": 30}
+        limit.take("bob", 40)
+    limit.take("bob", 30)
+    with limit.held("carol", 0):
+        assert limit.total == 100
+    assert limit.by_tenant == {"alice": 70, "bob": 30}
 
 
-def test_without_a_bound_nothing_is_refused() -> None:
-    room = Rooms(ServerConfig(**KEYS), 1).prompt_tokens  # type: ignore[arg-type]
+def test_stage_without_a_limit_refuses_no_request() -> None:
+    limit = StageLimits(ServerConfig(**KEYS), 1).prompt_tokens  # type: ignore[arg-type]
     for _ in range(10):
-        room.take("alice", 10**9)
-    assert room.size is None and room.of("alice") == 10**10
+        limit.take("alice", 10**9)
+    assert limit.size is None and limit.of("alice") == 10**10

@@ -41,7 +41,7 @@ def test_several_engines_are_listed_with_their_processes() -> None:
     assert on_gpus[1].endswith(": engine 0 is process 1 on cuda:0, engine 1 is process 9 on cuda:1")
 
 
-def test_layers_in_groups() -> None:
+def test_capacity_line_shows_groups_of_layers() -> None:
     """A request of 1,000 tokens takes 32 blocks of full attention and, while it decodes, 3 of each window of 64."""
     config = SchedulerConfig(
         num_blocks=100, max_model_len=1000, block_size=32, max_num_batched_tokens=256,
@@ -76,7 +76,7 @@ def test_scheduler_line_shows_step_size_order_and_changed_knobs(knobs: dict[str,
     assert told[:3] == always and sorted(told[3:]) == sorted(said)
 
 
-def test_limits_that_are_set() -> None:
+def test_limits_line_shows_configured_limits() -> None:
     config = ServerConfig(
         max_waiting_requests=0, max_waiting_prompt_tokens=5000, max_deadline=2.5, max_tokens_limit=64, max_n=3
     )
@@ -149,7 +149,7 @@ def test_open_line_lists_what_other_machines_may_do(host: str, keys: dict[str, A
             assert part in line
 
 
-def test_the_address_to_call_is_one_that_can_be_called() -> None:
+def test_shown_url_replaces_wildcard_addresses() -> None:
     assert reachable("http://0.0.0.0:80") == "http://127.0.0.1:80"
     assert reachable("http://[::]:80") == "http://[::1]:80"
     assert reachable("http://example.org:80") == "http://example.org:80"

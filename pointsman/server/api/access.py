@@ -11,8 +11,8 @@
 
 Requests to operators' endpoints are also refused, with any key, in two cases: a browser reports that a page of another
 site sends the request, or the request calls the server by an unknown name. The owner of a page can make the page's name
-resolve to this server (DNS rebinding); to the browser both are then the same site. If clients need no key, their
-endpoints refuse unknown names too, for requests of browsers.
+resolve to this server (DNS rebinding); the browser then takes page and server for the same site. If clients need no
+key, clients' endpoints refuse browsers' requests with unknown names too.
 
 When all ordinary connections are in use, `RESERVED_PATHS` are still served.
 """
@@ -35,9 +35,9 @@ from pointsman.server.stages import CONNECTIONS
 from pointsman.server.wire.errors import ApiError, shown
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/metrics", "/live"})
-"""For load balancers, scrapers and browsers, which have no keys. Their responses say nothing about requests."""
+"""Paths for load balancers, scrapers and browsers, which have no keys. Their responses show nothing about requests."""
 OWN_PATHS = frozenset({"/v1/requests", "/v1/requests/{request_id}"})
-"""For operators, and for clients with their own requests."""
+"""Paths for operators, and for clients, which see only their own requests."""
 RESERVED_PATHS = frozenset(
     {"/pause", "/resume", "/is_paused", "/reset_prefix_cache", "/max_num_active_seqs", "/v1/requests"}
 ).union(OPEN_PATHS)
@@ -58,9 +58,9 @@ class ApiKeyMiddleware:
     The index of a client's key becomes the owner of the request, in its scope.
 
     Args:
-        app: the app behind it.
-        keys: of clients; one of these or an operator's must be sent, as "Authorization: Bearer KEY".
-        operator_keys: of operators.
+        app: the app behind this middleware.
+        keys: keys of clients; a request must send one of these or an operator's, as "Authorization: Bearer KEY".
+        operator_keys: keys of operators.
         answer: makes the response to an error.
     """
 
@@ -111,7 +111,7 @@ class ServerNames:
     """The allowed names in `Host`. They protect against pages whose own name resolves to this server (DNS rebinding).
 
     Args:
-        config: the names of the server.
+        config: the operator's settings, with the names of the server.
     """
 
     def __init__(self, config: ServerConfig) -> None:
@@ -125,12 +125,11 @@ class ServerNames:
         """Refuse a request that calls the server by an unknown name.
 
         Args:
-            request: of any caller.
-            any_address: whether every IP address is allowed: only the server's own pages have an IP address as their
-                name.
+            request: the request of any caller.
+            any_address: whether every IP address is allowed, as only the server's own pages can call it by one.
 
         Raises:
-            ApiError: 403.
+            ApiError: 403, the name is unknown.
         """
         server = request.scope.get("server")
         own = None if server is None else _address_or_none(server[0])
@@ -152,8 +151,8 @@ class PageMiddleware:
     as curl and OpenAI's, send neither `Origin` nor `Sec-Fetch-Site`, and may use any name.
 
     Args:
-        app: the app behind it.
-        names: of the server.
+        app: the app behind this middleware.
+        names: the allowed names of the server.
         answer: makes the response to an error.
     """
 
@@ -206,7 +205,7 @@ class OperatorRules:
     """Checks requests to operators' endpoints. `require` and `viewer` are dependencies of routes.
 
     Args:
-        config: keys, and the names of the server.
+        config: the operator's settings, with the keys and the names of the server.
 
     Attributes:
         names: the allowed names of the server.
@@ -221,7 +220,7 @@ class OperatorRules:
         """Refuse callers that are not operators.
 
         Raises:
-            ApiError: 403; 401 if no valid key is sent.
+            ApiError: 403, the caller is no operator; 401, no valid key is sent.
         """
         refuse_foreign_pages(request.headers)
         self.names.refuse_others(request)
@@ -260,8 +259,8 @@ class OperatorRules:
 def refuse_foreign_pages(headers: Headers) -> None:
     """Refuse requests that come from a page of another site, as the browser reports it.
 
-    Such a page may send a POST to any address, but cannot read the response. That is harmful if no key is needed. A
-    page is this server's own if it was loaded under the name by which it calls the server.
+    Such a page may send a POST to any address, but cannot read the response. If no key is needed, the POST takes
+    effect. A page is this server's own if it was loaded under the name by which it calls the server.
 
     Raises:
         ApiError: 403.

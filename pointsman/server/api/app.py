@@ -3,7 +3,7 @@
     /v1/completions, /v1/chat/completions, /v1/embeddings, /v1/models     for OpenAI's clients
     /tokenize, /detokenize, /version                      for vLLM's clients
     /health, /ready, /metrics                             for supervisors, load balancers and Prometheus
-    /v1/requests, /pause, /resume, /reset_prefix_cache    for operators; a client sees its own requests
+    /v1/requests, /pause, /resume, /reset_prefix_cache    for operators; /v1/requests shows a client its own requests
     /live                                                 a page for operators
 
 An app serves engines that have loaded the same model. While `app.state.gate` is closed, it refuses new requests.
@@ -32,7 +32,7 @@ from pointsman.server.metrics.exposition import ServerMetrics
 from pointsman.server.service.fleet import EngineFleet
 from pointsman.server.service.gate import Gate
 from pointsman.server.service.service import Service
-from pointsman.server.stages import Rooms
+from pointsman.server.stages import StageLimits
 from pointsman.server.wire.connections import Connections
 from pointsman.server.wire.errors import ErrorAnswers
 
@@ -43,15 +43,15 @@ def create_app(client: EngineFleet, config: ServerConfig, connections: Connectio
     """The server's ASGI app. Its `state.reserve_app` handles requests on reserve connections.
 
     Args:
-        client: engines that have loaded their model.
+        client: the engines, which have loaded their model.
         config: the operator's settings.
-        connections: of clients; None: another server counts them.
+        connections: the clients' connections; None: another server counts them.
     """
-    rooms = Rooms(config, client.max_num_running)
+    limits = StageLimits(config, client.max_num_running)
     model_name = (config.served_model_name or (client.info.model,))[0]
-    metrics = ServerMetrics(client, model_name, config.tenants, rooms.all(), connections)
+    metrics = ServerMetrics(client, model_name, config.tenants, limits.all(), connections)
     gate = Gate(client, config.drain_timeout)
-    service = Service(client, config, metrics.observations, gate, rooms)
+    service = Service(client, config, metrics.observations, gate, limits)
     operators = OperatorRules(config)
     answer = ErrorAnswers(metrics.observations.refusal)
     app = FastAPI(title="Pointsman", version=pointsman.__version__, description=DESCRIPTION)
@@ -70,12 +70,12 @@ def create_app(client: EngineFleet, config: ServerConfig, connections: Connectio
         BodyLimitMiddleware,
         max_bytes=config.max_request_bytes,
         max_prompt_tokens=client.info.max_model_len,
-        budget=BodyBudget(rooms.bodies),
+        budget=BodyBudget(limits.bodies),
         tenant_of=service.tenants.of,
         answer=answer,
     )
     app.add_middleware(ArrivalMiddleware, tenant_of=service.tenants.of)
-    # The outermost: it checks first.
+    # The outermost middleware: it checks before all others.
     if config.api_keys:
         app.add_middleware(ApiKeyMiddleware, keys=config.api_keys, operator_keys=config.operator_keys, answer=answer)
     else:

@@ -1,8 +1,9 @@
-"""Arrivals: limits how many requests begin in one iteration of the event loop, and shares these among tenants.
+"""Arrivals: limits the number of requests that begin in one iteration of the event loop; tenants share this number.
 
 Beginning a request (its body, its routes, a refusal) takes 0.3 ms of the event loop. A tenant that sends two thousand
-at once would stall all streams and requests for 0.6 s. So `NUM_PER_TURN` requests begin in each iteration, and streams,
-connections and bodies continue in between. If more wait, tenants are served in turn (`engine/fair_queue.py`).
+requests together would stall all streams and requests for 0.6 s. So `NUM_PER_TURN` requests begin in each iteration,
+and streams, connections and bodies continue in between. If more wait, tenants are served in turn
+(`engine/fair_queue.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 NUM_PER_TURN = 8
-"""Requests that begin in one iteration of the event loop: 2 to 3 ms."""
+"""Number of requests that begin in one iteration of the event loop; they take 2 to 3 ms."""
 
 _Waiter: TypeAlias = "asyncio.Future[None]"
 
@@ -29,8 +30,8 @@ class ArrivalMiddleware:
     """Lets requests begin, tenants in turn. Requests of health checks and operators do not wait.
 
     Args:
-        app: the app behind it.
-        tenant_of: the tenant of a request, by its scope.
+        app: the app behind this middleware.
+        tenant_of: returns the tenant of a request with the given scope.
     """
 
     def __init__(self, app: ASGIApp, tenant_of: Callable[[Scope], str]) -> None:
@@ -67,7 +68,7 @@ class ArrivalMiddleware:
             asyncio.get_running_loop().call_soon(self._next_turn)
 
     def _next_turn(self) -> None:
-        """A new iteration of the event loop: let waiting requests begin."""
+        """Let waiting requests begin, in a new iteration of the event loop."""
         self._num_left, self._is_counting = NUM_PER_TURN, False
         while self._num_left and (turn := self._turns.take()) is not None:
             if turn.item.cancelled():  # its task runs in this iteration, and raises

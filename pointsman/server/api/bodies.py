@@ -1,4 +1,4 @@
-"""Bodies of requests: limits the size of one and of all together, and parses JSON strictly.
+"""Bodies of requests: limits the size of one body and of all bodies together, and parses JSON strictly.
 
     BodyLimitMiddleware   at most `max_bytes` of one body, and a budget by tenant for all bodies that are held at once
     StrictRequest.json    counts strings, lists and objects before it parses them; refuses prompts that are longer than
@@ -34,25 +34,25 @@ from pointsman.server.wire.errors import ApiError, one_line, shown
 from pointsman.server.wire.protocol import MAX_PROMPTS
 
 if TYPE_CHECKING:
-    from pointsman.server.stages import StageRoom
+    from pointsman.server.stages import StageLimit
 
 logger = logging.getLogger(__name__)
 
 HELD_BODY, MAX_PROMPT_TOKENS = "pointsman.body", "pointsman.max_prompt_tokens"
 """Keys in a request's ASGI scope."""
 PROMPT_FIELDS = ("prompt", "input")
-"""Fields that may hold prompts of token ids."""
+"""Fields of a body that may hold prompts of token ids."""
 MAX_TEXTS = 100_000
-"""Strings in a body, including names of fields."""
+"""Maximum number of strings in a body, including names of fields."""
 MAX_CONTAINERS = 100_000
-"""Lists and objects in a body."""
+"""Maximum number of lists and objects in a body."""
 FREE_BYTES = 64 * 1024
-"""The first bytes of each body, which the budget does not count: large bodies that never end do not block usual
-requests."""
+"""Number of first bytes of each body that the budget does not count, so that large bodies that never end do not block
+usual requests."""
 TRIM_BYTES = 16 * 1024 * 1024
-"""Released bytes of bodies after which free memory is returned to the system."""
+"""Number of released bytes after which free memory is returned to the system."""
 TRIM_SECONDS = 0.5
-"""Time until the objects that refer to the bytes are gone."""
+"""Seconds between a release and the return of memory: the objects that refer to the bytes are freed meanwhile."""
 
 
 # ------------------------------------------------------------------------------------------------- size
@@ -62,41 +62,42 @@ class BodyBudget:
     """The bytes of all bodies that are arriving or not parsed yet.
 
     Args:
-        room: of the stage.
+        limit: the limit of the stage `BODIES`.
     """
 
-    def __init__(self, room: StageRoom) -> None:
-        self._room = room
+    def __init__(self, limit: StageLimit) -> None:
+        self._limit = limit
         self._since_trim = 0
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def num_bytes(self) -> int:
-        """The number of bytes that are held now."""
-        return self._room.total
+        """The number of bytes that all bodies hold now."""
+        return self._limit.total
 
     def take(self, tenant: str, num_bytes: int, own: int) -> None:
-        """Hold more bytes of a body, which holds `own` already.
+        """Count further bytes of a body that holds `own` bytes already.
 
         Raises:
-            ApiError: 429, the budget is exhausted; nothing was taken.
+            ApiError: 429, the budget is exhausted; the bytes are not counted.
         """
         try:
-            self._room.take(tenant, num_bytes, own=own)
+            self._limit.take(tenant, num_bytes, own=own)
         except ApiError as error:
             assert error.headers is not None
             error.headers = {**error.headers, "connection": "close"}  # otherwise the rest of the body is read
             raise
 
     def give_back(self, tenant: str, num_bytes: int) -> None:
-        """Release bytes."""
-        self._room.give_back(tenant, num_bytes)
+        """Release bytes of a tenant's bodies."""
+        self._limit.give_back(tenant, num_bytes)
         self._since_trim += num_bytes
         if self._since_trim >= TRIM_BYTES and self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(TRIM_SECONDS, self._trim_unless_held)
 
     def _trim_unless_held(self) -> None:
-        """Return freed memory to the system, unless `TRIM_BYTES` are held again; the next release then tries again."""
+        """Return free memory to the system, unless bodies hold `TRIM_BYTES` again: then the next release tries
+        again."""
         self._timer = None
         if self.num_bytes < TRIM_BYTES:
             self._since_trim = 0
@@ -107,7 +108,7 @@ class HeldBody:
     """One request's part of the budget, beyond its first `FREE_BYTES`.
 
     Args:
-        budget: of all bodies.
+        budget: the budget of all bodies.
         tenant: the request's tenant, as far as it is known before the body is read.
     """
 
@@ -118,10 +119,10 @@ class HeldBody:
         self.num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
-        """Count bytes that have arrived.
+        """Count bytes of the body that have arrived.
 
         Raises:
-            ApiError: 429.
+            ApiError: 429, the budget is exhausted.
         """
         taken = max(0, self.num_bytes - FREE_BYTES)
         more = max(0, self.num_bytes + num_bytes - FREE_BYTES) - taken
@@ -132,7 +133,7 @@ class HeldBody:
         self.num_bytes += num_bytes
 
     def release(self) -> None:
-        """Release the bytes; a second call does nothing."""
+        """Release the bytes of the body; a second call does nothing."""
         if self.num_bytes > FREE_BYTES:
             self._budget.give_back(self._tenant, self.num_bytes - FREE_BYTES)
         self.num_bytes = 0
@@ -150,11 +151,11 @@ class BodyLimitMiddleware:
     """Reads at most `max_bytes` of a body, with or without a Content-Length, and at most the budget of all bodies.
 
     Args:
-        app: the app behind it.
-        max_bytes: of a body.
-        max_prompt_tokens: of one prompt.
-        budget: of all bodies.
-        tenant_of: the tenant of a request, by its scope.
+        app: the app behind this middleware.
+        max_bytes: maximum size of a body.
+        max_prompt_tokens: maximum number of tokens of one prompt.
+        budget: the budget of all bodies.
+        tenant_of: returns the tenant of a request with the given scope.
         answer: makes the response to an error.
     """
 
@@ -188,7 +189,7 @@ class BodyLimitMiddleware:
             message = await receive()
             if message["type"] == "http.request" and (body := message.get("body")):
                 if held.num_bytes + len(body) > self._max_bytes:
-                    raise self._too_large()  # raised in the app, which reads the body and sends the response
+                    raise self._too_large()  # raised where the app reads the body; the app sends the response
                 held.add(len(body))
             return message
 
@@ -210,10 +211,10 @@ class BodyLimitMiddleware:
 
 
 def check_numbers(body: bytes) -> None:
-    """Refuse JSON with too many strings, lists or objects: creating them takes long.
+    """Refuse JSON with too many strings, lists or objects, which would take long to create.
 
     Raises:
-        ApiError: 400.
+        ApiError: 400, with the number and the limit.
     """
     if body.count(b'"') > 2 * MAX_TEXTS:
         num_texts = _without_escapes(body).count(b'"') // 2
@@ -231,10 +232,10 @@ def check_prompt_lengths(body: Any, limit: int | None) -> None:
 
     Args:
         body: parsed JSON.
-        limit: token ids of one prompt; None: no limit.
+        limit: maximum number of token ids of one prompt; None: no limit.
 
     Raises:
-        ApiError: 400.
+        ApiError: 400, with the length and the limit.
     """
     if limit is None or not isinstance(body, dict):
         return
@@ -304,7 +305,7 @@ class StrictRoute(APIRoute):
                 response = None if call_directly is None else await call_directly(own)
                 if response is None:
                     response = await handle(own)
-            except ClientDisconnect:  # the client left while it sent its body; nothing reads the response
+            except ClientDisconnect:  # the client disconnected while it sent its body; no response can be read
                 return Response(status_code=400)
             held = request.scope.get(HELD_BODY)
             if held is not None:
@@ -314,8 +315,8 @@ class StrictRoute(APIRoute):
         return strict
 
     def _direct_call(self) -> Callable[[StrictRequest], Coroutine[Any, Any, Response | None]] | None:
-        """A function that calls the endpoint, or returns None if FastAPI must handle the request. None: FastAPI must
-        handle all."""
+        """A function that calls the endpoint, or returns None if FastAPI must handle that request. None: FastAPI must
+        handle all requests of this route."""
         wanted, endpoint = self.dependant, self.endpoint
         if len(wanted.body_params) != 1 or self._embed_body_fields or wanted.dependencies:
             return None
@@ -331,7 +332,7 @@ class StrictRoute(APIRoute):
                 return None
             try:
                 body = model.model_validate(await request.json(), from_attributes=True)
-            except ValidationError as error:  # in FastAPI's form
+            except ValidationError as error:  # raised in FastAPI's form
                 found = error.errors(include_url=False)
                 raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in found]) from None
             response: Response = await endpoint(**{name: body}, **absent)

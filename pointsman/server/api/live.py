@@ -1,7 +1,7 @@
 """The live page: shows the scheduler's current decisions.
 
     GET /live         the page; it contains no data, and asks for the operator's key
-    GET /live/film?engine=1    the film of an engine while it is watched: a stream of records (`web/live.py`), for
+    GET /live/film?engine=1    the film of engine 1 while it is watched: a stream of records (`web/live.py`), for
                                operators; its header X-Engines has the number of engines
 
 The server asks the engine for the film ten times a second, as for operators' other questions. While a watcher does not
@@ -31,17 +31,18 @@ if TYPE_CHECKING:
     from starlette.types import Scope, Send
 
 SECONDS_TO_READ = 60.0
-"""A watcher that takes longer to read a part leaves the film. When it reads again, its film begins again."""
+"""Maximum seconds that a watcher takes to read a part. After that it leaves the film; when it reads again, its film
+begins again."""
 
 
 @cache
 def live_page() -> str:
-    """The page."""
+    """The HTML of the live page."""
     return assemble("live", "Live", connects=True)
 
 
 def live_router(service: Service, operators: OperatorRules) -> APIRouter:
-    """The routes."""
+    """The routes of the live page and of the film."""
     router = APIRouter()
     client, watchers = service.client, count()
 

@@ -1,4 +1,4 @@
-"""The description at /openapi.json: its headers, errors, events and keys."""
+"""Completes the description at /openapi.json: headers, errors, events and keys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pointsman.server.wire.protocol import REQUEST_ID
 from pointsman.server.wire.responses import ErrorResponse
 
 MAX_PATH = 1024
-"""Characters of a name in a path."""
+"""Maximum number of characters of a name in a path."""
 GENERATION_ERRORS = (400, 404, 408, 413, 429, 500, 503)
 
 RequestIdHeader = Annotated[
@@ -54,7 +54,7 @@ _SECONDS: dict[str, Any] = {"description": "Seconds.", "schema": {"type": "integ
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """For a route's `responses`: its possible errors."""
+    """The possible errors of a route, for its `responses`."""
     described: dict[int | str, dict[str, Any]] = {}
     for status in statuses:
         described[status] = {"model": ErrorResponse, "description": _MEANINGS[status]}
@@ -64,7 +64,7 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def events() -> dict[str, Any]:
-    """For a route's 200: the response may also be a stream of events."""
+    """The description of a route's 200 response that may also be a stream of events."""
     item = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
     return {
         "description": "The response; with stream true, as events: parts of it in JSON, then [DONE].",
@@ -76,8 +76,8 @@ def describe(app: FastAPI, config: ServerConfig) -> None:
     """Make the app describe its own errors: FastAPI describes a wrong body as 422, which this server never sends.
 
     Args:
-        app: with all its routes.
-        config: the keys; the description says only which operation needs one.
+        app: the app with all its routes.
+        config: the operator's settings; the description shows only which operations need a key.
     """
 
     def openapi() -> dict[str, Any]:

@@ -6,7 +6,7 @@
     POST /reset_prefix_cache?reset_running_requests=false
     POST /max_num_active_seqs?limit=4                     Pointsman's own
 
-vLLM has the first four, in its development mode only. Here all are for operators alone (`access`).
+vLLM has the first four, in its development mode only. Here all routes are for operators alone (`access`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pointsman.server.wire.responses import ActiveSeqsResponse, PausedResponse, 
 
 
 def operation_router(service: Service, operators: OperatorRules) -> APIRouter:
-    """The routes."""
+    """The routes of operators' commands."""
     router = APIRouter(tags=["operation"], dependencies=[Depends(operators.require)])
 
     @router.post("/pause", response_model=StatusResponse, responses=errors(400, 403, 409, 500, 503))

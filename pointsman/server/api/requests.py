@@ -1,8 +1,8 @@
-"""GET /v1/requests: shows each request's state, and why, for which requests and how long it waits. Operators can change
-the priority of a request.
+"""GET /v1/requests: shows each request's state, the reason and the duration of its wait, and the requests that it waits
+for. Operators can change the priority of a request.
 
-A client with a key sees its own requests, an operator all. Both see the same reasons; for clients, the names of other
-clients' requests and the order's text about tenants are left out.
+A client with a key sees its own requests, an operator all. Clients and operators see the same reasons, but clients see
+neither the names of other clients' requests nor the order policy's text about tenants.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pointsman.server.wire.responses import PriorityResponse, RequestList, Reque
 
 
 def requests_router(service: Service, operators: OperatorRules) -> APIRouter:
-    """The three routes."""
+    """The three routes of requests."""
     router = APIRouter(tags=["operation"])
     names = service.names
 
@@ -68,7 +68,7 @@ def requests_router(service: Service, operators: OperatorRules) -> APIRouter:
                 400, f"{len(found)} requests are called {shown(request_id)}; GET /v1/requests?id=... has all"
             )
         unknown = not_found(f"no request {shown(request_id)} is waiting, parked or running; it may have ended")
-        if not found and viewer is not None:  # the engine would show other clients' requests
+        if not found and viewer is not None:  # the engine's explanation would include other clients' requests
             raise unknown
         try:
             explanation = await service.ask(Explain(found[0] if found else request_id))
@@ -105,7 +105,7 @@ def describe(known: RequestExplanation, name_of: Callable[[str], str], *, sees_t
 
     Args:
         known: the engine's explanation.
-        name_of: the name that the reader knows, from the engine's id.
+        name_of: returns the name that the reader knows for an id of the engine.
         sees_tenants: whether the reader may see the policies' texts, which may name other tenants.
     """
     explanation = known.explanation
@@ -131,7 +131,7 @@ def describe(known: RequestExplanation, name_of: Callable[[str], str], *, sees_t
             for holder in explanation.holders
         ],
         "num_holders": explanation.num_holders,
-        "explanation": _in_words(explanation, name_of, sees_tenants),
+        "explanation": _sentence(explanation, name_of, sees_tenants),
         "replaced_policies": [each._asdict() for each in explanation.replaced_policies] if sees_tenants else [],
         "since": None if waiting_for is None else round(time.time() - waiting_for, 3),
         "waiting_for": waiting_for,
@@ -158,8 +158,8 @@ def describe(known: RequestExplanation, name_of: Callable[[str], str], *, sees_t
     }
 
 
-def _in_words(explanation: Explanation, name_of: Callable[[str], str], sees_tenants: bool) -> str:
-    """The sentence of an explanation, under the names that the reader knows."""
+def _sentence(explanation: Explanation, name_of: Callable[[str], str], sees_tenants: bool) -> str:
+    """The sentence of an explanation, with the names that the reader knows."""
     sentence = explanation.sentence
     if not sees_tenants:
         sentence = sentence.removesuffix(explanation.policy_words)

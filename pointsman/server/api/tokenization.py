@@ -21,11 +21,11 @@ TOKEN_ERRORS = (400, 404, 413, 429, 500, 503)
 
 
 def tokenization_router(service: Service) -> APIRouter:
-    """The two routes. They share the threads of prompts, and the order of tenants there."""
+    """The two routes. They share the threads that tokenize prompts, and the order of tenants in these threads."""
     router = APIRouter(route_class=StrictRoute, tags=["tokens"])
 
     def respond(make: Callable[[str], Awaitable[list[bytes]]]) -> WatchedResponse:
-        """A response whose JSON is made for a tenant, while the client is connected."""
+        """A response whose JSON `make` returns for the tenant; the work is cancelled when the client disconnects."""
 
         async def work(scope: Scope, send: Send) -> None:
             with service.gate.inside():

@@ -9,11 +9,11 @@ the text.
 
 A scrape must not disturb requests. It asks each engine one question at a time, for any number of scrapers. It waits at
 most `STATS_TIMEOUT`, because an engine answers between two steps, and a step may be long. It lets other tasks of the
-event loop run after every metric. Without a new answer, the last one is shown, and `pointsman:stats_age_seconds` has
-its age. The gauges of a dead engine are 0.
+event loop run after every metric. Without a new answer, the last answer is shown, and `pointsman:stats_age_seconds` has
+the age of that answer. The gauges of a dead engine are 0.
 
-Each engine has its own series, by the label `engine`; counters of a restarted engine begin at 0. The label of metrics
-of no engine is "0" with one engine, and "" with several.
+Each engine has its own series, by the label `engine`; counters of a restarted engine begin at 0. Metrics of
+the server as a whole have engine="0" with one engine, and engine="" with several.
 """
 
 from __future__ import annotations
@@ -62,26 +62,25 @@ from pointsman.server.wire.questions import AnswerT, Question, Stats
 
 if TYPE_CHECKING:
     from pointsman.engine.stats import EngineStats
-    from pointsman.server.stages import StageRoom
+    from pointsman.server.stages import StageLimit
     from pointsman.server.wire.messages import EngineInfo
 
 STATS_TIMEOUT = 2.0
-"""Seconds that a scrape waits for the engine; Prometheus gives up on a scrape after 10 by default."""
+"""Maximum seconds that a scrape waits for the engine; Prometheus ends a scrape after 10 s by default."""
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""The format that every version of Prometheus reads."""
+"""Content type of the text format that every version of Prometheus reads."""
 
 ENGINE_PROCESS_PREFIX = "pointsman:engine"
-"""Prefix of the metrics of the engine process's CPU, memory and files; those of the API process have no prefix, as
-usual."""
+"""Prefix of the metrics of the engine process's CPU, memory and files; those of the API process have none, as usual."""
 
 
 class MeasuredClient(Protocol):
-    """An engine, as a scrape needs it; `EngineClient` implements this."""
+    """The methods of an engine that a scrape calls; `EngineClient` implements them."""
 
     info: EngineInfo
     is_here: bool
-    """Whether its process runs on this machine."""
+    """Whether the engine process runs on this machine."""
 
     @property
     def is_alive(self) -> bool:
@@ -97,7 +96,7 @@ class MeasuredClient(Protocol):
 
 
 class MeasuredFleet(Protocol):
-    """All engines, as a scrape needs them; `EngineFleet` implements this."""
+    """The methods of all engines that a scrape calls; `EngineFleet` implements them."""
 
     @property
     def info(self) -> EngineInfo:
@@ -105,7 +104,7 @@ class MeasuredFleet(Protocol):
 
     @property
     def engines(self) -> Sequence[MeasuredClient]:
-        """The engines by their numbers; they change with restarts."""
+        """The engines by their numbers; a restart replaces an engine."""
 
     @property
     def expected(self) -> list[int]:
@@ -124,15 +123,15 @@ class MeasuredFleet(Protocol):
         """How often each engine counted as dead because it gave no sign of life."""
 
     def observe(self, observations: Sequence[EngineObservations]) -> None:
-        """Report steps and finished requests of each engine from now on."""
+        """Report steps and finished requests of each engine to its observations from now on."""
 
 
 class MeasuredEngine:
     """The newest reading of one engine.
 
     Args:
-        fleet: has the engine, or its replacement after a restart.
-        index: its number there.
+        fleet: the fleet of the engine, or of its replacement after a restart.
+        index: the number of the engine in the fleet.
     """
 
     def __init__(self, fleet: MeasuredFleet, index: int) -> None:
@@ -141,22 +140,22 @@ class MeasuredEngine:
         self._started = time.monotonic()
         self._asking: asyncio.Task[EngineStats] | None = None
         self.stats: EngineStats | None = None
-        """None before the first reading."""
+        """Statistics of the newest reading; None before the first reading."""
 
     @property
     def client(self) -> MeasuredClient:
-        """The engine."""
+        """The engine that has this number now."""
         return self._fleet.engines[self._index]
 
     def ask(self) -> asyncio.Task[EngineStats]:
-        """Ask for a new reading, unless a question is unanswered."""
+        """The task that gets a new reading: the running one, or a new one if none runs."""
         if self._asking is None:
             self._asking = asyncio.create_task(self.client.ask(Stats()))
-            self._asking.add_done_callback(self._answered)
+            self._asking.add_done_callback(self._note_answer)
         return self._asking
 
-    def _answered(self, asked: asyncio.Task[EngineStats]) -> None:
-        # Also if no scrape waits any more: then the next scrape asks again, and does not get an old answer.
+    def _note_answer(self, asked: asyncio.Task[EngineStats]) -> None:
+        # Runs even if no scrape waits any more, so that the next scrape asks again and does not get an old answer.
         self._asking = None
         if not asked.cancelled():
             with contextlib.suppress(EngineDeadError, EngineStalledError):  # then the last reading is shown
@@ -164,7 +163,7 @@ class MeasuredEngine:
 
     @property
     def stats_age(self) -> float:
-        """Seconds since the last reading; before the first one, since the start."""
+        """Seconds since the last reading; before the first reading, seconds since the start."""
         read = self._started if self.stats is None else self.stats.time
         return max(0.0, time.monotonic() - read)
 
@@ -175,9 +174,9 @@ class ServerMetrics:
     Args:
         fleet: the engines.
         model_name: the model's name for clients; the label `model_name` of every metric.
-        tenants: those that are known from the start.
-        rooms: of the stages.
-        connections: of clients; None: another server (Ray Serve) counts them.
+        tenants: names of tenants that are known from the start.
+        limits: the limits of the stages.
+        connections: the clients' connections; None: another server (Ray Serve) counts them.
     """
 
     def __init__(
@@ -185,18 +184,18 @@ class ServerMetrics:
         fleet: MeasuredFleet,
         model_name: str,
         tenants: Iterable[str] = (),
-        rooms: Sequence[StageRoom] = (),
+        limits: Sequence[StageLimit] = (),
         connections: Connections | None = None,
     ) -> None:
         count = len(fleet.engines)
         self.fleet = fleet
-        self.rooms = rooms
+        self.limits = limits
         self.connections = connections or Connections(0)
         self.observations = Observations(fleet.info.max_model_len, tenants, count)
         fleet.observe(self.observations.engines)
         self.engines = [MeasuredEngine(fleet, index) for index in range(count)]
         self.registry = CollectorRegistry()
-        """Not the global one, so that one process can hold several servers."""
+        """Registry of this server, not the global one, so that one process can hold several servers."""
         self.registry.register(_ServerCollector(self, model_name))
         ProcessCollector(registry=self.registry)
         self.registry.register(_EngineProcesses(self.engines))
@@ -204,16 +203,16 @@ class ServerMetrics:
         GCCollector(registry=self.registry)
 
     async def render(self) -> tuple[bytes, str]:
-        """The text for a scraper, and its content type."""
+        """The text of a scrape, and its content type."""
         await asyncio.wait({engine.ask() for engine in self.engines}, timeout=STATS_TIMEOUT)
         parts = []
         for metric in self.registry.collect():
-            parts.append(generate_latest(_Only(metric)))
+            parts.append(generate_latest(_SingleMetric(metric)))
             await asyncio.sleep(0)  # streams have priority: all metrics at once would hold the loop for milliseconds
         return b"".join(parts), CONTENT_TYPE
 
 
-class _Only(Collector):
+class _SingleMetric(Collector):
     """A collector of one metric."""
 
     def __init__(self, metric: Metric) -> None:
@@ -236,7 +235,7 @@ class _EngineProcesses(Collector):
         ]
 
     def collect(self) -> Iterator[Metric]:
-        """The library's metrics of each process."""
+        """The metrics of `prometheus_client` about each process."""
         here = [index for index, engine in enumerate(self._engines) if engine.client.is_here]
         if len(self._collectors) == 1:
             yield from self._collectors[0].collect() if here else ()
@@ -255,7 +254,7 @@ def _pid_of(engine: MeasuredEngine) -> int:
 
 
 class _ServerCollector(Collector):
-    """Makes the metrics, one after the other."""
+    """Yields the metrics of the table one by one."""
 
     def __init__(self, metrics: ServerMetrics, model_name: str) -> None:
         self._metrics = metrics
@@ -263,7 +262,7 @@ class _ServerCollector(Collector):
         self._whole = self._bases if len(self._bases) == 1 else [(model_name, "")]
 
     def collect(self) -> Iterator[Metric]:
-        """Every metric of the table; an engine's totals only after its first reading."""
+        """Every metric of the table; an engine's totals only after the first reading of that engine."""
         engines, expected = self._metrics.engines, self._metrics.fleet.expected
         yield from self._stated(expected)
         # One reading for all metrics, even if another scrape gets a newer one meanwhile.
@@ -310,12 +309,12 @@ class _ServerCollector(Collector):
         yield self._of_server(CONNECTIONS_CLOSED, self._metrics.connections.closed)
         for definition, reading in zip(TENANT_METRICS, observations.tenants.readings(), strict=True):
             yield self._of_server(definition, reading)
-        rooms, connections = self._metrics.rooms, self._metrics.connections
-        totals = {CONNECTIONS.name: connections.num_open, **{room.stage.name: room.total for room in rooms}}
+        limits, connections = self._metrics.limits, self._metrics.connections
+        totals = {CONNECTIONS.name: connections.num_open, **{limit.stage.name: limit.total for limit in limits}}
         yield self._of_server(STAGE_HELD, totals)
-        sizes = {room.stage.name: float("inf") if room.size is None else room.size for room in rooms}
+        sizes = {limit.stage.name: float("inf") if limit.size is None else limit.size for limit in limits}
         yield self._of_server(STAGE_ROOM, {CONNECTIONS.name: connections.size, **sizes})
-        held = {room.stage.name: observations.tenants.named(room.by_tenant) for room in rooms}
+        held = {limit.stage.name: observations.tenants.named(limit.by_tenant) for limit in limits}
         yield self._of_server(
             TENANT_STAGE_HELD,
             {(stage, tenant): amount for stage, by_tenant in held.items() for tenant, amount in by_tenant.items()},
@@ -355,7 +354,7 @@ def nothing(reading: Reading) -> Reading:
 
 
 def cache_labels(info: EngineInfo) -> dict[str, str]:
-    """The configuration of the KV cache, with vLLM's labels, which have "gpu" for every device."""
+    """Labels with the configuration of the KV cache; vLLM's names, which have "gpu" for every device."""
     return {
         "block_size": str(info.block_size),
         "cache_dtype": info.kv_cache_dtype,
@@ -367,7 +366,7 @@ def cache_labels(info: EngineInfo) -> dict[str, str]:
 
 
 def engine_labels(info: EngineInfo) -> dict[str, str]:
-    """The version and the model, and the settings that decide the capacity."""
+    """Labels with the version, the model, and the settings that determine the capacity."""
     knobs = ("max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill", "order", "watermark")
     return {
         "version": pointsman.__version__,

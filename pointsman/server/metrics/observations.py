@@ -1,6 +1,6 @@
 """Observations: histograms, refused requests and open streams, counted in the API process while requests run.
 
-Everything here happens in the event loop's thread. The histograms are those of `prometheus_client`.
+All calls are in the event loop's thread. The histograms are those of `prometheus_client`.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 
 
 class Observations:
-    """Counts of the server since it started. They only grow, except the number of open streams.
+    """Counts of the server since its start. They never fall, except the number of open streams.
 
     Args:
         max_model_len: tokens of the longest sequence; sets the buckets of histograms over tokens.
-        tenants: those that are known from the start.
-        num_engines: the number of engines.
+        tenants: names of tenants that are known from the start.
+        num_engines: number of engines.
 
     Attributes:
         engines: the observations of each engine's requests and steps.
@@ -73,20 +73,20 @@ class EngineObservations:
     def __init__(self, max_model_len: int) -> None:
         tokens = token_buckets(max_model_len)
         self.histograms = {one: _histogram(one, one.buckets or tokens) for one in HISTOGRAMS}
-        # Bound here, as they are called for every delta and step.
+        # Bound methods, because they are called for every delta and step.
         self.first_token = self.histograms[TIME_TO_FIRST_TOKEN].observe
         self._inter_token = self.histograms[INTER_TOKEN_LATENCY].observe
         self._iteration_tokens = self.histograms[ITERATION_TOKENS].observe
         self._scheduler_step = self.histograms[SCHEDULER_STEP].observe
 
     def inter_token(self, seconds: float, num_tokens: int) -> None:
-        """Observe `num_tokens` tokens that came `seconds` after the token before them, each with an equal share of the
-        time."""
+        """Observe `num_tokens` tokens that arrived together, `seconds` after the token before them; each gets an equal
+        share of this time."""
         for _ in range(num_tokens):
             self._inter_token(seconds / num_tokens)
 
     def steps(self, notes: Iterable[StepNote]) -> None:
-        """Observe steps of the engine."""
+        """Observe the token counts and times of engine steps."""
         for num_scheduled_tokens, _, scheduler_seconds in notes:
             self._iteration_tokens(num_scheduled_tokens)
             self._scheduler_step(scheduler_seconds)
@@ -97,7 +97,7 @@ class EngineObservations:
         self.histograms[MAX_GENERATION_TOKENS].observe(num_generated_tokens)
 
     def end(self, request: EngineRequest, delta: Delta, num_output_tokens: int) -> None:
-        """Observe a finished request of the engine; `delta` is its last.
+        """Observe a finished request of the engine; `delta` is its last delta.
 
         Aborted requests are left out. The engine does not report the end of requests whose client disconnected, and the
         times of other aborted requests say nothing about the service.
@@ -113,9 +113,9 @@ class EngineObservations:
             histograms[PREFILL_COMPUTED_TOKENS].observe(len(request.prompt_token_ids) - delta.metrics.num_cached_tokens)
             num_preemptions = sum(cause.exists_in_vllm for cause in delta.metrics.preemption_causes)
             histograms[NUM_PREEMPTIONS].observe(num_preemptions)
-            self._phases(delta.metrics, num_output_tokens)
+            self._observe_phases(delta.metrics, num_output_tokens)
 
-    def _phases(self, metrics: RequestMetrics, num_output_tokens: int) -> None:
+    def _observe_phases(self, metrics: RequestMetrics, num_output_tokens: int) -> None:
         """Observe the time that a finished request spent in each phase that it reached."""
         histograms = self.histograms
         arrival, end = metrics.arrival_time, metrics.finished_time

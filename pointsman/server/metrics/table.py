@@ -1,4 +1,4 @@
-"""The table of the server's metrics: name, type, unit, meaning, labels, buckets and source.
+"""The table of the server's metrics: name, type, unit, meaning, labels, buckets and source of each metric.
 
 Metrics that vLLM has keep its name (prefix "vllm:"), type, labels and bucket edges, so that dashboards and alerts for
 vLLM continue to work. Other metrics have the prefix "pointsman:". Three sources:
@@ -40,16 +40,16 @@ SCHEDULER_STEP_BUCKETS = (
 
 
 def token_buckets(max_model_len: int) -> tuple[float, ...]:
-    """1, 2, 5, 10, 20, 50, ... tokens, up to the model's longest sequence."""
+    """Bucket bounds 1, 2, 5, 10, 20, 50, ... tokens, up to the model's longest sequence."""
     steps = [factor * 10**power for power in range(len(str(max_model_len))) for factor in (1, 2, 5)]
     return tuple(float(step) for step in steps if step <= max_model_len)
 
 
 BASE_LABELS = ("model_name", "engine")
-"""`engine` numbers the engines behind one API process, from "0" on."""
+"""Labels of every metric. `engine` is the number of the engine behind the API process, from "0" on."""
 
 FINISH_REASONS = ("stop", "length", "repetition", "abort", "error", "deadline")
-"""Finish reasons; the last is Pointsman's, the others are vLLM's."""
+"""Finish reasons; "deadline" is Pointsman's own, vLLM has the others."""
 
 REFUSALS = (
     "invalid",  # 400: the request is malformed, or can never run
@@ -67,12 +67,12 @@ REFUSALS = (
     "engine_dead",  # 500 or 503: the engine's process has ended
     "other",
 )
-"""Reasons of refused requests. A closed list: labels must not grow with what clients send."""
+"""Reasons of refused requests. A closed list: clients must not be able to add labels."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Definition:
-    """The fixed part of a metric. Compared by identity: the constants below are keys."""
+    """The fixed properties of a metric. Compared by identity, as the constants below are keys of dictionaries."""
 
     name: str
     """The name in Prometheus; histograms also get the suffixes _bucket, _sum and _count."""
@@ -80,15 +80,15 @@ class Definition:
     unit: str
     meaning: str
     label: str | None = None
-    """Its further label, besides `BASE_LABELS`."""
+    """Name of the metric's further label, besides `BASE_LABELS`; None: there is none."""
     second_label: str | None = None
-    """A second further label, whose values are not known from the start."""
+    """Name of a second further label, whose values are not known from the start; None: there is none."""
     buckets: tuple[float, ...] | None = None
-    """Upper bounds of a histogram, inclusive; None: those of `token_buckets`."""
+    """Inclusive upper bounds of the histogram's buckets; None: those of `token_buckets`."""
 
 
 Reading = float | Mapping[str, float] | Mapping[tuple[str, str], float]
-"""A value; or one for each value of the definition's label; or one for each pair of values of its two labels."""
+"""The value of a metric; or a value for each value of the metric's label; or one for each pair of its two labels."""
 
 
 # ------------------------------------------------------------------------- KEPT
@@ -274,7 +274,7 @@ TENANT_UNSTARTED_REQUESTS = Definition(
     "tenant",
 )
 TENANT_METRICS = (TENANT_PROMPT_TOKENS, TENANT_GENERATION_TOKENS, TENANT_OPEN_REQUESTS, TENANT_UNSTARTED_REQUESTS)
-"""In the order of `TenantCounts.readings`. Only here the values of a label are not known from the start."""
+"""Metrics by tenant, in the order of `TenantCounts.readings`. Values of their label are not known from the start."""
 
 STAGE_HELD = Definition(
     "pointsman:stage_held",

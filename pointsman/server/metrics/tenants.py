@@ -1,11 +1,12 @@
 """TenantCounts: counts tokens and requests by tenant, with a bounded number of labels.
 
 Clients may choose the tenant's name (`--tenant-from`), so at most `MAX_NAMED` tenants have their own series, and all
-others together are `OTHER`. The first tenants get series. Another tenant replaces the named one with the fewest tokens
-once it has more than twice that number. So heavy tenants have their own series, and two similar ones do not alternate.
-A series counts only tokens from the time that its tenant was named, so that no counter falls.
+other tenants share the series `OTHER`. The first tenants get series of their own. Another tenant replaces the named
+tenant with the fewest tokens once it has more than twice that number. So heavy tenants have their own series, and two
+similar tenants do not alternate. A series counts only tokens from the time that its tenant was named, so that no
+counter falls.
 
-Counting happens once per delta, so it only adds to an attribute of a `TenantCount`; the sums are made at a scrape.
+Counting happens once per delta, so it only adds to an attribute of a `TenantCount`; a scrape computes the sums.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from pointsman.server.config import OTHER
 MAX_NAMED = 32
 """Maximum number of tenants with their own series."""
 MAX_KNOWN = 1024
-"""Maximum number of tenants that are remembered without an open request."""
+"""Maximum number of known tenants; beyond it, tenants without an open request are forgotten."""
 
 
 class TenantCount:
-    """Totals and open requests of one tenant. Its users write the fields.
+    """Totals and open requests of one tenant. The code that counts writes the fields directly.
 
     Args:
-        name: of the tenant.
+        name: name of the tenant.
     """
 
     __slots__ = ("exposed_generated", "exposed_prompt", "name", "num_generated_tokens", "num_open", "num_prompt_tokens",
@@ -33,19 +34,19 @@ class TenantCount:
     def __init__(self, name: str) -> None:
         self.name = name
         self.num_prompt_tokens = 0
-        """Prompt tokens of requests that reached their first token."""
+        """Number of prompt tokens of all requests that reached their first token."""
         self.num_generated_tokens = 0
         self.num_open = 0
-        """Requests that have not finished."""
+        """Number of requests that have not finished."""
         self.num_unstarted = 0
-        """Open requests without a first token."""
-        # The amounts that are already in a series, and the values of the tenant's own series.
+        """Number of open requests without a first token."""
+        # `taken_...`: the amounts that a series contains already; `exposed_...`: the values of the tenant's own series.
         self.taken_prompt = self.taken_generated = 0
         self.exposed_prompt = self.exposed_generated = 0
 
     @property
     def weight(self) -> int:
-        """All tokens of the tenant."""
+        """Number of all tokens of the tenant; tenants with many have their own series."""
         return self.num_prompt_tokens + self.num_generated_tokens
 
 
@@ -53,14 +54,15 @@ class TenantCounts:
     """The counts of all tenants.
 
     Args:
-        names: of tenants that are known from the start.
+        names: names of tenants that are known from the start.
     """
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         self._known: dict[str, TenantCount] = {}
         self._named: set[str] = set()
         self._others = TenantCount(OTHER)
-        """Its `exposed_...` count the tokens of all tenants while they had no own series."""
+        """Count whose `exposed_...` are the tokens of all tenants from the times when they had no series of their
+        own."""
         for name in names:
             self._count_of(name)
 
@@ -72,21 +74,21 @@ class TenantCounts:
         return count
 
     def close(self, count: TenantCount, *, is_started: bool) -> None:
-        """Count a finished request; `is_started`: it had a first token."""
+        """Count a finished request; `is_started`: whether it had a first token."""
         count.num_open -= 1
         if not is_started:
             count.num_unstarted -= 1
         if len(self._known) > MAX_KNOWN and not count.num_open and count.name not in self._named:
-            self._take(count)
+            self._add_new_tokens(count)
             del self._known[count.name]
 
     def readings(self) -> tuple[dict[str, float], dict[str, float], dict[str, float], dict[str, float]]:
-        """By tenant: prompt tokens, generated tokens, open requests, and open requests without a first token. Empty
-        while there is only one tenant, as its values are those of the server.
+        """Four dictionaries by tenant: prompt tokens, generated tokens, open requests, open requests without a first
+        token. Empty while there is only one tenant, as its values are those of the server.
         """
         for count in self._known.values():
-            self._take(count)
-        self._rename()
+            self._add_new_tokens(count)
+        self._reassign_series()
         if len(self._known) < 2:
             return {}, {}, {}, {}
         named = [self._known[name] for name in sorted(self._named)]
@@ -96,7 +98,7 @@ class TenantCounts:
         num_unstarted: dict[str, float] = {count.name: count.num_unstarted for count in named}
         others = [count for count in self._known.values() if count.name not in self._named]
         if others or self._others.exposed_prompt or self._others.exposed_generated:
-            # A client may choose this name for its tenant: then it is one of the others.
+            # A client may choose the name `OTHER` for its tenant, which then counts as one of the unnamed tenants.
             for series, value in (
                 (prompt, self._others.exposed_prompt),
                 (generated, self._others.exposed_generated),
@@ -107,7 +109,7 @@ class TenantCounts:
         return prompt, generated, num_open, num_unstarted
 
     def named(self, amounts: Mapping[str, float]) -> dict[str, float]:
-        """Amounts by tenant with the same labels; empty while there is only one tenant."""
+        """Amounts by tenant, summed under the labels of `readings`; empty while there is only one tenant."""
         if len(self._known) < 2:
             return {}
         found = dict.fromkeys(sorted(self._named), 0.0)
@@ -124,16 +126,15 @@ class TenantCounts:
                 self._named.add(tenant)
         return count
 
-    def _take(self, count: TenantCount) -> None:
-        """Add the new tokens of a tenant to its series."""
+    def _add_new_tokens(self, count: TenantCount) -> None:
+        """Add a tenant's tokens since the last call to its own series, or to that of `OTHER`."""
         series = count if count.name in self._named else self._others
         series.exposed_prompt += count.num_prompt_tokens - count.taken_prompt
         series.exposed_generated += count.num_generated_tokens - count.taken_generated
         count.taken_prompt, count.taken_generated = count.num_prompt_tokens, count.num_generated_tokens
 
-    def _rename(self) -> None:
-        """Give the series of the lightest named tenants to the heaviest others, if these have more than twice the
-        tokens."""
+    def _reassign_series(self) -> None:
+        """Replace the named tenants with the fewest tokens by unnamed tenants that have more than twice as many."""
         others = [count for name, count in self._known.items() if name not in self._named and name != OTHER]
         if not others:
             return

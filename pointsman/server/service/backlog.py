@@ -1,4 +1,4 @@
-"""Backlog: limits open requests and waiting prompt tokens. Beyond the limits a client gets 429, at little cost.
+"""Backlog: limits open requests and waiting prompt tokens. Beyond the limits a client gets 429, which costs little.
 
     with backlog.enter("alice", num_requests=1) as ticket:      # 429 if too many requests are open
         ticket.add_prompts([512])                               # 429 if too many prompt tokens wait
@@ -22,7 +22,7 @@ from pointsman.server.stages import retry_seconds
 from pointsman.server.wire.errors import ApiError
 
 if TYPE_CHECKING:
-    from pointsman.server.stages import StageRoom
+    from pointsman.server.stages import StageLimit
 
 WINDOW = 30.0
 """Seconds over which the rate of first tokens is estimated."""
@@ -33,19 +33,19 @@ class Backlog:
     """The open requests, and the prompts that wait.
 
     Args:
-        requests: the capacity for open requests of the engine.
-        prompt_tokens: the capacity for waiting prompt tokens.
-        clock: seconds.
+        requests: the limit on open requests of the engine.
+        prompt_tokens: the limit on waiting prompt tokens.
+        clock: returns the time in seconds.
     """
 
     def __init__(
-        self, requests: StageRoom, prompt_tokens: StageRoom, clock: Callable[[], float] = time.monotonic
+        self, requests: StageLimit, prompt_tokens: StageLimit, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.requests = requests
         self.prompt_tokens = prompt_tokens
         self.num_waiting = 0
-        """Prompts without a first token."""
-        self._waiting_of = Counter[str]()  # the same by tenant
+        """Number of prompts without a first token."""
+        self._waiting_of = Counter[str]()  # the number of prompts without a first token, by tenant
         self._clock = clock
         self._first_tokens: deque[float] = deque(maxlen=MAX_SAMPLES)
         self._waiting_since = 0.0
@@ -69,8 +69,8 @@ class Backlog:
     def retry_after(self, tenant: str) -> int:
         """Estimated seconds until all waiting prompts of the tenant have their first token.
 
-        The estimate is an upper bound: all waiting prompts come first. With equal shares of tenants, each other tenant
-        gets at most the number of prompts that this tenant has.
+        The estimate assumes the worst order: all waiting prompts precede. With equal shares of tenants, each other
+        tenant starts at most as many prompts as this tenant has.
         """
         now = self._clock()
         while self._first_tokens and self._first_tokens[0] < now - WINDOW:
@@ -78,7 +78,7 @@ class Backlog:
         if self._first_tokens:
             rate = len(self._first_tokens) / max(now - self._first_tokens[0], 1e-3)
             estimate = min(self.num_waiting, self._waiting_of[tenant] * len(self._waiting_of)) / rate
-        else:  # no rate is known yet, only the waiting time so far
+        else:  # no rate is known yet; the estimate is the waiting time so far
             estimate = now - self._waiting_since if self.num_waiting else 0.0
         return retry_seconds(estimate)
 
@@ -101,7 +101,7 @@ class Backlog:
 
 
 class Ticket:
-    """A client's request in the backlog. A context: leaving it frees the request's part of the backlog."""
+    """A client's request in the backlog. A context manager: its exit frees the request's part of the backlog."""
 
     __slots__ = ("_backlog", "_num_requests", "_num_tokens", "_tenant", "_waiting")
 
@@ -109,8 +109,8 @@ class Ticket:
         self._backlog = backlog
         self._tenant = tenant
         self._num_requests = num_requests
-        self._waiting: dict[int, int] = {}  # prompt -> its tokens
-        self._num_tokens = 0  # their sum, at most the limit
+        self._waiting: dict[int, int] = {}  # index of a waiting prompt -> its number of tokens
+        self._num_tokens = 0  # the counted tokens of all waiting prompts, at most the limit
 
     def __enter__(self) -> Ticket:
         return self
@@ -128,22 +128,22 @@ class Ticket:
     def add_prompts(self, num_tokens: Sequence[int]) -> None:
         """Count the request's prompts as waiting: each prompt once, for any number of samples. To be called once.
 
-        A request that waits alone is always accepted, at any length.
+        If no other prompt waits, prompts of any length are accepted.
 
         Raises:
             ApiError: 429, too many prompt tokens of other requests wait.
         """
         backlog, tenant, total = self._backlog, self._tenant, sum(num_tokens)
-        room = backlog.prompt_tokens
-        if room.size is not None and not room.total:
-            total = min(total, room.size)
-        room.take(tenant, total, retry_after=lambda: backlog.retry_after(tenant))
+        limit = backlog.prompt_tokens
+        if limit.size is not None and not limit.total:
+            total = min(total, limit.size)
+        limit.take(tenant, total, retry_after=lambda: backlog.retry_after(tenant))
         self._num_tokens = total
         self._waiting = dict(enumerate(num_tokens))
         backlog._add(tenant, len(num_tokens))
 
     def first_token(self, prompt: int) -> None:
-        """Note a prompt's first token, in any sample: the prompt no longer waits. Later calls change nothing."""
+        """Note the first token of a prompt, in any sample: the prompt no longer waits. Later calls have no effect."""
         if self._waiting.pop(prompt, None) is None:
             return
         backlog, left = self._backlog, min(self._num_tokens, sum(self._waiting.values()))

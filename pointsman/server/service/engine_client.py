@@ -55,54 +55,54 @@ ENGINE_PROCESS = "pointsman.server.engine_process"
 """The module that the engine process runs. Programs find the process by this name in its command line."""
 SECONDS_TO_DIE = 10.0
 """Time for the engine process to exit after `Stop`, without draining. Then it is killed, and has the same time
-again."""
+to disappear."""
 SECONDS_BETWEEN_POLLS = 0.01
 MAX_UNREAD_BYTES = 16 * 1024 * 1024
 """Maximum number of bytes that wait for an engine process that does not read; with more, requests are refused."""
 MAX_SENT_TOGETHER = 64
-"""Maximum number of requests in one message; the next message follows when these are queued. Queuing a long prompt
-takes 0.2 ms between two steps, so a thousand requests at once would delay the tokens and requests of all other
-clients."""
+"""Maximum number of requests in one message; the next message follows when the engine has queued them. Queuing a long
+prompt takes 0.2 ms between two steps, so a thousand requests in one message would delay the tokens and requests of all
+other clients."""
 
 
 class EngineStartError(RuntimeError):
-    """The engine process ended before its model was loaded, and the options are not the cause."""
+    """The engine process ended before the model was loaded, for another reason than the options."""
 
 
 class Process(Protocol):
     """An engine process; `subprocess.Popen` and `RemoteProcess` implement this."""
 
     def poll(self) -> int | None:
-        """Its exit code; None while it runs."""
+        """The exit code of the process; None while it runs."""
 
     def kill(self) -> None:
-        """End it at once, as far as the system can."""
+        """End the process immediately, as far as the system can."""
 
 
 class NoProcess:
     """The process of an engine that was never started."""
 
     def poll(self) -> int | None:
-        """0: it has ended."""
+        """0, the exit code of a process that has ended."""
         return 0
 
     def kill(self) -> None:
-        """Does nothing."""
+        """Does nothing, as there is no process."""
 
 
 class EngineClient:
-    """An engine in its own process. Made by `start`, or by `connect` for an existing process.
+    """An engine in its own process. Created by `start`, or by `connect` for an existing process.
 
     Attributes:
         info: the engine's description of itself.
-        tokenizer: of the model, in this process; None if it has none.
+        tokenizer: the model's tokenizer, in this process; None if the model has none.
         receiver: the streams of unfinished requests; reports steps and finished requests.
         is_here: whether the engine process runs on this machine, as far as known.
-        is_hung: whether it counts as dead because it gave no sign of life.
-        dead: set when the engine process has ended, for any reason, or counts as dead.
+        is_hung: whether the engine counts as dead because it gave no sign of life.
+        dead: event, set when the engine process has ended, for any reason, or counts as dead.
         on_death: called with the streams of unfinished requests and the reason when the process has ended by itself;
             None: the streams fail.
-        heartbeat: of the engine.
+        heartbeat: the heartbeat of the engine.
     """
 
     def __init__(self, process: Process, timeout: float = DEFAULT_TIMEOUT) -> None:
@@ -119,10 +119,10 @@ class EngineClient:
         self._keys = count()
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._transport: asyncio.WriteTransport | None = None
-        self._ending: asyncio.Task[None] | None = None  # after the socket was closed
-        self._gone = asyncio.Event()  # the process is gone, or cannot be ended
-        self._pulse_key: int | None = None  # of the question that the heartbeat waits for
-        self._is_excused = False  # the engine is late, and a debugger is attached to it
+        self._ending: asyncio.Task[None] | None = None  # runs `_note_death` after the socket was closed
+        self._gone = asyncio.Event()  # set when the process has exited, or cannot be ended
+        self._pulse_key: int | None = None  # key of the question that the heartbeat waits for
+        self._is_excused = False  # the engine is silent for too long, and a debugger is attached to it
         self._is_stopping = False
         self._death: str | None = None
         self._failed: Failed | None = None
@@ -148,15 +148,15 @@ class EngineClient:
 
         Args:
             options: keyword arguments of `Engine`.
-            record: a file for the scheduler's recording.
+            record: file of the scheduler's recording; None: no recording.
             record_when_full: what happens to the recording when the disk is full.
             must_record: whether an engine whose recording cannot be opened does not start.
-            log_stats_interval: seconds between lines of statistics; None: none.
-            max_step_retries: how often in a row a failed step is tried again.
+            log_stats_interval: seconds between lines of statistics in the log; None: no such lines.
+            max_step_retries: maximum number of consecutive retries of a failed step.
             warm_up: whether requests of every kind are rehearsed first, so that no real request is slow.
-            name: a prefix of its log lines, after the program's name.
-            cores: the only processors that it may run on, where the system can bind it to them; None: all.
-            tokenizer: of the model, if it was read before; None: it is read here.
+            name: prefix of the engine's log lines, after the program's name.
+            cores: the only processors that the process may run on, if the system can bind it to them; None: all.
+            tokenizer: the model's tokenizer, if it was read before; None: it is read here.
             timeout: seconds without a sign of life after which the engine counts as dead, once its model is loaded; 0:
                 never.
 
@@ -188,17 +188,17 @@ class EngineClient:
         tokenizer: Any | None = None,
         timeout: float = DEFAULT_TIMEOUT,
     ) -> EngineClient:
-        """Make an engine in an existing process, and wait until its model is loaded.
+        """Create an engine in an existing process, and wait until its model is loaded.
 
         Args:
-            process: started by `start_process`, here or on another machine; ended if this call fails.
-            sock: connected to it; nothing has been sent yet.
+            process: the process, started by `start_process` here or on another machine; ended if this call fails.
+            sock: socket connected to the process; the API process has sent nothing yet.
             start: the engine's options.
-            tokenizer: of the model, if it was read before; None: it is read here.
-            timeout: as for `start`.
+            tokenizer: the model's tokenizer, if it was read before; None: it is read here.
+            timeout: seconds without a sign of life after which the engine counts as dead; 0: never.
 
         Raises:
-            ValueError, EngineStartError: as for `start`.
+            ValueError, EngineStartError: as `start` raises them.
         """
         client = cls(process, timeout)
         client._name = start.name
@@ -225,7 +225,7 @@ class EngineClient:
 
     @classmethod
     def absent(cls, other: EngineClient) -> EngineClient:
-        """A placeholder for an engine that is not started yet, with the description of another. It counts as dead."""
+        """A placeholder for an engine that is not started yet, with the description of `other`. It counts as dead."""
         client = cls(NoProcess())
         client.info, client.tokenizer, client.is_here = other.info, other.tokenizer, other.is_here
         client._death = "the engine has not been started yet"
@@ -237,7 +237,7 @@ class EngineClient:
 
     def generate(self, request: EngineRequest) -> ClientStream:
         """The stream of a request's deltas, for a reader in this event loop. The request is sent by `submit`, by
-        `await stream.start()`, or by the first reading.
+        `await stream.start()`, or when the stream is first read.
         """
         return ClientStream(request, self.submit, self.abandon)
 
@@ -245,7 +245,7 @@ class EngineClient:
         """Send the requests of streams, in order, and return when all are queued (and their grammars compiled).
 
         Raises:
-            ValueError: one request can never run; the others remain queued until their streams are closed.
+            ValueError: one request can never run; the other requests remain queued until their streams are closed.
             EngineDeadError: the engine has died or is shutting down.
             EngineStalledError: the engine process does not read its socket.
         """
@@ -264,15 +264,15 @@ class EngineClient:
         self.send(streams)
 
     def send(self, streams: Sequence[ClientStream]) -> None:
-        """As `submit`, without checks. If the engine has died unnoticed, `_die` handles these streams like its
-        others."""
+        """As `submit`, without checks. If the engine has died unnoticed, `_mark_dead` handles these streams like all
+        streams of the engine."""
         for stream in streams:
             stream.note_sent(next(self._keys))
             self.receiver.streams[stream.key] = stream
         self._send(Add([(stream.key, stream.request) for stream in streams]))
 
     def abandon(self, stream: ClientStream) -> None:
-        """Abort the request of a stream without a reader, unless the request was not sent here or has finished."""
+        """Abort the request of a stream that is no longer read. No effect if it was sent elsewhere or has finished."""
         if self.receiver.streams.get(stream.key) is stream:  # keys are unique within one engine only
             del self.receiver.streams[stream.key]
             self._send(Abandon(stream.key))
@@ -285,7 +285,7 @@ class EngineClient:
 
         Raises:
             EngineDeadError: the engine process has ended.
-            EngineStalledError: the engine has given no sign of life for long.
+            EngineStalledError: the engine has given no sign of life for `heartbeat.STALLED_AFTER` seconds.
             Exception: as the question's class documents.
         """
         self.check_health()
@@ -308,17 +308,17 @@ class EngineClient:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine process runs, and gives signs of life."""
+        """Whether the engine process runs and does not count as dead."""
         return self._death is None
 
     @property
     def is_slow(self) -> bool:
-        """Whether the engine gives no sign of life at the moment, so that other engines should get new requests."""
+        """Whether the engine is silent at the moment, so that other engines should get new requests."""
         return self.heartbeat.is_slow
 
     @property
     def takes_requests(self) -> bool:
-        """Whether the engine process runs, and reads its socket."""
+        """Whether the engine process runs, and reads requests from the socket."""
         transport = self._transport
         return self._death is None and not (
             transport is not None and transport.get_write_buffer_size() > MAX_UNREAD_BYTES
@@ -343,22 +343,22 @@ class EngineClient:
         """Raises EngineStalledError: the engine is stalled, so that no question should be sent."""
         if self._death is None and self.heartbeat.is_stalled:
             raise EngineStalledError(
-                f"{self._named} has given no sign of life for {self._silent_since()}: it is in a long step, or stuck; "
-                "try again later"
+                f"{self._shown_name} has given no sign of life for {self._silence_text()}: it is in a long step, or "
+                "stuck; try again later"
             )
 
     @property
-    def _named(self) -> str:
+    def _shown_name(self) -> str:
         name = self._name or "the engine"
         return f"{name} (process {self.info.pid})" if self.info else name
 
-    def _silent_since(self) -> str:
+    def _silence_text(self) -> str:
         silence = self.heartbeat.silence
         since = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(time.time() - silence))
         return f"{silence:.0f} s, since {since}"
 
     async def shutdown(self, drain: bool = False, timeout: float | None = None) -> None:
-        """End the engine process. May be called again, in any state.
+        """End the engine process. May be called repeatedly, in any state.
 
         Args:
             drain: let sent requests finish and refuse new ones; False: abort sent requests, so that their streams end
@@ -379,12 +379,12 @@ class EngineClient:
         await self._kill()
 
     def kill(self) -> None:
-        """End the engine process at once; a `shutdown` that waits for it returns."""
+        """End the engine process immediately; a running `shutdown` then returns."""
         self._is_stopping = True
         self._process.kill()
 
     async def _kill(self) -> None:
-        """End the process, and wait until it is gone."""
+        """Kill the process, and wait until it has exited or cannot be ended."""
         is_ours = self._process.poll() is None and self._death is None
         self._is_stopping = self._is_stopping or is_ours
         if self._transport is not None:
@@ -397,7 +397,7 @@ class EngineClient:
             await self._gone.wait()
 
     async def wait_gone(self) -> None:
-        """Return when the process of a dead engine is gone, so that its memory and GPU are free, or when it cannot be
+        """Return when the process of a dead engine has exited, so that its memory and GPU are free, or cannot be
         ended."""
         await self._gone.wait()
 
@@ -412,7 +412,7 @@ class EngineClient:
                 return code
             if kills:
                 self._process.kill()
-        logger.error("%s was killed but does not end; its memory is not free", self._named)
+        logger.error("%s was killed but does not end; its memory is not free", self._shown_name)
         return None
 
     # ------------------------------------------------------------------ the connection
@@ -438,7 +438,7 @@ class EngineClient:
             case EngineInfo():
                 self.info = message
                 self._ready.set()
-                self._look()
+                self._check_heartbeat()
             case Failed():
                 self._failed = message
                 self._ready.set()
@@ -448,54 +448,54 @@ class EngineClient:
         self._ending.add_done_callback(lambda _: self._gone.set())
 
     async def _note_death(self) -> None:
-        """The connection is closed: wait for the process to end; then the engine is dead, if it was not before."""
+        """After the end of the connection: wait until the process has exited, and mark the engine as dead."""
         code = await self._exit_code()
         if self._death is None:
             why = _describe_end(code)
             if not self._is_stopping:
                 named = f"{self._name}, process {self.info.pid}," if self._name and self.info else "the engine process"
                 logger.critical("%s %s", named, why)
-            self._die(f"the engine process {why}")
+            self._mark_dead(f"the engine process {why}")
 
-    def _look(self) -> None:
-        """Check the heartbeat every `INTERVAL`, and ask for a sign of life."""
+    def _check_heartbeat(self) -> None:
+        """Check the heartbeat, ask the engine for a sign of life, and schedule the next check after `INTERVAL`."""
         if self._death is not None:
             return
-        if self.heartbeat.is_late and not self._excuse():
+        if self.heartbeat.is_late and not self._is_debugged():
             self._end_hung()
             return
-        asyncio.get_running_loop().call_later(INTERVAL, self._look)
+        asyncio.get_running_loop().call_later(INTERVAL, self._check_heartbeat)
         if self.heartbeat.ask():
             self._pulse_key = next(self._keys)
             self._send(Ask(self._pulse_key, TakePulse()))
 
-    def _excuse(self) -> bool:
-        """Whether an engine that is late may continue, because a debugger is attached to it."""
+    def _is_debugged(self) -> bool:
+        """Whether a silent engine may continue beyond the time limit, because a debugger is attached to it."""
         was_excused, self._is_excused = self._is_excused, self.is_here and is_traced(self.info.pid)
         if self._is_excused and not was_excused:
             logger.warning(
                 "%s has given no sign of life for %s; a debugger is attached to it, so it is left alone",
-                self._named,
-                self._silent_since(),
+                self._shown_name,
+                self._silence_text(),
             )
         return self._is_excused
 
     def _end_hung(self) -> None:
-        """The engine is late: it counts as dead from now on, and its process is killed."""
+        """Kill the process of an engine that was silent for too long; the engine counts as dead from now on."""
         self.is_hung = True
         why = (
-            f"{self._named} has given no sign of life for {self._silent_since()} (the limit is "
+            f"{self._shown_name} has given no sign of life for {self._silence_text()} (the limit is "
             f"{self.heartbeat.limit:.0f} s; --engine-timeout sets it): it hangs, and is ended"
         )
         logger.critical("%s", why)
         self._process.kill()
         if self._transport is not None:
             self._transport.abort()
-        self._die(why)
+        self._mark_dead(why)
 
-    def _die(self, why: str) -> None:
-        """Mark the engine as dead; called once. Open questions fail. Its streams go to `on_death`, by which a fleet
-        resumes them elsewhere; without `on_death`, or at shutdown, they fail too."""
+    def _mark_dead(self, why: str) -> None:
+        """Mark the engine as dead; called once. Open questions fail. `on_death` gets the streams, and a fleet resumes
+        their requests elsewhere. Without `on_death`, or at shutdown, the streams fail too."""
         self._death = "the engine has been shut down" if self._is_stopping else why
         orphans = self.receiver.take_all()
         why = self.receiver.last_words or self._death
@@ -521,11 +521,11 @@ def is_traced(pid: int) -> bool:
 
 
 def start_process(sock: socket.socket, cores: Sequence[int] | None = None) -> subprocess.Popen[bytes]:
-    """Start an engine process. It makes its engine when it receives a `Start`.
+    """Start an engine process, which creates its engine when it receives a `Start`.
 
     Args:
-        sock: its own end of the connection to the API process; the caller closes its copy.
-        cores: the only processors that it may run on, where the system can bind it to them; None: all.
+        sock: the engine process's end of the connection to the API process; the caller closes its own copy.
+        cores: the only processors that the process may run on, if the system can bind it to them; None: all.
     """
     command = [sys.executable, "-m", ENGINE_PROCESS, str(sock.fileno())]
     process = subprocess.Popen(command, pass_fds=(sock.fileno(),), stdin=subprocess.DEVNULL)
@@ -536,7 +536,8 @@ def start_process(sock: socket.socket, cores: Sequence[int] | None = None) -> su
 
 
 async def queue_in_turns(streams: Sequence[ClientStream], submit: Callable[[Sequence[ClientStream]], None]) -> None:
-    """Send the requests of streams with `submit`, in order, `MAX_SENT_TOGETHER` at once; return when all are queued."""
+    """Send the requests of streams with `submit`, in order, at most `MAX_SENT_TOGETHER` in one message; return when all
+    are queued."""
     for first in range(0, len(streams), MAX_SENT_TOGETHER):
         together = streams[first : first + MAX_SENT_TOGETHER]
         submit(together)

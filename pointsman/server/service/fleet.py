@@ -10,15 +10,15 @@ tokens are kept. Sampling depends only on the engines' seed, the request's id an
 same as without the death. A request that was in more than `max_resumes` engines when they died may be the cause, and
 fails.
 
-An engine that gives no sign of life (`heartbeat.py`) is avoided while others take requests, and counts as dead when it
-is late.
+An engine that gives no sign of life (`heartbeat.py`) gets no requests while other engines take them, and counts as dead
+when it has been silent for too long.
 
-A dead engine is restarted at once. If it dies again or does not start, the delay doubles each time. After
-`max_restarts` consecutive failures it stays dead. The new engine gets the pause state and the limits of the others
-before its first request. While no engine lives, requests wait for the one that is being started. When all engines stay
-dead, the fleet is dead, and the server ends.
+A dead engine is restarted immediately. If it dies again or does not start, the delay doubles each time. After
+`max_restarts` consecutive failures it stays dead. The new engine gets the pause state and the limits of the other
+engines before its first request. While no engine lives, requests wait for the next engine that is started. When all
+engines stay dead, the fleet is dead, and the server ends.
 
-A fleet may begin with its first engine alone (`start_fleet`); the others join later, as restarted engines do.
+A fleet may begin with its first engine alone (`start_fleet`); the other engines join later, as restarted engines do.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ logger = logging.getLogger(__name__)
 LONGEST_DELAY = 30.0
 """Maximum delay before a restart, in seconds."""
 FORGIVEN_AFTER = 60.0
-"""Seconds after whose survival an engine's earlier failures no longer count."""
+"""Seconds of running after which an engine's earlier failures no longer count."""
 DEFAULT_RESUMES = 3
-"""How often a request is resumed in another engine after a death."""
+"""Maximum number of times that a request is resumed after its engine died."""
 NONE_LIVES = "no engine runs at the moment, one is being started; try again in a few seconds"
 
 Restart = Callable[[int, int], Awaitable[EngineClient]]
 
 
 class StartEngine(Protocol):
-    """Starts engine `index`, and returns when its model is loaded. `num_restarts` is how often it was restarted
-    before."""
+    """Starts engine `index`, and returns when its model is loaded. `num_restarts` is the number of its restarts so
+    far."""
 
     def __call__(self, index: int, num_restarts: int, tokenizer: Any = None, /) -> Awaitable[EngineClient]: ...
 
@@ -74,16 +74,16 @@ class EngineFleet:
     """Engines of one model, with equal options. One event loop owns it.
 
     Args:
-        engines: that have loaded the model; at least one.
-        restart: restarts an engine, given its number and how often it was restarted before; None: a dead engine stays
+        engines: the engines, which have loaded the model; at least one.
+        restart: restarts an engine, given its number and the number of its restarts so far; None: a dead engine stays
             dead.
-        max_restarts: consecutive failures of an engine (deaths or failed starts) after which it stays dead.
-        max_resumes: how often a request is resumed in another engine.
+        max_restarts: number of consecutive failures (deaths or failed starts) after which an engine stays dead.
+        max_resumes: maximum number of times that a request is resumed after its engine died.
 
     Attributes:
-        engines: by their numbers; dead engines, and placeholders of engines to start, stay here until they are
-            replaced.
-        dead: set when all engines are dead and none will be restarted.
+        engines: the engines by their numbers; dead engines, and placeholders of engines to start, stay here until they
+            are replaced.
+        dead: event, set when all engines are dead and none will be restarted.
         num_wanted: the number of engines that should live now; fewer than all if an autoscaler starts and ends engines.
     """
 
@@ -107,9 +107,9 @@ class EngineFleet:
         self._observations: Sequence[EngineObservations] = ()
         self._paused: Pause | None = None
         self._active_limit: SetMaxNumActiveSeqs | None = None
-        self._waiting: dict[ClientStream, None] = {}  # for an engine, while no engine lives
+        self._waiting: dict[ClientStream, None] = {}  # requests that wait for an engine, while no engine lives
         self._starting: dict[int, asyncio.Task[None]] = {}
-        self._num_failures = [0] * count  # consecutive
+        self._num_failures = [0] * count  # consecutive failures of each engine
         self._num_restarts = [0] * count
         self._num_resumed = [0] * count
         self._num_hangs = [0] * count
@@ -122,17 +122,17 @@ class EngineFleet:
 
     @property
     def info(self) -> EngineInfo:
-        """The description of the first engine; the others differ only in their process ids."""
+        """The description of the first engine; those of other engines differ only in the process ids."""
         return self.engines[0].info
 
     @property
     def tokenizer(self) -> Any | None:
-        """The tokenizer of the model; None if it has none."""
+        """The tokenizer of the model; None if the model has none."""
         return self.engines[0].tokenizer
 
     @property
     def max_num_running(self) -> int:
-        """Maximum number of running requests in all engines, as configured at the start."""
+        """Maximum number of running requests in all engines together, as configured at the start."""
         return len(self.engines) * self.info.max_num_running
 
     @property
@@ -142,21 +142,22 @@ class EngineFleet:
 
     @property
     def num_restarts(self) -> list[int]:
-        """How often each engine was restarted."""
+        """Number of restarts of each engine."""
         return self._num_restarts
 
     @property
     def num_resumed(self) -> list[int]:
-        """How many requests of each engine were resumed after it died."""
+        """Number of requests of each engine that were resumed after it died."""
         return self._num_resumed
 
     @property
     def num_hangs(self) -> list[int]:
-        """How often each engine counted as dead because it gave no sign of life."""
+        """Number of times that each engine counted as dead because it gave no sign of life."""
         return self._num_hangs
 
     def observe(self, observations: Sequence[EngineObservations]) -> None:
-        """Report steps and finished requests of each engine from now on, also of restarted ones."""
+        """Report steps and finished requests from now on, to the observations of their engine; restarted engines
+        too."""
         self._observations = observations
         for index in range(len(self.engines)):
             self._connect(index)
@@ -169,14 +170,14 @@ class EngineFleet:
     # ------------------------------------------------------------------ requests
 
     def generate(self, request: EngineRequest) -> ClientStream:
-        """As `EngineClient.generate`."""
+        """The stream of a request's deltas, as `EngineClient.generate`."""
         return ClientStream(request, self.submit, self._abandon)
 
     async def queue(self, streams: Sequence[ClientStream]) -> None:
-        """As `EngineClient.queue`. While no engine lives, it waits for one.
+        """Queue the requests of streams, as `EngineClient.queue`. While no engine lives, this waits for one.
 
         Raises:
-            ValueError: one request can never run; the others remain queued until their streams are closed.
+            ValueError: one request can never run; the other requests remain queued until their streams are closed.
             EngineDeadError: all engines are dead, and none will be restarted.
             EngineStalledError: no living engine reads its socket.
         """
@@ -195,7 +196,8 @@ class EngineFleet:
         self._send(streams)
 
     def _send(self, streams: Sequence[ClientStream]) -> None:
-        """Send to an engine that reads and answers; else to any that lives; else to the next that is started."""
+        """Send each request to an engine that `_loads` allows; while no engine lives, keep it for the next that is
+        started."""
         if not any(engine.is_alive for engine in self.engines):
             for stream in streams:
                 stream.note_sent()
@@ -205,7 +207,7 @@ class EngineFleet:
             self.engines[index].send(group)
 
     def _route(self, streams: Sequence[ClientStream]) -> dict[int, Sequence[ClientStream]]:
-        """The streams by the number of their engine, in order."""
+        """The streams by the number of the engine that the router chooses, in order."""
         if self._router is None:
             return {0: streams}
         loads = self._loads()
@@ -219,8 +221,8 @@ class EngineFleet:
         return dict(groups)
 
     def _loads(self) -> list[int | None]:
-        """The number of open requests of each engine; None: it should get no request. At least one living engine has a
-        number."""
+        """The number of open requests of each engine; None: the engine should get no request. Only the engines
+        with the best state have a number: those that read and answer, else those that read, else all that live."""
         takes = [engine.takes_requests for engine in self.engines]
         answers = [taken and not engine.is_slow for taken, engine in zip(takes, self.engines, strict=True)]
         lives = [engine.is_alive for engine in self.engines]
@@ -239,16 +241,18 @@ class EngineFleet:
         """The answer to a question, from one or all engines; the question's class decides (`wire/questions.py`).
 
         Args:
-            question: commands also apply to engines that are started later, and to requests that wait for an engine.
+            question: a question or command; commands also apply to engines that are started later, and to requests that
+                wait for an engine.
             engine: the number of the engine that gets a `OneEngineQuestion`.
 
         Raises:
             EngineDeadError: all engines are dead, and none will be restarted.
-            EngineStalledError: no engine to ask lives now, or one of them gives no sign of life; then none is asked.
+            EngineStalledError: no engine to ask lives now, or one to ask gives no sign of life; then no engine is
+                asked.
             Exception: as the question's class documents.
         """
         self.check_health()
-        index = self._chosen(question, engine)
+        index = self._engine_to_ask(question, engine)
         if index is not None:
             return question.merge({index: await self.engines[index].ask(question)})
         before = self._paused
@@ -272,15 +276,15 @@ class EngineFleet:
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     def tell(self, question: OneEngineQuestion[None], engine: int) -> None:
-        """As `EngineClient.tell`, to the engine of this number."""
+        """Send a command to the engine with the number `engine`, as `EngineClient.tell`."""
         self.engines[engine].tell(question)
 
-    def _chosen(self, question: Question[Any], engine: int) -> int | None:
+    def _engine_to_ask(self, question: Question[Any], engine: int) -> int | None:
         """The number of the engine that gets a question; None: all engines get it. If no engine has the request of a
         `RequestQuestion`, any living engine gets it, and answers that it does not know the request.
 
         Raises:
-            EngineStalledError: that engine does not live now, or none does.
+            EngineStalledError: the chosen engine does not live now, or no engine lives.
         """
         living = [index for index, engine in enumerate(self.engines) if engine.is_alive]
         match question:
@@ -355,7 +359,7 @@ class EngineFleet:
     # ------------------------------------------------------------------ deaths and restarts
 
     def _on_death(self, index: int, orphans: list[ClientStream], why: str) -> None:
-        """Engine `index` has ended by itself, or counts as dead: restart it, and resume its requests."""
+        """Restart engine `index`, which has ended by itself or counts as dead, and resume its requests."""
         self._num_hangs[index] += self.engines[index].is_hung
         if self._router is not None:
             self._router.forget(index)
@@ -367,14 +371,14 @@ class EngineFleet:
             self._num_failures[index] = 0
         self._num_failures[index] += 1
         if self._num_failures[index] <= self._max_restarts:
-            task = asyncio.get_running_loop().create_task(self._bring_back(index))
+            task = asyncio.get_running_loop().create_task(self._start_until_ready(index))
             self._starting[index] = task
         else:
             self._give_up(index, why)
         self._resume(index, orphans, why)
 
     def note_death(self, index: int, why: str) -> None:
-        """Engine `index` has died before it was in the fleet: restart it."""
+        """Restart engine `index`, which died before it was in the fleet."""
         self._on_death(index, [], why)
 
     def _resume(self, index: int, orphans: list[ClientStream], why: str) -> None:
@@ -404,11 +408,11 @@ class EngineFleet:
             logger.warning("%d requests of engine %d are resumed: %s", len(resumed), index, ", ".join(where))
 
     def expect(self, index: int, starting: Awaitable[EngineClient]) -> None:
-        """Add engine `index`, which is being started for the first time, when it is ready; a failure to start
-        counts."""
-        self._starting[index] = asyncio.get_running_loop().create_task(self._bring_back(index, starting))
+        """Add engine `index`, which is being started for the first time, when it is ready. A failed start counts as a
+        failure of the engine."""
+        self._starting[index] = asyncio.get_running_loop().create_task(self._start_until_ready(index, starting))
 
-    async def _bring_back(self, index: int, starting: Awaitable[EngineClient] | None = None) -> None:
+    async def _start_until_ready(self, index: int, starting: Awaitable[EngineClient] | None = None) -> None:
         """Add engine `index` when it is ready. Without `starting`, or after a failed start, restart it until that
         succeeds."""
         why = ""
@@ -417,14 +421,14 @@ class EngineFleet:
                 starting = self._start_again(index)
             try:
                 engine = await starting
-                await self._join(engine)
+                await self._apply_commands(engine)
             except (EngineStartError, EngineDeadError, ValueError, OSError) as error:
                 why = str(error)
                 logger.error("engine %d does not start: %s", index, why)
                 self._num_failures[index] += 1
                 starting = None
                 continue
-            self._take(index, engine)
+            self._replace_engine(index, engine)
             return
         self._give_up(index, why)
 
@@ -437,8 +441,8 @@ class EngineFleet:
         self._num_restarts[index] += 1
         return await self._restart(index, self._num_restarts[index])
 
-    async def _join(self, engine: EngineClient) -> None:
-        """Give a new engine the pause state and the limit of the others; repeat if they change meanwhile."""
+    async def _apply_commands(self, engine: EngineClient) -> None:
+        """Give a new engine the pause state and the limit of running requests; repeat if these change meanwhile."""
         try:
             applied: object = None
             while applied != (wanted := (self._paused or Resume(), self._active_limit)):
@@ -450,7 +454,7 @@ class EngineFleet:
             await engine.shutdown()
             raise
 
-    def _take(self, index: int, engine: EngineClient) -> None:
+    def _replace_engine(self, index: int, engine: EngineClient) -> None:
         """Replace engine `index` by a new one, and send the waiting requests."""
         self.engines[index] = engine
         engine.on_death = partial(self._on_death, index)
@@ -487,13 +491,13 @@ class EngineFleet:
 
     @property
     def num_alive(self) -> int:
-        """Engines that live."""
+        """Number of engines that live."""
         return sum(engine.is_alive for engine in self.engines)
 
     @property
     def expected(self) -> list[int]:
-        """The numbers of the engines that should live: all living ones, filled up to `num_wanted` with the lowest other
-        numbers."""
+        """The numbers of the engines that should live: those of all living engines, and the lowest other numbers up to
+        `num_wanted` in all."""
         living = {index for index, engine in enumerate(self.engines) if engine.is_alive}
         others = [index for index in range(len(self.engines)) if index not in living]
         return sorted([*living, *others[: max(0, self.num_wanted - len(living))]])
@@ -509,7 +513,7 @@ class EngineFleet:
             raise EngineDeadError(self._death or "the engine has been shut down")
 
     async def shutdown(self, drain: bool = False, timeout: float | None = None) -> None:
-        """As `EngineClient.shutdown`, of every engine."""
+        """End every engine process, as `EngineClient.shutdown`."""
         self._is_stopping = True
         starting = list(self._starting.values())
         for task in starting:
@@ -527,7 +531,7 @@ class EngineFleet:
         self._waiting.clear()
 
     def kill(self) -> None:
-        """End all engine processes at once; a `shutdown` that waits for them returns."""
+        """End all engine processes immediately; a running `shutdown` then returns."""
         self._is_stopping = True
         for task in self._starting.values():
             task.cancel()
@@ -543,13 +547,14 @@ async def start_fleet(
     *,
     wait_for_all: bool = True,
 ) -> EngineFleet:
-    """Start all engines at once. If one cannot be started, all are ended.
+    """Start all engines concurrently. If one cannot be started, all are ended.
 
     Args:
-        start: starts one.
-        num_engines: at least 1.
+        start: starts one engine.
+        num_engines: number of engines, at least 1.
         max_restarts, max_resumes: see `EngineFleet`.
-        wait_for_all: False: return when the first engine is ready; the others join later.
+        wait_for_all: whether to return when all engines are ready; False: return when the first engine is ready, the
+            others join later.
 
     Raises:
         ValueError, EngineStartError: raised by the first engine that did not start.
@@ -578,6 +583,6 @@ async def start_fleet(
     for index, task in enumerate(tasks):
         if there[index] is None:
             fleet.expect(index, task)
-        elif (why := engines[index].death) is not None:  # while others were being started
+        elif (why := engines[index].death) is not None:  # this engine died while others were being started
             fleet.note_death(index, why)
     return fleet

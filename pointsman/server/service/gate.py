@@ -2,7 +2,7 @@
 responses.
 
 with gate.inside():          # 503 while the server shuts down, 500 after the engine's death
-    ...                      # a shutdown waits for the end of this block, up to a timeout
+    ...                      # a shutdown waits until this block is left, up to a timeout
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from pointsman.server.wire.errors import ApiError, one_line
 GRAMMAR_RETRY_AFTER = round(DEFAULT_TIMEOUT)
 """Seconds after which a client may try again if the queue of grammars was full: the maximum time for one grammar."""
 COMPILER_RETRY_AFTER = round(RETRY_AFTER)
-"""The same if the grammar process does not respond: that process is restarted after this time."""
+"""Seconds after which a client may try again if the grammar process does not respond: it is restarted after this
+time."""
 
 
 class Gate:
     """Counts clients' requests from the first check to the last byte of the response. One event loop owns it.
 
     Args:
-        client: the engines; when all are dead for good, requests are refused.
-        drain_timeout: seconds that a shutdown takes at most.
+        client: the engines; when all are dead and none will be restarted, requests are refused.
+        drain_timeout: maximum seconds that a shutdown takes.
     """
 
     def __init__(self, client: EngineFleet, drain_timeout: float) -> None:
@@ -46,7 +47,7 @@ class Gate:
         self.is_closed = False
         """Whether new requests are refused."""
         self.num_open = 0
-        """The number of requests inside."""
+        """Number of requests inside the gate."""
         self._client = client
         self._retry_after = max(1, round(drain_timeout))
         self._is_empty = asyncio.Event()
@@ -61,7 +62,7 @@ class Gate:
         self.is_leaving = self.is_closed = True
 
     async def wait_empty(self) -> None:
-        """Return when no request is inside."""
+        """Return when no request is inside the gate."""
         await self._is_empty.wait()
 
     def check_open(self) -> None:
@@ -90,7 +91,7 @@ class Gate:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Context of one request.
+        """Context in which one request is inside the gate.
 
         Raises:
             ApiError: 503 while the server shuts down; 500 when the engine is dead.
@@ -119,8 +120,8 @@ class Gate:
         return ApiError(status, f"the engine has ended: {self._client.death or 'shut down'}", reason="engine_dead")
 
     def from_engine(self, error: Exception) -> ApiError:
-        """The client's error for an error of the engine. If the engine ended because the server shuts down, that is
-        503.
+        """The client's error for an error of the engine: 503 if the engine ended because the server shuts down, else as
+        the function `from_engine`.
 
         Raises:
             Exception: `error` itself, if it is a bug in the server.
@@ -161,7 +162,7 @@ def too_late() -> ApiError:
         408,
         "the deadline passed before the first token; give it more time, or try when the server has less to do",
         param="deadline",
-        headers={"x-should-retry": "false"},  # OpenAI's client would retry, and be too late again
+        headers={"x-should-retry": "false"},  # OpenAI's client would retry, and miss the deadline again
     )
 
 

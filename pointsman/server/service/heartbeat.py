@@ -2,15 +2,15 @@
 
 About once a second the API process asks the engine a question, which the engine's thread answers between two steps or
 while idle. Everything that the engine sends is a sign of life: answers, tokens, and the beats of a long step
-(`engine/pulse.py`). Its silence is the time without a sign of life while a question is unanswered:
+(`engine/pulse.py`). The engine's silence is the time without a sign of life while a question is unanswered:
 
-    slow     silent for a second and several times its usual step: the router avoids it while others take requests
+    slow     silent for a second and several times its mean step: the router avoids it while others take requests
     stalled  silent for `STALLED_AFTER`: operators get an error at once
-    late     silent for longer than the limit: it counts as dead, and its process is ended
+    late     silent for longer than the limit: the engine counts as dead, and its process is ended
 
 The limit is the maximum of three times: the operator's, ten times the longest silence within a step that ended well,
 and the time that the engine has announced. An engine that is paused, idle or waiting for KV still answers, so it is
-none of these.
+never slow, stalled or late.
 
 Only time in which the API process's own loop ran counts: after the process was stopped or the machine suspended, the
 answers have arrived but are not read yet.
@@ -24,18 +24,19 @@ from collections.abc import Callable
 from pointsman.engine.pulse import PulseReading
 
 INTERVAL = 1.0
-"""Seconds between questions, and the maximum that one look adds to a silence."""
+"""Seconds between questions, and maximum seconds that one measurement adds to a silence."""
 DEFAULT_TIMEOUT = 30.0
 MIN_TIMEOUT = 2 * INTERVAL
-"""Seconds. With less, a short stop of the API process could make its engines late."""
+"""Minimum of the operator's timeout in seconds. With less, a short stop of the API process could make engines
+late."""
 STALLED_AFTER = 5.0
 SLOW_AFTER = 1.0
 MEAN_STEPS = 5
-"""An engine is slow if it is silent for this number of its mean steps, and for `SLOW_AFTER`."""
+"""Number of mean steps: an engine is slow if it is silent for longer than their time, and for `SLOW_AFTER`."""
 LONGEST_SILENCES = 10
-"""An engine is late after this number of its longest silences, at the earliest."""
+"""Multiple of the engine's longest silence in a step after which the engine is late, at the earliest."""
 SECONDS_TO_HALVE = 600.0
-"""Half-life of the longest silence: an accidental one is forgotten."""
+"""Half-life of the longest silence in seconds, so that an accidental silence is forgotten."""
 
 
 class Heartbeat:
@@ -43,7 +44,7 @@ class Heartbeat:
 
     Args:
         timeout: seconds without a sign of life after which the engine is late; 0: never.
-        clock: seconds.
+        clock: returns the time in seconds.
     """
 
     def __init__(self, timeout: float = DEFAULT_TIMEOUT, clock: Callable[[], float] = time.monotonic) -> None:
@@ -51,7 +52,7 @@ class Heartbeat:
         self._clock = clock
         self._is_asked = False
         self._silence = 0.0
-        self._looked_at: float | None = None  # None: silence begins with the next look
+        self._measured_at: float | None = None  # time of the last measurement; None: silence begins with the next one
         self._patience = 0.0
         self._longest = 0.0
         self._mean_step = 0.0
@@ -62,19 +63,20 @@ class Heartbeat:
         Args:
             patience: seconds of silence that the engine announces.
         """
-        self._silence, self._looked_at, self._patience = 0.0, None, patience
+        self._silence, self._measured_at, self._patience = 0.0, None, patience
 
     def ask(self) -> bool:
-        """Whether to send a question now, as none is unanswered; it then counts as sent. Call this every `INTERVAL`."""
+        """Whether to send a question now, as no question is unanswered; if True, it counts as sent. To be called every
+        `INTERVAL`."""
         if self._is_asked:
-            self._look()
+            self._measure()
             return False
         self._is_asked = True
-        self._silence, self._looked_at = 0.0, self._clock()
+        self._silence, self._measured_at = 0.0, self._clock()
         return True
 
     def note_answer(self, reading: PulseReading | None) -> None:
-        """Note the answer; None: the engine is ending."""
+        """Note the answer to the question; None: the engine is ending."""
         self._is_asked = False
         if reading is not None:
             kept = self._longest * 0.5 ** (INTERVAL / SECONDS_TO_HALVE)
@@ -84,15 +86,15 @@ class Heartbeat:
     @property
     def silence(self) -> float:
         """Seconds without a sign of life while a question is unanswered."""
-        return self._look()
+        return self._measure()
 
-    def _look(self) -> float:
+    def _measure(self) -> float:
         if not self._is_asked:
             return 0.0
         now = self._clock()
-        if self._looked_at is not None:
-            self._silence += min(now - self._looked_at, INTERVAL)
-        self._looked_at = now
+        if self._measured_at is not None:
+            self._silence += min(now - self._measured_at, INTERVAL)
+        self._measured_at = now
         return self._silence
 
     @property
@@ -102,7 +104,7 @@ class Heartbeat:
 
     @property
     def is_slow(self) -> bool:
-        """Whether other engines should get the requests."""
+        """Whether other engines should get new requests instead."""
         return self.silence > max(SLOW_AFTER, MEAN_STEPS * self._mean_step)
 
     @property

@@ -4,7 +4,8 @@
     its samples cmpl-7f3a-0            cmpl-7f3a-1              shown by /v1/requests
     the engine  cmpl-7f3a-0-5c81e09d   cmpl-7f3a-1-b20d6f4e     in its log and recordings
 
-If clients have keys, a request belongs to its key: a client sees its own requests, an operator all.
+If clients have keys, a request belongs to the key that was sent with it: a client sees its own requests, an operator
+all.
 
 A client that retries with the same X-Request-Id while the first attempt still runs has two requests with one name.
 """
@@ -26,11 +27,11 @@ class Name(NamedTuple):
     """The names of one sample."""
 
     answer: str
-    """The response's id."""
+    """The id of the response."""
     sample: str
-    """The response's id, followed by the choice's index if there are several choices."""
+    """The id of the response, followed by the choice's index if there are several choices."""
     owner: int | None = None
-    """The client, as the index of its key."""
+    """The client, as the index of its key; None: no client's key was sent."""
 
     def is_for(self, viewer: int | None) -> bool:
         """Whether the viewer may see the sample: the viewer is its owner, or an operator (None)."""
@@ -44,7 +45,7 @@ class RequestNames:
         self._names: dict[str, Name] = {}  # by the engine's id, in the order of arrival
 
     def add(self, answer: str, sample: str, owner: int | None = None) -> str:
-        """Add a request; returns its unique id in the engine."""
+        """Add a request; returns the request's unique id in the engine."""
         engine_id = f"{sample}-{secrets.token_hex(4)}"
         while engine_id in self._names:
             engine_id = f"{sample}-{secrets.token_hex(4)}"
@@ -57,13 +58,14 @@ class RequestNames:
             self._names.pop(engine_id, None)
 
     def belongs(self, engine_id: str, viewer: int | None) -> bool:
-        """Whether the viewer may see a request. An operator (None) sees all, a client its own until they finish."""
+        """Whether the viewer may see a request. An operator (None) sees all requests, a client its own unfinished
+        ones."""
         name = self._names.get(engine_id)
         return viewer is None if name is None else name.is_for(viewer)
 
     def shown(self, engine_id: str, viewer: int | None = None) -> str:
-        """The name that clients know, or the engine's id if the request has just finished. `HIDDEN` if it is not the
-        viewer's.
+        """The name that clients know, or the engine's id if the request has just finished. `HIDDEN` if the request
+        is another client's.
         """
         if not self.belongs(engine_id, viewer):
             return HIDDEN
@@ -71,8 +73,8 @@ class RequestNames:
         return engine_id if name is None else name.sample
 
     def find(self, asked: str, viewer: int | None = None) -> list[str]:
-        """The engine's ids of the viewer's requests with this name: a response's id, a sample's, or the engine's
-        own."""
+        """The engine's ids of the viewer's requests with this name: the id of a response or of a
+        sample, or the engine's id."""
         if asked in self._names:
             return [asked] if self.belongs(asked, viewer) else []
         return [

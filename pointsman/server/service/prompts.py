@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 RESERVED_TEMPLATE_NAMES = frozenset({"conversations", "messages", "processor_kwargs"})
 """Names that chat_template_kwargs may not have, besides the parameters of the tokenizer's `apply_chat_template`."""
 CHARACTERS_PER_TEXT = 64
-"""The cost of each text of a conversation in addition to its characters: templates process each text."""
+"""Cost of each text of a conversation in addition to the text's characters: templates process each text."""
 CHARACTERS_PER_TOKEN = 4
-"""The cost of looking up a token's text or name."""
+"""Cost of looking up a token's text or name, in characters."""
 TOKENS_AT_ONCE = 16 * 1024
-"""Tokens in a piece of JSON. Making a piece blocks the event loop for 1 ms."""
+"""Number of tokens in a piece of JSON. Writing a piece blocks the event loop for 1 ms."""
 SHOWN_CHARACTERS, SHOWN_TOKENS = 10_000, 2048
-"""Maximum length of a prompt in the log: the event loop writes it."""
+"""Maximum length of a prompt in the log, as the event loop writes the log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +51,13 @@ class TextPrompts:
     needs_text: bool = False
     """Whether the response echoes the prompts."""
     has_logprobs: bool = False
-    """Whether the response has log probabilities with their offsets in its text."""
+    """Whether the response has log probabilities, with offsets of the tokens in the text."""
 
     def count(self) -> int:
         """The number of prompts, without reading them.
 
         Raises:
-            ApiError: 400, too many.
+            ApiError: 400, too many prompts.
         """
         if self._is_one:
             return 1
@@ -101,18 +101,19 @@ class ChatPrompt:
     needs_text = has_logprobs = False
 
     def count(self) -> int:
-        """One."""
+        """The number of prompts, which is one."""
         return 1
 
 
 class PromptReader:
-    """Reads prompts for one model. The argument `tenant` is that of the request: `TextWork` serves tenants in turn.
+    """Reads prompts for one model. The argument `tenant` of methods is the request's: `TextWork` serves tenants in
+    turn.
 
     Args:
-        tokenizer: of the model; None if it has none.
-        info: of the engine.
-        work: the threads for all of this.
-        chat_template: replaces the tokenizer's own.
+        tokenizer: the model's tokenizer; None if the model has none.
+        info: description of the engine.
+        work: the threads that tokenize, render and decode.
+        chat_template: chat template that replaces the tokenizer's own; None: no replacement.
     """
 
     def __init__(
@@ -126,13 +127,13 @@ class PromptReader:
             encode(tokenizer, "a")  # initializes the tokenizer; later calls, from several threads, do not change it
         self._chat_template = chat_template
         vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
-        # Names of parameters of the called functions would set these parameters, or make the call fail.
+        # A variable named like a parameter of `apply_chat_template` would set that parameter, or make the call fail.
         own = () if tokenizer is None else signature(type(tokenizer).apply_chat_template).parameters
         self._reserved_names = RESERVED_TEMPLATE_NAMES.union(own)
         self._longest_token = max(map(len, vocabulary), default=0)
         """Maximum number of characters in a token (bytes, in byte vocabularies)."""
         self._known_names: dict[int, str] = {}
-        """Names of tokens as JSON, filled when they are asked for: at most about a hundred bytes for each token."""
+        """Names of tokens as JSON, added when a client asks for them: at most about a hundred bytes for each token."""
 
     async def read(self, source: TextPrompts | ChatPrompt, tenant: str = "") -> list[Prompt]:
         """The prompts of a request, in order.
@@ -156,7 +157,7 @@ class PromptReader:
         if not (source.needs_text or source.has_logprobs):
             return
         if source.needs_text and any(prompt.text is None for prompt in prompts):
-            self._required()
+            self._require_tokenizer()
         decoder = self._decoder
         if decoder is None:
             return
@@ -176,12 +177,12 @@ class PromptReader:
     ) -> list[bytes]:
         """The JSON of a prompt's tokens: `count`, `tokens`, the fields of `facts`, and `token_strs` or null.
 
-        There may be a million tokens, so the JSON is made in pieces, each in a turn of the tenant.
+        There may be a million tokens, so the JSON is written in pieces, each in a turn of the tenant.
 
         Raises:
             ValueError, ApiError: as for `read`.
         """
-        self._required()
+        self._require_tokenizer()
         size, ((cost, job),) = self._prepare(source)
         with self._work.admit(tenant, size) as text:
             count, parts = await text.run(cost, lambda: _in_parts(job().token_ids))
@@ -189,19 +190,19 @@ class PromptReader:
             names = [b"["] if has_names else [b"null"]
             if has_names:
                 for number, part in enumerate(parts):
-                    names.append(await text.run(len(part), partial(_piece, number, part, self._names)))
+                    names.append(await text.run(len(part), partial(_list_piece, number, part, self._names)))
                 names.append(b"]")
             for number in range(len(parts)):
-                part = parts.popleft()  # freeing a million tokens at once takes long, too
-                tokens.append(await text.run(len(part), partial(_piece, number, part, _numbers)))
+                part = parts.popleft()  # in parts, as freeing a million tokens in one call takes long, too
+                tokens.append(await text.run(len(part), partial(_list_piece, number, part, _ids_json)))
         head = _json({"count": count, **facts})[:-1].encode()
         return [head, b',"tokens":[', *tokens, b'],"token_strs":', *names, b"}"]
 
     def _names(self, token_ids: list[int]) -> str:
-        """The vocabulary's names of tokens, as JSON with commas between them."""
+        """The vocabulary's names of the tokens, as elements of a JSON list."""
         known = self._known_names
         new = [token_id for token_id in set(token_ids) if token_id not in known]
-        names = self._required().convert_ids_to_tokens(new)
+        names = self._require_tokenizer().convert_ids_to_tokens(new)
         known.update({token_id: _json(name) for token_id, name in zip(new, names, strict=True)})
         return ",".join(map(known.__getitem__, token_ids))
 
@@ -212,7 +213,7 @@ class PromptReader:
             ValueError: there is no tokenizer, or a token id is outside the vocabulary.
             ApiError: 429, too many characters wait.
         """
-        tokenizer = self._required()
+        tokenizer = self._require_tokenizer()
 
         def decode() -> bytes:
             self._check_ids(token_ids)
@@ -223,7 +224,7 @@ class PromptReader:
             return [await text.run(size, decode)]
 
     def shown(self, prompt: Prompt) -> str:
-        """The beginning of a prompt's text, or of its ids where the model has no tokenizer, for the log."""
+        """The beginning of a prompt's text, or of its token ids if the model has no tokenizer, for the log."""
         if prompt.text is not None:
             return ascii(prompt.text[:SHOWN_CHARACTERS])
         first = prompt.token_ids[:SHOWN_TOKENS]
@@ -232,26 +233,26 @@ class PromptReader:
     # ------------------------------------------------------------------ preparing the work
 
     def _prepare(self, source: TextPrompts | ChatPrompt) -> tuple[int, list[tuple[int, Callable[[], Prompt]]]]:
-        """The size of all texts of a request; and for each text its size and a function that makes its prompt, in a
-        thread.
+        """The size of all texts of a request; and for each text its size and the function that converts it to a prompt,
+        to be called in a thread.
 
         Raises:
-            ValueError, ApiError: there is no tokenizer, or a text is too long or not valid.
+            ValueError, ApiError: there is no tokenizer, or a text is too long or invalid.
         """
         if isinstance(source, ChatPrompt):
-            size, job = self._of_chat(source)
+            size, job = self._prepare_chat(source)
             return size, [(size, job)]
         texts = [part for part in source.parts() if isinstance(part, str)]
         for text in texts:
             self._check_length(text)
-        tokenizer = self._required()
+        tokenizer = self._require_tokenizer()
 
         def prompt_of(text: str) -> Prompt:
             return Prompt(encode(tokenizer, text, add_special_tokens=source.add_special_tokens), text)
 
         return sum(map(len, texts)), [(len(text), partial(prompt_of, text)) for text in texts]
 
-    def _of_chat(self, source: ChatPrompt) -> tuple[int, Callable[[], Prompt]]:
+    def _prepare_chat(self, source: ChatPrompt) -> tuple[int, Callable[[], Prompt]]:
         body = source.body
         kwargs = body.chat_template_kwargs or {}
         taken = self._reserved_names.intersection(kwargs)
@@ -270,7 +271,7 @@ class PromptReader:
         for name in ("tools", "documents"):
             if (value := getattr(body, name)) is not None:
                 options[name] = value
-        tokenizer = self._required()
+        tokenizer = self._require_tokenizer()
         template = self._chat_template
         if template is None and not tokenizer.chat_template:
             template = PLAIN_CHAT_TEMPLATE
@@ -283,10 +284,10 @@ class PromptReader:
         return sum(map(len, texts)) + CHARACTERS_PER_TEXT * len(texts), prompt_of
 
     def _check_length(self, *texts: str) -> None:
-        """Refuse texts that cannot fit, before tokenizing them costs seconds.
+        """Refuse texts that cannot fit into `max_model_len`, before seconds are spent on tokenizing them.
 
         Raises:
-            ApiError: 400.
+            ApiError: 400, with the length and the limit.
         """
         limit = self._info.max_model_len * self._longest_token
         length = sum(map(len, texts))
@@ -303,7 +304,7 @@ class PromptReader:
             if not 0 <= token_id < self._info.vocab_size:
                 raise ValueError(f"token id {token_id} is outside the model's vocabulary of {self._info.vocab_size}")
 
-    def _required(self) -> Any:
+    def _require_tokenizer(self) -> Any:
         if self.tokenizer is None:
             raise ValueError(f"the model in {self._info.model} has no tokenizer; give the prompt as token ids")
         return self.tokenizer
@@ -314,7 +315,7 @@ def _json(value: Any) -> str:
 
 
 def _in_parts(token_ids: list[int]) -> tuple[int, deque[list[int]]]:
-    """The number of ids, and the ids in parts of `TOKENS_AT_ONCE`. Empties the list."""
+    """The number of token ids, and the ids in parts of `TOKENS_AT_ONCE`. Empties `token_ids`."""
     count = len(token_ids)
     parts = deque[list[int]]()
     while token_ids:
@@ -324,18 +325,18 @@ def _in_parts(token_ids: list[int]) -> tuple[int, deque[list[int]]]:
     return count, parts
 
 
-def _piece(number: int, part: list[int], write: Callable[[list[int]], str]) -> bytes:
-    """A part of a JSON list, with a comma in front unless it is the first."""
+def _list_piece(number: int, part: list[int], write: Callable[[list[int]], str]) -> bytes:
+    """The JSON of a part of a list, with a comma in front unless it is the first part."""
     comma = "," if number else ""
     return f"{comma}{write(part)}".encode()
 
 
-def _numbers(token_ids: list[int]) -> str:
+def _ids_json(token_ids: list[int]) -> str:
     return _json(token_ids)[1:-1]
 
 
 def _add_text(decoder: TextDecoder, source: TextPrompts | ChatPrompt, prompt: Prompt) -> None:
-    """Add the text, pieces and offsets that the response needs."""
+    """Add to a prompt the text, pieces and offsets that the response needs."""
     if source.needs_text and prompt.text is None:
         prompt.text = decoder.prompt_text(prompt.token_ids)
     if source.has_logprobs:
@@ -348,7 +349,7 @@ def _add_text(decoder: TextDecoder, source: TextPrompts | ChatPrompt, prompt: Pr
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All texts in a template's input, without names of fields: the template may write each of them."""
+    """All texts in a template's input, each of which the template may write; names of fields are left out."""
     open_values = [value]
     while open_values:
         one = open_values.pop()

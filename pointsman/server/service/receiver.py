@@ -24,7 +24,7 @@ from pointsman.server.service.heartbeat import Heartbeat
 from pointsman.server.wire.messages import Delta, EngineOutputs, EngineRequest, StepNote, Unpacker
 
 Shortcut: TypeAlias = Callable[[str, list[int], int], bool]
-"""Gets the text, the ids and the number of cached tokens of a delta."""
+"""A function of the text, the token ids and the number of cached tokens of a delta; returns whether it took them."""
 
 
 class Receiver(asyncio.Protocol):
@@ -33,12 +33,12 @@ class Receiver(asyncio.Protocol):
     Args:
         on_other: called with each message that is not an `EngineOutputs`.
         on_close: called when the socket is closed.
-        heartbeat: of the engine; everything that arrives is a sign of life.
+        heartbeat: the engine's heartbeat; all received data are signs of life.
 
     Attributes:
-        streams: of requests that were sent and have not finished, by their keys.
-        last_words: why the engine takes no more requests, if it has reported that.
-        on_steps: called with the notes of steps that ran, in order.
+        streams: the streams of requests that were sent and have not finished, by their keys.
+        last_words: the reason why the engine takes no more requests, if it has reported one.
+        on_steps: called with the figures of steps that ran, in order.
         on_end: called when a request has finished, with the request, its last delta (with metrics, unless the request
             was abandoned) and its number of output tokens.
     """
@@ -54,7 +54,7 @@ class Receiver(asyncio.Protocol):
         self._unpacker = Unpacker()
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes of the engine process, in pieces of any length."""
+        """Process bytes from the engine process, in pieces of any length."""
         self._heartbeat.hear()
         for message in self._unpacker.feed(data):
             if isinstance(message, EngineOutputs):
@@ -63,7 +63,7 @@ class Receiver(asyncio.Protocol):
                 self._on_other(message)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """The engine process has exited or is about to."""
+        """Called when the engine process has exited or is about to exit."""
         self._on_close()
 
     def _take(self, outputs: EngineOutputs) -> None:
@@ -83,7 +83,7 @@ class Receiver(asyncio.Protocol):
                     del streams[key]
                     self.report_end(stream, delta)
         for key, error in outputs.errors:
-            if isinstance(error, EngineDeadError):  # `EngineClient._die` decides about all streams of the process
+            if isinstance(error, EngineDeadError):  # `EngineClient._mark_dead` decides about all streams of the process
                 self.last_words = str(error)
                 continue
             if (stream := streams.pop(key, None)) is not None:
@@ -105,11 +105,11 @@ class Receiver(asyncio.Protocol):
 class ClientStream(AsyncIterator[Delta]):
     """The deltas of one request, for one reader; it ends after the delta with a finish_reason.
 
-    Closing it, or cancelling its reader, aborts the request: its blocks are free at the next step boundary. Another
-    task may close it; for the reader the stream then ends. Made by `generate` of a client or a fleet.
+    Closing the stream, or cancelling its reader, aborts the request, whose blocks are free at the next step boundary.
+    Another task may close the stream; for the reader it then ends. Created by `generate` of a client or a fleet.
 
     Args:
-        request: of the stream.
+        request: the request whose deltas arrive.
         submit: sends the requests of streams.
         abandon: aborts the request of a stream, if it was sent and has not finished.
     """
@@ -121,14 +121,14 @@ class ClientStream(AsyncIterator[Delta]):
         abandon: Callable[[ClientStream], None],
     ) -> None:
         self.key = -1
-        """The key by which `EngineClient` knows the request, once it is sent."""
+        """Key by which `EngineClient` knows the request, once it is sent."""
         self.engine = 0
-        """The number of the engine that the request was sent to last."""
+        """Number of the engine to which the request was sent last."""
         self.request = request
         self.output_token_ids: list[int] = []
-        """Tokens received, read or not."""
+        """All received tokens, read or unread."""
         self.num_deaths = 0
-        """The number of engines that died after the request was sent to them, and before it finished."""
+        """Number of engines that died after the request was sent to them and before it finished."""
         self.shortcut: Shortcut | None = None
         """Called with tokens that arrive while the reader waits; returns whether it has taken them, so that the reader
         gets none."""
@@ -148,7 +148,7 @@ class ClientStream(AsyncIterator[Delta]):
 
         Raises:
             ValueError: the request can never run, with the reason.
-            EngineDeadError: the engine is shutting down, or has died and no other takes the request.
+            EngineDeadError: the engine is shutting down, or has died and no other engine takes the request.
             EngineStalledError: the engine does not read its socket.
         """
         self._send()
@@ -169,8 +169,8 @@ class ClientStream(AsyncIterator[Delta]):
         return delta
 
     async def aclose(self) -> None:
-        """End the stream; its request is aborted unless it has finished."""
-        self._let_go()
+        """End the stream, and abort its request unless that has finished."""
+        self._abort()
         self._waiter.wake()
 
     def _send(self) -> None:
@@ -178,10 +178,10 @@ class ClientStream(AsyncIterator[Delta]):
             self._submit([self])
 
     async def _wait(self) -> None:
-        """Wait until something has arrived.
+        """Wait until a delta, the acceptance or an error has arrived.
 
         Raises:
-            The error that ended the request; from then on the stream is over.
+            The error that ended the request; the stream is then over.
         """
         if self._error is not None:
             self._is_over = True
@@ -189,51 +189,52 @@ class ClientStream(AsyncIterator[Delta]):
         try:
             await self._waiter.wait()
         except asyncio.CancelledError:
-            self._let_go()
+            self._abort()
             raise
 
-    def _let_go(self) -> None:
+    def _abort(self) -> None:
         self._is_over = True
         self._abandon(self)
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens received, read or not."""
+        """Number of received tokens, read or unread."""
         return len(self.output_token_ids)
 
     # ------------------------------------------------------------------ for the client and its receiver
 
     def prepare_to_resume(self) -> None:
-        """Its engine is dead: let the request, when it is sent again, continue after the received tokens."""
+        """After the death of the request's engine: let the request continue after the received tokens when it is
+        resent."""
         if self.output_token_ids:
             known = list(self.output_token_ids)
             self.request.resumed = Resumed(known, self._first_token_time, self._num_cached_tokens)
 
     def note_sent(self, key: int = -1) -> None:
-        """The request has been sent, or waits for an engine."""
+        """Note that the request has been sent, or waits for an engine."""
         self._is_sent = True
         self.key = key
 
     def accept(self) -> None:
-        """The request is queued."""
+        """Note that the engine has queued the request."""
         self._is_accepted = True
         self._waiter.wake()
 
     def put_tokens(self, text: str, token_ids: list[int], num_cached_tokens: int) -> None:
-        """Add a delta that has only tokens, after the unread ones; or give it to the shortcut."""
+        """Append a delta that has only tokens to the unread deltas, or give it to the shortcut."""
         self._note_received(token_ids, num_cached_tokens)
         if self._next is None and self.shortcut is not None and self._waiter.is_waiting:
             try:
                 if self.shortcut(text, token_ids, num_cached_tokens):
                     return
-            except Exception:  # the reader does the same with the delta, and reports the error to this client alone
+            except Exception:  # the reader will fail with the same delta, and report the error to this client alone
                 self.shortcut = None
-        self._leave(Delta(text, token_ids, num_cached_tokens=num_cached_tokens))
+        self._keep(Delta(text, token_ids, num_cached_tokens=num_cached_tokens))
 
     def put(self, delta: Delta) -> None:
-        """Add a delta after the unread ones."""
+        """Append a delta to the unread deltas."""
         self._note_received(delta.token_ids, delta.num_cached_tokens)
-        self._leave(delta)
+        self._keep(delta)
 
     def _note_received(self, token_ids: list[int], num_cached_tokens: int) -> None:
         self._is_accepted = True
@@ -243,8 +244,8 @@ class ClientStream(AsyncIterator[Delta]):
                 self._num_cached_tokens = num_cached_tokens
             self.output_token_ids += token_ids
 
-    def _leave(self, delta: Delta) -> None:
-        """Leave a delta for the reader."""
+    def _keep(self, delta: Delta) -> None:
+        """Keep a delta for the reader, merged into the unread delta if there is one."""
         if self._next is None:
             self._next = delta
         else:

@@ -5,12 +5,12 @@
     ...
     async def launch(invitation) -> int:          # on the other machine: `return await host_engine(invitation, share)`
 
-An engine lives as long as both its connection and the call of `launch` that hosts it. When the call ends, because the
-engine or its machine is gone, the connection is closed. When the connection is closed, the engine process exits
-(`engine_process.py`). A machine that disappears silently is noticed after `SECONDS_OF_SILENCE`.
+An engine lives as long as its connection is open and the call of `launch` that hosts the engine is running. When the
+call ends, because the engine or its machine is gone, the connection is closed. When it is closed, the engine process
+exits (`engine_process.py`). A machine that disappears silently is noticed after `SECONDS_OF_SILENCE`.
 
-Engines get their numbers in the order in which they connect: the lowest number that is waited for, regardless of the
-call that hosts it. So the numbers of living engines have no gaps, however often they are replaced.
+Engines get their numbers in the order in which they connect: each gets the lowest number that is waited for, regardless
+of the call that hosts the engine. So the numbers of living engines have no gaps, however often they are replaced.
 
 Messages are pickled, so bytes are read as messages only after the token of the invitation, which is valid once.
 `launch` sends the token over its own network; a reader of that network could call an engine. Run this only where Ray or
@@ -43,10 +43,10 @@ logger = logging.getLogger(__name__)
 TOKEN_BYTES = 32
 MAX_HELLO_BYTES = 1 << 20
 SECONDS_FOR_HELLO = 60.0
-"""Maximum seconds from a connection to its token. The token comes at once, but this process may be slow to read it."""
+"""Maximum seconds from a connection to its token. The token is sent immediately, but this process may read it late."""
 SECONDS_TO_CONNECT = 10.0
 SECONDS_TO_NEXT_HOST = 1.0
-"""Delay before a lost host is replaced: the launcher may not know of the loss yet."""
+"""Seconds before a lost host is replaced, as the launcher may not know of the loss yet."""
 SECONDS_OF_SILENCE = 15
 """Seconds after which TCP's keep-alive counts a silent machine as gone."""
 _HELLO = struct.Struct(f"!{TOKEN_BYTES}sdI")
@@ -55,7 +55,7 @@ _HELLO = struct.Struct(f"!{TOKEN_BYTES}sdI")
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """The address and the token with which an engine process connects."""
+    """The address to which an engine process connects, and the token that it sends."""
 
     host: str
     port: int
@@ -63,20 +63,20 @@ class Invitation:
 
 
 Launch = Callable[[Invitation], Awaitable[int]]
-"""Hosts an engine somewhere (`host_engine`); returns the engine's exit code when it has ended. If cancelled, it ends
-the engine. Raises `HostLostError` if the host is gone."""
+"""A function that hosts an engine somewhere (`host_engine`), and returns the engine's exit code when it has ended. If
+cancelled, it ends the engine. It raises `HostLostError` if the host is gone."""
 
 
 class HostLostError(EngineStartError):
-    """The host of an engine is gone. If its engine had not connected yet, another host is asked for."""
+    """The host of an engine is gone. If the engine had not connected yet, the launcher is asked for another host."""
 
 
 class EngineListener:
-    """Accepts connections of engines on other machines. Made by `open`; one event loop owns it.
+    """Accepts connections of engines on other machines. Created by `open`; to be used in one event loop.
 
     Args:
         sock: a listening socket.
-        launch: hosts an engine somewhere.
+        launch: the launcher, which hosts an engine somewhere.
         template: the options of all engines; the host adds its own options, and the name gets the engine's number.
         timeout: seconds without a sign of life after which an engine counts as dead; 0: never.
 
@@ -88,8 +88,8 @@ class EngineListener:
         self._launch = launch
         self._template = template
         self._timeout = timeout
-        self._invited: dict[bytes, asyncio.Future[int]] = {}  # the calls that will host an engine, by token
-        self._waited_for: dict[int, asyncio.Future[_Arrival]] = {}  # by the engine's number
+        self._invited: dict[bytes, asyncio.Future[int]] = {}  # by token: pending launcher calls not yet connected
+        self._waited_for: dict[int, asyncio.Future[_Arrival]] = {}  # by number: engines that are waited for
         self._greeting: set[asyncio.Task[None]] = set()
         self._accepting = asyncio.get_running_loop().create_task(self._accept())
 
@@ -112,7 +112,7 @@ class EngineListener:
         return cls(sock, launch, template, timeout)
 
     async def close(self) -> None:
-        """Accept no more connections. Engines that are connected are not touched."""
+        """Accept no more connections. Connected engines continue."""
         tasks = [self._accepting, *self._greeting]
         for task in tasks:
             task.cancel()
@@ -124,7 +124,7 @@ class EngineListener:
 
         Raises:
             ValueError: the model cannot be run there, or a knob is out of range; the message says which.
-            EngineStartError: no engine connected, or it ended before its model was loaded.
+            EngineStartError: no engine connected, or the engine ended before its model was loaded.
         """
         arriving = self._waited_for[index] = asyncio.get_running_loop().create_future()
         self._invite()
@@ -157,7 +157,8 @@ class EngineListener:
         hosting.add_done_callback(partial(self._note_end, token))
 
     def _note_end(self, token: bytes, hosting: asyncio.Future[int]) -> None:
-        """A call of the launcher has ended. If its engine has not connected, it never will."""
+        """After the end of a launcher call whose engine has not connected: replace the lost host, or report the
+        failure."""
         if self._invited.pop(token, None) is None:
             return
         if not hosting.cancelled() and isinstance(hosting.exception(), HostLostError):
@@ -166,10 +167,10 @@ class EngineListener:
         else:
             arriving = self._next_waited_for()
             if arriving is not None:
-                arriving.set_exception(_not_started(hosting))
+                arriving.set_exception(_start_error(hosting))
 
     def _invite_missing(self) -> None:
-        """Replace an invitation that was lost with its host, if it is still needed."""
+        """Replace an invitation whose host was lost, if an engine is still waited for."""
         if len(self._invited) < len(self._waited_for):
             self._invite()
 
@@ -192,7 +193,7 @@ class EngineListener:
             task.add_done_callback(self._greeting.discard)
 
     async def _greet(self, sock: socket.socket) -> None:
-        """Accept a connection that sends a valid token; close every other."""
+        """Accept a connection that sends a valid token; close every other connection."""
         taken = False
         try:
             sock.setblocking(False)
@@ -222,7 +223,7 @@ class _Arrival(NamedTuple):
     clock_offset: float
     options: dict[str, Any]
     hosting: asyncio.Future[int]
-    """The call of the launcher that hosts it."""
+    """The pending launcher call that hosts the engine; it lasts as long as the engine runs."""
 
 
 class RemoteProcess:
@@ -230,8 +231,8 @@ class RemoteProcess:
 
     Args:
         index: the engine's number.
-        hosting: the call that hosts it, and returns its exit code.
-        sock: the connection, which is closed when the call ends.
+        hosting: the pending launcher call that hosts the engine; it returns the engine's exit code.
+        sock: the connection, which is closed when that call ends.
     """
 
     def __init__(self, index: int, hosting: asyncio.Future[int], sock: socket.socket) -> None:
@@ -242,11 +243,12 @@ class RemoteProcess:
         hosting.add_done_callback(self._note_end)
 
     def poll(self) -> int | None:
-        """Its exit code; None while it runs."""
+        """The exit code of the process; None while it runs."""
         return self._code
 
     def kill(self) -> None:
-        """End it at once; in the event loop's thread. It counts as ended even if the other machine does not respond."""
+        """End the process immediately; in the event loop's thread. It counts as ended even if its machine does not
+        respond."""
         self._end(-signal.SIGKILL)
         self._hosting.cancel()
 
@@ -272,9 +274,9 @@ async def host_engine(invitation: Invitation, options: dict[str, Any], cores: Se
     API process is gone. If cancelled, kills the engine.
 
     Args:
-        invitation: from `EngineListener`.
+        invitation: the invitation of an `EngineListener`.
         options: keyword arguments of `Engine` for this machine; they override those of the API process.
-        cores: as for `start_process`.
+        cores: the only processors that the engine may run on, as for `start_process`; None: all.
 
     Raises:
         ConnectionError: the API process cannot be reached.
@@ -302,7 +304,7 @@ async def host_engine(invitation: Invitation, options: dict[str, Any], cores: Se
 
 
 def keep_watch(sock: socket.socket) -> None:
-    """Send written bytes without delay, and notice within `SECONDS_OF_SILENCE` that the other machine is gone."""
+    """Set a socket to send written bytes without delay, and to notice a lost peer within `SECONDS_OF_SILENCE`."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
@@ -316,7 +318,7 @@ def keep_watch(sock: socket.socket) -> None:
 
 
 def numbered(record: str | None, index: int, num_restarts: int) -> str | None:
-    """The file of an engine's recording: no recording replaces another."""
+    """The file of an engine's recording; each start of each engine has a file of its own."""
     if record is None:
         return None
     own = f"{record}.{index}" if index else record
@@ -327,7 +329,7 @@ async def _receive(sock: socket.socket, size: int) -> bytes:
     """Receive exactly `size` bytes.
 
     Raises:
-        EOFError: the connection ended before that.
+        EOFError: the connection ended before `size` bytes had arrived.
     """
     loop = asyncio.get_running_loop()
     data = bytearray()
@@ -339,7 +341,7 @@ async def _receive(sock: socket.socket, size: int) -> bytes:
     return bytes(data)
 
 
-def _not_started(hosting: asyncio.Future[int]) -> Exception:
+def _start_error(hosting: asyncio.Future[int]) -> Exception:
     """The error for a host that ended before its engine connected."""
     if hosting.cancelled():
         return EngineStartError("the host of the engine was ended")

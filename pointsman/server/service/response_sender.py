@@ -3,10 +3,10 @@
     receiver -> Sample (counts, times) -> answer writer -> sse
 
 Reading and sending alternate: the next delta of a sample is read when the transport has taken its last event. A
-shortcut (`_shortcut`) writes a delta of plain text without waking the sample's task, while the task waits and the
-transport can be written. That halves the cost of a token here. A sample's first token never takes the shortcut: it
-returns False while `choice.plain_head` is "", and only an event written by the task sets that. Leaving a sender in
-any way aborts its unfinished requests.
+shortcut (`_shortcut_for`) writes a delta of plain text without waking the sample's task, while the task waits and the
+transport can be written. That halves the cost of a token here. A sample's first token never takes the shortcut, which
+returns False while `choice.plain_head` is "", and only an event written by the task sets
+this field. Leaving a sender in any way aborts its unfinished requests.
 """
 
 from __future__ import annotations
@@ -48,13 +48,14 @@ class Sample:
     """One sample of one prompt. Reading it yields deltas, counts tokens and observes times.
 
     Args:
-        choice: of the response; holds the counts.
-        stream: of the engine.
-        ticket: its prompt's place in the backlog, which the first token frees.
-        observations: of times between tokens.
-        seconds_left: the sample finishes as "deadline" after that time at the latest; None: no limit.
-        shared: the log probabilities of its prompt, which the prompt's first sample computes and the others repeat.
-        is_first: whether it is the prompt's first sample.
+        choice: the response's choice for this sample; holds the counts.
+        stream: the deltas of the engine.
+        ticket: the request's place in the backlog; the first token frees the part of its prompt.
+        observations: the observed times and counts of the server.
+        seconds_left: seconds after which the sample finishes as "deadline" at the latest; None: no limit.
+        shared: the log probabilities of the prompt, which the prompt's first sample computes and its other samples
+            repeat; None: the client did not ask for them.
+        is_first: whether this is the prompt's first sample.
     """
 
     __slots__ = ("_is_first", "_last_time", "_limit", "_observations", "_shared", "_tenant", "_ticket", "choice",
@@ -81,7 +82,7 @@ class Sample:
         self._last_time = stream.request.arrival_time or time.monotonic()
         self._tenant = observations.tenants.open(stream.request.tenant)
         self.has_started = False
-        """Whether its first token or its vector has arrived."""
+        """Whether the sample's first token or vector has arrived."""
 
     def __aiter__(self) -> Sample:
         return self
@@ -90,13 +91,13 @@ class Sample:
         delta = await (self.stream.__anext__() if self._limit is None else self._next_in_time(self._limit))
         self.note(delta)
         if self._shared is not None:
-            await self._share(self._shared, delta)
+            await self._share_logprobs(self._shared, delta)
         return delta
 
-    async def _share(self, shared: asyncio.Future[Logprobs | None], delta: Delta) -> None:
+    async def _share_logprobs(self, shared: asyncio.Future[Logprobs | None], delta: Delta) -> None:
         """Give the log probabilities of the prompt, which are in the first delta, to the other samples of the prompt.
 
-        The other samples wait for them. If the first sample ends without them, they are None.
+        The other samples wait for the log probabilities, which are None if the first sample ends without them.
         """
         self._shared = None
         if not self._is_first:
@@ -105,15 +106,15 @@ class Sample:
             shared.set_result(delta.prompt_logprobs)
 
     def note(self, delta: Delta) -> None:
-        """Count a delta that was read, and observe its time."""
+        """Count the tokens of a delta that was read, and observe the time of reading."""
         self.choice.num_cached_tokens = delta.num_cached_tokens
         if delta.token_ids:
             self.note_tokens(len(delta.token_ids))
         elif delta.embedding is not None:
-            self._start()
+            self._note_start()
 
     def note_tokens(self, num_new: int) -> None:
-        """Count new tokens, one at least, and observe their time."""
+        """Count new tokens, at least one, and observe the time between tokens."""
         choice, now = self.choice, time.monotonic()
         observations = self._observations.engines[self.stream.engine]
         if choice.num_tokens:
@@ -121,25 +122,25 @@ class Sample:
         else:
             observations.first_token(now - self._last_time)
             self._ticket.first_token(choice.prompt_index)
-            self._start()
+            self._note_start()
         self._last_time = now
         choice.num_tokens += num_new
         self._tenant.num_generated_tokens += num_new
 
-    def _start(self) -> None:
+    def _note_start(self) -> None:
         self.has_started = True
         self._tenant.num_unstarted -= 1
         self._tenant.num_prompt_tokens += len(self.stream.request.prompt_token_ids)
 
     async def aclose(self) -> None:
-        """Abort its request, unless it has finished. To be called once."""
+        """Abort the sample's request, unless it has finished. To be called once."""
         self._observations.tenants.close(self._tenant, is_started=self.has_started)
         await self.stream.aclose()
 
     async def _next_in_time(self, limit: float) -> Delta:
-        """The next delta. If the engine sends nothing by the limit, it is a last delta with finish reason "deadline".
+        """The next delta; if no delta arrives until `limit`, a last delta with finish reason "deadline".
 
-        A delta that has arrived is read in any case, even after the limit.
+        A delta that has arrived is returned in any case, even after the limit.
         """
         try:
             async with asyncio.timeout_at(limit):
@@ -149,11 +150,11 @@ class Sample:
 
 
 class ResponseSender:
-    """The samples of a client's request. A context: leaving it aborts unfinished requests.
+    """The samples of a client's request. A context manager: its exit aborts unfinished requests.
 
     Args:
         gate: distinguishes a death of the engine from a shutdown of the server.
-        observations: of times and tokens.
+        observations: the observed times and counts of the server.
         ticket: the request's place in the backlog.
         deadline: the time at which all samples finish at the latest, by `time.monotonic`; None: no limit.
     """
@@ -189,12 +190,12 @@ class ResponseSender:
 
     @property
     def streams(self) -> list[ClientStream]:
-        """Of all samples, in order."""
+        """The streams of all samples, in order."""
         return [sample.stream for sample in self.samples]
 
     @property
     def choices(self) -> list[Choice]:
-        """Of all samples, in order."""
+        """The choices of all samples, in order."""
         return [sample.choice for sample in self.samples]
 
     @property
@@ -208,7 +209,7 @@ class ResponseSender:
         """Send the response once all samples have finished.
 
         Raises:
-            ApiError: nothing has been sent: 408, 500, 503.
+            ApiError: 408, 500 or 503; nothing has been sent.
         """
         try:
             outputs = await self.collect()
@@ -220,7 +221,7 @@ class ResponseSender:
         await send_json(send, [body.encode()], self._headers(writer))
 
     async def collect(self) -> list[Delta]:
-        """The whole output of each sample, once all have finished.
+        """The merged deltas of each sample, once all samples have finished.
 
         Raises:
             EngineDeadError: the engine has died.
@@ -231,7 +232,7 @@ class ResponseSender:
             async for delta in sample:
                 outputs[sample.choice.index].merge(delta)
 
-        await self._each(read)
+        await self._for_each_sample(read)
         return outputs
 
     def _check(self, outputs: list[Delta]) -> None:
@@ -258,7 +259,7 @@ class ResponseSender:
 
         async def pump(sample: Sample) -> None:
             nonlocal num_running, last_chunk
-            sample.stream.shortcut = _shortcut(sample, writer, events)
+            sample.stream.shortcut = _shortcut_for(sample, writer, events)
             async for delta in sample:
                 check_finish(delta.finish_reason, delta.finish_detail)
                 chunk = writer.plain_chunk(sample.choice, delta.text) if delta.finish_reason is None else None
@@ -278,7 +279,7 @@ class ResponseSender:
         try:
             await events.open()
             try:
-                await self._each(pump)
+                await self._for_each_sample(pump)
                 last = writer.usage_event(self.choices)
             except (EngineDeadError, ApiError) as error:
                 last = error_event(self._gate.from_engine(error))
@@ -290,19 +291,19 @@ class ResponseSender:
             self._observations.open_streams -= 1
 
     def _headers(self, writer: AnswerWriter) -> dict[str, str]:
-        """The response's id; with several engines, also the engines of its samples."""
+        """Headers with the response's id and, if there are several engines, the engines of the samples."""
         headers = {"x-request-id": writer.id}
         if len(self._observations.engines) > 1:
             headers["x-engine"] = ", ".join(map(str, sorted({stream.engine for stream in self.streams})))
         return headers
 
-    async def _each(self, work: Callable[[Sample], Awaitable[None]]) -> None:
-        """Run `work` for all samples concurrently; an exception of one stops the others.
+    async def _for_each_sample(self, work: Callable[[Sample], Awaitable[None]]) -> None:
+        """Run `work` for all samples concurrently; an exception for one sample stops the others.
 
         Raises:
-            Exception: the first that was raised.
+            Exception: the first exception of `work`.
         """
-        if len(self.samples) == 1:  # the usual case costs no task
+        if len(self.samples) == 1:  # no task for the usual case
             await work(self.samples[0])
             return
         tasks: list[asyncio.Future[None]] = []
@@ -317,9 +318,9 @@ class ResponseSender:
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _shortcut(sample: Sample, writer: TextWriter, events: EventStream) -> Shortcut:
-    """A function that writes plain tokens of a sample at once, and returns whether it did. Writing comes last: it wakes
-    the client, which may run on this processor, so that later code would find cold caches.
+def _shortcut_for(sample: Sample, writer: TextWriter, events: EventStream) -> Shortcut:
+    """A function that writes plain tokens of a sample without a task, and returns whether it did. It writes last:
+    writing wakes the client, which may run on this processor, so that later code would find cold caches.
 
     The function returns False for the first token: `plain_chunk` returns None until the task has written a chunk.
     """

@@ -1,8 +1,8 @@
-"""Sampling: converts a client's fields to `SamplingParams`, with defaults of the model and the server, and the
+"""Sampling: converts a client's fields to `SamplingParams`, with the defaults of model and server, within the
 operator's limits.
 
-A route makes a `SamplingPlan`, or a `PoolingPlan` for vectors. The plan makes the parameters of each sample once the
-prompts are known.
+A route creates a `SamplingPlan`, or a `PoolingPlan` for vectors. The plan derives the parameters of each sample once
+the prompts are known.
 """
 
 from __future__ import annotations
@@ -42,28 +42,28 @@ _INT64 = 2**64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingPlan:
-    """The sampling settings of a request that are known before its prompts are read."""
+    """The sampling settings of a request that are known before the prompts are read."""
 
     body: SamplingFields
     n: int
-    """Samples per prompt."""
+    """Number of samples per prompt."""
     logprobs: int | None
-    """Number of most likely tokens with log probabilities, per position of the output; None: no log probabilities."""
+    """Number of most likely tokens with log probabilities per position of the output; None: no log probabilities."""
     prompt_logprobs: int | None
-    """The same per position of the prompt."""
+    """Number of most likely tokens with log probabilities per position of the prompt; None: no log probabilities."""
     max_tokens: int | None
-    """The client's value; None: it left the field out."""
+    """The client's value; None: the client left the field out."""
     max_tokens_field: str = "max_tokens"
-    """The name of that field, for errors."""
+    """Name of the client's field for `max_tokens`, for errors."""
     default_max_tokens: int | None = None
-    """Used if the client left the field out; None: the model's own default, or the maximum that fits."""
+    """Value if the client left the field out; None: the model's own default, or the maximum that fits."""
 
     def params(self, prompts: list[Prompt], info: EngineInfo, config: ServerConfig) -> list[list[EngineParams]]:
-        """The parameters of each sample of each prompt. They are made and checked once, for possibly a thousand
-        samples.
+        """The parameters of each sample of each prompt. They are checked in full for the first sample only, as there
+        may be a thousand.
 
         Raises:
-            ValueError, ApiError: a value, or a combination of values, is not possible.
+            ValueError, ApiError: a value, or a combination of values, is invalid.
         """
         default = self.default_max_tokens
         if default is None:
@@ -89,7 +89,7 @@ class SamplingPlan:
 
 @dataclass(frozen=True, slots=True)
 class PoolingPlan:
-    """The pooling settings of a request: one vector per prompt, with the same parameters."""
+    """The pooling settings of a request: one vector per prompt, all with equal parameters."""
 
     pooling: PoolingParams
     n: int = 1
@@ -105,18 +105,18 @@ def choose_max_tokens(
     """The maximum number of tokens that a request may generate: prompt and output together fit into `max_model_len`.
 
     Args:
-        asked: the client's value; None: it left the field out.
-        num_prompt_tokens: of its prompt.
-        default: used if the client left the field out; None: the maximum that fits.
-        name: of the field, for errors.
-        info: the model's length.
-        config: the operator's limit.
+        asked: the client's value; None: the client left the field out.
+        num_prompt_tokens: number of tokens of the prompt.
+        default: value if the client left the field out; None: the maximum that fits.
+        name: name of the client's field, for errors.
+        info: description of the engine, with `max_model_len`.
+        config: the operator's settings, with the limit.
 
     Raises:
         ApiError: 400, the client asks for more than the operator allows, or no token fits.
     """
-    room = info.max_model_len - num_prompt_tokens
-    if room < 1:
+    max_fitting = info.max_model_len - num_prompt_tokens
+    if max_fitting < 1:
         raise ApiError(
             400,
             f"the prompt has {num_prompt_tokens} tokens and max_model_len is {info.max_model_len}, which leaves no "
@@ -124,10 +124,10 @@ def choose_max_tokens(
         )
     limit = config.max_tokens_limit
     if asked is None:
-        return min(one for one in (default, room, limit) if one is not None)
+        return min(one for one in (default, max_fitting, limit) if one is not None)
     if limit is not None and asked > limit:
         raise ApiError(400, f"{name} is {asked}; this server gives at most {limit}: lower it", param=name)
-    return min(asked, room)
+    return min(asked, max_fitting)
 
 
 def sampling_params(
@@ -143,12 +143,12 @@ def sampling_params(
     Args:
         body: the request.
         max_tokens: maximum number of tokens.
-        logprobs: per position of the output; None: none.
-        prompt_logprobs: per position of the prompt; None: none.
+        logprobs: number of log probabilities per position of the output; None: no log probabilities.
+        prompt_logprobs: number of log probabilities per position of the prompt; None: no log probabilities.
         defaults: the model's recommended values.
 
     Raises:
-        ValueError, ApiError: a value, or a combination of values, is not possible.
+        ValueError, ApiError: a value, or a combination of values, is invalid.
     """
     values: dict[str, Any] = {name: getattr(body, name) for name in SAME_NAME}
     for name in DEFAULTED:
@@ -177,13 +177,13 @@ def _repetition_detection(body: SamplingFields) -> RepetitionDetectionParams | N
 
 
 def for_sample(params: SamplingParams, *, max_tokens: int, sample: int) -> SamplingParams:
-    """The parameters of another sample, or of a prompt of another length. Only the differing values are checked again:
-    a request may have a thousand samples, all with the same schema, biases and lists of tokens.
+    """The parameters of another sample, or of a prompt of another length. Only the differing values are checked
+    again, as a request may have a thousand samples, all with the same schema, biases and lists of tokens.
 
-    The first sample computes the log probabilities of the prompt; the others repeat them (`ResponseSender`).
+    The first sample computes the log probabilities of the prompt; the other samples repeat them (`ResponseSender`).
 
     Args:
-        params: of the first sample; returned unchanged if nothing differs.
+        params: parameters of the first sample; returned unchanged if no value differs.
         max_tokens: maximum number of tokens.
         sample: the number of the sample within its prompt, from 0: each gets its own seed.
 
@@ -197,7 +197,7 @@ def for_sample(params: SamplingParams, *, max_tokens: int, sample: int) -> Sampl
     if params.min_tokens > max_tokens:
         raise ValueError(f"min_tokens is {params.min_tokens}, more than max_tokens {max_tokens}; lower it")
     variant = copy.copy(params)
-    object.__setattr__(variant, "max_tokens", max_tokens)  # frozen for all other code
+    object.__setattr__(variant, "max_tokens", max_tokens)  # the object is frozen for all other code
     object.__setattr__(variant, "seed", seed)
     object.__setattr__(variant, "prompt_logprobs", prompt_logprobs)
     return variant
@@ -224,7 +224,7 @@ def structured_outputs(body: SamplingFields) -> StructuredOutputsParams | None:
     """The constraints on the text, from either of the two fields for them; None: no constraint.
 
     Raises:
-        ValueError, ApiError: both fields are given, or the constraint is not possible.
+        ValueError, ApiError: both fields are given, or the constraint is invalid.
     """
     form, asked = body.response_format, body.structured_outputs
     if form is None or form.type == "text":
@@ -237,5 +237,5 @@ def structured_outputs(body: SamplingFields) -> StructuredOutputsParams | None:
         )
     if form.type == "json_object":
         return StructuredOutputsParams(json_object=True)
-    assert form.json_schema is not None  # the model has checked it
+    assert form.json_schema is not None  # `ResponseFormat` has checked that
     return StructuredOutputsParams(json=form.json_schema.schema_)

@@ -1,10 +1,11 @@
-"""Sending: sends requests to the engines, with a limit on unqueued ones, tenants in turn.
+"""Sending: sends requests to the engines, with a limit on requests not yet queued, tenants in turn.
 
-The engine queues requests between two steps, in 0.1 to 0.2 ms each. A thousand at once would delay the tokens and the
-requests of all other clients. So at most `MAX_OUT` groups of requests are sent and not queued yet. One tenant gets at
-most three quarters of them; if more groups wait, tenants are served in turn.
+The engine queues requests between two steps, in 0.1 to 0.2 ms each. A thousand together would delay the tokens and
+the requests of all other clients. So at most `MAX_OUT` groups of requests are sent and not queued yet. One tenant has
+at most three quarters of this number; if more groups wait, tenants are served in turn.
 
-Requests with a grammar are queued when the grammar is compiled, which may take seconds. They have their own stage.
+Requests with a grammar are queued when the grammar is compiled, which may take seconds. The stage `GRAMMARS`
+limits them.
 """
 
 from __future__ import annotations
@@ -19,33 +20,33 @@ from pointsman.engine.params.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from pointsman.server.service.receiver import ClientStream
-    from pointsman.server.stages import StageRoom
+    from pointsman.server.stages import StageLimit
 
 MAX_OUT = 64
 """Maximum number of groups that are sent to the engines and not queued yet."""
 MAX_TOGETHER = 16
-"""Maximum number of requests in a group: samples of one client's request."""
+"""Maximum number of requests in a group; they are samples of one client's request."""
 PATIENCE = 1.0
-"""Seconds after which a group is sent in any case: a hung engine must not block requests to the others."""
+"""Seconds after which a group is sent in any case: a hung engine must not block requests to other engines."""
 
 
 class Queue(Protocol):
-    """Queues requests in the engine; `EngineFleet` implements it."""
+    """The method that queues requests in an engine; `EngineFleet` implements it."""
 
     async def queue(self, streams: Sequence[ClientStream]) -> None:
         """Send the requests of streams, in order, and return when all are queued (and their grammars compiled)."""
 
 
 class Sending:
-    """The requests that are sent and not queued yet. One event loop owns it.
+    """The requests that are sent and not queued yet. To be used in one event loop.
 
     Args:
         client: the engines.
-        grammars: the capacity for requests that wait for a grammar.
+        grammars: the limit on requests that wait for a grammar.
         is_shared: whether there may be several tenants.
     """
 
-    def __init__(self, client: Queue, grammars: StageRoom, *, is_shared: bool) -> None:
+    def __init__(self, client: Queue, grammars: StageLimit, *, is_shared: bool) -> None:
         self._client = client
         self._grammars = grammars
         self._num_out = 0
@@ -55,11 +56,11 @@ class Sending:
         """Send the requests of streams, in order, and return when all are queued (and their grammars compiled).
 
         Raises:
-            ApiError: 429, too many requests wait for a grammar. ValueError, EngineDeadError, EngineStalledError: as for
-                the client.
+            ApiError: 429, too many requests wait for a grammar.
+            ValueError, EngineDeadError, EngineStalledError: as for `EngineFleet.queue`.
         """
         params = streams[0].request.params
-        if isinstance(params, SamplingParams) and params.structured_outputs is not None:  # the same for all samples
+        if isinstance(params, SamplingParams) and params.structured_outputs is not None:  # for all samples alike
             with self._grammars.held(tenant, 1):
                 await self._client.queue(streams)
             return
@@ -71,7 +72,7 @@ class Sending:
             try:
                 if not group.is_out:
                     await self._wait(group)
-                self._turns.remove(turn)  # if it still waits, after `PATIENCE`
+                self._turns.remove(turn)  # no effect unless the group still waits after `PATIENCE`
                 await self._client.queue(together)
             finally:
                 self._end(group, turn)
@@ -107,6 +108,6 @@ class _Group:
 
     def __init__(self) -> None:
         self.is_out = False
-        """Whether its turn has come."""
+        """Whether the group's turn has come."""
         self.waiter: asyncio.Future[None] | None = None
-        """Set when its turn comes; None: it does not wait."""
+        """Future that is set when the group's turn comes; None: the group does not wait."""

@@ -30,7 +30,7 @@ from pointsman.server.service.sending import Sending
 from pointsman.server.service.tenants import TenantRule, isolated_salt
 from pointsman.server.service.text_work import TextWork
 from pointsman.server.service.urgency import check_retention, check_urgency
-from pointsman.server.stages import Rooms, has_tenants
+from pointsman.server.stages import StageLimits, has_tenants
 from pointsman.server.wire.answers import TextWriter
 from pointsman.server.wire.errors import ApiError, not_found, shown
 from pointsman.server.wire.messages import EngineRequest
@@ -56,7 +56,7 @@ ENGINE_TIMEOUT = 5.0
 
 @dataclass(slots=True, kw_only=True)
 class Job:
-    """A client's request, in the parts that the service needs. Its arrival time is when it is made."""
+    """A client's request, in the parts that the service needs. The arrival time is that of the object's creation."""
 
     body: SamplingFields | EmbeddingRequest
     prompts: TextPrompts | ChatPrompt
@@ -65,9 +65,9 @@ class Job:
     stream: bool = False
     """Whether the response is sent as events."""
     timeout: float | None = None
-    """Seconds of the header X-Request-Deadline; the minimum of header, body and server applies."""
+    """Seconds of the header X-Request-Deadline; None: no header. The minimum of header, body and server applies."""
     ttft_header: float | None = None
-    """Seconds of the header X-Request-TTFT-Target; the minimum of header and body applies."""
+    """Seconds of the header X-Request-TTFT-Target; None: no header. The minimum of header and body applies."""
     arrival_time: float = field(default_factory=time.monotonic)
 
     @property
@@ -85,7 +85,7 @@ class Client(NamedTuple):
     """The sender of a request."""
 
     owner: int | None
-    """The index of the client's key; None: it sent no key, or an operator's."""
+    """Index of the client's key; None: the client sent no key, or an operator's."""
     tenant: str
 
 
@@ -95,20 +95,20 @@ class Service:
     Args:
         client: the engines.
         config: the operator's settings.
-        observations: of times and tokens.
-        gate: every request is inside until its response is complete; a closed gate means that the server shuts down.
-        rooms: of the stages.
+        observations: the observed times and counts of the server.
+        gate: the gate, which every request is inside until its response is complete; closed when the server shuts down.
+        limits: the limits of the stages.
     """
 
     def __init__(
-        self, client: EngineFleet, config: ServerConfig, observations: Observations, gate: Gate, rooms: Rooms
+        self, client: EngineFleet, config: ServerConfig, observations: Observations, gate: Gate, limits: StageLimits
     ) -> None:
         self.client = client
         self.config = config
         self.gate = gate
-        self.prompts = PromptReader(client.tokenizer, client.info, TextWork(rooms.texts), config.chat_template)
-        self.backlog = Backlog(rooms.requests, rooms.prompt_tokens)
-        self.sending = Sending(client, rooms.grammars, is_shared=has_tenants(config))
+        self.prompts = PromptReader(client.tokenizer, client.info, TextWork(limits.texts), config.chat_template)
+        self.backlog = Backlog(limits.requests, limits.prompt_tokens)
+        self.sending = Sending(client, limits.grammars, is_shared=has_tenants(config))
         self.names = RequestNames()
         self.tenants = TenantRule(config)
         self.model_names = config.served_model_name or (client.info.model,)
@@ -116,10 +116,10 @@ class Service:
         self._observations = observations
 
     def check_model(self, name: str | None) -> None:
-        """Refuse requests for other models.
+        """Refuse a request for another model.
 
         Raises:
-            ApiError: 404.
+            ApiError: 404, the server has no model of this name.
         """
         if name and name not in self.model_names:
             served = ", ".join(map(shown, self.model_names))
@@ -161,7 +161,7 @@ class Service:
         """Queue a request of the engine for each sample.
 
         Raises:
-            ValueError, ApiError, EngineDeadError, EngineStalledError: the request can never run, or not now.
+            ValueError, ApiError, EngineDeadError, EngineStalledError: a request can never run, or cannot run now.
         """
         body, answer_id, ttft_target, tenant = job.body, job.writer.id, job.ttft_target, client.tenant
         prompts = await self.prompts.read(job.prompts, tenant)
@@ -208,7 +208,7 @@ class Service:
         """The engines' answer to a question; `engine` as for `EngineFleet.ask`.
 
         Raises:
-            ApiError: 500, all engines are dead; 503, no engine lives now, or it has not answered in time.
+            ApiError: 500, all engines are dead; 503, no engine lives now, or an engine has not answered in time.
             Exception: as the question's class documents.
         """
         timeout = ENGINE_TIMEOUT if has_timeout else None
@@ -234,12 +234,12 @@ def check_limits(body: SamplingFields, num_samples: int, logprobs: int | None, c
 
     Args:
         body: the request.
-        num_samples: per prompt.
-        logprobs: per position of the output.
-        config: the limits.
+        num_samples: number of samples per prompt.
+        logprobs: number of log probabilities per position of the output; None: no log probabilities.
+        config: the operator's settings, with the limits.
 
     Raises:
-        ApiError: 400, with the limit.
+        ApiError: 400, with the exceeded limit.
     """
     if num_samples > config.max_n:
         raise ApiError(400, f"n is {num_samples}; this server gives at most {config.max_n}: lower it", param="n")
@@ -260,8 +260,8 @@ class WatchedResponse(Response):
     costs one task per request, and nothing per token.
 
     Args:
-        work: writes the whole response to the request of `scope` by `send`; an exception before its first message
-            becomes an error response.
+        work: the work, which sends the whole response to the request of `scope` by `send`; an exception before the
+            first message becomes an error response.
     """
 
     def __init__(self, work: Callable[[Scope, Send], Coroutine[Any, Any, None]]) -> None:
@@ -276,8 +276,8 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None])
     """Run `work`; cancel it when the client hangs up.
 
     Args:
-        receive: of ASGI; the request's body has been read.
-        work: makes the response.
+        receive: ASGI's `receive`; the request's body has been read.
+        work: the work that sends the response.
 
     Raises:
         The exceptions of `work`.
@@ -297,7 +297,7 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None])
     try:
         await work
     except asyncio.CancelledError:
-        if task.cancelling() > has_left:  # something else cancels the response
+        if task.cancelling() > has_left:  # the response was cancelled for another reason
             raise
         logger.debug("a client hung up before its answer was complete")
     finally:
@@ -309,4 +309,4 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None])
 
 async def _until_disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
-        pass  # pieces of a body that nothing reads
+        pass  # drop further pieces of the body

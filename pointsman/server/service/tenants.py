@@ -24,12 +24,13 @@ class TenantRule:
     """Finds the tenant of each request.
 
     Args:
-        config: names of the keys, and the source of tenants.
+        config: the operator's settings, with the names of the keys and the source of tenants.
     """
 
     def __init__(self, config: ServerConfig) -> None:
         self._of_keys = config.tenants
-        self._without_key = OPERATOR if config.api_keys else ""  # only operators have no client's key then
+        # If clients have keys, only operators' requests come without a client's key.
+        self._without_key = OPERATOR if config.api_keys else ""
         kind, _, header = config.tenant_from.partition(":")
         self._reads_user = kind == "user"
         self._header = header
@@ -39,8 +40,8 @@ class TenantRule:
         """The tenant of a request; "" if clients have no keys and nothing else names the tenant.
 
         Args:
-            scope: of ASGI.
-            user: the field `user` of its body; None: left out, or the body has not arrived yet.
+            scope: ASGI scope of the request.
+            user: the body's field `user`; None: the client left it out, or the body has not arrived yet.
 
         Raises:
             ApiError: 400, the header occurs more than once, or is too long.
@@ -53,7 +54,7 @@ class TenantRule:
 
     def _in_header(self, headers: Iterable[tuple[bytes, bytes]]) -> str | None:
         values = [value for name, value in headers if name == self._header_name]
-        if len(values) > 1:  # a client's header besides the proxy's
+        if len(values) > 1:  # the client sent the header too, besides the proxy
             raise ApiError(400, f"the header {self._header} occurs {len(values)} times; send it once")
         tenant = values[0].decode("latin-1").strip() if values else None
         if tenant and len(tenant) > MAX_USER_CHARACTERS:
@@ -66,10 +67,10 @@ class TenantRule:
 
 
 def isolated_salt(tenant: str, cache_salt: str | None) -> str:
-    """A cache salt that isolates a tenant: its requests share prefixes only with each other, and only under equal
-    salts.
+    """A cache salt that isolates a tenant: the tenant's requests share prefixes only with each other, and only with
+    equal salts.
 
-    The length in front separates any two tenants, with any names and any salts.
+    The length in front makes the results of two tenants differ, for any names and any salts.
     """
     own = "" if cache_salt is None else f":{cache_salt}"
     return f"{len(tenant)}:{tenant}{own}"

@@ -1,13 +1,14 @@
-"""Text work: threads that tokenize, render and decode; tenants in turn, short texts not behind long ones.
+"""Text work: threads that tokenize, render and decode. Tenants are served in turn, and short texts do not wait
+for long ones.
 
-    work = TextWork(rooms.texts)
+    work = TextWork(limits.texts)
     with work.admit("alice", size=5000) as text:              # 429 if too many characters wait
         token_ids = await text.run(5000, partial(encode, tokenizer, prompt))
 
 A tokenizer takes 0.3 to 3 microseconds per character, so a body of 2 MB takes up to 2 s. There is a thread for each
 class of sizes (`LONGEST`), so that a text never waits for texts of a larger class. Within a thread the tenant that has
-been served least is next (`engine/fair_queue.py`); of its requests, those that have begun come first. Work of
-disconnected clients leaves the queue.
+been served least is next (`engine/fair_queue.py`); the tenant's requests that have begun come first. Work of
+disconnected clients is removed from the queue.
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ from pointsman.engine.fair_queue import FairQueue, QueuedItem
 from pointsman.server.stages import retry_seconds
 
 if TYPE_CHECKING:
-    from pointsman.server.stages import StageRoom
+    from pointsman.server.stages import StageLimit
 
 LONGEST = (16 * 1024, 256 * 1024, math.inf)
 """Maximum number of characters of a request's texts, for each thread."""
 MIN = 256
 """Minimum cost of a text in characters: a text of one character also costs work."""
 CHARACTERS_PER_SECOND = 500_000
-"""A tokenizer's speed on the slowest texts, for Retry-After."""
+"""Characters that a tokenizer processes per second in the slowest texts, for Retry-After."""
 
 ResultT = TypeVar("ResultT")
 _Turn: TypeAlias = "QueuedItem[asyncio.Future[_Turn] | None]"
 
 
-class _Lane:
-    """One thread, and its queue. One event loop owns it.
+class _TextThread:
+    """One thread, and its queue. To be used in one event loop.
 
     Args:
-        name: of the thread.
+        name: name of the thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -49,11 +50,11 @@ class _Lane:
         self._turns: FairQueue[asyncio.Future[_Turn] | None] = FairQueue()
         self._is_busy = False
 
-    async def run(self, tenant: str, cost: float, function: Callable[[], ResultT], *, goes_on: bool) -> ResultT:
-        """Call a function in the thread when it is the tenant's turn. With `goes_on`, for a text that has begun, the
-        function comes first among those of its tenant.
+    async def run(self, tenant: str, cost: float, function: Callable[[], ResultT], *, has_begun: bool) -> ResultT:
+        """Call a function in the thread when it is the tenant's turn. `has_begun`: the text has begun, so the function
+        precedes the tenant's other functions.
         """
-        turn = await self._wait(tenant, cost, goes_on)
+        turn = await self._wait(tenant, cost, has_begun)
         try:
             job = self._thread.submit(function)
         except RuntimeError:  # the system cannot start the thread
@@ -67,7 +68,7 @@ class _Lane:
             else:  # the caller was cancelled, and the thread is still at work
                 job.add_done_callback(self._end_later(turn))
 
-    async def _wait(self, tenant: str, cost: float, goes_on: bool) -> _Turn:
+    async def _wait(self, tenant: str, cost: float, has_begun: bool) -> _Turn:
         if not self._is_busy:
             self._is_busy = True
             self._turns.put(tenant, None, cost)
@@ -75,13 +76,13 @@ class _Lane:
             assert turn is not None  # the queue is empty while the thread is idle
             return turn
         waiter: asyncio.Future[_Turn] = asyncio.get_running_loop().create_future()
-        waiting = self._turns.put(tenant, waiter, cost, continues=goes_on)
+        waiting = self._turns.put(tenant, waiter, cost, continues=has_begun)
         try:
             return await waiter
         except asyncio.CancelledError:
             if waiter.cancelled():
                 self._turns.remove(waiting)
-            else:  # its turn has come just now
+            else:  # the turn has just begun
                 self._turns.drop(waiter.result())
                 self._begin_next()
             raise
@@ -91,13 +92,13 @@ class _Lane:
         self._begin_next()
 
     def _begin_next(self) -> None:
-        """Begin the next turn whose task still waits."""
+        """Begin the next turn, skipping turns whose tasks were cancelled."""
         while (turn := self._turns.take()) is not None:
             assert turn.item is not None  # turns without a waiter begin in `_wait`
             if not turn.item.cancelled():
                 turn.item.set_result(turn)
                 return
-            self._turns.drop(turn)  # its task raises in the next iteration of the loop
+            self._turns.drop(turn)  # the cancelled task raises in the next iteration of the loop
         self._is_busy = False
 
     def _end_later(self, turn: _Turn) -> Callable[[Future[ResultT]], None]:
@@ -111,44 +112,44 @@ class _Lane:
 
 
 class TextWork:
-    """The threads, and the capacity for waiting characters.
+    """The threads, and the limit on waiting characters.
 
     Args:
-        room: of the stage.
+        limit: the limit of the stage `TEXTS`.
     """
 
-    def __init__(self, room: StageRoom) -> None:
-        self.room = room
-        self._lanes = [(longest, _Lane(f"pointsman-text-{number}")) for number, longest in enumerate(LONGEST)]
+    def __init__(self, limit: StageLimit) -> None:
+        self.limit = limit
+        self._threads = [(longest, _TextThread(f"pointsman-text-{number}")) for number, longest in enumerate(LONGEST)]
 
     def admit(self, tenant: str, size: int) -> Text:
         """A context for the work on the texts of one request.
 
         Args:
-            tenant: of the request.
-            size: of all its texts together, in characters.
+            tenant: the request's tenant.
+            size: number of characters of all texts of the request together.
 
         Raises:
             ApiError: 429, too many characters wait.
         """
-        size = min(max(size, MIN), self.room.size or size)  # the largest body alone is always admitted
-        lane = next(lane for longest, lane in self._lanes if size <= longest)
-        self.room.take(tenant, size, retry_after=lambda: self._retry_after(tenant))
-        return Text(self.room, lane, tenant, size)
+        size = min(max(size, MIN), self.limit.size or size)  # so that the largest body is admitted if no text waits
+        thread = next(thread for longest, thread in self._threads if size <= longest)
+        self.limit.take(tenant, size, retry_after=lambda: self._retry_after(tenant))
+        return Text(self.limit, thread, tenant, size)
 
     def _retry_after(self, tenant: str) -> int:
-        held = self.room.of(tenant) or self.room.total
+        held = self.limit.of(tenant) or self.limit.total
         return retry_seconds(held / CHARACTERS_PER_SECOND)
 
 
 class Text:
-    """The texts of one request. A context: leaving it frees their characters."""
+    """The texts of one request. A context manager: its exit frees the characters of the texts."""
 
-    __slots__ = ("_has_begun", "_lane", "_room", "_size", "_tenant")
+    __slots__ = ("_has_begun", "_limit", "_size", "_tenant", "_text_thread")
 
-    def __init__(self, room: StageRoom, lane: _Lane, tenant: str, size: int) -> None:
-        self._room = room
-        self._lane = lane
+    def __init__(self, limit: StageLimit, thread: _TextThread, tenant: str, size: int) -> None:
+        self._limit = limit
+        self._text_thread = thread
         self._tenant = tenant
         self._size = size
         self._has_begun = False
@@ -159,14 +160,14 @@ class Text:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._room.give_back(self._tenant, self._size)
+        self._limit.give_back(self._tenant, self._size)
 
     async def run(self, size: int, function: Callable[[], ResultT]) -> ResultT:
         """Call a function in a thread.
 
         Args:
-            size: the number of characters that it processes.
-            function: may raise any exception.
+            size: number of characters that the function processes.
+            function: function without arguments, which may raise any exception.
         """
-        goes_on, self._has_begun = self._has_begun, True
-        return await self._lane.run(self._tenant, max(size, MIN), function, goes_on=goes_on)
+        has_begun, self._has_begun = self._has_begun, True
+        return await self._text_thread.run(self._tenant, max(size, MIN), function, has_begun=has_begun)

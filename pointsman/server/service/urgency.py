@@ -18,8 +18,8 @@ PRIORITY, TTFT_TARGET, RETENTION = "priority", "ttft_target", "retention"
 
 
 def fields_read(scheduler: Mapping[str, Any]) -> frozenset[str]:
-    """Those of `priority`, `ttft_target` and `retention` that the server's policies read. A policy that is not built
-    in, such as one of an installed package, counts as reading all fields of its kind.
+    """The fields among `priority`, `ttft_target` and `retention` that the server's policies read. A policy that is not
+    built in, such as one of an installed package, counts as reading all fields of its kind.
 
     Args:
         scheduler: `SchedulerConfig.to_dict()`.
@@ -93,7 +93,7 @@ def check_priority_is_read(priority: int, info: EngineInfo) -> None:
     """Refuse a priority that would have no effect.
 
     Raises:
-        ApiError: 400.
+        ApiError: 400, with the remedy.
     """
     if priority and PRIORITY not in fields_read(info.scheduler):
         raise ApiError(

@@ -4,9 +4,9 @@
     ChatWriter         /v1/chat/completions    whole, or as events
     EmbeddingWriter    /v1/embeddings          whole
 
-A writer is made for one response. A response has choices, one per sample of each prompt; a choice's deltas become
+A writer writes one response. A response has choices, one per sample of each prompt; a choice's deltas become
 events in order. A chunk between a choice's first and last one is usually plain: it differs from the previous chunk only
-in its text. Plain chunks are written from three parts: the choice's head, the text, the tail.
+in the text. Plain chunks are written from three parts: the choice's head, the text, the tail.
 """
 
 from __future__ import annotations
@@ -39,42 +39,42 @@ if TYPE_CHECKING:
     )
 
 quote: Callable[[str], str] = encode_basestring_ascii
-"""Text as JSON in ASCII: some clients split lines at characters such as U+2028."""
+"""Converts text to JSON in ASCII, as some clients split lines at characters such as U+2028."""
 
 
 @dataclass(slots=True)
 class Prompt:
-    """A prompt as the engine gets it, and the parts of its text that a response repeats."""
+    """A prompt as the engine gets it, and the parts of the prompt's text that a response repeats."""
 
     token_ids: list[int]
     text: str | None = None
     """The client's text, or the text to echo; None if the client sent token ids or a conversation."""
     pieces: Sequence[Piece] = ()
-    """The text of each token; only of echoed prompts with log probabilities."""
+    """Text of each token, only for echoed prompts with log probabilities."""
     offsets: Sequence[int] = ()
-    """The offset of each piece in the text, in characters."""
+    """Offset of each piece in the text, in characters."""
     unfinished: bytes = b""
-    """Bytes of an unfinished character at the end, which belongs to the generated text; only for responses with log
-    probabilities."""
+    """Bytes of an unfinished character at the end of the prompt, which belongs to the generated text; only for
+    responses with log probabilities."""
 
 
 @dataclass(slots=True)
 class Choice:
-    """One choice of a response: a sample of a prompt, and counts of its tokens that were read."""
+    """One choice of a response: a sample of a prompt, and the counts of tokens that were read from its stream."""
 
     index: int
-    """Its place in the response."""
+    """Index of the choice in the response."""
     prompt_index: int
-    """The place of its prompt in the request."""
+    """Index of the choice's prompt in the request."""
     prompt: Prompt
     num_tokens: int = 0
-    """Generated tokens that were read."""
+    """Number of generated tokens that were read."""
     num_cached_tokens: int = 0
-    """Tokens of the prompt that were found in the prefix cache."""
+    """Number of prompt tokens that were found in the prefix cache."""
     plain_head: str = ""
-    """A plain chunk up to its text; "" before the first chunk."""
+    """Head of the choice's plain chunks, up to the text; "" before the first chunk."""
     unplaced: UnplacedLogprobs | None = None
-    """Of a completion: log probabilities of tokens that were read and are not written yet."""
+    """Log probabilities of tokens that were read and are not written yet; only for completions."""
 
 
 def usage(choices: Sequence[Choice], num_completion_tokens: int | None = None) -> dict[str, Any]:
@@ -82,9 +82,9 @@ def usage(choices: Sequence[Choice], num_completion_tokens: int | None = None) -
 
     Args:
         choices: all or some choices of the response.
-        num_completion_tokens: None: all generated tokens that were read.
+        num_completion_tokens: number of generated tokens to report; None: all that were read.
     """
-    prompts = {choice.prompt_index: choice for choice in reversed(choices)}  # the first choice of each
+    prompts = {choice.prompt_index: choice for choice in reversed(choices)}  # the first choice of each prompt
     num_prompt = sum(len(choice.prompt.token_ids) for choice in prompts.values())
     num_cached = sum(choice.num_cached_tokens for choice in prompts.values())
     if num_completion_tokens is None:
@@ -102,8 +102,8 @@ class AnswerWriter(ABC):
 
     Args:
         body: the client's request.
-        model: the name of the model in the answer.
-        request_id: part of the answer's id; None: the body's own, or a random one.
+        model: the name of the model in the response.
+        request_id: part of the response's id; None: the body's own id, or a random one.
     """
 
     id_prefix: ClassVar[str]
@@ -118,7 +118,7 @@ class AnswerWriter(ABC):
         """The body of a response that is not streamed; one output per choice, with all its deltas merged.
 
         Raises:
-            ValueError: a value is not possible in JSON, such as a NaN.
+            ValueError: JSON has no form for a value, such as a NaN.
         """
 
     def envelope(self, object_name: str) -> dict[str, Any]:
@@ -131,19 +131,20 @@ class TextWriter(AnswerWriter):
 
     Args:
         body: the client's request.
-        model: the name of the model in the answer.
-        request_id: part of the answer's id; None: the body's own, or a random one.
-        num_top: most likely tokens with log probabilities for each token; None: no log probabilities.
+        model: the name of the model in the response.
+        request_id: part of the response's id; None: the body's own id, or a random one.
+        num_top: number of most likely tokens with log probabilities for each token; None: no log probabilities.
     """
 
     object_name: ClassVar[str]
-    """The field `object` of events."""
+    """Value of the field `object` in events."""
     head: ClassVar[str]
     """The part of a plain chunk between the choice's index and the text."""
     middle: ClassVar[str]
     """The part of a plain chunk between the text and the finish reasons."""
     tail: ClassVar[str]
-    """The part of a plain chunk after the text, unless it is the last: `middle`, and null for the finish reasons."""
+    """The part of a plain chunk after the text, unless the chunk is the last: `middle`, and null for the finish
+    reasons."""
 
     def __init__(self, body: SamplingFields, model: str, request_id: str | None = None, *, num_top: int | None) -> None:
         super().__init__(body, model, request_id)
@@ -155,10 +156,10 @@ class TextWriter(AnswerWriter):
         self._continuous_usage = self._includes_usage and bool(options and options.continuous_usage_stats)
         self._is_plain = not (self._has_logprobs or self._returns_token_ids or self._continuous_usage)
         self._has_opening = True
-        """Whether a choice's first chunk has more fields than the others."""
+        """Whether a choice's first chunk has more fields than its other chunks."""
 
     def plain_chunk(self, choice: Choice, text: str) -> bytes | None:
-        """The event of text between a choice's first and last delta. None: `chunk` must write it, as it must for the
+        """The event of text between a choice's first and last delta. None: `chunk` must write the event, as for the
         first delta."""
         if self._is_plain and (head := choice.plain_head):
             return f"{head}{quote(text)}{self.tail}".encode("ascii")
@@ -198,11 +199,11 @@ class TextWriter(AnswerWriter):
         """The event of a choice.
 
         Args:
-            choice: of the event.
+            choice: the choice.
             data: fields of the choice.
             more: fields besides the choices.
-            logprobs: of its tokens, as JSON.
-            num_tokens: generated tokens in its usage; None: all so far.
+            logprobs: log probabilities of the event's tokens, as JSON.
+            num_tokens: number of generated tokens in the event's usage; None: all tokens so far.
         """
         fields = {**self.envelope(self.object_name), **(more or {})}
         if self._continuous_usage:
@@ -282,10 +283,10 @@ class CompletionWriter(TextWriter):
         return usage(choices, 0 if self._is_echo_alone else num_tokens)
 
     def _logprobs(self, choice: Choice, new: Delta, *, is_first: bool) -> Pieces[str]:
-        """Log probabilities of the tokens whose place in the text is known now; before the first ones, those of an
-        echoed prompt.
+        """Log probabilities of the tokens whose place in the text is known now, preceded by those of an echoed prompt
+        in the first call.
 
-        In a stream, a token whose text is held back may be cut off, so its log probability is sent with the text.
+        In a stream, a token whose text is held back may be cut off, so the log probability is sent with the text.
         """
         if not self._has_logprobs:
             return "null"
@@ -312,8 +313,8 @@ class ChatWriter(TextWriter):
 
     Args:
         body: the client's request.
-        model: the name of the model in the answer.
-        request_id: part of the answer's id; None: the body's own, or a random one.
+        model: the name of the model in the response.
+        request_id: part of the response's id; None: the body's own id, or a random one.
         response_role: the role of the response, unless the last message is continued.
     """
 
@@ -358,7 +359,7 @@ class ChatWriter(TextWriter):
         return with_json(data, {"logprobs": (yield from self._logprobs(output))}, is_ascii=False)
 
     def _full_chunk(self, choice: Choice, delta: Delta, *, is_first: bool) -> Pieces[bytes]:
-        opening = self._opening(choice) if is_first else b""
+        opening = self._first_events(choice) if is_first else b""
         data: dict[str, Any] = {
             "index": choice.index,
             "delta": {"content": delta.text},
@@ -371,8 +372,8 @@ class ChatWriter(TextWriter):
         logprobs = yield from self._logprobs(delta)
         return opening + self._choice_event(choice, data, logprobs=logprobs)
 
-    def _opening(self, choice: Choice) -> bytes:
-        """The events before the first text: the role, and the echoed text."""
+    def _first_events(self, choice: Choice) -> bytes:
+        """The events before the first text: one with the role, and one with the echoed text."""
         role = {"role": self._role, "content": ""}
         data = {"index": choice.index, "delta": role, "finish_reason": None}
         prompt = {"prompt_token_ids": choice.prompt.token_ids} if self._returns_token_ids else {}
@@ -425,7 +426,7 @@ _UNICODE = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(","
 
 
 def to_json(value: Any, *, is_ascii: bool = True) -> str:
-    """A value as JSON without spaces; `is_ascii`: everything outside ASCII is escaped.
+    """A value as JSON without spaces; `is_ascii`: whether everything outside ASCII is escaped.
 
     Raises:
         ValueError: a float is infinite or NaN.

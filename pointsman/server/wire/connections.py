@@ -1,15 +1,15 @@
 """Connections: limits the number of client connections and their waiting times, and closes waiting ones for new ones.
 
-    ordinary   up to `size`. At the limit, a new connection replaces a waiting one: by the order of `Wait`, and within
-               one kind the one that has waited longest
+    ordinary   up to `size`. At the limit, a new connection replaces a waiting one: of the lowest `Wait` value, and
+               among those the one that has waited longest
     reserve    up to `reserve`, used when all ordinary connections are in use. Requests of operators and health checks
-               are served there, others are refused
-    beyond     refused at once
+               are served there, other requests are refused
+    beyond     refused immediately
 
 A connection waits while its client has to act (`Wait`); each kind of waiting has a time limit. A connection whose
 request is in progress waits for nothing, and is never closed for another one.
 
-A process that can open no more files closes every new connection, also those of operators. So `size` leaves files for
+A process that can open no more files closes every new connection, even of operators. So `size` leaves files for
 the reserve and for the process itself. The event loop accepts a few connections in each iteration, and closes a
 connection one iteration after the call, so there are never more than a few files beyond the two sizes.
 """
@@ -28,11 +28,11 @@ from typing import Protocol
 logger = logging.getLogger(__name__)
 
 DEFAULT_CONNECTIONS = 4096
-"""Ordinary connections, if the process may open that many files. An idle connection takes about 20 KiB."""
+"""Default number of ordinary connections, if the process may open that many files. An idle one takes about 20 KiB."""
 RESERVE = 32
-"""Connections for operators and health checks."""
+"""Number of reserve connections, for operators and health checks."""
 OWN_FILES = 128
-"""Files besides connections. A server with one engine has about 30."""
+"""Number of files kept for other uses than connections. A server with one engine needs about 30."""
 MIN_CONNECTIONS = 16
 """Minimum number of ordinary connections for the server to start."""
 MAX_FILES = 1 << 20
@@ -49,35 +49,35 @@ class Wait(IntEnum):
     """The event that a connection waits for. Connections with a smaller value are closed first."""
 
     END = 0
-    """For the client to close, after a response that came before the end of its request."""
+    """Waits for the client to close, after a response that was sent before the end of the request."""
     REQUEST = 1
-    """Idle: for a request's first byte."""
+    """Idle: waits for the first byte of a request."""
     HEADERS = 2
-    """For the end of a request's headers."""
+    """Waits for the end of a request's headers."""
     BODY = 3
-    """For the end of a request's body."""
+    """Waits for the end of a request's body."""
     READER = 4
-    """For the client to read written bytes."""
+    """Waits for the client to read written bytes."""
     NOTHING = 5
-    """A request is in progress."""
+    """Does not wait: a request is in progress."""
 
 
 FOR_INPUT = frozenset({Wait.REQUEST, Wait.HEADERS, Wait.BODY})
-"""Waiting for the client's bytes, which may have arrived but not been read yet."""
+"""Kinds of waiting for bytes of the client, which may have arrived but not been read yet."""
 SECONDS_TO_WAIT = {Wait.END: 3.0, Wait.REQUEST: KEEP_ALIVE, Wait.HEADERS: 10.0, Wait.BODY: 60.0, Wait.READER: 300.0}
 """Seconds of waiting after which a connection is closed."""
 SECONDS_UNTIL_REPLACED = {Wait.BODY: 10.0, Wait.READER: 30.0}
-"""Seconds of waiting before a connection is closed for a newer one: an honest client may need them."""
+"""Minimum seconds of waiting before a newer connection replaces one, as an honest client may need them."""
 
 CLOSED = ("replaced", "late", "refused")
-"""Why the server closed a connection: for a newer one; it waited too long; all connections were in use."""
+"""Reasons why the server closed a connection: a newer one replaced it; it waited too long; all were in use."""
 
 
 class Connection(Protocol):
     """A connection that is counted here."""
 
     place: Place | None
-    """Set by `Connections`."""
+    """The connection's pool and what it waits for; set by `Connections`."""
 
     def has_input(self) -> bool:
         """Whether unread bytes, or the end of the input, have arrived."""
@@ -86,7 +86,7 @@ class Connection(Protocol):
         """Whether written bytes are not sent yet."""
 
     def drop(self) -> None:
-        """Close it at once."""
+        """Close the connection immediately."""
 
 
 @dataclass(slots=True)
@@ -102,9 +102,9 @@ class Pool:
     """Connections that share a limit.
 
     Args:
-        size: the limit.
-        seconds: the time limit of each kind of waiting.
-        grace: the minimum waiting time before a connection is replaced.
+        size: maximum number of connections.
+        seconds: maximum waiting time of each kind of waiting.
+        grace: minimum waiting time before a connection is replaced, of each kind of waiting.
     """
 
     def __init__(self, size: int, seconds: dict[Wait, float], grace: dict[Wait, float]) -> None:
@@ -112,25 +112,25 @@ class Pool:
         self.num_open = 0
         self._seconds, self._grace = seconds, grace
         self._waiting: dict[Wait, dict[Connection, float]] = {wait: {} for wait in seconds}
-        """The waiting connections and when each began to wait, the oldest first."""
+        """For each kind of waiting, the connections and the time at which each began to wait, oldest first."""
 
     def begin(self, connection: Connection, wait: Wait, now: float) -> None:
-        """A connection begins to wait."""
+        """Note that a connection begins to wait."""
         if wait is not Wait.NOTHING:
             self._waiting[wait][connection] = now
 
     def end(self, connection: Connection, wait: Wait) -> None:
-        """A connection no longer waits."""
+        """Note that a connection no longer waits."""
         if wait is not Wait.NOTHING:
             self._waiting[wait].pop(connection, None)
 
     def replaceable(self, now: float) -> Connection | None:
-        """The connection that a newer one may replace; None: there is none."""
+        """The connection that a newer one may replace; None: there is no such connection."""
         for wait, waiting in self._waiting.items():
             for connection, since in waiting.items():
                 if now - since >= self._grace.get(wait, 0.0):
                     return connection
-                break  # the others began to wait later
+                break  # the other connections began to wait later
         return None
 
     def late(self, now: float) -> list[Connection]:
@@ -148,10 +148,10 @@ class Connections:
     """All connections of a server. To be used in the event loop's thread.
 
     Args:
-        size: ordinary connections.
-        per_address: connections of one address, or of one IPv6 network (64 bits); None: no limit.
-        reserve: connections for health checks and operators.
-        clock: seconds.
+        size: maximum number of ordinary connections.
+        per_address: maximum number of connections of one address, or of one IPv6 network (64 bits); None: no limit.
+        reserve: number of connections for health checks and operators.
+        clock: returns the time in seconds.
 
     Attributes:
         closed: the number of connections that the server has closed, by reason; see `CLOSED`.
@@ -188,11 +188,11 @@ class Connections:
         """Count a new, idle connection. False: the connection is not counted, and must be closed.
 
         Args:
-            connection: the new one.
-            address: of its client.
+            connection: the new connection.
+            address: the client's address.
         """
         network = "" if self._per_address is None else network_of(address)
-        pool = self._room_for(network)
+        pool = self._pool_for(network)
         if pool is None:
             self.closed["refused"] += 1
             return False
@@ -206,7 +206,7 @@ class Connections:
         return True
 
     def remove(self, connection: Connection) -> None:
-        """A connection is closed. A second call does nothing."""
+        """Note that a connection is closed. A second call does nothing."""
         if (place := connection.place) is None:
             return
         connection.place = None
@@ -219,7 +219,7 @@ class Connections:
                 del self._by_network[place.network]
 
     def wait(self, connection: Connection, wait: Wait) -> None:
-        """Set what a connection waits for. If that does not change, its waiting time continues."""
+        """Set what a connection waits for. If `wait` is the same as before, the waiting time continues."""
         if (place := connection.place) is not None and wait is not place.wait:
             place.pool.end(connection, place.wait)
             place.wait = wait
@@ -238,20 +238,20 @@ class Connections:
             self._ordinary.begin(connection, place.wait, self._clock())
         return True
 
-    def _room_for(self, network: str) -> Pool | None:
-        """The pool for a new connection, after closing another one if necessary; None: there is none."""
+    def _pool_for(self, network: str) -> Pool | None:
+        """The pool for a new connection, after closing another one if necessary; None: no pool has a free place."""
         if self._per_address is not None and len(self._by_network.get(network, ())) >= self._per_address:
             idle = (one for one in self._by_network[network] if one.place and one.place.wait <= Wait.HEADERS)
             if (oldest := next(idle, None)) is None:
                 logger.warning("an address has %d connections in use, and gets no more", self._per_address)
                 return None
             self._close(oldest, "replaced")
-        if self._has_room(self._ordinary):
+        if self._has_free_place(self._ordinary):
             return self._ordinary
         logger.warning("all %d connections are in use: further ones serve only health checks and operators", self.size)
-        return self._reserve if self._has_room(self._reserve) else None
+        return self._reserve if self._has_free_place(self._reserve) else None
 
-    def _has_room(self, pool: Pool) -> bool:
+    def _has_free_place(self, pool: Pool) -> bool:
         if pool.num_open < pool.size:
             return True
         now = self._clock()
@@ -283,8 +283,8 @@ class Connections:
 
 
 def network_of(address: str) -> str:
-    """The network that counts as one address: for IPv6 the first 64 bits, as a client usually has all addresses with
-    these."""
+    """The network that counts as one address: for IPv6 the first 64 bits of the address, as one client usually has all
+    addresses that begin with them."""
     try:
         parsed = ip_address(address.partition("%")[0])
     except ValueError:
@@ -295,7 +295,7 @@ def network_of(address: str) -> str:
 
 
 def raise_file_limit() -> int:
-    """Raise the limit of open files of this process and its children to the system's maximum; returns the limit."""
+    """Raise the limit of open files of this process and child processes to the system's maximum; returns the limit."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -304,7 +304,7 @@ def raise_file_limit() -> int:
         return maximum if soft == resource.RLIM_INFINITY else soft
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (maximum, hard))
-    except (OSError, ValueError):  # the system has a further limit
+    except (OSError, ValueError):  # the system has another, lower limit
         return soft
     return maximum
 
@@ -317,22 +317,22 @@ def size_for(max_connections: int | None, num_files: int) -> int:
         num_files: the number of files that the process may open.
 
     Raises:
-        ValueError: the process may not open that many files.
+        ValueError: the process may not open files for that many connections.
     """
-    room = num_files - OWN_FILES - RESERVE
+    num_left = num_files - OWN_FILES - RESERVE
     wanted = MIN_CONNECTIONS if max_connections is None else max_connections
-    if room < wanted:
+    if num_left < wanted:
         raise ValueError(
-            f"this process may open {num_files} files, which is enough for {max(0, room)} connections, and "
+            f"this process may open {num_files} files, which is enough for {max(0, num_left)} connections, and "
             f"max_connections is {'at least ' if max_connections is None else ''}{wanted}; raise the limit (ulimit -n)"
         )
     if max_connections is not None:
         return max_connections
-    if room < DEFAULT_CONNECTIONS:
+    if num_left < DEFAULT_CONNECTIONS:
         logger.warning(
             "this process may open %d files, so it keeps %d connections; raise the limit (ulimit -n) for up to %d",
             num_files,
-            room,
+            num_left,
             DEFAULT_CONNECTIONS,
         )
-    return min(DEFAULT_CONNECTIONS, room)
+    return min(DEFAULT_CONNECTIONS, num_left)

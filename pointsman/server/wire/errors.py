@@ -1,4 +1,4 @@
-"""Errors for clients: their body, type names and statuses, as of vLLM's server.
+"""Errors for clients: bodies, type names and statuses, equal to those of vLLM's server.
 
     {"error": {"message": "...", "type": "BadRequestError", "param": "temperature", "code": 400}}
 
@@ -22,9 +22,9 @@ from starlette.responses import Response
 logger = logging.getLogger(__name__)
 
 PROBES = frozenset({"/health", "/ready"})
-"""Paths that are asked every few seconds; their errors do not count as refused requests."""
+"""Paths that probes call every few seconds; their errors do not count as refused requests."""
 SHOWN_CHARACTERS = 60
-"""Maximum characters of a value that a message quotes."""
+"""Maximum number of characters of a value that a message quotes."""
 SHOWN_FIELDS = 3
 """Maximum number of fields that one message names."""
 _TYPES = {
@@ -50,18 +50,18 @@ _REASONS = {
     413: "too_large",
     503: "draining",
 }
-"""The reason that a refusal counts as if its `ApiError` gives none."""
+"""Reasons by HTTP status, for refusals whose `ApiError` has no reason."""
 
 
 class ApiError(HTTPException):
     """The error response to a request.
 
     Args:
-        status: of HTTP.
+        status: HTTP status.
         message: one line for the client.
         param: the field at fault.
         headers: further headers of the response.
-        reason: one of `metrics.table.REFUSALS`, for the metrics; None: by its status.
+        reason: one of `metrics.table.REFUSALS`, for the metrics; None: the reason follows from the status.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ def error_body(status: int, message: str, param: str | None = None) -> dict[str,
 
 
 def not_found(message: str, param: str | None = None) -> ApiError:
-    """404: no such model, request or path."""
+    """The error 404: there is no such model, request or path."""
     return ApiError(404, message, param=param)
 
 
@@ -112,8 +112,8 @@ class ErrorAnswers:
         """The response, in ASCII with escapes, so that no text can make it invalid.
 
         Args:
-            error: for the client.
-            is_refusal: whether it counts as a refused request.
+            error: the error for the client.
+            is_refusal: whether the error counts as a refused request.
         """
         if not isinstance(error, ApiError):
             error = ApiError(error.status_code, one_line(str(error.detail)), headers=error.headers)
@@ -154,11 +154,11 @@ class ErrorAnswers:
 
 
 def validation_error(errors: Iterable[Mapping[str, Any]]) -> ApiError:
-    """400 for a body that its pydantic model refuses; names the first wrong fields."""
+    """The error 400 for a body that the pydantic model refuses; the message names the first wrong fields."""
     fields: dict[str, list[Mapping[str, Any]]] = {}
     for error in errors:
         fields.setdefault(_field(error), []).append(error)
-    parts = [_complaint(field, found) for field, found in list(fields.items())[:SHOWN_FIELDS]]
+    parts = [_field_message(field, found) for field, found in list(fields.items())[:SHOWN_FIELDS]]
     if len(fields) > SHOWN_FIELDS:
         parts.append(f"and {len(fields) - SHOWN_FIELDS} more fields")
     param = next(iter(fields), None)
@@ -178,8 +178,8 @@ def _field(error: Mapping[str, Any]) -> str:
     return names[0] if names else ""
 
 
-def _complaint(field: str, errors: list[Mapping[str, Any]]) -> str:
-    """The error text for one field. A field that takes several types has an error for each type."""
+def _field_message(field: str, errors: list[Mapping[str, Any]]) -> str:
+    """The text about one field. A field that accepts several types has an error for each type."""
     messages = list(dict.fromkeys(str(error["msg"]) for error in errors))[:4]
     text = ", or ".join([messages[0], *(message[:1].lower() + message[1:] for message in messages[1:])])
     # Messages of this server's validators begin with the field's name already.
@@ -201,7 +201,7 @@ def shown(value: object) -> str:
     if isinstance(value, str):
         return ascii(value) if len(value) <= SHOWN_CHARACTERS else f"{value[:SHOWN_CHARACTERS]!a}..."
     if isinstance(value, int) and value.bit_length() > 3 * SHOWN_CHARACTERS:
-        return "an integer of very many digits"  # Python refuses to format some of these
+        return "an integer of very many digits"  # Python refuses to format integers of more than 4,300 digits
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     return repr(value)[:SHOWN_CHARACTERS]

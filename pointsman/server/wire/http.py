@@ -1,4 +1,4 @@
-"""HTTP: uvicorn's protocol on httptools, with limits on what a client can hold or send.
+"""HTTP: uvicorn's protocol on httptools, with limits on headers, overhead and ignored bytes of a connection.
 
 - A request line and headers of more than `MAX_HEADER_BYTES`, or more than `MAX_HEADERS` headers, get 431.
 - The overhead of a chunked body (sizes, extensions and trailers) is limited to `MAX_OVERHEAD_BYTES` and
@@ -6,7 +6,7 @@
 - A response before the end of its request (401, 413, 431 and the like) ends the connection. Of the rest of the request,
   at most `MAX_IGNORED_BYTES` are read, for at most `connections.SECONDS_TO_WAIT[Wait.END]`.
 - Limits on the number of connections and on their waiting times are in `connections.py`.
-- Input that is not HTTP is logged once in `SECONDS_BETWEEN_WARNINGS`, with the number of times.
+- Input that is not HTTP is logged at most once in `SECONDS_BETWEEN_WARNINGS`, with the number of cases.
 - A pipelined request (sent before the last response is complete) is not read. The connection is closed after that
   response, and the client sends the request again on another connection, as HTTP/1.1 provides.
 
@@ -36,17 +36,18 @@ if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application
 
 MAX_HEADER_BYTES = 64 * 1024
-"""Bytes of a request line and its headers together. The limit is checked before the API key."""
+"""Maximum bytes of a request line and the headers together. The limit is checked before the API key."""
 MAX_HEADERS = 256
-"""Headers of a request. Browsers and proxies send about 30; Apache allows 100."""
+"""Maximum number of headers of a request. Browsers and proxies send about 30; Apache allows 100."""
 MAX_OVERHEAD_BYTES = 64 * 1024
 MAX_OVERHEAD_PER_BYTE = 4
-"""Overhead per byte of the body. A chunk of two bytes has six bytes of overhead, a chunk of 8 KiB has eight."""
+"""Maximum bytes of overhead per byte of the body. A chunk of two bytes has six bytes of overhead, a chunk of 8 KiB has
+eight."""
 MAX_IGNORED_BYTES = 4 * 1024 * 1024
-"""Bytes that are read and dropped before a connection is closed: the default `max_request_bytes`."""
+"""Maximum bytes that are read and dropped before a connection is closed: the default of `max_request_bytes`."""
 
 SECONDS_BETWEEN_WARNINGS = 10.0
-"""Between equal warnings."""
+"""Minimum seconds between equal warnings."""
 
 _TOO_LARGE_STATUS = b"431 Request Header Fields Too Large"
 _TOO_LARGE = b"the request line and headers are too large"
@@ -57,21 +58,21 @@ _NO_PLACE = b"all connections of the server are in use; try again in 1 s"
 
 
 class SeldomFilter(logging.Filter):
-    """Lets a warning through if there was no equal one for a while: clients must not fill the log.
+    """Drops a warning shortly after an equal one, so that clients cannot fill the log.
 
     Args:
         seconds: minimum time between equal warnings.
-        clock: seconds.
+        clock: returns the time in seconds.
     """
 
     def __init__(self, seconds: float = SECONDS_BETWEEN_WARNINGS, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._seconds = seconds
         self._clock = clock
-        self._seen: dict[str, tuple[float, int]] = {}  # by text: when the next is let through, and the number dropped
+        self._seen: dict[str, tuple[float, int]] = {}  # by text: when the next is logged, number dropped
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is logged. Its text then gets the number of dropped ones."""
+        """Whether the record is logged; the number of dropped equal records is then added to its text."""
         if record.levelno != logging.WARNING:
             return True
         now, text = self._clock(), str(record.msg)
@@ -86,17 +87,17 @@ class SeldomFilter(logging.Filter):
 
 
 class _Refused(Exception):
-    """Stops the parser."""
+    """Raised in a callback of the parser to stop it."""
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
     """One connection.
 
     Args:
-        args: as for uvicorn's protocol, and the next two.
+        args: positional arguments of uvicorn's protocol.
         connections: all connections of the server.
-        reserve_app: handles requests on reserve connections; None: the app itself.
-        kwargs: as for uvicorn's protocol.
+        reserve_app: handles requests on reserve connections; None: the server's app handles them.
+        kwargs: keyword arguments of uvicorn's protocol.
     """
 
     def __init__(
@@ -107,26 +108,26 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._all = connections
         self._reserve_app = reserve_app
         self._is_in_headers = True
-        self._is_whole = True  # no request is incomplete
-        self._num_received = self._num_body = 0  # bytes of the request, and of its body
-        self._ignores_input = False  # further input is dropped
-        self._is_refused = False  # the last response was written by `_refuse`
+        self._is_whole = True  # whether no request is incomplete
+        self._num_received = self._num_body = 0  # numbers of received bytes of the request, and of its body
+        self._ignores_input = False  # whether further input is dropped
+        self._is_refused = False  # whether `_refuse` wrote the last response
         self._num_ignored = 0
 
     # ------------------------------------------------------------------------------------------- called by the loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A client has connected."""
-        self._socket = cast(asyncio.Transport, transport)  # uvloop's are no subclass
+        """Called when a client has connected."""
+        self._socket = cast(asyncio.Transport, transport)  # uvloop's transports are no subclass
         self._output = Output(self._socket, self._close)
         super().connection_made(cast(asyncio.Transport, self._output))
         if not self._all.add(self, self.client[0] if self.client else ""):
             self._refuse(b"503 Service Unavailable", _NO_PLACE)
 
     def data_received(self, data: bytes) -> None:
-        """Bytes from the client."""
+        """Called with bytes from the client."""
         if self._ignores_input:
-            self._ignore(len(data))
+            self._count_ignored(len(data))
             return
         self._num_received += len(data)
         super().data_received(data)
@@ -135,22 +136,22 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is closed, by either side."""
+        """Called when the connection is closed, by either side."""
         self._all.remove(self)
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """The client reads more slowly than the app writes."""
+        """Called when the buffer is full, as the client reads more slowly than the app writes."""
         super().pause_writing()
         self._all.wait(self, Wait.READER)
 
     def resume_writing(self) -> None:
-        """The client has read most of the buffer."""
+        """Called when the client has read most of the buffer."""
         super().resume_writing()
         self._wait()
 
     def shutdown(self) -> None:
-        """The server shuts down: do not wait for an incomplete request."""
+        """Called when the server shuts down: an incomplete request is not waited for."""
         if self._is_whole or self._is_in_headers or self.transport.is_closing() or self.cycle.response_started:
             super().shutdown()
         else:
@@ -159,7 +160,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     # ----------------------------------------------------------------------------------------- called by the parser
 
     def on_message_begin(self) -> None:
-        """A request begins."""
+        """Called when a request begins."""
         if self.cycle is not None and not self.cycle.response_complete:
             self._ignores_input = True
             self.cycle.keep_alive = False
@@ -169,7 +170,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header; or a trailer after a chunked body, which is dropped."""
+        """Called with a header, or with a trailer after a chunked body; trailers are dropped."""
         if not self._is_in_headers:
             return
         if len(self.headers) >= MAX_HEADERS:
@@ -178,7 +179,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """A request's headers are complete."""
+        """Called when a request's headers are complete."""
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if size > MAX_HEADER_BYTES:
             self._refuse(_TOO_LARGE_STATUS, _TOO_LARGE)
@@ -195,12 +196,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         }
 
     def on_body(self, body: bytes) -> None:
-        """A part of a request's body."""
+        """Called with a part of a request's body."""
         self._num_body += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """A request is complete."""
+        """Called when a request is complete."""
         self._is_whole = True
         if self._all.is_ordinary(self):
             self.cycle.default_headers = self.server_state.default_headers
@@ -209,13 +210,13 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     # ------------------------------------------------------------------------------------------------ called by both
 
     def on_response_complete(self) -> None:
-        """A response is complete; a part of it may not be sent yet."""
+        """Called when a response is complete; some of its bytes may not be sent yet."""
         super().on_response_complete()
         self._num_received = 0
         self._wait()
 
     def send_400_response(self, msg: str) -> None:
-        """The parser has stopped."""
+        """Called when the parser has stopped."""
         if not self._ignores_input:  # otherwise this class stopped it, and a response is on its way
             self._is_refused = True
             super().send_400_response(msg)
@@ -231,12 +232,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         return self._socket.get_write_buffer_size() > 0
 
     def drop(self) -> None:
-        """Close the connection at once; unsent bytes are lost."""
+        """Close the connection immediately; unsent bytes are lost."""
         self._ignores_input = True
         self._socket.abort()
 
     def _wait(self) -> None:
-        """Report what the connection waits for now."""
+        """Report to `Connections` what the connection waits for now."""
         if self.transport.is_closing():
             return
         if self.flow.write_paused:
@@ -252,7 +253,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._all.wait(self, wait)
 
     def _check_overhead(self) -> None:
-        """Refuse a request with too much overhead."""
+        """Refuse a request whose headers are too large, or whose chunked body has too much overhead."""
         overhead = self._num_received - self._num_body
         if self._is_in_headers:
             if overhead > MAX_HEADER_BYTES:
@@ -276,7 +277,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def _close(self) -> None:
         """End the connection after the written bytes.
 
-        If the client is still sending its request, its bytes are read and dropped for a while. Closing a connection
+        If the client is still sending its request, further bytes are read and dropped for a while. Closing a connection
         with unread bytes makes TCP reset it, and the client might lose the response.
         """
         if self._socket.is_closing():
@@ -287,12 +288,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._socket.close()
             return
         self._ignores_input = True
-        self._output.is_closing = _yes
+        self._output.is_closing = _always_true
         self._socket.write_eof()
         self.flow.resume_reading()
         self._all.wait(self, Wait.END)
 
-    def _ignore(self, num_bytes: int) -> None:
+    def _count_ignored(self, num_bytes: int) -> None:
         self._num_ignored += num_bytes
         if self._num_ignored > MAX_IGNORED_BYTES:
             self.drop()
@@ -315,12 +316,12 @@ class Output:
         self.write = transport.write
 
 
-def _yes() -> bool:
+def _always_true() -> bool:
     return True
 
 
 def has_room(cycle: RequestResponseCycle) -> bool:
-    """Whether a part of a streamed response's body can be written without waiting: its headers have been sent, its end
+    """Whether a part of a streamed response's body can be written without waiting: the headers have been sent, the end
     has not, and the transport's buffer is not full.
     """
     return not (
@@ -334,5 +335,5 @@ def has_room(cycle: RequestResponseCycle) -> bool:
 
 
 def write_now(cycle: RequestResponseCycle, piece: bytes) -> None:
-    """Write a part of a body, not empty, while `has_room`; without a task and without the app's layers."""
+    """Write a non-empty part of a body directly, bypassing task and middleware; to be called only while `has_room`."""
     cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))

@@ -1,11 +1,11 @@
 """Log probabilities: columns for messages between the processes, and the JSON of both APIs.
 
-The engine gives arrays for each position (`TokenLogprobs`): the token itself first, then the most likely tokens in
-order. If the token itself is among the latter, it is kept once here. A request may have hundreds of thousands of
-entries. Columns cross between the processes in a tenth of the time of that many objects. Their JSON is written in
+The engine gives arrays for each position (`TokenLogprobs`): the position's own token first, then the most likely tokens
+in order. If the own token is among the most likely ones, it is kept once here. A request may have hundreds of thousands
+of entries. Columns cross between the processes in a tenth of the time of that many objects. The JSON is written in
 pieces (`wire/pieces.py`).
 
-A token is bytes here, because it may be a part of a character. Clients read text: bytes that are not a whole character
+Tokens are bytes here, as a token may be a part of a character. Clients read text: bytes that are not a whole character
 are written `\\xNN`, as OpenAI does. The text that a token adds, and its offset, depend on the bytes of the tokens
 before it.
 
@@ -29,29 +29,29 @@ if TYPE_CHECKING:
 
 MIN_LOGPROB = -9999.0
 MAX_UNKNOWN = 8
-"""Maximum number of consecutive characters of a text that come from no token."""
+"""Maximum number of consecutive characters in a text that belong to no token."""
 PIECE = 256
-"""Minimum number of tokens whose log probabilities are written in one piece: a millisecond."""
+"""Minimum number of tokens whose log probabilities are written in one piece, which takes a millisecond."""
 
 
 def finite(logprob: float) -> float:
-    """A log probability that is possible in JSON; also for NaN."""
+    """A log probability as a finite number, which JSON can represent; also for NaN."""
     return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB
 
 
 @dataclass(slots=True)
 class Logprobs:
-    """Log probabilities of consecutive positions: for position i, `counts[i]` elements of each of the other lists."""
+    """Log probabilities of consecutive positions: `counts[i]` elements of each of the other lists are of position i."""
 
     counts: list[int] = field(default_factory=list)
-    """0: the position has none, as the first of a prompt."""
+    """Number of elements of each position; 0: no log probabilities, as for the first position of a prompt."""
     token_ids: list[int] = field(default_factory=list)
-    """For each position the token itself first."""
+    """Token ids; for each position the position's own token first."""
     values: list[float] = field(default_factory=list)
-    """Natural logarithms."""
+    """Log probabilities, as natural logarithms."""
     ranks: list[int | None] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
-    """The text of the tokens."""
+    """Texts of the tokens."""
 
     @classmethod
     def of(
@@ -63,9 +63,9 @@ class Logprobs:
         """The columns of the engine's log probabilities.
 
         Args:
-            entries: one per position.
-            piece_of: the text of a token after other text.
-            own: the text of each position's own token in its place.
+            entries: the engine's arrays, one entry per position.
+            piece_of: returns the text of a token that follows other text.
+            own: the text of each position's own token in its actual place.
         """
         made = cls()
         for entry in entries:
@@ -104,11 +104,11 @@ class Logprobs:
         del self.counts[:num_positions], self.token_ids[:end], self.values[:end], self.ranks[:end], self.pieces[:end]
 
     def own_pieces(self) -> list[Piece]:
-        """The text of each position's own token; None if it has no log probability."""
+        """The text of each position's own token; None if the position has no log probabilities."""
         return [self.pieces[place.start] if place else None for place in self.positions()]
 
     def positions(self) -> Iterator[range]:
-        """The range of each position's elements."""
+        """The range of each position's elements in the lists."""
         start = 0
         for count in self.counts:
             yield range(start, start + count)
@@ -120,25 +120,25 @@ class TextPlaces:
 
     The text is that of the tokens' bytes, with these exceptions. It may end early, at a stop string. A leading space
     may be missing, because it was stripped or cleaned up. Each byte of an invalid character may become a replacement
-    character. A tokenizer may have replaced characters of a prompt. So the place after a token is looked up in the
+    character. A tokenizer may have replaced characters of a prompt. So the end of a token is looked up in the
     text, once the text has arrived.
 
     Args:
-        offset: characters before the text.
-        unfinished: the bytes of a character that begins before the first token and belongs to the text.
+        offset: number of characters before the text.
+        unfinished: first bytes of a character that begins before the first token and belongs to the text.
     """
 
     def __init__(self, offset: int = 0, unfinished: bytes = b"") -> None:
         self._text = ""
-        self._num_before = offset  # characters before `_text`
-        self._at = 0  # in `_text`
+        self._num_before = offset  # number of characters before `_text`
+        self._at = 0  # index in `_text` where `_added` begins
         self._added = ""  # the text that the last token adds at `_at`
-        self._num_bytes = 0  # of `_added`
-        self._open = unfinished  # the beginning of a character, after `_added`
+        self._num_bytes = 0  # number of bytes of `_added`
+        self._unfinished = unfinished  # first bytes of an unfinished character, after `_added`
         self._is_complete = False
 
     def add_text(self, text: str, *, is_last: bool) -> None:
-        """Append text. If it is the last, all remaining tokens have their places within it."""
+        """Append text. If it is the last text, all remaining tokens have their places within it."""
         self._text = self._text[self._at :] + text
         self._num_before += self._at
         self._at = 0
@@ -154,20 +154,21 @@ class TextPlaces:
         self._pass_added()
         if isinstance(piece, bytes) and piece:
             if self._breaks_off(piece):
-                self._added, self._num_bytes, self._open = REPLACEMENT, len(self._open), b""
+                self._added, self._num_bytes, self._unfinished = REPLACEMENT, len(self._unfinished), b""
                 self._pass_added()
-            self._num_bytes = len(self._open) + len(piece)
-            self._added, self._open = split_text(self._open + piece)
+            self._num_bytes = len(self._unfinished) + len(piece)
+            self._added, self._unfinished = split_text(self._unfinished + piece)
             if not self._text.startswith(self._added, self._at):
                 self._pass_unknown()
         return self._num_before + self._at
 
     def _breaks_off(self, piece: Piece) -> bool:
-        """Whether the next token does not continue the unfinished character before it, which then stays unfinished."""
+        """Whether the token `piece` does not continue the unfinished character before it, which then stays
+        unfinished."""
         return (
             isinstance(piece, bytes)
-            and len(self._open) > 0 < len(piece)
-            and not _is_valid_start(self._open + piece[:1])
+            and len(self._unfinished) > 0 < len(piece)
+            and not _is_valid_start(self._unfinished + piece[:1])
         )
 
     def _pass_added(self) -> None:
@@ -182,10 +183,10 @@ class TextPlaces:
         self._added = ""
 
     def _pass_unknown(self) -> None:
-        """Advance to the text of the new token, past a few characters that come from no token."""
+        """Advance to the text of the new token, past a few characters that belong to no token."""
         at, added = self._at, self._added
         is_shorter = added.startswith(" ") and self._text.startswith(added[1:], at)
-        if is_shorter or added.startswith(self._text[at : at + len(added)]):  # or the rest has not arrived
+        if is_shorter or added.startswith(self._text[at : at + len(added)]):  # or the rest of the text has not arrived
             return
         found = self._text.find(added, at, at + len(added) + MAX_UNKNOWN)
         unknown = self._text[at:found]
@@ -207,18 +208,18 @@ class UnplacedLogprobs:
     """Log probabilities of consecutive tokens of a completion that are not written yet."""
 
     places: TextPlaces
-    """Of the tokens in the generated text."""
+    """Places of the tokens in the generated text."""
     token_ids: list[int] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
-    """The text of the tokens in their places."""
+    """Texts of the tokens in their actual places."""
     entries: Logprobs = field(default_factory=Logprobs)
     offsets: list[int] = field(default_factory=list)
-    """Known offsets of the first tokens, if they are the prompt's."""
+    """Known offsets of the first tokens, if these are prompt tokens."""
 
     def add(
         self, token_ids: Sequence[int], pieces: Sequence[Piece], entries: Logprobs, offsets: Sequence[int] = ()
     ) -> None:
-        """Append further tokens."""
+        """Append further tokens, with their log probabilities."""
         self.token_ids += token_ids
         self.pieces += pieces
         self.entries.extend(entries)
@@ -234,8 +235,8 @@ class LogprobWriter:
     """Writes the log probabilities of one request as JSON.
 
     Args:
-        num_top: most likely tokens per position.
-        as_token_ids: whether tokens are written as "token_id:17", because several may have the same text.
+        num_top: number of most likely tokens per position.
+        as_token_ids: whether tokens are written as "token_id:17", as several tokens may have the same text.
     """
 
     def __init__(self, num_top: int, *, as_token_ids: bool = False) -> None:
@@ -243,7 +244,7 @@ class LogprobWriter:
         self._as_token_ids = as_token_ids
 
     def _token(self, token_id: int, piece: Piece, prefix: str = "") -> str:
-        """A token in the form that the client asked for; with `prefix` if its bytes are not whole characters."""
+        """A token in the form that the client asked for; with `prefix` if the bytes are not whole characters."""
         if self._as_token_ids or piece is None:
             return f"token_id:{token_id}"
         if isinstance(piece, str):
@@ -257,7 +258,7 @@ class LogprobWriter:
 
     def completion(self, unplaced: UnplacedLogprobs) -> Pieces[str]:
         """An object of four lists, with one element for each token whose place in the text is known. These tokens are
-        removed."""
+        removed from `unplaced`."""
         written = _Lists("text_offset", "token_logprobs", "tokens", "top_logprobs")
         logprobs, places, known = unplaced.entries, unplaced.places, iter(unplaced.offsets)
         num_written = num_pending = 0
@@ -291,7 +292,7 @@ class LogprobWriter:
     # ------------------------------------------------------------------ chat
 
     def chat(self, logprobs: Logprobs) -> Pieces[str]:
-        """One object per token, with the most likely tokens at its position."""
+        """One object per token, with the most likely tokens at the token's position."""
         written = _Lists("content")
         num_pending = 0
         for place in logprobs.positions():
@@ -315,7 +316,8 @@ class LogprobWriter:
 
 
 def prompt_logprobs(logprobs: Logprobs | None) -> Pieces[str]:
-    """A prompt's log probabilities as vLLM writes them: a list of token id -> its log probability, rank and text."""
+    """A prompt's log probabilities as vLLM writes them: per token a mapping from token id to log probability, rank and
+    text."""
     if logprobs is None:
         return "null"
     texts: list[str] = []
@@ -338,7 +340,7 @@ def prompt_logprobs(logprobs: Logprobs | None) -> Pieces[str]:
 
 
 def _elements(values: list[Any]) -> str:
-    """The elements of a JSON list, without brackets. All of it is ASCII, as in events."""
+    """The elements of a JSON list in ASCII, without brackets."""
     return json.dumps(values, allow_nan=False, separators=(",", ":"))[1:-1]
 
 
@@ -357,7 +359,7 @@ class _Lists:
         self._texts: list[list[str]] = [[] for _ in names]
 
     def append(self, *values: Any) -> None:
-        """One element of each list."""
+        """Append one value to each list."""
         for pending, value in zip(self._pending, values, strict=True):
             pending.append(value)
 
@@ -369,7 +371,7 @@ class _Lists:
                 pending.clear()
 
     def text(self) -> str:
-        """The object."""
+        """The JSON of the object."""
         self.write()
         lists = [f'"{name}":[{",".join(texts)}]' for name, texts in zip(self._names, self._texts, strict=True)]
         return f"{{{','.join(lists)}}}"

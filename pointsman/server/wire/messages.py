@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _HEAD = struct.Struct("!I")
 MAX_FRAME = 2**31
-"""Bytes; the largest legal message is far smaller."""
+"""Maximum size of a frame in bytes; the largest legal message is far smaller."""
 
 
 # ------------------------------------------------------------------------------------------------- to the engine
@@ -37,8 +37,8 @@ MAX_FRAME = 2**31
 
 @dataclass(slots=True)
 class EngineRequest:
-    """One sample of one prompt, as the API process requests it. Times are by its `time.monotonic`, which all processes
-    of a machine share. An engine on another machine adjusts its clock to that (`Start.clock_offset`).
+    """One sample of one prompt, as the API process requests it. Times are by that process's `time.monotonic`, which
+    all processes of a machine share. An engine on another machine adjusts its clock to it (`Start.clock_offset`).
     """
 
     request_id: str
@@ -48,22 +48,22 @@ class EngineRequest:
     cache_salt: str | None = None
     arrival_time: float | None = None
     deadline: float | None = None
-    """The time at which it finishes with finish_reason "deadline", waiting or running; None: no limit."""
+    """Time at which the request finishes with finish_reason "deadline", waiting or running; None: no limit."""
     tenant: str = ""
     """The tenant of the request."""
     ttft_target: float | None = None
-    """Seconds from its arrival until its first token should come."""
+    """Seconds from the request's arrival until the first token should be generated; None: no target."""
     retention: float | None = None
-    """Seconds after its end for which its prefix should stay cached."""
+    """Seconds after the request's end for which its prefix should stay cached; None: not requested."""
     user: str | None = None
-    """The client's name for the user."""
+    """The client's name for the end user."""
     stream: bool = True
-    """False: two deltas are enough, one with the first token and one with all remaining tokens."""
+    """Whether each step may send a delta; False: one delta with the first token and one with all further tokens."""
     resumed: Resumed | None = None
-    """The output that a dead engine has reported; None: no output yet."""
+    """The output that a dead engine has reported for the request; None: no output yet."""
 
     def __reduce__(self) -> tuple[type[EngineRequest], tuple[Any, ...]]:
-        """Pickle its values without the names of the fields, which take longer than everything else."""
+        """Pickle the values without the field names, whose pickling would take longer than everything else."""
         return EngineRequest, _REQUEST_VALUES(self)
 
 
@@ -83,7 +83,7 @@ class Add:
 
 @dataclass(slots=True)
 class Abandon:
-    """Abort this request: nothing reads its outputs any more."""
+    """Abort the request of this key, whose outputs are no longer read."""
 
     key: int
 
@@ -98,7 +98,7 @@ class Ask:
 
 @dataclass(slots=True)
 class Stop:
-    """End the engine: at once, or when all added requests have finished."""
+    """End the engine: immediately, or (`drain`) when all added requests have finished."""
 
     drain: bool
 
@@ -110,13 +110,13 @@ class Start:
     options: dict[str, Any]
     """Keyword arguments of `Engine`."""
     record: str | None
-    """The file of the scheduler's recording."""
+    """The file of the scheduler's recording; None: no recording."""
     log_stats_interval: float | None
     max_step_retries: int
     warm_up: bool
-    """Whether requests are rehearsed before the engine takes any."""
+    """Whether requests of every kind are rehearsed before the engine accepts any."""
     name: str = ""
-    """A prefix of its log lines, after the program's name."""
+    """Prefix of the engine's log lines, after the program's name."""
     clock_offset: float = 0.0
     """Seconds by which the API process's `time.monotonic` is ahead of the engine's, if they are on two machines."""
     record_when_full: WhenFull = "stop"
@@ -134,7 +134,7 @@ class EngineInfo:
 
     pid: int
     model: str
-    """The operator's name for it: a directory, or "demo"."""
+    """The operator's name for the model: a directory, or "demo"."""
     max_model_len: int
     vocab_size: int
     num_parameters: int
@@ -146,17 +146,17 @@ class EngineInfo:
     block_size: int
     kv_cache_bytes: int
     kv_cache_tokens: int
-    """Tokens that the pool can hold; with KV in groups of layers, for requests of the maximum length."""
+    """Number of tokens that the KV pool can hold; if layers are in groups, in requests of the maximum length."""
     full_length_requests: float
-    """Requests of the maximum length that the pool can hold at once."""
+    """Number of requests of the maximum length that the KV pool can hold together."""
     scheduler: dict[str, Any]
-    """`SchedulerConfig.to_dict()`."""
+    """The scheduler's configuration, from `SchedulerConfig.to_dict()`."""
     generation_defaults: dict[str, Any]
     """Sampling parameters that the model's generation settings recommend, by their names in `SamplingParams`."""
 
     @property
     def max_num_running(self) -> int:
-        """Maximum number of requests that run at once, as configured at the start."""
+        """Maximum number of requests that run concurrently, as configured at the start."""
         active: int | None = self.scheduler["max_num_active_seqs"]
         max_num_seqs: int = self.scheduler["max_num_seqs"]
         return max_num_seqs if active is None else active
@@ -164,14 +164,14 @@ class EngineInfo:
 
 @dataclass(slots=True)
 class Failed:
-    """The engine could not be made; `is_usage_error`: because of a wrong option, or a model that cannot run."""
+    """The engine could not be created; `is_usage_error`: because of a wrong option, or a model that cannot run."""
 
     message: str
     is_usage_error: bool
 
 
 class StepNote(NamedTuple):
-    """One step, for the metrics."""
+    """The figures of one step, for the metrics."""
 
     num_scheduled_tokens: int
     num_generated_tokens: int
@@ -179,31 +179,32 @@ class StepNote(NamedTuple):
 
 
 PlainTokens: TypeAlias = tuple[int, str, list[int], int]
-"""The delta of a request that only got tokens: its key, then `text`, `token_ids` and `num_cached_tokens` as in `Delta`.
-Nearly all deltas have this form, so no `Delta` objects are made of them."""
+"""The delta of a request that only got tokens: the key of the request, then `text`, `token_ids` and
+`num_cached_tokens` as in `Delta`. Nearly all deltas have this form, so the messages contain no `Delta` objects for
+them."""
 
 
 @dataclass(slots=True)
 class Delta:
-    """The changes of a request since its last delta; of several steps if the reader was slow."""
+    """The changes of a request since its previous delta, in several steps if the reader was slow."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: Logprobs | None = None
     finish_reason: str | None = None
-    """"stop", "length", "repetition", "abort", "deadline" or "error"; None while it runs."""
+    """One of "stop", "length", "repetition", "abort", "deadline" and "error"; None while the request runs."""
     finish_detail: str = ""
     stop_reason: int | str | None = None
     prompt_logprobs: Logprobs | None = None
-    """In the first delta, if asked for."""
+    """Log probabilities of the prompt, in the first delta if the client asked for them."""
     metrics: RequestMetrics | None = None
-    """In the last delta."""
+    """Times and counts of the request, in the last delta."""
     num_cached_tokens: int = 0
     embedding: npt.NDArray[np.float32] | None = None
-    """In the last delta, of a request with `PoolingParams`."""
+    """Vector [hidden size] of a request with `PoolingParams`, in the last delta."""
 
     def merge(self, later: Delta) -> None:
-        """Append the delta that follows this one."""
+        """Append the next delta of the same request."""
         self.text += later.text
         self.token_ids += later.token_ids
         if self.logprobs is None:
@@ -222,16 +223,16 @@ class Delta:
 
 @dataclass(slots=True)
 class EngineOutputs:
-    """Changes of requests, and notes of steps, since the last message of this kind."""
+    """Changes of requests, and figures of steps, since the previous message of this class."""
 
     accepted: list[int] = field(default_factory=list)
-    """Keys of requests that are queued now."""
+    """Keys of requests that the engine has queued."""
     tokens: list[PlainTokens] = field(default_factory=list)
     """Deltas of requests that only got tokens."""
     deltas: list[tuple[int, Delta]] = field(default_factory=list)
-    """All other deltas: of finished requests, and with more than tokens."""
+    """All other deltas, each with the key of its request: those of finished requests, and those with further fields."""
     errors: list[tuple[int, Exception]] = field(default_factory=list)
-    """Errors of requests that were refused, or ended by the engine's death."""
+    """Errors of requests that were refused, or ended by the engine's death, each with the key of its request."""
     steps: list[StepNote] = field(default_factory=list)
 
 
@@ -268,10 +269,10 @@ class Unpacker:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterable[Any]:
-        """The messages that are complete with these bytes.
+        """The messages that become complete with `data`.
 
         Raises:
-            ValueError: a frame is longer than any possible message, so the sender is no Pointsman process.
+            ValueError: a frame is longer than `MAX_FRAME`, so the sender is no Pointsman process.
         """
         if not self._buffer and len(data) >= _HEAD.size:
             (length,) = _HEAD.unpack_from(data)
@@ -298,7 +299,7 @@ class Unpacker:
 
 
 def portable(error: BaseException) -> Exception:
-    """An error that can be sent: the error itself if it can be pickled and rebuilt, else one with its message."""
+    """An error that can be sent: `error` itself if it can be pickled and rebuilt, else another one with its message."""
     try:
         rebuilt = pickle.loads(pickle.dumps(error))
     except Exception:

@@ -14,7 +14,7 @@ Pieces: TypeAlias = Generator[None, None, ResultT]
 
 
 async def in_pieces(work: Pieces[ResultT]) -> ResultT:
-    """The result of the work. After each piece every other ready task runs."""
+    """The result of `work`. After each piece of work every other ready task runs."""
     while True:
         try:
             next(work)

@@ -38,24 +38,24 @@ MAX_INT = 2**31 - 1
 MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 64, 1000
 MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS = 128, 100
 MAX_LISTED_TOKENS = 1024
-"""Entries of stop_token_ids and of logit_bias."""
+"""Maximum number of entries of stop_token_ids, and of logit_bias."""
 MAX_TOKEN_LIST = 131_072
-"""Tokens of allowed_token_ids, which may be a whole vocabulary, and of /detokenize."""
+"""Maximum number of tokens of allowed_token_ids, which may be a whole vocabulary, and of /detokenize."""
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096
-"""Content parts of all messages of a conversation together."""
+"""Maximum number of content parts of all messages of a conversation together."""
 MAX_TOOLS = 128
-"""Tools, tool calls of a message, and documents."""
+"""Maximum number of tools, of tool calls of a message, and of documents."""
 MAX_DOCUMENT_FIELDS = 64
 MAX_MODALITIES = 16
 MAX_PROMPTS = 1024
-"""Prompts in one request."""
+"""Maximum number of prompts in one request."""
 MAX_USER_CHARACTERS = 1024
-"""Characters of `user`, and of a header that names the tenant."""
+"""Maximum number of characters of `user`, and of a header that names the tenant."""
 MAX_NAME = 256
-"""Characters of ids, roles and names."""
+"""Maximum number of characters of ids, roles and names."""
 REQUEST_ID = rf"^[!-~]{{1,{MAX_NAME}}}$"
-"""The id becomes a header of the response: printable ASCII without spaces."""
+"""Pattern of a request id, which becomes a header of the response: printable ASCII without spaces."""
 USER = "Shown by /v1/requests; also the tenant, if the server was started with --tenant-from user."
 TTFT_TARGET = (
     "Seconds from arrival until the first token should come; only if the server's order reads it. The request "
@@ -70,15 +70,15 @@ RETENTION = (
 
 @dataclass(frozen=True)
 class AtMost:
-    """Validates the elements of a list or an object only if there are at most `count`. Validation of a list ends at its
-    first wrong element: otherwise a list of a million could make a million errors.
+    """Validates the elements of a list or an object only if there are at most `count`. Validation of a list ends at the
+    first wrong element: otherwise a list of a million elements could cause a million errors.
     """
 
     count: int
     remedy: str = "send fewer"
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        schema: dict[str, Any] = {**handler(source), "max_length": self.count}  # shown by the description
+        schema: dict[str, Any] = {**handler(source), "max_length": self.count}  # for the description at /openapi.json
         if schema["type"] == "list":
             schema["fail_fast"] = True
         return no_info_before_validator_function(self._check, cast(CoreSchema, schema))
@@ -92,7 +92,7 @@ class AtMost:
 
 
 def _no_bool(value: Any) -> Any:
-    """Refuse true and false as numbers: Python would accept them."""
+    """Refuse true and false as numbers; Python would accept both."""
     if isinstance(value, bool):
         raise PydanticCustomError("no_number", "true and false are no numbers; send a number")
     return value
@@ -116,7 +116,7 @@ User: TypeAlias = Annotated[str, Field(max_length=MAX_USER_CHARACTERS)]
 
 
 def _kind_of_prompt(value: Any) -> str:
-    """The form of `PromptField` that the value has or resembles; the other forms are not tried."""
+    """The form of `PromptField` that a prompt's value has or resembles; only this form is validated."""
     if isinstance(value, str):
         return "text"
     first = value[0] if isinstance(value, list) and value else None
@@ -146,7 +146,7 @@ class _DefaultForNull:
     """Replaces null by the default, for a field whose own type has no null.
 
     Args:
-        default: makes the field's default.
+        default: returns the field's default.
         kind: the field's own type.
     """
 
@@ -177,7 +177,7 @@ class ProtocolModel(BaseModel):
             if not field.is_required() and type(None) not in get_args(field.annotation)
         ]
         for field in strict:
-            if not any(isinstance(one, _DefaultForNull) for one in field.metadata):  # not inherited
+            if not any(isinstance(one, _DefaultForNull) for one in field.metadata):  # inherited fields have one
                 kind = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
                 default = partial(field.get_default, call_default_factory=True)
                 field.metadata = [*field.metadata, _DefaultForNull(default, kind)]
@@ -186,7 +186,7 @@ class ProtocolModel(BaseModel):
 
 
 def refusal(param: str, why: str) -> PydanticCustomError:
-    """For validators: the error for a value that is not possible."""
+    """The error that a validator raises for an invalid value of the field `param`."""
     return PydanticCustomError("unsupported", "{why}", {"param": param, "why": why})
 
 
@@ -202,7 +202,7 @@ class _Refusing(ProtocolModel):
         "thinking_token_budget": ((None, -1), "thinking is not limited here; use max_tokens"),
         "watermarking": ((None, False), "watermarks are not supported; leave it out"),
     }
-    """Field -> its neutral values, and the remedy."""
+    """For each unsupported field: the neutral values, and the remedy for other values."""
 
     @model_validator(mode="before")
     @classmethod
@@ -422,7 +422,7 @@ class Message(ProtocolModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_media(cls, data: Any) -> Any:
-        """Refuse parts that are not text, with a short message: the union's error would be hard to read."""
+        """Refuse parts that are not text, with a short message, as pydantic's error for a union is hard to read."""
         parts = data.get("content") if isinstance(data, dict) else None
         for part in parts if isinstance(parts, list) else ():
             kind = part.get("type") if isinstance(part, dict) else "text"
@@ -570,7 +570,7 @@ TokenizeRequest: TypeAlias = Annotated[
     Annotated[TokenizeCompletionRequest, Tag("Text")] | Annotated[TokenizeChatRequest, Tag("Chat")],
     Discriminator(_form_of),
 ]
-"""A conversation if it has messages, otherwise a text. So errors are those of one form, not of both."""
+"""Body of /tokenize: a conversation if it has `messages`, otherwise a text. So errors are those of one form only."""
 
 
 class DetokenizeRequest(ProtocolModel):

@@ -33,10 +33,10 @@ class Question(Generic[AnswerT]):
     """A question or command to an engine, which answers it between two steps. A fleet asks all living engines."""
 
     def merge(self, answers: Mapping[int, AnswerT]) -> AnswerT:
-        """The answer of a fleet: by default that of its first engine.
+        """The answer of a fleet: by default that of the engine with the lowest number.
 
         Args:
-            answers: at least one, by the number of the engine, ascending.
+            answers: the answers of the engines, by their numbers in ascending order; at least one.
         """
         return next(iter(answers.values()))
 
@@ -63,7 +63,7 @@ class RequestExplanation:
     explanation: Explanation
     arrival_time: float
     age: float
-    """Seconds since its arrival."""
+    """Seconds since the request's arrival."""
     tenant: str
     user: str | None
     num_prompt_tokens: int
@@ -73,19 +73,19 @@ class RequestExplanation:
     ttft_target: float | None
     retention: float | None
     deadline_in: float | None
-    """Seconds until its deadline; None: no deadline."""
+    """Seconds until the request's deadline; None: no deadline."""
     waiting_for: float | None
-    """Seconds since its current reason to wait began; None: it does not wait, or was not considered yet."""
+    """Seconds since the current reason to wait began; None: the request does not wait, or was not considered yet."""
     engine: int = 0
-    """The number of the engine that has the request."""
+    """Number of the engine that has the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Explain(RequestQuestion[RequestExplanation]):
-    """The state of a request, why it waits, for which requests and since when.
+    """The state of a request, the reason and the time of its wait, and the requests that it waits for.
 
     Raises:
-        UnknownRequest: no such request, or it has finished.
+        UnknownRequest: there is no such request, or it has finished.
     """
 
     def merge(self, answers: Mapping[int, RequestExplanation]) -> RequestExplanation:
@@ -106,8 +106,8 @@ class ExplainAll(Question[list[RequestExplanation]]):
 
 @dataclass(frozen=True, slots=True)
 class SetPriority(Question[list[str]]):
-    """Change the priority of requests. A queued request changes its place at once. The answer has the known ids; the
-    other requests have finished, or never existed.
+    """Change the priority of requests. A queued request changes its place in the queue immediately. The answer lists
+    the known ids; the other ids are of requests that have finished or never existed.
 
     Raises:
         ValueError: the priority is not an integer of 64 bits.
@@ -127,7 +127,7 @@ class SetPriority(Question[list[str]]):
 
 @dataclass(frozen=True, slots=True)
 class Pause(Question[None]):
-    """Start no request until `Resume`; the answer comes when no step runs. See `Engine.pause`.
+    """Start no request until `Resume`. The engine answers when no step runs. See `Engine.pause`.
 
     Raises:
         ResumedError: the engine was resumed meanwhile.
@@ -139,7 +139,7 @@ class Pause(Question[None]):
 
 @dataclass(frozen=True, slots=True)
 class Resume(Question[None]):
-    """Continue after a pause; without a pause, nothing happens."""
+    """Continue after a pause; no effect without a pause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,19 +156,19 @@ class ResetPrefixCache(Question[None]):
     """Drop all cached prefixes."""
 
     preempt_running: bool
-    """Whether running requests recompute their KV; False: they keep it, uncached."""
+    """Whether running requests are preempted and recompute their KV; False: they keep their KV, no longer cached."""
 
 
 @dataclass(frozen=True, slots=True)
 class SetMaxNumActiveSeqs(Question[int]):
-    """Change how many requests may run at once. The answer is the new limit.
+    """Change the maximum number of requests that run concurrently. The answer is the new limit.
 
     Raises:
         ConfigError: the limit is out of range.
     """
 
     limit: int | None
-    """None: `max_num_seqs`."""
+    """Maximum number of requests that run concurrently; None: `max_num_seqs`."""
 
 
 # ------------------------------------------------------------------------------------------------- observation
@@ -176,7 +176,7 @@ class SetMaxNumActiveSeqs(Question[int]):
 
 @dataclass(frozen=True, slots=True)
 class Stats(OneEngineQuestion[EngineStats]):
-    """Counters and gauges of engine and scheduler at one moment."""
+    """Counters and gauges of engine and scheduler at one time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """Sends responses as ASGI messages: server-sent events, or one body of JSON.
 
 An event is sent in one write, and `EventStream.write` returns when the transport has taken it. So a slow reader costs
-the transport's buffer and one delta, into which later deltas are merged. While the transport is not full (`has_room`),
-`write_now` writes without a task. The server's own protocol offers both functions to the app, see `http.py`.
+the memory of the transport's buffer and one delta, into which later deltas are merged. While the transport is not full
+(`has_room`), `write_now` writes without a task. The server's own protocol offers both functions to the app, see
+`http.py`.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from starlette.types import Scope, Send
 
 WRITE_NOW = "pointsman.write_now"
-"""The ASGI extension by which a protocol offers to write a part of a body without waiting: `write_now` may be called
-while `has_room` returns True."""
+"""Name of the ASGI extension by which a protocol offers to write a part of a body without waiting: `write_now` may be
+called while `has_room` returns True."""
 
 DONE = b"data: [DONE]\n\n"
 EVENT_HEADERS = {
@@ -28,9 +29,9 @@ class EventStream:
     """Server-sent events to one client. Several tasks may write; each event is sent whole.
 
     Args:
-        send: of ASGI.
+        send: ASGI's `send`.
         headers: further headers of the response.
-        scope: of the request.
+        scope: ASGI scope of the request, with the extension `WRITE_NOW` if the protocol offers it.
     """
 
     def __init__(self, send: Send, headers: Mapping[str, str], scope: Scope | None = None) -> None:
@@ -38,9 +39,9 @@ class EventStream:
         extensions = (scope or {}).get("extensions") or {}
         offered = extensions.get(WRITE_NOW, {"has_room": lambda: False, "write_now": None})
         self.has_room: Callable[[], bool] = offered["has_room"]
-        """Whether events can be written without waiting."""
+        """Returns whether events can be written without waiting."""
         self.write_now: Callable[[bytes], None] = offered["write_now"]
-        """Writes events without waiting; only while `has_room` returns True."""
+        """Writes events without waiting; to be called only while `has_room` returns True."""
         self._headers = {**EVENT_HEADERS, **headers}
         self._lock = asyncio.Lock()
 
@@ -54,7 +55,7 @@ class EventStream:
             await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
     async def close(self, last: bytes = b"") -> None:
-        """Send the last events and the end."""
+        """Send the last events and the end of the body."""
         await self._send({"type": "http.response.body", "body": last + DONE, "more_body": False})
 
 
@@ -68,5 +69,5 @@ async def send_json(send: Send, pieces: Sequence[bytes], headers: Mapping[str, s
 
 
 def _raw(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
-    """Headers in ASGI's form."""
+    """Headers as ASGI expects them: pairs of bytes."""
     return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]

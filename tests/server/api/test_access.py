@@ -130,7 +130,7 @@ def message_of(answer: Any) -> str:
 
 
 def flat(routes: Iterable[Any]) -> Iterator[Any]:
-    """Routes, with those of routers that are among them."""
+    """All routes, including those of nested routers."""
     for route in routes:
         inner = getattr(route, "original_router", None)
         yield from [route] if inner is None else flat(inner.routes)
@@ -151,7 +151,7 @@ def test_every_route_is_in_the_list() -> None:
 
 
 def status_of(who: str, keys: str, key: str | None) -> int | None:
-    """The expected refusal; None: no refusal."""
+    """The expected HTTP status of a refusal; None: the request is not refused."""
     has_client_keys, has_operator_keys = keys in ("client keys", "both"), keys in ("operator keys", "both")
     is_client, is_operator = has_client_keys and key == CLIENT, has_operator_keys and key == OPERATOR
     if who == "open":
@@ -218,7 +218,7 @@ def test_the_description_says_which_key(keys: str) -> None:
 
 
 def in_words(who: str, keys: str) -> str:
-    """The weakest credential that the endpoint accepts."""
+    """The documentation's words for the weakest credential that the endpoint accepts."""
     if status_of(who, keys, None) is None:
         return "open" if who in ("open", "client") else "this machine"
     if status_of(who, keys, CLIENT) is None:

@@ -137,7 +137,7 @@ def test_null_character_in_prompt_is_accepted(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", "", "multipart/form-data"])
-def test_only_json_is_read(http: httpx.Client, content_type: str) -> None:
+def test_bodies_of_other_types_than_json_are_refused(http: httpx.Client, content_type: str) -> None:
     response = http.post("/v1/completions", content=b'{"prompt": "a"}', headers={"content-type": content_type})
     assert "application/json" in error_of(response, 400)["message"]
     fine = http.post(
@@ -153,7 +153,7 @@ def test_unknown_paths_and_methods_have_errors_too(http: httpx.Client) -> None:
     assert response.headers["allow"] == "POST"
 
 
-def test_headers_are_checked(http: httpx.Client) -> None:
+def test_invalid_request_headers_get_400(http: httpx.Client) -> None:
     for headers in ({"X-Request-Deadline": "soon"}, {"X-Request-Deadline": "0"}, {"X-Request-Deadline": "nan"}):
         error_of(http.post("/v1/completions", json={"prompt": "a"}, headers=headers), 400)
     for target, words in (("0", "greater than 0"), ("soon", "valid number"), ("2", "order fcfs, which reads none")):
@@ -267,7 +267,7 @@ def test_choices_share_prompt_logprobs_computed_once() -> None:
             return found["vllm:prompt_tokens_total"] - found["vllm:prompt_tokens_cached_total"]
 
         async def choices(n: int, **more: Any) -> list[dict[str, Any]]:
-            """They compute only the prompts, and for each further choice the tokens that fill no block."""
+            """The choices of a response. The engine computes each prompt once, and a block per further choice."""
             await http.post("/reset_prefix_cache")
             before = await num_computed()
             response = await http.post("/v1/completions", json={"prompt": prompts, "n": n, **fields, **more})
@@ -341,7 +341,7 @@ def test_draining_server_finishes_requests_and_refuses_new_ones() -> None:
     with_app(test)
 
 
-def test_two_requests_may_have_one_name() -> None:
+def test_two_requests_with_one_id_are_both_served() -> None:
     async def test(client: EngineClient, app: Any, http: httpx.AsyncClient) -> None:
         await client.ask(Pause("keep", False))  # no request may finish during the search
         fields = {"prompt": PROMPT, "max_tokens": 8, "ignore_eos": True, "request_id": "twin"}

@@ -1,4 +1,4 @@
-"""Arrivals: requests begin a few at a time, tenants in turn; health checks begin at once."""
+"""Arrivals: requests begin a few at a time, tenants in turn; health checks begin immediately."""
 
 from __future__ import annotations
 

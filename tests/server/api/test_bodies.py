@@ -1,4 +1,4 @@
-"""Bodies: the size of one and of all together, and strict JSON."""
+"""Bodies: limits on the size of one body and of all together, and strict JSON."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from pointsman.server.api.bodies import (
     check_numbers,
 )
 from pointsman.server.wire.errors import ApiError, ErrorAnswers
-from tests.server.rooms import bodies_room
+from tests.server.limits import bodies_limit
 
 ANSWER = ErrorAnswers(lambda _: None)
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
@@ -50,7 +50,7 @@ async def reads_all(scope: Scope, receive: Receive, send: Send) -> None:
 def call(
     app: App, *, path: str = "/v1/models", headers: Sequence[tuple[bytes, bytes]] = (), body: Sequence[bytes] = (b"",)
 ) -> list[Message]:
-    """The messages that an app sends in answer to a request whose body comes in these pieces."""
+    """The messages that an app sends in response to a request whose body arrives in the pieces `body`."""
     sent: list[Message] = []
     pieces = list(body)
 
@@ -70,7 +70,7 @@ def call(
 
 
 def limited(limit: int) -> App:
-    return middleware(reads_all, limit, BodyBudget(bodies_room(1000)))
+    return middleware(reads_all, limit, BodyBudget(bodies_limit(1000)))
 
 
 def middleware(app: Any, max_bytes: int, budget: BodyBudget) -> App:
@@ -110,7 +110,7 @@ def no_free_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_free_bytes")
 def test_bodies_share_a_budget() -> None:
-    budget = BodyBudget(bodies_room(10))
+    budget = BodyBudget(bodies_limit(10))
     open_ones: list[int] = []
 
     async def reads_and_waits(scope: Any, receive: Any, send: Any) -> None:
@@ -133,7 +133,7 @@ def test_bodies_share_a_budget() -> None:
 
 def test_full_budget_still_accepts_small_bodies() -> None:
     """Otherwise a few large bodies that never end would block the requests of all clients."""
-    budget = BodyBudget(bodies_room(100_000))
+    budget = BodyBudget(bodies_limit(100_000))
     large = [held_body(budget) for _ in range(5)]
     with pytest.raises(ApiError):
         for held in large:
@@ -155,7 +155,7 @@ def test_full_budget_still_accepts_small_bodies() -> None:
 
 @pytest.mark.usefixtures("no_free_bytes")
 def test_one_tenants_bodies_do_not_use_the_whole_budget() -> None:
-    budget = BodyBudget(bodies_room(1000, is_shared=True))
+    budget = BodyBudget(bodies_limit(1000, is_shared=True))
     first = held_body(budget, "a")
     for _ in range(7):
         first.add(100)
@@ -169,7 +169,7 @@ def test_one_tenants_bodies_do_not_use_the_whole_budget() -> None:
 
 
 def test_memory_is_given_back_after_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A moment later: the caller may still refer to the bytes."""
+    """Memory is returned after a delay, as the caller may still refer to the bytes."""
     trimmed: list[bool] = []
     monkeypatch.setattr(bodies, "TRIM_BYTES", 100)
     monkeypatch.setattr(bodies, "TRIM_SECONDS", 0.01)
@@ -190,7 +190,7 @@ def test_memory_is_given_back_after_many_bytes(monkeypatch: pytest.MonkeyPatch) 
         assert await give_back(300) == 1, "as much is still held"
         assert await give_back(200) == 2
 
-    budget = BodyBudget(bodies_room(1000))
+    budget = BodyBudget(bodies_limit(1000))
     asyncio.run(run())
 
 

@@ -53,7 +53,7 @@ def test_stream_begins_with_role_and_equals_the_whole_response(client: Any) -> N
 
 
 def test_plain_chunks_equal_full_chunks(http: httpx.Client) -> None:
-    """Plain chunks are written by another function, because they are so many."""
+    """A faster function writes plain chunks, as most chunks are plain."""
     found = http.post("/v1/chat/completions", json={**GREEDY, "stream": True}).text.split("\n\n")[:-2]
     role, full, *plain, _ = [json.loads(one.removeprefix("data: ")) for one in found]
     assert role["choices"][0]["delta"]["role"] == "assistant" and plain
@@ -127,7 +127,7 @@ def test_default_max_tokens_is_the_remaining_length(http: httpx.Client) -> None:
     assert post(http, max_tokens=5000, max_completion_tokens=3)["usage"]["completion_tokens"] <= 3
 
 
-def test_parts_and_plain_text_are_one_prompt(http: httpx.Client) -> None:
+def test_text_parts_give_the_same_prompt_as_joined_text(http: httpx.Client) -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
     joined = [{"role": "user", "content": "a\nb"}]
     found = [http.post("/tokenize", json={"messages": one}).json()["tokens"] for one in (parts, joined)]
@@ -143,7 +143,7 @@ def test_a_message_can_be_continued_and_echoed(http: httpx.Client) -> None:
     assert http.post("/detokenize", json={"tokens": shown}).json()["prompt"].endswith("One, two,")
 
 
-def test_token_ids_come_with_the_answer_if_wanted(http: httpx.Client) -> None:
+def test_response_has_token_ids_if_requested(http: httpx.Client) -> None:
     answer = post(http, return_token_ids=True)
     assert len(answer["prompt_token_ids"]) == answer["usage"]["prompt_tokens"]
     assert len(answer["choices"][0]["token_ids"]) == answer["usage"]["completion_tokens"]

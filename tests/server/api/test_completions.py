@@ -31,7 +31,7 @@ def post(http: httpx.Client, **fields: Any) -> dict[str, Any]:
 
 
 def chunks(http: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
-    """The chunks of a streamed completion; it ends as it should."""
+    """The chunks of a streamed completion, which must end with [DONE]."""
     with http.stream("POST", "/v1/completions", json={**GREEDY, "stream": True, **fields}) as response:
         assert response.status_code == 200
         assert response.headers["content-type"].startswith("text/event-stream")
@@ -40,7 +40,7 @@ def chunks(http: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
     return [json.loads(one.removeprefix("data: ")) for one in events[:-2]]
 
 
-def test_a_completion_has_text_usage_and_a_reason(client: Any) -> None:
+def test_completion_has_text_usage_and_finish_reason(client: Any) -> None:
     found = client.completions.create(**GREEDY)
     assert found.object == "text_completion" and found.model == "demo" and found.id.startswith("cmpl-")
     (choice,) = found.choices
@@ -66,7 +66,7 @@ def test_stream_equals_the_whole_response(client: Any) -> None:
 
 
 def test_plain_chunks_equal_full_chunks(http: httpx.Client) -> None:
-    """Plain chunks are written by another function, because they are so many."""
+    """A faster function writes plain chunks, as most chunks are plain."""
     full, *plain, _ = chunks(http)
     assert plain
     for one in plain:
@@ -166,7 +166,7 @@ def test_logit_bias_and_allowed_tokens_constrain_output(http: httpx.Client) -> N
     assert biased["token_ids"] == [41] * 3
 
 
-def test_log_probabilities_are_those_of_the_text(client: Any) -> None:
+def test_log_probabilities_belong_to_the_tokens_of_the_text(client: Any) -> None:
     (choice,) = client.completions.create(**GREEDY, logprobs=3).choices
     logprobs = choice.logprobs
     assert "".join(logprobs.tokens) == choice.text
@@ -217,7 +217,7 @@ def test_an_echo_alone_scores_a_text(http: httpx.Client) -> None:
     assert chunk["choices"][0]["text"] == PROMPT
 
 
-def test_a_prompts_log_probabilities_are_by_token(http: httpx.Client) -> None:
+def test_prompt_logprobs_are_keyed_by_token(http: httpx.Client) -> None:
     answer = post(http, prompt_logprobs=1, return_token_ids=True)
     (choice,) = answer["choices"]
     first, *rest = choice["prompt_logprobs"]
@@ -243,7 +243,7 @@ def test_tokens_may_be_written_by_their_ids(http: httpx.Client) -> None:
         ({"regex": "[0-9]{3}-[0-9]{2}"}, lambda text: len(text) == 6 and text[3] == "-"),
     ],
 )
-def test_text_options_are_applied(http: httpx.Client, structured: dict[str, Any], check: Any) -> None:
+def test_structured_outputs_constrain_the_text(http: httpx.Client, structured: dict[str, Any], check: Any) -> None:
     (choice,) = post(http, structured_outputs=structured, max_tokens=64)["choices"]
     assert choice["finish_reason"] == "stop" and check(choice["text"])
     streamed = "".join(one["choices"][0]["text"] for one in chunks(http, structured_outputs=structured, max_tokens=64))

@@ -68,7 +68,7 @@ def test_pooling_and_scale_can_be_chosen(http: httpx.Client, llm: LLM) -> None:
     assert np.abs(found - expected).max() < TOLERANCE * max(1.0, float(np.abs(expected).max()))
 
 
-def test_ids_and_headers_are_those_of_other_answers(http: httpx.Client) -> None:
+def test_embedding_response_has_the_requests_id(http: httpx.Client) -> None:
     response = http.post("/v1/embeddings", json={"input": "a", "request_id": "mine", "model": "demo"})
     assert response.json()["id"] == response.headers["x-request-id"] == "embd-mine"
 

@@ -83,7 +83,7 @@ def test_parsed_response_is_an_instance_of_its_class(client: openai.OpenAI, lang
         assert parsed == choice.message.parsed
 
 
-def test_every_literal_can_be_written(client: openai.OpenAI) -> None:
+def test_every_literal_of_a_schema_can_be_generated(client: openai.OpenAI) -> None:
     literals = [one for _, many in LANGUAGES.values() for one in many]
     model = client.models.list().data[0].id
     for literal in literals[:: short_or_long(3, 1)]:

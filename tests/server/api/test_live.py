@@ -19,7 +19,7 @@ FIELDS = {"prompt": "The import statement", "max_tokens": 40, "ignore_eos": True
 
 
 def films_of(answer: Any) -> Iterator[Film]:
-    """The parts of the film, each as a film."""
+    """The parts of the film, each parsed as a film."""
     stream, header, num_read = b"", b"", 0
     for data in answer.iter_raw():
         stream += data

@@ -3,7 +3,7 @@
 schemathesis reads the OpenAPI description of a running server and generates requests that match it, and requests that
 violate it. No response may be a server error (except a described 503), have an undescribed status or content type, or a
 JSON body of another form. There are 100 requests, 2,000 in the long form. Operations with a body or a parameter share
-them evenly; the others get one request.
+them evenly; each other operation gets one request.
 
 Of the matching requests, hardly any reaches the engine: almost every one exceeds a limit of this server, which the
 general description does not contain. So a third of the requests match a narrower description, with the model's name,
@@ -72,10 +72,10 @@ NARROW: dict[str, Any] = {
     "add_generation_prompt": {"enum": [True]},
     "continue_final_message": {"enum": [False]},
 }  # fmt: skip
-"""The ranges of fields on this server."""
+"""Schemas of fields, with the ranges that this server accepts."""
 NEEDED = {"prompt", "messages", "max_tokens"}
 NEUTRAL = {"temperature", "top_p", "seed", "stream", "echo", "user", "priority", "ignore_eos", "return_token_ids"}
-"""Fields that stay as they are described; further ones are left out."""
+"""Fields whose description stays as it is; `narrowed` leaves out fields that are neither here nor in `NARROW`."""
 
 
 @pytest.fixture(scope="module")
@@ -175,5 +175,5 @@ def explore(operation: Any, mode: GenerationMode, num_cases: int) -> Counter[int
 
 
 def _varies(operation: Any) -> bool:
-    """Whether its requests differ from each other."""
+    """Whether the operation has a body or parameters, so that generated requests differ."""
     return bool(operation.body or operation.path_parameters or operation.query)

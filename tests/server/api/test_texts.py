@@ -129,7 +129,7 @@ def check_places(choice: dict[str, Any]) -> None:
 # ------------------------------------------------------------------------------------------------- completions
 
 
-def test_an_answer_continues_its_prompt_at_every_place(side: Side) -> None:
+def test_echoed_text_is_right_for_a_prompt_cut_at_any_token(side: Side) -> None:
     token_ids = side.ids(HARD_TEXT)
     for end in range(1, len(token_ids), short_or_long(3, 1)):
         force = {"max_tokens": 1, "allowed_token_ids": [token_ids[end]], "ignore_eos": True}
@@ -163,7 +163,7 @@ def test_offsets_stay_within_a_text_that_a_stop_string_cuts(side: Side) -> None:
     assert offsets == sorted(offsets) and offsets[-1] <= len(choice["text"])
 
 
-def test_tokens_that_the_text_leaves_out_take_no_place(side: Side) -> None:
+def test_tokens_left_out_of_the_text_do_not_shift_offsets(side: Side) -> None:
     bos, eos = side.tokenizer.bos_token_id, side.tokenizer.eos_token_id
     fields = {"max_tokens": 2, "allowed_token_ids": [eos], "logprobs": 1, "echo": True}
     for prompt, names in (("The text", 0), ([bos, *side.ids("The text")], 1)):
@@ -241,7 +241,7 @@ def test_a_stop_token_that_is_not_shown_has_no_bytes(side: Side) -> None:
 # -------------------------------------------------------------------------------------------- of a prompt's tokens
 
 
-def test_what_a_prompts_tokens_add_has_no_half_characters(side: Side) -> None:
+def test_texts_of_prompt_logprobs_have_only_whole_characters(side: Side) -> None:
     token_ids = side.ids(HARD_TEXT)
     entries = side.complete(token_ids, max_tokens=1, prompt_logprobs=1)["prompt_logprobs"]
     own = zip(token_ids[1:], entries[1:], strict=True)
@@ -253,7 +253,7 @@ def test_what_a_prompts_tokens_add_has_no_half_characters(side: Side) -> None:
 # --------------------------------------------------------------------------------------------- the official client
 
 
-def test_the_official_client_reads_them(side: Side) -> None:
+def test_official_client_reads_log_probabilities_of_partial_characters(side: Side) -> None:
     openai = pytest.importorskip("openai")
     token_ids = side.ids(HARD_TEXT)
     with openai.OpenAI(base_url=f"{side.url}/v1", api_key="none", max_retries=0, timeout=60) as client:

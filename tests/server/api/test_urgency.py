@@ -57,7 +57,7 @@ class Paused:
         assert [answer.status_code for answer in answers] == [200] * len(answers)
 
     async def send(self, path: str = "/v1/completions", headers: dict[str, str] | None = None, **fields: Any) -> None:
-        """A request, which is queued when this returns."""
+        """Send a request, and return when it is queued."""
         body = {**(FIELDS if path == "/v1/completions" else {}), **fields}
         self._sent.append(asyncio.ensure_future(self._http.post(path, json=body, headers=headers)))
         self._num_samples += fields.get("n", 1)
@@ -65,7 +65,7 @@ class Paused:
             await asyncio.sleep(0.002)
 
     async def states(self) -> list[dict[str, Any]]:
-        """All waiting requests."""
+        """The states of all waiting requests."""
         data: list[dict[str, Any]] = (await self._http.get("/v1/requests", headers=self._operator)).json()["data"]
         return data
 

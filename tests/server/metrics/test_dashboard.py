@@ -101,7 +101,7 @@ class Prometheus:
         self.client = httpx.Client(base_url=url, timeout=10)
 
     def get(self, path: str, **params: str | float) -> Any:
-        """The data of a response; an error of Prometheus is the failure's message."""
+        """The data of Prometheus's response; an error response fails the test with its message."""
         answer = self.client.get(f"/api/v1/{path}", params=params).json()
         assert answer["status"] == "success", f"{params}: {answer.get('error')}"
         return answer["data"]
@@ -237,7 +237,7 @@ def load(url: str) -> Iterator[list[Exception]]:
 
 
 def substituted(expression: str) -> str:
-    """As Grafana sends it with all values of every variable chosen."""
+    """The expression that Grafana sends if all values of every variable are selected."""
     for name, value in {"model_name": ".+", "instance": ".+", "__rate_interval": RATE_INTERVAL}.items():
         expression = expression.replace(f"${name}", value)
     assert "$" not in expression

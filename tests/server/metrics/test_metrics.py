@@ -83,7 +83,7 @@ def test_all_buckets_ascend() -> None:
 
 
 def ended(reason: str, metrics: RequestMetrics, num_output_tokens: int, prompt_length: int = 10) -> EngineObservations:
-    """The observations of one request."""
+    """The observations of one finished request."""
     observations = EngineObservations(512)
     request = EngineRequest("a", list(range(prompt_length)), SamplingParams(max_tokens=64))
     observations.end(request, Delta(finish_reason=reason, metrics=metrics), num_output_tokens)
@@ -142,7 +142,7 @@ def test_aborted_requests_are_not_observed() -> None:
     assert totals(ended("abort", RequestMetrics(100.0, 101.0, 102.0, 103.0), 3)) == {}
 
 
-def test_tokens_that_come_together_share_the_time() -> None:
+def test_tokens_of_one_delta_share_the_inter_token_time() -> None:
     observations = EngineObservations(512)
     observations.inter_token(0.3, 3)
     observations.inter_token(0.4, 1)
@@ -152,7 +152,7 @@ def test_tokens_that_come_together_share_the_time() -> None:
     assert (buckets["0.075"], buckets["0.1"], buckets["0.4"]) == (0, 3, 4)
 
 
-def test_steps_and_clients_requests() -> None:
+def test_steps_and_client_requests_are_observed() -> None:
     observations = EngineObservations(512)
     observations.steps([StepNote(100, 3, 50e-6), StepNote(4, 4, 20e-6)])
     observations.client_request(3, 17)
@@ -455,7 +455,7 @@ def documented() -> dict[str, list[str]]:
     return {row[0].strip("`"): row[1:] for row in rows if len(row) > 3}
 
 
-def test_every_metric_is_documented_as_it_is() -> None:
+def test_documented_metric_table_matches_the_definitions() -> None:
     rows = documented()
     for definition in DEFINITIONS:
         labels = ", ".join(f"`{label}`" for label in (definition.label, definition.second_label) if label)

@@ -9,7 +9,7 @@ from pointsman.server.metrics.tenants import MAX_KNOWN, MAX_NAMED, TenantCounts
 
 
 def serve(counts: TenantCounts, tenant: str, prompt: int, generated: int) -> None:
-    """A request from its beginning to its end."""
+    """Count a request from its start to its finish."""
     count = counts.open(tenant)
     count.num_prompt_tokens += prompt
     count.num_unstarted -= 1
@@ -17,7 +17,7 @@ def serve(counts: TenantCounts, tenant: str, prompt: int, generated: int) -> Non
     counts.close(count, is_started=True)
 
 
-def test_one_tenant_alone_has_no_series() -> None:
+def test_single_tenant_has_no_series() -> None:
     counts = TenantCounts()
     assert counts.readings() == ({}, {}, {}, {})
     serve(counts, "", 10, 5)
@@ -63,7 +63,7 @@ def test_number_of_tenant_series_is_limited_to_the_heaviest() -> None:
     assert all(2 * value <= given[tenant] for tenant, value in before.items() if tenant != "other")
 
 
-def test_series_count_all_tokens_without_renaming() -> None:
+def test_series_count_all_tokens_of_forgotten_tenants() -> None:
     counts = TenantCounts()
     for number in range(3 * MAX_KNOWN):
         serve(counts, f"t{number}", 3, 4)

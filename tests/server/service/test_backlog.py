@@ -7,8 +7,8 @@ import pytest
 from pointsman.server.service.backlog import Backlog, Ticket
 from pointsman.server.stages import MAX_WAIT, PROMPT_TOKENS, REQUESTS
 from pointsman.server.wire.errors import ApiError
-from tests.server.rooms import backlog as backlog_of
-from tests.server.rooms import room
+from tests.server.limits import backlog as backlog_of
+from tests.server.limits import stage_limit
 
 
 class Clock:
@@ -41,7 +41,7 @@ def test_request_beyond_the_limit_alone_gets_400() -> None:
     assert error.status_code == 400 and "3" in error.detail
 
 
-def test_error_inside_frees_the_request() -> None:
+def test_exception_in_the_context_frees_the_request() -> None:
     backlog = backlog_of(1, 10)
     for _ in range(2):
         with pytest.raises(RuntimeError), backlog.enter("", 1) as ticket:
@@ -73,7 +73,7 @@ def test_single_request_is_always_accepted() -> None:
         alone.add_prompts([10**6])
 
 
-def test_samples_of_one_prompt_count_it_once() -> None:
+def test_prompt_with_several_samples_counts_once() -> None:
     backlog = backlog_of(10, 100)
     with backlog.enter("", 3) as ticket:
         ticket.add_prompts([90])
@@ -91,7 +91,7 @@ def fill(backlog: Backlog, number: int) -> list[Ticket]:
 
 def test_the_wait_is_estimated_from_the_rate_of_first_tokens() -> None:
     clock = Clock()
-    backlog = Backlog(room(REQUESTS, 1000), room(PROMPT_TOKENS, None), clock)
+    backlog = Backlog(stage_limit(REQUESTS, 1000), stage_limit(PROMPT_TOKENS, None), clock)
     tickets = fill(backlog, 110)
     for ticket in tickets[:10]:  # two a second
         clock.now += 0.5
@@ -102,9 +102,9 @@ def test_the_wait_is_estimated_from_the_rate_of_first_tokens() -> None:
     assert 31 <= backlog.retry_after("") <= MAX_WAIT
 
 
-def test_the_wait_is_bounded_both_ways() -> None:
+def test_retry_after_has_a_minimum_and_a_maximum() -> None:
     clock = Clock()
-    backlog = Backlog(room(REQUESTS, 10**6), room(PROMPT_TOKENS, None), clock)
+    backlog = Backlog(stage_limit(REQUESTS, 10**6), stage_limit(PROMPT_TOKENS, None), clock)
     assert backlog.retry_after("") == 1
     tickets = fill(backlog, 1000)
     assert backlog.retry_after("") == 1
@@ -145,9 +145,9 @@ def test_waiting_tokens_of_one_tenant_do_not_block_others() -> None:
     backlog.enter("b", 1).add_prompts([300])
 
 
-def test_a_tenants_wait_is_that_of_its_own_backlog() -> None:
+def test_retry_after_depends_on_the_tenants_own_backlog() -> None:
     clock = Clock()
-    backlog = Backlog(room(REQUESTS, 1000), room(PROMPT_TOKENS, None), clock)
+    backlog = Backlog(stage_limit(REQUESTS, 1000), stage_limit(PROMPT_TOKENS, None), clock)
     tickets = fill(backlog, 110)
     other = backlog.enter("b", 1)
     other.add_prompts([1])

@@ -19,7 +19,7 @@ from pointsman.server.service.receiver import ClientStream
 from pointsman.server.wire.messages import Delta, EngineRequest, StepNote
 from pointsman.server.wire.questions import Explain, ExplainAll, Stats
 from tests.server.engine_pool import engine_pool
-from tests.server.rooms import text_work
+from tests.server.limits import text_work
 
 pytestmark = pytest.mark.e2e
 
@@ -46,7 +46,7 @@ async def read(stream: ClientStream) -> Delta:
     return whole
 
 
-def test_texts_are_those_of_the_engine_itself() -> None:
+def test_client_gets_the_same_texts_as_a_local_engine() -> None:
     llm = LLM("demo", num_blocks=64, num_threads=1)
     texts = [PROMPT, "A list is", "The import statement combines"]
     expected = [(one.text, one.token_ids) for one in llm.generate(texts, GREEDY, use_tqdm=False)]
@@ -100,7 +100,7 @@ def test_requests_sent_together_are_queued_in_order_and_fail_separately() -> Non
     with_client(test)
 
 
-def test_a_refusal_comes_before_the_first_delta() -> None:
+def test_refusal_is_raised_before_the_first_delta() -> None:
     async def test(client: EngineClient) -> None:
         stream = client.generate(EngineRequest("long", [5] * 20_000, GREEDY))
         with pytest.raises(ValueError, match="the prompt has 20000 tokens and max_model_len is"):
@@ -174,7 +174,7 @@ def test_explanation_has_user_and_deadline() -> None:
     with_client(test, max_num_seqs=1)
 
 
-def test_a_killed_engine_is_an_error_for_all() -> None:
+def test_killed_engine_fails_all_streams() -> None:
     async def test(client: EngineClient) -> None:
         streams = [client.generate(EngineRequest(str(key), [5, 6], ENDLESS)) for key in range(3)]
         for stream in streams:
@@ -194,7 +194,7 @@ def test_a_killed_engine_is_an_error_for_all() -> None:
     with_client(test, max_steps_in_flight=2)
 
 
-def test_a_drain_finishes_what_was_sent() -> None:
+def test_drain_finishes_sent_requests() -> None:
     async def test(client: EngineClient) -> None:
         streams = [client.generate(EngineRequest(str(key), [5, 6], GREEDY)) for key in range(10)]
         for stream in streams:
@@ -214,7 +214,7 @@ def test_a_drain_finishes_what_was_sent() -> None:
         ({"max_num_seqs": 0}, "max_num_seqs is 0"),
     ],
 )
-def test_an_engine_that_cannot_be_made_says_why(options: dict[str, Any], message: str) -> None:
+def test_failed_engine_start_reports_the_cause(options: dict[str, Any], message: str) -> None:
     async def run() -> None:
         await EngineClient.start({**OPTIONS, **options})
 

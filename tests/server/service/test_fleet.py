@@ -123,7 +123,7 @@ async def until_it_has(stream: ClientStream, num_tokens: int) -> None:
 
 
 async def until_idle(fleet: EngineFleet) -> None:
-    """Both engines live, and hold nothing."""
+    """Wait until both engines live and have no request."""
     await until(lambda: fleet.num_alive == len(fleet.engines))
     for engine in fleet.engines:
         while (stats := await engine.ask(Stats())).scheduler.num_running or stats.scheduler.num_waiting:
@@ -173,8 +173,8 @@ def reading_is_over(stream: ClientStream, expected: dict[str, Delta]) -> bool:
 
 @pytest.mark.long
 def test_bfloat16_stream_is_resumed_validly() -> None:
-    """Received tokens are kept. Each later token is the most likely one for an engine that computes all of them at
-    once, except for rounding, as in an undisturbed stream."""
+    """Received tokens are kept. Each later token is the most likely one for an engine that computes all tokens in
+    one step, except for rounding, as in an undisturbed stream."""
     params = SamplingParams(temperature=0, **LONG)
 
     async def shortfall(fleet: EngineFleet, tokens: list[int]) -> float:
@@ -280,8 +280,8 @@ def test_changed_priority_survives_and_waiting_requests_resume_in_order() -> Non
     with_fleet(test, num_engines=1, order="priority", max_num_seqs=2)
 
 
-def test_when_one_of_several_cannot_be_started_none_is_left_running(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One is ready, one is still being started, and the third fails: all processes have ended when that is raised."""
+def test_failed_start_of_one_engine_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One engine is ready, one is starting, and the third fails: all processes have ended when the error is raised."""
     clients: list[EngineClient] = []
     make = EngineClient.__init__
 

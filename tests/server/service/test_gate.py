@@ -26,7 +26,7 @@ from pointsman.server.wire.messages import portable
 ALIVE = cast(Any, SimpleNamespace(is_alive=True, death=None))
 
 
-def test_requests_inside_are_waited_for() -> None:
+def test_wait_empty_returns_after_the_last_request() -> None:
     async def run() -> None:
         gate = Gate(ALIVE, drain_timeout=30)
         await gate.wait_empty()

@@ -99,7 +99,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def streams_in_both(fleet: EngineFleet, count: int = 8) -> dict[str, ClientStream]:
-    """Streams that run, in each of two engines as many."""
+    """Running streams, half of them in each of two engines."""
     streams = {f"a-{number}": stream_of(fleet, f"a-{number}") for number in range(count)}
     await fleet.queue(list(streams.values()))
     assert [len(engine.receiver.streams) for engine in fleet.engines] == [count // 2, count // 2]
@@ -185,7 +185,7 @@ def test_hang_of_a_single_engine_fails_or_resumes_requests(max_restarts: int) ->
     with_fleet(test, 1, max_restarts)
 
 
-def test_engines_that_are_stopped_at_once_lose_no_request() -> None:
+def test_engines_stopped_together_lose_no_request() -> None:
     async def test(fleet: EngineFleet) -> None:
         expected = await texts_of(await streams_in_both(fleet))
         streams = await streams_in_both(fleet)
@@ -272,7 +272,7 @@ def test_long_step_is_distinguished_from_a_hang(kind: str) -> None:
 
 
 class Unkillable:
-    """A process whose end never comes, as one in an uninterruptible call of the system."""
+    """A process that never exits, as in an uninterruptible system call."""
 
     def __init__(self, process: Any) -> None:
         self._process = process
@@ -406,7 +406,7 @@ def test_engine_hung_during_start_of_others_is_restarted() -> None:
 
 
 def test_engine_hung_while_joining_is_restarted() -> None:
-    """It has loaded its model and answers nothing: `EngineFleet` gives it the pause state first."""
+    """The engine has loaded its model and hangs while `EngineFleet` gives it the pause state."""
     num_started = 0
 
     async def start(index: int, num_restarts: int, tokenizer: Any = None) -> EngineClient:

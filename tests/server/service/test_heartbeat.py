@@ -85,7 +85,7 @@ def test_limit_is_at_least_ten_times_the_longest_silence_in_a_step() -> None:
 
 
 def test_accidental_long_silence_is_forgotten() -> None:
-    """A process that was stopped for 29 s and went on has measured a step of 29 s."""
+    """A process that was stopped for 29 s and continued has measured a step of 29 s."""
     engine = Watched()
     engine.tick()
     engine.answer(longest=29.0)

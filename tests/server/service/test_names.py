@@ -5,7 +5,7 @@ from __future__ import annotations
 from pointsman.server.service.names import HIDDEN, RequestNames
 
 
-def test_a_name_may_be_taken_twice() -> None:
+def test_requests_may_have_equal_names() -> None:
     names = RequestNames()
     twins = [names.add("cmpl-a", "cmpl-a") for _ in range(50)]
     assert len(set(twins)) == 50 and names.find("cmpl-a") == twins

@@ -112,14 +112,14 @@ def test_a_prompt_that_was_never_computed_has_no_log_probabilities(http: httpx.C
     assert '"finish_reason":"deadline"' in first and '"tokens":[]' in first
 
 
-def test_a_deadline_is_at_most_the_servers(http: httpx.Client) -> None:
+def test_server_limits_the_deadline_of_a_request(http: httpx.Client) -> None:
     with ExitStack() as stack:
         run(http, stack, deadline=10_000)
         (state,) = http.get("/v1/requests").json()["data"]
         assert 0 < state["deadline_in"] <= 30
 
 
-def test_limits_are_the_operators(http: httpx.Client) -> None:
+def test_requests_beyond_the_operators_limits_get_400(http: httpx.Client) -> None:
     for fields, field in (({"max_tokens": 6001}, "max_tokens"), ({"n": 3}, "n"), ({"logprobs": 21}, "logprobs")):
         response = http.post("/v1/completions", json={"prompt": "a", **fields})
         assert response.status_code == 400 and response.json()["error"]["param"] == field

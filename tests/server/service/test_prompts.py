@@ -15,7 +15,7 @@ from pointsman.server.wire.answers import Prompt
 from pointsman.server.wire.errors import ApiError
 from pointsman.server.wire.protocol import TokenizeChatRequest
 from tests.server.engine_info import engine_info
-from tests.server.rooms import text_work
+from tests.server.limits import text_work
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_prompts_are_counted_before_they_are_read(prompt: Any, number: int) -> N
     assert TextPrompts("prompt", prompt).count() == number
 
 
-def test_too_many_are_refused() -> None:
+def test_more_prompts_than_the_maximum_are_refused() -> None:
     with pytest.raises(ApiError, match="1025") as caught:
         TextPrompts("prompt", ["a"] * 1025).count()
     assert caught.value.status_code == 400 and caught.value.param == "prompt"
@@ -45,7 +45,7 @@ def chat(**fields: Any) -> ChatPrompt:
     return ChatPrompt(TokenizeChatRequest(**fields))
 
 
-def test_chat_templates_and_text(tokenizer: Any) -> None:
+def test_chat_template_renders_a_conversation_to_token_ids(tokenizer: Any) -> None:
     async def ids(source: ChatPrompt | TextPrompts, template: str | None = None) -> list[int]:
         (prompt,) = await reader_of(tokenizer, template).read(source)
         return prompt.token_ids

@@ -61,7 +61,7 @@ def test_stream_closed_before_sending_sends_nothing() -> None:
 
 @contextmanager
 def standing_still(client: EngineClient) -> Iterator[None]:
-    """Nothing comes from the engine meanwhile."""
+    """Context in which the engine sends nothing."""
     os.kill(client.info.pid, signal.SIGSTOP)
     try:
         yield
@@ -159,7 +159,7 @@ def test_shortcut_takes_tokens_while_the_reader_waits_and_keeps_order() -> None:
 
 
 def test_a_shortcut_that_fails_leaves_the_delta_to_the_reader() -> None:
-    """All clients share the receiver: an error of one client must not reach it."""
+    """All clients share the receiver, which an error of one client must not reach."""
 
     async def test() -> None:
         stream = ClientStream(

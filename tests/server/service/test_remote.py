@@ -265,7 +265,7 @@ def test_a_start_that_is_cancelled_ends_its_host() -> None:
 
 
 class Evil:
-    """Makes a folder where it is unpickled."""
+    """An object whose unpickling creates a folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -279,7 +279,7 @@ def hello(token: bytes, body: bytes = b"") -> bytes:
 
 
 async def answer_to(data: bytes, port: int) -> bytes:
-    """What comes back until the connection is closed."""
+    """The bytes that the listener sends until it closes the connection."""
     reader, writer = await asyncio.open_connection(HOST, port)
     writer.write(data)
     try:
@@ -311,7 +311,7 @@ def test_unpickling_needs_a_token_that_is_valid_once(tmp_path: Path, monkeypatch
     with_listener(test)
 
 
-def test_an_engine_has_the_clock_of_the_api_process() -> None:
+def test_remote_engine_uses_the_api_process_clock() -> None:
     """The other machine's clock is 1000 s ahead."""
 
     async def launch(invitation: Invitation) -> int:

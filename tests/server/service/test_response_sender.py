@@ -22,7 +22,7 @@ from pointsman.server.wire.logprobs import Logprobs
 from pointsman.server.wire.messages import Delta, EngineRequest
 from pointsman.server.wire.questions import ExplainAll
 from tests.server.engine_pool import engine_pool
-from tests.server.rooms import backlog
+from tests.server.limits import backlog
 
 pytestmark = pytest.mark.e2e
 
@@ -44,7 +44,7 @@ def sender_of(client: EngineClient, name: str, prompt: Prompt, params: Sequence[
     return sender
 
 
-def test_samples_cross_together_and_are_those_of_single_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_sent_in_one_message_equal_single_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     first = SamplingParams(max_tokens=8, seed=3, ignore_eos=True, logit_bias=BIASES)
     params = [for_sample(first, max_tokens=8, sample=number) for number in range(8)]
 
@@ -111,7 +111,7 @@ def test_samples_share_the_log_probabilities_of_their_prompt(num_samples: int) -
 
 
 class Deltas:
-    """A stream of the given deltas, each once it is allowed."""
+    """A stream of the given deltas; each is returned once the test allows it."""
 
     def __init__(self, params: SamplingParams, *deltas: Delta) -> None:
         self.request = EngineRequest("a", [5, 6], params, stream=False)

@@ -30,11 +30,11 @@ def params(sample: int = 0, defaults: dict[str, Any] | None = None, **fields: An
     return for_sample(first, max_tokens=8, sample=sample)
 
 
-def test_a_request_without_fields_samples_as_the_engine_does_by_default() -> None:
+def test_request_without_fields_gets_the_engines_defaults() -> None:
     assert params() == SamplingParams(max_tokens=8)
 
 
-def test_every_field_arrives() -> None:
+def test_every_client_field_reaches_sampling_params() -> None:
     given: dict[str, Any] = {
         "temperature": 0.5,
         "top_p": 0.9,
@@ -75,13 +75,13 @@ def test_every_sample_has_a_seed_of_its_own(seed: int | None, seeds: list[int | 
 
 
 @pytest.mark.parametrize("token", ["x", "-1", "1.0", "", "1_0", "²", "9" * 30])
-def test_a_bias_is_for_a_token_id(token: str) -> None:
+def test_logit_bias_for_another_key_than_a_token_id_is_refused(token: str) -> None:
     with pytest.raises(ApiError) as caught:
         params(logit_bias={token: 1})
     assert caught.value.status_code == 400 and caught.value.param == "logit_bias"
 
 
-def test_repetitions_arrive_in_vllms_words() -> None:
+def test_repetition_detection_has_vllms_field_names() -> None:
     given = {"max_pattern_size": 9, "min_pattern_size": 2, "min_count": 3}
     assert params(repetition_detection=given).repetition_detection == RepetitionDetectionParams(**given)
     assert params(repetition_detection=None).repetition_detection is None
@@ -89,7 +89,7 @@ def test_repetitions_arrive_in_vllms_words() -> None:
         params(repetition_detection={**given, "min_count": 1})
 
 
-def test_what_the_engine_refuses_is_refused() -> None:
+def test_values_that_sampling_params_refuses_are_refused() -> None:
     for fields in ({"min_tokens": 9}, {"stop": ""}, {"logit_bias": {"1": 101}}, {"allowed_token_ids": []}):
         with pytest.raises(ValueError, match=r"; |must"):
             params(**fields)
@@ -159,7 +159,7 @@ def test_operator_limit_applies_to_given_and_default_max_tokens() -> None:
             choose_max_tokens(11, num_prompt_tokens, None, "max_completion_tokens", INFO, config)
 
 
-def test_samples_and_log_probabilities_are_limited() -> None:
+def test_too_many_samples_or_log_probabilities_are_refused() -> None:
     config = ServerConfig(max_n=2, max_logprobs=5)
     body = CompletionRequest.model_validate({"prompt": "a", "prompt_logprobs": 6})
     plain = CompletionRequest.model_validate({"prompt": "a"})
@@ -183,7 +183,7 @@ def structure(**fields: Any) -> Any:
     )
 
 
-def test_both_ways_of_asking_for_a_schema_say_the_same() -> None:
+def test_response_format_and_structured_outputs_give_equal_constraints() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     ours = structure(structured_outputs={"json": schema})
     openai = structure(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
@@ -192,7 +192,7 @@ def test_both_ways_of_asking_for_a_schema_say_the_same() -> None:
     assert structure(response_format={"type": "text"}) is None and structure() is None
 
 
-def test_all_constraints_arrive() -> None:
+def test_all_constraints_reach_structured_outputs_params() -> None:
     assert structure(structured_outputs={"regex": "a+"}).regex == "a+"
     assert structure(structured_outputs={"choice": ["a", "b"]}).choice == ("a", "b")
     assert structure(structured_outputs={"grammar": 'root ::= "a"'}).grammar == 'root ::= "a"'
@@ -212,7 +212,7 @@ def test_two_constraints_are_refused() -> None:
         structure(structured_outputs={"regex": "a"}, response_format={"type": "json_object"})
 
 
-def test_samples_share_what_is_the_same_for_all() -> None:
+def test_samples_share_equal_parameter_objects() -> None:
     body = CompletionRequest.model_validate({"prompt": "a", "min_tokens": 4, "structured_outputs": {"regex": "a+"}})
     first = sampling_params(body, max_tokens=8, logprobs=None, prompt_logprobs=None, defaults={})
     assert for_sample(first, max_tokens=8, sample=3) is first

@@ -16,7 +16,7 @@ from pointsman.server.service import sending as module
 from pointsman.server.service.sending import MAX_OUT, MAX_TOGETHER, Sending
 from pointsman.server.stages import GRAMMARS
 from pointsman.server.wire.errors import ApiError
-from tests.server.rooms import room
+from tests.server.limits import stage_limit
 
 PLAIN = SamplingParams()
 WITH_GRAMMAR = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))
@@ -24,7 +24,7 @@ WITH_GRAMMAR = SamplingParams(structured_outputs=StructuredOutputsParams(json_ob
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with other work may stand still for a second."""
+    """Raise `PATIENCE`, as a busy machine may not run the test for a second."""
     monkeypatch.setattr(module, "PATIENCE", 60.0)
 
 
@@ -54,7 +54,7 @@ def requests(tenant: str, params: SamplingParams = PLAIN, count: int = 1) -> Any
 
 
 def sending_to(engine: Engine, *, is_shared: bool = True, grammars: int = 10) -> Sending:
-    return Sending(engine, room(GRAMMARS, grammars, is_shared=is_shared), is_shared=is_shared)
+    return Sending(engine, stage_limit(GRAMMARS, grammars, is_shared=is_shared), is_shared=is_shared)
 
 
 def send(sending: Sending, tenant: str, number: int) -> list[asyncio.Future[None]]:

@@ -31,7 +31,7 @@ def test_without_keys_there_is_one_tenant_without_a_name() -> None:
     assert tenant({}) == tenant({}, None, "bob", b"carol") == ""
 
 
-def test_a_key_has_a_name_or_its_place() -> None:
+def test_unnamed_key_is_named_by_its_position() -> None:
     assert [tenant(KEYS, owner) for owner in (0, 1, 2)] == ["alice", "key-2", "alice"]
     assert tenant({"api_keys": ("secret-a", "secret-b")}, 1) == "key-2"
     assert tenant(KEYS, None) == "operator"  # only an operator's key is valid without being a client's
@@ -41,14 +41,14 @@ def test_a_client_cannot_choose_its_tenant() -> None:
     assert tenant(KEYS, 0, "bob", b"carol") == "alice"
 
 
-def test_the_field_user_where_the_operator_takes_it() -> None:
+def test_field_user_names_the_tenant_if_configured() -> None:
     config = {**KEYS, "tenant_from": "user"}
     assert tenant(config, 0, "bob", b"carol") == "bob"
     assert tenant(config, 0, None, b"carol") == tenant(config, 0, "") == "alice"
     assert tenant({"tenant_from": "user"}, None, "bob") == "bob"
 
 
-def test_a_header_where_the_operator_takes_it() -> None:
+def test_header_names_the_tenant_if_configured() -> None:
     assert tenant(KEYS | PROXY, 0, "bob", b" carol ") == "carol"
     assert tenant(KEYS | PROXY, 0, "bob") == tenant(KEYS | PROXY, 0, "bob", b"") == "alice"
     assert tenant(PROXY, None, None, b"\xe9t\xe9") == "été"
@@ -65,5 +65,7 @@ SALTS = st.none() | st.text(":1a2", min_size=1, max_size=5)
 
 
 @given(st.tuples(NAMES, SALTS), st.tuples(NAMES, SALTS))
-def test_no_salt_of_one_tenant_is_that_of_another(one: tuple[str, str | None], other: tuple[str, str | None]) -> None:
+def test_isolated_salts_of_two_tenants_always_differ(
+    one: tuple[str, str | None], other: tuple[str, str | None]
+) -> None:
     assert (isolated_salt(*one) == isolated_salt(*other)) == (one == other)

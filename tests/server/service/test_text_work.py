@@ -12,7 +12,7 @@ import pytest
 
 from pointsman.server.service.text_work import LONGEST, MIN, TextWork
 from pointsman.server.wire.errors import ApiError
-from tests.server.rooms import text_work
+from tests.server.limits import text_work
 
 LONG = int(LONGEST[0]) + 1
 LONGER = int(LONGEST[1]) + 1
@@ -62,7 +62,7 @@ def test_tenants_are_served_in_turn() -> None:
     asyncio.run(run())
 
 
-def test_a_text_in_pieces_is_done_before_later_ones_of_its_tenant() -> None:
+def test_text_in_pieces_finishes_before_later_texts_of_its_tenant() -> None:
     async def run() -> None:
         work, ends = text_work(), list[int]()
 
@@ -97,7 +97,7 @@ def test_work_of_disconnected_clients_is_dropped() -> None:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
         await busy
-        assert called == [1] and work.room.total == 0
+        assert called == [1] and work.limit.total == 0
 
     asyncio.run(run())
 
@@ -137,7 +137,7 @@ def test_a_thread_that_cannot_be_started_is_started_for_the_next_text(monkeypatc
     asyncio.run(run())
 
 
-def test_a_client_that_leaves_its_text_at_work_frees_the_thread_later() -> None:
+def test_thread_of_a_disconnected_client_is_freed_after_the_text() -> None:
     """Otherwise a client could have several texts in one thread at once, by disconnecting repeatedly."""
 
     async def run() -> None:
@@ -177,7 +177,7 @@ def test_an_error_frees_the_thread() -> None:
             with pytest.raises(ValueError, match="no"):
                 await one(work, "", 5, fail)
         await one(work, "", 5, run_for(0))
-        assert work.room.total == 0
+        assert work.limit.total == 0
 
     asyncio.run(run())
 
@@ -187,13 +187,13 @@ def test_one_tenants_characters_are_limited() -> None:
     with ExitStack() as stack, pytest.raises(ApiError, match="characters of this tenant wait") as caught:
         while True:
             stack.enter_context(work.admit("a", 1))
-            taken = work.room.of("a") // MIN
+            taken = work.limit.of("a") // MIN
     assert taken == 75 and caught.value.status_code == 429 and caught.value.reason == "queue_characters"
-    assert work.room.total == 0
+    assert work.limit.total == 0
 
 
 def test_largest_text_is_admitted_alone() -> None:
     work = text_work(1000)
     with work.admit("", 5000):
-        assert work.room.total == 1000
-    assert work.room.total == 0
+        assert work.limit.total == 1000
+    assert work.limit.total == 0

@@ -39,7 +39,7 @@ def scheduler(**knobs: Any) -> dict[str, Any]:
         else ""
     ),
 )
-def test_what_the_policies_of_a_server_read(knobs: dict[str, Any], read: set[str]) -> None:
+def test_fields_read_are_those_of_the_servers_policies(knobs: dict[str, Any], read: set[str]) -> None:
     assert fields_read(scheduler(**knobs)) == read
 
 
@@ -121,7 +121,7 @@ BY_RETENTION = engine_info(scheduler=scheduler(eviction="retention:share=0.3"))
         (60.5, BY_RETENTION, "retention is 60.5 s; this server takes 60 s at most: lower it"),
     ],
 )
-def test_which_retention_is_refused(retention: float, info: Any, words: str) -> None:
+def test_unread_or_too_long_retention_is_refused(retention: float, info: Any, words: str) -> None:
     with pytest.raises(ApiError) as caught:
         check_retention(retention, info, ServerConfig(max_retention=60.0))
     assert (caught.value.status_code, caught.value.param) == (400, "retention")

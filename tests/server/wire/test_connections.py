@@ -1,4 +1,4 @@
-"""Connections: which are kept, which are replaced by new ones, and which are closed as late."""
+"""Connections: which are kept, which are replaced by new ones, and which are closed after a time limit."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Clock:
 
 
 def in_loop(test: Callable[[], None]) -> None:
-    """Connections have timers, which need a loop."""
+    """Run a test in an event loop, which the timers of connections need."""
 
     async def run() -> None:
         test()
@@ -148,7 +148,9 @@ def test_reserve_is_used_when_all_connections_are_busy() -> None:
 
 
 @pytest.mark.parametrize(("wait", "seconds"), [*connections.SECONDS_TO_WAIT.items()])
-def test_each_kind_of_waiting_has_its_limit(monkeypatch: pytest.MonkeyPatch, wait: Wait, seconds: float) -> None:
+def test_each_kind_of_waiting_has_its_own_time_limit(
+    monkeypatch: pytest.MonkeyPatch, wait: Wait, seconds: float
+) -> None:
     monkeypatch.setattr(connections, "SECONDS_BETWEEN_SWEEPS", 0.001)
 
     async def test() -> None:
@@ -171,7 +173,7 @@ def test_each_kind_of_waiting_has_its_limit(monkeypatch: pytest.MonkeyPatch, wai
     asyncio.run(test())
 
 
-def test_a_busy_connection_is_never_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_with_a_running_request_does_not_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "SECONDS_BETWEEN_SWEEPS", 0.001)
 
     async def test() -> None:
@@ -185,7 +187,7 @@ def test_a_busy_connection_is_never_late(monkeypatch: pytest.MonkeyPatch) -> Non
     asyncio.run(test())
 
 
-def test_an_address_has_its_own_bound() -> None:
+def test_connections_of_one_address_are_limited() -> None:
     def test() -> None:
         every = Connections(10, per_address=2, clock=Clock())
         idle, busy, other = Peer(), Peer(), Peer()
@@ -213,7 +215,7 @@ def test_an_address_has_its_own_bound() -> None:
         ("", "unknown", False),
     ],
 )
-def test_what_counts_as_one_address(one: str, other: str, is_same: bool) -> None:
+def test_ipv6_addresses_of_one_64_bit_network_count_as_one(one: str, other: str, is_same: bool) -> None:
     assert (network_of(one) == network_of(other)) is is_same
 
 

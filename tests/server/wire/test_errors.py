@@ -12,7 +12,7 @@ from pointsman.server.wire.errors import ApiError, ErrorAnswers, error_body, not
 from pointsman.server.wire.responses import ErrorResponse
 
 
-def test_the_body_is_that_of_vllm() -> None:
+def test_error_body_equals_vllms() -> None:
     assert error_body(400, "no", "n") == {
         "error": {"message": "no", "type": "BadRequestError", "param": "n", "code": 400}
     }
@@ -57,5 +57,5 @@ def test_values_are_quoted_readably(value: Any, text: str) -> None:
 
 
 @pytest.mark.parametrize("value", ["x" * 10**6, 2**20000, -(2**20000), 2**200, 1e300, ["x"] * 10**6], ids=range(6))
-def test_values_are_quoted_shortly(value: Any) -> None:
+def test_quoted_values_are_shortened(value: Any) -> None:
     assert len(shown(value)) < 100

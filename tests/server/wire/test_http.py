@@ -80,13 +80,15 @@ def test_a_connection_serves_one_request_after_the_other(server: ServerProcess) 
     [b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"X-Long: " + b"x" * 70_000 + b"\r\n\r\n", b"GET /" + b"x" * 70_000],
     ids=["header", "url without an end"],
 )
-def test_headers_have_a_limit(server: ServerProcess, connection: socket.socket, start: bytes) -> None:
+def test_request_with_too_large_headers_gets_431(
+    server: ServerProcess, connection: socket.socket, start: bytes
+) -> None:
     connection.sendall(start)
     answer = read_all(connection)
     assert answer.startswith(b"HTTP/1.1 431 ") and answer.endswith(b"the request line and headers are too large")
 
 
-def test_headers_without_end_take_no_memory(server: ServerProcess, connection: socket.socket) -> None:
+def test_endless_headers_do_not_grow_memory(server: ServerProcess, connection: socket.socket) -> None:
     before = resident_bytes(server.pid)
     connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n")
     with pytest.raises(OSError):  # the server has hung up long before the end
@@ -175,7 +177,7 @@ def test_endless_body_is_dropped_after_a_while(server: ServerProcess, connection
 
 
 @pytest.mark.parametrize("flood", FLOODS)
-def test_slow_overhead_bytes_count_too(server: ServerProcess, connection: socket.socket, flood: str) -> None:
+def test_overhead_bytes_sent_slowly_are_limited(server: ServerProcess, connection: socket.socket, flood: str) -> None:
     begin, endless = FLOODS[flood]
     connection.sendall(begin)
     with pytest.raises(OSError):
@@ -184,14 +186,14 @@ def test_slow_overhead_bytes_count_too(server: ServerProcess, connection: socket
             time.sleep(0.0002 if number % 8 == 0 else 0)
 
 
-def test_headers_are_counted(connection: socket.socket) -> None:
+def test_more_headers_than_the_maximum_are_refused(connection: socket.socket) -> None:
     connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"X: x\r\n" * 255 + b"\r\n")
     assert connection.recv(1000).startswith(b"HTTP/1.1 200 ")
     connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"X: x\r\n" * 256 + b"\r\n")
     assert read_all(connection).endswith(b"the request has more than 256 headers; send fewer")
 
 
-def test_small_chunks_with_extensions_and_trailers_are_a_body(connection: socket.socket) -> None:
+def test_body_may_have_small_chunks_with_extensions_and_trailers(connection: socket.socket) -> None:
     body = json.dumps({"prompt": "a" * 5000, "max_tokens": 2, "ignore_eos": True}).encode()
     chunks = b"".join(b"2;a=b\r\n%b\r\n" % body[i : i + 2] for i in range(0, len(body) - 1, 2))
     last = body[len(body) & ~1 :]
@@ -206,7 +208,7 @@ def test_small_chunks_with_extensions_and_trailers_are_a_body(connection: socket
 
 
 @pytest.mark.parametrize("size", [10, 300_000, 3_000_000])
-def test_a_response_before_the_end_of_a_body_arrives(connection: socket.socket, size: int) -> None:
+def test_response_sent_before_the_end_of_the_body_reaches_the_client(connection: socket.socket, size: int) -> None:
     connection.sendall(b"POST /no HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % size)
     time.sleep(0.2)  # the response is there
     connection.sendall(b"x" * size)
@@ -223,7 +225,7 @@ def test_a_connection_whose_request_was_not_read_to_its_end_is_closed_soon(conne
             time.sleep(0.1)
 
 
-def test_a_client_that_waits_for_100_continue(connection: socket.socket) -> None:
+def test_expect_100_continue_gets_100_before_the_body(connection: socket.socket) -> None:
     body = json.dumps({"prompt": "a", "max_tokens": 2}).encode()
     connection.sendall(HEAD + b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n" % len(body))
     assert connection.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -356,7 +358,7 @@ def body_of(answer: bytes) -> bytes:
 
 
 def serving(app: Any, talk: Callable[[int], Any], connections: Connections | None = None) -> Any:
-    """The result of `talk`, which gets the port and runs in a thread beside a server of this app."""
+    """The result of `talk`, which gets the port and runs in a thread while a server serves `app`."""
 
     async def run() -> Any:
         protocol: Any = partial(LimitedHttpProtocol, connections=connections or Connections(8))
@@ -387,7 +389,7 @@ def write_now(events: EventStream, piece: bytes) -> bool:
 def test_direct_writes_keep_order_and_stop_for_a_slow_reader(
     method: bytes,
 ) -> None:
-    """The protocol on a real socket, with an app of its own: before the headers, without room, after the end."""
+    """The protocol on a real socket, with an app of its own: before the headers, with a full buffer, after the end."""
     written: list[bool] = []
     num_written = 0
 
@@ -446,7 +448,9 @@ async def hello(scope: Any, receive: Any, send: Any) -> None:
         (Wait.BODY, b"POST /1 HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nX: x\r\n"),
     ],
 )
-def test_a_client_has_limited_time(monkeypatch: pytest.MonkeyPatch, wait: Wait, sent: bytes) -> None:
+def test_waiting_client_is_disconnected_after_the_time_limit(
+    monkeypatch: pytest.MonkeyPatch, wait: Wait, sent: bytes
+) -> None:
     monkeypatch.setitem(SECONDS_TO_WAIT, wait, 0.3)
     monkeypatch.setattr("pointsman.server.wire.connections.SECONDS_BETWEEN_SWEEPS", 0.02)
     connections = Connections(8)

@@ -36,7 +36,7 @@ Entries = Sequence[Mapping[int, Logprob] | None]
 
 
 def columns_of(entries: Entries) -> Logprobs:
-    """As the engine gives them."""
+    """Log probabilities as the engine returns them."""
     texts = {token_id: one.decoded_token for entry in entries for token_id, one in (entry or {}).items()}
     pieces = {token_id: None if text is None else text.encode() for token_id, text in texts.items()}
     return Logprobs.of([None if entry is None else _arrays(entry) for entry in entries], pieces.__getitem__)
@@ -71,7 +71,7 @@ def prompt(entries: Entries | None) -> Any:
     return json.loads(at_once(prompt_logprobs(None if entries is None else columns_of(entries))))
 
 
-def test_completions_have_four_lists() -> None:
+def test_completion_logprobs_are_four_lists_of_equal_length() -> None:
     found = completion(LogprobWriter(2), [7, 9], [SAMPLED_IS_LIKELY, SAMPLED_IS_UNLIKELY])
     assert found == {
         "tokens": [" a", "é"],
@@ -81,7 +81,7 @@ def test_completions_have_four_lists() -> None:
     }
 
 
-def test_a_prompts_first_token_has_none() -> None:
+def test_first_prompt_token_has_no_log_probability() -> None:
     found = completion(LogprobWriter(1), [5, 7], [None, SAMPLED_IS_LIKELY], offset=3, first=b"The")
     assert found["tokens"] == ["The", " a"]
     assert found["token_logprobs"] == [None, -0.1]
@@ -113,7 +113,7 @@ def test_tokens_without_text_or_by_wish_are_written_by_their_ids() -> None:
 
 
 def entry_of(pieces: Mapping[int, Piece]) -> Logprobs:
-    """One position; the first token is its own, and each is less likely than the one before it."""
+    """Log probabilities of one position; the first token is its own, and the others follow from likely to unlikely."""
     token_ids = list(pieces)
     values: list[float] = [-1.0 - index for index in range(len(token_ids))]
     return Logprobs([len(token_ids)], token_ids, values, [*range(1, len(token_ids) + 1)], list(pieces.values()))
@@ -130,7 +130,7 @@ def test_part_of_a_character_is_written_in_bytes() -> None:
 
 
 def test_tokens_with_the_same_text_have_keys_of_their_own() -> None:
-    """A byte beside its character, and tokens without text; the sampled one keeps its text."""
+    """Cases: a byte and its character, and tokens without text; the sampled token keeps its text as key."""
     columns = entry_of({65: b"A", 7: b"A", 900: b"", 901: b""})
     found = json.loads(at_once(LogprobWriter(3).completion(placed([65], columns, "A"))))
     assert found["tokens"] == ["A"]
@@ -180,19 +180,19 @@ def offsets_of(places: TextPlaces, pieces: Sequence[Piece]) -> list[int]:
         ([b"", b"a", b"", b"b"], "ab", [0, 0, 1, 1]),
     ],
 )
-def test_a_token_begins_where_its_character_does(pieces: list[Piece], text: str, offsets: list[int]) -> None:
+def test_token_offset_is_the_start_of_its_character(pieces: list[Piece], text: str, offsets: list[int]) -> None:
     places = TextPlaces()
     places.add_text(text, is_last=True)
     assert offsets_of(places, pieces) == offsets
 
 
-def test_a_character_that_the_prompt_begins() -> None:
+def test_character_begun_by_the_prompt_has_one_offset() -> None:
     places = TextPlaces(5, "😀".encode()[:2])
     places.add_text("😀a", is_last=True)
     assert offsets_of(places, ["😀".encode()[2:3], "😀".encode()[3:], b"a"]) == [5, 5, 6]
 
 
-def test_a_token_has_no_place_before_the_text_in_front_of_it_is_there() -> None:
+def test_token_offset_is_unknown_until_the_text_before_it_arrives() -> None:
     places = TextPlaces()
     places.add_text("a", is_last=False)  # the rest of it may be a stop string
     assert places.knows(b"abc") and places.place(b"abc") == 0
@@ -204,7 +204,7 @@ def test_a_token_has_no_place_before_the_text_in_front_of_it_is_there() -> None:
     assert places.knows(b"e") and places.place(b"e") == 3
 
 
-def test_a_token_waits_for_the_text_of_a_character_that_it_breaks_off() -> None:
+def test_token_that_breaks_off_a_character_waits_for_its_replacement() -> None:
     """The text of a run of byte tokens comes with its end."""
     places = TextPlaces()
     assert places.knows(b"\xc3") and places.place(b"\xc3") == 0
@@ -215,8 +215,8 @@ def test_a_token_waits_for_the_text_of_a_character_that_it_breaks_off() -> None:
 
 
 @given(st.text(st.sampled_from("aé日😀 \u0301\u200d\n"), max_size=12), st.lists(st.integers(1, 5)))
-def test_places_of_any_pieces_of_a_text(text: str, sizes: list[int]) -> None:
-    """In one text, and in one that comes late."""
+def test_offsets_are_right_for_any_pieces_of_a_text(text: str, sizes: list[int]) -> None:
+    """The text arrives before all tokens, or in parts after them."""
     data, pieces = text.encode(), list[bytes]()
     for size in [*sizes, len(data)]:
         pieces.append(data[:size])
@@ -248,14 +248,14 @@ def test_prompt_logprobs_are_keyed_by_token_id() -> None:
     ]
 
 
-def test_a_token_that_is_among_the_most_likely_ones_is_there_once() -> None:
+def test_sampled_token_among_the_most_likely_is_listed_once() -> None:
     values = np.array([-0.5, -0.25, -0.5, -3.0], dtype=np.float32)
     entry = TokenLogprobs(np.array([7, 8, 7, 9]), values, 1)
     found = Logprobs.of([entry, None], lambda token_id: b"%d" % token_id, [b"seven"])
     assert found == Logprobs([3, 0], [7, 8, 9], [-0.5, -0.25, -3.0], [2, 1, 3], [b"seven", b"8", b"9"])
 
 
-def test_columns_are_appended() -> None:
+def test_extend_appends_later_positions() -> None:
     both = columns_of([None, SAMPLED_IS_LIKELY])
     both.extend(columns_of([SAMPLED_IS_UNLIKELY]))
     assert both == columns_of([None, SAMPLED_IS_LIKELY, SAMPLED_IS_UNLIKELY])
@@ -264,8 +264,8 @@ def test_columns_are_appended() -> None:
 
 
 @pytest.mark.parametrize("form", ["completion", "chat", "prompt"])
-def test_many_are_written_in_short_pieces(form: str) -> None:
-    """Written in pieces, they are the same as at once."""
+def test_many_log_probabilities_are_written_in_short_pieces(form: str) -> None:
+    """The JSON is the same as if it were written in one piece."""
     entries = [SAMPLED_IS_LIKELY if place % 3 else SAMPLED_IS_UNLIKELY for place in range(5000)]
     ids = [next(iter(entry)) for entry in entries]
     make: dict[str, Callable[[], Any]] = {
@@ -284,7 +284,7 @@ def test_many_are_written_in_short_pieces(form: str) -> None:
         assert found[1::3] == prompt([one]) * 1667
 
 
-def test_a_prompts_character_comes_with_the_token_that_finishes_it() -> None:
+def test_prompt_character_is_written_with_the_token_that_completes_it() -> None:
     columns = Logprobs()
     for piece in ("é".encode()[:1], "é".encode()[1:], b"a"):
         columns.extend(entry_of({7: piece, 8: b"\xa9"}))

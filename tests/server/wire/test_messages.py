@@ -20,7 +20,7 @@ from pointsman.server.wire.messages import Add, Delta, EngineOutputs, EngineRequ
 GRAMMAR = StructuredOutputsParams(json={"type": "object", "properties": {f"name{i}": {} for i in range(500)}})
 
 
-def test_messages_arrive_in_any_pieces() -> None:
+def test_messages_split_into_any_pieces_are_read_whole() -> None:
     messages = [
         Add([(1, EngineRequest("a", list(range(1000)), SamplingParams(temperature=0, stop=["x"]), deadline=5.0))]),
         EngineOutputs(
@@ -43,7 +43,7 @@ def test_messages_arrive_in_any_pieces() -> None:
         assert (key, type(error), str(error)) == (2, RequestRefused, "too long")
 
 
-def test_outputs_arrive_as_they_were() -> None:
+def test_outputs_are_equal_after_pickling() -> None:
     metrics = RequestMetrics(1.0, 1.5, 2.0, 2.5, num_cached_tokens=4, num_external_tokens=2, num_preemptions=1)
     plain = EngineOutputs(
         accepted=[7],

@@ -39,7 +39,7 @@ def refused(model: type[BaseModel], body: Any) -> ApiError:
     return validation_error({**error, "loc": ("body", *error["loc"])} for error in caught.value.errors())
 
 
-def test_defaults_are_those_of_the_field() -> None:
+def test_request_defaults_are_openais_and_vllms() -> None:
     body = CompletionRequest.model_validate({"prompt": "a"})
     assert (body.max_tokens, body.n, body.min_tokens, body.priority) == (16, 1, 0, 0)
     assert body.temperature is None and body.top_p is None and body.logprobs is None
@@ -50,14 +50,14 @@ def test_defaults_are_those_of_the_field() -> None:
 
 
 @pytest.mark.parametrize("prompt", ["a", ["a", "b"], [1, 2, 3], [[1, 2], [3]]])
-def test_a_prompt_is_text_or_token_ids_or_several(prompt: Any) -> None:
+def test_prompt_may_be_text_token_ids_or_a_list_of_either(prompt: Any) -> None:
     assert CompletionRequest.model_validate({"prompt": prompt}).prompt == prompt
 
 
 @pytest.mark.parametrize(
     "prompt", [None, 5, "", [], [[]], {}, [1, "a"], ["a", 1.5], [-1], [2**31], [[1], "a"], [10**4000], True]
 )
-def test_other_values_are_not_prompts(prompt: Any) -> None:
+def test_values_of_other_types_are_refused_as_prompts(prompt: Any) -> None:
     body = {"prompt": prompt}
     if prompt == [[]]:  # one of several is empty: the prompts' reader says so
         CompletionRequest.model_validate(body)
@@ -132,7 +132,7 @@ def test_length_is_checked_first_and_first_wrong_element_ends_validation(
         "retention",
     ],
 )
-def test_booleans_are_not_numbers(field: str) -> None:
+def test_booleans_are_refused_as_numbers(field: str) -> None:
     for value in (True, False):
         error = refused(CompletionRequest, {"prompt": "a", field: value})
         assert error.param == field and "true and false are no numbers" in error.detail
@@ -140,18 +140,18 @@ def test_booleans_are_not_numbers(field: str) -> None:
     assert error.param == field
 
 
-def test_booleans_are_not_biases() -> None:
+def test_booleans_are_refused_as_logit_biases() -> None:
     assert refused(CompletionRequest, {"prompt": "a", "logit_bias": {"5": True}}).param == "logit_bias"
 
 
 @pytest.mark.parametrize("field", ["prompt", "stop_token_ids", "allowed_token_ids"])
-def test_token_ids_are_integers(field: str) -> None:
+def test_token_ids_must_be_integers(field: str) -> None:
     for value in ([True], [1, False], [1.5], [None]):
         assert refused(CompletionRequest, {"prompt": "a", field: value}).param == field
     assert refused(CompletionRequest, {"prompt": [[1], [True]]}).param == "prompt"
 
 
-def test_null_means_left_out() -> None:
+def test_null_equals_a_field_left_out() -> None:
     nulls = ("max_tokens", "temperature", "stop", "seed", "stream", "logit_bias", "user", "stream_options", "echo")
     body = CompletionRequest.model_validate({"prompt": "a", **dict.fromkeys(nulls)})
     assert body.max_tokens is None and body.stop is None
@@ -181,7 +181,7 @@ def models_below(model: type[BaseModel]) -> set[type[BaseModel]]:
     return {model}.union(*map(models_below, model.__subclasses__()))
 
 
-def test_every_model_of_requests_is_in_the_table_of_smallest_bodies() -> None:
+def test_table_of_smallest_bodies_has_every_request_model() -> None:
     bases = {ProtocolModel, ProtocolModel.__subclasses__()[0], SamplingFields, ChatFields}
     assert models_below(ProtocolModel) - bases == set(REQUIRED)
 
@@ -298,7 +298,7 @@ def test_neutral_values_are_not_refused() -> None:
     ChatCompletionRequest.model_validate({"messages": [USER], **chat})
 
 
-def test_the_echo_alone_may_ask_for_no_token() -> None:
+def test_only_an_echo_may_request_no_token() -> None:
     assert CompletionRequest.model_validate({"prompt": "a", "max_tokens": 0, "echo": True}).max_tokens == 0
     assert refused(CompletionRequest, {"prompt": "a", "max_tokens": 0}).param == "max_tokens"
 
@@ -306,7 +306,7 @@ def test_the_echo_alone_may_ask_for_no_token() -> None:
 # ------------------------------------------------------------------------------------------------- conversations
 
 
-def test_parts_of_text_are_joined() -> None:
+def test_text_parts_of_a_message_are_joined() -> None:
     message = Message.model_validate({"role": "user", "content": [{"type": "text", "text": "a"}, "b"]})
     assert message.as_template_input() == {"role": "user", "content": "a\nb"}
 
@@ -341,14 +341,14 @@ def test_invalid_messages_are_refused(message: Any) -> None:
     assert error.status_code == 400 and error.param == "messages"
 
 
-def test_an_image_is_refused_in_words() -> None:
+def test_image_is_refused_with_a_readable_message() -> None:
     body = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]}
     assert "image_url" in refused(ChatCompletionRequest, body).detail
     assert "text only" in refused(ChatCompletionRequest, body).detail
 
 
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "f"}}, None])
-def test_tool_calls_cannot_be_asked_for(choice: Any) -> None:
+def test_tools_are_refused_unless_tool_choice_is_none(choice: Any) -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     body: dict[str, Any] = {"messages": [USER], "tools": tools}
     if choice is not None:
@@ -386,7 +386,7 @@ def test_text_and_conversation_are_distinguished() -> None:
     assert {error["loc"][0] for error in caught.value.errors()} == {"Chat"}  # not a word about a prompt
 
 
-def test_tokens_are_ids() -> None:
+def test_detokenize_takes_only_token_ids() -> None:
     assert DetokenizeRequest.model_validate({"tokens": []}).tokens == []
     assert refused(DetokenizeRequest, {"tokens": [-1]}).param == "tokens"
 
@@ -409,7 +409,7 @@ def test_an_error_quotes_nothing_that_breaks_a_line() -> None:
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
-def test_no_number_is_infinite(number: str) -> None:
+def test_infinite_numbers_are_refused(number: str) -> None:
     text = f'{{"prompt": "a", "temperature": {number}}}'
     try:
         body = from_json(text, allow_inf_nan=False)

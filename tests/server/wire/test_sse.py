@@ -17,7 +17,7 @@ from pointsman.server.wire.sse import EventStream, send_json
 
 
 class Client:
-    """The other end of a connection."""
+    """The client's end of a connection."""
 
     def __init__(self) -> None:
         self.sent: list[Message] = []
@@ -112,7 +112,7 @@ def test_cancelling_the_response_cancels_the_work() -> None:
 
 
 def test_disconnect_at_the_end_cancels_nothing_later() -> None:
-    """In any order of the two within an iteration of the loop."""
+    """Disconnect and end may come in either order within an iteration of the event loop."""
 
     async def test(client: Client) -> None:
         for order in range(2):
@@ -197,7 +197,7 @@ def test_a_body_is_json_with_its_length() -> None:
     with_client(test)
 
 
-def test_json_is_put_together() -> None:
+def test_with_json_joins_fields_and_written_json() -> None:
     assert json.loads(with_json({"a": "é"}, {"b": "[1,2]", "c": "null"})) == {"a": "é", "b": [1, 2], "c": None}
     assert with_json({"a": "é"}, {"b": "1"}, is_ascii=False) == '{"a":"é","b":1}'
     with pytest.raises(ValueError, match="JSON"):
