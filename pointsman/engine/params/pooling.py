@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 Pooling = Literal["last", "mean"]
 
 SILENT = SamplingParams(max_tokens=1, temperature=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
-"""The sampling parameters of embedding requests, because every request has some."""
+"""The sampling parameters of embedding requests: every request has sampling parameters, and these generate nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,25 +27,28 @@ _WAYS = ("json", "regex", "choice", "grammar", "json_object")
 
 
 class GrammarSpec(NamedTuple):
-    """A grammar for the compiler; equal ones are compiled once."""
+    """A grammar for the compiler; equal grammars are compiled once."""
 
     kind: Literal["json", "regex", "ebnf"]
     text: str
     any_whitespace: bool = True
-    """For JSON: whether the model may choose the whitespace between elements, up to `MAX_WHITESPACE` characters."""
+    """For JSON: whether the model may choose the whitespace between elements, up to `MAX_WHITESPACE` characters in a
+    row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """Exactly one of `json`, `regex`, `choice`, `grammar` and `json_object` is given. Checked when built.
+    """The form that a request's text must have: exactly one of `json`, `regex`, `choice`, `grammar` and `json_object`.
+    Checked when built.
 
     Raises:
-        ValueError: not exactly one is given, or it is too long, malformed, or cannot be enforced.
+        ValueError: none or several of the five are given, or the given one is too long, malformed, or cannot be
+            enforced.
     """
 
     json: str | Mapping[str, Any] | None = field(default=None, hash=False)
-    """A JSON schema, as text or as a dictionary. Properties come in the schema's order; other properties only if the
-    schema has `additionalProperties`."""
+    """A JSON schema, as text or as a dictionary. The output has the properties in the schema's order, and other
+    properties only if the schema has `additionalProperties`."""
     regex: str | None = None
     """A regular expression that the whole text must match."""
     choice: Sequence[str] | None = None
@@ -55,7 +58,7 @@ class StructuredOutputsParams:
     json_object: bool | None = None
     """True: any JSON object."""
     disable_any_whitespace: bool = False
-    """For JSON: no whitespace except in single separators, instead of up to `MAX_WHITESPACE` characters."""
+    """For JSON: whether no whitespace is allowed between elements, instead of up to `MAX_WHITESPACE` characters."""
     disable_additional_properties: bool = False
     """Accepted for compatibility, without effect: objects never have properties that the schema does not allow."""
     spec: GrammarSpec = field(init=False, repr=False, compare=False)
@@ -96,10 +99,10 @@ class StructuredOutputsParams:
 
 
 def _schema_text(schema: object) -> str:
-    """A schema as text, the same for a dictionary and for its text.
+    """A JSON schema as text, prepared for the compiler; equal for a dictionary and for the JSON text of it.
 
     Raises:
-        ValueError: it is not a JSON object, or cannot be enforced.
+        ValueError: the schema is not a JSON object, or cannot be enforced.
     """
     if not isinstance(schema, (str, Mapping)):
         raise ValueError(f"json is {_shown(schema)}; it must be a JSON schema: an object, or the text of one")
