@@ -43,25 +43,26 @@ _MODES = {
 
 
 class StopFound(NamedTuple):
-    """A request that a stop string or a failing tokenizer has finished, to be finished in the scheduler."""
+    """A request that a stop string or a failing tokenizer has ended; the step loop has yet to finish it in the
+    scheduler."""
 
     request_id: str
     num_tokens: int
-    """Number of its output tokens to keep."""
+    """Number of the request's output tokens to keep."""
     stop: str | None
-    """The stop string; None if the text could not be made."""
+    """The stop string that was found; None if the tokenizer failed."""
     reason: FinishReason = FinishReason.STOP
     detail: str = ""
 
 
 class OutputProcessor:
-    """The outputs of one engine's requests.
+    """Makes the outputs of one engine's requests.
 
     Args:
-        tokenizer: of the model; None: there is no text.
-        counters: the engine's; count the prompts' tokens.
-        stream_interval: tokens from one output of a request to the next; the first token and the last output are
-            reported at once.
+        tokenizer: the model's tokenizer; None: outputs have no text.
+        counters: the engine's counters; this class adds to those of prompt tokens.
+        stream_interval: number of tokens from one output of a request to its next output; the first token and the last
+            output are reported without delay.
 
     Raises:
         ValueError: the interval is not an integer of at least 1.
@@ -77,7 +78,7 @@ class OutputProcessor:
         self._counters = counters
         self._live: dict[Request, Transcript] = {}
         self.on_output: Callable[[RequestOutput], None] | None = None
-        """A listener that is called with every output as soon as it exists; None: outputs are kept for `take_kept`.
+        """Listener that is called with every output as soon as it exists; None: outputs are kept for `take_kept`.
         `Engine.on_output` forwards to this attribute."""
         self._kept: list[RequestOutput] = []
 
@@ -107,12 +108,12 @@ class OutputProcessor:
         eager_text: bool,
         resumed: Resumed | None = None,
     ) -> None:
-        """Add a request.
+        """Add a request, whose outputs are made from now on.
 
         Args:
             prompt: the prompt's text, if it is known.
-            eager_text: whether its outputs may be read in other threads.
-            resumed: the output that another engine has reported for it.
+            eager_text: whether other threads may read the request's outputs.
+            resumed: the output that another engine has reported for the request; None: there is none.
         """
         decoder = self.decoder if params.detokenize else None
         detokenizer = None
@@ -146,7 +147,8 @@ class OutputProcessor:
         return RequestOutput(transcript, 0, len(transcript.token_ids))
 
     def extend(self, request: Request, part: str | None) -> None:
-        """Append a part to a request's prompt text; None: its text is unknown, so the whole text is."""
+        """Append the text of a part to a request's prompt text. None: the part's text is unknown, so the prompt's text
+        is too."""
         transcript = self._live[request]
         known = part is not None and transcript.prompt is not None
         transcript.prompt = f"{transcript.prompt}{part}" if known else None
@@ -157,8 +159,8 @@ class OutputProcessor:
         """Process a step: its tokens, log probabilities and embeddings.
 
         Returns:
-            Outputs of the requests that got a token or finished, in row order, without outputs that are not due; and
-            the requests to finish in the scheduler.
+            The outputs, in row order, of requests that got a token or finished, except outputs that `output_kind` or
+            `stream_interval` delays; and the requests to finish in the scheduler.
         """
         live = self._live
         if execution.embeddings:
@@ -200,7 +202,7 @@ class OutputProcessor:
     def _process_runs(
         self, output: SchedulerOutput, update: StepUpdate, now: float
     ) -> tuple[list[RequestOutput], list[StopFound]]:
-        """The same for a step that verified drafts, where a request may get several tokens in one output."""
+        """`process` for a step that verified drafts, in which a request may get several tokens in one output."""
         outputs: list[RequestOutput] = []
         stops: list[StopFound] = []
         token_ids, start = update.token_ids.tolist(), 0
@@ -214,7 +216,7 @@ class OutputProcessor:
     def _take_run(
         self, transcript: Transcript, run: list[int], now: float, stops: list[StopFound]
     ) -> RequestOutput | None:
-        """Append tokens one by one, up to a stop string, and report them together."""
+        """Append the tokens of one row one by one, up to a stop string, and make one output with them."""
         num_reported = len(transcript.token_ids)
         try:
             for token_id in run[:-1]:
@@ -229,12 +231,12 @@ class OutputProcessor:
             return self._fail(transcript, error, now, stops, num_reported)
 
     def _finish_without_token(self, update: StepUpdate, now: float) -> list[RequestOutput]:
-        """The last outputs of requests whose rows had errors."""
+        """Make the last outputs of requests that finished without a token, because their rows had errors."""
         failed = [self._live[request] for request in update.finished if request in self._live]
         return [self._finish(transcript, len(transcript.token_ids), now) for transcript in failed]
 
     def note_scheduled(self, request: Request, now: float, num_external_tokens: int = 0) -> None:
-        """Note the admission of a request, with `num_external_tokens` from outside the pool; the first time counts."""
+        """Note an admission of a request: the time of the first one, and the tokens loaded from outside the pool."""
         transcript = self._live.get(request)
         if transcript is None:
             return
@@ -244,8 +246,8 @@ class OutputProcessor:
             transcript.metrics.num_external_tokens = num_external_tokens
 
     def end(self, request: Request, now: float, error: Exception | None = None) -> RequestOutput | None:
-        """Return the last output of a request that was finished outside a step, possibly by an error; None if it is
-        unknown."""
+        """Return the last output of a request that was finished outside a step, possibly by an error; None if the
+        request is unknown."""
         transcript = self._live.get(request)
         if transcript is None:
             return None
@@ -259,7 +261,7 @@ class OutputProcessor:
     # ---------------------------------------------------------------------------------------- handing outputs out
 
     def hand_out(self, outputs: list[RequestOutput]) -> None:
-        """Give outputs to `on_output`, or keep them."""
+        """Pass outputs to `on_output`, or keep them for `take_kept`."""
         if self.on_output is None:
             self._kept += outputs
         else:
@@ -268,7 +270,7 @@ class OutputProcessor:
 
     @property
     def has_kept(self) -> bool:
-        """Whether `take_kept` would return any."""
+        """Whether `take_kept` would return any outputs."""
         return bool(self._kept)
 
     def take_kept(self) -> list[RequestOutput]:
@@ -281,7 +283,8 @@ class OutputProcessor:
     def _advance(
         self, transcript: Transcript, now: float, stops: list[StopFound], num_reported: int | None = None
     ) -> RequestOutput | None:
-        """Handle the newest token in the slow path. All tokens before it, or `num_reported`, were reported."""
+        """Handle the newest token in the slow path. `num_reported` tokens were in earlier outputs; None: all but the
+        newest."""
         request, num_tokens = transcript.request, len(transcript.token_ids)
         num_reported = num_tokens - 1 if num_reported is None else num_reported
         params: SamplingParams = request.metadata
@@ -305,7 +308,7 @@ class OutputProcessor:
         return RequestOutput(transcript, num_reported if kind is RequestOutputKind.DELTA else 0, num_tokens)
 
     def _make_output(self, transcript: Transcript) -> RequestOutput:
-        """Make an output with the tokens since the last one, or with all tokens."""
+        """Make an output with the tokens since the last output (DELTA), or with all tokens."""
         params: SamplingParams = transcript.request.metadata
         start = transcript.num_reported if params.output_kind is RequestOutputKind.DELTA else 0
         transcript.num_reported = len(transcript.token_ids)
@@ -328,7 +331,7 @@ class OutputProcessor:
         stops: list[StopFound],
         num_reported: int | None = None,
     ) -> RequestOutput:
-        """Finish a running request on whose text the tokenizer failed."""
+        """Finish a running request with an error, because the tokenizer failed on its text."""
         num_tokens = len(transcript.token_ids)
         detail = _give_up_text(transcript, error)
         output = self._finish(transcript, num_tokens - 1 if num_reported is None else num_reported, now)
@@ -391,7 +394,7 @@ class OutputProcessor:
 
 
 def _tokens_by_request(output: SchedulerOutput, update: StepUpdate) -> zip[tuple[Request, int]]:
-    """The step's tokens, each with its request, in row order."""
+    """Pairs of a request and its token in this step, in row order; rows without a token are left out."""
     counts, requests = update.counts, output.requests
     token_ids = update.token_ids.tolist()
     if len(token_ids) != len(requests) or not counts.all():
@@ -408,5 +411,6 @@ def _give_up_text(transcript: Transcript, error: Exception) -> str:
 
 
 def _was_cut_short(request: Request) -> bool:
-    """Whether a request finished for a reason that its text does not override."""
+    """Whether a request finished for a reason ("abort", "error" or "deadline") that a stop string in its text does not
+    override."""
     return request.finish_reason is not None and request.finish_reason.value in ("abort", "error", "deadline")
