@@ -27,16 +27,16 @@ PAUSE_CHOICES: tuple[PauseChoice, ...] = get_args(PauseChoice)
 
 
 class ResumedError(RuntimeError):
-    """The engine was resumed before a pause was complete."""
+    """The engine was resumed before a pause was complete, so the caller of `pause` must not change the weights."""
 
 
 class Pausing:
     """The pauses of one engine.
 
     Args:
-        scheduler: the engine's.
-        clock: the engine's, in seconds.
-        abort_all: aborts every request, with outputs for their readers.
+        scheduler: the engine's scheduler.
+        clock: the engine's clock, in seconds.
+        abort_all: function that aborts every request of the engine, and reports their last outputs.
     """
 
     def __init__(self, scheduler: Scheduler, clock: Callable[[], float], abort_all: Callable[[], None]) -> None:
@@ -45,10 +45,11 @@ class Pausing:
         self._abort_all = abort_all
         self._clears_cache = False
         self.waiting: list[Future[None]] = []
-        """Futures of callers, done when the pause is complete."""
+        """Futures that `pause` has returned and that are not done, because the pause is incomplete."""
 
     def pause(self, mode: PauseChoice, *, clear_cache: bool) -> Future[None]:
-        """Pause; the future is done when the pause is complete. A later mode replaces an earlier one, for all callers.
+        """Pause the engine; the returned future is done when the pause is complete. A later call replaces the mode of
+        an earlier one, for all callers.
 
         Raises:
             ValueError: there is no such mode.
@@ -71,8 +72,8 @@ class Pausing:
         self.fail(ResumedError("the engine was resumed before the pause was complete"))
 
     def settle(self) -> None:
-        """Complete the pause if nothing is left to compute. Called after every step and every finished request while
-        `waiting` is not empty."""
+        """Complete the pause if no step is in flight and no request can run. Called after every step and every finished
+        request while `waiting` is not empty."""
         if not self.waiting or self._scheduler.has_runnable_requests() or self._scheduler.num_steps_in_flight:
             return
         if self._clears_cache:
@@ -83,7 +84,7 @@ class Pausing:
             future.set_result(None)
 
     def fail(self, error: Exception) -> None:
-        """Fail the futures of an incomplete pause."""
+        """Fail the futures of an incomplete pause with an error."""
         waiting, self.waiting = self.waiting, []
         for future in waiting:
             future.set_exception(error)
