@@ -55,7 +55,7 @@ class _Token(NamedTuple):
 
 
 def read_grammar(text: str) -> dict[str, Node]:
-    """The rules of a grammar, `root` among them.
+    """Read the rules of a grammar, `root` among them: name -> node.
 
     Raises:
         Unreadable: the grammar is malformed, or refers to a rule that it does not define.
@@ -176,7 +176,7 @@ class _Reader:
         return ~characters if is_negated else characters
 
     def _codes(self, token: _Token) -> list[tuple[int, bool]]:
-        """The code points of a text, or of the members of a class, and whether each is an escape."""
+        """The code point of each character of a text or a class, and whether it is written as an escape."""
         codes = []
         for found in _CHARACTER.finditer(token.text):
             *numbers, null, letter, plain = found.groups()
@@ -215,7 +215,7 @@ class _Reader:
         return self._tokens[self._next]
 
     def _is_rule(self) -> bool:
-        """Whether a rule begins here."""
+        """Whether a rule begins at the next token."""
         return self._peek().kind == "name" and self._tokens[self._next + 1].kind == "defined"
 
     def _refused(self, what: str, remedy: str, at: int) -> Unreadable:

@@ -51,14 +51,16 @@ _SYMBOLS = CharacterSet(
         (0xD7, 0xD7), (0xF7, 0xF7),
     ]
 )  # fmt: skip
-"""Symbols of Latin-1 that are in no dialect's `\\w`. Symbols beyond Latin-1 would be slow or risky, see `nodes.py`."""
+"""Symbols of Latin-1 that are in no dialect's `\\w`. Symbols beyond Latin-1 are left out: they would make classes slow
+or risky, see `nodes.py`."""
 _LINE_ENDS = CharacterSet.of("\n\r\u2028\u2029")
 
 _DIGITS_END = 0x20000
-"""Above the code points of all decimal digits."""
+"""Upper bound of the code points of all decimal digits."""
 
 _Bounds = tuple[CharacterSet, CharacterSet]
-"""The characters of a class in every dialect, and those in at least one."""
+"""A class in all dialects: the characters that it has in every dialect, and those that it has in at least one
+dialect."""
 
 
 def _negated(bounds: _Bounds) -> _Bounds:
@@ -68,7 +70,7 @@ def _negated(bounds: _Bounds) -> _Bounds:
 
 @cache
 def _class_of(kind: str) -> _Bounds:
-    """The class of `\\d`, `\\w`, `\\s`, or of one in upper case."""
+    """The class of `\\d`, `\\w`, `\\s`, `\\D`, `\\W` or `\\S`; `kind` is the letter."""
     if kind.isupper():
         return _negated(_class_of(kind.lower()))
     if kind == "d":
@@ -95,13 +97,13 @@ def read_regex(pattern: str) -> Node:
     """Read a regular expression, which the whole text must match.
 
     Raises:
-        Unreadable: it is malformed, cannot be enforced, or has constructs that dialects read differently.
+        Unreadable: the expression is malformed, cannot be enforced, or has constructs that dialects read differently.
     """
     return _Reader(pattern).read()
 
 
 class _Reader:
-    """Reads one expression from left to right."""
+    """Reads one regular expression from left to right."""
 
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern
@@ -117,12 +119,12 @@ class _Reader:
     # ------------------------------------------------------------------ structure
 
     def _choice(self, *, depth: int, is_start: bool, is_end: bool) -> Node:
-        """Read the options up to the end of their group.
+        """Read the options of a group, separated by "|", up to its end.
 
         Args:
-            depth: number of groups around them.
-            is_start: whether the text begins here.
-            is_end: whether the text ends after the group.
+            depth: number of groups around the options.
+            is_start: whether the text begins with the group.
+            is_end: whether the text ends with the group.
         """
         if depth > MAX_NESTING:
             raise self._refused("more", f"groups are nested {MAX_NESTING} levels deep at most: flatten them", self._at)
@@ -271,7 +273,7 @@ class _Reader:
         return _negated(bounds)[0] if is_negated else bounds[0]
 
     def _member(self, start: int) -> int | _Bounds:
-        """A character of a class, or a nested class."""
+        """Read a member of a class: the code point of a character, or the bounds of an escaped class such as `\\d`."""
         token = self._peek()
         if token == "\\":
             return self._escape(in_class=True)
@@ -285,7 +287,7 @@ class _Reader:
         return ord(token)
 
     def _escape(self, *, in_class: bool = False) -> int | _Bounds:
-        """The character of an escape, or its class."""
+        """Read an escape: the code point of its character, or the bounds of its class."""
         start = self._at
         kind = self._peek(1)
         if not kind:
@@ -334,7 +336,7 @@ class _Reader:
     # ------------------------------------------------------------------ places
 
     def _peek(self, ahead: int = 0) -> str:
-        """The character `ahead` of here; "" after the end."""
+        """The character of the expression `ahead` characters after the current position; "" after the end."""
         return self._pattern[self._at + ahead : self._at + ahead + 1]
 
     def _refused(self, what: str, remedy: str, at: int) -> Unreadable:
@@ -342,7 +344,7 @@ class _Reader:
 
 
 def _ends_of_groups(pattern: str) -> dict[int, int]:
-    """Positions of each '(' and its ')', as far as the expression is well formed."""
+    """Position of each '(' -> position of its ')', as far as the expression is well formed."""
     ends, open_groups, at = dict[int, int](), list[int](), 0
     while at < len(pattern):
         if pattern[at] == "\\":
@@ -358,7 +360,7 @@ def _ends_of_groups(pattern: str) -> dict[int, int]:
 
 
 def _joined(parts: list[Node]) -> list[Node]:
-    """The parts with neighbouring texts joined."""
+    """The parts, with adjacent texts joined to one text."""
     joined: list[Node] = []
     for part in parts:
         if isinstance(part, Text) and joined and isinstance(joined[-1], Text):

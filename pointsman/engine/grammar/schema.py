@@ -2,8 +2,9 @@
 
     tree = schema_tree('{"type": "string", "pattern": "^é\\\\d+$"}', any_whitespace=True, max_whitespace=16)
 
-Some parts are not given to xgrammar: patterns, strings with a minimum or maximum length, numbers, escapes, and names of
-additional properties. A placeholder text stands for each, and is replaced by its own grammar afterwards (`tree.py`).
+Some parts of a schema are not given to xgrammar: patterns, strings with a minimum or maximum length, numbers, escapes,
+and names of additional properties. Instead a rule stands for each part, and its body is replaced by Pointsman's own
+grammar afterwards (`tree.py`). Patterns have a placeholder text for this.
 
 - A pattern describes the whole string. A character that JSON must escape is escaped if it is the only choice, and is
   left out of a class that has other characters.
@@ -38,8 +39,8 @@ from pointsman.engine.params.json_schema import FRACTION_DIGITS, INTEGER_DIGITS,
 
 EXPONENT_DIGITS = 2
 _MARK = "\ue000"
-"""Begins placeholder texts. xgrammar makes a separate rule for the text of a pattern, without quotation marks; all
-other texts of a schema have them."""
+"""First character of placeholder texts. xgrammar makes a separate rule for the text of a pattern, without quotation
+marks; all other texts of a schema have quotation marks."""
 
 _NEED_ESCAPES = CharacterSet([(0, 0x1F)]) | CharacterSet.of('"\\')
 _ANY_CHARACTER = Characters(~_NEED_ESCAPES)
@@ -78,20 +79,21 @@ _ESCAPE: Node = Choice([
         Repeat(_HEXADECIMAL, 2, 2),
     ]),
 ])  # fmt: skip
-"""The text after a backslash. Surrogates come in pairs, because parsers may refuse half of one."""
+"""The text after a backslash in a JSON string. Surrogates must form pairs, because parsers may refuse half of a
+pair."""
 _CHARACTERS: Node = Choice([
     Text('"'),
     Sequence([_ANY_CHARACTER, Rule("characters")]),
     Sequence([Text("\\"), Rule("escape"), Rule("characters")]),
 ])  # fmt: skip
-"""The remaining characters of a string, and its end."""
+"""The remaining characters of a JSON string, and the quotation mark at its end."""
 
 
 def schema_tree(text: str, *, any_whitespace: bool, max_whitespace: int) -> GrammarTree:
     """Make the grammar of a schema that `prepare_schema` has prepared.
 
     Raises:
-        Unreadable: one of its patterns cannot be enforced.
+        Unreadable: a pattern of the schema cannot be enforced.
         RuntimeError: xgrammar cannot read the schema.
     """
     import xgrammar
@@ -122,7 +124,7 @@ def schema_tree(text: str, *, any_whitespace: bool, max_whitespace: int) -> Gram
 
 
 def _with_places(schema: Any, rules: dict[str, Node]) -> Any:
-    """Replace the patterns of a schema by placeholder texts, and add their rules to `rules`."""
+    """Copy a schema with each pattern or length replaced by a placeholder pattern, whose rule is added to `rules`."""
     if not isinstance(schema, Mapping):
         return schema
     changed = map_within(schema, lambda one, _: _with_places(one, rules))
@@ -138,9 +140,11 @@ def _with_places(schema: Any, rules: dict[str, Node]) -> Any:
 
 
 def _add_free_names(rule: str, names: Iterable[str], rules: dict[str, Node]) -> None:
-    """Add a rule for all strings except `names`, after the opening quotation mark: a trie with a rule per prefix.
+    """Add a rule for the rest, after the opening quotation mark, of any JSON string except `names`: a trie with a rule
+    per prefix.
 
-    A string that begins like one of the names may have no escapes there, because escapes are other spellings of it.
+    The beginning that a string shares with one of the names may have no escapes, because escapes would spell the name
+    differently.
     """
     trie: list[dict[str, int]] = [{}]
     ends = set()
@@ -162,14 +166,14 @@ def _add_free_names(rule: str, names: Iterable[str], rules: dict[str, Node]) -> 
 
 
 def _place(node: Node, rules: dict[str, Node]) -> str:
-    """A pattern for xgrammar that is a placeholder for a node."""
+    """Add a rule for a node; return the placeholder pattern for xgrammar that stands for it."""
     name = f"pattern-{len(rules)}"
     rules[name] = node
     return f"^{_MARK}{name}$"
 
 
 def _json_string(pattern: str) -> Node:
-    """The content, between quotation marks, of a JSON string that matches a pattern."""
+    """The node for a JSON string, without quotation marks, whose value matches a pattern."""
     try:
         return _in_json(read_regex(pattern))
     except Unreadable as error:
