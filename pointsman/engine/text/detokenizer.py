@@ -423,7 +423,8 @@ class Detokenizer:
 
 
 def _own_backend(tokenizer: Any) -> Any | None:
-    """The tokenizers library's tokenizer inside a transformers tokenizer; None: there is none, or it does not decode alone."""
+    """The tokenizers library's tokenizer inside a transformers tokenizer;
+    None: there is none, or it does not decode alone."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
