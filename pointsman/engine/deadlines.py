@@ -22,7 +22,7 @@ class Deadlines:
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Request]] = []
-        self._tie_breaks = count()  # requests have no order
+        self._tie_breaks = count()  # requests cannot be compared
         self._prune_at = MIN_ENTRIES
 
     def add(self, request: Request, deadline: float) -> None:

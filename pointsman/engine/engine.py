@@ -197,7 +197,7 @@ class Engine:
             revision=revision,
             download_dir=download_dir,
         )
-        place = self.loaded.model.device  # with its index
+        place = self.loaded.model.device  # the device with its index, such as "cuda:0"
         use_device(place)
         set_num_threads(num_threads, self.loaded.num_parameters)
         keep_freed_pages()
@@ -472,7 +472,7 @@ class Engine:
         self.outputs.extend(request, "" if text is None and not len(token_ids) else text)
 
     def tokenize(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The prompt's token ids, with the special tokens (BOS) that the tokenizer adds.
+        """Tokenize a prompt; return its token ids, with the special tokens (BOS) that the tokenizer adds.
 
         Raises:
             ValueError: the model has no tokenizer, or the tokenizer cannot read the prompt.
@@ -576,7 +576,7 @@ class Engine:
         return self.pausing.pause(mode, clear_cache=clear_cache)
 
     def resume(self) -> None:
-        """Continue after a pause; without a pause nothing happens."""
+        """End a pause: continue suspended requests and admit waiting ones. No effect without a pause."""
         self.pausing.resume()
 
     @property
@@ -614,10 +614,10 @@ class Engine:
         return self.outputs.take_kept()
 
     def finish_steps(self) -> list[RequestOutput]:
-        """Execute, update and report every step in flight, and schedule no further one.
+        """Execute, update and report every step in flight, and schedule no further step; return the outputs.
 
         Raises:
-            EngineStepError: as for `step`.
+            EngineStepError: the model failed, see `step`.
         """
         self.steps.finish()
         return self.outputs.take_kept()
@@ -631,8 +631,8 @@ class Engine:
             self.kv_events.close()
 
     def _before_schedule(self) -> None:
-        """Finish overdue requests, and return requests to the queue whose grammar or KV is ready."""
-        self._keep(self.end_overdue())  # first, so that overdue requests cost nothing
+        """Finish overdue requests, and move parked requests whose grammar or KV is ready back to the queue."""
+        self._keep(self.end_overdue())  # first, so that no work is done for overdue requests
         if self.grammars.num_waiting:
             self._keep(self.take_grammars())
         if self.kv_connector is not None:

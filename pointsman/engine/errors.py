@@ -32,7 +32,7 @@ class EngineStepError(PointsmanError, RuntimeError):
 class EngineDeadError(PointsmanError, RuntimeError):
     """The engine's thread has stopped, because a step failed for good or because it was shut down.
 
-    Its `__cause__` is the failure, or None after a shutdown.
+    The `__cause__` of this error is the failure, or None after a shutdown.
     """
 
 

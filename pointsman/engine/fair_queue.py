@@ -52,16 +52,16 @@ class CapacityError(Exception):
 
 
 class SharedCapacity:
-    """The capacity of a stage, in any unit, and the amount that each tenant holds.
+    """Counts the used capacity of a stage, in any unit, and limits the amount that each tenant holds.
 
     A tenant may hold up to `SHARE` times the free capacity: the dynamic threshold of Choudhury and Hahne, "Dynamic
-    Queue Length Thresholds for Shared-Memory Packet Switches" (IEEE/ACM Transactions on Networking 6(2), 1998). So one
-    tenant alone gets three quarters, and a second one always gets some; the more tenants are busy, the less each may
-    hold.
+    Queue Length Thresholds for Shared-Memory Packet Switches" (IEEE/ACM Transactions on Networking 6(2), 1998). So a
+    single tenant may hold three quarters of the capacity, and a second tenant always finds free capacity; the more
+    tenants are busy, the less each may hold.
 
     Args:
         size: the whole capacity.
-        is_shared: False: there is only one tenant, which may hold everything.
+        is_shared: whether there may be several tenants; False: there is only one, which may hold the whole capacity.
     """
 
     def __init__(self, size: int, *, is_shared: bool = True) -> None:
@@ -128,9 +128,9 @@ class FairQueue(Generic[ItemT]):
     """A fair queue of items of several tenants. The next item belongs to the tenant that has been served least; items
     of one tenant are served in order.
 
-    This is start-time fair queuing (Goyal, Vin and Cheng, SIGCOMM 1996). An item starts at the virtual time at which
-    its tenant's previous item ends, but not before the start of the last taken item, so that idle tenants save up no
-    credit. The item with the earliest start is next. With n tenants, each method takes O(log n) on average.
+    This is start-time fair queuing (Goyal, Vin and Cheng, SIGCOMM 1996). An item's virtual start is the virtual end of
+    its tenant's previous item, but not before the virtual start of the last taken item, so that idle tenants save up no
+    credit. The item with the earliest virtual start is next. With n tenants, each method takes O(log n) on average.
 
     Args:
         max_out: maximum number of items of one tenant that are out (taken and not ended); None: any number. If it is

@@ -66,7 +66,8 @@ class LLM:
         return self.engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The parameters that `generate` and `chat` use by default, from the model's generation_config.json."""
+        """The sampling parameters that `generate` and `chat` use by default, from the model's
+        generation_config.json."""
         return self.engine.default_sampling_params
 
     def generate(

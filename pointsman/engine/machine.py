@@ -21,7 +21,8 @@ from functools import cache
 from pathlib import Path
 
 SPINS = "5000"
-"""Iterations of the loop in which GNU's OpenMP waits before it sleeps, about a tenth of a millisecond."""
+"""Number of iterations for which an idle thread of GNU's OpenMP spins before it sleeps, about a tenth of a
+millisecond."""
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 ENVIRONMENT = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
 LARGEST_IN_HEAP = 32 << 20
@@ -67,7 +68,7 @@ def keep_freed_pages(*, one_heap: bool = False) -> bool:
 
 
 def give_back_freed_pages() -> None:
-    """Return free memory of the heap to the system, before an idle time; takes milliseconds."""
+    """Return free memory of the heap to the system, before an idle time. The call takes milliseconds."""
     trim = _of_the_c_library("malloc_trim")
     if trim is not None:
         trim(0)
@@ -81,7 +82,7 @@ def _of_the_c_library(name: str) -> Callable[..., int] | None:
 
 
 def own_cores() -> list[int]:
-    """The processors that this process may run on, in ascending order."""
+    """Numbers of the processors that this process may run on, in ascending order."""
     affinity = getattr(os, "sched_getaffinity", None)  # Linux
     return list(range(os.cpu_count() or 1)) if affinity is None else sorted(affinity(0))
 
@@ -118,9 +119,9 @@ def has_gpu_driver() -> bool:
 
 @cache
 def visible_gpus() -> tuple[str, ...]:
-    """The GPUs that PyTorch sees: "cuda:0", "cuda:1", ... `CUDA_VISIBLE_DEVICES` hides others and sets the order.
+    """The GPUs that PyTorch sees: "cuda:0", "cuda:1", ... `CUDA_VISIBLE_DEVICES` limits them and sets their order.
 
-    A child process counts them, so that the caller need not import PyTorch.
+    A child process counts the GPUs, so that the caller need not import PyTorch.
 
     Raises:
         ValueError: the GPUs cannot be counted.

@@ -150,7 +150,7 @@ class DeviceBudget:
 
     @property
     def kv_bytes(self) -> int:
-        """Memory for the KV pool; negative: the largest step alone exceeds the engine's share."""
+        """Memory for the KV pool, in bytes; negative: the largest step alone exceeds the engine's share."""
         return kv_budget(self.total, self.used_by_others, self.peak + self.graphs, self.utilization)
 
     def __str__(self) -> str:

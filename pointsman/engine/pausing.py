@@ -8,7 +8,7 @@
 
 Requests may be added during a pause, and wait. A pause is complete when nothing will be computed until `resume`: no
 step is in flight, and no request runs or all are suspended. Then the weights may be changed. With `clear_cache` all KV
-of the old weights is dropped at that moment, and suspended requests recompute theirs.
+of the old weights is dropped at that moment, and suspended requests recompute their KV.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Pausing:
         self._scheduler.pause(self._clock(), PauseMode.ALL if mode == "keep" else PauseMode.ADMISSIONS)
         self._clears_cache = clear_cache or (self._clears_cache and bool(self.waiting))
         future: Future[None] = Future()
-        future.set_running_or_notify_cancel()  # a caller that gives up waiting must not cancel it for the engine
+        future.set_running_or_notify_cancel()  # a caller that gives up waiting must not cancel the future
         self.waiting.append(future)
         if mode == "abort":
             self._abort_all()

@@ -47,7 +47,7 @@ class EngineStats:
     num_stalled: int = 0
     """Number of requests without progress at the watchdog's last check; see `watchdog.py`."""
     has_external_kv: bool = False
-    """Whether KV is kept outside the pool; see `kv/connector.py`."""
+    """Whether the engine keeps KV outside the pool; see `kv/connector.py`."""
     num_grammar_restarts: int = 0
     """Number of restarts of the process that compiles grammars; see `grammar/process.py`."""
     recording: RecordingState | None = None
@@ -103,7 +103,8 @@ def stats_line(before: EngineStats, after: EngineStats) -> str:
 
 
 def _external_hit_rate(before: EngineStats, after: EngineStats) -> list[str]:
-    """The hit rate of KV outside the pool, for tokens that the prefix cache did not have; empty without such KV."""
+    """The part of the log line with the hit rate of KV outside the pool, for tokens that the prefix cache did not have;
+    [] if the engine keeps no such KV."""
     if not after.has_external_kv:
         return []
     queries = after.counters.num_external_queries - before.counters.num_external_queries
@@ -159,7 +160,7 @@ class StatsLogger:
         return self._clock() - self._started >= SHORT_RUN and self.flush()
 
     def wait(self) -> float | None:
-        """Seconds until the next line is due if the engine now stays idle; None: no line is due."""
+        """Seconds until the next line is due if the engine stays idle from now on; None: no line will be due."""
         if self._engine.counters.num_steps == self._before.counters.num_steps:
             return None
         return max(0.0, self._before.time + self._interval - self._clock())

@@ -140,10 +140,10 @@ class StepLoop:
         return step.output
 
     def finish(self) -> None:
-        """Execute, update and report every step in flight, and schedule no further one.
+        """Execute, update and report every step in flight, and schedule no further step.
 
         Raises:
-            EngineStepError: see `run`.
+            EngineStepError: the model failed, see `run`.
         """
         self._may_schedule = False
         try:
@@ -153,7 +153,7 @@ class StepLoop:
             self._may_schedule = True
 
     def void(self) -> None:
-        """Void every step in flight: the scheduler returns to its state before the oldest one."""
+        """Void every step in flight: the scheduler returns to its state before the oldest of them."""
         self._steps.clear()
         self._executed = None
         self._runner.loaded.context.end()

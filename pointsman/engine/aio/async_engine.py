@@ -5,13 +5,13 @@
         print(output.text)
     await engine.shutdown()
 
-The engine and its scheduler run in a thread of their own (`engine_thread.py`); outputs come back through a mailbox per
-request (`mailbox.py`). Nothing here blocks an event loop. Text prompts are tokenized in a third thread: a long prompt
+The engine and its scheduler run in a separate thread (`engine_thread.py`), which delivers outputs through a mailbox per
+request (`mailbox.py`). No method blocks an event loop. Text prompts are tokenized in a third thread: a long prompt
 takes milliseconds per thousand tokens, which would stall every stream in the event loop, and every step in the engine's
-thread. A single thread queues requests in the order in which they were sent.
+thread. Because only one thread tokenizes, requests are queued in the order in which they were sent.
 
-A stream ends in any way that Python offers: a cancelled task, `aclose()`, `async with`, or a dropped reference. Each
-aborts the request, and its blocks are free at the next step boundary.
+A stream ends early in any way that Python offers: a cancelled task, `aclose()`, leaving `async with`, or a dropped
+reference. Each of these aborts the request, whose blocks are free at the next step boundary.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class AsyncEngine:
         self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pointsman-tokenizer")
         self._thread = EngineThread(engine, max_step_retries=max_step_retries, log_stats_interval=log_stats_interval)
         self._thread.start()
-        # An engine that is dropped without a shutdown stops its thread. (engine_thread does so when Python exits.)
+        # Garbage collection of an engine without a shutdown stops its thread; engine_thread stops it when Python exits.
         weakref.finalize(self, self._thread.ask_to_stop).atexit = False
 
     # ------------------------------------------------------------------ constants of the engine
@@ -234,7 +234,8 @@ class AsyncEngine:
         await self._call(lambda engine: engine.scheduler.set_priority(request_id, priority, engine.clock()))
 
     async def tokenize(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The prompt's token ids, with the special tokens (BOS) that the tokenizer adds.
+        """Tokenize a prompt in the tokenizing thread; return its token ids, with the special tokens (BOS) that the
+        tokenizer adds.
 
         Raises:
             ValueError: the model has no tokenizer, or the tokenizer cannot read the prompt.
@@ -268,7 +269,7 @@ class AsyncEngine:
         return await self._call(lambda engine: engine.scheduler.explain(request_id))
 
     async def stats(self) -> EngineStats:
-        """Read the counters and gauges of engine and scheduler."""
+        """Read the totals and the current state of the engine and its scheduler."""
         return await self._call(lambda engine: read_stats(engine, engine.clock()))
 
     async def reset_prefix_cache(self, *, preempt_running: bool = False) -> None:
@@ -306,7 +307,7 @@ class AsyncEngine:
         await asyncio.wrap_future(paused)
 
     async def resume(self) -> None:
-        """Continue after a pause; without a pause nothing happens."""
+        """End a pause: continue suspended requests and admit waiting ones. No effect without a pause."""
         await self._call(lambda engine: engine.resume())
 
     async def is_paused(self) -> bool:
@@ -327,7 +328,7 @@ class AsyncEngine:
 
     @property
     def errored(self) -> bool:
-        """Whether the engine died of a failure."""
+        """Whether a failure ended the engine."""
         return self._thread.cause is not None
 
     @property
@@ -523,7 +524,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
             raise
         finally:
             self._is_reading = False
-        if output is None:  # closed meanwhile, or the prompt's iterator failed
+        if output is None:  # the stream was closed, or the prompt's iterator failed
             self._is_over = True
             if self._feed is not None and self._feed.error is not None:
                 raise self._feed.error
@@ -535,7 +536,8 @@ class RequestStream(AsyncIterator[RequestOutput]):
         return output
 
     async def aclose(self) -> None:
-        """End the stream. An unfinished request is aborted; its blocks are free at the next step boundary."""
+        """End the stream, and abort its request if that is unfinished; the request's blocks are free at the next step
+        boundary."""
         self._detach()
 
     async def __aenter__(self) -> RequestStream:

@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SECONDS_TO_IDLE = 1.0
-"""Time without work after which freed memory is returned to the system."""
+"""Seconds without work after which the thread returns freed memory to the system."""
 LOOP_CHECK_INTERVAL = 0.5
-"""Seconds between checks for closed event loops that have unfinished requests."""
+"""Seconds between two checks whether event loops with unfinished requests are closed."""
 
 
 # ---------------------------------------------------------------------------------------- messages in the inbox
@@ -103,7 +103,7 @@ class Stop:
 
 @dataclass(slots=True, eq=False)
 class GrammarDone:
-    """Message: a grammar has been compiled, or has failed."""
+    """Message: the compilation of a grammar has succeeded or failed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -163,13 +163,13 @@ class EngineThread:
         """The exception that ended the thread; None: it runs, or was asked to stop."""
         self.ended: Future[None] = Future()
         """Future that is done when the thread has completed its last work."""
-        self.ended.set_running_or_notify_cancel()  # a caller that gives up waiting must not cancel it for all
+        self.ended.set_running_or_notify_cancel()  # a caller that gives up must not cancel the future for others
         self._thread = threading.Thread(target=self._run, name="pointsman-engine", daemon=True)
 
     # ------------------------------------------------------------------ any thread
 
     def start(self) -> None:
-        """Start the thread. The calling thread should have made the engine, and should not compute afterwards."""
+        """Start the thread. Call this in the thread that made the engine, which should not compute afterwards."""
         release_helper_threads()
         self._thread.start()
         _live.add(self)
@@ -290,7 +290,7 @@ class EngineThread:
         self.pulse.begin()
         try:
             engine.steps.run()
-        except EngineStepError as error:  # the scheduler is as it was before the step
+        except EngineStepError as error:  # the scheduler is in its state before the step
             self._num_failures += 1
             if self._num_failures > self._max_step_retries:
                 raise
@@ -399,7 +399,7 @@ class EngineThread:
         request = self._try_to_add(message)
         has_ends = self._has_unreported_ends
         if isinstance(request, DuplicateRequest) and has_ends and not router.is_following(request_id):
-            while self._has_unreported_ends:  # the id is free for its caller, but not yet for the scheduler
+            while self._has_unreported_ends:  # the caller may reuse the id, but the scheduler has not released it yet
                 self._step()
             request = self._try_to_add(message)
         if isinstance(request, BaseException):
@@ -429,7 +429,7 @@ class EngineThread:
         return self._router.abort_expected(request_id)
 
     def _report_finished(self) -> None:
-        """Report requests that a `Call` finished in the scheduler directly, without the engine."""
+        """Report requests that the function of a `Call` has finished in the scheduler, bypassing the engine."""
         self._engine.outputs.hand_out(self._engine.outputs.end_all(self._router.finished(), self._engine.clock()))
 
     # ------------------------------------------------------------------ the end
@@ -444,7 +444,7 @@ class EngineThread:
             self._stats_log.flush()
 
     def _close(self) -> None:
-        """Close the inbox, and give every waiting caller an error."""
+        """Close the inbox and the engine, and send every waiting caller an error."""
         with self._gate:
             self._is_closed = True
         self._engine.on_output = self._engine.steps.on_report = self._engine.on_ready = None

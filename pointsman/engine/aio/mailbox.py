@@ -36,7 +36,7 @@ class Port(ABC, Generic[OwnMailbox]):
     __slots__ = ("_marked",)
 
     def __init__(self) -> None:
-        self._marked: deque[OwnMailbox] = deque()  # its append and popleft are atomic
+        self._marked: deque[OwnMailbox] = deque()  # append and popleft of a deque are atomic
 
     @property
     @abstractmethod
@@ -63,7 +63,8 @@ class Port(ABC, Generic[OwnMailbox]):
 
 
 class Mailbox:
-    """The newest snapshot of one request, for its consumer; the engine's thread uses this class."""
+    """Holds the newest snapshot of one request's output, for the request's consumer; the engine's thread uses this
+    class."""
 
     __slots__ = (
         "_accepted",
@@ -98,7 +99,7 @@ class Mailbox:
         self.port.mark(self)
 
     def put(self, output: RequestOutput) -> None:
-        """Replace the snapshot by a newer one."""
+        """Replace the snapshot by a newer output."""
         self._latest = output
         self.port.mark(self)
 
@@ -131,7 +132,7 @@ class Waiter:
         self._future: asyncio.Future[None] | None = None
 
     async def wait(self) -> None:
-        """Wait until the next `wake`."""
+        """Wait until `wake` is called."""
         self._future = self._loop.create_future()
         try:
             await self._future

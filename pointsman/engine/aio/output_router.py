@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Route(NamedTuple):
-    """A request of the engine, and the mailbox for its outputs."""
+    """A request of the engine, and the mailbox for the request's outputs."""
 
     request: Request
     mailbox: Mailbox
@@ -114,11 +114,11 @@ class OutputRouter:
         if route is None:
             return
         mailbox = route.mailbox
-        if self._parked and mailbox in self._parked:  # finished before it was accepted
+        if self._parked and mailbox in self._parked:  # the request finished before it was accepted
             self._parked.discard(mailbox)
             self._ports_to_ring[mailbox.port] = None
             if output.finish_reason == "error":
-                mailbox.fail(copy(output.error or GrammarError(output.finish_detail)))  # others may raise it too
+                mailbox.fail(copy(output.error or GrammarError(output.finish_detail)))  # others may raise the original
                 return
             mailbox.accept()
         if mailbox.is_abandoned:
@@ -165,7 +165,7 @@ class OutputRouter:
             self._abort(request_id)
 
     def finished(self) -> list[Request]:
-        """Followed requests that have finished."""
+        """The followed requests that have finished."""
         return [one.request for one in self._routes.values() if one.request.is_finished]
 
     def request_ids(self) -> list[str]:

@@ -156,7 +156,7 @@ def best_counts(chances: Float64Array, num_rows: int, cost: StepCost) -> Int64Ar
         [n] number of drafts of each request, 0 to max_drafts.
     """
     flat = chances.ravel()
-    order = np.argsort(-flat, kind="stable")  # stable: a draft follows the one before it
+    order = np.argsort(-flat, kind="stable")  # stable, so that a draft follows the draft before it
     tokens = np.full(len(flat) + 1, float(num_rows))
     tokens[1:] += flat[order].cumsum()
     speed = tokens / cost.between(num_rows, num_rows + len(flat))

@@ -83,7 +83,7 @@ class PromptLookup:
         for request in output.finished:
             self._lookups.pop(request, None)
         self._observe_cost(output)
-        if len(output.draft_token_ids) and len(update.token_ids) > np.count_nonzero(update.counts):  # one was accepted
+        if len(output.draft_token_ids) and len(update.token_ids) > np.count_nonzero(update.counts):  # draft accepted
             self._pause = self._wait = 1
         self._wait -= 1
         if not self._wait:

@@ -94,7 +94,7 @@ class _Done(NamedTuple):
     job: _SharedJob
     outcome: Outcome
     tenant: str | None = None
-    """The tenant whose requests get the outcome; None: all requests that wait for the job."""
+    """The tenant whose requests get the outcome; None: all requests that wait for the job get it."""
 
 
 class _SharedJob(Job):
@@ -138,7 +138,7 @@ class _Stage:
         self._is_closed = False
 
     def put(self, tenant: str, job: _SharedJob) -> None:
-        """Add a job to the queue of this tenant.
+        """Add a job to the queue of a tenant.
 
         Raises:
             GrammarQueueFullError: the queue is full.
@@ -157,7 +157,7 @@ class _Stage:
         self._has_news.notify()
 
     def remove(self, tenant: str, job: _SharedJob) -> None:
-        """Remove a job from the queue of this tenant."""
+        """Remove a job from the queue of a tenant."""
         self._queue.remove(job.queued.pop(tenant))
         self._capacity.give_back(tenant, 1)
 
@@ -534,7 +534,7 @@ def _compile_first(
         compiled = process.compile(Job(StructuredOutputsParams(json_object=True).spec))
     except Cancelled:
         return
-    except Exception as error:  # requests that meet the same error report it again
+    except Exception as error:  # a request that meets the same error reports it again
         logger.warning("no grammar could be compiled at the start: %s", first_line(error))
     finally:
         grammar.set_result(compiled)

@@ -3,7 +3,7 @@
     root ::= "a" (digit | [x-z]){1,3}   # a comment
     digit ::= [0-9]
 
-A rule ends where the next one begins. Texts and classes have the escapes `\\n`, `\\t`, `\\xNN`, `\\uNNNN`,
+A rule ends where the next rule begins. Texts and classes have the escapes `\\n`, `\\t`, `\\xNN`, `\\uNNNN`,
 `\\UNNNNNNNN` and so on, each of a fixed length; `.` is any character.
 """
 

@@ -52,7 +52,7 @@ class TokenMasks:
         self._rows.append(row)
 
     def of_row(self, row: int) -> TokenMasks:
-        """The masks for one row of logits alone."""
+        """The masks of a single row, for logits [1, vocab_size]."""
         one = TokenMasks(1, self._vocab_size)
         one.words = self.words[row : row + 1]
         one._rows = [0] if row in self._rows else []
@@ -86,7 +86,8 @@ class RequestGrammar:
         from xgrammar import GrammarMatcher
 
         vocabulary = grammar.vocabulary
-        # A stop token without text (such as the end of a turn) ends a text like EOS; one with text is part of the text.
+        # A stop token without text (such as the end of a turn) ends a text like EOS; a stop token with text is part of
+        # it.
         tokens = vocabulary.tokens
         silent = [token_id for token_id in request.stop_token_ids if token_id < len(tokens) and not tokens[token_id]]
         stop_ids = sorted({*vocabulary.stop_token_ids, *silent})
@@ -98,7 +99,7 @@ class RequestGrammar:
         """Number of output tokens that were accepted."""
 
     def rewind(self, num_tokens: int) -> None:
-        """Return to the state after the first `num_tokens` accepted tokens."""
+        """Undo the acceptance of all tokens after the first `num_tokens`."""
         self._matcher.rollback(self.num_accepted - num_tokens)
         self.num_accepted = num_tokens
 

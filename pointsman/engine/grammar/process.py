@@ -66,7 +66,7 @@ have priority."""
 SECONDS_TO_END = 5.0
 """Maximum seconds until a killed process has ended; usually some milliseconds."""
 KILL_PATIENCE = 0.2
-"""Maximum seconds from the end of a child to the end of its parent, if both were killed."""
+"""Maximum seconds from the end of a child to the end of its parent process, if both were killed."""
 MAX_COMPILED_BYTES = 64 * 1024**2
 """Maximum length of a compiled grammar as JSON, in bytes. Reading the JSON takes about a second per 100 MB."""
 
@@ -77,7 +77,7 @@ _READY, _ACCEPTED, _NO_CHILD = b"R", b"A", b"!"
 
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
-    """Limits for compiling and using one grammar."""
+    """Limits of time and memory for compiling one grammar and checking texts against it."""
 
     timeout: float = DEFAULT_TIMEOUT
     """Maximum processor time to compile the grammar, in seconds."""
@@ -132,7 +132,7 @@ class Job:
         self._sock: socket.socket | None = None
 
     def cancel(self) -> None:
-        """Cancel the job, running or queued."""
+        """Cancel the job, whether it is running or queued."""
         with self._lock:
             self.is_cancelled = True
             if self._sock is not None:
@@ -442,7 +442,7 @@ class GrammarServer:
         return True
 
     def prepare(self, vocabulary: GrammarVocabulary) -> None:
-        """Send the vocabulary, and wait until the process is ready.
+        """Send the vocabulary to the process, and wait until the process can compile.
 
         Raises:
             _Late, _Ended: the process is not ready in time, or has ended.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import xgrammar
 
 TEXT, CLASS, CLASS_STAR, EMPTY, RULE, SEQUENCE, CHOICES, TAGS, REPEAT = range(9)
-"""Kinds of expressions. Kinds with higher numbers contain no other expressions."""
+"""Kinds of expressions, as xgrammar numbers them. Kinds with higher numbers contain no other expressions."""
 
 
 class GrammarTree:
@@ -54,7 +54,7 @@ class GrammarTree:
         return xgrammar.Grammar.deserialize_json(json.dumps(self._content))
 
     def rule(self, name: str) -> int:
-        """The number of a rule.
+        """The number of the rule with a name.
 
         Raises:
             KeyError: there is no rule of this name.
@@ -193,7 +193,7 @@ class GrammarTree:
             if kind == CHOICES:
                 self._expressions[number] = kind, [one for one in payload if allows[one]]
             elif kind == REPEAT and not allows[self._rules[payload[0]][1]]:
-                self._expressions[number] = EMPTY, []  # repeated zero times; other expressions with it are removed
+                self._expressions[number] = EMPTY, []  # zero repetitions; more would need a text of the rule
         body: int = self._rules[self._content["root_rule_id"]][1]
         return allows[body]
 

@@ -36,7 +36,7 @@ class GrammarVocabulary:
     tokens: list[bytes]
     """[vocab_size] the bytes of each token; b"": the token is never part of a text."""
     stop_token_ids: tuple[int, ...]
-    """The model's EOS tokens, which may follow a complete text, ascending."""
+    """Ids of the model's EOS tokens, which may follow a complete text, in ascending order."""
 
     def tokenizer_info(self) -> xgrammar.TokenizerInfo:
         """Make xgrammar's form of the vocabulary, for its compiler and matcher."""

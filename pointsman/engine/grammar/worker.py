@@ -88,7 +88,7 @@ def _receive(sock: socket.socket, size: int) -> bytes:
     while size:
         piece = sock.recv(min(size, 1 << 20))
         if not piece:
-            sys.exit(0)  # the engine is gone
+            sys.exit(0)  # the engine has ended
         pieces.append(piece)
         size -= len(piece)
     return b"".join(pieces)
@@ -143,7 +143,7 @@ def _answer(sock: socket.socket, compiler: xgrammar.GrammarCompiler) -> None:
         answer = b"-" + _message(error, job).encode()
     for timer in (signal.ITIMER_REAL, signal.ITIMER_PROF):
         signal.setitimer(timer, 0)
-    # A read of the other side would send SIGIO too.
+    # Without O_ASYNC, because a read at the other end would send SIGIO too.
     fcntl.fcntl(sock, fcntl.F_SETFL, fcntl.fcntl(sock, fcntl.F_GETFL) & ~os.O_ASYNC)
     with suppress(BrokenPipeError):
         sock.sendall(answer + b"\0")
@@ -236,7 +236,7 @@ def _probe(compiled: xgrammar.CompiledGrammar, job: dict[str, Any], is_random: b
 
 
 def _first_from(place: int, bits: int) -> int:
-    """The first bit that is set at `place` or above; if there is none, the first bit that is set."""
+    """Position of the first set bit of `bits` at `place` or above; if there is none, of the first set bit."""
     above = bits >> place
     if above:
         return place + (above & -above).bit_length() - 1

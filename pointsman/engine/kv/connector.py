@@ -56,7 +56,7 @@ class FileLoad:
         self._start(self)
 
     def claim(self) -> bool:
-        """Claim the load; return whether it was unclaimed."""
+        """Claim the load; return whether no thread had claimed it before."""
         try:
             return self._claims.pop()  # only one thread succeeds
         except IndexError:
@@ -206,7 +206,7 @@ class EngineConnector:
         transfers = self._prepare(output) if output.loads or output.saves else None
         if self._is_for_swap and self.tier is not None:
             for request in output.finished:
-                if request.num_preemptions:  # its swapped blocks are no longer needed
+                if request.num_preemptions:  # the request's swapped blocks are no longer needed
                     for group in range(self._num_groups):
                         keys = block_keys(request, self._pool.block_size)
                         self.tier.discard(block_name(key, group, self._num_groups) for key in keys)
@@ -302,7 +302,8 @@ class EngineConnector:
         return requests
 
     def wait(self, timeout: float) -> None:
-        """If requests wait for loads: wait until a transfer has ended, at most `timeout` seconds."""
+        """Wait until a transfer has ended, at most `timeout` seconds; without requests that wait for loads, return
+        immediately."""
         if self._loading and not self._taken:
             try:
                 self._taken.append(self._ended.get(timeout=timeout))
@@ -337,7 +338,7 @@ class EngineConnector:
                 fill_block(self._pool, block, folder.read(key))
                 num_loaded += 1
         except FileNotFoundError:
-            pass  # another process has removed it
+            pass  # another process has removed the file
         except BadBlock as error:
             logger.warning("the KV store's %s is not used: %s", folder.path_of(keys[num_loaded]), error)
             folder.distrust(keys[num_loaded:])  # recomputed blocks will replace them

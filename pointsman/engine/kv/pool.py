@@ -118,7 +118,7 @@ class KVPool:
             values.zero_()
 
     def pin_memory(self) -> None:
-        """Move a pool on the CPU into memory that a GPU can access directly."""
+        """Move this pool, which is on the CPU, into pinned memory, which a GPU can access directly."""
         self._slots = [(keys.pin_memory(), values.pin_memory()) for keys, values in self._slots]
         self._view_slots()
 

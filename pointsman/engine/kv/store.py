@@ -89,7 +89,7 @@ class BlockFolder:
         return key in self._known and key not in self._distrusted
 
     def has(self, key: bytes) -> bool:
-        """Whether there is, or recently was, a file of this key that is not distrusted."""
+        """Whether a file of this key exists, or existed when it was last looked up, and is not distrusted."""
         if key in self._distrusted:
             return False
         if key not in self._known:
@@ -259,6 +259,6 @@ class KVStore:
                     found.append((status.st_mtime_ns, status.st_size, path))
                 elif time.time() - status.st_mtime > ABANDONED_AFTER:
                     path.unlink()
-            except OSError:  # another process has removed it
+            except OSError:  # another process has removed the file
                 continue
         return found

@@ -51,7 +51,7 @@ class Worker:
             thread.join(EXIT_PATIENCE)
 
     def _start(self) -> None:
-        self._inbox = SimpleQueue()  # a thread of the parent process, before a fork, may use the old one
+        self._inbox = SimpleQueue()  # after a fork, a thread of the parent process may use the old inbox
         # The thread holds no reference to the worker, so a dropped worker ends its thread.
         self._thread = threading.Thread(target=_work, args=(self._inbox,), name=self._name, daemon=True)
         finalize(self, self._inbox.put, None).atexit = False

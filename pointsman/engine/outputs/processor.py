@@ -11,9 +11,9 @@ only rows with more to do (the first token, text to make, a finish) take the slo
 | SPACED | appends it, and returns a view every `stream_interval` tokens |
 | EAGER, with one of these four | makes its text first, and checks for a complete stop string |
 
-Text is made here, in the engine's thread, for requests with stop strings and for requests whose outputs other threads
-read; for all others it is made when it is read. If the tokenizer fails on a request, that request finishes with an
-error and the others continue.
+For requests with stop strings, and for requests whose outputs other threads read, this class makes the text, in the
+engine's thread. For all other requests text is made when it is read. If the tokenizer fails on a request, that request
+finishes with an error and other requests continue.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class OutputProcessor:
         self._live[request] = transcript
 
     def so_far(self, request: Request) -> RequestOutput:
-        """The request's output so far."""
+        """An output of a running request, with all tokens so far."""
         transcript = self._live[request]
         return RequestOutput(transcript, 0, len(transcript.token_ids))
 
@@ -242,7 +242,7 @@ class OutputProcessor:
             return
         if transcript.metrics.first_scheduled_time is None:
             transcript.metrics.first_scheduled_time = now
-        if transcript.metrics.first_token_time is None:  # it may have been preempted
+        if transcript.metrics.first_token_time is None:  # the request may have been preempted before
             transcript.metrics.num_external_tokens = num_external_tokens
 
     def end(self, request: Request, now: float, error: Exception | None = None) -> RequestOutput | None:
@@ -274,7 +274,7 @@ class OutputProcessor:
         return bool(self._kept)
 
     def take_kept(self) -> list[RequestOutput]:
-        """Return the kept outputs since the last call."""
+        """Return the outputs that were kept since the last call."""
         outputs, self._kept = self._kept, []
         return outputs
 
@@ -351,7 +351,7 @@ class OutputProcessor:
         self._counters.num_external_tokens += transcript.metrics.num_external_tokens
 
     def _finish(self, transcript: Transcript, num_reported: int, now: float) -> RequestOutput:
-        """Make the last output and forget the request. `num_reported` tokens were in earlier outputs."""
+        """Make a request's last output and forget the request. `num_reported` tokens were in earlier outputs."""
         request, params = transcript.request, transcript.request.metadata
         del self._live[request]
         transcript.metrics.finished_time = now
@@ -367,7 +367,7 @@ class OutputProcessor:
         if failure and not _was_cut_short(request):
             transcript.finish("error", failure, None)
         elif stop is not None and not _was_cut_short(request):
-            transcript.finish("stop", "", stop)  # even if the token ended it for another reason
+            transcript.finish("stop", "", stop)  # even if the token ended the request for another reason
         elif request.finish_reason is not None:
             transcript.finish(request.finish_reason.value, request.finish_detail, stop_reason_of(request))
         if transcript.stream_interval > 1:
@@ -403,7 +403,7 @@ def _tokens_by_request(output: SchedulerOutput, update: StepUpdate) -> zip[tuple
 
 
 def _give_up_text(transcript: Transcript, error: Exception) -> str:
-    """Leave the remaining text empty, because the tokenizer failed on it; return the reason in one line."""
+    """Leave a request's remaining text empty, because the tokenizer failed; return the reason in one line."""
     transcript.give_up_text()
     detail = " ".join(f"the tokenizer failed: {type(error).__name__}: {error}".split())
     logger.error("request %r: %s", transcript.request.request_id, detail)

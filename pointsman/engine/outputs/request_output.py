@@ -41,7 +41,7 @@ class RequestMetrics:
     """Number of these `num_cached_tokens` whose KV was loaded from host memory or the KV store."""
     num_preemptions: int = 0
     preemption_causes: tuple[PreemptionCause, ...] = ()
-    """The cause of each preemption, in order."""
+    """The cause of each preemption of the request, in order."""
     events: list[RequestEvent] = field(default_factory=list)
     """The request's events and their times; empty unless the scheduler's knob `log_request_events` is set."""
 
@@ -60,7 +60,7 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """The log probability of a token at its position."""
+    """The log probability of one token at one position of a text."""
 
     logprob: float
     """Natural logarithm of the token's probability."""
@@ -135,14 +135,14 @@ class Transcript:
         self.num_resumed = 0
         """Number of leading tokens that another engine has generated; their log probabilities are unknown."""
         self.embedding: npt.NDArray[np.float32] | None = None
-        """The vector of an embedding request, after its prompt is computed."""
+        """The vector of an embedding request; None before its prompt is computed, and for other requests."""
         self.prompt_logprobs: list[TokenLogprobs] | None = [] if keeps_prompt_logprobs else None
         """One entry per prompt token, from the second on; None: not requested."""
         self.metrics = RequestMetrics(arrival_time=request.arrival_time)
         self.finish_reason: str | None = None
         self.finish_detail = ""
         self.error: Exception | None = None
-        """The error that finished the request outside a step, if any."""
+        """The error that finished the request outside a step; None: no error did."""
         self.stop_reason: int | str | None = None
         self.has_hidden_end = False
         """Whether the last token, which stopped the request, is not part of the text."""
@@ -193,10 +193,11 @@ class Transcript:
             texts.append("" if index == last else self.detokenizer.feed(self.token_ids[index]))
 
     def _begin_text(self) -> None:
-        """Give the detokenizer the prompt, before the first text is made: only then the whole prompt is known."""
+        """Pass the prompt to the detokenizer, before the first text is made; earlier, a prompt in parts may be
+        incomplete."""
         if not self._has_begun and self.detokenizer is not None:
             self._has_begun = True
-            prompt: Any = self.request.prompt_token_ids  # an array; only its end is read
+            prompt: Any = self.request.prompt_token_ids  # an array, of which only the end is read
             self.detokenizer.begin_behind(prompt)
 
     def make_rest(self) -> str:
@@ -227,7 +228,7 @@ class Transcript:
         return text + self.make_rest() if to_the_end else text
 
     def finish(self, finish_reason: str, finish_detail: str, stop_reason: int | str | None) -> None:
-        """Finish: no token will follow."""
+        """Note the reason of the request's finish; no token will follow."""
         self.finish_reason = finish_reason
         self.finish_detail = finish_detail
         self.stop_reason = stop_reason
@@ -277,7 +278,8 @@ class Transcript:
         return decoder.token_bytes(token_id)
 
     def pieces(self, start: int, end: int) -> list[Piece]:
-        """The text of each of the generated tokens `start` to `end` - 1 at its position."""
+        """For each of the generated tokens `start` to `end` - 1 its text at this position, or its name if the text
+        leaves it out."""
         pieces = [self.piece(token_id) for token_id in self.token_ids[start:end]]
         if self.decoder is None:
             return pieces
@@ -289,8 +291,8 @@ class Transcript:
         return pieces
 
     def _pass_unshown(self, end: int) -> int:
-        """Index of the first generated token that is in the text, at most `end`. Tokens are checked once, because the
-        text may leave out many."""
+        """Index of the first generated token that is in the text, at most `end`. Each token is checked only once,
+        because the text may leave out many tokens."""
         index = self._num_unshown
         while index < end and not isinstance(self.piece(self.token_ids[index]), bytes):
             index += 1
@@ -298,7 +300,7 @@ class Transcript:
         return index
 
     def _begins_text(self) -> bool:
-        """Whether the first token's text is the first text, with no text in the prompt."""
+        """Whether the text of the first generated token is the beginning of a text, because the prompt has no text."""
         prompt = self.request.prompt_token_ids.tolist()
         return not self._is_verbatim and not any(
             isinstance(piece, bytes) and piece for piece in map(self.piece, prompt)
@@ -324,8 +326,8 @@ class CompletionOutput:
     def text(self) -> str:
         """The text of `token_ids`, as far as it is settled; "" if the model has no tokenizer.
 
-        Text that a later token may change, or that may begin a stop string, comes with a later output. Stop strings and
-        stop tokens are left out, unless `include_stop_str_in_output`.
+        Text that a later token may change, or that may begin a stop string, is in a later output. Stop strings and stop
+        tokens are left out, unless `include_stop_str_in_output`.
         """
         if self._text is None:
             self._text = self._transcript.text(self._start, self._end, to_the_end=self._finished)
@@ -333,7 +335,7 @@ class CompletionOutput:
 
     @property
     def token_ids(self) -> list[int]:
-        """Generated tokens, including the one that finished the request."""
+        """Ids of the generated tokens, including the token that finished the request."""
         if self._token_ids is None:
             self._token_ids = self._transcript.token_ids[self._start : self._end]
         return self._token_ids
@@ -354,7 +356,7 @@ class CompletionOutput:
 
     @property
     def token_pieces(self) -> list[Piece]:
-        """The text of each token of `token_logprobs`."""
+        """For each entry of `token_logprobs` the text of its token."""
         return self._transcript.pieces(max(self._start, self._transcript.num_resumed), self._end)
 
     @property
@@ -368,7 +370,8 @@ class CompletionOutput:
 
     @property
     def finish_reason(self) -> str | None:
-        """ "stop", "length", "repetition", "abort", "deadline" or "error"; None while the request runs."""
+        """Reason of the finish: "stop", "length", "repetition", "abort", "deadline" or "error"; None while the request
+        runs."""
         return self._transcript.finish_reason if self._finished else None
 
     @property
@@ -393,7 +396,8 @@ class CompletionOutput:
 
 
 class RequestOutput:
-    """The output of a request after a step in which it got tokens or finished: a view, made in constant time."""
+    """The output of a request after a step in which the request got tokens or finished: a view, made in constant
+    time."""
 
     __slots__ = ("_completion", "_end", "_start", "_transcript", "finished")
 

@@ -36,7 +36,8 @@ GPU_DEFAULTS: Mapping[str, Any] = {
 vLLM's for a server on an H100. With two steps in flight the host schedules the next step while the device computes."""
 
 PREFILL_GAP = "prefill-gap"
-"""The token limit of an engine that streams: it limits chunks so that decoding requests see no long gap."""
+"""Name of the default token limit of an engine that streams: it limits chunks so that decoding requests see no long
+gap."""
 CHUNK_KNOBS = (
     "enable_chunked_prefill",
     "first_chunk_only",
@@ -133,12 +134,12 @@ def with_prefill_gap(given: Mapping[str, Any]) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------- KV outside the pool
 
 STORE_ROLES = ("both", "producer", "consumer")
-"""Roles of an engine with a KV store: write computed KV, read stored KV, or both."""
+"""Roles of an engine with a KV store: "producer" writes computed KV, "consumer" reads stored KV, "both" does both."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVKnobs:
-    """The arguments of `Engine` for KV outside the pool."""
+    """The arguments of `Engine` for KV in host memory and in a KV store; `Engine` describes each."""
 
     kv_offload_bytes: int | None = None
     kv_store: str | Path | None = None
@@ -147,7 +148,7 @@ class KVKnobs:
 
     @property
     def is_on(self) -> bool:
-        """Whether KV is kept outside the pool."""
+        """Whether the engine keeps KV in host memory or in a KV store."""
         return self.kv_offload_bytes is not None or self.kv_store is not None
 
     @property

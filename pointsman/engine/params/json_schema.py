@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 from urllib.parse import unquote
 
 MAX_DEPTH = 32
-"""Maximum levels of nested schemas."""
+"""Maximum number of levels of nested schemas."""
 MAX_NESTING = 128
 """Maximum levels of nested objects and arrays in the schema's JSON, also in listed values."""
 
@@ -53,7 +53,7 @@ NEVER = (
     "$anchor", "$dynamicAnchor", "$dynamicRef", "$recursiveRef", "contains", "dependencies", "dependentRequired",
     "dependentSchemas", "else", "if", "maxContains", "minContains", "multipleOf", "not", "then", "uniqueItems",
 )  # fmt: skip
-"""Keywords that the compiler would ignore."""
+"""Keywords that are refused, because the compiler would ignore them."""
 _IGNORED = frozenset(NEVER)
 
 _ONE = (
@@ -131,9 +131,9 @@ class _Preparation:
     def __init__(self, root: Any) -> None:
         self._root = root
         self._names: dict[str, str] = {}
-        """Each `$ref` -> the new name of its target."""
+        """Value of a `$ref` -> the new name of its target."""
         self._targets: list[tuple[str, Any]] = []
-        """Each `$ref` and its target, in the order of their names."""
+        """Value and target of each `$ref`, in the order of the new names."""
         self._tags: dict[int, dict[str, list[str]]] = {}
         """Results of `_tags_of`: `id` of a schema -> tags."""
 

@@ -34,10 +34,10 @@ class PoolingParams:
 
     @property
     def max_tokens(self) -> int:
-        """0: nothing is generated."""
+        """Maximum number of output tokens: 0, because nothing is generated."""
         return 0
 
     @property
     def output_kind(self) -> RequestOutputKind:
-        """FINAL_ONLY: there is one output, at the end."""
+        """Content of each output: FINAL_ONLY, because there is one output, at the end."""
         return RequestOutputKind.FINAL_ONLY

@@ -1,4 +1,4 @@
-"""Makes the scheduler's `Request` of a prompt and its parameters, after checks that need no model."""
+"""Makes the scheduler's `Request` from a prompt and its parameters, after checks that need no model."""
 
 from __future__ import annotations
 

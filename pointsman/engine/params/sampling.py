@@ -35,7 +35,7 @@ likely."""
 
 
 class RequestOutputKind(enum.Enum):
-    """The content of an output of a streamed request; names and values are vLLM's."""
+    """The tokens that each output of a streamed request has; names and values are vLLM's."""
 
     CUMULATIVE = 0
     """Every output has all tokens generated so far."""
@@ -94,7 +94,7 @@ class SamplingParams:
     """Number of most likely tokens whose log probabilities are returned for each prompt token, from the second on;
     values as for `logprobs`."""
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
-    """Token id -> the value added to its logit, -100 to 100; other values are refused."""
+    """Token id -> bias, -100 to 100, that is added to the token's logit; other values are refused."""
     bad_words: Sequence[str] = ()
     """Texts that must not be generated: a token that would complete such a text cannot be sampled. Needs a
     tokenizer."""
@@ -178,7 +178,7 @@ class SamplingParams:
                     raise ValueError(f"{name} is above {MAX_TOKEN_ID}; use -1 for the whole vocabulary")
 
     def _check_text(self) -> None:
-        """Check the parameters for text; `stop` and `bad_words` become tuples of non-empty strings."""
+        """Check the parameters that concern text; `stop` and `bad_words` become tuples of non-empty strings."""
         self._set("stop", _strings("stop", self.stop))
         self._set("bad_words", _strings("bad_words", self.bad_words))
         for name in (

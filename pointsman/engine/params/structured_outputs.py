@@ -2,8 +2,8 @@
 
     SamplingParams(structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))
 
-There are five kinds: a JSON schema, "any JSON object", a regular expression, a list of texts, or a grammar in EBNF.
-This module only checks them, and converts them to one of three forms for the compiler (`GrammarSpec`). A separate
+There are five kinds of form: a JSON schema, "any JSON object", a regular expression, a list of texts, or a grammar in
+EBNF. This module only checks a form, and converts it to one of three kinds for the compiler (`GrammarSpec`). A separate
 process checks a grammar's syntax (`grammar/compiler.py`), because some grammars take hours.
 """
 
@@ -52,11 +52,11 @@ class StructuredOutputsParams:
     regex: str | None = None
     """A regular expression that the whole text must match."""
     choice: Sequence[str] | None = None
-    """The allowed texts; kept as a tuple."""
+    """A list of the allowed texts; kept as a tuple."""
     grammar: str | None = None
     """A grammar in llama.cpp's EBNF (GBNF); its rule `root` derives the text."""
     json_object: bool | None = None
-    """True: any JSON object."""
+    """Whether any JSON object is allowed."""
     disable_any_whitespace: bool = False
     """For JSON: whether no whitespace is allowed between elements, instead of up to `MAX_WHITESPACE` characters."""
     disable_additional_properties: bool = False

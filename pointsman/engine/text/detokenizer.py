@@ -87,7 +87,7 @@ class TextDecoder:
         self._unreadable: frozenset[int] = frozenset()
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of all tokens at once.
+        """Decode all tokens in one call of the tokenizer.
 
         Raises:
             Exception: the tokenizer fails on the tokens together, although it decodes each alone.
@@ -124,7 +124,7 @@ class TextDecoder:
         return token_id in self._special_ids
 
     def token_text(self, token_id: int) -> str:
-        """A token's text after other text, also of special tokens: " the", not "the"."""
+        """The text of a token after other text, also of special tokens: " the", not "the"."""
         text = self._token_texts.get(token_id)
         if text is None:
             if self._is_byte_level:
@@ -230,7 +230,7 @@ class TextDecoder:
                     found := whole.find(piece, place, place + len(piece) + MAX_CHANGED)
                 ) >= 0:
                     place = found
-                elif is_added:  # the tokenizer added it
+                elif is_added:  # the tokenizer added the token
                     pieces.append(self.name(token_id))
                     continue
             pieces.append(piece)
@@ -357,7 +357,7 @@ class Detokenizer:
         return text
 
     def finish(self) -> str:
-        """End the text: return the remaining text, which may also complete a stop string."""
+        """End the text, because no token follows; return the remaining text, up to a stop string in it."""
         if self.stop_reason is not None:
             return ""
         piece = self._stream.flush()
@@ -371,7 +371,7 @@ class Detokenizer:
         return text
 
     def _take(self, piece: str) -> str:
-        """Append `piece` to the buffer and search it; release the text that cannot be part of a stop string."""
+        """Append `piece` to the buffer and search the buffer; return the text that cannot be part of a stop string."""
         text = self._buffer + piece
         if (last := self._stop_in(text)) is not None:
             return last

@@ -20,7 +20,7 @@ MAX_PEEKED = 256
 """Number of held-back tokens up to which each call of `pending` decodes all of them. With more, only few calls decode,
 so that the cost per token stays bounded."""
 MAX_UNFINISHED = 3
-"""Maximum bytes of an incomplete character."""
+"""Maximum number of bytes of an incomplete character."""
 
 REPLACEMENT = "\ufffd"
 

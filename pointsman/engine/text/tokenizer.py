@@ -23,7 +23,7 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", TOKENIZER_CONFIG)
 MODEL_SUFFIXES = frozenset({".json", ".safetensors", ".jinja", ".model", ".txt", ".tiktoken", ".py"})
 VOCABULARY_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json", "tokenization_*.py")
-"""Patterns of vocabulary files, one of which must accompany `tokenizer_config.json`."""
+"""Patterns of names of vocabulary files; a file that matches must accompany `tokenizer_config.json`."""
 
 PLAIN_CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -203,7 +203,7 @@ TOKENIZER_FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def encode(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> list[int]:
-    """The text's token ids, with the special tokens (BOS) that the tokenizer adds.
+    """Tokenize a text; return its token ids, with the special tokens (BOS) that the tokenizer adds.
 
     Raises:
         ValueError: the text is not valid Unicode, or the tokenizer is broken.
