@@ -41,7 +41,7 @@ class NgramLookup:
         self._min_ngram = min_ngram
         self._max_ngram = max_ngram
         self._tokens = array("i")
-        self._tokens.frombytes(np.zeros(min_ngram, dtype=np.int32).tobytes())  # so that even the first token ends an n-gram
+        self._tokens.frombytes(np.zeros(min_ngram, dtype=np.int32).tobytes())  # so that the first token ends an n-gram
         self._tokens.frombytes(token_ids.astype(np.int32).tobytes())
         self._power = pow(MULTIPLIER, min_ngram, MASK_64 + 1)
         self._key, self._mask, self._filter = self._make_filter()
