@@ -36,7 +36,7 @@ def to_device(arrays: Arrays, device: torch.device, into: Tensor | None = None) 
     Raises:
         ValueError: `into` is too small.
     """
-    places, size = _places(arrays)
+    places, size = _offsets(arrays)
     if into is not None and len(into) < size:
         raise ValueError(f"the arrays of a step take {size} bytes and the buffer has {len(into)}")
     is_cuda = device.type == "cuda"
@@ -58,10 +58,10 @@ def to_device(arrays: Arrays, device: torch.device, into: Tensor | None = None) 
 
 def size_on_device(arrays: Arrays) -> int:
     """Size, in bytes, of the buffer that `to_device` needs for arrays of these shapes and types."""
-    return _places(arrays)[1]
+    return _offsets(arrays)[1]
 
 
-def _places(arrays: Arrays) -> tuple[dict[str, int], int]:
+def _offsets(arrays: Arrays) -> tuple[dict[str, int], int]:
     """Compute name -> offset of each array in the buffer, and the buffer's size, in bytes."""
     places: dict[str, int] = {}
     size = 0

@@ -43,15 +43,15 @@ class Interruption:
         """
         if self.requested:
             self.requested = False
-            self._call(signal.SIGINT, None)
+            self._call_handler(signal.SIGINT, None)
 
     def note(self, signal_number: int, frame: FrameType | None) -> None:
         """Note Ctrl-C; a second one calls the original handler. This method replaces the original handler."""
         if self.requested:
-            self._call(signal_number, frame)
+            self._call_handler(signal_number, frame)
         self.requested = True
 
-    def _call(self, signal_number: int, frame: FrameType | None) -> None:
+    def _call_handler(self, signal_number: int, frame: FrameType | None) -> None:
         if callable(self._handler):
             self._handler(signal_number, frame)
         elif self._handler != signal.SIG_IGN:

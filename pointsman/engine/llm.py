@@ -225,7 +225,7 @@ class LLM:
         try:
             for prompt, one in zip(prompts, params, strict=True):
                 ids.append(str(next(self._ids)))
-                content, text, cache_salt = _content(prompt)
+                content, text, cache_salt = _parse_prompt(prompt)
                 self.engine.add_request(ids[-1], content, final[id(one)], cache_salt=cache_salt, prompt_text=text)
                 interruption.obey()
         except BaseException as error:
@@ -254,7 +254,7 @@ def _params_per_prompt(
     return params
 
 
-def _content(prompt: Prompt) -> tuple[str | Sequence[int], str | None, str | None]:
+def _parse_prompt(prompt: Prompt) -> tuple[str | Sequence[int], str | None, str | None]:
     """Returns the prompt's text or token ids to compute, the prompt's text to show (None: not given) and its cache
     salt."""
     if isinstance(prompt, str):

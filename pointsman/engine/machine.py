@@ -59,7 +59,7 @@ def keep_freed_pages(*, one_heap: bool = False) -> bool:
             of pieces of 64 MiB, and an empty piece is always returned to the system. Sharing costs nothing where few
             threads allocate, and only seldom.
     """
-    mallopt = _of_the_c_library("mallopt")
+    mallopt = _c_function("mallopt")
     if mallopt is None or any(name in os.environ for name in ENVIRONMENT):
         return False
     if one_heap:
@@ -69,12 +69,12 @@ def keep_freed_pages(*, one_heap: bool = False) -> bool:
 
 def give_back_freed_pages() -> None:
     """Return free memory of the heap to the system, before an idle time. The call takes milliseconds."""
-    trim = _of_the_c_library("malloc_trim")
+    trim = _c_function("malloc_trim")
     if trim is not None:
         trim(0)
 
 
-def _of_the_c_library(name: str) -> Callable[..., int] | None:
+def _c_function(name: str) -> Callable[..., int] | None:
     try:
         return getattr(ctypes.CDLL(None), name)  # type: ignore[no-any-return]
     except (OSError, AttributeError, TypeError):  # not glibc, or Windows, where a library must be named

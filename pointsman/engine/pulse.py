@@ -64,7 +64,7 @@ class Pulse:
         Args:
             patience: seconds of the silence that this beat announces; 0: it announces none.
         """
-        now = self._note()
+        now = self._measure()
         if self._on_beat is not None and (patience or self._patience or now >= self._next_report):
             self._next_report = now + SECONDS_BETWEEN_BEATS
             self._on_beat(patience)
@@ -72,11 +72,11 @@ class Pulse:
 
     def end(self) -> None:
         """Note that the step ends."""
-        self._step_seconds += self._note() - self._began
+        self._step_seconds += self._measure() - self._began
         self._num_steps += 1
         self._last, self._patience = None, 0.0
 
-    def _note(self) -> float:
+    def _measure(self) -> float:
         now = time.perf_counter()
         if self._last is None:
             return now

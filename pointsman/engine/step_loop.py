@@ -225,7 +225,7 @@ class StepLoop:
             if error is self._part_error:
                 raise
             self._report_all()
-            raise _failed(step, error) from error
+            raise _step_error(step, error) from error
         finally:
             self._part_error = None
             prepared.batches[0].meanwhile.do_part = None
@@ -242,7 +242,7 @@ class StepLoop:
         try:
             step.prepared = self._runner.prepare(step.output)
         except Exception as error:
-            raise _failed(step, error) from error
+            raise _step_error(step, error) from error
         return step.prepared
 
     def _launch_newest(self) -> None:
@@ -251,7 +251,7 @@ class StepLoop:
         try:
             step.launched = self._runner.launch(step.prepared)
         except Exception as error:
-            raise _failed(step, error) from error
+            raise _step_error(step, error) from error
 
     def _report_all(self) -> None:
         """Update the scheduler with the executed step, and report all steps that are not reported yet."""
@@ -303,5 +303,5 @@ class StepLoop:
         return None
 
 
-def _failed(step: _Step, error: Exception) -> EngineStepError:
+def _step_error(step: _Step, error: Exception) -> EngineStepError:
     return EngineStepError(f"step {step.output.step_id} failed: {type(error).__name__}: {error}")

@@ -73,7 +73,7 @@ class AsyncEngine:
         log_stats_interval: float | None = DEFAULT_INTERVAL,
         **knobs: Any,
     ) -> None:
-        self._own(Engine(model, **with_prefill_gap(knobs)), max_step_retries, log_stats_interval)
+        self._take_over(Engine(model, **with_prefill_gap(knobs)), max_step_retries, log_stats_interval)
 
     @classmethod
     def from_engine(
@@ -82,10 +82,10 @@ class AsyncEngine:
         """Make an `AsyncEngine` that owns an existing engine. Afterwards other code may use the engine only through
         `call`."""
         self = cls.__new__(cls)
-        self._own(engine, max_step_retries, log_stats_interval)
+        self._take_over(engine, max_step_retries, log_stats_interval)
         return self
 
-    def _own(self, engine: Engine, max_step_retries: int, log_stats_interval: float | None) -> None:
+    def _take_over(self, engine: Engine, max_step_retries: int, log_stats_interval: float | None) -> None:
         if not isinstance(max_step_retries, int) or max_step_retries < 0:
             raise ValueError(f"max_step_retries is {max_step_retries!r}; it must be an integer of at least 0")
         self._engine = engine

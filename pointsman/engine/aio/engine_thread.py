@@ -244,9 +244,9 @@ class EngineThread:
         self.pulse.install()
         try:
             use_device(self._engine.loaded.model.device)
-            while not self._is_over():
+            while not self._should_end():
                 self._handle_messages()
-                if self._has_work() and not self._is_over():
+                if self._has_work() and not self._should_end():
                     self._step()
             self._abort_all()
         except BaseException as error:  # every waiting caller must get this error
@@ -273,7 +273,7 @@ class EngineThread:
         """Whether the scheduler has yet to report finished requests; their ids are free after its next output."""
         return self._engine.scheduler.has_unreported_ends
 
-    def _is_over(self) -> bool:
+    def _should_end(self) -> bool:
         if self._stop is None:
             return False
         if not self._stop.drain:
@@ -329,9 +329,9 @@ class EngineThread:
         if self._has_work():
             return self._poll()
         message: Message | None = None
-        while message is None and not self._is_over() and not self._has_work():
+        while message is None and not self._should_end() and not self._has_work():
             try:
-                message = self._inbox.get(timeout=self._patience())
+                message = self._inbox.get(timeout=self._max_wait())
             except Empty:
                 if self._seconds_to_idle == 0:
                     self._computed_at = None
@@ -345,7 +345,7 @@ class EngineThread:
                 self._stats_log.tick()
         return message
 
-    def _patience(self) -> float | None:
+    def _max_wait(self) -> float | None:
         """Maximum seconds to wait for a message before other work is due; None: no limit."""
         wait = None if self._stats_log is None else self._stats_log.wait()
         if self._router:

@@ -36,19 +36,19 @@ class Odds:
     """
 
     def __init__(self) -> None:
-        self._noted = [0.0] * (LONGEST + 1)
-        self._right = [0.0] * (LONGEST + 1)
+        self._num_observed = [0.0] * (LONGEST + 1)
+        self._num_matched = [0.0] * (LONGEST + 1)
         self._lengths = np.zeros((0, 0), dtype=np.int64)
 
     def note(self, judged: Iterable[int]) -> None:
         """Count matches, given as `NgramLookup.append` returns them: the length, negative if another token followed."""
         for length in judged:
             at = min(abs(length), LONGEST)
-            self._noted[at] += 1
-            self._right[at] += length > 0
-            if self._noted[at] > MAX_NOTED:
-                self._noted[at] /= 2
-                self._right[at] /= 2
+            self._num_observed[at] += 1
+            self._num_matched[at] += length > 0
+            if self._num_observed[at] > MAX_NOTED:
+                self._num_observed[at] /= 2
+                self._num_matched[at] /= 2
 
     def by_length(self) -> list[float]:
         """[LONGEST + 1] probability that the expected token is the next token, by the length of the match; 0 for length
@@ -56,7 +56,7 @@ class Odds:
         each = [0.0]
         for length in range(1, LONGEST + 1):
             prior = 1 - (1 - each[-1]) * (length + 1) / (length + 2)
-            each.append((self._right[length] + PRIOR * prior) / (self._noted[length] + PRIOR))
+            each.append((self._num_matched[length] + PRIOR * prior) / (self._num_observed[length] + PRIOR))
         return each
 
     def max_gain(self, lengths: Iterable[int]) -> float:

@@ -90,9 +90,9 @@ class PromptLookup:
             start = perf_counter()
             self._search(output, update, now)
             self._search_seconds = perf_counter() - start
-            self._wait, self._pause = self._pause, min(2 * self._pause, self._longest_pause())
+            self._wait, self._pause = self._pause, min(2 * self._pause, self._max_pause())
 
-    def _longest_pause(self) -> int:
+    def _max_pause(self) -> int:
         """Maximum value of `_pause` now: the smallest number of steps with which searching takes at most `SEARCH_SHARE`
         of the time, up to `LONGEST_PAUSE`."""
         steps = self._search_seconds / max(SEARCH_SHARE * self._step_seconds, 1e-9)
@@ -103,7 +103,7 @@ class PromptLookup:
         max_drafts = self._scheduler.max_drafts
         if not max_drafts:
             return
-        found, num_rows = self._follow(output, update)
+        found, num_rows = self._append_newest(output, update)
         if not found:
             return
         lengths = [lookup.length for _, lookup in found]
@@ -128,7 +128,7 @@ class PromptLookup:
         if num_rows and num_tokens == num_rows + len(output.draft_token_ids):
             self._cost.observe(num_tokens, seconds)
 
-    def _follow(self, output: SchedulerOutput, update: StepUpdate) -> tuple[list[tuple[int, NgramLookup]], int]:
+    def _append_newest(self, output: SchedulerOutput, update: StepUpdate) -> tuple[list[tuple[int, NgramLookup]], int]:
         """Append each row's newest tokens to the lookup of its request. Return row index and lookup for each row whose
         lookup expects a continuation, and the number of rows that decode.
         """

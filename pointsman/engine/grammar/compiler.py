@@ -376,7 +376,7 @@ class GrammarCompiler:
         job = self._jobs.get(spec)
         if job is None:
             job = self._jobs[spec] = _SharedJob(spec, self._worker.new)
-            failure = self._failure(spec)
+            failure = self._cached_failure(spec)
             if failure is not None:
                 job.is_out = True
                 self._worker.put_done(_Done(job, failure))
@@ -401,11 +401,11 @@ class GrammarCompiler:
         """Return the requests whose grammar has been compiled or has failed, each with the compiled grammar or the
         error. They no longer wait."""
         found: list[tuple[Request, Outcome]] = []
-        for job, outcome, tenant in (*self._taken, *self._drain()):
+        for job, outcome, tenant in (*self._taken, *self._take_done()):
             if isinstance(outcome, CompiledGrammar):
                 self._cache.put(job.spec, outcome)
             elif not isinstance(outcome, (GrammarQueueFullError, GrammarUnavailableError)):  # not the grammar's fault
-                self._note_failure(job.spec, outcome)
+                self._cache_failure(job.spec, outcome)
             if self._jobs.get(job.spec) is job:
                 for request in tuple(job.requests):
                     if tenant is None or request.tenant == tenant:
@@ -436,7 +436,7 @@ class GrammarCompiler:
         grammar: Future[CompiledGrammar | None] = Future()
         if self._has_tokenizer and self._stop_token_ids and find_spec("xgrammar") is not None:
             threading.Thread(
-                target=_compile_first,
+                target=_start_and_compile,
                 args=(self._worker.process, server, grammar),
                 name="pointsman-grammar-start",
                 daemon=True,
@@ -456,7 +456,7 @@ class GrammarCompiler:
 
     # ------------------------------------------------------------------ inside
 
-    def _drain(self) -> list[_Done]:
+    def _take_done(self) -> list[_Done]:
         done = []
         while not self._worker.done.empty():
             done.append(self._worker.done.get())
@@ -473,12 +473,12 @@ class GrammarCompiler:
                 raise GrammarUnavailableError(f"{NO_COMPILER}{first_line(error)}; try again later") from error
             self._threads_to_start.pop()
 
-    def _failure(self, spec: GrammarSpec) -> GrammarError | None:
+    def _cached_failure(self, spec: GrammarSpec) -> GrammarError | None:
         until, error = self._failures.get(spec, (0.0, None))
         return error if time.monotonic() < until else None
 
-    def _note_failure(self, spec: GrammarSpec, error: GrammarError) -> None:
-        if self._failure(spec) is None:  # a repeated failure does not extend the time of a cached one
+    def _cache_failure(self, spec: GrammarSpec, error: GrammarError) -> None:
+        if self._cached_failure(spec) is None:  # a repeated failure does not extend the time of a cached one
             self._failures.pop(spec, None)
             self._failures[spec] = (time.monotonic() + FAILURE_MEMORY, error)
             if len(self._failures) > MAX_FAILURES:
@@ -525,7 +525,7 @@ def _read_vocabulary(tokenizer: Any, vocab_size: int, eos_token_ids: tuple[int, 
     return read_vocabulary(tokenizer, vocab_size, eos_token_ids)
 
 
-def _compile_first(
+def _start_and_compile(
     process: GrammarProcess, server: GrammarServer | None, grammar: Future[CompiledGrammar | None]
 ) -> None:
     compiled = None

@@ -160,72 +160,76 @@ def written_rules(rules: Mapping[str, Node], names: Mapping[str, str] | None = N
         names: name in `rules` -> name in the EBNF; None: the same names.
     """
     names = names or {name: name for name in rules}
-    lines = [f"{names[name]} ::= {_written(node, names)}" for name, node in rules.items()]
+    lines = [f"{names[name]} ::= {_write_node(node, names)}" for name, node in rules.items()]
     return "\n".join((*lines, f'{NEVER} ::= "x" {NEVER}'))
 
 
-def _written(node: Node, names: Mapping[str, str]) -> str:
+def _write_node(node: Node, names: Mapping[str, str]) -> str:
     match node:
         case Text(text):
-            return _literal(text)
+            return _write_literal(text)
         case Characters(characters):
-            return _apart(characters)
+            return _write_separate_class(characters)
         case Sequence(parts):
-            return " ".join(_grouped(part, names) for part in parts) or '""'
+            return " ".join(_write_grouped(part, names) for part in parts) or '""'
         case Choice(options):
-            return " | ".join(_written(option, names) for option in options)
-        case Repeat(Characters(characters), 1, None) if not _is_risky(
+            return " | ".join(_write_node(option, names) for option in options)
+        case Repeat(Characters(characters), 1, None) if not _lists_multibyte_characters(
             characters
         ):  # xgrammar would make a separate rule for `+`
-            return f"{_class(characters)} {_class(characters)}*"
-        case Repeat(Characters(characters), 0, None) if _is_risky(characters):  # and none for `*`
-            return f"({_class(characters)}+)?"
+            return f"{_write_class(characters)} {_write_class(characters)}*"
+        case Repeat(Characters(characters), 0, None) if _lists_multibyte_characters(characters):  # and none for `*`
+            return f"({_write_class(characters)}+)?"
         case Repeat(Characters(characters), minimum, maximum):
-            return f"{_class(characters)}{_count(minimum, maximum)}"
+            return f"{_write_class(characters)}{_write_count(minimum, maximum)}"
         case Repeat(part, minimum, maximum):
-            return f"{_grouped(part, names)}{_count(minimum, maximum)}"
+            return f"{_write_grouped(part, names)}{_write_count(minimum, maximum)}"
         case Rule(name):
             return names[name]
 
 
-def _grouped(node: Node, names: Mapping[str, str]) -> str:
-    text = _written(node, names)
+def _write_grouped(node: Node, names: Mapping[str, str]) -> str:
+    text = _write_node(node, names)
     return text if isinstance(node, (Text, Characters, Rule)) else f"({text})"
 
 
-def _count(minimum: int, maximum: int | None) -> str:
+def _write_count(minimum: int, maximum: int | None) -> str:
     known = {(0, None): "*", (1, None): "+", (0, 1): "?"}.get((minimum, maximum))
     return known or f"{{{minimum},{'' if maximum is None else maximum}}}"
 
 
-def _literal(text: str) -> str:
+def _write_literal(text: str) -> str:
     return f'"{"".join(_escaped(ord(one), chr(34)) for one in text)}"'
 
 
-def _class(characters: CharacterSet) -> str:
+def _write_class(characters: CharacterSet) -> str:
     """A set as a class in EBNF. A set that contains the last code point is written as its excluded characters and the
     surrogates."""
     if not characters:
         return NEVER
     if characters.ranges[-1][1] == LAST:
         excluded = sorted((*(~characters).ranges, (FIRST_SURROGATE, LAST_SURROGATE)))
-        return f"[^{''.join(_range(first, last) for first, last in excluded)}]"
-    return f"[{''.join(_range(first, last) for first, last in characters.ranges)}]"
+        return f"[^{''.join(_write_range(first, last) for first, last in excluded)}]"
+    return f"[{''.join(_write_range(first, last) for first, last in characters.ranges)}]"
 
 
-def _apart(characters: CharacterSet) -> str:
+def _write_separate_class(characters: CharacterSet) -> str:
     """A class in EBNF outside a repetition. A risky one gets an alternative, so that xgrammar makes a rule for it; in a
     counted repetition a rule would be slow."""
-    return f"({_class(characters)} | {NEVER})" if _is_risky(characters) else _class(characters)
+    return (
+        f"({_write_class(characters)} | {NEVER})"
+        if _lists_multibyte_characters(characters)
+        else _write_class(characters)
+    )
 
 
-def _is_risky(characters: CharacterSet) -> bool:
+def _lists_multibyte_characters(characters: CharacterSet) -> bool:
     """Whether the class of a set lists multi-byte characters: then xgrammar 0.2.8 may allow wrong tokens in a
     repetition before the class."""
     return bool(characters) and 0x80 <= characters.ranges[-1][1] < LAST
 
 
-def _range(first: int, last: int) -> str:
+def _write_range(first: int, last: int) -> str:
     special = "[]^-\\"
     text = _escaped(first, special)
     return text if first == last else f"{text}-{_escaped(last, special)}"

@@ -198,7 +198,7 @@ class GrammarProcess:
         """
         self._spare = server
         try:
-            self._with_server(lambda _: None)
+            self._use_server(lambda _: None)
         finally:
             self._spare = None
             if server is not None and server is not self._server:
@@ -238,16 +238,16 @@ class GrammarProcess:
             started = time.monotonic()
             return self._ask(server, job, encoded)
 
-        answer = self._with_server(ask)
+        answer = self._use_server(ask)
         if not answer.endswith(b"\0"):  # the kernel ended the child alone: the process is alive
             seconds = time.monotonic() - started
             if cpu_slice or seconds >= limits.timeout:
                 why = f"it takes more than {limits.timeout:g} s of processor time to compile; simplify it"
-                raise OutOfTime(_described(job.spec, why))
+                raise OutOfTime(_describe_error(job.spec, why))
             why = f"the compiler ended without an answer after {seconds:.1f} s; simplify it"
-            raise GrammarError(_described(job.spec, why))
+            raise GrammarError(_describe_error(job.spec, why))
         if answer[:1] != b"+":
-            raise GrammarError(_described(job.spec, answer[1:-1].decode("utf-8", "replace")))
+            raise GrammarError(_describe_error(job.spec, answer[1:-1].decode("utf-8", "replace")))
         import xgrammar
 
         assert self._tokenizer_info is not None and self._vocabulary is not None  # a job ran, so it has started
@@ -320,7 +320,7 @@ class GrammarProcess:
 
     # ------------------------------------------------------------------ the process
 
-    def _with_server(self, use: Callable[[GrammarServer], AnswerT]) -> AnswerT:
+    def _use_server(self, use: Callable[[GrammarServer], AnswerT]) -> AnswerT:
         """Call `use` with the process, and once more with a new process if the first one does not answer or has ended.
 
         Raises:
@@ -332,26 +332,26 @@ class GrammarProcess:
         for is_last in (False, True):
             server = None
             try:
-                server = self._started()
+                server = self._running_server()
                 answer = use(server)
                 self._num_failures = 0
                 return answer
             except (_Late, _Ended) as error:
                 self._check_open()
                 with self._lock:
-                    self._replace(server, error)
+                    self._discard_server(server, error)
                 if is_last:
-                    raise GrammarUnavailableError(_unavailable(error)) from error
+                    raise GrammarUnavailableError(_unavailable_message(error)) from error
         raise AssertionError  # unreachable: the second attempt returned or raised
 
-    def _started(self) -> GrammarServer:
+    def _running_server(self) -> GrammarServer:
         with self._lock:
             self._check_open()
             until, why = self._trouble
             if time.monotonic() < until:
                 raise GrammarUnavailableError(why)
             if self._server is not None and not self._server.is_running:
-                self._replace(self._server, _Ended(_HAS_ENDED))
+                self._discard_server(self._server, _Ended(_HAS_ENDED))
             if self._server is None:
                 self._start()
             assert self._server is not None
@@ -370,7 +370,7 @@ class GrammarProcess:
             server.prepare(self._vocabulary)
             self._is_ready = True
         except (_Late, _Ended) as error:
-            self._replace(server, error)
+            self._discard_server(server, error)
             raise
         except BaseException as error:
             server.close()
@@ -380,7 +380,7 @@ class GrammarProcess:
             raise
         logger.info("grammars are compiled by process %d (%.1f s)", server.pid, time.monotonic() - started)
 
-    def _replace(self, server: GrammarServer | None, why: Exception) -> None:
+    def _discard_server(self, server: GrammarServer | None, why: Exception) -> None:
         """End a process that failed, unless another job has replaced it already; the next job starts a new process."""
         if server is None or server is not self._server:
             return
@@ -388,7 +388,7 @@ class GrammarProcess:
         self.num_restarts += 1
         self._num_failures += 1
         if self._num_failures > 1:
-            self._trouble = (time.monotonic() + RETRY_AFTER, _unavailable(why))
+            self._trouble = (time.monotonic() + RETRY_AFTER, _unavailable_message(why))
         logger.warning("the process that compiles grammars (%d) %s; another is started", server.pid, why)
         server.close()
 
@@ -427,7 +427,7 @@ class GrammarServer:
         except OSError as error:
             raise GrammarUnavailableError(f"{NO_COMPILER}{first_line(error)}; try again later") from error
         self.pid = self._process.pid
-        self._end = weakref.finalize(self, _end, self._process, self.sock)
+        self._end_process = weakref.finalize(self, _end_process, self._process, self.sock)
 
     @property
     def is_running(self) -> bool:
@@ -475,10 +475,10 @@ class GrammarServer:
 
     def close(self) -> None:
         """End the process."""
-        self._end()
+        self._end_process()
 
 
-def _unavailable(why: Exception) -> str:
+def _unavailable_message(why: Exception) -> str:
     return f"{NO_COMPILER}their compiler {why}, after it was started again; try again later"
 
 
@@ -504,7 +504,7 @@ def _wait_for_child(sock: socket.socket) -> None:
     raise _Ended(_HAS_ENDED)
 
 
-def _end(process: subprocess.Popen[bytes], sock: socket.socket) -> None:
+def _end_process(process: subprocess.Popen[bytes], sock: socket.socket) -> None:
     sock.close()
     if process.poll() is None:  # the id of an ended process may belong to another one
         with suppress(ProcessLookupError):  # the process does not lead a group yet
@@ -517,7 +517,7 @@ def _end(process: subprocess.Popen[bytes], sock: socket.socket) -> None:
 _NAMES = {"json": "JSON schema", "regex": "regular expression", "ebnf": "grammar"}
 
 
-def _described(spec: GrammarSpec, why: str) -> str:
+def _describe_error(spec: GrammarSpec, why: str) -> str:
     """The message of an error about a grammar, in one line."""
     shown = spec.text if len(spec.text) <= 60 else spec.text[:57] + "..."
     return " ".join(f"the {_NAMES[spec.kind]} {shown!r} cannot be used: {why}".split())

@@ -99,7 +99,7 @@ def schema_tree(text: str, *, any_whitespace: bool, max_whitespace: int) -> Gram
     import xgrammar
 
     rules: dict[str, Node] = {"integer": _INTEGER, "number": _NUMBER, "escape": _ESCAPE, "characters": _CHARACTERS}
-    schema = _with_places(json.loads(text), rules)
+    schema = _with_placeholders(json.loads(text), rules)
     tree = GrammarTree(
         xgrammar.Grammar.from_json_schema(
             json.dumps(schema, ensure_ascii=False),
@@ -123,19 +123,19 @@ def schema_tree(text: str, *, any_whitespace: bool, max_whitespace: int) -> Gram
     return tree
 
 
-def _with_places(schema: Any, rules: dict[str, Node]) -> Any:
+def _with_placeholders(schema: Any, rules: dict[str, Node]) -> Any:
     """Copy a schema with each pattern or length replaced by a placeholder pattern, whose rule is added to `rules`."""
     if not isinstance(schema, Mapping):
         return schema
-    changed = map_within(schema, lambda one, _: _with_places(one, rules))
+    changed = map_within(schema, lambda one, _: _with_placeholders(one, rules))
     if "patternProperties" in changed:
         patterns = changed["patternProperties"].items()
-        changed["patternProperties"] = {_place(_json_string(name), rules): one for name, one in patterns}
+        changed["patternProperties"] = {_add_placeholder(_json_string(name), rules): one for name, one in patterns}
     if "pattern" in changed:
-        changed["pattern"] = _place(_json_string(changed["pattern"]), rules)
+        changed["pattern"] = _add_placeholder(_json_string(changed["pattern"]), rules)
     elif "minLength" in changed or "maxLength" in changed:
         minimum, maximum = changed.pop("minLength", 0), changed.pop("maxLength", None)
-        changed["pattern"] = _place(Repeat(_ANY_CHARACTER, minimum, maximum), rules)
+        changed["pattern"] = _add_placeholder(Repeat(_ANY_CHARACTER, minimum, maximum), rules)
     return changed
 
 
@@ -161,11 +161,11 @@ def _add_free_names(rule: str, names: Iterable[str], rules: dict[str, Node]) -> 
         others = Characters(_ANY_CHARACTER.characters - CharacterSet.of("".join(following)))
         options: list[Node] = [] if at in ends else [Text('"')]
         options.append(Sequence([others, Rule("characters")]))
-        options += [Sequence([Text(_in_quotes(one)), Rule(called[end])]) for one, end in following.items()]
+        options += [Sequence([Text(_escaped_text(one)), Rule(called[end])]) for one, end in following.items()]
         rules[called[at]] = Choice(options)
 
 
-def _place(node: Node, rules: dict[str, Node]) -> str:
+def _add_placeholder(node: Node, rules: dict[str, Node]) -> str:
     """Add a rule for a node; return the placeholder pattern for xgrammar that stands for it."""
     name = f"pattern-{len(rules)}"
     rules[name] = node
@@ -175,34 +175,34 @@ def _place(node: Node, rules: dict[str, Node]) -> str:
 def _json_string(pattern: str) -> Node:
     """The node for a JSON string, without quotation marks, whose value matches a pattern."""
     try:
-        return _in_json(read_regex(pattern))
+        return _escaped_for_json(read_regex(pattern))
     except Unreadable as error:
         raise Unreadable(
             f"in the pattern {pattern if len(pattern) <= 60 else pattern[:57] + '...'!r} {error}"
         ) from None
 
 
-def _in_json(node: Node) -> Node:
+def _escaped_for_json(node: Node) -> Node:
     match node:
         case Text(text):
-            return Text(_in_quotes(text))
+            return Text(_escaped_text(text))
         case Characters(characters):
             plain = characters - _NEED_ESCAPES
             if plain or not characters:
                 return Characters(plain)
             return Choice([
-                Text(_in_quotes(chr(code))) for first, last in characters.ranges for code in range(first, last + 1)
+                Text(_escaped_text(chr(code))) for first, last in characters.ranges for code in range(first, last + 1)
             ])  # fmt: skip
         case Sequence(parts):
-            return Sequence([_in_json(part) for part in parts])
+            return Sequence([_escaped_for_json(part) for part in parts])
         case Choice(options):
-            return Choice([_in_json(option) for option in options])
+            return Choice([_escaped_for_json(option) for option in options])
         case Repeat(part, minimum, maximum):
-            return Repeat(_in_json(part), minimum, maximum)
+            return Repeat(_escaped_for_json(part), minimum, maximum)
         case _:
             return node
 
 
-def _in_quotes(text: str) -> str:
+def _escaped_text(text: str) -> str:
     """A text as the content of a JSON string, without quotation marks."""
     return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -115,7 +115,7 @@ class GrammarTree:
         found: dict[str, list[int]] = {}
         expected = sum(kind == TEXT and bytes(payload).startswith(mark.encode()) for kind, payload in self._expressions)
         for number, rule in enumerate(self._rules):
-            text = self._text(rule[1])
+            text = self._only_text(rule[1])
             if text.startswith(mark):
                 found.setdefault(text.removeprefix(mark), []).append(number)
         if sum(map(len, found.values())) != expected:
@@ -141,10 +141,10 @@ class GrammarTree:
                     raise RuntimeError(
                         "xgrammar writes names in an unknown form; install a version that pyproject.toml allows"
                     )
-                found[start[1][0]] = [name.decode() for name in self._spelled(start[1][0])]
+                found[start[1][0]] = [name.decode() for name in self._spelled_names(start[1][0])]
         return found
 
-    def _spelled(self, start: int) -> Iterator[bytes]:
+    def _spelled_names(self, start: int) -> Iterator[bytes]:
         """The names that a rule spells out byte by byte but does not accept as complete, and so excludes."""
         open_rules = [(start, b"")]
         while open_rules:
@@ -164,13 +164,13 @@ class GrammarTree:
             found.append([(kind, bytes(payload) if kind == TEXT else payload) for kind, payload in parts])
         return found
 
-    def _text(self, expression: int) -> str:
+    def _only_text(self, expression: int) -> str:
         """The only text that an expression allows; "" if it allows several texts or none."""
         kind, payload = self._expressions[expression]
         if kind == TEXT:
             return bytes(payload).decode("utf-8", "replace")
         if kind == SEQUENCE or (kind == CHOICES and len(payload) == 1):
-            texts = [self._text(one) for one in payload]
+            texts = [self._only_text(one) for one in payload]
             return "".join(texts) if all(texts) else ""
         return ""
 

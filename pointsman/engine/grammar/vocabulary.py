@@ -62,7 +62,7 @@ def read_vocabulary(tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int
     stop_token_ids = sorted({token_id for token_id in eos_token_ids if token_id < vocab_size})
     decoder = TextDecoder(tokenizer)
     tokens = _read_by_xgrammar(tokenizer, vocab_size, stop_token_ids)
-    if not _agree(tokens, decoder):
+    if not _agrees_with_decoder(tokens, decoder):
         tokens = [decoder.token_bytes(token_id) for token_id in range(vocab_size)]
     added = getattr(tokenizer, "added_tokens_decoder", {})
     for token_id in range(vocab_size):
@@ -88,7 +88,7 @@ def _read_by_xgrammar(tokenizer: Any, vocab_size: int, stop_token_ids: list[int]
     return tokens + [b""] * (vocab_size - len(tokens))
 
 
-def _agree(tokens: Sequence[bytes], decoder: TextDecoder) -> bool:
+def _agrees_with_decoder(tokens: Sequence[bytes], decoder: TextDecoder) -> bool:
     """Whether the engine's decoder has the same bytes for a sample of the tokens, special tokens excepted."""
     step = max(1, len(tokens) // MAX_COMPARED)
     others = (one for one in range(0, len(tokens), step) if not decoder.is_special(one))

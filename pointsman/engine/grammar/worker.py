@@ -115,7 +115,7 @@ def _run_child(server: socket.socket, descriptor: int, compiler: xgrammar.Gramma
     try:
         server.close()
         with socket.socket(fileno=descriptor) as sock:
-            _answer(sock, compiler)
+            _serve_job(sock, compiler)
         status = 0
     except BaseException as error:  # can only be logged
         sys.stderr.write(f"pointsman: a grammar's compiler failed: {type(error).__name__}: {error}\n")
@@ -124,7 +124,7 @@ def _run_child(server: socket.socket, descriptor: int, compiler: xgrammar.Gramma
         os._exit(status)
 
 
-def _answer(sock: socket.socket, compiler: xgrammar.GrammarCompiler) -> None:
+def _serve_job(sock: socket.socket, compiler: xgrammar.GrammarCompiler) -> None:
     with suppress(BrokenPipeError):  # the job was cancelled before it began
         sock.sendall(ACCEPTED)
     pieces = []
@@ -133,14 +133,14 @@ def _answer(sock: socket.socket, compiler: xgrammar.GrammarCompiler) -> None:
     if not pieces:
         return
     job = json.loads(b"".join(pieces))
-    _limit(job)
-    _die_with(sock)
+    _set_limits(job)
+    _end_with_socket(sock)
     try:
         answer = b"+" + _compile(job, compiler).encode()
     except MemoryError:
         answer = b"-" + job["out_of_memory"].encode()
     except Exception as error:
-        answer = b"-" + _message(error, job).encode()
+        answer = b"-" + _error_message(error, job).encode()
     for timer in (signal.ITIMER_REAL, signal.ITIMER_PROF):
         signal.setitimer(timer, 0)
     # Without O_ASYNC, because a read at the other end would send SIGIO too.
@@ -149,7 +149,7 @@ def _answer(sock: socket.socket, compiler: xgrammar.GrammarCompiler) -> None:
         sock.sendall(answer + b"\0")
 
 
-def _limit(job: dict[str, Any]) -> None:
+def _set_limits(job: dict[str, Any]) -> None:
     """Set the kernel's limits of the job for this process."""
     os.nice(job["niceness"])
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
@@ -163,7 +163,7 @@ def _limit(job: dict[str, Any]) -> None:
     signal.setitimer(signal.ITIMER_REAL, job["seconds"])
 
 
-def _die_with(sock: socket.socket) -> None:
+def _end_with_socket(sock: socket.socket) -> None:
     """Let the kernel end this process when the engine closes the other end of the socket: SIGIO, which has no handler
     here, ends the process."""
     fcntl.fcntl(sock, fcntl.F_SETOWN, os.getpid())
@@ -224,7 +224,7 @@ def _probe(compiled: xgrammar.CompiledGrammar, job: dict[str, Any], is_random: b
         allowed &= ~stop_bits
         if not allowed:
             return
-        token = _first_from(choose.randrange(info.vocab_size) if is_random else 0, allowed)
+        token = _first_set_bit(choose.randrange(info.vocab_size) if is_random else 0, allowed)
         if not matcher.accept_token(token):
             raise ValueError(f"the compiler failed: it allows token {token} after {step} others and refuses it then")
         seconds = time.thread_time() - started
@@ -235,7 +235,7 @@ def _probe(compiled: xgrammar.CompiledGrammar, job: dict[str, Any], is_random: b
             )
 
 
-def _first_from(place: int, bits: int) -> int:
+def _first_set_bit(place: int, bits: int) -> int:
     """Position of the first set bit of `bits` at `place` or above; if there is none, of the first set bit."""
     above = bits >> place
     if above:
@@ -243,7 +243,7 @@ def _first_from(place: int, bits: int) -> int:
     return (bits & -bits).bit_length() - 1
 
 
-def _message(error: Exception, job: dict[str, Any]) -> str:
+def _error_message(error: Exception, job: dict[str, Any]) -> str:
     """The message of an error in one line, without positions in xgrammar's source files."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = _PLACE_IN_SOURCE.sub("", lines[0]) if lines else type(error).__name__

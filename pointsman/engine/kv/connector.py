@@ -156,21 +156,23 @@ class EngineConnector:
     ) -> tuple[int | None, bool]:
         """`num_external_tokens` for KV in groups of layers. `has` [groups, blocks]: whether the pool has a block."""
         size, start = self._pool.block_size, num_local_tokens // self._pool.block_size
-        num_here = 0 if self.tier is None else self._num_blocks(request, has, self.tier.has) - start
+        num_here = 0 if self.tier is None else self._num_reusable_blocks(request, has, self.tier.has) - start
         num_stored = 0
         if self._reads is not None and start + num_here < has.shape[1]:
-            num_stored = self._num_blocks(request, has, self._reads.folder.has) - start
+            num_stored = self._num_reusable_blocks(request, has, self._reads.folder.has) - start
         return max(num_here, num_stored, 0) * size, num_stored > max(num_here, 0)
 
-    def _num_blocks(self, request: Request, has: npt.NDArray[np.bool_], is_there: Callable[[bytes], bool]) -> int:
-        """Maximum number of leading blocks that a request need not compute, with blocks that the pool `has` and blocks
-        that `is_there` finds by name."""
-        found = has.copy()
-        for group, place in zip(*(where.tolist() for where in (~has).nonzero()), strict=True):
-            found[group, place] = is_there(self._name(request, group, place))
+    def _num_reusable_blocks(
+        self, request: Request, in_pool: npt.NDArray[np.bool_], is_outside: Callable[[bytes], bool]
+    ) -> int:
+        """Maximum number of leading blocks that a request need not compute, with blocks that are `in_pool` and blocks
+        that `is_outside` finds by name."""
+        found = in_pool.copy()
+        for group, place in zip(*(where.tolist() for where in (~in_pool).nonzero()), strict=True):
+            found[group, place] = is_outside(self._block_name(request, group, place))
         return self._attended.num_reusable(found)
 
-    def _name(self, request: Request, group: int, place: int) -> bytes:
+    def _block_name(self, request: Request, group: int, place: int) -> bytes:
         return block_name(block_keys(request, self._pool.block_size)[place], group, self._num_groups)
 
     def request_ended(
@@ -182,7 +184,7 @@ class EngineConnector:
         folder, size = self._writes.folder, self._pool.block_size
         table = block_ids if block_ids.ndim == 2 else block_ids[None]
         places, groups = (table[:, : num_tokens // size] >= 0).T.nonzero()
-        chain = [self._name(request, *at) for at in zip(groups.tolist(), places.tolist(), strict=True)]
+        chain = [self._block_name(request, *at) for at in zip(groups.tolist(), places.tolist(), strict=True)]
         blocks = zip(chain, table[groups, places].tolist(), strict=True)
         new = [(name, block) for name, block in blocks if not folder.knows(name)]
         if not new:
@@ -215,7 +217,9 @@ class EngineConnector:
     def _prepare(self, output: SchedulerOutput) -> StepTransfers:
         copies, starts = None, list[FileLoad]()
         if self.tier is not None:
-            loads = [SlotLoad(self._keys(one), one.block_ids.tolist()) for one in output.loads if not one.is_async]
+            loads = [
+                SlotLoad(self._loaded_names(one), one.block_ids.tolist()) for one in output.loads if not one.is_async
+            ]
             copies = self.tier.plan([(save.block_id, save.key) for save in output.saves], loads)
             num_saved, num_loaded = len(copies.plan.saves), len(copies.plan.loaded_slots)
             self._count("offloaded", num_saved, num_saved * self._block_bytes)
@@ -263,27 +267,27 @@ class EngineConnector:
 
     def _file_load(self, load: Load) -> FileLoad:
         assert self._reads is not None
-        folder, chain = self._reads.folder, self._chain(load)
+        folder, chain = self._reads.folder, self._used_names(load)
 
         def start(file_load: FileLoad) -> None:
             self._reader.submit(partial(self._read, folder, chain, file_load))
 
         return FileLoad(load, start)
 
-    def _chain(self, load: Load) -> tuple[bytes, ...]:
+    def _used_names(self, load: Load) -> tuple[bytes, ...]:
         """The names of the blocks that a load marks as used now. With one group of layers: the request's blocks from
         the first to the last loaded block; otherwise the loaded blocks."""
         size = self._pool.block_size
         if self._num_groups == 1:
             return block_keys(load.request, size)[: load.first_token // size + len(load.block_ids)]
-        return self._keys(load)
+        return self._loaded_names(load)
 
-    def _keys(self, load: Load) -> tuple[bytes, ...]:
+    def _loaded_names(self, load: Load) -> tuple[bytes, ...]:
         """The names of the blocks that a load reads."""
         if self._num_groups == 1:
-            return self._chain(load)[-len(load.block_ids) :]
+            return self._used_names(load)[-len(load.block_ids) :]
         at = zip(load.block_groups.tolist(), load.block_places.tolist(), strict=True)
-        return tuple([self._name(load.request, group, place) for group, place in at])
+        return tuple([self._block_name(load.request, group, place) for group, place in at])
 
     # ------------------------------------------------------------------ finished transfers
 
@@ -349,7 +353,7 @@ class EngineConnector:
             torch.cuda.synchronize(self._pool.device)
         self._count("loaded", num_loaded, num_loaded * self._block_bytes)
         self._counters.num_unloaded_blocks += len(keys) - num_loaded
-        self._end(load.transfer_id, self._num_tokens(load, num_loaded))
+        self._note_end(load.transfer_id, self._num_tokens(load, num_loaded))
 
     def _num_tokens(self, load: Load, num_loaded: int) -> int:
         """Number of leading tokens of a load whose blocks, in every group, are among the first `num_loaded` blocks of
@@ -379,9 +383,9 @@ class EngineConnector:
             logger.exception("KV could not be written to %s", folder.path)
         self._count("stored", num_written, num_bytes)
         self._counters.num_unstored_blocks += len(blocks) - num_done
-        self._end(transfer_id, 0)
+        self._note_end(transfer_id, 0)
 
-    def _end(self, transfer_id: int, num_tokens: int) -> None:
+    def _note_end(self, transfer_id: int, num_tokens: int) -> None:
         self._ended.put((transfer_id, num_tokens))
         if self.notify is not None:
             self.notify()

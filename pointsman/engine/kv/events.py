@@ -109,7 +109,7 @@ class KVEventsConfig:
         return config if config is not None and config.is_on else None
 
 
-def _bound_form(endpoint: str) -> str:
+def _address_to_bind(endpoint: str) -> str:
     """The address with the same port on all interfaces, which the publisher would bind."""
     return f"tcp://*:{endpoint.rpartition(':')[2]}"
 
@@ -142,7 +142,7 @@ class KVEventsPublisher:
         self._queue: queue.Queue[tuple[int, list[Any]] | None] = queue.Queue(config.max_queue_size)
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
         self._context = zmq.Context()
-        self._publish_socket, self._replay_socket = self._open(config)
+        self._publish_socket, self._replay_socket = self._open_sockets(config)
         self.endpoint: str = self._publish_socket.getsockopt_string(zmq.LAST_ENDPOINT)
         """The address at which messages are published; a port * is replaced by the actual port."""
         replay = self._replay_socket
@@ -170,7 +170,7 @@ class KVEventsPublisher:
                 logger.warning("KV events: the last messages are lost, because the queue stayed full")
             self._thread.join(timeout)
 
-    def _open(self, config: KVEventsConfig) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes] | None]:
+    def _open_sockets(self, config: KVEventsConfig) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes] | None]:
         import zmq
 
         try:
@@ -186,7 +186,7 @@ class KVEventsPublisher:
                     "kv_events_config: the publisher connects to %s, because it has no *; routers connect, too, and "
                     "then get nothing: for them, give an address that is bound, like %s",
                     config.endpoint,
-                    _bound_form(config.endpoint),
+                    _address_to_bind(config.endpoint),
                 )
             if config.replay_endpoint is None:
                 return out, None

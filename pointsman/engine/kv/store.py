@@ -110,7 +110,7 @@ class BlockFolder:
             BadBlock: the file cannot be read, or its content is not valid.
         """
         try:
-            return self._checked(key, read_regular(self.path_of(key), self._max_bytes))
+            return self._parse(key, read_regular(self.path_of(key), self._max_bytes))
         except FileNotFoundError:
             self._known.discard(key)
             raise
@@ -121,7 +121,7 @@ class BlockFolder:
             self._known.discard(key)
             raise
 
-    def _checked(self, key: bytes, data: bytes) -> dict[str, Tensor]:
+    def _parse(self, key: bytes, data: bytes) -> dict[str, Tensor]:
         try:
             tensors = safetensors.torch.load(data)  # also checks the header
             header: Any = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
@@ -204,7 +204,7 @@ class KVStore:
         self._pool = pool
         self._max_bytes = max_bytes
         self._folder: BlockFolder | None = self._find_folder()
-        self._num_bytes = 0 if max_bytes is None else sum(size for _, size, _ in self._files())
+        self._num_bytes = 0 if max_bytes is None else sum(size for _, size, _ in self._list_files())
 
     @property
     def folder(self) -> BlockFolder:
@@ -232,7 +232,7 @@ class KVStore:
         self._num_bytes += num_bytes
         if self._max_bytes is None or self._num_bytes <= self._max_bytes:
             return
-        files = sorted(self._files())
+        files = sorted(self._list_files())
         total = sum(size for _, size, _ in files)
         for _, size, path in files:
             if total <= self._max_bytes * KEPT_SHARE:
@@ -245,7 +245,7 @@ class KVStore:
             total -= size
         self._num_bytes = total
 
-    def _files(self) -> list[tuple[int, int, Path]]:
+    def _list_files(self) -> list[tuple[int, int, Path]]:
         """Time of last use (ns), size (bytes) and path of each finished file; removes unfinished files of dead
         processes."""
         found = []

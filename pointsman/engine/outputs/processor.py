@@ -164,9 +164,9 @@ class OutputProcessor:
         """
         live = self._live
         if execution.embeddings:
-            self._take_embeddings(output, execution)
+            self._keep_embeddings(output, execution)
         if execution.logprobs or execution.prompt_logprobs:
-            self._take_logprobs(output, update, execution)
+            self._keep_logprobs(output, update, execution)
         for request in update.finished:
             live[request].mode = CAREFUL
         if len(update.token_ids) > len(update.counts) or (update.counts > 1).any():
@@ -193,7 +193,7 @@ class OutputProcessor:
                 elif mode == SPACED:
                     if len(token_ids) - transcript.num_reported >= transcript.stream_interval:
                         outputs.append(self._make_output(transcript))
-                elif mode == CAREFUL and (one := self._advance(transcript, now, stops)) is not None:
+                elif mode == CAREFUL and (one := self._process_newest(transcript, now, stops)) is not None:
                     outputs.append(one)
             except Exception as error:  # from the tokenizer, a foreign library
                 outputs.append(self._fail(transcript, error, now, stops))
@@ -209,11 +209,11 @@ class OutputProcessor:
         for request, count in zip(output.requests, update.counts.tolist(), strict=True):
             run = token_ids[start : start + count]
             start += count
-            if run and (one := self._take_run(self._live[request], run, now, stops)) is not None:
+            if run and (one := self._process_run(self._live[request], run, now, stops)) is not None:
                 outputs.append(one)
         return outputs + self._finish_without_token(update, now), stops
 
-    def _take_run(
+    def _process_run(
         self, transcript: Transcript, run: list[int], now: float, stops: list[StopFound]
     ) -> RequestOutput | None:
         """Append the tokens of one row one by one, up to a stop string, and make one output with them."""
@@ -226,7 +226,7 @@ class OutputProcessor:
                     if transcript.detokenizer.stop_reason is not None:
                         return self._stop(transcript, now, stops, num_reported)
             transcript.token_ids.append(run[-1])
-            return self._advance(transcript, now, stops, num_reported)
+            return self._process_newest(transcript, now, stops, num_reported)
         except Exception as error:  # from the tokenizer, a foreign library
             return self._fail(transcript, error, now, stops, num_reported)
 
@@ -280,7 +280,7 @@ class OutputProcessor:
 
     # ------------------------------------------------------------------------------------------- single requests
 
-    def _advance(
+    def _process_newest(
         self, transcript: Transcript, now: float, stops: list[StopFound], num_reported: int | None = None
     ) -> RequestOutput | None:
         """Handle the newest token in the slow path. `num_reported` tokens were in earlier outputs; None: all but the
@@ -375,14 +375,14 @@ class OutputProcessor:
         start = num_reported if params.output_kind is RequestOutputKind.DELTA else 0
         return RequestOutput(transcript, start, len(transcript.token_ids), finished=True)
 
-    def _take_embeddings(self, output: SchedulerOutput, execution: StepExecution) -> None:
+    def _keep_embeddings(self, output: SchedulerOutput, execution: StepExecution) -> None:
         for row, vector in execution.embeddings.items():
             transcript = self._live.get(output.requests[row])
             if transcript is not None:
                 transcript.embedding = vector
                 self._count_prompt(transcript)
 
-    def _take_logprobs(self, output: SchedulerOutput, update: StepUpdate, execution: StepExecution) -> None:
+    def _keep_logprobs(self, output: SchedulerOutput, update: StepUpdate, execution: StepExecution) -> None:
         for row, entries in execution.logprobs.items():
             for entry in entries[: update.counts[row]]:
                 self._live[output.requests[row]].add_logprobs(entry)

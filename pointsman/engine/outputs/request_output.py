@@ -285,12 +285,12 @@ class Transcript:
             return pieces
         if self.has_hidden_end and start < end == len(self.token_ids):
             pieces[-1] = self.decoder.name(self.token_ids[-1])
-        first = self._pass_unshown(end)
+        first = self._find_first_shown(end)
         if start <= first < end and isinstance(pieces[first - start], bytes) and self._begins_text():
             pieces[first - start] = self.decoder.first_token_bytes(self.token_ids[first])
         return pieces
 
-    def _pass_unshown(self, end: int) -> int:
+    def _find_first_shown(self, end: int) -> int:
         """Index of the first generated token that is in the text, at most `end`. Each token is checked only once,
         because the text may leave out many tokens."""
         index = self._num_unshown

@@ -158,17 +158,17 @@ class _Preparation:
             return schema
         if not isinstance(schema, Mapping):
             raise ValueError(
-                f"the JSON schema has {_shown(schema)} where a schema belongs, at {_written(path)}; correct it"
+                f"the JSON schema has {_shown(schema)} where a schema belongs, at {_path_text(path)}; correct it"
             )
         if depth > MAX_DEPTH:
             raise ValueError(
-                f"the JSON schema is nested more than {MAX_DEPTH} levels deep, at {_written(path)}; flatten it"
+                f"the JSON schema is nested more than {MAX_DEPTH} levels deep, at {_path_text(path)}; flatten it"
             )
         if not schema:
             return {}
         problem = _problem(schema)
         if problem:
-            raise ValueError(f"the JSON schema cannot be enforced at {_written(path)}: {problem}")
+            raise ValueError(f"the JSON schema cannot be enforced at {_path_text(path)}: {problem}")
 
         def within(one: Any, steps: tuple[str | int, ...]) -> Any:
             place = path
@@ -251,7 +251,7 @@ class _Preparation:
                 target = target[int(name)]
             else:
                 raise ValueError(
-                    f"the JSON schema cannot be enforced at {_written(path)}: $ref is {_shown(reference)}, "
+                    f"the JSON schema cannot be enforced at {_path_text(path)}: $ref is {_shown(reference)}, "
                     "and there is nothing in this place; describe it there"
                 )
         return target
@@ -421,7 +421,7 @@ def _types(schema: Mapping[str, Any]) -> list[Any]:
     return [] if types is None else list(types) if isinstance(types, list) else [types]
 
 
-def _written(path: _Path) -> str:
+def _path_text(path: _Path) -> str:
     """A path as text on one line, cut to 100 characters."""
     steps: list[str] = []
     while path is not None:

@@ -74,16 +74,16 @@ class StructuredOutputsParams:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         way = given[0]
         if way == "choice":
-            object.__setattr__(self, "choice", _choices(self.choice))
+            object.__setattr__(self, "choice", _checked_choices(self.choice))
         kind: Literal["json", "regex", "ebnf"] = "json" if way.startswith("json") else "ebnf"
-        text = self._text(way)
+        text = self._grammar_text(way)
         if way == "regex":
             kind = "regex"
         _check_text(way, text)
         any_whitespace = kind != "json" or not self.disable_any_whitespace
         object.__setattr__(self, "spec", GrammarSpec(kind, text, any_whitespace))
 
-    def _text(self, way: str) -> str:
+    def _grammar_text(self, way: str) -> str:
         if way == "json":
             return _schema_text(self.json)
         if way == "json_object":
@@ -128,7 +128,7 @@ def _dumped(value: object) -> str:
         raise ValueError("json is nested too deeply; flatten the schema") from None
 
 
-def _choices(choices: object) -> tuple[str, ...]:
+def _checked_choices(choices: object) -> tuple[str, ...]:
     if isinstance(choices, str) or not isinstance(choices, Sequence):
         raise ValueError(f"choice is {_shown(choices)}; it must be a list of texts")
     if not 1 <= len(choices) <= MAX_CHOICES:

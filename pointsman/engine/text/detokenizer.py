@@ -110,11 +110,11 @@ class TextDecoder:
             stream = ByteStream(self._bytes_of, skipped, self.unfinished)
         elif self._is_known:
             byte_of = self._fallback_byte if self._falls_back else None
-            stream = WindowStream(self._decode_raw, skipped, byte_of, self.unfinished, self._neutral)
+            stream = WindowStream(self._decode_raw, skipped, byte_of, self.unfinished, self._neutral_tokens)
         else:
             stream = CautiousWindowStream(self._decode_raw, skipped)
         if is_verbatim:
-            stream.begin_behind(self._neutral())
+            stream.begin_behind(self._neutral_tokens())
         elif self._cleans_up:
             return CleanUpStream(stream, self._tokenizer.clean_up_tokenization, self._decode_raw, skipped)
         return stream
@@ -237,7 +237,7 @@ class TextDecoder:
             place += len(piece)
         return pieces
 
-    def _neutral(self) -> list[int]:
+    def _neutral_tokens(self) -> list[int]:
         """A token whose text is letters, in a list; [] if there is none. Tokens after it are not at the beginning of a
         text."""
         if self._neutral_ids is None:
@@ -353,7 +353,7 @@ class Detokenizer:
         if text and (self._buffer or self._floor or not self._initials.isdisjoint(text)):
             text = self._take(text)
         if self.stop_reason is None and (pending := self._stream.pending()):
-            text += self._peek(pending)
+            text += self._search_pending(pending)
         return text
 
     def finish(self) -> str:
@@ -373,7 +373,7 @@ class Detokenizer:
     def _take(self, piece: str) -> str:
         """Append `piece` to the buffer and search the buffer; return the text that cannot be part of a stop string."""
         text = self._buffer + piece
-        if (last := self._stop_in(text)) is not None:
+        if (last := self._end_at_stop(text)) is not None:
             return last
         keep = self._start_of_candidate(text)
         release = len(text) if self._include_stop else keep
@@ -383,23 +383,23 @@ class Detokenizer:
         self._floor = max(0, self._floor - keep)
         return released
 
-    def _peek(self, pending: str) -> str:
+    def _search_pending(self, pending: str) -> str:
         """Search the buffer followed by `pending`; if a stop string is found, return the last text to release,
         otherwise ""."""
-        return self._stop_in(self._buffer + pending) or ""
+        return self._end_at_stop(self._buffer + pending) or ""
 
-    def _stop_in(self, text: str) -> str | None:
+    def _end_at_stop(self, text: str) -> str | None:
         """End the text at a stop string in `text`, and return the text still to be released; None: there is no stop
         string."""
         if self._num_tokens <= self._min_tokens:
             self._floor = len(text)
-        elif (found := self._find(text)) is not None:
+        elif (found := self._find_stop(text)) is not None:
             start, end, self.stop_reason = found
             self._buffer = ""
             return text[self._num_released : end if self._include_stop else start]
         return None
 
-    def _find(self, text: str) -> tuple[int, int, str] | None:
+    def _find_stop(self, text: str) -> tuple[int, int, str] | None:
         """Find the occurrence of a stop string that ends first: (start, end, stop string); None: there is none."""
         best: tuple[int, int, str] | None = None
         for one in self._stop:

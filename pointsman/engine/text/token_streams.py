@@ -236,7 +236,7 @@ class CautiousWindowStream:
         new = text[self._num_released : end]
         self._num_released = max(self._num_released, end)
         if is_settled:
-            self._slide()
+            self._move_context()
         return new
 
     def flush(self) -> str:
@@ -245,7 +245,7 @@ class CautiousWindowStream:
     def pending(self) -> str:
         return ""  # `feed` releases all text, except a replacement character at the end
 
-    def _slide(self) -> None:
+    def _move_context(self) -> None:
         window = self._context + self._held
         self._held = []
         self._context = window[-SLOW_CONTEXT:]
