@@ -104,7 +104,7 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "pointsman":
-            raise  # our own mistake; no installation repairs it
+            raise  # a mistake within this package, which no installation repairs
         raise ModuleNotFoundError(
             f"pointsman.engine.{name} needs {error.name}; install it with: pip install 'pointsman[engine]'",
             name=error.name,

@@ -14,4 +14,4 @@ UInt64Array: TypeAlias = npt.NDArray[np.uint64]
 Float32Array: TypeAlias = npt.NDArray[np.float32]
 Float64Array: TypeAlias = npt.NDArray[np.float64]
 IntegerArray: TypeAlias = npt.NDArray[np.integer[Any]]
-"""Integers of any width."""
+"""An array of integers of any width."""

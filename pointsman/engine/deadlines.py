@@ -1,4 +1,4 @@
-"""Deadlines: a heap that finds overdue requests without looking at the others."""
+"""Deadlines: a heap that finds overdue requests without looking at all requests."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ if TYPE_CHECKING:
     from pointsman.core import Request
 
 MIN_ENTRIES = 64
-"""Minimum number of entries at which entries of finished requests are removed."""
+"""Number of heap entries below which entries of finished requests are not removed."""
 
 
 class Deadlines:
-    """The deadlines of one engine's requests, in seconds on its clock: a heap.
+    """A heap of the deadlines of one engine's requests, in seconds on the engine's clock.
 
-    Requests that finish in time stay in the heap. Their entries are removed when they are due, or when they may be more
-    than half of all entries. So a deadline in an hour does not keep a request's prompt in memory for an hour.
+    The entry of a request that finishes in time stays in the heap until its deadline, or until such entries may be more
+    than half of the heap. So a deadline in an hour does not keep a request's prompt in memory for an hour.
     """
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Request]] = []
-        self._tie_breaks = count()  # requests have no order
+        self._tie_breaks = count()  # requests cannot be compared
         self._prune_at = MIN_ENTRIES
 
     def add(self, request: Request, deadline: float) -> None:

@@ -1,4 +1,4 @@
-"""Copies between the host and the model's device: arrays to it before a step, the step's results back.
+"""Copies arrays to the model's device before a step, and the step's results back to the host.
 
 A copy to a GPU does not make the host wait if its source is pinned memory. Arrays are copied together, in one buffer,
 because each copy costs the host some microseconds. Their offsets in the buffer depend on their sizes alone. So arrays
@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-_ALIGNED = 16  # bytes; kernels may assume this alignment
+_ALIGNED = 16  # alignment of each array, in bytes, which kernels may assume
 _TYPES = {
     np.dtype(np.uint8): torch.uint8,
     np.dtype(np.int32): torch.int32,
@@ -28,15 +28,15 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 
 
 def to_device(arrays: Arrays, device: torch.device, into: Tensor | None = None) -> dict[str, Tensor]:
-    """The arrays on the device, after one copy that the host does not wait for.
+    """Copy host arrays to the device in one copy that the host does not wait for; return name -> tensor.
 
     Args:
-        into: [bytes] uint8 on the device, the target of the copy; the results are views of it. None: new memory.
+        into: buffer on the device for the copy, [bytes] uint8; the returned tensors are views of it. None: new memory.
 
     Raises:
         ValueError: `into` is too small.
     """
-    places, size = _places(arrays)
+    places, size = _offsets(arrays)
     if into is not None and len(into) < size:
         raise ValueError(f"the arrays of a step take {size} bytes and the buffer has {len(into)}")
     is_cuda = device.type == "cuda"
@@ -57,12 +57,12 @@ def to_device(arrays: Arrays, device: torch.device, into: Tensor | None = None) 
 
 
 def size_on_device(arrays: Arrays) -> int:
-    """Bytes that `to_device` takes for arrays of these sizes."""
-    return _places(arrays)[1]
+    """Size, in bytes, of the buffer that `to_device` needs for arrays of these shapes and types."""
+    return _offsets(arrays)[1]
 
 
-def _places(arrays: Arrays) -> tuple[dict[str, int], int]:
-    """The offset of each array, and the total size, in bytes."""
+def _offsets(arrays: Arrays) -> tuple[dict[str, int], int]:
+    """Compute name -> offset of each array in the buffer, and the buffer's size, in bytes."""
     places: dict[str, int] = {}
     size = 0
     for name, array in arrays.items():
@@ -72,10 +72,10 @@ def _places(arrays: Arrays) -> tuple[dict[str, int], int]:
 
 
 class FromDevice:
-    """Tensors that are being copied to the host; the device continues meanwhile.
+    """A copy of tensors to the host that is in progress; the device continues meanwhile.
 
     Args:
-        tensors: small ones, of one device; later writes to them are not seen.
+        tensors: small tensors by name, all on one device; later writes to them do not change the copy.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -91,7 +91,7 @@ class FromDevice:
         self._event.record()
 
     def wait(self) -> dict[str, npt.NDArray[Any]]:
-        """The arrays, once the device has computed them."""
+        """Wait until the device has computed and copied the tensors; return name -> array."""
         if self._event is not None:
             self._event.synchronize()
             self._event = None

@@ -78,9 +78,9 @@ logger = logging.getLogger(__name__)
 
 SMALLER_STEPS = "lower max_num_batched_tokens or max_num_seqs, or free the device of other programs"
 SMALLER_POOL = "lower gpu_memory_utilization, kv_cache_bytes or num_blocks, to leave more memory beside the KV pool"
-"""The remedies in errors where a device runs out of memory: before the pool is made, and after."""
+"""Remedies in out-of-memory errors: `SMALLER_STEPS` before the KV pool is made, `SMALLER_POOL` afterwards."""
 PATIENCE = 0.1
-"""Seconds that a step without runnable requests waits for a grammar or for KV, before it is an empty step."""
+"""Maximum seconds for which a step without runnable requests waits for a grammar or for KV; then an empty step runs."""
 
 
 class Engine:
@@ -89,48 +89,51 @@ class Engine:
     Args:
         model: a directory in the Hugging Face format, a GGUF file, the name of a small model ("demo", "smollm2"),
             OWNER/NAME on a hub (`sources/find.py`), or a model that is loaded already.
-        revision: of a hub name: a branch, a tag or a commit; None: main.
-        download_dir: of a hub name: the cache to download to; None: that of huggingface_hub.
-        num_blocks: KV blocks; or `kv_cache_bytes`, a budget that they must fit. With neither, a default, which is
-            logged; on a GPU the memory that `gpu_memory_utilization` leaves.
-        gpu_memory_utilization: share of a GPU's memory that the engine may take in all, above 0 and at most 1: weights,
-            the largest step, which is run once to measure it, and the KV pool (`memory.py`). None: 0.9. Not on a CPU.
-        dtype: "float32", "bfloat16", on a GPU also "float16", of weights and KV; "auto": bfloat16 on a GPU, float32
-            elsewhere. For a model that is not loaded yet.
+        revision: branch, tag or commit of a model on a hub; None: main.
+        download_dir: cache directory for a model from a hub; None: huggingface_hub's cache.
+        num_blocks: number of KV blocks; None: as many as fit `kv_cache_bytes`. With neither argument the engine chooses
+            the number and logs it; on a GPU the pool takes the memory that `gpu_memory_utilization` leaves.
+        gpu_memory_utilization: share of a GPU's memory that the engine may take, above 0 and at most 1: weights, the
+            largest step (run once to measure it) and the KV pool together (`memory.py`). None: 0.9. Refused on a CPU.
+        dtype: element type of weights and KV: "float32", "bfloat16", or on a GPU "float16"; "auto": bfloat16 on a GPU,
+            float32 on a CPU. Only for a model that is not loaded yet.
         max_model_len: maximum length of a sequence, prompt and output together; None: the model's own maximum.
-        seed: for requests that give none.
+        seed: the engine's seed, from which the seeds of requests without a seed are derived.
         recorder: records every call and decision of the scheduler.
         clock: returns seconds; the core itself never reads a clock.
-        kv_cache_dtype: "float32", "bfloat16", on a GPU also "float16"; "auto": the model's.
+        kv_cache_dtype: element type of the KV pool: "float32", "bfloat16", or on a GPU "float16"; "auto": the model's
+            type.
         device: "cpu", "cuda", "cuda:1", ...; "auto": a GPU if PyTorch sees one. For a model that is not loaded yet.
         enforce_eager: on a GPU, compute decode steps without CUDA graphs, as in vLLM. No effect on a CPU.
-        attention: "torch", "numba" (on a CPU), "triton" (on a GPU), a class of backends, or "auto": the fastest; for a
-            model that is loaded already also a backend object.
-        fuse: whether parts of the model may be replaced by faster ones that compute the same.
-        quantization: "int8" for linear layers in 8 bits: faster, and other outputs; "int4" for those of a GGUF file in
-            its own 4 bits, too (see `model/linear.py`).
-        num_threads: of PyTorch and the kernels; None: see `threads.py`.
+        attention: backend of the paged attention: "torch", "numba" (on a CPU), "triton" (on a GPU), a backend class, or
+            "auto": the fastest backend; for a model that is loaded already also a backend object.
+        fuse: whether modules of the model may be replaced by faster modules with the same results.
+        quantization: "int8" for linear layers in 8 bits: faster, and other outputs; "int4": in addition, 4-bit linear
+            layers of a GGUF file stay in 4 bits (see `model/linear.py`).
+        num_threads: number of threads of PyTorch and the kernels; None: chosen by `threads.py`.
         grammar_timeout: seconds of processor time that compiling the grammar of a request with structured output may
             take; three times as many seconds may pass.
         kv_offload_bytes: host memory for KV that the pool evicts, see `kv/offload.py`; None: none.
-        kv_store: a directory in which KV is kept for other engines and for later, see `kv/store.py`; None: nowhere.
+        kv_store: directory in which KV is kept for other engines and later runs, see `kv/store.py`; None: no KV store.
         kv_store_role: "producer": computed KV is written to the store; "consumer": KV found there is not computed;
             "both".
-        kv_store_bytes: maximum size of the files there; None: no limit but the disk's.
-        kv_events_config: where to publish changes of the prefix cache, see `kv/events.py`; None: nowhere.
+        kv_store_bytes: maximum total size of the files in the KV store; None: limited by the disk only.
+        kv_events_config: where to publish changes of the prefix cache, see `kv/events.py`; None: they are not
+            published.
         disable_hybrid_kv_cache_manager: True: layers with a sliding window keep the KV of the whole context, like other
             layers; False: they keep the KV of their window only, see `kv/layout.py`; None: the layout that takes less
             memory.
-        stream_interval: tokens from one output of a request to the next; the first token and the last output are
-            reported at once.
-        prompt_lookup_min, prompt_lookup_max: with `num_draft_tokens`: the minimum and the maximum number of its newest
-            tokens that must occur earlier in a request for drafts to be taken from there (`drafts/prompt_lookup.py`);
-            None: 2 and 5.
-        speculative_config: the same three in vLLM's form, instead of them, see `params/engine_args.py`.
-        watchdog_seconds: a request without progress for so many seconds is reported in the log (`watchdog.py`); 0:
+        stream_interval: number of tokens from one output of a request to its next output; the first token and the last
+            output are reported without delay.
+        prompt_lookup_min, prompt_lookup_max: minimum and maximum length of the n-gram that is looked up: the request's
+            newest tokens, which must occur earlier in the request to get drafts (`drafts/prompt_lookup.py`). Only with
+            `num_draft_tokens`; None: 2 and 5.
+        speculative_config: `num_draft_tokens` and the two arguments above in vLLM's form, instead of these three; see
+            `params/engine_args.py`.
+        watchdog_seconds: seconds without progress after which a request is reported in the log (`watchdog.py`); 0:
             never.
-        scheduler_knobs: fields of `SchedulerConfig`; `params/engine_args.py` has the engine's own defaults, and the
-            fields that it cannot use.
+        scheduler_knobs: fields of `SchedulerConfig`. `params/engine_args.py` lists the engine's own defaults and the
+            fields that an engine refuses.
 
     Raises:
         ModelLoadError, UnsupportedModel: the model cannot be read, or cannot be run correctly.
@@ -194,7 +197,7 @@ class Engine:
             revision=revision,
             download_dir=download_dir,
         )
-        place = self.loaded.model.device  # with its index
+        place = self.loaded.model.device  # the device with its index, such as "cuda:0"
         use_device(place)
         set_num_threads(num_threads, self.loaded.num_parameters)
         keep_freed_pages()
@@ -269,7 +272,7 @@ class Engine:
             limits=GrammarLimits(timeout=grammar_timeout),
         )
         self.on_ready: Callable[[Request], None] | None = None
-        """Called with every request that was parked for its grammar, once the grammar is ready."""
+        """Listener that is called with every request that was parked for its grammar, once the grammar is ready."""
         self.deadlines = Deadlines()
         self.pausing = Pausing(self.scheduler, clock, self._abort_all)
         self.steps = StepLoop(
@@ -297,12 +300,13 @@ class Engine:
 
     @property
     def last_output(self) -> SchedulerOutput | None:
-        """The last step's decisions, for displays."""
+        """The scheduler's output for the newest scheduled step, for displays; None before the first step."""
         return self.steps.last_output
 
     @property
     def on_output(self) -> Callable[[RequestOutput], None] | None:
-        """A listener that is called with every output as soon as it exists; `step` and `finish_steps` then return none.
+        """Listener that is called with every output as soon as it exists; `step` and `finish_steps` then return no
+        outputs.
 
         Forwards to `OutputProcessor.on_output`, which the step loop uses too.
         """
@@ -318,7 +322,8 @@ class Engine:
 
     @property
     def default_sampling_params(self) -> SamplingParams:
-        """The parameters of a request without any: those that the model's generation_config.json recommends."""
+        """The sampling parameters of a request that gives none: the values that the model's generation_config.json
+        recommends."""
         return SamplingParams(**self.loaded.generation_defaults)
 
     # ---------------------------------------------------------------------------------------------- requests
@@ -341,33 +346,35 @@ class Engine:
         more_input: bool = False,
         resumed: Resumed | None = None,
     ) -> Request:
-        """Queue a request; if its grammar is not compiled yet, park the request until it is.
+        """Queue a request. A request whose grammar is not compiled yet is parked until the grammar is ready.
 
         Args:
-            request_id: text, unique among unfinished requests; may be used again after the step that follows its
-                finish.
+            request_id: text, unique among unfinished requests; may be used again after the step that follows the
+                request's finish.
             prompt: text, or token ids.
-            params: None: `default_sampling_params`; a `PoolingParams`: the output has an embedding and no tokens.
-            arrival_time: seconds on the engine's clock; None: now.
-            priority: smaller is more urgent; read under order "priority".
+            params: sampling parameters, or `PoolingParams`: the output then has an embedding and no tokens. None:
+                `default_sampling_params`.
+            arrival_time: time of arrival, in seconds on the engine's clock; None: now.
+            priority: urgency; a smaller number is more urgent. Read under order "priority".
             tenant: the owner of the request; read by orders that are fair to tenants.
-            ttft_target: target for the time to the first token, in seconds from its arrival; read by orders that use
-                it. None: the order's own. A missed target does not end the request.
-            retention: seconds for which its prefix should stay cached after it finishes; read by eviction policies that
-                use it. None: the policy's own.
-            cache_salt: only requests with an equal salt share cached prefixes.
+            ttft_target: target for the time to the first token, in seconds from the request's arrival; read by orders
+                that have such targets. None: the order's default. A missed target does not end the request.
+            retention: seconds for which the request's prefix should stay cached after it finishes; read by some
+                eviction policies. None: the policy's default.
+            cache_salt: text that separates prefix caches: only requests with an equal salt share cached prefixes.
             deadline: time on the engine's clock, in seconds, at which the request finishes with finish_reason
                 "deadline", waiting or running; None: never.
-            prompt_text: the prompt that outputs show if it is given as token ids.
-            eager_text: make the text when a step is reported, in the engine's thread, instead of when an output's text
-                is read; for outputs that other threads read.
+            prompt_text: the prompt's text that outputs show if `prompt` is token ids.
+            eager_text: whether the engine's thread makes the text when it reports a step, instead of when an output's
+                text is read; needed for outputs that other threads read.
             more_input: whether later parts of the prompt follow (`extend`); nothing is generated before the last part.
-            resumed: the output that another engine has generated for the request. Generation continues behind it. With
-                the same model, seed and request id the tokens are those that the other engine would have generated.
+            resumed: the output that another engine has generated for the request; generation continues after it. With
+                the same model, seed and request id the new tokens equal those that the other engine would have
+                generated.
 
         Raises:
-            RequestRefused, DuplicateRequest, ValueError: the request can never run, with the reason; other requests are
-                not affected.
+            RequestRefused, DuplicateRequest, ValueError: the request can never run; the message has the reason. Other
+                requests are not affected.
         """
         now = self.clock()
         check_deadline(request_id, deadline)
@@ -415,7 +422,7 @@ class Engine:
         *,
         more_input: bool,
     ) -> IntArray | Sequence[int]:
-        """Check id, prompt and parameters against this model; return the prompt's tokens.
+        """Check a new request's id, prompt and parameters against this model; return the prompt's token ids.
 
         Raises:
             ValueError: this model cannot run the request, or the id is not valid.
@@ -445,9 +452,10 @@ class Engine:
         """Append the next part of the prompt to a request that was added with `more_input`.
 
         Args:
-            prompt: text, which is tokenized separately and without BOS, or token ids; the last part may be empty.
+            prompt: the part: text, which is tokenized separately and without BOS, or token ids; the last part may be
+                empty.
             more_input: whether further parts follow.
-            prompt_text: the text that outputs show for this part if it is given as token ids.
+            prompt_text: the text that outputs show for this part if `prompt` is token ids.
 
         Raises:
             UnknownRequest, InvalidTransition: there is no such request, or its prompt is complete.
@@ -464,7 +472,7 @@ class Engine:
         self.outputs.extend(request, "" if text is None and not len(token_ids) else text)
 
     def tokenize(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The prompt's token ids, with the special tokens (BOS) that the tokenizer adds.
+        """Tokenize a prompt; return its token ids, with the special tokens (BOS) that the tokenizer adds.
 
         Raises:
             ValueError: the model has no tokenizer, or the tokenizer cannot read the prompt.
@@ -480,7 +488,7 @@ class Engine:
         return self._end(request_id, FinishReason.ABORT, self.clock())
 
     def end_overdue(self) -> list[RequestOutput]:
-        """Finish the requests whose deadlines have passed; return their last outputs. Every step does so too."""
+        """Finish the requests whose deadlines have passed; return their last outputs. Every step calls this first."""
         now = self.clock()
         finished = []
         for request in self.deadlines.take_overdue(now):
@@ -491,8 +499,8 @@ class Engine:
         return finished
 
     def take_grammars(self) -> list[RequestOutput]:
-        """Return requests whose grammar has been compiled to their places in the queue. Finish requests whose grammar
-        failed, and return their last outputs. Every step does so too.
+        """Move parked requests whose grammar has been compiled back to the queue. Finish requests whose grammar failed,
+        and return their last outputs. Every step calls this.
         """
         now = self.clock()
         finished = []
@@ -514,8 +522,8 @@ class Engine:
         return finished
 
     def take_transfers(self) -> list[RequestOutput]:
-        """Return requests whose KV has been loaded to their places in the queue. Finish requests whose KV cannot be
-        loaded or computed, and return their last outputs. Every step does so too.
+        """Move parked requests whose KV has been loaded back to the queue. Finish requests whose KV can neither be
+        loaded nor computed, and return their last outputs. Every step calls this.
         """
         if self.kv_connector is None:
             return []
@@ -555,11 +563,12 @@ class Engine:
         """Stop admitting requests until `resume`, so that weights can be changed.
 
         Args:
-            mode: for unfinished requests, see `pausing.py`.
+            mode: treatment of unfinished requests: "abort", "wait" or "keep", see `pausing.py`.
             clear_cache: whether KV of the old weights is dropped, see `pausing.py`.
 
         Returns:
-            A future, done when nothing will be computed until `resume`: at once, or after further steps.
+            A future that is done when nothing will be computed until `resume`: already on return, or after further
+            steps.
 
         Raises:
             ValueError: there is no such mode.
@@ -567,7 +576,7 @@ class Engine:
         return self.pausing.pause(mode, clear_cache=clear_cache)
 
     def resume(self) -> None:
-        """Continue after a pause; without a pause nothing happens."""
+        """End a pause: continue suspended requests and admit waiting ones. No effect without a pause."""
         self.pausing.resume()
 
     @property
@@ -584,16 +593,17 @@ class Engine:
     # -------------------------------------------------------------------------------------------------- steps
 
     def step(self) -> list[RequestOutput]:
-        """Execute a step, and update the scheduler with its result. With several steps in flight the update may be that
-        of the step before; see `step_loop.py`.
+        """Execute a step, and update the scheduler with its result. With several steps in flight this may be the update
+        for the preceding step instead; see `step_loop.py`.
 
         Returns:
-            Outputs of the requests that got a token or finished meanwhile, in order; a request may have two.
+            Outputs of the requests that got a token or finished since the last call, in order; a request may have two
+            outputs.
 
         Raises:
-            EngineStepError: the model failed; the failure is its cause. The scheduler is as it was before the step, so
-                the next call tries again, and returns the outputs of earlier steps. The same holds for a
-                KeyboardInterrupt before the update.
+            EngineStepError: the model failed; the failure is the error's `__cause__`. The scheduler is in its state
+                before the step, so the next call retries the step, and returns the outputs of earlier steps. The same
+                holds for a KeyboardInterrupt before the update.
         """
         if self.grammars.num_waiting and not self.has_runnable_requests():
             self.grammars.wait(PATIENCE)
@@ -604,10 +614,10 @@ class Engine:
         return self.outputs.take_kept()
 
     def finish_steps(self) -> list[RequestOutput]:
-        """Execute, update and report every step in flight, and schedule no further one.
+        """Execute, update and report every step in flight, and schedule no further step; return the outputs.
 
         Raises:
-            EngineStepError: as for `step`.
+            EngineStepError: the model failed, see `step`.
         """
         self.steps.finish()
         return self.outputs.take_kept()
@@ -621,8 +631,8 @@ class Engine:
             self.kv_events.close()
 
     def _before_schedule(self) -> None:
-        """Finish overdue requests, and return requests to the queue whose grammar or KV is ready."""
-        self._keep(self.end_overdue())  # first, so that overdue requests cost nothing
+        """Finish overdue requests, and move parked requests whose grammar or KV is ready back to the queue."""
+        self._keep(self.end_overdue())  # first, so that no work is done for overdue requests
         if self.grammars.num_waiting:
             self._keep(self.take_grammars())
         if self.kv_connector is not None:
@@ -631,6 +641,6 @@ class Engine:
             self.watchdog.tick()
 
     def _keep(self, outputs: list[RequestOutput]) -> None:
-        """Keep outputs for the next `step` to return, unless `on_output` has got them."""
+        """Keep outputs for the next `step` to return, unless there is an `on_output`, which has got them already."""
         if self.on_output is None:
             self.outputs.hand_out(outputs)

@@ -1,4 +1,5 @@
-"""The exceptions of the engine, beside the scheduler's own. Each message is one line: value, limit, remedy."""
+"""The engine's exceptions, in addition to those in `pointsman.core.errors`. Each message is one line: value, limit,
+remedy."""
 
 from __future__ import annotations
 
@@ -9,47 +10,48 @@ NOTHING_LEFT = (
 )
 """The `finish_detail` of a request whose own parameters forbid every token."""
 GRAMMAR_TOO_SLOW = "the grammar took"
-"""How the `finish_detail` of a request begins if its grammar costs too much."""
+"""Beginning of the `finish_detail` of a request whose grammar takes too much processor time."""
 NO_COMPILER = "grammars cannot be compiled now: "
-"""How every message of a `GrammarUnavailableError` begins."""
+"""Beginning of every message of a `GrammarUnavailableError`."""
 TOO_MANY_GRAMMARS = "too many grammars"
-"""How every message of a `GrammarQueueFullError` begins."""
+"""Beginning of every message of a `GrammarQueueFullError`."""
 
 
 class ModelLoadError(PointsmanError, ValueError):
-    """A model directory that cannot be read: absent, incomplete or corrupt."""
+    """A model directory or GGUF file cannot be read, because it is absent, incomplete or corrupt."""
 
 
 class UnsupportedModel(ModelLoadError):
-    """A model that could be read but that the paged attention path would not compute correctly."""
+    """A model can be read, but the engine's paged attention would not compute it correctly."""
 
 
 class EngineStepError(PointsmanError, RuntimeError):
-    """A step failed on the host. The scheduler is as it was before the step, so the engine may step again."""
+    """A step failed. The scheduler is in its state before the step, so the engine may step again."""
 
 
 class EngineDeadError(PointsmanError, RuntimeError):
     """The engine's thread has stopped, because a step failed for good or because it was shut down.
 
-    Its `__cause__` is the failure, or None after a shutdown.
+    The `__cause__` of this error is the failure, or None after a shutdown.
     """
 
 
 class EngineStalledError(PointsmanError, RuntimeError):
-    """The engine's process is alive, but does not read its messages or gives no sign of life."""
+    """The engine's process is alive, but does not read its messages, or a step in it has reported no progress for too
+    long."""
 
 
 class GrammarError(PointsmanError, ValueError):
-    """A grammar that cannot be compiled or used: malformed, beyond a limit, or not for this model. Only the requests
-    that use it fail."""
+    """A grammar cannot be compiled or used: it is malformed, exceeds a limit, or does not suit the model. Only the
+    requests that use the grammar fail."""
 
 
 class GrammarQueueFullError(GrammarError):
-    """Too many other grammars wait to be compiled. The same request may succeed later."""
+    """Too many grammars wait to be compiled. The refused request may succeed later."""
 
 
 class GrammarUnavailableError(GrammarError):
-    """The process that compiles grammars does not answer or cannot be started, even after a restart. The same request
+    """The process that compiles grammars does not answer or cannot be started, even after a restart. A failed request
     may succeed later."""
 
 
@@ -61,7 +63,7 @@ def row_failure(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message that says something, at most 200 characters.
+    """The first informative line of an error's message, at most 200 characters.
 
     A line that ends with a colon or a comma is joined with the next one.
     """

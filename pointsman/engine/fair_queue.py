@@ -1,4 +1,5 @@
-"""Shares a stage before the scheduler, such as tokenizing, among tenants: capacity per tenant, and a fair queue.
+"""Shares a stage before the scheduler, such as tokenizing, among tenants: limits each tenant's part of the stage's
+capacity, and serves tenants fairly.
 
     capacity = SharedCapacity(1024)
     capacity.take("a", 3)              # raises CapacityError if it exceeds the tenant's share, and takes nothing
@@ -25,17 +26,18 @@ from typing import Generic, TypeVar
 ItemT = TypeVar("ItemT")
 
 SHARE = 3
-"""Multiple of the free capacity that one tenant may hold: three quarters of the capacity if it is alone."""
+"""Maximum capacity that one tenant may hold, as a multiple of the free capacity: three quarters of the whole if the
+tenant is alone."""
 
 _MIN_KEPT = 64
-"""Number of tenants that are kept, even if all are idle."""
+"""Number of tenants up to which idle tenants are not forgotten."""
 _MAX_KEPT = 4096
-"""Maximum number of idle tenants that are kept because they were served more than others. If there are more, their
-names are probably made up."""
+"""Maximum number of idle tenants that are kept because they were served more than other tenants. If more have been,
+clients probably make up tenant names."""
 
 
 class CapacityError(Exception):
-    """The amount exceeds the free capacity or the tenant's share; nothing was taken.
+    """An amount exceeds the free capacity or the tenant's share; the tenant takes nothing.
 
     Attributes:
         held: amount that the tenant holds.
@@ -50,16 +52,16 @@ class CapacityError(Exception):
 
 
 class SharedCapacity:
-    """The capacity of a stage, in any unit, and the amount that each tenant holds.
+    """Counts the used capacity of a stage, in any unit, and limits the amount that each tenant holds.
 
     A tenant may hold up to `SHARE` times the free capacity: the dynamic threshold of Choudhury and Hahne, "Dynamic
-    Queue Length Thresholds for Shared-Memory Packet Switches" (IEEE/ACM Transactions on Networking 6(2), 1998). So one
-    tenant alone gets three quarters, and a second one always gets some; the more tenants are busy, the less each may
-    hold.
+    Queue Length Thresholds for Shared-Memory Packet Switches" (IEEE/ACM Transactions on Networking 6(2), 1998). So a
+    single tenant may hold three quarters of the capacity, and a second tenant always finds free capacity; the more
+    tenants are busy, the less each may hold.
 
     Args:
         size: the whole capacity.
-        is_shared: False: there is only one tenant, which may hold everything.
+        is_shared: whether there may be several tenants; False: there is only one, which may hold the whole capacity.
     """
 
     def __init__(self, size: int, *, is_shared: bool = True) -> None:
@@ -68,15 +70,16 @@ class SharedCapacity:
         self.total = 0
         """Amount that all tenants hold."""
         self.held: dict[str, int] = {}
-        """Amount of each tenant that holds any."""
+        """Tenant -> amount that it holds, without tenants that hold nothing."""
 
     def take(self, tenant: str, amount: int, own: int = 0) -> None:
-        """Hold more. A tenant that holds nothing, or only parts of the same item, may take the whole free capacity.
+        """Let a tenant hold a further amount. A tenant that holds nothing, or only earlier parts of the same item, may
+        take the whole free capacity.
 
         Args:
-            tenant: the tenant that takes it.
+            tenant: the tenant that takes the amount.
             amount: the amount to add.
-            own: amount of the same item that the tenant already holds, if an item comes in parts.
+            own: amount that the tenant holds for earlier parts of the same item.
 
         Raises:
             CapacityError: the amount exceeds the free capacity or the tenant's share.
@@ -89,7 +92,7 @@ class SharedCapacity:
         self.total += amount
 
     def give_back(self, tenant: str, amount: int) -> None:
-        """Free an amount that the tenant holds."""
+        """Free an amount that a tenant holds."""
         self.total -= amount
         self.held[tenant] -= amount
         if not self.held[tenant]:
@@ -98,26 +101,26 @@ class SharedCapacity:
 
 @dataclass(slots=True, eq=False)
 class QueuedItem(Generic[ItemT]):
-    """An item that waits in the queue, or that was taken and has not ended."""
+    """An item of the queue, waiting or taken and not ended, with its tenant and cost."""
 
     tenant: str
     item: ItemT
     cost: float
     number: int
-    """Number in the order of `put`."""
+    """Position of the item in the order of `put` calls."""
 
 
 class _Tenant(Generic[ItemT]):
-    """A tenant's queue."""
+    """One tenant's waiting items, and its virtual time."""
 
     __slots__ = ("num_out", "queue", "start")
 
     def __init__(self) -> None:
         self.start = 0.0
-        """Virtual start time of the first item in the queue; with an empty queue, the earliest start of the next
-        item."""
+        """Virtual start time of the tenant's first waiting item; with an empty queue, the earliest start time of its
+        next item."""
         self.num_out = 0
-        """Number of items that were taken and have not ended."""
+        """Number of the tenant's items that were taken and have not ended."""
         self.queue: OrderedDict[QueuedItem[ItemT], None] = OrderedDict()
 
 
@@ -125,9 +128,9 @@ class FairQueue(Generic[ItemT]):
     """A fair queue of items of several tenants. The next item belongs to the tenant that has been served least; items
     of one tenant are served in order.
 
-    This is start-time fair queuing (Goyal, Vin and Cheng, SIGCOMM 1996). An item starts at the virtual time at which
-    its tenant's previous item ends, but not before the start of the last taken item, so that idle tenants save up no
-    credit. The item with the earliest start is next. With n tenants, each method takes O(log n) on average.
+    This is start-time fair queuing (Goyal, Vin and Cheng, SIGCOMM 1996). An item's virtual start is the virtual end of
+    its tenant's previous item, but not before the virtual start of the last taken item, so that idle tenants save up no
+    credit. The item with the earliest virtual start is next. With n tenants, each method takes O(log n) on average.
 
     Args:
         max_out: maximum number of items of one tenant that are out (taken and not ended); None: any number. If it is
@@ -145,17 +148,17 @@ class FairQueue(Generic[ItemT]):
         self._offers: list[tuple[float, int, str]] = []
 
     def __len__(self) -> int:
-        """Number of waiting items."""
+        """Number of waiting items of all tenants."""
         return self._len
 
     def put(self, tenant: str, item: ItemT, cost: float = 1.0, *, continues: bool = False) -> QueuedItem[ItemT]:
-        """Add an item; returns the entry for `remove`, which `take` will return.
+        """Add an item; return its entry, which `remove` needs and `take` will return.
 
         Args:
             tenant: the owner of the item.
             item: any object.
-            cost: the amount of work, above 0, in any unit.
-            continues: whether it continues an earlier item, and so comes before the tenant's other items.
+            cost: amount of work of the item, above 0, in any unit.
+            continues: whether the item continues an earlier item, and so precedes the tenant's other waiting items.
         """
         own = self._tenants.get(tenant)
         if own is None:
@@ -173,7 +176,7 @@ class FairQueue(Generic[ItemT]):
         return entry
 
     def remove(self, entry: QueuedItem[ItemT]) -> None:
-        """Remove a waiting item; later items of the tenant move up. Nothing happens if the item was taken."""
+        """Remove a waiting item; later items of its tenant move up. No effect if the item was already taken."""
         own = self._tenants.get(entry.tenant)
         if own is None or entry not in own.queue:
             return
@@ -204,12 +207,12 @@ class FairQueue(Generic[ItemT]):
         return None
 
     def drop(self, entry: QueuedItem[ItemT]) -> None:
-        """End an item that was taken but is no longer needed; it costs the tenant nothing."""
+        """End an item that was taken but is no longer needed; its cost is not charged to the tenant."""
         self._tenants[entry.tenant].start -= entry.cost
         self.end(entry)
 
     def end(self, entry: QueuedItem[ItemT]) -> None:
-        """End an item that was taken."""
+        """Note that the work on a taken item has ended."""
         own = self._tenants[entry.tenant]
         own.num_out -= 1
         self._num_out -= 1
@@ -222,7 +225,8 @@ class FairQueue(Generic[ItemT]):
             self._prune()
 
     def _offer_of(self, own: _Tenant[ItemT]) -> tuple[float, int, str] | None:
-        """The current heap entry of a tenant's first item; None: no item waits, or none may be taken now."""
+        """The current heap entry of a tenant's first waiting item; None: no item waits, or the tenant has `max_out`
+        items out."""
         if not own.queue or (self._max_out is not None and own.num_out >= self._max_out):
             return None
         first = next(iter(own.queue))
@@ -238,7 +242,8 @@ class FairQueue(Generic[ItemT]):
             heapify(self._offers)
 
     def _prune(self) -> None:
-        """Forget idle tenants that are not ahead of others, or all idle tenants if they are very many."""
+        """Forget idle tenants, except those that were served more than others; if these are very many, forget them
+        too."""
         busy = {tenant: own for tenant, own in self._tenants.items() if own.queue or own.num_out}
         ahead = {tenant: own for tenant, own in self._tenants.items() if own.start > self._now}
         self._tenants = busy if len(ahead) > _MAX_KEPT else {**busy, **ahead}

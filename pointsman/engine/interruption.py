@@ -11,7 +11,7 @@ between steps, when the engine's state is consistent:
 
 Only the first Ctrl-C is noted: a second one interrupts the step.
 
-While a model is found and loaded there are no steps; `ended_by_signals` is for that time.
+`ended_by_signals` is for the time before the first step, while a model is found and loaded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from typing import Any
 
 
 class Interruption:
-    """A noted Ctrl-C, and the handler that it would have called. A plain flag: a handler must not wait for a lock."""
+    """Whether Ctrl-C was pressed, and the original signal handler. A plain flag, because a signal handler must not wait
+    for a lock."""
 
     __slots__ = ("_handler", "requested")
 
@@ -35,22 +36,22 @@ class Interruption:
         self.requested = False
 
     def obey(self) -> None:
-        """Call the original handler if a signal was noted.
+        """Call the original handler if Ctrl-C was noted since the last call.
 
         Raises:
             KeyboardInterrupt: by default; the original handler may raise something else.
         """
         if self.requested:
             self.requested = False
-            self._call(signal.SIGINT, None)
+            self._call_handler(signal.SIGINT, None)
 
     def note(self, signal_number: int, frame: FrameType | None) -> None:
-        """The signal handler that replaces the original one."""
+        """Note Ctrl-C; a second one calls the original handler. This method replaces the original handler."""
         if self.requested:
-            self._call(signal_number, frame)
+            self._call_handler(signal_number, frame)
         self.requested = True
 
-    def _call(self, signal_number: int, frame: FrameType | None) -> None:
+    def _call_handler(self, signal_number: int, frame: FrameType | None) -> None:
         if callable(self._handler):
             self._handler(signal_number, frame)
         elif self._handler != signal.SIG_IGN:
@@ -59,8 +60,8 @@ class Interruption:
 
 @contextmanager
 def noted_interrupts() -> Iterator[Interruption]:
-    """Note the first Ctrl-C within the block. Nothing changes in a thread that gets no signals, or under a handler that
-    was not installed from Python and so could not be restored.
+    """Note the first Ctrl-C within the block, instead of raising KeyboardInterrupt. No effect in a thread that gets no
+    signals, or if the current handler was not installed from Python and so could not be restored.
     """
     previous = signal.getsignal(signal.SIGINT)
     interruption = Interruption(previous)
@@ -76,10 +77,11 @@ def noted_interrupts() -> Iterator[Interruption]:
 
 @contextmanager
 def ended_by_signals(codes: Mapping[signal.Signals, int]) -> Iterator[None]:
-    """Within the block signals raise SystemExit, so that a download removes its incomplete file. For the main thread.
+    """Let signals raise SystemExit within the block, so that a download removes its incomplete file. Only the main
+    thread may use this.
 
     Args:
-        codes: the exit code for each signal.
+        codes: signal -> exit code.
     """
 
     def leave(number: int, frame: FrameType | None) -> None:

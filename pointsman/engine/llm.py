@@ -28,22 +28,23 @@ from pointsman.engine.stats import DEFAULT_INTERVAL, StatsLogger
 from pointsman.engine.text.tokenizer import render_chat
 
 Prompt: TypeAlias = str | Mapping[str, Any]
-"""Text, or {"prompt": text}, or {"prompt_token_ids": [...]} (with both, the tokens are run and the text is shown); a
-mapping may also have a "cache_salt"."""
+"""A prompt: text, or {"prompt": text}, or {"prompt_token_ids": [...]}. With both keys, the tokens are computed and the
+text is only shown. A mapping may also have a "cache_salt"."""
 
 Conversation: TypeAlias = Sequence[Mapping[str, Any]]
-"""Messages in order, each {"role": ..., "content": ...} and other keys that the chat template reads."""
+"""The messages of one conversation, in order. Each is a mapping with "role", "content" and any other keys that the chat
+template reads."""
 
 
 class LLM:
-    """Offline inference.
+    """Completes lists of prompts offline, in the caller's thread.
 
     Args:
         model: a directory in the Hugging Face format, a GGUF file, the name of a small model ("demo", "smollm2"),
             OWNER/NAME on a hub, or a model that is loaded already.
-        log_stats_interval: seconds between lines of statistics in the log (`stats.py`) while no progress bar is
-            shown; None: no lines.
-        **knobs: as for `Engine`.
+        log_stats_interval: seconds between two log lines with statistics (`stats.py`) while no progress bar is shown;
+            None: no such lines.
+        **knobs: arguments of `Engine`.
 
     Raises:
         ModelLoadError, ConfigError, ValueError: see `Engine`.
@@ -65,7 +66,8 @@ class LLM:
         return self.engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The parameters that `generate` and `chat` use by default, from the model's generation_config.json."""
+        """The sampling parameters that `generate` and `chat` use by default, from the model's
+        generation_config.json."""
         return self.engine.default_sampling_params
 
     def generate(
@@ -78,8 +80,8 @@ class LLM:
 
         Args:
             prompts: one or many.
-            sampling_params: one for all, or one per prompt; None: `get_default_sampling_params`. `output_kind` is
-                ignored.
+            sampling_params: parameters for all prompts, or a list with one entry per prompt; None:
+                `get_default_sampling_params`. Their `output_kind` is ignored.
             use_tqdm: whether to show progress on stderr.
 
         Returns:
@@ -89,7 +91,7 @@ class LLM:
             ValueError: a prompt can never run, or the numbers of prompts and parameters differ; nothing has run.
             EngineStepError: the model failed; no request remains in the engine.
             RuntimeError: the engine is paused.
-            KeyboardInterrupt: Ctrl-C, after the step in progress; no request remains in the engine.
+            KeyboardInterrupt: Ctrl-C was pressed; raised after the step in progress. No request remains in the engine.
         """
         try:
             many: list[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
@@ -107,7 +109,7 @@ class LLM:
             except BaseException:
                 self._abort_all(ids)
                 raise
-        interruption.obey()  # if it came after the last step
+        interruption.obey()  # Ctrl-C after the last step
         return [finished[request_id] for request_id in ids]
 
     def embed(
@@ -122,7 +124,8 @@ class LLM:
 
         Args:
             prompts: one or many.
-            pooling: "last": the hidden state of a prompt's last token; "mean": the mean over all of them.
+            pooling: "last": the vector is the hidden state of the prompt's last token; "mean": the mean of the hidden
+                states of all its tokens.
             use_tqdm: whether to show progress on stderr.
             normalize: whether vectors are scaled to length 1.
 
@@ -130,13 +133,13 @@ class LLM:
             One output per prompt, in the order of the prompts; the vector is `output.outputs.embedding`.
 
         Raises:
-            As `generate`; RuntimeError: also if a vector of the model is not finite.
+            The exceptions of `generate`; RuntimeError: also if the model returns a vector that is not finite.
         """
         params: Any = PoolingParams(pooling, normalize)
         return [EmbeddingRequestOutput.of(output) for output in self.generate(prompts, params, use_tqdm)]
 
     def _run(self, num_requests: int, use_tqdm: bool, interruption: Interruption) -> dict[str, RequestOutput]:
-        """Step until every request has finished; return their last outputs, by request id."""
+        """Step until every request has finished; return request id -> last output of the request."""
         interval = None if use_tqdm else self._log_stats_interval  # a log line would break the progress bar
         statistics = StatsLogger(self.engine, interval) if interval is not None else None
         finished: dict[str, RequestOutput] = {}
@@ -168,15 +171,15 @@ class LLM:
         """Complete conversations: the chat template turns each into a prompt, and `generate` completes it.
 
         Args:
-            messages: one conversation or many.
+            messages: one conversation, or a list of conversations.
             sampling_params: as for `generate`.
             use_tqdm: whether to show progress on stderr.
-            chat_template: a Jinja template in place of the tokenizer's own.
-            add_generation_prompt: end the prompt with the header of the assistant's next message.
-            continue_final_message: leave the last message open, so that the model continues it; then there is no
-                generation prompt.
+            chat_template: a Jinja template that replaces the tokenizer's chat template; None: the tokenizer's.
+            add_generation_prompt: whether the prompt ends with the header of the assistant's next message.
+            continue_final_message: whether the last message stays open, so that the model continues it; then the prompt
+                has no header of a next message.
             tools: descriptions of functions, for templates that show them to the model.
-            chat_template_kwargs: other variables that the template reads.
+            chat_template_kwargs: further variables for the template.
 
         Returns:
             One finished output per conversation; its `prompt` is the text that the template made.
@@ -210,7 +213,8 @@ class LLM:
     def _add_all(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams | PoolingParams], interruption: Interruption
     ) -> list[str]:
-        """Add every prompt; if one is refused, abort the others."""
+        """Add a request for every prompt; if one is refused, abort the requests added before. Returns the request
+        ids."""
         ids: list[str] = []
         kind = RequestOutputKind.FINAL_ONLY
         distinct = {id(one): one for one in params}
@@ -221,7 +225,7 @@ class LLM:
         try:
             for prompt, one in zip(prompts, params, strict=True):
                 ids.append(str(next(self._ids)))
-                content, text, cache_salt = _content(prompt)
+                content, text, cache_salt = _parse_prompt(prompt)
                 self.engine.add_request(ids[-1], content, final[id(one)], cache_salt=cache_salt, prompt_text=text)
                 interruption.obey()
         except BaseException as error:
@@ -250,8 +254,9 @@ def _params_per_prompt(
     return params
 
 
-def _content(prompt: Prompt) -> tuple[str | Sequence[int], str | None, str | None]:
-    """The prompt to run, its text if there is one, and the cache salt."""
+def _parse_prompt(prompt: Prompt) -> tuple[str | Sequence[int], str | None, str | None]:
+    """Returns the prompt's text or token ids to compute, the prompt's text to show (None: not given) and its cache
+    salt."""
     if isinstance(prompt, str):
         return prompt, prompt, None
     if not isinstance(prompt, Mapping):

@@ -21,26 +21,28 @@ from functools import cache
 from pathlib import Path
 
 SPINS = "5000"
-"""Iterations of the loop in which GNU's OpenMP waits before it sleeps, about a tenth of a millisecond."""
+"""Number of iterations for which an idle thread of GNU's OpenMP spins before it sleeps, about a tenth of a
+millisecond."""
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 ENVIRONMENT = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
 LARGEST_IN_HEAP = 32 << 20
-"""Bytes; the largest threshold that the C library accepts."""
+"""Maximum size, in bytes, of allocations that come from the heap: the largest threshold that the C library accepts."""
 KEPT_AT_THE_TOP = 1 << 30
-"""Free bytes at the end of a heap above which they are returned to the system."""
+"""Number of free bytes at the end of a heap above which the C library returns them to the system."""
 CGROUP = Path("/sys/fs/cgroup")
 GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
-"""Device files of NVIDIA's driver, of the same within WSL, and of AMD's driver; PyTorch calls all these GPUs "cuda"."""
+"""Device files of NVIDIA's driver, of NVIDIA's driver within WSL, and of AMD's driver; PyTorch calls all these GPUs
+"cuda"."""
 SECONDS_TO_COUNT = 120.0
-"""Time for a child process to import PyTorch and count GPUs."""
+"""Maximum seconds for a child process to import PyTorch and count GPUs."""
 
 
 def wait_briefly() -> None:
-    """Let idle threads spin for about the time between two operators, and then sleep.
+    """Let OpenMP's idle threads spin for about the time between two operators, and then sleep.
 
-    By default they spin for milliseconds, which on a machine with other work costs a factor of twenty. Threads that
-    sleep at once have to be woken for every operator, which costs a quarter of the speed of a small model. The user's
-    own setting is kept. Call this before PyTorch is imported; child processes inherit it.
+    By default they spin for milliseconds, which makes steps twenty times slower on a machine with other work. Threads
+    that sleep without spinning have to be woken for every operator, which costs a quarter of the speed of a small
+    model. A setting by the user is kept. Call this before PyTorch is imported; child processes inherit the setting.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
@@ -49,14 +51,15 @@ def wait_briefly() -> None:
 
 @cache
 def keep_freed_pages(*, one_heap: bool = False) -> bool:
-    """Keep freed memory in the heap of this process. False: the C library is not glibc, or the user has set this.
+    """Keep freed memory in the heap of this process. Returns False, without an effect, if the C library is not glibc or
+    the user has set its thresholds.
 
     Args:
-        one_heap: let all threads share one heap; set it before they first allocate. A thread's own heap consists of
-            pieces of 64 MiB, and an empty piece is always returned to the system. Sharing costs nothing where few
-            threads allocate, and seldom.
+        one_heap: whether all threads share one heap; call this before they first allocate. A thread's own heap consists
+            of pieces of 64 MiB, and an empty piece is always returned to the system. Sharing costs nothing where few
+            threads allocate, and only seldom.
     """
-    mallopt = _of_the_c_library("mallopt")
+    mallopt = _c_function("mallopt")
     if mallopt is None or any(name in os.environ for name in ENVIRONMENT):
         return False
     if one_heap:
@@ -65,13 +68,13 @@ def keep_freed_pages(*, one_heap: bool = False) -> bool:
 
 
 def give_back_freed_pages() -> None:
-    """Return free memory of the heap to the system, before an idle time; takes milliseconds."""
-    trim = _of_the_c_library("malloc_trim")
+    """Return free memory of the heap to the system, before an idle time. The call takes milliseconds."""
+    trim = _c_function("malloc_trim")
     if trim is not None:
         trim(0)
 
 
-def _of_the_c_library(name: str) -> Callable[..., int] | None:
+def _c_function(name: str) -> Callable[..., int] | None:
     try:
         return getattr(ctypes.CDLL(None), name)  # type: ignore[no-any-return]
     except (OSError, AttributeError, TypeError):  # not glibc, or Windows, where a library must be named
@@ -79,14 +82,14 @@ def _of_the_c_library(name: str) -> Callable[..., int] | None:
 
 
 def own_cores() -> list[int]:
-    """The processors that this process may run on, in ascending order."""
+    """Numbers of the processors that this process may run on, in ascending order."""
     affinity = getattr(os, "sched_getaffinity", None)  # Linux
     return list(range(os.cpu_count() or 1)) if affinity is None else sorted(affinity(0))
 
 
 @cache
 def num_cores() -> int:
-    """Processors that this process may use at a time, at least 1."""
+    """Number of processors that this process may use at the same time, at least 1."""
     return max(1, math.ceil(min(len(own_cores()), cpu_quota(CGROUP))))
 
 
@@ -109,15 +112,16 @@ def cpu_quota(root: Path) -> float:
 
 
 def has_gpu_driver() -> bool:
-    """Whether this machine may have a GPU that PyTorch can use; cheap, and False saves importing PyTorch."""
+    """Whether this machine may have a GPU that PyTorch can use. This check is cheap; if it fails, PyTorch need not be
+    imported."""
     return any(path.exists() for path in GPU_DRIVERS)
 
 
 @cache
 def visible_gpus() -> tuple[str, ...]:
-    """The GPUs that PyTorch sees: "cuda:0", "cuda:1", ... `CUDA_VISIBLE_DEVICES` hides others and sets the order.
+    """The GPUs that PyTorch sees: "cuda:0", "cuda:1", ... `CUDA_VISIBLE_DEVICES` limits them and sets their order.
 
-    A child process counts them, so that the caller need not import PyTorch.
+    A child process counts the GPUs, so that the caller need not import PyTorch.
 
     Raises:
         ValueError: the GPUs cannot be counted.

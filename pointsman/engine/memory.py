@@ -7,8 +7,8 @@
     the rest                          kernels' code, fragmentation; other processes
 
 The peak is measured, not estimated: `measure_peak` runs the largest step once (`model/largest_step.py`). The arithmetic
-reads a device through `DeviceMemory` alone, so it is tested without a GPU. The share is per engine, as in vLLM: two
-engines on one GPU get 0.45 each.
+reads a device through `DeviceMemory` alone, so it is tested without a GPU. `gpu_memory_utilization` is per engine, as
+in vLLM: for two engines on one GPU, give each 0.45.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ GRAPH_SHARE = 0.02
 
 
 class DeviceMemory(Protocol):
-    """Figures of one device, in bytes."""
+    """The memory of one device, and the memory that this process uses there, in bytes."""
 
     @property
     def total(self) -> int:
-        """Memory of the device."""
+        """Whole memory of the device."""
 
     @property
     def free(self) -> int:
-        """Memory that no process has taken from the device."""
+        """Memory of the device that no process has taken."""
 
     @property
     def reserved(self) -> int:
@@ -46,17 +46,17 @@ class DeviceMemory(Protocol):
         """Maximum memory that tensors of this process took at one time since `reset_peak`."""
 
     def reset_peak(self) -> None:
-        """Reset `peak` to the memory that tensors take now."""
+        """Reset `peak` to the memory that tensors of this process take now."""
 
     def release_unused(self) -> None:
-        """Return reserved memory that no tensor uses to the device."""
+        """Return to the device the reserved memory that no tensor uses."""
 
 
 class CudaMemory:
-    """`DeviceMemory` of a CUDA device, by PyTorch's allocator and the driver.
+    """`DeviceMemory` of a CUDA device, read from PyTorch's allocator and the driver.
 
     Args:
-        device: of type "cuda"; without an index, the current one.
+        device: a device of type "cuda"; without an index, the current CUDA device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -92,16 +92,18 @@ def device_memory(device: torch.device) -> DeviceMemory | None:
 
 
 def use_device(device: torch.device) -> None:
-    """Make a GPU the calling thread's current device: Triton and CUDA graphs launch there, wherever tensors are.
+    """Make a GPU the calling thread's current device. Triton and CUDA graphs launch on the current device, not on that
+    of the tensors.
 
-    Each thread has a current device of its own, "cuda:0" at first.
+    Each thread has its own current device, which is "cuda:0" at first.
     """
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
 
 
 def measure_peak(run: Callable[[], object], memory: DeviceMemory) -> int:
-    """Maximum bytes of this process's tensors while `run` runs, earlier tensors included.
+    """Call `run`; return the maximum memory, in bytes, that tensors of this process took meanwhile, including tensors
+    made before.
 
     Afterwards the allocator has released all unused memory.
     """
@@ -117,30 +119,30 @@ def measure_peak(run: Callable[[], object], memory: DeviceMemory) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBudget:
-    """The memory of a GPU that an engine may take, and the part of it for KV. All in bytes."""
+    """The memory of a GPU that an engine may take, and the part for the KV pool; in bytes, except `utilization`."""
 
     total: int
-    """Memory of the device."""
+    """Whole memory of the device."""
     used_by_others: int
-    """Memory taken by other processes, and by the CUDA context and the kernels of this one."""
+    """Memory taken by other processes, and by the CUDA context and the kernels of this process."""
     peak: int
-    """Peak of the largest step, weights included."""
+    """Maximum memory of tensors during the largest step, weights included."""
     utilization: float
-    """`gpu_memory_utilization`."""
+    """Share of the device that the engine may take: `gpu_memory_utilization`."""
     graphs: int = 0
-    """Maximum memory of CUDA graphs."""
+    """Maximum memory that CUDA graphs may take."""
 
     @classmethod
     def measure(
         cls, run: Callable[[], object], memory: DeviceMemory, utilization: float, graphs: int = 0
     ) -> DeviceBudget:
-        """Measure the largest step.
+        """Measure the largest step, and return the budget.
 
         Args:
-            run: runs the largest step.
-            memory: the device's.
-            utilization: share of the device that the engine may take in all, above 0 and at most 1.
-            graphs: bytes that CUDA graphs may take.
+            run: function that runs the largest step.
+            memory: the memory of the GPU.
+            utilization: share of the device's memory that the engine may take, above 0 and at most 1.
+            graphs: maximum memory of CUDA graphs, in bytes.
         """
         peak = measure_peak(run, memory)
         total = memory.total
@@ -148,7 +150,7 @@ class DeviceBudget:
 
     @property
     def kv_bytes(self) -> int:
-        """Memory for the KV pool; negative: the largest step alone exceeds the engine's share."""
+        """Memory for the KV pool, in bytes; negative: the largest step alone exceeds the engine's share."""
         return kv_budget(self.total, self.used_by_others, self.peak + self.graphs, self.utilization)
 
     def __str__(self) -> str:
@@ -160,12 +162,13 @@ class DeviceBudget:
 
 
 def kv_budget(total: int, used_by_others: int, peak: int, utilization: float) -> int:
-    """Bytes that the KV pool may take, from the four figures of a `DeviceBudget`."""
+    """Bytes that the KV pool may take. The arguments are the fields of a `DeviceBudget`, with `graphs` added to
+    `peak`."""
     return min(int(total * utilization), total - used_by_others) - peak
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error, or one of its causes, is that a device ran out of memory."""
+    """Whether the error or any of its causes is PyTorch's out-of-memory error."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, torch.OutOfMemoryError):
         cause = cause.__cause__
@@ -174,12 +177,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def naming_out_of_memory(doing: str, remedy: str, kind: type[Exception] = ValueError) -> Iterator[None]:
-    """Turn an out-of-memory error of the device into an error of one line with the remedy.
+    """Replace an out-of-memory error of the device, raised in the block, by an error of one line with the remedy.
 
     Args:
         doing: the action that needs the memory, such as "loading the model on cuda:0".
         remedy: the settings that the user can change.
-        kind: of the error that is raised.
+        kind: class of the error that is raised.
     """
     try:
         yield

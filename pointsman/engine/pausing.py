@@ -8,7 +8,7 @@
 
 Requests may be added during a pause, and wait. A pause is complete when nothing will be computed until `resume`: no
 step is in flight, and no request runs or all are suspended. Then the weights may be changed. With `clear_cache` all KV
-of the old weights is dropped at that moment, and suspended requests recompute theirs.
+of the old weights is dropped at that moment, and suspended requests recompute their KV.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ PAUSE_CHOICES: tuple[PauseChoice, ...] = get_args(PauseChoice)
 
 
 class ResumedError(RuntimeError):
-    """The engine was resumed before a pause was complete."""
+    """The engine was resumed before a pause was complete, so the caller of `pause` must not change the weights."""
 
 
 class Pausing:
     """The pauses of one engine.
 
     Args:
-        scheduler: the engine's.
-        clock: the engine's, in seconds.
-        abort_all: aborts every request, with outputs for their readers.
+        scheduler: the engine's scheduler.
+        clock: the engine's clock, in seconds.
+        abort_all: function that aborts every request of the engine, and reports their last outputs.
     """
 
     def __init__(self, scheduler: Scheduler, clock: Callable[[], float], abort_all: Callable[[], None]) -> None:
@@ -45,10 +45,11 @@ class Pausing:
         self._abort_all = abort_all
         self._clears_cache = False
         self.waiting: list[Future[None]] = []
-        """Futures of callers, done when the pause is complete."""
+        """Futures that `pause` has returned and that are not done, because the pause is incomplete."""
 
     def pause(self, mode: PauseChoice, *, clear_cache: bool) -> Future[None]:
-        """Pause; the future is done when the pause is complete. A later mode replaces an earlier one, for all callers.
+        """Pause the engine; the returned future is done when the pause is complete. A later call replaces the mode of
+        an earlier one, for all callers.
 
         Raises:
             ValueError: there is no such mode.
@@ -58,7 +59,7 @@ class Pausing:
         self._scheduler.pause(self._clock(), PauseMode.ALL if mode == "keep" else PauseMode.ADMISSIONS)
         self._clears_cache = clear_cache or (self._clears_cache and bool(self.waiting))
         future: Future[None] = Future()
-        future.set_running_or_notify_cancel()  # a caller that gives up waiting must not cancel it for the engine
+        future.set_running_or_notify_cancel()  # a caller that gives up waiting must not cancel the future
         self.waiting.append(future)
         if mode == "abort":
             self._abort_all()
@@ -71,8 +72,8 @@ class Pausing:
         self.fail(ResumedError("the engine was resumed before the pause was complete"))
 
     def settle(self) -> None:
-        """Complete the pause if nothing is left to compute. Called after every step and every finished request while
-        `waiting` is not empty."""
+        """Complete the pause if no step is in flight and no request can run. Called after every step and every finished
+        request while `waiting` is not empty."""
         if not self.waiting or self._scheduler.has_runnable_requests() or self._scheduler.num_steps_in_flight:
             return
         if self._clears_cache:
@@ -83,7 +84,7 @@ class Pausing:
             future.set_result(None)
 
     def fail(self, error: Exception) -> None:
-        """Fail the futures of an incomplete pause."""
+        """Fail the futures of an incomplete pause with an error."""
         waiting, self.waiting = self.waiting, []
         for future in waiting:
             future.set_exception(error)

@@ -1,7 +1,7 @@
-"""Pulse: signs of life of an engine's thread, also within a step, and the time between them.
+"""Pulse: reports signs of life (beats) of an engine's thread, also within a step, and measures the time between beats.
 
-A watcher outside the engine must distinguish a long step from one that hangs. So the thread reports between the layers
-of a model, and announces a long silence, such as the compilation of kernels:
+A watcher outside the engine must distinguish a long step from a step that hangs. So the thread reports a beat between
+the layers of a model, and announces a long time without beats (a silence), such as the compilation of kernels:
 
     pulse.begin()                       the engine's thread, around every step
     beat()                              any code in the step, on the same thread
@@ -19,26 +19,26 @@ from contextvars import ContextVar
 from typing import NamedTuple
 
 SECONDS_BETWEEN_BEATS = 0.5
-"""Minimum time between reported beats."""
+"""Minimum seconds from one reported beat to the next."""
 SECONDS_TO_COMPILE = 600.0
-"""Maximum time to compile a kernel, on a slow machine with other work."""
+"""Maximum seconds to compile a kernel, on a slow machine with other work."""
 
 
 class PulseReading(NamedTuple):
-    """Measurements since the last reading, in seconds."""
+    """A thread's measurements since the reading before, in seconds."""
 
     longest: float
-    """The longest time in a step without a beat, except announced silences."""
+    """The longest time without a beat within a step, except announced silences."""
     mean_step: float | None
-    """Mean time of a step; None: there was no step."""
+    """Mean time of a step; None: no step has ended."""
 
 
 class Pulse:
     """The pulse of one thread.
 
     Args:
-        on_beat: called in the thread, at most every `SECONDS_BETWEEN_BEATS`, with the seconds of an announced silence;
-            0: none is announced. None: nothing is reported.
+        on_beat: called in the thread at a beat, at most every `SECONDS_BETWEEN_BEATS` and at every announced silence,
+            with the seconds of the silence (0: none is announced). None: beats are not reported.
     """
 
     __slots__ = ("_began", "_last", "_longest", "_next_report", "_num_steps", "_on_beat", "_patience", "_step_seconds")
@@ -51,7 +51,7 @@ class Pulse:
         self._num_steps = 0
 
     def install(self) -> None:
-        """Make this the pulse of the calling thread."""
+        """Make this object the pulse of the calling thread, which `beat` finds."""
         _of_this_thread.set(self)
 
     def begin(self) -> None:
@@ -62,21 +62,21 @@ class Pulse:
         """Report a sign of life.
 
         Args:
-            patience: seconds for which the thread may be silent now; 0: no longer than usual.
+            patience: seconds of the silence that this beat announces; 0: it announces none.
         """
-        now = self._note()
+        now = self._measure()
         if self._on_beat is not None and (patience or self._patience or now >= self._next_report):
             self._next_report = now + SECONDS_BETWEEN_BEATS
             self._on_beat(patience)
         self._patience = patience
 
     def end(self) -> None:
-        """Note that the step is over."""
-        self._step_seconds += self._note() - self._began
+        """Note that the step ends."""
+        self._step_seconds += self._measure() - self._began
         self._num_steps += 1
         self._last, self._patience = None, 0.0
 
-    def _note(self) -> float:
+    def _measure(self) -> float:
         now = time.perf_counter()
         if self._last is None:
             return now
@@ -86,7 +86,7 @@ class Pulse:
         return now
 
     def take(self) -> PulseReading:
-        """Return the measurements since the last call, and reset them."""
+        """Return the measurements since the last call of `take`, and reset them."""
         mean = self._step_seconds / self._num_steps if self._num_steps else None
         reading = PulseReading(self._longest, mean)
         self._longest = self._step_seconds = 0.0
@@ -98,6 +98,6 @@ _of_this_thread: ContextVar[Pulse | None] = ContextVar("pointsman-pulse", defaul
 
 
 def beat(patience: float = 0.0) -> None:
-    """`Pulse.beat` of the calling thread, if it has a pulse."""
+    """Report a sign of life of the calling thread, if it has a pulse; `patience` as for `Pulse.beat`."""
     if (pulse := _of_this_thread.get()) is not None:
         pulse.beat(patience)

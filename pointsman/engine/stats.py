@@ -4,9 +4,9 @@
     KV cache usage: 41.7%, Prefix cache hit rate: 63.1%, Preemptions: 0, Scheduler: 31 us/step,
     Prefix cache saved: 3,230 tokens
 
-(one line, here wrapped). Rates, the hit rate, preemptions and savings cover the interval since the line before;
+(one line, here wrapped). Rates, the hit rate, preemptions and saved tokens cover the interval since the line before;
 running, waiting and cache usage are current values. An idle engine logs nothing: its last line covers the interval in
-which its last request finished.
+which the last request finished.
 """
 
 from __future__ import annotations
@@ -28,33 +28,35 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DEFAULT_INTERVAL = 10.0
-"""Seconds from one line to the next."""
+"""Default seconds from one log line to the next."""
 
 SHORT_RUN = 1.0
-"""Runs of fewer seconds log no line at their end: their rates mean little, and scripts make many such runs."""
+"""Seconds below which a run logs no line at its end: rates of short runs mean little, and scripts make many short
+runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """An engine's totals and state at one moment. The difference of two readings describes an interval."""
+    """An engine's totals and state at one moment. The difference between two objects describes an interval."""
 
     time: float
-    """Seconds, on the reader's clock."""
+    """Time of the reading, in seconds on the reader's clock."""
     counters: EngineCounters
-    """Tokens, steps and time, since the engine was made."""
+    """Totals of tokens, steps and times since the engine was made."""
     scheduler: SchedulerStats
     num_stalled: int = 0
-    """Requests without progress; see `watchdog.py`."""
+    """Number of requests without progress at the watchdog's last check; see `watchdog.py`."""
     has_external_kv: bool = False
-    """Whether KV is kept outside the pool; see `kv/connector.py`."""
+    """Whether the engine keeps KV outside the pool; see `kv/connector.py`."""
     num_grammar_restarts: int = 0
-    """Restarts of the process that compiles grammars; see `grammar/process.py`."""
+    """Number of restarts of the process that compiles grammars; see `grammar/process.py`."""
     recording: RecordingState | None = None
-    """State of the recording; None: nothing is recorded."""
+    """State of the recording of the scheduler's calls; None: nothing is recorded."""
 
 
 def read_stats(engine: Engine, now: float) -> EngineStats:
-    """Read the engine's state at `now`, in seconds. Only the thread that owns the engine may call this."""
+    """Read an engine's totals and state. `now` is the time of the reading, in seconds. Only the thread that owns the
+    engine may call this."""
     num_stalled = engine.watchdog.num_stalled if engine.watchdog is not None else 0
     return EngineStats(
         now,
@@ -101,7 +103,8 @@ def stats_line(before: EngineStats, after: EngineStats) -> str:
 
 
 def _external_hit_rate(before: EngineStats, after: EngineStats) -> list[str]:
-    """The hit rate of KV outside the pool, for tokens that the prefix cache did not have; empty without such KV."""
+    """The part of the log line with the hit rate of KV outside the pool, for tokens that the prefix cache did not have;
+    [] if the engine keeps no such KV."""
     if not after.has_external_kv:
         return []
     queries = after.counters.num_external_queries - before.counters.num_external_queries
@@ -110,12 +113,13 @@ def _external_hit_rate(before: EngineStats, after: EngineStats) -> list[str]:
 
 
 class StatsLogger:
-    """Logs a line when one is due. The loop that steps the engine calls `tick` between steps; usually it only compares.
+    """Logs a line with statistics every `interval` seconds. The loop that steps the engine calls `tick` between steps;
+    usually `tick` only compares times.
 
     Args:
-        engine: the one to report.
-        interval: seconds between lines.
-        clock: seconds of real time; may differ from the engine's clock.
+        engine: the engine to report.
+        interval: seconds between two lines.
+        clock: returns real time in seconds; may differ from the engine's clock.
         emit: called with each line; None: this module's logger, at level INFO.
 
     Raises:
@@ -140,12 +144,14 @@ class StatsLogger:
         self._started = self._before.time
 
     def tick(self) -> bool:
-        """Log a line if one is due and there was activity since the last; return whether it was logged."""
+        """Log a line if one is due and the engine was not idle since the last line; return whether a line was
+        logged."""
         now = self._clock()
         return now - self._before.time >= self._interval and self._log(now)
 
     def flush(self) -> bool:
-        """Log a line for the time since the last one, even if it is not due; for an engine that stops."""
+        """Log a line for the time since the last line, even if none is due; return whether a line was logged. For an
+        engine that stops."""
         now = self._clock()
         return now > self._before.time and self._log(now)
 
@@ -154,14 +160,14 @@ class StatsLogger:
         return self._clock() - self._started >= SHORT_RUN and self.flush()
 
     def wait(self) -> float | None:
-        """Seconds until the next line is due if the engine now stays idle; None: no line is due."""
+        """Seconds until the next line is due if the engine stays idle from now on; None: no line will be due."""
         if self._engine.counters.num_steps == self._before.counters.num_steps:
             return None
         return max(0.0, self._before.time + self._interval - self._clock())
 
     def _log(self, now: float) -> bool:
         after = read_stats(self._engine, now)
-        before, self._before = self._before, after  # also if nothing is logged: the next interval has no idle time
+        before, self._before = self._before, after  # also without a line: intervals have no idle time
         stuck = after.scheduler.num_running or after.scheduler.num_waiting or after.scheduler.num_parked
         if after.counters.num_steps == before.counters.num_steps and not stuck:
             return False

@@ -7,10 +7,11 @@
     report     tokens become outputs, for callers
 
 With one step in flight these parts follow each other. With more (`max_steps_in_flight`), the thread that executes a
-step uses the time in which other threads, or a GPU, compute for it. It updates and reports the step before, schedules
-and prepares the next one, and launches that on the GPU: one part at each moment that the step offers (`Meanwhile`). So
-all Python code stays in one thread; two threads would contend for Python's lock when it costs most. A step that takes
-too little time to offer such a moment is updated and reported at its end, as with one step in flight.
+step uses the time in which other threads, or a GPU, compute the step. It updates and reports the preceding step,
+schedules and prepares the next step, and launches the next step on the GPU: one part at each moment that the executing
+step offers (`Meanwhile`). So all Python code stays in one thread; two threads would contend for Python's lock when that
+costs most. A step that takes too little time to offer such a moment is updated and reported at its end, as with one
+step in flight.
 """
 
 from __future__ import annotations
@@ -59,9 +60,9 @@ class StepLoop:
         proposer: proposes drafts for the next steps; None: there are none.
         kv_events: publishes changes of the prefix cache; None: nothing is published.
         pausing: completes a pause after the last step.
-        before_schedule: finishes overdue requests, and returns parked requests to the queue that are ready.
-        clock: the engine's, in seconds.
-        counters: the engine's; steps, tokens and times are added to them.
+        before_schedule: finishes overdue requests, and moves parked requests that are ready back to the queue.
+        clock: the engine's clock, in seconds.
+        counters: the engine's counters, to which this loop adds steps, tokens and times.
     """
 
     def __init__(
@@ -86,39 +87,40 @@ class StepLoop:
         self._clock = clock
         self._counters = counters
         self.proposer = proposer
-        """Proposes drafts for the next steps; None: there are none."""
+        """Source of drafts for the next steps; None: there are no drafts."""
         self.last_output: SchedulerOutput | None = None
-        """The last step's decisions, for displays."""
+        """The scheduler's output for the newest scheduled step, for displays; None before the first step."""
         self.on_report: Callable[[SchedulerOutput], None] | None = None
-        """Called with the scheduler's output of every step after the step's outputs were reported."""
+        """Listener that is called with the scheduler's output of every step after the step's outputs were reported."""
         self._max_in_flight = scheduler.config.max_steps_in_flight
         self._steps: deque[_Step] = deque()
-        """Steps that were not executed yet; the oldest one may be executing."""
+        """Steps that are scheduled and not executed; the oldest of them may be executing."""
         self._executed: tuple[SchedulerOutput, StepExecution] | None = None
-        """The step before those, if it was executed and not updated yet."""
+        """The step before `_steps`, if it was executed and the scheduler was not updated with its result yet."""
         self._updated: _Updated | None = None
-        """The step before that one, if it was updated and not reported yet."""
+        """The step before `_executed`, if the scheduler was updated with its result and its outputs were not reported
+        yet."""
         self._may_schedule = True
-        """Whether further steps are scheduled."""
+        """Whether further steps may be scheduled; False during `finish`."""
         self._part: Callable[[], object] | None = None
-        """The next part of another step to do while a step is executed; None: there is none."""
+        """The next part of another step to run while a step is executed; None: there is no such part."""
         self._part_error: BaseException | None = None
         self._other_seconds = 0.0
-        """Seconds of the current call of `run` that were spent on other parts than prepare and run."""
+        """Seconds of the current call of `run` in parts other than prepare and run."""
 
     def __len__(self) -> int:
-        """Number of steps in flight: scheduled, and not updated."""
+        """Number of steps in flight: scheduled, while the scheduler was not updated with their results."""
         return len(self._steps) + (self._executed is not None)
 
     def run(self) -> SchedulerOutput:
-        """Execute one step: the oldest in flight, or a new one if none is in flight.
+        """Execute one step: the oldest step in flight, or a new step if none is in flight.
 
         If further steps are in flight at the end of the call, the next call updates and reports this step while it
-        executes the next one. Otherwise this call does.
+        executes the next step. Otherwise this call updates and reports it.
 
         Raises:
-            EngineStepError: the model failed. This step and all later ones are void: the scheduler is as it was before
-                this step, and the next call schedules again. Earlier steps were reported.
+            EngineStepError: the model failed. This step and all later steps are void: the scheduler is in its state
+                before this step, and the next call schedules again. Earlier steps were reported.
         """
         started, self._other_seconds = time.perf_counter(), 0.0
         try:
@@ -138,10 +140,10 @@ class StepLoop:
         return step.output
 
     def finish(self) -> None:
-        """Execute, update and report every step in flight, and schedule no further one.
+        """Execute, update and report every step in flight, and schedule no further step.
 
         Raises:
-            EngineStepError: see `run`.
+            EngineStepError: the model failed, see `run`.
         """
         self._may_schedule = False
         try:
@@ -151,7 +153,7 @@ class StepLoop:
             self._may_schedule = True
 
     def void(self) -> None:
-        """Void every step in flight: the scheduler returns to its state before the oldest one."""
+        """Void every step in flight: the scheduler returns to its state before the oldest of them."""
         self._steps.clear()
         self._executed = None
         self._runner.loaded.context.end()
@@ -160,26 +162,26 @@ class StepLoop:
             self._runner.connector.void(void)
         if void:
             self._scheduler.fail(void[0], self._clock())
-        if self._updated is not None:  # the scheduler has its tokens, so it stays
+        if self._updated is not None:  # the scheduler has this step's tokens, so the step is not void
             self._report_updated()
 
     def void_if_broken_off(self) -> None:
-        """Void every step in flight if an exception ended an earlier call between the scheduler's decision and its
-        record here."""
+        """Void every step in flight if an exception ended an earlier call after the scheduler's `schedule` and before
+        this object recorded its output."""
         if len(self) != self._scheduler.num_steps_in_flight:
             self.void()
 
     # ------------------------------------------------------------------ the parts
 
     def schedule(self) -> SchedulerOutput:
-        """Schedule the next step. Every output must be executed and updated, in order."""
+        """Schedule the next step. Every output must be executed and passed to the scheduler's `update`, in order."""
         started = time.perf_counter()
         self._before_schedule()
         now = self._clock()
         self.last_output = output = self._scheduler.schedule_again(now)
         for request, num_external in zip(output.admitted, output.num_external_tokens.tolist(), strict=True):
             self._outputs.note_scheduled(request, now, num_external)
-        if self._runner.connector is not None and output.finished:  # their KV took too long to load
+        if self._runner.connector is not None and output.finished:  # requests whose KV took too long to load
             self._outputs.hand_out(self._outputs.end_all(output.finished, now))
         if self._kv_events is not None:
             self._kv_events.publish(self._scheduler.take_kv_events())
@@ -223,7 +225,7 @@ class StepLoop:
             if error is self._part_error:
                 raise
             self._report_all()
-            raise _failed(step, error) from error
+            raise _step_error(step, error) from error
         finally:
             self._part_error = None
             prepared.batches[0].meanwhile.do_part = None
@@ -240,7 +242,7 @@ class StepLoop:
         try:
             step.prepared = self._runner.prepare(step.output)
         except Exception as error:
-            raise _failed(step, error) from error
+            raise _step_error(step, error) from error
         return step.prepared
 
     def _launch_newest(self) -> None:
@@ -249,10 +251,10 @@ class StepLoop:
         try:
             step.launched = self._runner.launch(step.prepared)
         except Exception as error:
-            raise _failed(step, error) from error
+            raise _step_error(step, error) from error
 
     def _report_all(self) -> None:
-        """Update and report the executed steps."""
+        """Update the scheduler with the executed step, and report all steps that are not reported yet."""
         if self._executed is not None:
             self._update_executed()
         if self._updated is not None:
@@ -275,7 +277,7 @@ class StepLoop:
     # ------------------------------------------------------------------ interleaved
 
     def _do_part(self) -> bool:
-        """Do one part of another step while a step is executed; return whether there is a further part."""
+        """Run one part of another step while a step is executed; return whether there is a further part."""
         assert self._part is not None
         try:
             with torch.inference_mode(False):  # the mode of the executing step must not apply to other parts
@@ -295,11 +297,11 @@ class StepLoop:
         if newest.prepared is None:
             return self._prepare_newest
         if len(self._steps) > 1 and newest.launched is None and self._runner.can_launch_ahead(newest.prepared):
-            return self._launch_newest  # so that a GPU starts it right after the step before
+            return self._launch_newest  # so that a GPU starts this step immediately after the preceding one
         if self._may_schedule and len(self) < self._max_in_flight and self._scheduler.can_advance():
             return self._schedule_one
         return None
 
 
-def _failed(step: _Step, error: Exception) -> EngineStepError:
+def _step_error(step: _Step, error: Exception) -> EngineStepError:
     return EngineStepError(f"step {step.output.step_id} failed: {type(error).__name__}: {error}")

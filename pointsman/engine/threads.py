@@ -1,8 +1,8 @@
 """Sets the number of threads with which PyTorch computes.
 
-By default PyTorch uses every core that it sees. That is slow in two cases. In a container with a CPU quota the
-additional threads only wait for each other. For a very small model, handing work to another thread takes longer than
-doing it. The user's own setting, in the environment or by `torch.set_num_threads`, is kept.
+By default PyTorch uses every core that it sees. That is slow in two cases. In a container with a CPU quota, threads
+above the quota only wait for each other. For a very small model, passing work to another thread takes longer than the
+work. A setting by the user, in the environment or with `torch.set_num_threads`, is kept.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 ENVIRONMENT = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 SMALL_MODEL = 8_000_000
-"""Number of parameters below which one thread is fastest: a step takes a few milliseconds, and threads wait at every
-operation."""
+"""Number of model parameters below which one thread is fastest: a step takes a few milliseconds, and several threads
+would wait for each other at every operation."""
 _PAUSE_SOFT = 1  # `omp_pause_soft`
 
 _at_start = torch.get_num_threads()
@@ -32,10 +32,10 @@ _last_set = _at_start
 
 
 def set_num_threads(num_threads: int | None, num_parameters: int) -> int:
-    """Set PyTorch's number of threads, for this process, and return it.
+    """Set the number of threads with which PyTorch computes in this process, and return it.
 
     Args:
-        num_threads: the number; None: the best number for a model of `num_parameters`.
+        num_threads: the number to set; None: the user's setting, or the best number for a model of `num_parameters`.
 
     Raises:
         ValueError: the number is below 1.
@@ -62,7 +62,7 @@ def set_num_threads(num_threads: int | None, num_parameters: int) -> int:
 
 @cache
 def openmp_library() -> ctypes.CDLL | None:
-    """GNU's OpenMP library, if PyTorch uses it."""
+    """GNU's OpenMP library; None: PyTorch does not use it."""
     for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")):
         with suppress(OSError, AttributeError):
             library = ctypes.CDLL(str(path))
@@ -72,11 +72,12 @@ def openmp_library() -> ctypes.CDLL | None:
 
 
 def release_helper_threads() -> None:
-    """End the threads that OpenMP keeps for the calling thread; it gets new ones if it computes again.
+    """End the helper threads that OpenMP keeps for the calling thread. If the calling thread computes again, it gets
+    new helper threads.
 
-    OpenMP keeps helper threads for each thread that has computed: the one that loaded the model, and the one that
-    steps. Together they are more than the cores, so OpenMP lets all sleep between operators. A decode step of a small
-    model took 1.5 times as long.
+    OpenMP keeps helper threads for each thread that has computed: the thread that loaded the model, and the thread that
+    steps. Together they are more than the cores, so OpenMP lets all of them sleep between operators. That made a decode
+    step of a small model take 1.5 times as long.
     """
     library = openmp_library()
     pause = getattr(library, "omp_pause_resource_all", None)

@@ -7,7 +7,7 @@ unless an earlier process left them on disk), xgrammar is imported, the process 
     plain        chunks of a prompt, decodes, both in one step; drafts if the engine has them
     others       each way to sample, edits of logits, log probabilities, embeddings, structured output
 
-They run on the engine's model, with a scheduler, a KV pool and counters of their own. So they leave no trace in the
+These requests run on the engine's model, with a separate scheduler, KV pool and counters. So they leave no trace in the
 engine: no request, step, cached block, event or recorded call.
 """
 
@@ -44,22 +44,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BUDGET, MAX_NUM_SEQS, MAX_DRAFTS = 32, 10, 2
-"""Limits of a warm-up step. They are small: compiled code does not depend on sizes, and a large model takes long for
-many tokens."""
+"""Limits of a warm-up step: token budget, sequence slots and drafts. They are small, because compiled code does not
+depend on sizes, and a large model takes long for many tokens."""
 LONG_PROMPT, SHORT_PROMPT = 40, 6
-"""Tokens. The long prompt takes two steps."""
+"""Lengths, in tokens, of the prompts of warm-up requests. The long prompt takes two steps."""
 NUM_TOKENS, NUM_TOKENS_ALONE = 3, 5
-"""Output tokens of most requests, and of the request that is alone in the last steps."""
+"""Number of output tokens of most warm-up requests, and of the request that runs alone in the last steps."""
 
 
 def warm_up(engine: Engine, server: GrammarServer | None = None) -> None:
     """Run requests of every kind on the engine's model. Call it in the thread that owns the engine.
 
-    If a kind of request other than plain ones fails, a warning is logged: other requests can be served.
+    If only requests other than plain ones fail, a warning is logged, because the engine can still serve plain requests.
 
     Args:
-        engine: not changed, except that its process for grammars is started.
-        server: a process for grammars that was started before, for this engine alone; None: one is started.
+        engine: the engine to warm up. It does not change, except that its process for grammars is started.
+        server: a process that compiles grammars, started earlier for this engine alone; None: a new one is started.
 
     Raises:
         EngineStepError: the model fails, so no request could be served.
@@ -87,7 +87,7 @@ def warm_up(engine: Engine, server: GrammarServer | None = None) -> None:
 
 
 class _Rehearsal:
-    """A scheduler, a KV pool and the other parts that a step needs, on the model of an engine."""
+    """Runs warm-up requests on an engine's model, with its own scheduler, KV pool, runner, outputs and step loop."""
 
     def __init__(self, engine: Engine) -> None:
         knobs = engine.scheduler.config
@@ -136,13 +136,14 @@ class _Rehearsal:
         self._num_requests = 0
 
     def add_plain(self) -> None:
-        """Add greedy requests: one prompt in chunks, and a short one beside it."""
+        """Add two greedy requests: one whose prompt takes several chunks, and one with a short prompt."""
         length = min(LONG_PROMPT, self._engine.max_model_len - NUM_TOKENS)
         self._add(SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True), length)
         self._add(SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True))
 
     def add_others(self) -> None:
-        """Add requests that use each other feature."""
+        """Add requests that together use every other feature: sampling, logit edits, log probabilities, stop strings
+        and embeddings."""
         has_text = self._engine.tokenizer is not None
         words = ("warm",) if has_text else ()
         for params in (
@@ -170,7 +171,8 @@ class _Rehearsal:
         self._add(PoolingParams("mean"))
 
     def add_structured(self, grammar: Future[CompiledGrammar | None]) -> None:
-        """Add a request with a grammar once it is compiled; none if the model has no grammars."""
+        """Wait for the compiled grammar, and add a request with it; add none if the model cannot have structured
+        output."""
         compiled = grammar.result()
         if compiled is not None:
             self._add(
@@ -184,7 +186,8 @@ class _Rehearsal:
         num_tokens: int = SHORT_PROMPT,
         grammar: CompiledGrammar | None = None,
     ) -> None:
-        """Add a request. No two prompts share a prefix; each repeats itself, so that prompt lookup finds drafts."""
+        """Add a request. No two prompts share a prefix. Each prompt repeats itself, so that prompt lookup finds
+        drafts."""
         self._num_requests += 1
         vocab_size = self._engine.loaded.vocab_size
         token_ids = [(self._num_requests + index % 3) % vocab_size for index in range(num_tokens)]
@@ -205,10 +208,10 @@ class _Rehearsal:
         self._outputs.add(request, None, request.metadata, eager_text=True)
 
     def run(self, *, drafts: bool = False) -> None:
-        """Step until every request has finished; a request that fails alone is logged.
+        """Step until every request has finished; a request that fails while its step succeeds is logged.
 
         Args:
-            drafts: give each row a draft to verify, even if prompt lookup proposes none.
+            drafts: whether each row gets a draft to verify, even if prompt lookup proposes none.
 
         Raises:
             EngineStepError: a step failed.

@@ -1,7 +1,7 @@
 """EngineWatchdog: reports requests without progress, in the log (a line per stall) and in the metrics (their number).
 
-It checks the scheduler four times in `watchdog_seconds`, between steps or while the engine has nothing to run. It
-cannot check while a step hangs; then the server notices that the engine gives no sign of life (`pulse.py`).
+The watchdog checks the scheduler four times in `watchdog_seconds`, between steps or while the engine has nothing to
+run. It cannot check while a step hangs; then the server notices that the engine gives no sign of life (`pulse.py`).
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from pointsman.core import Scheduler
 logger = logging.getLogger(__name__)
 
 CHECKS_PER_PERIOD = 4
-"""Checks in `watchdog_seconds`."""
+"""Number of checks in `watchdog_seconds`."""
 MAX_LINES = 10
-"""Maximum number of log lines per check; one more line counts the other requests."""
+"""Maximum number of log lines about requests per check; one more line counts further requests."""
 
 
 class EngineWatchdog:
     """Watches the requests of one scheduler, in the thread that owns it.
 
     Args:
-        seconds: time without progress after which a request is reported.
-        clock: the one that the scheduler's calls use.
+        seconds: seconds without progress after which a request is reported.
+        clock: the clock whose time the scheduler's calls get, in seconds.
 
     Raises:
         ValueError: the seconds are not a number above 0.
@@ -43,10 +43,10 @@ class EngineWatchdog:
         self._next_check = -math.inf
         self._reported: dict[str, float] = {}  # request id -> time of its last progress
         self.num_stalled = 0
-        """Requests without progress at the last check."""
+        """Number of requests without progress at the last check."""
 
     def tick(self) -> None:
-        """Check, if a check is due."""
+        """Check the scheduler's requests, if a check is due."""
         now = self._clock()
         if now < self._next_check:
             return
@@ -62,7 +62,7 @@ class EngineWatchdog:
 
 
 def make_watchdog(scheduler: Scheduler, seconds: float, clock: Callable[[], float]) -> EngineWatchdog | None:
-    """A watchdog; None for 0 seconds.
+    """Make a watchdog; None if `seconds` is 0.
 
     Raises:
         ValueError: the seconds are not a number of 0 or more.

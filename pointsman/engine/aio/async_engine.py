@@ -5,13 +5,13 @@
         print(output.text)
     await engine.shutdown()
 
-The engine and its scheduler run in a thread of their own (`engine_thread.py`); outputs come back through a mailbox per
-request (`mailbox.py`). Nothing here blocks an event loop. Text prompts are tokenized in a third thread: a long prompt
+The engine and its scheduler run in a separate thread (`engine_thread.py`), which delivers outputs through a mailbox per
+request (`mailbox.py`). No method blocks an event loop. Text prompts are tokenized in a third thread: a long prompt
 takes milliseconds per thousand tokens, which would stall every stream in the event loop, and every step in the engine's
-thread. A single thread queues requests in the order in which they were sent.
+thread. Because only one thread tokenizes, requests are queued in the order in which they were sent.
 
-A stream ends in any way that Python offers: a cancelled task, `aclose()`, `async with`, or a dropped reference. Each
-aborts the request, and its blocks are free at the next step boundary.
+A stream ends early in any way that Python offers: a cancelled task, `aclose()`, leaving `async with`, or a dropped
+reference. Each of these aborts the request, whose blocks are free at the next step boundary.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ Answer = TypeVar("Answer")
 
 
 class AsyncEngine:
-    """An engine for asyncio. Any number of event loops and threads may use it at once.
+    """An engine for asyncio. Any number of event loops and threads may share one object.
 
     Args:
         model: a directory in the Hugging Face format, a GGUF file, the name of a small model ("demo", "smollm2"),
-            OWNER/NAME on a hub, or a model that is loaded already; it is loaded here, before the first request.
-        max_step_retries: maximum number of consecutive retries of a failed step. The scheduler is rewound each time, so
-            nothing is lost; after the last retry, the engine is dead.
-        log_stats_interval: seconds between lines of statistics (see `stats.py`); None: none.
-        **knobs: as for `Engine`; if they set neither `token_limits` nor a limit for chunks, the token limit
-            "prefill-gap" is used (`params/engine_args.py`).
+            OWNER/NAME on a hub, or a model that is loaded already. The constructor loads it.
+        max_step_retries: maximum number of consecutive retries of a failed step. The scheduler is rewound before each
+            retry, so no request is lost. If the last retry fails too, the engine is dead.
+        log_stats_interval: seconds between two log lines with statistics (see `stats.py`); None: no such lines.
+        **knobs: arguments of `Engine`. If they set neither `token_limits` nor a limit for chunks, the token limit
+            "prefill-gap" is added (`params/engine_args.py`).
 
     Raises:
         ModelLoadError, ConfigError, ValueError: see `Engine`.
@@ -73,18 +73,19 @@ class AsyncEngine:
         log_stats_interval: float | None = DEFAULT_INTERVAL,
         **knobs: Any,
     ) -> None:
-        self._own(Engine(model, **with_prefill_gap(knobs)), max_step_retries, log_stats_interval)
+        self._take_over(Engine(model, **with_prefill_gap(knobs)), max_step_retries, log_stats_interval)
 
     @classmethod
     def from_engine(
         cls, engine: Engine, *, max_step_retries: int = 0, log_stats_interval: float | None = DEFAULT_INTERVAL
     ) -> AsyncEngine:
-        """Take over an engine. Afterwards it may only be used through `call`."""
+        """Make an `AsyncEngine` that owns an existing engine. Afterwards other code may use the engine only through
+        `call`."""
         self = cls.__new__(cls)
-        self._own(engine, max_step_retries, log_stats_interval)
+        self._take_over(engine, max_step_retries, log_stats_interval)
         return self
 
-    def _own(self, engine: Engine, max_step_retries: int, log_stats_interval: float | None) -> None:
+    def _take_over(self, engine: Engine, max_step_retries: int, log_stats_interval: float | None) -> None:
         if not isinstance(max_step_retries, int) or max_step_retries < 0:
             raise ValueError(f"max_step_retries is {max_step_retries!r}; it must be an integer of at least 0")
         self._engine = engine
@@ -94,7 +95,7 @@ class AsyncEngine:
         self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pointsman-tokenizer")
         self._thread = EngineThread(engine, max_step_retries=max_step_retries, log_stats_interval=log_stats_interval)
         self._thread.start()
-        # An engine that is dropped without a shutdown stops its thread. (engine_thread does so when Python exits.)
+        # Garbage collection of an engine without a shutdown stops its thread; engine_thread stops it when Python exits.
         weakref.finalize(self, self._thread.ask_to_stop).atexit = False
 
     # ------------------------------------------------------------------ constants of the engine
@@ -111,7 +112,7 @@ class AsyncEngine:
 
     @property
     def max_model_len(self) -> int:
-        """Maximum tokens of a sequence, prompt and output together."""
+        """Maximum number of tokens of a request, prompt and output together."""
         return self._engine.max_model_len
 
     # ------------------------------------------------------------------ requests
@@ -132,25 +133,27 @@ class AsyncEngine:
         """Return a stream of a request's outputs. The first read, or `await stream.start()`, queues the request.
 
         Args:
-            prompt: text, or token ids; or an asynchronous iterator of such parts, which are computed as they arrive.
-                The first part queues the request; generation begins when the iterator is exhausted.
-            params: None: those that the model's generation_config.json recommends. Its `output_kind` sets the outputs
-                of the stream: everything so far (CUMULATIVE), only new tokens (DELTA), or one final output
-                (FINAL_ONLY). Outputs that were not read in time are merged into one.
-            request_id: unique among unfinished requests; None: "request-0", "request-1", ...
-            priority: smaller is more urgent; read under order "priority". `set_priority` changes it.
+            prompt: text, token ids, or an asynchronous iterator of parts that are text or token ids. Each part is
+                computed when it arrives. The first part queues the request; generation begins when the iterator is
+                exhausted.
+            params: sampling or pooling parameters; None: those that the model's generation_config.json recommends.
+                `output_kind` sets the content of each output of the stream: all tokens so far (CUMULATIVE), only new
+                tokens (DELTA), or one final output (FINAL_ONLY). Several outputs that wait to be read are merged into
+                one.
+            request_id: text, unique among unfinished requests; None: "request-0", "request-1", ...
+            priority: urgency; a smaller number is more urgent. Read under order "priority". `set_priority` changes it.
             tenant: the owner of the request; read by orders that are fair to tenants.
-            ttft_target: target for the time to the first token, in seconds from its arrival; read by orders that use
-                it. None: the order's own. A missed target does not end the request.
-            retention: seconds for which its prefix should stay cached after it finishes; read by eviction policies that
-                use it. None: the policy's own.
-            cache_salt: only requests with an equal salt share cached prefixes.
-            arrival_time: seconds on the engine's clock; None: the time of the first read or of `start`, before
-                tokenizing.
+            ttft_target: target for the time to the first token, in seconds from the request's arrival; read by orders
+                that have such targets. None: the order's default. A missed target does not end the request.
+            retention: seconds for which the request's prefix should stay cached after it finishes; read by some
+                eviction policies. None: the policy's default.
+            cache_salt: text that separates prefix caches: only requests with an equal salt share cached prefixes.
+            arrival_time: time of arrival, in seconds on the engine's clock; None: the time of the first read or of
+                `start`, before tokenizing.
 
         The first read raises:
-            RequestRefused, DuplicateRequest, ValueError: the request can never run, with the reason. EngineDeadError:
-                the engine has died or is shutting down; any later read may raise it too.
+            RequestRefused, DuplicateRequest, ValueError: the request can never run; the message has the reason.
+                EngineDeadError: the engine has died or is shutting down; any later read may raise this error too.
         """
         return RequestStream(
             self,
@@ -179,15 +182,17 @@ class AsyncEngine:
         retention: float | None = None,
         cache_salt: str | None = None,
     ) -> EmbeddingRequestOutput:
-        """Compute a prompt's vector: `output.outputs.embedding`. Cancelling the call aborts the request.
+        """Compute a prompt's vector, which is the result's `outputs.embedding`. Cancelling the call aborts the request.
 
         Args:
             params: the kind of pooling; None: the last token's vector, scaled to length 1.
-            prompt, request_id, priority, tenant, retention, cache_salt: as for `generate`.
-            ttft_target: as for `generate`, for the vector instead of the first token.
+            prompt, request_id, priority, tenant, retention, cache_salt: the arguments of `generate`; `prompt` is
+                complete.
+            ttft_target: target for the time to the vector; otherwise as for `generate`.
 
         Raises:
-            As reading a stream; RuntimeError: the request finished without a vector, with the reason.
+            The exceptions of the first read of a stream; RuntimeError: the request finished without a vector, with the
+                reason.
         """
         pooling = params or PoolingParams()
         stream = self.generate(
@@ -204,9 +209,10 @@ class AsyncEngine:
             return EmbeddingRequestOutput.of(await anext(stream))
 
     async def abort(self, request_id: str) -> bool:
-        """Abort a request now; its stream ends with finish_reason "abort". False: it is unknown or has finished.
+        """Abort a request now; its stream ends with finish_reason "abort". Returns False if the request is unknown or
+        has finished.
 
-        A request whose prompt is still being tokenized is aborted after that.
+        A request whose prompt is still being tokenized is aborted when it is queued.
 
         Raises:
             EngineDeadError: there is no engine to ask.
@@ -214,11 +220,11 @@ class AsyncEngine:
         return await self._call(lambda _: self._thread.abort(request_id))
 
     async def set_priority(self, request_id: str, priority: int) -> None:
-        """Change the priority of an unfinished request; if it is queued, its place changes at once.
+        """Change the priority of an unfinished request; a queued request changes its place in the queue immediately.
 
         Args:
-            request_id: of a queued or running request; its prompt must have been tokenized.
-            priority: smaller is more urgent; read under order "priority".
+            request_id: id of a queued or running request whose prompt has been tokenized.
+            priority: the new urgency; a smaller number is more urgent. Read under order "priority".
 
         Raises:
             UnknownRequest: there is no such request, or it has finished.
@@ -228,7 +234,8 @@ class AsyncEngine:
         await self._call(lambda engine: engine.scheduler.set_priority(request_id, priority, engine.clock()))
 
     async def tokenize(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The prompt's token ids, with the special tokens (BOS) that the tokenizer adds.
+        """Tokenize a prompt in the tokenizing thread; return its token ids, with the special tokens (BOS) that the
+        tokenizer adds.
 
         Raises:
             ValueError: the model has no tokenizer, or the tokenizer cannot read the prompt.
@@ -237,15 +244,15 @@ class AsyncEngine:
         self.check_health()
         try:
             future = self._tokenizing.submit(self._engine.tokenize, prompt, add_special_tokens=add_special_tokens)
-        except RuntimeError:  # the thread is gone
+        except RuntimeError:  # the tokenizing thread has ended
             raise self._thread.dead_error() from None
         return await asyncio.wrap_future(future)
 
     # ------------------------------------------------------------------ questions
 
     async def call(self, function: Callable[[Engine], Answer]) -> Answer:
-        """Call `function(engine)` between two steps in the engine's thread, and return its result. It should be quick:
-        every request waits for it.
+        """Call `function(engine)` between two steps in the engine's thread, and return its result. The function should
+        be quick, because every request waits for it.
 
         Raises:
             EngineDeadError: the engine has died or been shut down.
@@ -254,19 +261,20 @@ class AsyncEngine:
         return await self._call(function)
 
     async def explain(self, request_id: str) -> Explanation:
-        """Explain where a request is, why it waits, which requests block it, and since when.
+        """Explain a request: its state, why and since when it waits, and which requests block it.
 
         Raises:
-            UnknownRequest: there is no such request, or its finish has been reported.
+            UnknownRequest: there is no such request, or its finish has already been reported.
         """
         return await self._call(lambda engine: engine.scheduler.explain(request_id))
 
     async def stats(self) -> EngineStats:
-        """Read the counters and gauges of engine and scheduler."""
+        """Read the totals and the current state of the engine and its scheduler."""
         return await self._call(lambda engine: read_stats(engine, engine.clock()))
 
     async def reset_prefix_cache(self, *, preempt_running: bool = False) -> None:
-        """Drop every cached prefix. Running requests keep their KV, or recompute it (`preempt_running`)."""
+        """Drop every cached prefix. Running requests keep their KV; with `preempt_running` they are preempted and
+        recompute it."""
         await self._call(
             lambda engine: engine.scheduler.reset_prefix_cache(engine.clock(), preempt_running=preempt_running)
         )
@@ -281,11 +289,14 @@ class AsyncEngine:
         await self._call(lambda engine: engine.scheduler.set_max_num_active_seqs(limit, engine.clock()))
 
     async def pause(self, mode: PauseChoice = "abort", *, clear_cache: bool = True) -> None:
-        """Stop admitting requests until `resume`, and return when nothing is computed: then the weights may be changed.
+        """Stop admitting requests until `resume`, and return when no step is in flight: then the weights may be
+        changed.
 
         Args:
-            mode: "abort" aborts unfinished requests, "wait" lets running ones finish, "keep" suspends all.
-            clear_cache: whether cached prefixes are then dropped; suspended requests recompute their KV.
+            mode: treatment of unfinished requests: "abort" aborts all, "wait" lets running requests finish, "keep"
+                suspends all.
+            clear_cache: whether cached prefixes are dropped when the pause is complete; suspended requests then
+                recompute their KV.
 
         Raises:
             ValueError: there is no such mode.
@@ -296,7 +307,7 @@ class AsyncEngine:
         await asyncio.wrap_future(paused)
 
     async def resume(self) -> None:
-        """Continue after a pause; without a pause nothing happens."""
+        """End a pause: continue suspended requests and admit waiting ones. No effect without a pause."""
         await self._call(lambda engine: engine.resume())
 
     async def is_paused(self) -> bool:
@@ -317,7 +328,7 @@ class AsyncEngine:
 
     @property
     def errored(self) -> bool:
-        """Whether the engine died of a failure."""
+        """Whether a failure ended the engine."""
         return self._thread.cause is not None
 
     @property
@@ -329,18 +340,18 @@ class AsyncEngine:
         """Raise if the engine does not run.
 
         Raises:
-            EngineDeadError: the engine has died, of the error's `__cause__`, or has been shut down.
+            EngineDeadError: the engine has died, for the reason in the error's `__cause__`, or has been shut down.
         """
         if not self._thread.is_running:
             raise self._thread.dead_error()
 
     async def shutdown(self, drain: bool = False, timeout: float | None = None) -> None:
-        """End the engine and its thread. May be called again at any time, also during a shutdown.
+        """End the engine and its thread. Further calls are allowed, also during a shutdown.
 
         Args:
-            drain: True: refuse new requests, and let earlier ones finish, also those whose prompts are still being
-                tokenized. False: abort all requests. Streams of queued requests end with finish_reason "abort"; the
-                others raise `EngineDeadError`.
+            drain: True: refuse new requests, and let earlier requests finish, also those whose prompts are still being
+                tokenized. False: abort all requests. Streams of queued or running requests end with finish_reason
+                "abort"; streams whose requests are not queued yet raise `EngineDeadError`.
             timeout: maximum seconds for draining, after which unfinished requests are aborted; None: no limit. The step
                 in progress always completes.
         """
@@ -374,7 +385,7 @@ class AsyncEngine:
     # ------------------------------------------------------------------ for streams
 
     def _port(self) -> LoopPort:
-        """The running loop's port."""
+        """The port of the running event loop, made on the first call in this loop."""
         loop = asyncio.get_running_loop()
         with self._ports_lock:
             port = self._ports.get(loop)
@@ -423,11 +434,11 @@ class AsyncEngine:
 
 
 class RequestStream(AsyncIterator[RequestOutput]):
-    """The outputs of one request, read by one task at a time. Made by `AsyncEngine.generate`.
+    """The stream of one request's outputs, read by one task at a time. `AsyncEngine.generate` returns it.
 
-    A stream that is dropped before its end aborts the request; `async with stream:` and `aclose()` abort it at once. A
-    cancelled read, also by a timeout, aborts it too. If another task calls `aclose()`, the stream simply ends for the
-    task that reads it.
+    A stream that is dropped before its end aborts the request when it is garbage-collected; leaving `async with
+    stream:` and `aclose()` abort it immediately. A read that is cancelled, also by a timeout, aborts it too. If another
+    task calls `aclose()`, the stream ends for the reading task without an error.
     """
 
     def __init__(
@@ -453,11 +464,11 @@ class RequestStream(AsyncIterator[RequestOutput]):
         self._is_reading = False
 
     async def start(self) -> None:
-        """Queue the request, and return when it is queued. A server can so notice a refusal before it sends the first
-        byte. Without this call the first read queues the request. Any task may call it, and several may.
+        """Queue the request, and return when it is queued. So a server can notice a refusal before it sends the first
+        byte. Without this call the first read queues the request. Any number of tasks may call this method.
 
         Raises:
-            RequestRefused, DuplicateRequest, ValueError: the request can never run, with the reason.
+            RequestRefused, DuplicateRequest, ValueError: the request can never run; the message has the reason.
             EngineDeadError: the engine has died or is shutting down.
         """
         async with self._starting:
@@ -513,7 +524,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
             raise
         finally:
             self._is_reading = False
-        if output is None:  # closed meanwhile, or the prompt's iterator failed
+        if output is None:  # the stream was closed, or the prompt's iterator failed
             self._is_over = True
             if self._feed is not None and self._feed.error is not None:
                 raise self._feed.error
@@ -525,7 +536,8 @@ class RequestStream(AsyncIterator[RequestOutput]):
         return output
 
     async def aclose(self) -> None:
-        """End the stream. An unfinished request is aborted; its blocks are free at the next step boundary."""
+        """End the stream, and abort its request if that is unfinished; the request's blocks are free at the next step
+        boundary."""
         self._detach()
 
     async def __aenter__(self) -> RequestStream:

@@ -6,8 +6,9 @@ Messages are handled between steps, in the order in which they were sent, so not
 lock. Without work the thread blocks on the inbox. It ends in one of two ways, and every waiting consumer gets an error
 or a last output:
 
-- It was asked to stop: at once (requests are aborted), or when all requests have finished (`drain`).
-- It died: a step failed more often in a row than allowed, or another exception was raised. Then every stream and every
+- It was asked to stop: after the step in progress (requests are aborted), or when all requests have finished
+  (`drain`).
+- It died: more consecutive steps failed than allowed, or another exception was raised. Then every stream and every
   call, waiting or later, gets an `EngineDeadError`.
 """
 
@@ -29,7 +30,7 @@ from pointsman.core.errors import DuplicateRequest
 from pointsman.engine.aio.mailbox import Mailbox
 from pointsman.engine.aio.output_router import OutputRouter
 from pointsman.engine.errors import EngineDeadError, EngineStepError
-from pointsman.engine.kv.worker import EXIT_PATIENCE  # that worker ends after this thread, which may wait for it
+from pointsman.engine.kv.worker import EXIT_PATIENCE  # the KV worker ends after this thread, which may wait for it
 from pointsman.engine.machine import give_back_freed_pages
 from pointsman.engine.memory import use_device
 from pointsman.engine.pulse import Pulse
@@ -43,9 +44,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SECONDS_TO_IDLE = 1.0
-"""Time without work after which freed memory is returned to the system."""
+"""Seconds without work after which the thread returns freed memory to the system."""
 LOOP_CHECK_INTERVAL = 0.5
-"""Seconds between checks for closed event loops that have unfinished requests."""
+"""Seconds between two checks whether event loops with unfinished requests are closed."""
 
 
 # ---------------------------------------------------------------------------------------- messages in the inbox
@@ -66,7 +67,7 @@ class Add:
     request_id: str
     mailbox: Mailbox
     add: Callable[[Engine], Request]
-    """Adds the request to the engine, or raises the reason why it cannot."""
+    """Function that adds the request to the engine, or raises the reason why the request cannot run."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +78,7 @@ class Call:
     future: Future[Any]
 
     def run(self, engine: Engine) -> None:
-        """Call the function; its result or exception goes to the caller."""
+        """Call the function, and store its result or exception in the future."""
         if self.future.set_running_or_notify_cancel():  # False: the caller has given up
             try:
                 self.future.set_result(self.function(engine))
@@ -102,12 +103,12 @@ class Stop:
 
 @dataclass(slots=True, eq=False)
 class GrammarDone:
-    """Message: a grammar has been compiled, or has failed."""
+    """Message: the compilation of a grammar has succeeded or failed."""
 
 
 @dataclass(slots=True, eq=False)
 class TransferDone:
-    """Message: a transfer of KV has ended or failed."""
+    """Message: a transfer of KV between the pool and the KV store has ended or failed."""
 
 
 Message: TypeAlias = Expect | Add | Call | Abandon | Stop | GrammarDone | TransferDone
@@ -120,11 +121,12 @@ class EngineThread:
     """Steps an engine while it has work. Start it once; afterwards only its own thread uses the engine.
 
     Args:
-        engine: only this thread may use it from now on.
+        engine: the engine to run; only this thread may use it from now on.
         max_step_retries: maximum number of consecutive retries of a failed step.
-        log_stats_interval: seconds between lines of statistics; None: none.
-        on_step: called in the thread after every step, with the scheduler's output for it.
-        on_beat: called in the thread during a step; see `Pulse`.
+        log_stats_interval: seconds between two log lines with statistics; None: no such lines.
+        on_step: called in the thread when the outputs of a step have been delivered, with the scheduler's output of
+            this step.
+        on_beat: called in the thread during a step as a sign of life; see `Pulse`.
     """
 
     def __init__(
@@ -158,27 +160,27 @@ class EngineThread:
         self._is_draining = False
         self._is_closed = False
         self.cause: BaseException | None = None
-        """The exception that ended the thread."""
+        """The exception that ended the thread; None: it runs, or was asked to stop."""
         self.ended: Future[None] = Future()
-        """Done when the thread has ended its work."""
-        self.ended.set_running_or_notify_cancel()  # a caller that gives up waiting must not cancel it for all
+        """Future that is done when the thread has completed its last work."""
+        self.ended.set_running_or_notify_cancel()  # a caller that gives up must not cancel the future for others
         self._thread = threading.Thread(target=self._run, name="pointsman-engine", daemon=True)
 
     # ------------------------------------------------------------------ any thread
 
     def start(self) -> None:
-        """Start the thread. The calling thread should have made the engine, and should not compute afterwards."""
+        """Start the thread. Call this in the thread that made the engine, which should not compute afterwards."""
         release_helper_threads()
         self._thread.start()
         _live.add(self)
 
     @property
     def is_running(self) -> bool:
-        """Whether messages will be handled."""
+        """Whether the thread runs and will handle messages."""
         return not self._is_closed and self._thread.is_alive()
 
     def dead_error(self) -> EngineDeadError:
-        """The reason why no message will be handled; a new error for each caller."""
+        """Make an error with the reason why no message will be handled; each caller needs a new error."""
         if self.cause is not None:
             kind = type(self.cause).__name__
             what = " ".join(str(self.cause).split())  # one line
@@ -190,10 +192,10 @@ class EngineThread:
         return EngineDeadError("the engine's thread does not run in this process (after a fork?); make a new engine")
 
     def send(self, message: Message) -> None:
-        """Put a message into the inbox.
+        """Put a message into the thread's inbox.
 
         Raises:
-            EngineDeadError: the message would never be handled, or it is a new request and the engine is draining.
+            EngineDeadError: the thread does not run, or it is draining and the message is a new request.
         """
         with self._gate:
             if not self.is_running or (self._is_draining and self._is_new_request(message)):
@@ -210,17 +212,19 @@ class EngineThread:
 
     @property
     def will_end(self) -> bool:
-        """Whether `ended` is or will be done. After a fork the thread exists in the parent process only."""
+        """Whether the future `ended` is done or will be done. False after a fork: the thread exists in the parent
+        process only."""
         return self._thread.is_alive() or self.ended.done()
 
     def abandon(self, request_id: str, mailbox: Mailbox) -> None:
-        """Abort a request whose consumer no longer reads. Safe in finalizers, at any time, also after the thread's
-        end."""
+        """Abort a request whose consumer no longer reads its mailbox. Safe in finalizers, at any time, also after the
+        thread's end."""
         mailbox.is_abandoned = True
         self._inbox.put(Abandon(request_id, mailbox))
 
     def ask_to_stop(self) -> None:
-        """Stop at the end of the step in progress, in any state."""
+        """Ask the thread to stop at the end of the step in progress. Unlike `send`, this raises no error if the thread
+        has ended."""
         self._inbox.put(Stop(drain=False))
 
     def _note_grammar(self) -> None:
@@ -240,9 +244,9 @@ class EngineThread:
         self.pulse.install()
         try:
             use_device(self._engine.loaded.model.device)
-            while not self._is_over():
+            while not self._should_end():
                 self._handle_messages()
-                if self._has_work() and not self._is_over():
+                if self._has_work() and not self._should_end():
                     self._step()
             self._abort_all()
         except BaseException as error:  # every waiting caller must get this error
@@ -260,15 +264,16 @@ class EngineThread:
 
     @property
     def _load_deadline(self) -> float | None:
-        """Time at which a step must give up a load of KV."""
+        """Time on the engine's clock at which the next load of KV times out, so that a step is due; None: no load can
+        time out."""
         return None if self._engine.kv_connector is None else self._engine.kv_connector.deadline
 
     @property
     def _has_unreported_ends(self) -> bool:
-        """Whether finished requests remain to be reported; their ids are free after the next scheduler output."""
+        """Whether the scheduler has yet to report finished requests; their ids are free after its next output."""
         return self._engine.scheduler.has_unreported_ends
 
-    def _is_over(self) -> bool:
+    def _should_end(self) -> bool:
         if self._stop is None:
             return False
         if not self._stop.drain:
@@ -279,13 +284,13 @@ class EngineThread:
 
     def _step(self) -> bool:
         """Run one step; return whether it succeeded. The next call retries a failed step, up to `max_step_retries`
-        times in a row.
+        consecutive times.
         """
         engine = self._engine
         self.pulse.begin()
         try:
             engine.steps.run()
-        except EngineStepError as error:  # the scheduler is as it was before the step
+        except EngineStepError as error:  # the scheduler is in its state before the step
             self._num_failures += 1
             if self._num_failures > self._max_step_retries:
                 raise
@@ -298,7 +303,7 @@ class EngineThread:
         return True
 
     def _note_report(self, output: SchedulerOutput) -> None:
-        """Called when the outputs of a step were delivered; the next step may be executing."""
+        """Ring the ports after the outputs of a step were delivered; the next step may already be executing."""
         if self._on_step is not None:
             self._on_step(output)
         self._router.check_ports(LOOP_CHECK_INTERVAL)
@@ -309,8 +314,8 @@ class EngineThread:
     # ------------------------------------------------------------------ messages
 
     def _handle_messages(self) -> None:
-        """Handle the messages that are in the inbox; without work, wait for one. Later messages wait for the next call,
-        so that a busy caller cannot delay the next step without end.
+        """Handle the messages that are in the inbox now; without work, wait for a message first. Messages that arrive
+        meanwhile wait for the next call, so that a busy caller cannot delay the next step without end.
         """
         message = self._next_message()
         num_more = self._inbox.qsize()
@@ -324,9 +329,9 @@ class EngineThread:
         if self._has_work():
             return self._poll()
         message: Message | None = None
-        while message is None and not self._is_over() and not self._has_work():
+        while message is None and not self._should_end() and not self._has_work():
             try:
-                message = self._inbox.get(timeout=self._patience())
+                message = self._inbox.get(timeout=self._max_wait())
             except Empty:
                 if self._seconds_to_idle == 0:
                     self._computed_at = None
@@ -340,8 +345,8 @@ class EngineThread:
                 self._stats_log.tick()
         return message
 
-    def _patience(self) -> float | None:
-        """Maximum seconds to wait for a message; None: no limit."""
+    def _max_wait(self) -> float | None:
+        """Maximum seconds to wait for a message before other work is due; None: no limit."""
         wait = None if self._stats_log is None else self._stats_log.wait()
         if self._router:
             wait = LOOP_CHECK_INTERVAL if wait is None else min(wait, LOOP_CHECK_INTERVAL)
@@ -355,7 +360,7 @@ class EngineThread:
 
     @property
     def _seconds_to_idle(self) -> float | None:
-        """Seconds until freed memory is to be returned; None: there is none."""
+        """Seconds until freed memory is to be returned to the system; None: no step has run since it was returned."""
         if self._computed_at is None:
             return None
         return max(0.0, self._computed_at + SECONDS_TO_IDLE - time.monotonic())
@@ -394,7 +399,7 @@ class EngineThread:
         request = self._try_to_add(message)
         has_ends = self._has_unreported_ends
         if isinstance(request, DuplicateRequest) and has_ends and not router.is_following(request_id):
-            while self._has_unreported_ends:  # the id is free for its caller, but not yet for the scheduler
+            while self._has_unreported_ends:  # the caller may reuse the id, but the scheduler has not released it yet
                 self._step()
             request = self._try_to_add(message)
         if isinstance(request, BaseException):
@@ -406,15 +411,16 @@ class EngineThread:
         self._adding = None
 
     def _try_to_add(self, message: Add) -> Request | BaseException:
-        """Add a request; return it, or the exception, which belongs to the caller and must not end the engine."""
+        """Add a request; return the request, or the exception, which belongs to the sender of the message and must not
+        end the engine."""
         try:
             return message.add(self._engine)
         except BaseException as error:
             return error
 
     def abort(self, request_id: str) -> bool:
-        """Abort a request; its mailbox gets the last snapshot. Return whether there was such a request. For this thread
-        only.
+        """Abort a request; its mailbox gets the last snapshot. Return whether there was such a request. Only the
+        engine's thread may call this.
 
         A request whose prompt is still being tokenized is aborted as soon as it is queued.
         """
@@ -423,7 +429,7 @@ class EngineThread:
         return self._router.abort_expected(request_id)
 
     def _report_finished(self) -> None:
-        """Report requests that a `Call` finished in the scheduler directly, without the engine."""
+        """Report requests that the function of a `Call` has finished in the scheduler, bypassing the engine."""
         self._engine.outputs.hand_out(self._engine.outputs.end_all(self._router.finished(), self._engine.clock()))
 
     # ------------------------------------------------------------------ the end
@@ -438,7 +444,7 @@ class EngineThread:
             self._stats_log.flush()
 
     def _close(self) -> None:
-        """Close the inbox, and give every waiting caller an error."""
+        """Close the inbox and the engine, and send every waiting caller an error."""
         with self._gate:
             self._is_closed = True
         self._engine.on_output = self._engine.steps.on_report = self._engine.on_ready = None
@@ -464,8 +470,8 @@ _live: WeakSet[EngineThread] = WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    """Stop all engines when Python exits: a thread in a PyTorch kernel must not outlive the interpreter, and a hanging
-    one must not keep it alive."""
+    """Stop all engine threads when Python exits: a thread in a PyTorch kernel must not outlive the interpreter, and a
+    hanging thread must not keep the interpreter alive."""
     threads = list(_live)
     for thread in threads:
         thread.ask_to_stop()

@@ -20,16 +20,17 @@ from pointsman.core.errors import UnknownRequest
 
 Prompt = str | Sequence[int]
 Extend = Callable[[Prompt, bool], Awaitable[None]]
-"""Adds a part to the request; the second argument says whether further parts follow."""
+"""Function that adds a part to the request; its second argument is whether further parts follow."""
 
 
 class InputFeed:
     """Feeds the parts of one prompt to its request.
 
     Args:
-        parts: the prompt's parts.
+        parts: asynchronous iterator of the prompt's parts.
         extend: adds a part to the request.
-        on_error: called in the event loop when the iterator or the engine raises; `error` is the exception.
+        on_error: called in the event loop when the iterator or the engine raises; the attribute `error` is then the
+            exception.
     """
 
     def __init__(self, parts: AsyncIterator[Prompt], extend: Extend, on_error: Callable[[], None]) -> None:
@@ -41,10 +42,10 @@ class InputFeed:
         self._task: asyncio.Task[None] | None = None
 
     async def first(self) -> Prompt:
-        """The first part that is not empty.
+        """Read and return the first part that is not empty.
 
         Raises:
-            ValueError: there is none.
+            ValueError: every part is empty, or there are no parts.
             The exceptions of the iterator.
         """
         async for part in self._parts:
@@ -53,11 +54,11 @@ class InputFeed:
         raise ValueError("the prompt's iterator ended without a part; give at least one")
 
     def start(self) -> None:
-        """Feed the remaining parts; the request has been queued with the first part."""
+        """Start a task that feeds the remaining parts; the request has been queued with the first part."""
         self._task = self._loop.create_task(self._feed())
 
     def stop(self) -> None:
-        """Stop feeding: the stream was closed. Safe in finalizers, in any thread."""
+        """Cancel the task that feeds parts, because the stream was closed. Safe in finalizers and in any thread."""
         if self._task is not None and not self._task.done() and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._task.cancel)
 

@@ -7,12 +7,13 @@ Each request has a mailbox, which holds the newest snapshot of its output for on
 a slow consumer misses nothing, and needs no more memory than a fast one. A port groups the mailboxes of one event loop
 or one process, and wakes it once per step for all of them.
 
-The engine's thread uses `Port` and `Mailbox`. For event loops they are `LoopPort` and `LoopMailbox`; the port wakes the
-tasks that wait at its mailboxes. It schedules one callback per ring, and none while the last one has not run: a blocked
-loop has one callback to run, not one per step.
+The engine's thread uses `Port` and `Mailbox`. Their subclasses for event loops are `LoopPort` and `LoopMailbox`. A
+`LoopPort` wakes the tasks that wait at its mailboxes. `ring` schedules one callback in the loop, unless the last one
+has not run yet: a blocked loop has one callback to run, not one per step.
 
-There are no locks. One side sets a flag and the other clears it, *before* it reads the announced value. So the writer
-either sees the flag cleared and sets it again, or the new value is still to be read.
+There are no locks. The writer sets a flag after it has written a value, and the reader clears the flag *before* it
+reads the value. So the writer either sees the flag cleared and sets it again, or the reader has yet to read the new
+value.
 """
 
 from __future__ import annotations
@@ -35,25 +36,26 @@ class Port(ABC, Generic[OwnMailbox]):
     __slots__ = ("_marked",)
 
     def __init__(self) -> None:
-        self._marked: deque[OwnMailbox] = deque()  # its append and popleft are atomic
+        self._marked: deque[OwnMailbox] = deque()  # append and popleft of a deque are atomic
 
     @property
     @abstractmethod
     def is_closed(self) -> bool:
-        """Whether the event loop or process is gone."""
+        """Whether the event loop is closed, or the process has ended."""
 
     @abstractmethod
     def ring(self) -> bool:
-        """Wake the event loop or process for all marked mailboxes. False: it is gone."""
+        """Wake the event loop or process for all marked mailboxes. Returns False if the loop is closed or the process
+        has ended."""
 
     def mark(self, mailbox: OwnMailbox) -> None:
-        """Include this mailbox in the next `ring`."""
+        """Mark a mailbox, so that the next `ring` announces it."""
         if not mailbox.is_marked:
             mailbox.is_marked = True
             self._marked.append(mailbox)
 
     def _take_marked(self) -> Iterator[OwnMailbox]:
-        """Take the marked mailboxes, on the receiving side; each is unmarked before it is yielded."""
+        """Yield the marked mailboxes, in the consumer's thread; each mailbox is unmarked before it is yielded."""
         while self._marked:
             mailbox = self._marked.popleft()
             mailbox.is_marked = False
@@ -61,7 +63,8 @@ class Port(ABC, Generic[OwnMailbox]):
 
 
 class Mailbox:
-    """The newest snapshot of one request, for its consumer; the engine's thread uses this class."""
+    """Holds the newest snapshot of one request's output, for the request's consumer; the engine's thread uses this
+    class."""
 
     __slots__ = (
         "_accepted",
@@ -78,13 +81,13 @@ class Mailbox:
     def __init__(self, port: Port[Any], *, finished_only: bool = False) -> None:
         self.port = port
         self.finished_only = finished_only
-        """Whether the consumer reads only the last snapshot."""
+        """Whether the consumer reads only the snapshot of the finished request."""
         self.is_abandoned = False
-        """Set by the consumer when it will not read again."""
+        """Whether the consumer will not read this mailbox again; set by the consumer."""
         self.is_expected = False
-        """Set by the sender of an `Expect`: the request was announced before its prompt was tokenized."""
+        """Whether the request was announced before its prompt was tokenized; set by the sender of an `Expect`."""
         self.is_aborted = False
-        """Set by the engine's thread: abort the request as soon as it is queued."""
+        """Whether the request is to be aborted as soon as it is queued; set by the engine's thread."""
         self.is_marked = False
         self._accepted = False
         self._latest: RequestOutput | None = None
@@ -96,12 +99,12 @@ class Mailbox:
         self.port.mark(self)
 
     def put(self, output: RequestOutput) -> None:
-        """Replace the snapshot by a newer one."""
+        """Replace the snapshot by a newer output."""
         self._latest = output
         self.port.mark(self)
 
     def fail(self, error: BaseException) -> None:
-        """End the snapshots: the consumer gets this error after the last one."""
+        """End the snapshots with an error, which the consumer gets after the last snapshot."""
         self._error = error
         self.port.mark(self)
 
@@ -119,7 +122,7 @@ class Waiter:
     event is missed, because the loop runs nothing else between the check and the wait.
 
     Args:
-        loop: the waiting task's; a task of another loop gets a RuntimeError.
+        loop: event loop of the waiting task; a task of another loop gets a RuntimeError.
     """
 
     __slots__ = ("_future", "_loop")
@@ -129,7 +132,7 @@ class Waiter:
         self._future: asyncio.Future[None] | None = None
 
     async def wait(self) -> None:
-        """Wait until the next `wake`."""
+        """Wait until `wake` is called."""
         self._future = self._loop.create_future()
         try:
             await self._future
@@ -167,7 +170,7 @@ class LoopPort(Port["LoopMailbox"]):
         return self.loop.is_closed()
 
     def ring(self) -> bool:
-        """Wake the loop for all marked mailboxes. False: the loop is closed."""
+        """Wake the loop for all marked mailboxes. Returns False if the loop is closed."""
         if self.loop.is_closed():
             return False
         if not self._is_scheduled:
@@ -194,7 +197,7 @@ class LoopMailbox(Mailbox):
         self._waiter = Waiter(port.loop)
 
     async def wait_accepted(self) -> None:
-        """Wait until the request is queued, or its stream is closed.
+        """Wait until the request is queued, or the consumer has abandoned the mailbox.
 
         Raises:
             The error with which the engine refused the request.
@@ -203,7 +206,7 @@ class LoopMailbox(Mailbox):
             await self._wait()
 
     async def newer_than(self, seen: RequestOutput | None) -> RequestOutput | None:
-        """Wait for a snapshot other than `seen`, and return it; None: the stream was closed.
+        """Wait for a snapshot other than `seen`, and return it; None: the consumer has abandoned the mailbox.
 
         Raises:
             The error that ended the request.

@@ -4,8 +4,9 @@
     deliver    an output goes to its request's mailbox (`Engine.on_output`)
     ring       after each step: every port with new outputs is rung once
 
-A request that waits for its grammar is followed at once, but accepted only when the grammar is ready: until then it may
-still be refused. When a port is closed, its requests are aborted, and their outputs are discarded.
+A request that waits for its grammar is followed when it is added, but accepted only when the grammar is ready: until
+then it may still be refused. When a port is closed, the requests of its mailboxes are aborted, and their outputs are
+discarded.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Route(NamedTuple):
-    """A request of the engine, and the mailbox for its outputs."""
+    """A request of the engine, and the mailbox for the request's outputs."""
 
     request: Request
     mailbox: Mailbox
@@ -34,7 +35,8 @@ class OutputRouter:
     """The mailboxes of one engine's requests. Only the engine's thread uses it.
 
     Args:
-        abort: aborts a request, by its id; the last output of a followed request is delivered here.
+        abort: aborts the request with an id; the engine then calls `deliver` with the last output of a followed
+            request.
     """
 
     def __init__(self, abort: Callable[[str], object]) -> None:
@@ -57,14 +59,15 @@ class OutputRouter:
         return bool(self._expected)
 
     def expect(self, request_id: str, mailbox: Mailbox) -> None:
-        """Note a request whose prompt is being tokenized."""
+        """Note that a request is announced, whose prompt is being tokenized."""
         self._expected[mailbox] = request_id
 
     def stop_expecting(self, mailbox: Mailbox) -> None:
         self._expected.pop(mailbox, None)
 
     def abort_expected(self, request_id: str) -> bool:
-        """Abort announced requests of this id as soon as they are added; return whether there are any."""
+        """Mark the announced requests with this id, to be aborted as soon as they are added; return whether there are
+        any."""
         expected = [mailbox for mailbox, name in self._expected.items() if name == request_id]
         for mailbox in expected:
             mailbox.is_aborted = True
@@ -96,7 +99,7 @@ class OutputRouter:
             self._ports_to_ring[route.mailbox.port] = None
 
     def refuse(self, mailbox: Mailbox, error: BaseException) -> None:
-        """Give the consumer of this mailbox an error in place of outputs."""
+        """Send the consumer of this mailbox an error instead of outputs."""
         mailbox.fail(error)
         self._ports_to_ring[mailbox.port] = None
 
@@ -111,11 +114,11 @@ class OutputRouter:
         if route is None:
             return
         mailbox = route.mailbox
-        if self._parked and mailbox in self._parked:  # finished before it was accepted
+        if self._parked and mailbox in self._parked:  # the request finished before it was accepted
             self._parked.discard(mailbox)
             self._ports_to_ring[mailbox.port] = None
             if output.finish_reason == "error":
-                mailbox.fail(copy(output.error or GrammarError(output.finish_detail)))  # others may raise it too
+                mailbox.fail(copy(output.error or GrammarError(output.finish_detail)))  # others may raise the original
                 return
             mailbox.accept()
         if mailbox.is_abandoned:
@@ -134,15 +137,15 @@ class OutputRouter:
     # ------------------------------------------------------------------ consumers end
 
     def abandon(self, request_id: str, mailbox: Mailbox) -> None:
-        """Abort the request of a mailbox that its consumer no longer reads."""
+        """Abort the request of a mailbox whose consumer no longer reads it."""
         self._expected.pop(mailbox, None)
         route = self._routes.get(request_id)
         if route is not None and route.mailbox is mailbox:
             self._abort(request_id)
 
     def check_ports(self, interval: float = 0.0) -> None:
-        """Abort the requests of closed ports, at most once in `interval` seconds. `ring` does not notice closed ports
-        without new outputs."""
+        """Abort the requests of closed ports, at most once in `interval` seconds. This finds closed ports without new
+        outputs, which `ring` does not notice."""
         now = time.monotonic()
         if now - self._checked < interval:
             return
@@ -162,7 +165,7 @@ class OutputRouter:
             self._abort(request_id)
 
     def finished(self) -> list[Request]:
-        """Followed requests that have finished."""
+        """The followed requests that have finished."""
         return [one.request for one in self._routes.values() if one.request.is_finished]
 
     def request_ids(self) -> list[str]:
@@ -170,7 +173,7 @@ class OutputRouter:
         return list(self._routes)
 
     def close(self, error: Callable[[], BaseException]) -> None:
-        """Give every consumer an error of its own: no output will follow."""
+        """Send the consumer of every followed request a new error from `error()`; no output will follow."""
         for route in self._routes.values():
             self.refuse(route.mailbox, error())
         self._routes.clear()

@@ -1,11 +1,11 @@
 """Chooses the number of drafts, from the odds of acceptance and the cost of a step that verifies them.
 
-    Odds         how often the expected token came, by the length of the match before it
+    Odds         how often the expected token followed, by the length of the match before it
     StepCost     seconds of a step, by the number of tokens that it computes
-    best_counts  the drafts with which a step gives the most tokens per second, none if that is best
+    best_counts  the numbers of drafts with which a step gives the most tokens per second, possibly 0
 
-Both are measured while the engine runs. Whether an expected token came is known at no cost, also when it was not a
-draft. So a request that begins to repeat itself is noticed while it has no drafts.
+Odds and costs are measured while the engine runs. Whether an expected token was the next token is known at no cost,
+even if it was not verified as a draft. So a request that begins to repeat itself is noticed while it has no drafts.
 """
 
 from __future__ import annotations
@@ -18,49 +18,50 @@ import numpy.typing as npt
 from pointsman.engine.arrays import Float64Array, Int64Array
 
 LONGEST = 16
-"""Matches of at least this length are counted together."""
+"""Length, in tokens, from which matches of all lengths are counted together."""
 PRIOR = 4.0
-"""Weight, in observed tokens, of the estimate from shorter matches."""
+"""Weight of the prior, the estimate from shorter matches, as a number of observed tokens."""
 MAX_NOTED = 128.0
-"""Observed tokens per length above which the counts are halved."""
+"""Number of observed tokens per match length above which its counts are halved."""
 MIN_GAIN = 1.05
 """Minimum factor by which drafts must be expected to raise the tokens per second: estimates are rough."""
 
 
 class Odds:
-    """How often the expected token came, by the length of the match.
+    """Estimates the probability that the expected token is the next token, by the length of the match.
 
-    The prior of each length is slightly better than the estimate of the next shorter one: the failure probability at
-    length l is (l + 1) / (l + 2) of that at length l - 1. So where short matches mean nothing, each longer one need not
-    be tried separately. Without observations the probability of success is l / (l + 2).
+    The prior of each length is slightly better than the estimate for the next shorter length: the failure probability
+    at length l is (l + 1) / (l + 2) of that at length l - 1. So where short matches fail, longer matches need not be
+    tried one by one. Without observations the probability of success is l / (l + 2).
     """
 
     def __init__(self) -> None:
-        self._noted = [0.0] * (LONGEST + 1)
-        self._right = [0.0] * (LONGEST + 1)
+        self._num_observed = [0.0] * (LONGEST + 1)
+        self._num_matched = [0.0] * (LONGEST + 1)
         self._lengths = np.zeros((0, 0), dtype=np.int64)
 
     def note(self, judged: Iterable[int]) -> None:
-        """Add the matches that `NgramLookup.append` returned."""
+        """Count matches, given as `NgramLookup.append` returns them: the length, negative if another token followed."""
         for length in judged:
             at = min(abs(length), LONGEST)
-            self._noted[at] += 1
-            self._right[at] += length > 0
-            if self._noted[at] > MAX_NOTED:
-                self._noted[at] /= 2
-                self._right[at] /= 2
+            self._num_observed[at] += 1
+            self._num_matched[at] += length > 0
+            if self._num_observed[at] > MAX_NOTED:
+                self._num_observed[at] /= 2
+                self._num_matched[at] /= 2
 
     def by_length(self) -> list[float]:
-        """[LONGEST + 1]: the probability that the expected token comes, by the length of the match; 0 for none."""
+        """[LONGEST + 1] probability that the expected token is the next token, by the length of the match; 0 for length
+        0."""
         each = [0.0]
         for length in range(1, LONGEST + 1):
             prior = 1 - (1 - each[-1]) * (length + 1) / (length + 2)
-            each.append((self._right[length] + PRIOR * prior) / (self._noted[length] + PRIOR))
+            each.append((self._num_matched[length] + PRIOR * prior) / (self._num_observed[length] + PRIOR))
         return each
 
     def max_gain(self, lengths: Iterable[int]) -> float:
-        """Upper bound of the tokens that any number of drafts after matches of these lengths may give. It costs a tenth
-        of `chances`; where it is too small, there are no drafts."""
+        """Upper bound of the expected number of accepted drafts after matches of these lengths, however many are
+        verified. It takes a tenth of the time of `chances`, which is not called if the bound is too small."""
         each = self.by_length()
         gain = each[LONGEST] / (1 - each[LONGEST])  # of an endless match
         gains = [gain] * (LONGEST + 1)
@@ -69,11 +70,12 @@ class Odds:
         return sum([gains[min(length, LONGEST)] for length in lengths])
 
     def chances(self, lengths: npt.ArrayLike, num_tokens: int) -> Float64Array:
-        """[n, num_tokens]: the probability that the 1st, 2nd, ... expected token and all before it come.
+        """[n, num_tokens] probability that the 1st, 2nd, ... expected token after a match and all expected tokens
+        before it are the next tokens.
 
         Args:
-            lengths: [n] lengths of the matches, at least 1.
-            num_tokens: number of expected tokens.
+            lengths: [n] length of each match, at least 1.
+            num_tokens: number of expected tokens per match.
         """
         if self._lengths.shape[1] != num_tokens:
             self._lengths = np.minimum(np.arange(LONGEST + 1)[:, None] + np.arange(num_tokens), LONGEST)
@@ -84,16 +86,17 @@ class Odds:
 class StepCost:
     """Seconds of a step as a linear function of its number of tokens, fitted to the newest steps.
 
-    Other programs can only make steps slower, so a step above the line weighs a quarter, and its distance is capped.
-    While too few sizes are measured, twice the tokens cost an eighth more.
+    Other programs can only make steps slower, so a step that took longer than the fitted time weighs a quarter, and its
+    time is capped. While too few sizes are measured, the prior slope holds: a step of twice as many tokens takes an
+    eighth longer.
 
     Args:
-        rounded: the number of rows that the model computes for a number of tokens.
+        rounded: function of a number of tokens: the number of rows that the model computes for them.
     """
 
     PRIOR_SLOPE = 1 / 8
     PRIOR_WEIGHT = 1 / 8
-    """Weight of the prior slope: that of two steps whose sizes differ from the mean by a quarter of it."""
+    """Weight of the prior slope: that of two measured steps whose sizes are a quarter above and below the mean size."""
     FORGET = 1 / 32
     """Share of the accumulated weight that each step removes."""
     ABOVE_WEIGHT = 1 / 4
@@ -129,8 +132,8 @@ class StepCost:
         self._base = mean_y - self._slope * mean_x
 
     def between(self, min_tokens: int, max_tokens: int) -> Float64Array:
-        """[max_tokens - min_tokens + 1] the seconds of steps with these numbers of tokens; before the first step in an
-        arbitrary unit."""
+        """[max_tokens - min_tokens + 1] estimated seconds of a step of `min_tokens` to `max_tokens` tokens; in an
+        arbitrary unit before the first observed step."""
         if max_tokens >= len(self._sizes):
             self._sizes = np.array([self._rounded(size) for size in range(2 * max_tokens)], dtype=np.int64)
         sizes = self._sizes[min_tokens : max_tokens + 1]
@@ -146,14 +149,14 @@ def best_counts(chances: Float64Array, num_rows: int, cost: StepCost) -> Int64Ar
     """Choose the number of drafts of each request so that the step gives the most tokens per second.
 
     Args:
-        chances: [n, max_drafts] from `Odds.chances`; they do not rise along a row.
-        num_rows: requests in the step, including these n.
+        chances: [n, max_drafts] probabilities from `Odds.chances`, which do not rise along a row.
+        num_rows: number of requests in the step, including the n with chances.
 
     Returns:
-        [n] 0 to max_drafts.
+        [n] number of drafts of each request, 0 to max_drafts.
     """
     flat = chances.ravel()
-    order = np.argsort(-flat, kind="stable")  # stable: a draft follows the one before it
+    order = np.argsort(-flat, kind="stable")  # stable, so that a draft follows the draft before it
     tokens = np.full(len(flat) + 1, float(num_rows))
     tokens[1:] += flat[order].cumsum()
     speed = tokens / cost.between(num_rows, num_rows + len(flat))

@@ -1,13 +1,13 @@
 """NgramLookup: looks up a request's newest tokens among its earlier ones, and expects the same continuation.
 
-A request often generates text that its tokens already contain: a passage that it quotes, code that it edits, the turn
-before. It looks up the longest suffix of `min_ngram` to `max_ngram` tokens that occurred earlier, and expects the
-tokens that followed it there (Saxena 2023, "Prompt Lookup Decoding"; vLLM's method "ngram"). Of several occurrences the
-last one is used. While the expected tokens come, the place moves with them and nothing is looked up. The longer the
-match, the more likely is its continuation (as in SuffixDecoding, Oliaro et al. 2024).
+A request often generates text that its tokens already contain: a quoted passage, edited code, the turn before. The
+lookup finds the longest suffix of `min_ngram` to `max_ngram` tokens that occurred earlier, and expects the tokens that
+followed the occurrence (Saxena 2023, "Prompt Lookup Decoding"; vLLM's method "ngram"). Of several occurrences the last
+one is used. While each new token is the expected one, the expected position advances and nothing is looked up. The
+longer the match, the more likely is its continuation (as in SuffixDecoding, Oliaro et al. 2024).
 
-Most tokens of a text that does not repeat itself end an n-gram that is new. A filter recognizes those without a search:
-it has a byte for each hash of an n-gram, and several times as many bytes as there are tokens.
+In a text that does not repeat itself, most tokens end an n-gram that is new. A filter recognizes new n-grams without a
+search: it has a byte for each hash of an n-gram, and several times as many bytes as there are tokens.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import numpy as np
 import numpy.typing as npt
 
 FILTER_FACTOR = 4
-"""Minimum bytes of the filter per token; twice as many when it is made."""
+"""Minimum number of bytes of the filter per token; a new filter has at least twice as many."""
 MULTIPLIER = 0x9E3779B1
 MASK_64 = (1 << 64) - 1
 
 
 class NgramLookup:
-    """The tokens of one request.
+    """Looks up the continuation of one request's tokens among these tokens.
 
     Args:
-        token_ids: [n] int32, all tokens so far.
-        min_ngram: tokens of the shortest suffix from which drafts are taken.
-        max_ngram: tokens of the longest suffix that is looked up.
+        token_ids: [n] int32, all tokens of the request so far.
+        min_ngram: number of tokens of the shortest suffix that is looked up.
+        max_ngram: number of tokens of the longest suffix that is looked up.
     """
 
     __slots__ = (
@@ -41,28 +41,29 @@ class NgramLookup:
         self._min_ngram = min_ngram
         self._max_ngram = max_ngram
         self._tokens = array("i")
-        self._tokens.frombytes(np.zeros(min_ngram, dtype=np.int32).tobytes())  # so that there is always an n-gram
+        self._tokens.frombytes(np.zeros(min_ngram, dtype=np.int32).tobytes())  # so that the first token ends an n-gram
         self._tokens.frombytes(token_ids.astype(np.int32).tobytes())
         self._power = pow(MULTIPLIER, min_ngram, MASK_64 + 1)
         self._key, self._mask, self._filter = self._make_filter()
         self._place = 0
         """Index of the token that is expected next, if `length` is not 0."""
         self.length = 0
-        """Length of the match: the newest tokens that also stand before `_place`. 0: nothing is expected."""
+        """Length of the match: number of newest tokens that equal the tokens before `_place`. 0: no token is
+        expected."""
         self._look_up()
 
     def __len__(self) -> int:
         return len(self._tokens) - self._min_ngram
 
     def tolist(self) -> list[int]:
-        """All tokens."""
+        """All tokens of the request."""
         return self._tokens[self._min_ngram :].tolist()
 
     def append(self, token_ids: Sequence[int]) -> list[int]:
-        """Append tokens.
+        """Append new tokens of the request, and compare them with the expected tokens.
 
         Returns:
-            For each position where a token was expected: the length of the match, negative if another token came.
+            For each position where a token was expected: the length of the match, negative if another token followed.
         """
         tokens, judged = self._tokens, []
         was_there = 0
@@ -88,9 +89,9 @@ class NgramLookup:
         return judged
 
     def expected(self, count: int) -> array[int]:
-        """The next `count` tokens if the match continues; `length` is not 0.
+        """The next `count` tokens if the match continues; call this only if `length` is not 0.
 
-        If the place is so near the end that fewer tokens are known, they are repeated.
+        If fewer tokens follow the earlier occurrence, because it is near the end, they are repeated.
         """
         known = self._tokens[self._place : self._place + count]
         return known if len(known) == count else (known * (count // len(known) + 1))[:count]
@@ -101,8 +102,8 @@ class NgramLookup:
         self._place = self._min_ngram + place
 
     def _make_filter(self) -> tuple[int, int, bytearray]:
-        """Make a filter of all n-grams so far, with space for more: the newest n-gram's key, the mask of keys, the
-        filter.
+        """Make a filter of all n-grams so far, with space for more. Returns the newest n-gram's key, the mask of keys,
+        and the filter.
 
         The key of an n-gram is a polynomial of its tokens, so that each key is computed from the one before.
         """
@@ -122,10 +123,10 @@ def look_up(token_ids: npt.NDArray[np.int32], min_ngram: int, max_ngram: int) ->
     """Find the last earlier occurrence of the longest suffix of `min_ngram` to `max_ngram` tokens.
 
     Args:
-        token_ids: [n].
+        token_ids: [n] the tokens to search.
 
     Returns:
-        The index behind the occurrence, and the suffix's length; 0 and 0 if there is none.
+        The index of the token after the occurrence, and the length of the suffix; 0 and 0 if there is no occurrence.
     """
     last = len(token_ids) - 1
     if last < min_ngram:

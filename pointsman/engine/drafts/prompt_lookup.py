@@ -1,8 +1,8 @@
 """PromptLookup: proposes drafts from the request's own tokens, without a second model.
 
-`ngram_lookup.py` finds the tokens that followed the same n-gram earlier in a request. `draft_counts.py` chooses the
-number of drafts of each request with which verification pays. So a request whose text does not repeat itself costs next
-to nothing, and where many requests share a step, only the likeliest drafts are in it.
+`ngram_lookup.py` finds the tokens that followed the same n-gram earlier in a request. `draft_counts.py` chooses how
+many drafts of each request are worth verifying. So a request whose text does not repeat itself costs next to nothing,
+and a step that many requests share verifies only the likeliest drafts.
 
 Requests whose logits depend on the tokens before (penalties, bad words, grammars) get no drafts, because each draft
 would need its own edits of the logits.
@@ -27,25 +27,27 @@ if TYPE_CHECKING:
     from pointsman.engine.counters import EngineCounters
 
 LONGEST_PAUSE = 8
-"""Maximum number of steps from one search to the next. Each search doubles the number, an accepted draft resets it to
-one. With a small model this saves most of the search time where text does not repeat itself."""
+"""Maximum number of steps from one search for drafts to the next. Each search doubles the number of steps, an accepted
+draft resets it to one. With a small model this saves most of the search time where text does not repeat itself."""
 SEARCH_SHARE = 1 / 256
-"""Share of a step's time that the search may take: where it takes less, every step is searched."""
+"""Share of the time of steps that searching may take; if a search takes less than this share of one step, every step
+has a search."""
 
 
 def takes_drafts(params: SamplingParams) -> bool:
-    """Whether the logits of each position are independent of the drafts that are accepted before it."""
+    """Whether a request with these parameters can have drafts: the logits of each position are independent of the
+    drafts before it."""
     return not (params.has_penalties or params.bad_words or params.structured_outputs is not None)
 
 
 class PromptLookup:
-    """Proposes drafts for the rows of a step.
+    """Proposes drafts for the next step, to follow the newest tokens of a step's rows.
 
     Args:
-        scheduler: gets the drafts; its `max_drafts` is the maximum per request.
-        min_ngram, max_ngram: see `NgramLookup`.
-        counters: the engine's; read for the time of its steps.
-        rounded: the number of rows that the model computes for a number of tokens.
+        scheduler: the scheduler that gets the drafts; its `max_drafts` is the maximum number per request.
+        min_ngram, max_ngram: minimum and maximum length of the suffix that is looked up, see `NgramLookup`.
+        counters: the engine's counters, from which the time of each step is read.
+        rounded: function of a number of tokens: the number of rows that the model computes for them.
     """
 
     def __init__(
@@ -60,46 +62,48 @@ class PromptLookup:
         self._min_ngram = min_ngram
         self._max_ngram = max_ngram
         self._counters = counters
-        self._lookups: dict[Request, NgramLookup] = {}  # until the request's finish is reported
+        self._lookups: dict[Request, NgramLookup] = {}  # entries remain until the request's finish is reported
         self._odds = Odds()
         self._cost = StepCost(rounded)
         self._work = counters.work_time
         self._pause = 1
-        """Steps from one search to the next."""
+        """Number of steps from one search to the next."""
         self._wait = 1
-        """Steps until the next search."""
+        """Number of steps until the next search."""
         self._step_seconds = self._search_seconds = 0.0
-        """Time of the last step, and of the last search."""
+        """Seconds of the last step, and of the last search."""
 
     def propose(self, output: SchedulerOutput, update: StepUpdate, now: float) -> None:
-        """Propose drafts to follow the newest tokens of the output's rows; the output is the one that was updated last.
+        """Propose drafts to follow the newest tokens of the rows of `output`, with which the scheduler was updated
+        last.
 
         Args:
-            update: the result of that update.
+            update: what the scheduler's `update` returned for this output.
         """
         for request in output.finished:
             self._lookups.pop(request, None)
         self._observe_cost(output)
-        if len(output.draft_token_ids) and len(update.token_ids) > np.count_nonzero(update.counts):  # one was accepted
+        if len(output.draft_token_ids) and len(update.token_ids) > np.count_nonzero(update.counts):  # draft accepted
             self._pause = self._wait = 1
         self._wait -= 1
         if not self._wait:
             start = perf_counter()
             self._search(output, update, now)
             self._search_seconds = perf_counter() - start
-            self._wait, self._pause = self._pause, min(2 * self._pause, self._longest_pause())
+            self._wait, self._pause = self._pause, min(2 * self._pause, self._max_pause())
 
-    def _longest_pause(self) -> int:
-        """Minimum number of steps between searches with which searching takes at most `SEARCH_SHARE` of the time."""
+    def _max_pause(self) -> int:
+        """Maximum value of `_pause` now: the smallest number of steps with which searching takes at most `SEARCH_SHARE`
+        of the time, up to `LONGEST_PAUSE`."""
         steps = self._search_seconds / max(SEARCH_SHARE * self._step_seconds, 1e-9)
         return min(LONGEST_PAUSE, max(1, ceil(steps)))
 
     def _search(self, output: SchedulerOutput, update: StepUpdate, now: float) -> None:
-        """Propose the drafts with which a step gives the most tokens per second."""
+        """Propose the drafts with which the next step gives the most tokens per second."""
         max_drafts = self._scheduler.max_drafts
         if not max_drafts:
             return
-        found, num_rows = self._follow(output, update)
+        found, num_rows = self._append_newest(output, update)
         if not found:
             return
         lengths = [lookup.length for _, lookup in found]
@@ -116,16 +120,17 @@ class PromptLookup:
             self._scheduler.propose(output, drafts, counts, now)
 
     def _observe_cost(self, output: SchedulerOutput) -> None:
-        """Take the time since the last output as the time of this step. Steps with prompts are left out."""
+        """Add the time since the last call to `StepCost`, as the time of this step. Steps that compute prompts are left
+        out."""
         before, self._work = self._work, self._counters.work_time
         self._step_seconds = seconds = self._work - before
         num_tokens, num_rows = output.total_num_scheduled_tokens, len(output.requests)
         if num_rows and num_tokens == num_rows + len(output.draft_token_ids):
             self._cost.observe(num_tokens, seconds)
 
-    def _follow(self, output: SchedulerOutput, update: StepUpdate) -> tuple[list[tuple[int, NgramLookup]], int]:
-        """Append the newest tokens. Return the row indices and lookups that expect a continuation, and the number of
-        rows that decode.
+    def _append_newest(self, output: SchedulerOutput, update: StepUpdate) -> tuple[list[tuple[int, NgramLookup]], int]:
+        """Append each row's newest tokens to the lookup of its request. Return row index and lookup for each row whose
+        lookup expects a continuation, and the number of rows that decode.
         """
         lookups = self._lookups
         token_ids, start = update.token_ids.tolist(), 0
@@ -141,7 +146,7 @@ class PromptLookup:
             num_rows += 1
             lookup = lookups.get(request)
             if lookup is not None:
-                if len(lookup) != num_known:  # steps in between were not searched
+                if len(lookup) != num_known:  # without a search, steps in between were not followed
                     newest = request.output_since(len(lookup) - request.num_prompt_tokens).tolist()
                 judged = lookup.append(newest)
                 if judged:

@@ -4,9 +4,10 @@ At every position the sampler draws the token that it would draw without drafts,
 randomness (a function of the request's seed and the position). A draft is accepted if it equals the token drawn at its
 position. The first draft that differs voids all later ones, and the drawn token takes its place.
 
-For a proposal without randomness this is rejection sampling (Leviathan et al. 2023): a draft is accepted with its
-probability, and otherwise the token is distributed like the other tokens. The result is even stronger: the tokens are
-those that the request would have got one by one, except for rounding in the logits.
+For drafts that are proposed without randomness this is rejection sampling (Leviathan et al. 2023): a draft is accepted
+with its probability under the model, and otherwise the drawn token is distributed as if the draft were excluded. The
+result is even stronger: the tokens equal those that the request would get without drafts, except for rounding in the
+logits.
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ BoolArray = npt.NDArray[np.bool_]
 
 @dataclass(slots=True)
 class Verification:
-    """The positions of one step: r rows sample at s positions, one per row and one per draft."""
+    """The sampling positions of one step: r rows sample at s positions, one per row and one per draft."""
 
     rows: Int64Array
-    """[r] row indices of the output."""
+    """[r] index of each sampling row in the scheduler's output."""
     counts: Int64Array
-    """[r] number of positions of each row."""
+    """[r] number of positions of each row: its drafts and one more."""
     starts: Int64Array
-    """[r] the row's first position among the s."""
+    """[r] index of each row's first position among the s positions."""
     sampling: Int64Array
-    """[s] row index of each position."""
+    """[s] row index, in the scheduler's output, of each position."""
     behind: Int64Array
     """[s] number of later positions of the same row."""
     drafts: Int64Array
-    """[s - r] the drafts: the token after each position, except a row's last."""
+    """[s - r] the drafts: the proposed token after each position, except after each row's last position."""
 
     @classmethod
     def of(cls, output: SchedulerOutput, sampling: Int64Array) -> Verification:
-        """Args: sampling: row indices of the output that sample."""
+        """Make the positions of a step. `sampling` [r]: indices of the output's rows that sample."""
         counts = 1 + output.num_draft_tokens[sampling].astype(np.int64)
         ends = counts.cumsum()
         return cls(
@@ -54,16 +55,17 @@ class Verification:
         )
 
     def judge(self, token_ids: Int64Array, ok: BoolArray, num_rows: int) -> tuple[StepResult, BoolArray]:
-        """Compute the result of the step.
+        """Accept or reject the drafts, and compute the result of the step.
 
         Args:
-            token_ids: [s] the drawn tokens.
-            ok: [s] whether the token is valid.
-            num_rows: of the output.
+            token_ids: [s] the token drawn at each position.
+            ok: [s] whether the drawn token is valid.
+            num_rows: number of rows of the output.
 
         Returns:
-            The result, without error messages, and [s] False for positions that make their row fail: a row's first
-            position that is not ok. A later one only ends the accepted drafts; the row fails in its next step.
+            The result, without error messages; and [s] whether the position causes no failure of its row. Only a row's
+            first position can cause a failure, if it is not `ok`. A later position that is not `ok` only ends the
+            accepted drafts, and the row fails in its next step.
         """
         goes_on = np.zeros(len(token_ids), dtype=np.bool_)
         inner = (self.behind > 0).nonzero()[0]

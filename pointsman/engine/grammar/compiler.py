@@ -1,29 +1,29 @@
 """GrammarCompiler: compiles the grammars of one engine's requests beside its steps.
 
-    compiler.add(request)            compile a request's grammar; equal ones are compiled once
+    compiler.add(request)            compile a request's grammar; equal grammars are compiled once
     compiler.take()                  -> requests whose grammar is compiled, or has failed
     compiler.find(params)            a grammar that was compiled before, without waiting
 
-All of these are called in the engine's thread and return at once. Background threads wait for a process that compiles
-(`process.py`), each for one grammar at a time. When a grammar is done, its thread calls `notify`, which wakes an idle
-engine.
+The engine's thread calls these methods, which never wait. Background threads wait for a process that compiles
+(`process.py`), each thread for one grammar at a time. When a grammar is done, its thread calls `notify`, which wakes an
+idle engine.
 
-Most grammars take little time, a few reach the time limit, and only compiling shows which. So there are two stages,
-each with its own threads:
+Most grammars take little time, a few reach the time limit, and only compiling shows which ones are slow. So there are
+two stages, each with its own threads:
 
     new     a slice of processor time each     done, failed, or out of time: then to `slow`
     slow    the whole limit, from the start
 
-A slow grammar is compiled again from its start, which costs one slice more in total. A quick grammar waits only until
-those before it have used their slices, however many slow grammars there are.
+A slow grammar is compiled again from its start, so its first slice is lost. A quick grammar waits only until the new
+grammars before it have used their slices, however many slow grammars there are.
 
 Tenants share both stages (`fair_queue.py`). Each stage takes the next grammar from the tenant that has been served
 least. No tenant gets all threads of a stage, and the number of waiting grammars is bounded per tenant and in total. A
-grammar whose queue is full fails, and may be sent again later. A grammar that several tenants wait for is in the queue
-of each, and is compiled once for all.
+grammar whose queue is full fails, and the client may send the request again later. A grammar that several tenants wait
+for is in the queue of each tenant, and is compiled once for all of them.
 
-Compiled grammars are cached, up to `CACHE_BYTES`; the least recently used is evicted first. Failures are cached too,
-for a while, so that the same failing grammar does not occupy the process again.
+Compiled grammars are cached, up to `CACHE_BYTES`; the least recently used grammar is evicted first. Failures are cached
+for `FAILURE_MEMORY` seconds, so that the same failing grammar does not occupy the process again.
 """
 
 from __future__ import annotations
@@ -71,15 +71,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NUM_THREADS, NUM_SLOW_THREADS = 3, 2
-"""Grammars compiled at a time in each stage; together they take at most five times `GrammarLimits.memory`."""
+"""Number of threads of the new and the slow stage, each of which compiles one grammar at a time; together they take at
+most five times `GrammarLimits.memory`."""
 MAX_OUT, MAX_SLOW_OUT = 2, 1
-"""Maximum of these for one tenant."""
+"""Maximum number of threads of the new and the slow stage that compile for one tenant."""
 FIRST_SLICE, SLICE_PER_TOKEN = 0.15, 1.5e-5
-"""A new grammar's slice of processor time, in seconds: a constant, and an amount per token of the vocabulary. Schemas
-of 2 to 80 properties took 0.01 to 0.08 s with 2,000 tokens, and up to 2 s with 150,000, independent of their size."""
+"""Slice of processor time of a new grammar, in seconds: `FIRST_SLICE`, plus `SLICE_PER_TOKEN` for each token of the
+vocabulary. Schemas of 2 to 80 properties took 0.01 to 0.08 s with 2,000 tokens, and up to 2 s with 150,000, independent
+of their size."""
 MAX_WAITING, MAX_SLOW_WAITING = 256, 32
-"""Maximum number of grammars in each queue if there is one tenant; all tenants together may have a third more. Slow
-grammars take seconds each, so a longer queue would take minutes."""
+"""Maximum number of waiting grammars in the new and the slow stage if there is one tenant; all tenants together may
+have a third more. Slow grammars take seconds each, so a longer queue would take minutes."""
 CACHE_BYTES = 256 * 1024**2
 MAX_FAILURES = 256
 FAILURE_MEMORY = 60.0
@@ -92,35 +94,36 @@ class _Done(NamedTuple):
     job: _SharedJob
     outcome: Outcome
     tenant: str | None = None
-    """The tenant whose requests get the outcome; None: all requests that wait for the job."""
+    """The tenant whose requests get the outcome; None: all requests that wait for the job get it."""
 
 
 class _SharedJob(Job):
-    """A compilation, and the requests that wait for it. The worker's lock guards the fields below."""
+    """The compilation of one grammar, and the requests that wait for it. The worker's lock guards the fields below."""
 
     def __init__(self, spec: GrammarSpec, stage: _Stage) -> None:
         super().__init__(spec)
         self.stage: _Stage = stage
-        """The stage in which it waits or is compiled."""
+        """The stage in which the job waits or is compiled."""
         self.requests: dict[Request, None] = {}
         self.num_requests = Counter[str]()
-        """Number of requests by tenant."""
+        """Tenant -> number of the tenant's requests that wait for the job."""
         self.queued: dict[str, QueuedItem[_SharedJob]] = {}
-        """Its entry in the queue of each tenant."""
+        """Tenant -> the job's entry in the queue of this tenant."""
         self.is_out = False
-        """Whether it is being compiled, or has its outcome."""
+        """Whether the job is being compiled, or has its outcome."""
 
 
 class _Stage:
-    """One stage: jobs that wait, by tenant, for the stage's threads. The worker's lock guards it.
+    """One stage of compilation: the jobs that wait, in a queue per tenant, for the stage's threads. The worker's lock
+    guards it.
 
     Args:
-        lock: the worker's.
-        max_out: jobs of one tenant that are compiled at once.
+        lock: the worker's lock.
+        max_out: maximum number of jobs of one tenant that are compiled at the same time.
         max_waiting: maximum number of waiting jobs if there is one tenant.
-        cpu_slice: seconds of processor time for each job; 0: the grammar's own limit.
-        niceness: of the compiling processes.
-        which: describes the stage's grammars in errors.
+        cpu_slice: seconds of processor time for each job; 0: up to `GrammarLimits.timeout`.
+        niceness: niceness of the processes that compile this stage's jobs.
+        which: description of the stage's grammars for errors.
     """
 
     def __init__(
@@ -135,7 +138,7 @@ class _Stage:
         self._is_closed = False
 
     def put(self, tenant: str, job: _SharedJob) -> None:
-        """Add a job to the queue of this tenant.
+        """Add a job to the queue of a tenant.
 
         Raises:
             GrammarQueueFullError: the queue is full.
@@ -154,7 +157,7 @@ class _Stage:
         self._has_news.notify()
 
     def remove(self, tenant: str, job: _SharedJob) -> None:
-        """Remove a job from the queue of this tenant."""
+        """Remove a job from the queue of a tenant."""
         self._queue.remove(job.queued.pop(tenant))
         self._capacity.give_back(tenant, 1)
 
@@ -174,9 +177,9 @@ class _Stage:
         return None
 
     def end(self, entry: QueuedItem[_SharedJob]) -> None:
-        """Note that a job that was taken is no longer compiled."""
+        """Note that the compilation of a taken job has ended."""
         self._queue.end(entry)
-        self._has_news.notify()  # the tenant's next job may run now
+        self._has_news.notify()  # the next job of the same tenant may run now
 
     def close(self) -> None:
         """Make every `take` return None from now on."""
@@ -185,8 +188,8 @@ class _Stage:
 
 
 class _Worker:
-    """The state that the threads share with the compiler. They hold no reference to the compiler itself, so that it can
-    be garbage-collected."""
+    """The state that the background threads share with the `GrammarCompiler`. The threads hold no reference to the
+    compiler itself, so that it can be garbage-collected."""
 
     def __init__(self, process: GrammarProcess, first_slice: float) -> None:
         self.process = process
@@ -198,7 +201,7 @@ class _Worker:
         self.notify: Callable[[], None] | None = None
 
     def run(self, stage: _Stage) -> None:
-        """Run a thread: compile one job of a stage after the other, until the stage is closed."""
+        """Compile the jobs of a stage one after the other, until the stage is closed. Each thread runs this method."""
         while True:
             with self.lock:
                 entry = stage.take()
@@ -219,7 +222,7 @@ class _Worker:
         """Let a request wait for a job.
 
         Raises:
-            GrammarQueueFullError: as for `_Stage.put`; the request is recorded nevertheless.
+            GrammarQueueFullError: the tenant's queue is full; the request is recorded nevertheless.
         """
         tenant = request.tenant
         with self.lock:
@@ -247,7 +250,7 @@ class _Worker:
             self.slow.close()
 
     def _compile(self, job: _SharedJob) -> list[_Done]:
-        """Compile a job; no outcome if it was cancelled or has moved to the slow stage."""
+        """Compile a job; return its outcomes: none if the job was cancelled or has moved to the slow stage."""
         stage = job.stage
         try:
             return [_Done(job, self.process.compile(job, stage.cpu_slice, stage.niceness))]
@@ -263,7 +266,7 @@ class _Worker:
             return [_Done(job, GrammarError(why))]
 
     def _move_to_slow(self, job: _SharedJob) -> list[_Done]:
-        """Move a job to the slow stage; return the outcomes for tenants whose queue there is full."""
+        """Move a job to the slow stage; return a failure for each tenant whose queue in that stage is full."""
         refused = []
         with self.lock:
             for tenant in job.num_requests:
@@ -271,7 +274,7 @@ class _Worker:
                     self.slow.put(tenant, job)
                 except GrammarQueueFullError as error:
                     refused.append(_Done(job, error, tenant))
-            if not job.queued:  # the next request for it starts in the slow stage
+            if not job.queued:  # a later request for this job waits in the slow stage
                 job.stage, job.is_out = self.slow, False
         return refused
 
@@ -280,11 +283,11 @@ class GrammarCompiler:
     """Compiles the grammars of one engine's requests. Threads and process start with the first grammar, or `warm_up`.
 
     Args:
-        tokenizer: of the model; None: `check` refuses all requests.
-        vocab_size: the number of the model's logits.
-        eos_token_ids: of the model.
-        limits: for each grammar.
-        cache_bytes: maximum size of cached grammars.
+        tokenizer: the model's tokenizer; None: `check` refuses structured output.
+        vocab_size: number of the model's logits per position.
+        eos_token_ids: the model's EOS tokens.
+        limits: limits for each grammar; None: the defaults.
+        cache_bytes: maximum total size of cached grammars, in bytes.
 
     Raises:
         ValueError: a limit is out of range.
@@ -318,7 +321,7 @@ class GrammarCompiler:
 
     @property
     def notify(self) -> Callable[[], None] | None:
-        """Called in another thread when `take` has something to return."""
+        """Listener that is called, in a background thread, when `take` has something to return."""
         return self._worker.notify
 
     @notify.setter
@@ -327,21 +330,22 @@ class GrammarCompiler:
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests that were added, and neither taken nor forgotten."""
+        """Number of requests that wait for their grammars: added, and neither taken nor forgotten."""
         return len(self._job_of)
 
     @property
     def pid(self) -> int | None:
-        """The id of the process that compiles; None before it is needed."""
+        """The id of the process that compiles; None while no process can compile."""
         return self._worker.process.pid
 
     @property
     def num_restarts(self) -> int:
-        """Number of restarts of the process, because it had ended or did not answer."""
+        """Number of restarts of the process that compiles, because it had ended or did not answer."""
         return self._worker.process.num_restarts
 
     def check(self, params: SamplingParams) -> None:
-        """Refuse structured output that this model cannot have; an engine calls it before it adds a request.
+        """Refuse a request with structured output if the model cannot have it. An engine calls this before it adds a
+        request.
 
         Raises:
             GrammarError: no request of this model can have structured output.
@@ -356,21 +360,23 @@ class GrammarCompiler:
             raise GrammarError("structured output needs the package xgrammar; pip install 'pointsman[engine]'")
 
     def find(self, params: SamplingParams) -> CompiledGrammar | None:
-        """The request's grammar, if it was compiled before."""
+        """The compiled grammar for these parameters, if it is cached; None: it is not cached, or no grammar is
+        needed."""
         return None if params.structured_outputs is None else self._cache.get(params.structured_outputs.spec)
 
     def add(self, request: Request) -> None:
-        """Compile the grammar of a request; `take` will return the request with it.
+        """Let a request wait for the compilation of its grammar; `take` will return the request with the grammar or the
+        failure.
 
         Raises:
-            GrammarUnavailableError: the system cannot start threads; the request does not wait.
+            GrammarUnavailableError: the system cannot start threads; the request is not added.
         """
         self._start_threads()
         spec: GrammarSpec = request.metadata.structured_outputs.spec
         job = self._jobs.get(spec)
         if job is None:
             job = self._jobs[spec] = _SharedJob(spec, self._worker.new)
-            failure = self._failure(spec)
+            failure = self._cached_failure(spec)
             if failure is not None:
                 job.is_out = True
                 self._worker.put_done(_Done(job, failure))
@@ -381,7 +387,8 @@ class GrammarCompiler:
             self._worker.put_done(_Done(job, error, request.tenant))
 
     def forget(self, request: Request) -> None:
-        """Forget a finished request. Cancel its grammar's compilation if no other request waits for it."""
+        """Forget a finished request. Cancel the compilation of its grammar if no other request waits for that
+        grammar."""
         job = self._job_of.pop(request, None)
         if job is None:
             return
@@ -391,13 +398,14 @@ class GrammarCompiler:
             job.cancel()
 
     def take(self) -> list[tuple[Request, Outcome]]:
-        """Return the requests whose wait is over, each with its grammar or the error."""
+        """Return the requests whose grammar has been compiled or has failed, each with the compiled grammar or the
+        error. They no longer wait."""
         found: list[tuple[Request, Outcome]] = []
-        for job, outcome, tenant in (*self._taken, *self._drain()):
+        for job, outcome, tenant in (*self._taken, *self._take_done()):
             if isinstance(outcome, CompiledGrammar):
                 self._cache.put(job.spec, outcome)
             elif not isinstance(outcome, (GrammarQueueFullError, GrammarUnavailableError)):  # not the grammar's fault
-                self._note_failure(job.spec, outcome)
+                self._cache_failure(job.spec, outcome)
             if self._jobs.get(job.spec) is job:
                 for request in tuple(job.requests):
                     if tenant is None or request.tenant == tenant:
@@ -416,19 +424,19 @@ class GrammarCompiler:
 
     def warm_up(self, server: GrammarServer | None = None) -> Future[CompiledGrammar | None]:
         """Start the process in the background and let it compile a grammar, so that the first request need not wait for
-        this.
+        the start.
 
         Args:
-            server: a process that was started earlier, for this compiler alone; None: a new one.
+            server: a process that was started earlier, for this compiler alone; None: a new process is started.
 
         Returns:
-            The grammar of a JSON object, which is not cached; None if this model has no structured output, or if the
-            compilation failed, which is logged.
+            A future of the grammar of any JSON object, which is not cached. Its result is None if this model cannot
+            have structured output, or if the compilation failed, which is logged.
         """
         grammar: Future[CompiledGrammar | None] = Future()
         if self._has_tokenizer and self._stop_token_ids and find_spec("xgrammar") is not None:
             threading.Thread(
-                target=_compile_first,
+                target=_start_and_compile,
                 args=(self._worker.process, server, grammar),
                 name="pointsman-grammar-start",
                 daemon=True,
@@ -440,14 +448,15 @@ class GrammarCompiler:
         return grammar
 
     def close(self) -> None:
-        """End the process and the threads. Dropping the compiler does so too."""
+        """Cancel all compilations, and end the process and the threads. Garbage collection of the compiler ends them
+        too."""
         for job in self._jobs.values():
             job.cancel()
         self._stop()
 
     # ------------------------------------------------------------------ inside
 
-    def _drain(self) -> list[_Done]:
+    def _take_done(self) -> list[_Done]:
         done = []
         while not self._worker.done.empty():
             done.append(self._worker.done.get())
@@ -464,12 +473,12 @@ class GrammarCompiler:
                 raise GrammarUnavailableError(f"{NO_COMPILER}{first_line(error)}; try again later") from error
             self._threads_to_start.pop()
 
-    def _failure(self, spec: GrammarSpec) -> GrammarError | None:
+    def _cached_failure(self, spec: GrammarSpec) -> GrammarError | None:
         until, error = self._failures.get(spec, (0.0, None))
         return error if time.monotonic() < until else None
 
-    def _note_failure(self, spec: GrammarSpec, error: GrammarError) -> None:
-        if self._failure(spec) is None:  # a repeated report does not renew a known failure
+    def _cache_failure(self, spec: GrammarSpec, error: GrammarError) -> None:
+        if self._cached_failure(spec) is None:  # a repeated failure does not extend the time of a cached one
             self._failures.pop(spec, None)
             self._failures[spec] = (time.monotonic() + FAILURE_MEMORY, error)
             if len(self._failures) > MAX_FAILURES:
@@ -477,10 +486,10 @@ class GrammarCompiler:
 
 
 class GrammarCache:
-    """Compiled grammars, up to a number of bytes; the least recently used ones are dropped first.
+    """A cache of compiled grammars with a maximum size; the least recently used grammars are evicted first.
 
     Args:
-        max_bytes: the limit; a larger grammar is not kept.
+        max_bytes: maximum total size of the grammars, in bytes; a larger grammar is not cached.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -516,7 +525,7 @@ def _read_vocabulary(tokenizer: Any, vocab_size: int, eos_token_ids: tuple[int, 
     return read_vocabulary(tokenizer, vocab_size, eos_token_ids)
 
 
-def _compile_first(
+def _start_and_compile(
     process: GrammarProcess, server: GrammarServer | None, grammar: Future[CompiledGrammar | None]
 ) -> None:
     compiled = None
@@ -525,7 +534,7 @@ def _compile_first(
         compiled = process.compile(Job(StructuredOutputsParams(json_object=True).spec))
     except Cancelled:
         return
-    except Exception as error:  # requests that meet the same error report it again
+    except Exception as error:  # a request that meets the same error reports it again
         logger.warning("no grammar could be compiled at the start: %s", first_line(error))
     finally:
         grammar.set_result(compiled)

@@ -3,7 +3,7 @@
     root ::= "a" (digit | [x-z]){1,3}   # a comment
     digit ::= [0-9]
 
-A rule ends where the next one begins. Texts and classes have the escapes `\\n`, `\\t`, `\\xNN`, `\\uNNNN`,
+A rule ends where the next rule begins. Texts and classes have the escapes `\\n`, `\\t`, `\\xNN`, `\\uNNNN`,
 `\\UNNNNNNNN` and so on, each of a fixed length; `.` is any character.
 """
 
@@ -55,7 +55,7 @@ class _Token(NamedTuple):
 
 
 def read_grammar(text: str) -> dict[str, Node]:
-    """The rules of a grammar, `root` among them.
+    """Read the rules of a grammar, `root` among them: name -> node.
 
     Raises:
         Unreadable: the grammar is malformed, or refers to a rule that it does not define.
@@ -78,89 +78,89 @@ class _Reader:
         while self._peek().kind != "end":
             name = self._peek()
             if not self._is_rule():
-                raise self._refused(f"{name.text!r} where a rule begins", "write 'name ::= ...'", name.at)
+                raise self._make_error(f"{name.text!r} where a rule begins", "write 'name ::= ...'", name.at)
             if name.text in self._rules:
-                raise self._refused(f"a second rule {name.text!r}", "join the two with '|'", name.at)
+                raise self._make_error(f"a second rule {name.text!r}", "join the two with '|'", name.at)
             self._next += 2
-            self._rules[name.text] = self._choice(depth=0)
+            self._rules[name.text] = self._read_choice(depth=0)
             if self._peek().kind != "end" and not self._is_rule():
-                raise self._refused("a ')' without '('", "remove it", self._peek().at)
+                raise self._make_error("a ')' without '('", "remove it", self._peek().at)
         for name_of, at in self._named.items():
             if name_of not in self._rules:
-                raise self._refused(f"the name {name_of!r} of no rule", "define it", at)
+                raise self._make_error(f"the name {name_of!r} of no rule", "define it", at)
         if ROOT not in self._rules:
             raise Unreadable(f"the grammar has no rule {ROOT!r}; define it: texts are derived from it")
         return self._rules
 
     # ------------------------------------------------------------------ structure
 
-    def _choice(self, depth: int) -> Node:
+    def _read_choice(self, depth: int) -> Node:
         if depth > MAX_NESTING:
             at = self._peek().at
-            raise self._refused("more groups within groups", f"nest at most {MAX_NESTING}: write rules", at)
-        options = [self._sequence(depth)]
+            raise self._make_error("more groups within groups", f"nest at most {MAX_NESTING}: write rules", at)
+        options = [self._read_sequence(depth)]
         while self._peek().text == "|" and self._peek().kind == "mark":
             self._next += 1
-            options.append(self._sequence(depth))
+            options.append(self._read_sequence(depth))
         return options[0] if len(options) == 1 else Choice(options)
 
-    def _sequence(self, depth: int) -> Node:
+    def _read_sequence(self, depth: int) -> Node:
         parts: list[Node] = []
         while not self._is_end_of_sequence():
-            parts.append(self._quantified(depth))
+            parts.append(self._read_quantified(depth))
         return parts[0] if len(parts) == 1 else Sequence(parts)
 
     def _is_end_of_sequence(self) -> bool:
         token = self._peek()
         return token.kind == "end" or (token.kind == "mark" and token.text in "|)") or self._is_rule()
 
-    def _quantified(self, depth: int) -> Node:
-        part = self._single(depth)
+    def _read_quantified(self, depth: int) -> Node:
+        part = self._read_single(depth)
         token = self._peek()
         if not self._is_quantifier():
             return part
         self._next += 1
         if self._is_quantifier():
-            raise self._refused("a quantifier behind another", "put a group around", self._peek().at)
+            raise self._make_error("a quantifier behind another", "put a group around", self._peek().at)
         if token.kind == "mark":
             return Repeat(part, 1 if token.text == "+" else 0, 1 if token.text == "?" else None)
         first, comma, last = (one.strip() for one in token.text.partition(","))
         minimum = int(first)
         maximum = (int(last) if last else None) if comma else minimum
         if problem := problem_of_counts(minimum, maximum):
-            raise self._refused(f"the count {{{token.text}}}", problem, token.at)
+            raise self._make_error(f"the count {{{token.text}}}", problem, token.at)
         return Repeat(part, minimum, maximum)
 
     def _is_quantifier(self) -> bool:
         token = self._peek()
         return token.kind == "count" or (token.kind == "mark" and token.text in "*+?")
 
-    def _single(self, depth: int) -> Node:
+    def _read_single(self, depth: int) -> Node:
         token = self._peek()
         self._next += 1
         if token.kind == "name":
             self._named.setdefault(token.text, token.at)
             return Rule(token.text)
         if token.kind == "text":
-            return Text("".join(chr(code) for code, _ in self._codes(token)))
+            return Text("".join(chr(code) for code, _ in self._code_points(token)))
         if token.kind == "class":
-            return Characters(self._class(token))
+            return Characters(self._read_class(token))
         if token.text == "." and token.kind == "mark":
             return Characters(~CharacterSet())
         if token.text == "(" and token.kind == "mark":
-            node = self._choice(depth + 1)
+            node = self._read_choice(depth + 1)
             if self._peek().text != ")":
-                raise self._refused("a '(' without ')'", "close it", token.at)
+                raise self._make_error("a '(' without ')'", "close it", token.at)
             self._next += 1
             return node
-        raise self._refused(f"{token.text!r} with nothing before it", "write an expression before it", token.at)
+        raise self._make_error(f"{token.text!r} with nothing before it", "write an expression before it", token.at)
 
     # ------------------------------------------------------------------ characters
 
-    def _class(self, token: _Token) -> CharacterSet:
+    def _read_class(self, token: _Token) -> CharacterSet:
         is_negated = token.text.startswith("^")
         members = _Token(token.kind, token.text[is_negated:], token.at + is_negated)
-        codes = self._codes(members)
+        codes = self._code_points(members)
         ranges: list[Range] = []
         at = 0
         while at < len(codes):
@@ -169,16 +169,16 @@ class _Reader:
                 last = codes[at + 2][0]
                 at += 2
             if last < first:
-                raise self._refused("a range whose last character is before its first", "swap them", token.at)
+                raise self._make_error("a range whose last character is before its first", "swap them", token.at)
             ranges.append((first, last))
             at += 1
         characters = CharacterSet(ranges)
         return ~characters if is_negated else characters
 
-    def _codes(self, token: _Token) -> list[tuple[int, bool]]:
-        """The code points of a text, or of the members of a class, and whether each is an escape."""
+    def _code_points(self, lexeme: _Token) -> list[tuple[int, bool]]:
+        """The code point of each character of a text or a class, and whether it is written as an escape."""
         codes = []
-        for found in _CHARACTER.finditer(token.text):
+        for found in _CHARACTER.finditer(lexeme.text):
             *numbers, null, letter, plain = found.groups()
             number = next((one for one in numbers if one is not None), None)
             if number is not None:
@@ -188,12 +188,12 @@ class _Reader:
             elif letter is not None:
                 if letter not in _ESCAPES:
                     remedy = "write \\xNN, \\uNNNN, or the character itself"
-                    raise self._refused(f"the unknown escape {found[0]!r}", remedy, token.at)
+                    raise self._make_error(f"the unknown escape {found[0]!r}", remedy, lexeme.at)
                 code = ord(_ESCAPES[letter])
             else:
                 code = ord(plain)
             if not is_character(code):
-                raise self._refused(f"{found[0]!r}, which is no character", "remove it", token.at)
+                raise self._make_error(f"{found[0]!r}, which is no character", "remove it", lexeme.at)
             codes.append((code, plain is None))
         return codes
 
@@ -204,7 +204,7 @@ class _Reader:
         while at < len(self._text):
             found = _TOKEN.match(self._text, at)
             if found is None:
-                raise self._refused(f"an unexpected {self._text[at]!r}", "correct or remove it", at)
+                raise self._make_error(f"an unexpected {self._text[at]!r}", "correct or remove it", at)
             kind = found.lastgroup or ""
             if kind != "space":
                 tokens.append(_Token(kind, found[kind], at))
@@ -215,10 +215,10 @@ class _Reader:
         return self._tokens[self._next]
 
     def _is_rule(self) -> bool:
-        """Whether a rule begins here."""
+        """Whether a rule begins at the next token."""
         return self._peek().kind == "name" and self._tokens[self._next + 1].kind == "defined"
 
-    def _refused(self, what: str, remedy: str, at: int) -> Unreadable:
+    def _make_error(self, what: str, remedy: str, at: int) -> Unreadable:
         line = self._text.count("\n", 0, at) + 1
         column = at - (self._text.rfind("\n", 0, at) + 1) + 1
         return Unreadable(f"the grammar has {what} at line {line}, column {column}; {remedy}")

@@ -1,10 +1,10 @@
-"""RequestGrammar: follows a request's output through its grammar, and masks the tokens that may not come next.
+"""RequestGrammar: follows a request's output through its grammar, and masks the tokens that may not follow.
 
 A `RequestGrammar` accepts new output tokens, and rewinds if the output becomes shorter. So the allowed tokens depend on
 the output alone, not on the time or the other requests of a step.
 
 EOS may follow a complete text. While more text may follow too, `min_tokens` and `ignore_eos` can forbid EOS. When
-nothing but EOS may follow, EOS comes regardless of other parameters: the request ends with its grammar.
+nothing but EOS may follow, EOS is sampled regardless of other parameters: the request ends with its grammar.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from pointsman.engine.grammar.process import CompiledGrammar
 
 BITS = 32
-"""Number of tokens per word of a mask."""
+"""Number of tokens per word of a bit mask."""
 
 
 class TokenMasks:
     """Bit masks of the tokens that grammars allow in one step, 32 tokens per word, for the rows that have a grammar.
 
     Args:
-        num_rows: of the step's logits.
-        vocab_size: tokens per row.
+        num_rows: number of rows of the step's logits.
+        vocab_size: number of tokens per row of logits.
     """
 
     __slots__ = ("_rows", "_vocab_size", "words")
@@ -41,17 +41,18 @@ class TokenMasks:
         self._vocab_size = vocab_size
         self._rows: list[int] = []
         self.words = torch.empty((num_rows, -(-vocab_size // BITS)), dtype=torch.int32)
-        """[num_rows, ceil(vocab_size / 32)] int32 on the CPU; only rows that were added are valid."""
+        """[num_rows, ceil(vocab_size / 32)] int32 on the CPU: a bit per token, 1 if it is allowed; only rows that were
+        added are valid."""
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def add(self, row: int) -> None:
-        """Note that the words of a row are valid."""
+        """Note that the words of a row were written."""
         self._rows.append(row)
 
     def of_row(self, row: int) -> TokenMasks:
-        """The masks for one row of logits alone."""
+        """The masks of a single row, for logits [1, vocab_size]."""
         one = TokenMasks(1, self._vocab_size)
         one.words = self.words[row : row + 1]
         one._rows = [0] if row in self._rows else []
@@ -72,11 +73,11 @@ class TokenMasks:
 
 
 class RequestGrammar:
-    """The grammar of one request.
+    """The state of one request's output in its grammar.
 
     Args:
-        request: its `metadata` are SamplingParams with `structured_outputs`.
-        grammar: their grammar, compiled.
+        request: the request, whose `metadata` are SamplingParams with `structured_outputs`.
+        grammar: the compiled grammar of these `structured_outputs`.
     """
 
     __slots__ = ("_limits", "_matcher", "_num_stop_ids", "_seconds", "num_accepted")
@@ -85,7 +86,8 @@ class RequestGrammar:
         from xgrammar import GrammarMatcher
 
         vocabulary = grammar.vocabulary
-        # A stop token without text (such as the end of a turn) ends a text like EOS; one with text is part of the text.
+        # A stop token without text (such as the end of a turn) ends a text like EOS; a stop token with text is part of
+        # it.
         tokens = vocabulary.tokens
         silent = [token_id for token_id in request.stop_token_ids if token_id < len(tokens) and not tokens[token_id]]
         stop_ids = sorted({*vocabulary.stop_token_ids, *silent})
@@ -97,12 +99,12 @@ class RequestGrammar:
         """Number of output tokens that were accepted."""
 
     def rewind(self, num_tokens: int) -> None:
-        """Return to the state after the first `num_tokens` accepted tokens."""
+        """Undo the acceptance of all tokens after the first `num_tokens`."""
         self._matcher.rollback(self.num_accepted - num_tokens)
         self.num_accepted = num_tokens
 
     def mask(self, new_token_ids: Sequence[int], row: int, masks: TokenMasks) -> bool:
-        """Accept the output's next tokens, and put a mask of the tokens that may follow into `masks`.
+        """Accept the output's new tokens, and write a mask of the tokens that may follow to a row of `masks`.
 
         Returns:
             Whether the text is complete and only EOS may follow.
@@ -110,7 +112,7 @@ class RequestGrammar:
         Raises:
             GrammarError: the grammar does not allow the tokens, or takes too long.
         """
-        started = time.thread_time()  # of processor time: a busy machine is not the grammar's fault
+        started = time.thread_time()  # processor time, because a busy machine is not the grammar's fault
         try:
             for token_id in new_token_ids:
                 if not self._matcher.accept_token(token_id):

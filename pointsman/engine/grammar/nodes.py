@@ -1,4 +1,4 @@
-"""Nodes: the syntax tree of regular expressions and grammars, and its text for the compiler.
+"""Nodes: the syntax tree of regular expressions and grammars, and the writer of EBNF for the compiler.
 
     node = read_regex("[^a]b*")     -> Sequence([Characters(...), Repeat(Text("b"), 0, None)])
     written_rules({"root": node})   -> 'root ::= [^a\\ud800-\\udfff] "b"*'
@@ -18,12 +18,13 @@ from typing import TypeAlias
 LAST = 0x10FFFF
 FIRST_SURROGATE, LAST_SURROGATE = 0xD800, 0xDFFF
 MAX_REPETITIONS = 65_536
-"""The maximum of a counted repetition."""
+"""Maximum count of a repetition such as {m,n}."""
 MAX_NESTING = 64
-"""Maximum levels of nested groups."""
+"""Maximum number of levels of nested groups."""
 
 CODE_ESCAPE = r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6})\}|U([0-9a-fA-F]{8})"
-"""Pattern, with four groups, for the code point of a character after a backslash."""
+"""Pattern of an escape, without the backslash, that gives a character's code point in hexadecimal; it has four groups,
+one per form."""
 
 Range: TypeAlias = tuple[int, int]
 
@@ -33,7 +34,7 @@ class Unreadable(ValueError):
 
 
 def is_character(code: int) -> bool:
-    """Whether a text may contain this code point."""
+    """Whether a code point is a character: not a surrogate, and not above U+10FFFF."""
     return code <= LAST and not FIRST_SURROGATE <= code <= LAST_SURROGATE
 
 
@@ -47,7 +48,7 @@ def problem_of_counts(minimum: int, maximum: int | None) -> str | None:
 
 
 class CharacterSet:
-    """A set of characters: code points without surrogates, which no text contains.
+    """A set of characters: code points without surrogates, because no text contains surrogates.
 
     Args:
         ranges: first and last code point of each range, in any order.
@@ -63,7 +64,7 @@ class CharacterSet:
             else:
                 merged.append((first, last))
         self.ranges: tuple[Range, ...] = tuple(merged)
-        """Ascending, disjoint, not adjacent."""
+        """First and last code point of each range; ascending, disjoint and not adjacent."""
 
     @classmethod
     def of(cls, text: str) -> CharacterSet:
@@ -103,35 +104,35 @@ def _without_surrogates(ranges: Iterable[Range]) -> Iterable[Range]:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """The characters of a text, in this order."""
+    """Matches this text."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Characters:
-    """One character of a set; an empty set allows no text."""
+    """Matches one character of a set; an empty set matches no text."""
 
     characters: CharacterSet
 
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """A text of each part, in this order."""
+    """Matches a text of each part, one after the other."""
 
     parts: SequenceOf[Node]
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A text of one of the options."""
+    """Matches a text of any of the options."""
 
     options: SequenceOf[Node]
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """`minimum` to `maximum` texts of a part; None: no maximum."""
+    """Matches `minimum` to `maximum` texts of the part, one after the other; `maximum` None: no maximum."""
 
     part: Node
     minimum: int
@@ -140,7 +141,7 @@ class Repeat:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A text of the rule with this name."""
+    """Matches a text of the rule with this name."""
 
     name: str
 
@@ -148,88 +149,94 @@ class Rule:
 Node: TypeAlias = Text | Characters | Sequence | Choice | Repeat | Rule
 
 NEVER = "never"
-"""The rule for an empty class: it allows no text."""
+"""Name of the rule for an empty class, which allows no text."""
 
 
 def written_rules(rules: Mapping[str, Node], names: Mapping[str, str] | None = None) -> str:
-    """Rules as EBNF.
+    """Write rules as EBNF.
 
     Args:
-        rules: by their names.
-        names: the name of each rule in the EBNF; None: its name here.
+        rules: name -> node.
+        names: name in `rules` -> name in the EBNF; None: the same names.
     """
     names = names or {name: name for name in rules}
-    lines = [f"{names[name]} ::= {_written(node, names)}" for name, node in rules.items()]
+    lines = [f"{names[name]} ::= {_write_node(node, names)}" for name, node in rules.items()]
     return "\n".join((*lines, f'{NEVER} ::= "x" {NEVER}'))
 
 
-def _written(node: Node, names: Mapping[str, str]) -> str:
+def _write_node(node: Node, names: Mapping[str, str]) -> str:
     match node:
         case Text(text):
-            return _literal(text)
+            return _write_literal(text)
         case Characters(characters):
-            return _apart(characters)
+            return _write_separate_class(characters)
         case Sequence(parts):
-            return " ".join(_grouped(part, names) for part in parts) or '""'
+            return " ".join(_write_grouped(part, names) for part in parts) or '""'
         case Choice(options):
-            return " | ".join(_written(option, names) for option in options)
-        case Repeat(Characters(characters), 1, None) if not _is_risky(
+            return " | ".join(_write_node(option, names) for option in options)
+        case Repeat(Characters(characters), 1, None) if not _lists_multibyte_characters(
             characters
         ):  # xgrammar would make a separate rule for `+`
-            return f"{_class(characters)} {_class(characters)}*"
-        case Repeat(Characters(characters), 0, None) if _is_risky(characters):  # and none for `*`
-            return f"({_class(characters)}+)?"
+            return f"{_write_class(characters)} {_write_class(characters)}*"
+        case Repeat(Characters(characters), 0, None) if _lists_multibyte_characters(characters):  # and none for `*`
+            return f"({_write_class(characters)}+)?"
         case Repeat(Characters(characters), minimum, maximum):
-            return f"{_class(characters)}{_count(minimum, maximum)}"
+            return f"{_write_class(characters)}{_write_count(minimum, maximum)}"
         case Repeat(part, minimum, maximum):
-            return f"{_grouped(part, names)}{_count(minimum, maximum)}"
+            return f"{_write_grouped(part, names)}{_write_count(minimum, maximum)}"
         case Rule(name):
             return names[name]
 
 
-def _grouped(node: Node, names: Mapping[str, str]) -> str:
-    text = _written(node, names)
+def _write_grouped(node: Node, names: Mapping[str, str]) -> str:
+    text = _write_node(node, names)
     return text if isinstance(node, (Text, Characters, Rule)) else f"({text})"
 
 
-def _count(minimum: int, maximum: int | None) -> str:
+def _write_count(minimum: int, maximum: int | None) -> str:
     known = {(0, None): "*", (1, None): "+", (0, 1): "?"}.get((minimum, maximum))
     return known or f"{{{minimum},{'' if maximum is None else maximum}}}"
 
 
-def _literal(text: str) -> str:
+def _write_literal(text: str) -> str:
     return f'"{"".join(_escaped(ord(one), chr(34)) for one in text)}"'
 
 
-def _class(characters: CharacterSet) -> str:
-    """A class as EBNF; one that contains the last character is written by its excluded characters, with surrogates."""
+def _write_class(characters: CharacterSet) -> str:
+    """A set as a class in EBNF. A set that contains the last code point is written as its excluded characters and the
+    surrogates."""
     if not characters:
         return NEVER
     if characters.ranges[-1][1] == LAST:
         excluded = sorted((*(~characters).ranges, (FIRST_SURROGATE, LAST_SURROGATE)))
-        return f"[^{''.join(_range(first, last) for first, last in excluded)}]"
-    return f"[{''.join(_range(first, last) for first, last in characters.ranges)}]"
+        return f"[^{''.join(_write_range(first, last) for first, last in excluded)}]"
+    return f"[{''.join(_write_range(first, last) for first, last in characters.ranges)}]"
 
 
-def _apart(characters: CharacterSet) -> str:
-    """A class, as a separate rule if that is necessary; in a counted repetition a rule would be slow."""
-    return f"({_class(characters)} | {NEVER})" if _is_risky(characters) else _class(characters)
+def _write_separate_class(characters: CharacterSet) -> str:
+    """A class in EBNF outside a repetition. A risky one gets an alternative, so that xgrammar makes a rule for it; in a
+    counted repetition a rule would be slow."""
+    return (
+        f"({_write_class(characters)} | {NEVER})"
+        if _lists_multibyte_characters(characters)
+        else _write_class(characters)
+    )
 
 
-def _is_risky(characters: CharacterSet) -> bool:
-    """Whether the class lists multi-byte characters: then xgrammar 0.2.8 may allow wrong tokens in a repetition before
-    it."""
+def _lists_multibyte_characters(characters: CharacterSet) -> bool:
+    """Whether the class of a set lists multi-byte characters: then xgrammar 0.2.8 may allow wrong tokens in a
+    repetition before the class."""
     return bool(characters) and 0x80 <= characters.ranges[-1][1] < LAST
 
 
-def _range(first: int, last: int) -> str:
+def _write_range(first: int, last: int) -> str:
     special = "[]^-\\"
     text = _escaped(first, special)
     return text if first == last else f"{text}-{_escaped(last, special)}"
 
 
 def _escaped(code: int, special: str) -> str:
-    """A character; escaped if it is not printable ASCII, a backslash, or in `special`."""
+    """The character of a code point, escaped if it is not printable ASCII, is a backslash, or is in `special`."""
     character = chr(code)
     if 0x20 <= code < 0x7F and character != "\\" and character not in special:
         return character

@@ -1,17 +1,19 @@
-"""GrammarProcess: starts the process that compiles grammars (`worker.py`), sends it jobs and replaces it if it hangs.
+"""GrammarProcess: starts the process that compiles grammars (`worker.py`), sends jobs to it and replaces it if it
+hangs.
 
 The process starts when it is first needed. Several threads may call `GrammarProcess.compile`, and each waits for its
-own job: a socket pair whose other end goes to the process. `Job.cancel` closes it, which ends the compilation at once.
+own job. A job has a socket pair, whose other end goes to the process. `Job.cancel` closes the socket, which ends the
+compilation immediately.
 
-A process that hangs must be distinguished from a slow grammar. The process forks a child for each job. The child
-answers at once that it runs, and the kernel ends it when the grammar's time is up. So the process hangs
+A process that hangs must be distinguished from a slow grammar. The process forks a child for each job. The child first
+sends that it runs, and the kernel ends the child when the grammar's time is up. So the process hangs
 
     if no child has begun                      within ACCEPT_TIMEOUT
     if a child is neither done nor ended       GRACE after the grammar's time was up, waiting included
 
-Then it is killed with all its children, another one is started, and the job is tried once more. If that fails too, the
-error is a `GrammarUnavailableError`. After two such processes in a row all jobs get that error at once, for
-`RETRY_AFTER` seconds, so that they do not wait for one hang after the other.
+Then the process is killed with all its children, another process is started, and the job is tried once more. If the
+second try fails too, the error is a `GrammarUnavailableError`. After two consecutive processes that hang, all jobs get
+this error without waiting, for `RETRY_AFTER` seconds, so that they do not wait for one hang after the other.
 """
 
 from __future__ import annotations
@@ -46,25 +48,27 @@ logger = logging.getLogger(__name__)
 AnswerT = TypeVar("AnswerT")
 
 DEFAULT_TIMEOUT = 10.0
-"""Seconds of processor time that a grammar may take to compile, by default."""
+"""Default of the maximum seconds of processor time that a grammar may take to compile."""
 SECONDS_PER_CPU_SECOND = 3
-"""Seconds that may pass per second of processor time: on a busy machine a child gets a part of a processor."""
+"""Maximum seconds that may pass per second of processor time: on a busy machine a child gets only a part of a
+processor."""
 START_TIMEOUT = 60.0
-"""Maximum seconds until the process has imported xgrammar; usually a few."""
+"""Maximum seconds until a new process has imported xgrammar and can compile; usually a few."""
 ACCEPT_TIMEOUT = 3.0
-"""Maximum seconds until a child has begun with a job; usually some milliseconds."""
+"""Maximum seconds until a child of the process has begun with a job; usually some milliseconds."""
 GRACE = 3.0
-"""Maximum seconds from the end of the grammar's time to the end of the child."""
+"""Maximum seconds from the end of a grammar's time to the end of the child that compiles it."""
 RETRY_AFTER = 5.0
-"""Seconds without attempts after two processes in a row were late or ended."""
+"""Seconds for which no process is started after two consecutive processes did not answer or ended."""
 NICENESS, SLOW_NICENESS = 5, 10
-"""Niceness of a child that compiles a new grammar, and of one with a slow grammar. The model's threads go first."""
+"""Niceness of a child that compiles a new grammar, and of a child that compiles a slow grammar. The model's threads
+have priority."""
 SECONDS_TO_END = 5.0
 """Maximum seconds until a killed process has ended; usually some milliseconds."""
 KILL_PATIENCE = 0.2
-"""Maximum seconds from the end of a child to the end of its parent, if both were killed."""
+"""Maximum seconds from the end of a child to the end of its parent process, if both were killed."""
 MAX_COMPILED_BYTES = 64 * 1024**2
-"""Maximum length of a compiled grammar, as JSON. Reading it takes about a second per 100 MB."""
+"""Maximum length of a compiled grammar as JSON, in bytes. Reading the JSON takes about a second per 100 MB."""
 
 _WORKER = Path(__file__).with_name("worker.py")
 _HAS_ENDED = "has ended"
@@ -73,28 +77,28 @@ _READY, _ACCEPTED, _NO_CHILD = b"R", b"A", b"!"
 
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
-    """Limits for compiling and using one grammar."""
+    """Limits of time and memory for compiling one grammar and checking texts against it."""
 
     timeout: float = DEFAULT_TIMEOUT
-    """Maximum processor time to compile it, in seconds."""
+    """Maximum processor time to compile the grammar, in seconds."""
     memory: int = 2 * 1024**3
-    """Maximum memory to compile it, in bytes."""
+    """Maximum memory to compile the grammar, in bytes."""
     start_time: float = 0.25
-    """Maximum processor time, in seconds, that the grammar may take for a text: this constant, plus `token_time` for
-    each token so far."""
+    """Constant part of the maximum processor time, in seconds, for checking a text against the grammar; each token adds
+    `token_time`."""
     token_time: float = 0.002
-    """Processor time per token, in seconds. Some tens of microseconds are usual. In a grammar that allows one text in
-    many ways each token takes longer than the one before, and every request waits."""
+    """Part of the maximum processor time per token of a text, in seconds. Some tens of microseconds are usual. In a
+    grammar that allows one text in many ways each token takes longer than the token before, and every request waits."""
 
     @property
     def longest(self) -> float:
-        """Maximum seconds that may pass while it is compiled."""
+        """Maximum seconds that may pass while the grammar is compiled."""
         return SECONDS_PER_CPU_SECOND * self.timeout
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompiledGrammar:
-    """A compiled grammar for one vocabulary. Requests share it."""
+    """A compiled grammar for one vocabulary. All requests with the same grammar share it."""
 
     compiled: xgrammar.CompiledGrammar
     vocabulary: GrammarVocabulary
@@ -107,19 +111,19 @@ class Cancelled(Exception):
 
 
 class OutOfTime(GrammarError):
-    """The grammar was not compiled within its time limit, or its slice of processor time."""
+    """The grammar was not compiled within its time limit or its slice of processor time."""
 
 
 class _Late(Exception):
-    """The process or one of its children does not answer."""
+    """The process that compiles, or one of its children, does not answer in time."""
 
 
 class _Ended(Exception):
-    """The process has ended, or cannot be started."""
+    """The process that compiles has ended, or cannot be started."""
 
 
 class Job:
-    """One compilation, which another thread may cancel."""
+    """The compilation of one grammar, which another thread may cancel."""
 
     def __init__(self, spec: GrammarSpec) -> None:
         self.spec = spec
@@ -128,14 +132,14 @@ class Job:
         self._sock: socket.socket | None = None
 
     def cancel(self) -> None:
-        """Cancel the job, running or queued."""
+        """Cancel the job, whether it is running or queued."""
         with self._lock:
             self.is_cancelled = True
             if self._sock is not None:
                 self._sock.shutdown(socket.SHUT_RDWR)
 
     def begin(self, sock: socket.socket) -> None:
-        """Let `cancel` close this socket from now on.
+        """Record the socket of the running job, which `cancel` shuts down.
 
         Raises:
             Cancelled: the job was cancelled.
@@ -146,22 +150,23 @@ class Job:
             self._sock = sock
 
     def end(self) -> None:
-        """Forget the socket, which is about to be closed."""
+        """Forget the job's socket, which is about to be closed."""
         with self._lock:
             self._sock = None
 
 
 class GrammarProcess:
-    """Compiles grammars for one vocabulary.
+    """Compiles grammars for one vocabulary, in a separate process.
 
     Args:
-        read_vocabulary: called once, in the thread that first compiles something; may raise GrammarError.
+        read_vocabulary: function that returns the vocabulary; called once, in the thread that first compiles a grammar;
+            may raise GrammarError.
         limits: for each grammar.
     """
 
     def __init__(self, read_vocabulary: Callable[[], GrammarVocabulary], limits: GrammarLimits) -> None:
         self.num_restarts = 0
-        """Number of restarts, because the process had ended or did not answer."""
+        """Number of restarts of the process, because it had ended or did not answer."""
         self._read_vocabulary = read_vocabulary
         self._limits = limits
         self._lock = threading.Lock()
@@ -170,13 +175,13 @@ class GrammarProcess:
         self._server: GrammarServer | None = None
         self._is_ready = False  # whether `_server` has the vocabulary
         self._spare: GrammarServer | None = None
-        self._num_failures = 0  # processes in a row that were late or ended
-        self._trouble: tuple[float, str] = (0.0, "")  # time of the next attempt, and the error until then
+        self._num_failures = 0  # consecutive processes that did not answer or ended
+        self._trouble: tuple[float, str] = (0.0, "")  # time of the next start, and the error until then
         self._is_closed = False
 
     @property
     def pid(self) -> int | None:
-        """The id of the process; None while no process can compile."""
+        """The id of the process that compiles; None while no process can compile."""
         server = self._server
         return server.pid if server is not None and self._is_ready else None
 
@@ -184,7 +189,7 @@ class GrammarProcess:
         """Start the process if it does not run, and wait until it can compile.
 
         Args:
-            server: one that was started earlier, for this object alone; None: a new one.
+            server: a process that was started earlier, for this object alone; None: a new process is started.
 
         Raises:
             GrammarUnavailableError: the process cannot be started.
@@ -193,24 +198,24 @@ class GrammarProcess:
         """
         self._spare = server
         try:
-            self._with_server(lambda _: None)
+            self._use_server(lambda _: None)
         finally:
             self._spare = None
             if server is not None and server is not self._server:
                 server.close()
 
     def compile(self, job: Job, cpu_slice: float = 0.0, niceness: int = NICENESS) -> CompiledGrammar:
-        """Compile a grammar, and wait for it.
+        """Compile a grammar, and wait until it is compiled.
 
         Args:
-            job: the grammar's.
-            cpu_slice: seconds of processor time that it may take; 0: `GrammarLimits.timeout`.
-            niceness: of the child that compiles it.
+            job: the job with the grammar to compile.
+            cpu_slice: maximum seconds of processor time for this compilation; 0: `GrammarLimits.timeout`.
+            niceness: niceness of the child that compiles the grammar.
 
         Raises:
-            OutOfTime: it takes longer.
+            OutOfTime: the compilation takes longer.
             GrammarUnavailableError: the process does not answer, or cannot be started.
-            GrammarError: it cannot be compiled, or exceeds another limit.
+            GrammarError: the grammar cannot be compiled, or exceeds another limit.
             Cancelled: the job was cancelled, or `close` was called.
         """
         limits = self._limits
@@ -233,16 +238,16 @@ class GrammarProcess:
             started = time.monotonic()
             return self._ask(server, job, encoded)
 
-        answer = self._with_server(ask)
+        answer = self._use_server(ask)
         if not answer.endswith(b"\0"):  # the kernel ended the child alone: the process is alive
             seconds = time.monotonic() - started
             if cpu_slice or seconds >= limits.timeout:
                 why = f"it takes more than {limits.timeout:g} s of processor time to compile; simplify it"
-                raise OutOfTime(_described(job.spec, why))
+                raise OutOfTime(_describe_error(job.spec, why))
             why = f"the compiler ended without an answer after {seconds:.1f} s; simplify it"
-            raise GrammarError(_described(job.spec, why))
+            raise GrammarError(_describe_error(job.spec, why))
         if answer[:1] != b"+":
-            raise GrammarError(_described(job.spec, answer[1:-1].decode("utf-8", "replace")))
+            raise GrammarError(_describe_error(job.spec, answer[1:-1].decode("utf-8", "replace")))
         import xgrammar
 
         assert self._tokenizer_info is not None and self._vocabulary is not None  # a job ran, so it has started
@@ -259,7 +264,8 @@ class GrammarProcess:
     # ------------------------------------------------------------------ one job
 
     def _ask(self, server: GrammarServer, job: Job, content: bytes) -> bytes:
-        """Run a job; return the child's answer, which is incomplete if the child was ended.
+        """Run a job in a child of the process; return the child's answer, which is incomplete if the kernel ended the
+        child.
 
         Raises:
             _Late, _Ended: the process does not answer or has ended.
@@ -273,9 +279,9 @@ class GrammarProcess:
         except OSError as error:
             raise GrammarUnavailableError(f"{NO_COMPILER}{first_line(error)}; try again later") from error
         with ours:
-            with theirs, self._lock:  # the process's socket must stay open meanwhile
+            with theirs, self._lock:  # keeps the process's socket open meanwhile
                 server.hand_over(theirs)
-            _wait_for_child(ours)  # also for a cancelled job, or clients that cancel early would hide a late process
+            _wait_for_child(ours)  # even if cancelled, or clients that cancel early would hide a process that hangs
             job.begin(ours)
             try:
                 answer = self._exchange(ours, content)
@@ -288,10 +294,10 @@ class GrammarProcess:
         return answer
 
     def _exchange(self, sock: socket.socket, content: bytes) -> bytes:
-        """Send a job to its child; return the answer, which is incomplete if the child was ended.
+        """Send a job to its child; return the child's answer, which is incomplete if the kernel ended the child.
 
         Raises:
-            _Late: the child has not ended after its time was up.
+            _Late: the child has not ended within `GRACE` seconds after its time was up.
         """
         pieces, size = [], 0
         patience = self._limits.longest + GRACE
@@ -314,37 +320,38 @@ class GrammarProcess:
 
     # ------------------------------------------------------------------ the process
 
-    def _with_server(self, use: Callable[[GrammarServer], AnswerT]) -> AnswerT:
-        """Call `use` with the process, and with a second one if the first is late or has ended.
+    def _use_server(self, use: Callable[[GrammarServer], AnswerT]) -> AnswerT:
+        """Call `use` with the process, and once more with a new process if the first one does not answer or has ended.
 
         Raises:
-            GrammarUnavailableError: the second one fails too, or two have failed within `RETRY_AFTER` seconds.
-            GrammarError: this system or model cannot have such a process.
+            GrammarUnavailableError: the second process fails too, or no process is started for `RETRY_AFTER` seconds
+                after earlier failures.
+            GrammarError: the system cannot run such a process, or the model's vocabulary cannot be read.
             Cancelled: `close` was called.
         """
         for is_last in (False, True):
             server = None
             try:
-                server = self._started()
+                server = self._running_server()
                 answer = use(server)
                 self._num_failures = 0
                 return answer
             except (_Late, _Ended) as error:
                 self._check_open()
                 with self._lock:
-                    self._replace(server, error)
+                    self._discard_server(server, error)
                 if is_last:
-                    raise GrammarUnavailableError(_unavailable(error)) from error
+                    raise GrammarUnavailableError(_unavailable_message(error)) from error
         raise AssertionError  # unreachable: the second attempt returned or raised
 
-    def _started(self) -> GrammarServer:
+    def _running_server(self) -> GrammarServer:
         with self._lock:
             self._check_open()
             until, why = self._trouble
             if time.monotonic() < until:
                 raise GrammarUnavailableError(why)
             if self._server is not None and not self._server.is_running:
-                self._replace(self._server, _Ended(_HAS_ENDED))
+                self._discard_server(self._server, _Ended(_HAS_ENDED))
             if self._server is None:
                 self._start()
             assert self._server is not None
@@ -352,10 +359,10 @@ class GrammarProcess:
 
     def _start(self) -> None:
         started = time.monotonic()
-        server, self._spare = self._spare or GrammarServer(), None  # it imports while the vocabulary is read here
+        server, self._spare = self._spare or GrammarServer(), None  # a new one imports while the vocabulary is read
         self._server = server
         try:
-            self._check_open()  # `close` may have missed it
+            self._check_open()  # `close` may not have seen the new process
             if self._vocabulary is None:
                 vocabulary = self._read_vocabulary()
                 self._tokenizer_info = vocabulary.tokenizer_info()
@@ -363,7 +370,7 @@ class GrammarProcess:
             server.prepare(self._vocabulary)
             self._is_ready = True
         except (_Late, _Ended) as error:
-            self._replace(server, error)
+            self._discard_server(server, error)
             raise
         except BaseException as error:
             server.close()
@@ -373,15 +380,15 @@ class GrammarProcess:
             raise
         logger.info("grammars are compiled by process %d (%.1f s)", server.pid, time.monotonic() - started)
 
-    def _replace(self, server: GrammarServer | None, why: Exception) -> None:
-        """End the process, unless another job has replaced it; the next job starts another one."""
+    def _discard_server(self, server: GrammarServer | None, why: Exception) -> None:
+        """End a process that failed, unless another job has replaced it already; the next job starts a new process."""
         if server is None or server is not self._server:
             return
         self._server, self._is_ready = None, False
         self.num_restarts += 1
         self._num_failures += 1
         if self._num_failures > 1:
-            self._trouble = (time.monotonic() + RETRY_AFTER, _unavailable(why))
+            self._trouble = (time.monotonic() + RETRY_AFTER, _unavailable_message(why))
         logger.warning("the process that compiles grammars (%d) %s; another is started", server.pid, why)
         server.close()
 
@@ -394,9 +401,10 @@ class GrammarProcess:
 
 
 class GrammarServer:
-    """The process, and the socket from which it reads jobs. Closing the socket, or the engine's end, ends the process.
+    """A process that compiles grammars, and the socket from which it reads jobs. It ends when the socket is closed or
+    the engine's process ends.
 
-    It begins to import at once, and can compile after `prepare`.
+    The process starts with this object and imports xgrammar; it can compile after `prepare`.
 
     Raises:
         GrammarUnavailableError: the system cannot start a process.
@@ -419,14 +427,14 @@ class GrammarServer:
         except OSError as error:
             raise GrammarUnavailableError(f"{NO_COMPILER}{first_line(error)}; try again later") from error
         self.pid = self._process.pid
-        self._end = weakref.finalize(self, _end, self._process, self.sock)
+        self._end_process = weakref.finalize(self, _end_process, self._process, self.sock)
 
     @property
     def is_running(self) -> bool:
         return self._process.poll() is None
 
     def ends_within(self, seconds: float) -> bool:
-        """Whether the process has ended, or ends within that time."""
+        """Wait at most `seconds` for the end of the process; return whether it has ended."""
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -434,7 +442,7 @@ class GrammarServer:
         return True
 
     def prepare(self, vocabulary: GrammarVocabulary) -> None:
-        """Send the vocabulary, and wait until the process is ready.
+        """Send the vocabulary to the process, and wait until the process can compile.
 
         Raises:
             _Late, _Ended: the process is not ready in time, or has ended.
@@ -453,7 +461,7 @@ class GrammarServer:
         self.sock.settimeout(ACCEPT_TIMEOUT)
 
     def hand_over(self, theirs: socket.socket) -> None:
-        """Send the process the socket of a job.
+        """Pass the socket of a job to the process.
 
         Raises:
             _Late, _Ended: the process does not take the socket.
@@ -467,10 +475,10 @@ class GrammarServer:
 
     def close(self) -> None:
         """End the process."""
-        self._end()
+        self._end_process()
 
 
-def _unavailable(why: Exception) -> str:
+def _unavailable_message(why: Exception) -> str:
     return f"{NO_COMPILER}their compiler {why}, after it was started again; try again later"
 
 
@@ -496,10 +504,10 @@ def _wait_for_child(sock: socket.socket) -> None:
     raise _Ended(_HAS_ENDED)
 
 
-def _end(process: subprocess.Popen[bytes], sock: socket.socket) -> None:
+def _end_process(process: subprocess.Popen[bytes], sock: socket.socket) -> None:
     sock.close()
-    if process.poll() is None:  # otherwise its id may belong to another process
-        with suppress(ProcessLookupError):  # it does not lead a group yet
+    if process.poll() is None:  # the id of an ended process may belong to another one
+        with suppress(ProcessLookupError):  # the process does not lead a group yet
             os.killpg(process.pid, signal.SIGKILL)  # also children that are stopped
         process.kill()
         with suppress(subprocess.TimeoutExpired):
@@ -509,7 +517,7 @@ def _end(process: subprocess.Popen[bytes], sock: socket.socket) -> None:
 _NAMES = {"json": "JSON schema", "regex": "regular expression", "ebnf": "grammar"}
 
 
-def _described(spec: GrammarSpec, why: str) -> str:
-    """An error about a grammar, in one line."""
+def _describe_error(spec: GrammarSpec, why: str) -> str:
+    """The message of an error about a grammar, in one line."""
     shown = spec.text if len(spec.text) <= 60 else spec.text[:57] + "..."
     return " ".join(f"the {_NAMES[spec.kind]} {shown!r} cannot be used: {why}".split())

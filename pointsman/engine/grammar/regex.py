@@ -51,14 +51,16 @@ _SYMBOLS = CharacterSet(
         (0xD7, 0xD7), (0xF7, 0xF7),
     ]
 )  # fmt: skip
-"""Symbols of Latin-1 that are in no dialect's `\\w`. Symbols beyond Latin-1 would be slow or risky, see `nodes.py`."""
+"""Symbols of Latin-1 that are in no dialect's `\\w`. Symbols beyond Latin-1 are left out: they would make classes slow
+or risky, see `nodes.py`."""
 _LINE_ENDS = CharacterSet.of("\n\r\u2028\u2029")
 
 _DIGITS_END = 0x20000
-"""Above the code points of all decimal digits."""
+"""Upper bound of the code points of all decimal digits."""
 
 _Bounds = tuple[CharacterSet, CharacterSet]
-"""The characters of a class in every dialect, and those in at least one."""
+"""A class in all dialects: the characters that it has in every dialect, and those that it has in at least one
+dialect."""
 
 
 def _negated(bounds: _Bounds) -> _Bounds:
@@ -68,7 +70,7 @@ def _negated(bounds: _Bounds) -> _Bounds:
 
 @cache
 def _class_of(kind: str) -> _Bounds:
-    """The class of `\\d`, `\\w`, `\\s`, or of one in upper case."""
+    """The class of `\\d`, `\\w`, `\\s`, `\\D`, `\\W` or `\\S`; `kind` is the letter."""
     if kind.isupper():
         return _negated(_class_of(kind.lower()))
     if kind == "d":
@@ -95,13 +97,13 @@ def read_regex(pattern: str) -> Node:
     """Read a regular expression, which the whole text must match.
 
     Raises:
-        Unreadable: it is malformed, cannot be enforced, or has constructs that dialects read differently.
+        Unreadable: the expression is malformed, cannot be enforced, or has constructs that dialects read differently.
     """
     return _Reader(pattern).read()
 
 
 class _Reader:
-    """Reads one expression from left to right."""
+    """Reads one regular expression from left to right."""
 
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern
@@ -109,30 +111,32 @@ class _Reader:
         self._ends = _ends_of_groups(pattern)
 
     def read(self) -> Node:
-        node = self._choice(depth=0, is_start=True, is_end=True)
+        node = self._read_choice(depth=0, is_start=True, is_end=True)
         if self._at < len(self._pattern):
-            raise self._refused("a ')' without '('", "remove it, or write '\\)'", self._at)
+            raise self._make_error("a ')' without '('", "remove it, or write '\\)'", self._at)
         return node
 
     # ------------------------------------------------------------------ structure
 
-    def _choice(self, *, depth: int, is_start: bool, is_end: bool) -> Node:
-        """Read the options up to the end of their group.
+    def _read_choice(self, *, depth: int, is_start: bool, is_end: bool) -> Node:
+        """Read the options of a group, separated by "|", up to its end.
 
         Args:
-            depth: number of groups around them.
-            is_start: whether the text begins here.
-            is_end: whether the text ends after the group.
+            depth: number of groups around the options.
+            is_start: whether the text begins with the group.
+            is_end: whether the text ends with the group.
         """
         if depth > MAX_NESTING:
-            raise self._refused("more", f"groups are nested {MAX_NESTING} levels deep at most: flatten them", self._at)
-        options = [self._sequence(depth, is_start, is_end)]
+            raise self._make_error(
+                "more", f"groups are nested {MAX_NESTING} levels deep at most: flatten them", self._at
+            )
+        options = [self._read_sequence(depth, is_start, is_end)]
         while self._peek() == "|":
             self._at += 1
-            options.append(self._sequence(depth, is_start, is_end))
+            options.append(self._read_sequence(depth, is_start, is_end))
         return options[0] if len(options) == 1 else Choice(options)
 
-    def _sequence(self, depth: int, is_start: bool, is_end: bool) -> Node:
+    def _read_sequence(self, depth: int, is_start: bool, is_end: bool) -> Node:
         parts: list[Node] = []
         end: int | None = None
         while (token := self._peek()) and token not in "|)":
@@ -140,7 +144,7 @@ class _Reader:
             if token == "^":
                 self._at += 1
                 if parts or not is_start:
-                    raise self._refused("a '^' behind the text's start", "remove it, or write '\\^'", start)
+                    raise self._make_error("a '^' behind the text's start", "remove it, or write '\\^'", start)
                 self._refuse_quantifier("'^'")
                 continue
             if token == "$":
@@ -149,25 +153,25 @@ class _Reader:
                 self._refuse_quantifier("'$'")
                 continue
             if end is not None:
-                raise self._refused("a '$' before the text's end", "remove it, or write '\\$'", end)
-            parts.append(self._quantified(depth, is_start and not parts, is_end))
+                raise self._make_error("a '$' before the text's end", "remove it, or write '\\$'", end)
+            parts.append(self._read_quantified(depth, is_start and not parts, is_end))
         if end is not None and not is_end:
-            raise self._refused("a '$' before the text's end", "remove it, or write '\\$'", end)
+            raise self._make_error("a '$' before the text's end", "remove it, or write '\\$'", end)
         return parts[0] if len(parts) == 1 else Sequence(_joined(parts))
 
-    def _quantified(self, depth: int, is_start: bool, is_end: bool) -> Node:
+    def _read_quantified(self, depth: int, is_start: bool, is_end: bool) -> Node:
         start = self._at
         if self._peek() == "(":
             behind = self._ends.get(start, len(self._pattern)) + 1
             follower = self._pattern[behind : behind + 1]
             is_repeated = follower in tuple("*+?{")
-            node = self._group(depth, is_start and not is_repeated, is_end and follower in ("", *"|)$"))
+            node = self._read_group(depth, is_start and not is_repeated, is_end and follower in ("", *"|)$"))
         else:
-            node = self._single()
-        minimum, maximum = self._quantifier()
+            node = self._read_single()
+        minimum, maximum = self._read_quantifier()
         return node if (minimum, maximum) == (1, 1) else Repeat(node, minimum, maximum)
 
-    def _group(self, depth: int, is_start: bool, is_end: bool) -> Node:
+    def _read_group(self, depth: int, is_start: bool, is_end: bool) -> Node:
         start = self._at
         self._at += 1
         if self._peek() == "?":
@@ -178,14 +182,14 @@ class _Reader:
                 self._at += 2
             else:
                 kinds = (what for mark, what in _REFUSED_GROUPS.items() if self._pattern.startswith(mark, self._at))
-                raise self._refused(next(kinds, "a flag, or an unknown group,"), "write it without", start)
-        node = self._choice(depth=depth + 1, is_start=is_start, is_end=is_end)
+                raise self._make_error(next(kinds, "a flag, or an unknown group,"), "write it without", start)
+        node = self._read_choice(depth=depth + 1, is_start=is_start, is_end=is_end)
         if self._peek() != ")":
-            raise self._refused("a '(' without ')'", "close it, or write '\\('", start)
+            raise self._make_error("a '(' without ')'", "close it, or write '\\('", start)
         self._at += 1
         return node
 
-    def _quantifier(self) -> tuple[int, int | None]:
+    def _read_quantifier(self) -> tuple[int, int | None]:
         start = self._at
         known = {"*": (0, None), "+": (1, None), "?": (0, 1)}.get(self._peek())
         minimum: int
@@ -194,72 +198,72 @@ class _Reader:
             minimum, maximum = known
             self._at += 1
         elif self._peek() == "{":
-            minimum, maximum = self._counts()
+            minimum, maximum = self._read_counts()
         else:
             return 1, 1
         if self._peek() == "?":  # lazy
             self._at += 1
         elif self._peek() == "+":
-            raise self._refused("a possessive quantifier", "remove the second '+'", start)
+            raise self._make_error("a possessive quantifier", "remove the second '+'", start)
         self._refuse_quantifier("a quantifier")
         return minimum, maximum
 
-    def _counts(self) -> tuple[int, int | None]:
+    def _read_counts(self) -> tuple[int, int | None]:
         start = self._at
         found = _COUNT.match(self._pattern, start)
         if not found:
-            raise self._refused("a '{' that begins no {m}, {m,} or {m,n}", "write '\\{', or {0,n} for {,n}", start)
+            raise self._make_error("a '{' that begins no {m}, {m,} or {m,n}", "write '\\{', or {0,n} for {,n}", start)
         self._at = found.end()
         minimum = int(found[1])
         maximum = (None if found[3] is None else int(found[3])) if found[2] else minimum
         if problem := problem_of_counts(minimum, maximum):
-            raise self._refused(f"the count {found[0]}", problem, start)
+            raise self._make_error(f"the count {found[0]}", problem, start)
         return minimum, maximum
 
     def _refuse_quantifier(self, what: str) -> None:
         if self._peek() in tuple("*+?") or _COUNT.match(self._pattern, self._at):
-            raise self._refused(f"a quantifier behind {what}", "remove it, or put a group around", self._at)
+            raise self._make_error(f"a quantifier behind {what}", "remove it, or put a group around", self._at)
 
     # ------------------------------------------------------------------ characters
 
-    def _single(self) -> Node:
+    def _read_single(self) -> Node:
         start, token = self._at, self._peek()
         if token in tuple("*+?"):
-            raise self._refused(f"a {token!r} with nothing to repeat", f"write '\\{token}'", start)
+            raise self._make_error(f"a {token!r} with nothing to repeat", f"write '\\{token}'", start)
         if token == "{":
-            raise self._refused("a '{' with nothing to repeat", "write '\\{'", start)
+            raise self._make_error("a '{' with nothing to repeat", "write '\\{'", start)
         if token == "[":
-            return Characters(self._class())
+            return Characters(self._read_class())
         if token == ".":
             self._at += 1
             return Characters(~_LINE_ENDS)
         if token == "\\":
-            escape = self._escape()
+            escape = self._read_escape()
             return Text(chr(escape)) if isinstance(escape, int) else Characters(escape[0])
         self._at += 1
         return Text(token)
 
-    def _class(self) -> CharacterSet:
+    def _read_class(self) -> CharacterSet:
         start = self._at
         self._at += 1
         is_negated = self._peek() == "^"
         self._at += is_negated
         if self._peek() == "]":
-            raise self._refused("a class that begins with ']'", "write '\\]' for the character", start)
+            raise self._make_error("a class that begins with ']'", "write '\\]' for the character", start)
         ranges: list[Range] = []
         narrow, wide = CharacterSet(), CharacterSet()
         while (token := self._peek()) != "]":
             if not token:
-                raise self._refused("a '[' without ']'", "close it, or write '\\['", start)
-            first = self._member(start)
+                raise self._make_error("a '[' without ']'", "close it, or write '\\['", start)
+            first = self._read_member(start)
             if self._peek() == "-" and self._peek(1) not in ("]", ""):
                 at = self._at
                 self._at += 1
-                last = self._member(start)
+                last = self._read_member(start)
                 if not (isinstance(first, int) and isinstance(last, int)):
-                    raise self._refused("a range with a class at one end", "write '\\-' for the character", at)
+                    raise self._make_error("a range with a class at one end", "write '\\-' for the character", at)
                 if last < first:
-                    raise self._refused("a range whose last character is before its first", "swap them", at)
+                    raise self._make_error("a range whose last character is before its first", "swap them", at)
                 ranges.append((first, last))
             elif isinstance(first, int):
                 ranges.append((first, first))
@@ -270,26 +274,26 @@ class _Reader:
         bounds = narrow | listed, wide | listed
         return _negated(bounds)[0] if is_negated else bounds[0]
 
-    def _member(self, start: int) -> int | _Bounds:
-        """A character of a class, or a nested class."""
+    def _read_member(self, start: int) -> int | _Bounds:
+        """Read a member of a class: the code point of a character, or the bounds of an escaped class such as `\\d`."""
         token = self._peek()
         if token == "\\":
-            return self._escape(in_class=True)
+            return self._read_escape(in_class=True)
         if not token:
-            raise self._refused("a '[' without ']'", "close it, or write '\\['", start)
+            raise self._make_error("a '[' without ']'", "close it, or write '\\['", start)
         if token == "[" and self._peek(1) in tuple(":.="):
-            raise self._refused("a POSIX class", "write out its characters", self._at)
+            raise self._make_error("a POSIX class", "write out its characters", self._at)
         if token in "&-~" and self._peek(1) == token:
-            raise self._refused(f"'{token}{token}' in a class", f"write '\\{token}' for the character", self._at)
+            raise self._make_error(f"'{token}{token}' in a class", f"write '\\{token}' for the character", self._at)
         self._at += 1
         return ord(token)
 
-    def _escape(self, *, in_class: bool = False) -> int | _Bounds:
-        """The character of an escape, or its class."""
+    def _read_escape(self, *, in_class: bool = False) -> int | _Bounds:
+        """Read an escape: the code point of its character, or the bounds of its class."""
         start = self._at
         kind = self._peek(1)
         if not kind:
-            raise self._refused("a backslash at its end", "write it as '\\\\'", start)
+            raise self._make_error("a backslash at its end", "write it as '\\\\'", start)
         if kind in "dDwWsS":
             self._at += 2
             return _class_of(kind)
@@ -300,7 +304,7 @@ class _Reader:
             self._at += 2
             return 0x08
         if kind in "xuU":
-            return self._code(start)
+            return self._read_code_point(start)
         if kind == "c" and self._peek(2).isascii() and self._peek(2).isalpha():
             self._at += 3
             return ord(self._pattern[start + 2]) % 32
@@ -312,14 +316,14 @@ class _Reader:
                 kind
             )
             what = what or ("a back reference or octal escape" if kind.isdigit() else "which dialects read differently")
-            raise self._refused(f"'\\{kind}', {what},", "write out its characters", start)
+            raise self._make_error(f"'\\{kind}', {what},", "write out its characters", start)
         self._at += 2
         return ord(kind)
 
-    def _code(self, start: int) -> int:
+    def _read_code_point(self, start: int) -> int:
         found = _CODE.match(self._pattern, start + 1)
         if not found:
-            raise self._refused(
+            raise self._make_error(
                 f"'\\{self._pattern[start + 1]}' without its hexadecimal digits", "write \\xNN or \\uNNNN", start
             )
         self._at = found.end()
@@ -328,21 +332,21 @@ class _Reader:
             self._at = low.end()
             return 0x10000 + ((code - FIRST_SURROGATE) << 10) + (int(low[1], 16) - 0xDC00)
         if not is_character(code):
-            raise self._refused(f"'\\{found[0]}', which is no character,", "remove it", start)
+            raise self._make_error(f"'\\{found[0]}', which is no character,", "remove it", start)
         return code
 
     # ------------------------------------------------------------------ places
 
     def _peek(self, ahead: int = 0) -> str:
-        """The character `ahead` of here; "" after the end."""
+        """The character of the expression `ahead` characters after the current position; "" after the end."""
         return self._pattern[self._at + ahead : self._at + ahead + 1]
 
-    def _refused(self, what: str, remedy: str, at: int) -> Unreadable:
+    def _make_error(self, what: str, remedy: str, at: int) -> Unreadable:
         return Unreadable(f"the expression has {what} at character {at + 1}; {remedy}")
 
 
 def _ends_of_groups(pattern: str) -> dict[int, int]:
-    """Positions of each '(' and its ')', as far as the expression is well formed."""
+    """Position of each '(' -> position of its ')', as far as the expression is well formed."""
     ends, open_groups, at = dict[int, int](), list[int](), 0
     while at < len(pattern):
         if pattern[at] == "\\":
@@ -358,7 +362,7 @@ def _ends_of_groups(pattern: str) -> dict[int, int]:
 
 
 def _joined(parts: list[Node]) -> list[Node]:
-    """The parts with neighbouring texts joined."""
+    """The parts, with adjacent texts joined to one text."""
     joined: list[Node] = []
     for part in parts:
         if isinstance(part, Text) and joined and isinstance(joined[-1], Text):

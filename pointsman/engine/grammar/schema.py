@@ -2,8 +2,9 @@
 
     tree = schema_tree('{"type": "string", "pattern": "^é\\\\d+$"}', any_whitespace=True, max_whitespace=16)
 
-Some parts are not given to xgrammar: patterns, strings with a minimum or maximum length, numbers, escapes, and names of
-additional properties. A placeholder text stands for each, and is replaced by its own grammar afterwards (`tree.py`).
+Some parts of a schema are not given to xgrammar: patterns, strings with a minimum or maximum length, numbers, escapes,
+and names of additional properties. Instead a rule stands for each part, and its body is replaced by Pointsman's own
+grammar afterwards (`tree.py`). Patterns have a placeholder text for this.
 
 - A pattern describes the whole string. A character that JSON must escape is escaped if it is the only choice, and is
   left out of a class that has other characters.
@@ -38,8 +39,8 @@ from pointsman.engine.params.json_schema import FRACTION_DIGITS, INTEGER_DIGITS,
 
 EXPONENT_DIGITS = 2
 _MARK = "\ue000"
-"""Begins placeholder texts. xgrammar makes a separate rule for the text of a pattern, without quotation marks; all
-other texts of a schema have them."""
+"""First character of placeholder texts. xgrammar makes a separate rule for the text of a pattern, without quotation
+marks; all other texts of a schema have quotation marks."""
 
 _NEED_ESCAPES = CharacterSet([(0, 0x1F)]) | CharacterSet.of('"\\')
 _ANY_CHARACTER = Characters(~_NEED_ESCAPES)
@@ -78,26 +79,27 @@ _ESCAPE: Node = Choice([
         Repeat(_HEXADECIMAL, 2, 2),
     ]),
 ])  # fmt: skip
-"""The text after a backslash. Surrogates come in pairs, because parsers may refuse half of one."""
+"""The text after a backslash in a JSON string. Surrogates must form pairs, because parsers may refuse half of a
+pair."""
 _CHARACTERS: Node = Choice([
     Text('"'),
     Sequence([_ANY_CHARACTER, Rule("characters")]),
     Sequence([Text("\\"), Rule("escape"), Rule("characters")]),
 ])  # fmt: skip
-"""The remaining characters of a string, and its end."""
+"""The remaining characters of a JSON string, and the quotation mark at its end."""
 
 
 def schema_tree(text: str, *, any_whitespace: bool, max_whitespace: int) -> GrammarTree:
     """Make the grammar of a schema that `prepare_schema` has prepared.
 
     Raises:
-        Unreadable: one of its patterns cannot be enforced.
+        Unreadable: a pattern of the schema cannot be enforced.
         RuntimeError: xgrammar cannot read the schema.
     """
     import xgrammar
 
     rules: dict[str, Node] = {"integer": _INTEGER, "number": _NUMBER, "escape": _ESCAPE, "characters": _CHARACTERS}
-    schema = _with_places(json.loads(text), rules)
+    schema = _with_placeholders(json.loads(text), rules)
     tree = GrammarTree(
         xgrammar.Grammar.from_json_schema(
             json.dumps(schema, ensure_ascii=False),
@@ -121,26 +123,28 @@ def schema_tree(text: str, *, any_whitespace: bool, max_whitespace: int) -> Gram
     return tree
 
 
-def _with_places(schema: Any, rules: dict[str, Node]) -> Any:
-    """Replace the patterns of a schema by placeholder texts, and add their rules to `rules`."""
+def _with_placeholders(schema: Any, rules: dict[str, Node]) -> Any:
+    """Copy a schema with each pattern or length replaced by a placeholder pattern, whose rule is added to `rules`."""
     if not isinstance(schema, Mapping):
         return schema
-    changed = map_within(schema, lambda one, _: _with_places(one, rules))
+    changed = map_within(schema, lambda one, _: _with_placeholders(one, rules))
     if "patternProperties" in changed:
         patterns = changed["patternProperties"].items()
-        changed["patternProperties"] = {_place(_json_string(name), rules): one for name, one in patterns}
+        changed["patternProperties"] = {_add_placeholder(_json_string(name), rules): one for name, one in patterns}
     if "pattern" in changed:
-        changed["pattern"] = _place(_json_string(changed["pattern"]), rules)
+        changed["pattern"] = _add_placeholder(_json_string(changed["pattern"]), rules)
     elif "minLength" in changed or "maxLength" in changed:
         minimum, maximum = changed.pop("minLength", 0), changed.pop("maxLength", None)
-        changed["pattern"] = _place(Repeat(_ANY_CHARACTER, minimum, maximum), rules)
+        changed["pattern"] = _add_placeholder(Repeat(_ANY_CHARACTER, minimum, maximum), rules)
     return changed
 
 
 def _add_free_names(rule: str, names: Iterable[str], rules: dict[str, Node]) -> None:
-    """Add a rule for all strings except `names`, after the opening quotation mark: a trie with a rule per prefix.
+    """Add a rule for the rest, after the opening quotation mark, of any JSON string except `names`: a trie with a rule
+    per prefix.
 
-    A string that begins like one of the names may have no escapes there, because escapes are other spellings of it.
+    The beginning that a string shares with one of the names may have no escapes, because escapes would spell the name
+    differently.
     """
     trie: list[dict[str, int]] = [{}]
     ends = set()
@@ -157,48 +161,48 @@ def _add_free_names(rule: str, names: Iterable[str], rules: dict[str, Node]) -> 
         others = Characters(_ANY_CHARACTER.characters - CharacterSet.of("".join(following)))
         options: list[Node] = [] if at in ends else [Text('"')]
         options.append(Sequence([others, Rule("characters")]))
-        options += [Sequence([Text(_in_quotes(one)), Rule(called[end])]) for one, end in following.items()]
+        options += [Sequence([Text(_escaped_text(one)), Rule(called[end])]) for one, end in following.items()]
         rules[called[at]] = Choice(options)
 
 
-def _place(node: Node, rules: dict[str, Node]) -> str:
-    """A pattern for xgrammar that is a placeholder for a node."""
+def _add_placeholder(node: Node, rules: dict[str, Node]) -> str:
+    """Add a rule for a node; return the placeholder pattern for xgrammar that stands for it."""
     name = f"pattern-{len(rules)}"
     rules[name] = node
     return f"^{_MARK}{name}$"
 
 
 def _json_string(pattern: str) -> Node:
-    """The content, between quotation marks, of a JSON string that matches a pattern."""
+    """The node for a JSON string, without quotation marks, whose value matches a pattern."""
     try:
-        return _in_json(read_regex(pattern))
+        return _escaped_for_json(read_regex(pattern))
     except Unreadable as error:
         raise Unreadable(
             f"in the pattern {pattern if len(pattern) <= 60 else pattern[:57] + '...'!r} {error}"
         ) from None
 
 
-def _in_json(node: Node) -> Node:
+def _escaped_for_json(node: Node) -> Node:
     match node:
         case Text(text):
-            return Text(_in_quotes(text))
+            return Text(_escaped_text(text))
         case Characters(characters):
             plain = characters - _NEED_ESCAPES
             if plain or not characters:
                 return Characters(plain)
             return Choice([
-                Text(_in_quotes(chr(code))) for first, last in characters.ranges for code in range(first, last + 1)
+                Text(_escaped_text(chr(code))) for first, last in characters.ranges for code in range(first, last + 1)
             ])  # fmt: skip
         case Sequence(parts):
-            return Sequence([_in_json(part) for part in parts])
+            return Sequence([_escaped_for_json(part) for part in parts])
         case Choice(options):
-            return Choice([_in_json(option) for option in options])
+            return Choice([_escaped_for_json(option) for option in options])
         case Repeat(part, minimum, maximum):
-            return Repeat(_in_json(part), minimum, maximum)
+            return Repeat(_escaped_for_json(part), minimum, maximum)
         case _:
             return node
 
 
-def _in_quotes(text: str) -> str:
+def _escaped_text(text: str) -> str:
     """A text as the content of a JSON string, without quotation marks."""
     return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -1,7 +1,7 @@
 """GrammarTree: changes a grammar after xgrammar has read it and before it is compiled.
 
 xgrammar exports a grammar as JSON: rules, each with the number of an expression, and expressions that refer to rules
-and to each other by number. The methods change these:
+and to each other by number. The methods find and change rules and expressions:
 
 - `exclude_surrogates`: remove halves of surrogate pairs, which xgrammar allows, from classes such as `[^a]`;
 - `graft`: give a rule the body of a rule of another grammar;
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     import xgrammar
 
 TEXT, CLASS, CLASS_STAR, EMPTY, RULE, SEQUENCE, CHOICES, TAGS, REPEAT = range(9)
-"""Kinds of expressions. Kinds with higher numbers contain no other expressions."""
+"""Kinds of expressions, as xgrammar numbers them. Kinds with higher numbers contain no other expressions."""
 
 
 class GrammarTree:
-    """The rules and expressions of one grammar.
+    """A copy of one grammar as rules and expressions, for changes.
 
     Args:
         grammar: the grammar to copy.
@@ -43,7 +43,7 @@ class GrammarTree:
         self._expressions = [(data[at], data[at + 2 : at + 2 + data[at + 1]]) for at in starts]
 
     def grammar(self) -> xgrammar.Grammar:
-        """The grammar with all changes."""
+        """Make xgrammar's grammar with all changes."""
         import xgrammar
 
         data, starts = list[int](), list[int]()
@@ -54,7 +54,7 @@ class GrammarTree:
         return xgrammar.Grammar.deserialize_json(json.dumps(self._content))
 
     def rule(self, name: str) -> int:
-        """The number of a rule.
+        """The number of the rule with a name.
 
         Raises:
             KeyError: there is no rule of this name.
@@ -65,10 +65,10 @@ class GrammarTree:
         raise KeyError(name)
 
     def add(self, other: GrammarTree, prefix: str) -> dict[str, int]:
-        """Add the rules of another grammar, with a prefix to their names.
+        """Add the rules of another grammar, with `prefix` before their names.
 
         Returns:
-            The number that each of its rules has here, by name.
+            Name of a rule in the other grammar -> the rule's number in this grammar.
         """
         first_rule, first_expression = len(self._rules), len(self._expressions)
         for kind, payload in other._expressions:
@@ -85,10 +85,10 @@ class GrammarTree:
         return {rule[0]: first_rule + number for number, rule in enumerate(other._rules)}
 
     def graft(self, scions: Mapping[int, int]) -> None:
-        """Replace the bodies of rules by those of other rules: stock -> scion.
+        """Replace the body of each rule "stock" by that of another rule "scion", both given by number: stock -> scion.
 
         A scion that is a single sequence is inlined in the sequences that refer to its stock: xgrammar cannot look
-        ahead behind a rule that ends with a long repetition, and each token of it would take milliseconds.
+        ahead behind a rule that ends with a long repetition, and each token of the repetition would take milliseconds.
         """
         parts: dict[int, list[int]] = {}
         for stock, scion in scions.items():
@@ -107,15 +107,15 @@ class GrammarTree:
                 self._expressions[number] = SEQUENCE, list(spliced)
 
     def places(self, mark: str) -> dict[str, list[int]]:
-        """The rules whose whole text is the mark and a name: name -> their numbers.
+        """The rules of placeholder texts, whose whole text is `mark` and a name: name -> numbers of the rules.
 
         Raises:
-            RuntimeError: the mark also occurs elsewhere: xgrammar has another format for such texts.
+            RuntimeError: `mark` also occurs elsewhere, because xgrammar writes such texts in another format.
         """
         found: dict[str, list[int]] = {}
         expected = sum(kind == TEXT and bytes(payload).startswith(mark.encode()) for kind, payload in self._expressions)
         for number, rule in enumerate(self._rules):
-            text = self._text(rule[1])
+            text = self._only_text(rule[1])
             if text.startswith(mark):
                 found.setdefault(text.removeprefix(mark), []).append(number)
         if sum(map(len, found.values())) != expected:
@@ -125,13 +125,13 @@ class GrammarTree:
         return found
 
     def excluded_names(self) -> dict[int, list[str]]:
-        """The rules for names of additional properties: rule -> the names that it excludes.
+        """The rules for names of additional properties: number of the rule -> the names that the rule excludes.
 
         xgrammar spells the names byte by byte, with a rule for each byte, and wrongly allows names that begin with
         another byte of the same character.
 
         Raises:
-            RuntimeError: xgrammar has another format for them.
+            RuntimeError: xgrammar writes these rules in another format.
         """
         found = {}
         for rule in self._rules:
@@ -141,11 +141,11 @@ class GrammarTree:
                     raise RuntimeError(
                         "xgrammar writes names in an unknown form; install a version that pyproject.toml allows"
                     )
-                found[start[1][0]] = [name.decode() for name in self._spelled(start[1][0])]
+                found[start[1][0]] = [name.decode() for name in self._spelled_names(start[1][0])]
         return found
 
-    def _spelled(self, start: int) -> Iterator[bytes]:
-        """The names that a rule spells out but does not accept as complete."""
+    def _spelled_names(self, start: int) -> Iterator[bytes]:
+        """The names that a rule spells out byte by byte but does not accept as complete, and so excludes."""
         open_rules = [(start, b"")]
         while open_rules:
             rule, before = open_rules.pop()
@@ -156,7 +156,7 @@ class GrammarTree:
             open_rules += [(rest[1][0], before + text[1]) for text, rest in longer]
 
     def _options(self, body: int) -> list[list[tuple[int, Any]]]:
-        """The sequences of a rule's body, as kinds and payloads; the payload of a text is its bytes."""
+        """The options of a rule's body, each a sequence of (kind, payload); the payload of a text is its bytes."""
         found = []
         for option in self._expressions[body][1]:
             kind, payload = self._expressions[option]
@@ -164,18 +164,18 @@ class GrammarTree:
             found.append([(kind, bytes(payload) if kind == TEXT else payload) for kind, payload in parts])
         return found
 
-    def _text(self, expression: int) -> str:
-        """The only text of an expression; "" if it has several, or none."""
+    def _only_text(self, expression: int) -> str:
+        """The only text that an expression allows; "" if it allows several texts or none."""
         kind, payload = self._expressions[expression]
         if kind == TEXT:
             return bytes(payload).decode("utf-8", "replace")
         if kind == SEQUENCE or (kind == CHOICES and len(payload) == 1):
-            texts = [self._text(one) for one in payload]
+            texts = [self._only_text(one) for one in payload]
             return "".join(texts) if all(texts) else ""
         return ""
 
     def exclude_surrogates(self) -> None:
-        """Exclude surrogates from each negated class, because no text contains them."""
+        """Exclude surrogates from each negated class, because no text contains surrogates."""
         for number, (kind, payload) in enumerate(self._expressions):
             if kind in (CLASS, CLASS_STAR) and payload[0]:
                 self._expressions[number] = kind, [*payload, FIRST_SURROGATE, LAST_SURROGATE]
@@ -193,12 +193,12 @@ class GrammarTree:
             if kind == CHOICES:
                 self._expressions[number] = kind, [one for one in payload if allows[one]]
             elif kind == REPEAT and not allows[self._rules[payload[0]][1]]:
-                self._expressions[number] = EMPTY, []  # repeated zero times; other expressions with it are removed
+                self._expressions[number] = EMPTY, []  # zero repetitions; more would need a text of the rule
         body: int = self._rules[self._content["root_rule_id"]][1]
         return allows[body]
 
     def _allows_text(self) -> list[bool]:
-        """Whether each expression allows any text: the least fixed point, in linear time."""
+        """[expressions] whether each expression allows any text. The least fixed point is computed in linear time."""
         allows = [False] * len(self._expressions)
         missing = [0] * len(self._expressions)
         holders: list[list[int]] = [[] for _ in self._expressions]

@@ -1,10 +1,10 @@
-"""GrammarVocabulary: the bytes of text of each token of a model.
+"""GrammarVocabulary: for each token of a model the bytes of its text.
 
-xgrammar reads them from the tokenizer, for three ways in which vocabularies write bytes. An error there would allow
+xgrammar reads the bytes from the tokenizer, for three ways in which vocabularies write bytes. Wrong bytes would allow
 texts that the grammar forbids, so the result is compared with the engine's own decoder. If the two disagree, or
 xgrammar does not know the tokenizer, the decoder decodes each token, which takes some seconds for a large vocabulary.
-Then pairs of tokens are decoded. If the text of a pair differs from its tokens' bytes, the model has no structured
-output. Special tokens have no bytes, because texts leave them out.
+Then pairs of tokens are decoded. If the text of a pair differs from the bytes of its tokens, the model cannot have
+structured output. Special tokens have no bytes, because texts leave them out.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ if TYPE_CHECKING:
     from pointsman.engine.text.detokenizer import TextDecoder
 
 MAX_COMPARED = 2000
-"""Maximum number of compared tokens, evenly spread over the vocabulary. A comparison takes some microseconds."""
+"""Maximum number of tokens that are compared with the decoder, evenly spread over the vocabulary. A comparison takes
+some microseconds."""
 NUM_PAIRS = 300
-"""Random pairs of tokens whose text is compared."""
+"""Number of random pairs of tokens whose text is compared."""
 _REPLACEMENT = "\ufffd".encode()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GrammarVocabulary:
-    """The tokens of one model. Both processes make the same `TokenizerInfo` from it."""
+    """The tokens of one model. The engine and the process that compiles make the same `TokenizerInfo` from it."""
 
     tokens: list[bytes]
-    """[vocab_size] the bytes of each token; empty: never part of a text."""
+    """[vocab_size] the bytes of each token; b"": the token is never part of a text."""
     stop_token_ids: tuple[int, ...]
-    """The model's EOS tokens, which may follow a complete text, ascending."""
+    """Ids of the model's EOS tokens, which may follow a complete text, in ascending order."""
 
     def tokenizer_info(self) -> xgrammar.TokenizerInfo:
-        """The vocabulary for xgrammar's compiler and matcher."""
+        """Make xgrammar's form of the vocabulary, for its compiler and matcher."""
         import xgrammar
 
         return xgrammar.TokenizerInfo(
@@ -50,7 +51,8 @@ class GrammarVocabulary:
 
 
 def read_vocabulary(tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int]) -> GrammarVocabulary:
-    """Read the vocabulary of a tokenizer, for `vocab_size` logits; the tokenizer may have more or fewer tokens.
+    """Read the vocabulary of a tokenizer. `vocab_size` is the model's number of logits; the tokenizer may have more or
+    fewer tokens.
 
     Raises:
         GrammarError: the tokenizer is of a kind whose tokens cannot be read as bytes.
@@ -60,7 +62,7 @@ def read_vocabulary(tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int
     stop_token_ids = sorted({token_id for token_id in eos_token_ids if token_id < vocab_size})
     decoder = TextDecoder(tokenizer)
     tokens = _read_by_xgrammar(tokenizer, vocab_size, stop_token_ids)
-    if not _agree(tokens, decoder):
+    if not _agrees_with_decoder(tokens, decoder):
         tokens = [decoder.token_bytes(token_id) for token_id in range(vocab_size)]
     added = getattr(tokenizer, "added_tokens_decoder", {})
     for token_id in range(vocab_size):
@@ -68,14 +70,14 @@ def read_vocabulary(tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int
             tokens[token_id] = b""
         elif token_id in added:  # stored as plain text in every kind of vocabulary
             tokens[token_id] = decoder.token_text(token_id).encode()
-        if _REPLACEMENT in tokens[token_id]:  # a part of a character
+        if _REPLACEMENT in tokens[token_id]:  # the token is a part of a character
             tokens[token_id] = b""
     _check_pairs(tokens, decoder)
     return GrammarVocabulary(tokens, tuple(stop_token_ids))
 
 
 def _read_by_xgrammar(tokenizer: Any, vocab_size: int, stop_token_ids: list[int]) -> list[bytes]:
-    """The bytes of each token according to xgrammar; all empty if it does not know the tokenizer."""
+    """The bytes of each token according to xgrammar; all b"" if xgrammar does not know the tokenizer."""
     import xgrammar
 
     try:
@@ -86,8 +88,8 @@ def _read_by_xgrammar(tokenizer: Any, vocab_size: int, stop_token_ids: list[int]
     return tokens + [b""] * (vocab_size - len(tokens))
 
 
-def _agree(tokens: Sequence[bytes], decoder: TextDecoder) -> bool:
-    """Whether the engine's decoder has the same bytes, for a sample of tokens without special ones."""
+def _agrees_with_decoder(tokens: Sequence[bytes], decoder: TextDecoder) -> bool:
+    """Whether the engine's decoder has the same bytes for a sample of the tokens, special tokens excepted."""
     step = max(1, len(tokens) // MAX_COMPARED)
     others = (one for one in range(0, len(tokens), step) if not decoder.is_special(one))
     pairs = ((tokens[one], decoder.token_bytes(one)) for one in others)
@@ -95,10 +97,10 @@ def _agree(tokens: Sequence[bytes], decoder: TextDecoder) -> bool:
 
 
 def _check_pairs(tokens: Sequence[bytes], decoder: TextDecoder) -> None:
-    """Compare the texts of pairs of tokens with their bytes.
+    """Check that the text of random pairs of tokens equals their joined bytes.
 
     Raises:
-        GrammarError: a text differs.
+        GrammarError: the text of a pair differs from its bytes.
     """
     choose = random.Random(0)
     shown = [token_id for token_id, token in enumerate(tokens) if token]

@@ -1,22 +1,23 @@
 """The program of the process that compiles grammars. `process.py` starts it, by its path.
 
-It imports xgrammar once, and forks a child for each grammar, because compiling cannot be interrupted, may take any
-amount of time and memory, and may crash. The kernel ends a child in these cases:
+The program imports xgrammar once, and forks a child for each grammar, because compiling cannot be interrupted, may take
+any amount of time and memory, and may crash. The kernel ends a child in these cases:
 
     its processor time is used up                              SIGPROF
     its time is up, waiting included                           SIGALRM
     it asks for more memory than the limit                     allocation fails
     the engine closes the job's socket, or no longer exists    SIGIO
 
-The engine sends the vocabulary once, and then a socket for each job. Child and engine exchange messages over that
+The engine sends the vocabulary once, and then a socket for each job. Child and engine exchange messages over the job's
 socket:
 
     child     b"A" as soon as it runs
     engine    the job as JSON
     child     b"+" and the compiled grammar as JSON, or b"-" and an error; b"\\0" when all is there
 
-If the system cannot start a child, this process sends b"!" and the reason. The program and its children (a process
-group) end when its own socket is closed. It imports only the package's readers of grammars, so that it starts quickly.
+If the system cannot start a child, this process sends b"!" and the reason over the job's socket. The program and its
+children (a process group) end when the engine closes the program's socket. The program imports only the package's
+readers of grammars, so that it starts quickly.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ from pointsman.engine.grammar.schema import schema_tree
 from pointsman.engine.grammar.tree import GrammarTree
 
 PROBE_STEPS = 192
-"""Tokens of a trial text: a grammar may compile quickly, and then be too slow to use."""
+"""Number of tokens of a trial text, with which a compiled grammar is probed: a grammar may compile quickly, and then be
+too slow to use."""
 READY, ACCEPTED, NO_CHILD = b"R", b"A", b"!"
 
 _PLACE_IN_SOURCE = re.compile(r"^\[\d+:\d+:\d+\] \S+:\d+: ")
@@ -53,7 +55,7 @@ _WARNING = re.compile(r"warning:?\s*", re.IGNORECASE)
 
 
 def main(descriptor: int) -> None:
-    """Serve jobs until the socket ends."""
+    """Serve jobs until the engine closes the socket with this file descriptor."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine handles Ctrl-C and ends this process
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children become no zombies
@@ -86,7 +88,7 @@ def _receive(sock: socket.socket, size: int) -> bytes:
     while size:
         piece = sock.recv(min(size, 1 << 20))
         if not piece:
-            sys.exit(0)  # the engine is gone
+            sys.exit(0)  # the engine has ended
         pieces.append(piece)
         size -= len(piece)
     return b"".join(pieces)
@@ -108,12 +110,12 @@ def _fork_child(server: socket.socket, descriptor: int, compiler: xgrammar.Gramm
 
 
 def _run_child(server: socket.socket, descriptor: int, compiler: xgrammar.GrammarCompiler) -> None:
-    """Run one job, and exit."""
+    """Run one job in this child, and exit."""
     status = 1
     try:
         server.close()
         with socket.socket(fileno=descriptor) as sock:
-            _answer(sock, compiler)
+            _serve_job(sock, compiler)
         status = 0
     except BaseException as error:  # can only be logged
         sys.stderr.write(f"pointsman: a grammar's compiler failed: {type(error).__name__}: {error}\n")
@@ -122,8 +124,8 @@ def _run_child(server: socket.socket, descriptor: int, compiler: xgrammar.Gramma
         os._exit(status)
 
 
-def _answer(sock: socket.socket, compiler: xgrammar.GrammarCompiler) -> None:
-    with suppress(BrokenPipeError):  # it was cancelled before it began
+def _serve_job(sock: socket.socket, compiler: xgrammar.GrammarCompiler) -> None:
+    with suppress(BrokenPipeError):  # the job was cancelled before it began
         sock.sendall(ACCEPTED)
     pieces = []
     while piece := sock.recv(1 << 16):
@@ -131,24 +133,24 @@ def _answer(sock: socket.socket, compiler: xgrammar.GrammarCompiler) -> None:
     if not pieces:
         return
     job = json.loads(b"".join(pieces))
-    _limit(job)
-    _die_with(sock)
+    _set_limits(job)
+    _end_with_socket(sock)
     try:
         answer = b"+" + _compile(job, compiler).encode()
     except MemoryError:
         answer = b"-" + job["out_of_memory"].encode()
     except Exception as error:
-        answer = b"-" + _message(error, job).encode()
+        answer = b"-" + _error_message(error, job).encode()
     for timer in (signal.ITIMER_REAL, signal.ITIMER_PROF):
         signal.setitimer(timer, 0)
-    # A read of the other side would send SIGIO too.
+    # Without O_ASYNC, because a read at the other end would send SIGIO too.
     fcntl.fcntl(sock, fcntl.F_SETFL, fcntl.fcntl(sock, fcntl.F_GETFL) & ~os.O_ASYNC)
     with suppress(BrokenPipeError):
         sock.sendall(answer + b"\0")
 
 
-def _limit(job: dict[str, Any]) -> None:
-    """Set the kernel's limits for this process."""
+def _set_limits(job: dict[str, Any]) -> None:
+    """Set the kernel's limits of the job for this process."""
     os.nice(job["niceness"])
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # if the machine runs out of memory, the kernel kills this process first
@@ -161,18 +163,19 @@ def _limit(job: dict[str, Any]) -> None:
     signal.setitimer(signal.ITIMER_REAL, job["seconds"])
 
 
-def _die_with(sock: socket.socket) -> None:
-    """End this process when the other end of the socket is closed: SIGIO, which has no handler here, ends it."""
+def _end_with_socket(sock: socket.socket) -> None:
+    """Let the kernel end this process when the engine closes the other end of the socket: SIGIO, which has no handler
+    here, ends the process."""
     fcntl.fcntl(sock, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(sock, fcntl.F_SETFL, fcntl.fcntl(sock, fcntl.F_GETFL) | os.O_ASYNC)
     poll = select.poll()
     poll.register(sock, 0)  # POLLHUP is always reported
     if poll.poll(0):
-        os._exit(0)  # it was closed before
+        os._exit(0)  # the other end was closed before
 
 
 def _compile(job: dict[str, Any], compiler: xgrammar.GrammarCompiler) -> str:
-    """The compiled grammar as JSON."""
+    """Compile and probe the job's grammar; return the compiled grammar as JSON."""
     log = os.memfd_create("warnings")
     os.dup2(log, 2)
     tree = read_tree(job)
@@ -189,7 +192,7 @@ def _compile(job: dict[str, Any], compiler: xgrammar.GrammarCompiler) -> str:
 
 
 def read_tree(job: dict[str, Any]) -> GrammarTree:
-    """Read the job's grammar, before it is compiled."""
+    """Read the grammar of a job as a tree, which is ready to be compiled."""
     if job["kind"] == "json":
         return schema_tree(job["text"], any_whitespace=job["any_whitespace"], max_whitespace=job["max_whitespace"])
     rules = read_grammar(job["text"]) if job["kind"] == "ebnf" else {ROOT: read_regex(job["text"])}
@@ -199,10 +202,12 @@ def read_tree(job: dict[str, Any]) -> GrammarTree:
 
 
 def _probe(compiled: xgrammar.CompiledGrammar, job: dict[str, Any], is_random: bool) -> None:
-    """Generate a trial text: of random allowed tokens, or always the first allowed one (mostly a short text).
+    """Generate a trial text with a compiled grammar: `is_random`: of random allowed tokens; otherwise always the first
+    allowed token (mostly a short text).
 
     Raises:
-        ValueError: no token may continue the text, an allowed token is then refused, or it takes too long.
+        ValueError: no token may continue the text, the grammar refuses a token that it allowed, or checking the text
+            takes too long.
     """
     matcher = xgrammar.GrammarMatcher(compiled)
     info = compiled.tokenizer_info
@@ -219,7 +224,7 @@ def _probe(compiled: xgrammar.CompiledGrammar, job: dict[str, Any], is_random: b
         allowed &= ~stop_bits
         if not allowed:
             return
-        token = _first_from(choose.randrange(info.vocab_size) if is_random else 0, allowed)
+        token = _first_set_bit(choose.randrange(info.vocab_size) if is_random else 0, allowed)
         if not matcher.accept_token(token):
             raise ValueError(f"the compiler failed: it allows token {token} after {step} others and refuses it then")
         seconds = time.thread_time() - started
@@ -230,16 +235,16 @@ def _probe(compiled: xgrammar.CompiledGrammar, job: dict[str, Any], is_random: b
             )
 
 
-def _first_from(place: int, bits: int) -> int:
-    """The first bit that is set at `place` or above; if there is none, the first bit that is set."""
+def _first_set_bit(place: int, bits: int) -> int:
+    """Position of the first set bit of `bits` at `place` or above; if there is none, of the first set bit."""
     above = bits >> place
     if above:
         return place + (above & -above).bit_length() - 1
     return (bits & -bits).bit_length() - 1
 
 
-def _message(error: Exception, job: dict[str, Any]) -> str:
-    """The error in one line, without positions in xgrammar's source files."""
+def _error_message(error: Exception, job: dict[str, Any]) -> str:
+    """The message of an error in one line, without positions in xgrammar's source files."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = _PLACE_IN_SOURCE.sub("", lines[0]) if lines else type(error).__name__
     if "bad_alloc" in text:

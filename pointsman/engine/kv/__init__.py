@@ -2,5 +2,6 @@
 
 `pool.py` holds the blocks. `connector.py` finds and moves KV in host memory (`offload.py`) and in a directory
 (`store.py`) for the scheduler. `events.py` publishes changes of the prefix cache. The package imports `params/` and the
-engine's counters; of a model it knows the fingerprint only. Begin with `pool.py`, then `connector.py`.
+engine's counters; the only thing that it reads of a model is the fingerprint. Begin with `pool.py`, then
+`connector.py`.
 """

@@ -6,10 +6,10 @@
     connector.settle       reports finished loads and sends to the scheduler
     connector.void         reports the loads of voided steps as empty
 
-Host memory (`offload.py`) is read before the step computes: a request that finds its blocks there is admitted at once.
-A thread reads the store (`store.py`), while the request waits as WAITING_FOR_REMOTE_KVS and others run. If both have
-blocks of a request, the place with more blocks is used. A second thread writes the KV of finished requests to the
-store; their blocks are not reused until it is done.
+Host memory (`offload.py`) is read before the step computes: a request whose blocks are in host memory is admitted
+without waiting. A thread reads the store (`store.py`), while the request waits as WAITING_FOR_REMOTE_KVS and other
+requests run. If host memory and the store both have blocks of a request, the one with more of them is used. A second
+thread writes the KV of finished requests to the store; the blocks are not reused until it has written them.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ logger = logging.getLogger(__name__)
 
 
 class FileLoad:
-    """A load from the store. The first to claim it reports its result: the thread that reads the files, or the engine
-    if it voids the step before that thread has begun."""
+    """A load from the store. Whichever thread claims the load first reports its result: the thread that reads the
+    files, or the engine's thread, if it voids the step before the reading has begun."""
 
     def __init__(self, load: Load, start: Callable[[FileLoad], object]) -> None:
         self.load = load
@@ -56,7 +56,7 @@ class FileLoad:
         self._start(self)
 
     def claim(self) -> bool:
-        """Claim the load; return whether it was unclaimed."""
+        """Claim the load; return whether no thread had claimed it before."""
         try:
             return self._claims.pop()  # only one thread succeeds
         except IndexError:
@@ -65,18 +65,18 @@ class FileLoad:
 
 @dataclass(slots=True, eq=False)
 class StepTransfers:
-    """The KV that one step moves."""
+    """The transfers of one step: copies to and from host memory, and loads from the store."""
 
     copies: HostCopies | None
     loads: list[FileLoad]
 
     def report(self) -> Copies | None:
-        """The copied blocks and the time, after the step has computed; None: nothing was copied."""
+        """The number of copied blocks and the seconds, after the step has computed; None: nothing was copied."""
         return None if self.copies is None else self.copies.report()
 
     def run(self) -> None:
-        """Move the KV. Steps call this in order, before they compute, so no earlier computation writes to these
-        blocks."""
+        """Copy KV to and from host memory, and start the loads. Steps call this in order, before they compute, so no
+        earlier computation writes to the moved blocks."""
         if self.copies is not None:
             self.copies.run()
         for load in self.loads:
@@ -84,7 +84,7 @@ class StepTransfers:
 
 
 class Waiting(NamedTuple):
-    """A request that waits for a load."""
+    """A request that waits for a load from the store, and since when, in seconds on the engine's clock."""
 
     request: Request
     since: float
@@ -96,13 +96,13 @@ class EngineConnector:
     Only the thread that owns the engine calls it, except `StepTransfers.run`, which the executor of the steps calls.
 
     Args:
-        pool: the engine's.
-        tier: host memory; None: none.
-        store: a directory; None: none.
-        role: of the engine with the store, see `STORE_ROLES`.
-        counters: the engine's; count the moved KV.
-        clock: the engine's, in seconds.
-        config: the scheduler's.
+        pool: the engine's KV pool.
+        tier: KV blocks in host memory; None: no host memory is used.
+        store: KV blocks in a directory; None: there is no KV store.
+        role: role of the engine at the store, see `STORE_ROLES`.
+        counters: the engine's counters; the connector counts moved KV in them.
+        clock: the engine's clock, in seconds.
+        config: the scheduler's configuration.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class EngineConnector:
         self._is_for_swap = config.preemption_mode != "recompute"
         self.saves_evicted = tier is not None and not self._is_for_swap
         self._max_in_flight = config.max_steps_in_flight
-        self._steps: dict[int, StepTransfers] = {}  # by step id, of steps that may be in flight
+        self._steps: dict[int, StepTransfers] = {}  # step id -> transfers of a step that may be in flight
         self._loading: dict[int, Waiting] = {}
         self._num_resets = 0
         self._ended: SimpleQueue[tuple[int, int]] = SimpleQueue()
@@ -138,12 +138,13 @@ class EngineConnector:
         self._reader = Worker("pointsman-kv-load")
         self._writer = Worker("pointsman-kv-store")
         self.notify: Callable[[], None] | None = None
-        """Called in another thread when `settle` has something to report."""
+        """Listener that is called, in a thread of the store, when `settle` has something to report."""
 
     # ------------------------------------------------------------------ called by the scheduler
 
     def num_external_tokens(self, request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
-        """Number of tokens after the local ones that could be loaded, and whether the request must wait for them."""
+        """Number of tokens after the first `num_local_tokens` whose KV can be loaded from outside the pool, and whether
+        the request must wait for the load."""
         size = self._pool.block_size
         keys = block_keys(request, size)[num_local_tokens // size : (request.num_tokens - 1) // size]
         num_here = 0 if self.tier is None else self.tier.num_found(keys)
@@ -153,35 +154,37 @@ class EngineConnector:
     def num_tokens_in_groups(
         self, request: Request, num_local_tokens: int, has: npt.NDArray[np.bool_]
     ) -> tuple[int | None, bool]:
-        """The same for KV in groups, where the pool `has` these blocks [groups, blocks]."""
+        """`num_external_tokens` for KV in groups of layers. `has` [groups, blocks]: whether the pool has a block."""
         size, start = self._pool.block_size, num_local_tokens // self._pool.block_size
-        num_here = 0 if self.tier is None else self._num_blocks(request, has, self.tier.has) - start
+        num_here = 0 if self.tier is None else self._num_reusable_blocks(request, has, self.tier.has) - start
         num_stored = 0
         if self._reads is not None and start + num_here < has.shape[1]:
-            num_stored = self._num_blocks(request, has, self._reads.folder.has) - start
+            num_stored = self._num_reusable_blocks(request, has, self._reads.folder.has) - start
         return max(num_here, num_stored, 0) * size, num_stored > max(num_here, 0)
 
-    def _num_blocks(self, request: Request, has: npt.NDArray[np.bool_], is_there: Callable[[bytes], bool]) -> int:
-        """Maximum number of blocks after which a request can continue, with the pool's blocks and those that `is_there`
-        finds."""
-        found = has.copy()
-        for group, place in zip(*(where.tolist() for where in (~has).nonzero()), strict=True):
-            found[group, place] = is_there(self._name(request, group, place))
+    def _num_reusable_blocks(
+        self, request: Request, in_pool: npt.NDArray[np.bool_], is_outside: Callable[[bytes], bool]
+    ) -> int:
+        """Maximum number of leading blocks that a request need not compute, with blocks that are `in_pool` and blocks
+        that `is_outside` finds by name."""
+        found = in_pool.copy()
+        for group, place in zip(*(where.tolist() for where in (~in_pool).nonzero()), strict=True):
+            found[group, place] = is_outside(self._block_name(request, group, place))
         return self._attended.num_reusable(found)
 
-    def _name(self, request: Request, group: int, place: int) -> bytes:
+    def _block_name(self, request: Request, group: int, place: int) -> bytes:
         return block_name(block_keys(request, self._pool.block_size)[place], group, self._num_groups)
 
     def request_ended(
         self, request: Request, block_ids: npt.NDArray[np.int64], num_tokens: int, transfer_id: int
     ) -> bool:
-        """Start writing new blocks of a finished request to the store; return whether there are any."""
-        if self._writes is None or request.prefix_epoch != self._num_resets:  # computed before a reset
+        """Start writing a finished request's blocks that the store lacks; return whether there are any."""
+        if self._writes is None or request.prefix_epoch != self._num_resets:  # its KV was computed before a reset
             return False
         folder, size = self._writes.folder, self._pool.block_size
         table = block_ids if block_ids.ndim == 2 else block_ids[None]
         places, groups = (table[:, : num_tokens // size] >= 0).T.nonzero()
-        chain = [self._name(request, *at) for at in zip(groups.tolist(), places.tolist(), strict=True)]
+        chain = [self._block_name(request, *at) for at in zip(groups.tolist(), places.tolist(), strict=True)]
         blocks = zip(chain, table[groups, places].tolist(), strict=True)
         new = [(name, block) for name, block in blocks if not folder.knows(name)]
         if not new:
@@ -190,7 +193,7 @@ class EngineConnector:
         return True
 
     def reset(self) -> None:
-        """Drop all KV that was kept so far."""
+        """Drop all KV that is kept outside the pool."""
         self._num_resets += 1
         if self.tier is not None:
             self.tier.clear()
@@ -200,12 +203,12 @@ class EngineConnector:
     # ------------------------------------------------------------------ for a scheduler's output
 
     def prepare(self, output: SchedulerOutput) -> StepTransfers | None:
-        """Plan the transfers of the step that was scheduled now; None: there are none."""
+        """Plan the transfers of the step that was scheduled last; None: it has no transfers."""
         self._count_hits(output)
         transfers = self._prepare(output) if output.loads or output.saves else None
         if self._is_for_swap and self.tier is not None:
             for request in output.finished:
-                if request.num_preemptions:  # its swapped blocks are no longer needed
+                if request.num_preemptions:  # the request's swapped blocks are no longer needed
                     for group in range(self._num_groups):
                         keys = block_keys(request, self._pool.block_size)
                         self.tier.discard(block_name(key, group, self._num_groups) for key in keys)
@@ -214,7 +217,9 @@ class EngineConnector:
     def _prepare(self, output: SchedulerOutput) -> StepTransfers:
         copies, starts = None, list[FileLoad]()
         if self.tier is not None:
-            loads = [SlotLoad(self._keys(one), one.block_ids.tolist()) for one in output.loads if not one.is_async]
+            loads = [
+                SlotLoad(self._loaded_names(one), one.block_ids.tolist()) for one in output.loads if not one.is_async
+            ]
             copies = self.tier.plan([(save.block_id, save.key) for save in output.saves], loads)
             num_saved, num_loaded = len(copies.plan.saves), len(copies.plan.loaded_slots)
             self._count("offloaded", num_saved, num_saved * self._block_bytes)
@@ -229,7 +234,7 @@ class EngineConnector:
         return transfers
 
     def void(self, outputs: Sequence[SchedulerOutput]) -> None:
-        """Void the transfers of all steps in flight, none of which will run."""
+        """Void the transfers of the steps in flight, whose `outputs` will not be executed."""
         if self.tier is not None:
             self.tier.drop_plans()
         for output in outputs:
@@ -255,39 +260,40 @@ class EngineConnector:
                 self._counters.num_external_hits += external
 
     def _count(self, what: Literal["offloaded", "restored", "stored", "loaded"], blocks: int, num_bytes: int) -> None:
-        """Add to the counters; each of them is changed by one thread only."""
+        """Add to the counters of blocks and bytes of one kind; only one thread changes each counter."""
         counters = self._counters
         setattr(counters, f"num_{what}_blocks", getattr(counters, f"num_{what}_blocks") + blocks)
         setattr(counters, f"num_{what}_bytes", getattr(counters, f"num_{what}_bytes") + num_bytes)
 
     def _file_load(self, load: Load) -> FileLoad:
         assert self._reads is not None
-        folder, chain = self._reads.folder, self._chain(load)
+        folder, chain = self._reads.folder, self._used_names(load)
 
         def start(file_load: FileLoad) -> None:
             self._reader.submit(partial(self._read, folder, chain, file_load))
 
         return FileLoad(load, start)
 
-    def _chain(self, load: Load) -> tuple[bytes, ...]:
-        """The names of the blocks that a load marks as used now: with one group, from the request's first block to the
-        last loaded one; otherwise the loaded blocks."""
+    def _used_names(self, load: Load) -> tuple[bytes, ...]:
+        """The names of the blocks that a load marks as used now. With one group of layers: the request's blocks from
+        the first to the last loaded block; otherwise the loaded blocks."""
         size = self._pool.block_size
         if self._num_groups == 1:
             return block_keys(load.request, size)[: load.first_token // size + len(load.block_ids)]
-        return self._keys(load)
+        return self._loaded_names(load)
 
-    def _keys(self, load: Load) -> tuple[bytes, ...]:
-        """The names of the loaded blocks."""
+    def _loaded_names(self, load: Load) -> tuple[bytes, ...]:
+        """The names of the blocks that a load reads."""
         if self._num_groups == 1:
-            return self._chain(load)[-len(load.block_ids) :]
+            return self._used_names(load)[-len(load.block_ids) :]
         at = zip(load.block_groups.tolist(), load.block_places.tolist(), strict=True)
-        return tuple([self._name(load.request, group, place) for group, place in at])
+        return tuple([self._block_name(load.request, group, place) for group, place in at])
 
     # ------------------------------------------------------------------ finished transfers
 
     def settle(self, scheduler: Scheduler) -> list[Request]:
-        """Report finished transfers to the scheduler; return the requests that finish as a result."""
+        """Report finished transfers to the scheduler; return the requests that the scheduler finishes because of
+        them."""
         ended, self._taken = self._taken, []
         while not self._ended.empty():
             ended.append(self._ended.get())
@@ -300,7 +306,8 @@ class EngineConnector:
         return requests
 
     def wait(self, timeout: float) -> None:
-        """If requests wait for loads: wait until a transfer has ended, at most `timeout` seconds."""
+        """Wait until a transfer has ended, at most `timeout` seconds; without requests that wait for loads, return
+        immediately."""
         if self._loading and not self._taken:
             try:
                 self._taken.append(self._ended.get(timeout=timeout))
@@ -316,8 +323,8 @@ class EngineConnector:
         return min(waiting) + self._timeout if waiting else None
 
     def close(self) -> None:
-        """Finish submitted transfers, within `EXIT_PATIENCE` seconds, and end the threads; a later transfer starts
-        others."""
+        """Complete the submitted transfers, within `EXIT_PATIENCE` seconds, and end the threads; a later transfer
+        starts new threads."""
         self._reader.close()
         self._writer.close()
 
@@ -335,7 +342,7 @@ class EngineConnector:
                 fill_block(self._pool, block, folder.read(key))
                 num_loaded += 1
         except FileNotFoundError:
-            pass  # another process has removed it
+            pass  # another process has removed the file
         except BadBlock as error:
             logger.warning("the KV store's %s is not used: %s", folder.path_of(keys[num_loaded]), error)
             folder.distrust(keys[num_loaded:])  # recomputed blocks will replace them
@@ -346,10 +353,11 @@ class EngineConnector:
             torch.cuda.synchronize(self._pool.device)
         self._count("loaded", num_loaded, num_loaded * self._block_bytes)
         self._counters.num_unloaded_blocks += len(keys) - num_loaded
-        self._end(load.transfer_id, self._num_tokens(load, num_loaded))
+        self._note_end(load.transfer_id, self._num_tokens(load, num_loaded))
 
     def _num_tokens(self, load: Load, num_loaded: int) -> int:
-        """Number of the load's tokens whose blocks are all among the first `num_loaded`."""
+        """Number of leading tokens of a load whose blocks, in every group, are among the first `num_loaded` blocks of
+        the load."""
         if num_loaded == len(load.block_ids):
             return load.num_tokens
         size = self._pool.block_size
@@ -375,17 +383,17 @@ class EngineConnector:
             logger.exception("KV could not be written to %s", folder.path)
         self._count("stored", num_written, num_bytes)
         self._counters.num_unstored_blocks += len(blocks) - num_done
-        self._end(transfer_id, 0)
+        self._note_end(transfer_id, 0)
 
-    def _end(self, transfer_id: int, num_tokens: int) -> None:
+    def _note_end(self, transfer_id: int, num_tokens: int) -> None:
         self._ended.put((transfer_id, num_tokens))
         if self.notify is not None:
             self.notify()
 
 
 def fill_block(pool: KVPool, block_id: int, parts: dict[str, Any]) -> None:
-    """Copy a block's parts into the pool, in any thread. On a CPU NumPy copies, because PyTorch's operators would start
-    helper threads for this thread."""
+    """Copy the parts of a block into the pool. Any thread may call this. On a CPU NumPy copies, because PyTorch's
+    operators would start helper threads for the calling thread."""
     for name, target in pool.block(block_id).items():
         if target.device.type == "cpu":
             target.view(torch.uint8).numpy()[...] = parts[name].view(torch.uint8).numpy()

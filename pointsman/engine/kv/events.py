@@ -3,9 +3,9 @@
 Each step's events are one message of three frames: the topic, a sequence number (8 bytes, big-endian, from 0) and a
 MessagePack array of [seconds since 1970, events, data parallel rank]. Events are maps with a "type": BlockStored,
 BlockRemoved, AllBlocksCleared (the interface is that of `vllm/distributed/kv_events.py` of vLLM 0.32; block hashes are
-SHA-256, see `pointsman/core/kv/digests.py`). A subscriber that missed messages uses the replay socket: its DEALER
-socket sends an empty frame and the number of the first missing message (8 bytes, big-endian). It gets the messages that
-are still kept, each after an empty frame, then one with the number -1.
+SHA-256, see `pointsman/core/kv/digests.py`). A subscriber that missed messages uses the replay socket: the subscriber's
+DEALER socket sends an empty frame and the number of the first missing message (8 bytes, big-endian). It gets the
+messages that are still kept, each after an empty frame, then a message with the number -1.
 
 A separate thread sends the messages, so that a step never waits. If it cannot keep up, messages are dropped, and a
 subscriber sees a gap in the numbers. Events between two steps are published with the next step.
@@ -37,31 +37,31 @@ _POLL = 0.1  # seconds between checks of the replay socket
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVEventsConfig:
-    """Where and how events are published; names and defaults are vLLM's.
+    """The settings for publishing events; names and defaults are vLLM's.
 
     Raises:
         ValueError: a value is out of range.
     """
 
     enable_kv_cache_events: bool = True
-    """False: nothing is published."""
+    """Whether events are published."""
     publisher: str = "zmq"
-    """"zmq", or "null": nothing is published."""
+    """Kind of publisher: "zmq", or "null": nothing is published."""
     endpoint: str = "tcp://*:5557"
-    """Address to publish at. The publisher binds it if it has a * or ::, or is ipc:// or inproc://; otherwise it
-    connects to it. Routers connect, so they need an address that is bound."""
+    """Address to publish at. The publisher binds an address that has a * or ::, or is ipc:// or inproc://; otherwise it
+    connects to the address. Routers connect too, so they need an address that the publisher binds."""
     replay_endpoint: str | None = None
-    """Address to bind the socket that repeats messages; None: no replay."""
+    """Address at which the publisher binds the replay socket; None: no replay."""
     buffer_steps: int = 10_000
     """Maximum number of messages kept for replay."""
     hwm: int = 100_000
     """Maximum number of messages that ZeroMQ keeps for a slow subscriber before it drops them."""
     max_queue_size: int = 100_000
-    """Maximum number of messages that wait for the sending thread; more are dropped."""
+    """Maximum number of messages that wait for the sending thread; further messages are dropped."""
     topic: str = ""
-    """The first frame of every message, by which subscribers filter."""
+    """Text in the first frame of every message, by which subscribers filter."""
     data_parallel_rank: int = 0
-    """The number of this engine in its server, which sets it; part of every message."""
+    """Number of this engine among the engines of a server, which sets it; part of every message."""
 
     def __post_init__(self) -> None:
         if self.publisher not in ("zmq", "null"):
@@ -86,15 +86,16 @@ class KVEventsConfig:
 
     @property
     def is_bound(self) -> bool:
-        """Whether subscribers connect to `endpoint`; otherwise the publisher itself does."""
+        """Whether the publisher binds `endpoint`, so that subscribers connect to it; otherwise the publisher
+        connects."""
         return "*" in self.endpoint or "::" in self.endpoint or self.endpoint.startswith(("ipc:", "inproc:"))
 
     @classmethod
     def of(cls, value: KVEventsConfig | Mapping[str, Any] | None) -> KVEventsConfig | None:
-        """The configuration from a `KVEventsConfig` or a mapping; None: nothing is published.
+        """Make the configuration from a `KVEventsConfig` or a mapping of its fields; None: nothing is published.
 
         Raises:
-            ValueError: it has an unknown field, or a value is out of range.
+            ValueError: the mapping has an unknown field, or a value is out of range.
         """
         if value is None or isinstance(value, KVEventsConfig):
             config = value
@@ -108,8 +109,8 @@ class KVEventsConfig:
         return config if config is not None and config.is_on else None
 
 
-def _bound_form(endpoint: str) -> str:
-    """A bound address with the same port."""
+def _address_to_bind(endpoint: str) -> str:
+    """The address with the same port on all interfaces, which the publisher would bind."""
     return f"tcp://*:{endpoint.rpartition(':')[2]}"
 
 
@@ -117,9 +118,10 @@ class KVEventsPublisher:
     """Publishes the events of one engine.
 
     Args:
-        config: where and how.
-        block_size: tokens per block.
-        num_groups: groups of layers, each with its own blocks; with several, events name their group.
+        config: settings for publishing.
+        block_size: number of tokens per block.
+        num_groups: number of groups of layers, each with its own blocks; with several groups, every event has the
+            number of its group.
 
     Raises:
         ValueError: pyzmq or msgspec is missing, or an endpoint cannot be used.
@@ -140,16 +142,16 @@ class KVEventsPublisher:
         self._queue: queue.Queue[tuple[int, list[Any]] | None] = queue.Queue(config.max_queue_size)
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
         self._context = zmq.Context()
-        self._publish_socket, self._replay_socket = self._open(config)
+        self._publish_socket, self._replay_socket = self._open_sockets(config)
         self.endpoint: str = self._publish_socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        """The address that it publishes at; a port * is replaced by the actual port."""
+        """The address at which messages are published; a port * is replaced by the actual port."""
         replay = self._replay_socket
         self.replay_endpoint = replay.getsockopt_string(zmq.LAST_ENDPOINT) if replay is not None else None
         self._thread = threading.Thread(target=self._run, name="pointsman-kv-events", daemon=True)
         self._thread.start()
 
     def publish(self, events: Sequence[KVEvent]) -> None:
-        """Queue these events for sending in one message; returns at once."""
+        """Queue events for sending in one message; never waits."""
         if not events or not self._thread.is_alive():
             return
         number = self._next_number
@@ -168,7 +170,7 @@ class KVEventsPublisher:
                 logger.warning("KV events: the last messages are lost, because the queue stayed full")
             self._thread.join(timeout)
 
-    def _open(self, config: KVEventsConfig) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes] | None]:
+    def _open_sockets(self, config: KVEventsConfig) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes] | None]:
         import zmq
 
         try:
@@ -184,7 +186,7 @@ class KVEventsPublisher:
                     "kv_events_config: the publisher connects to %s, because it has no *; routers connect, too, and "
                     "then get nothing: for them, give an address that is bound, like %s",
                     config.endpoint,
-                    _bound_form(config.endpoint),
+                    _address_to_bind(config.endpoint),
                 )
             if config.replay_endpoint is None:
                 return out, None

@@ -1,8 +1,8 @@
 """KVLayout: assigns the layers of a model to groups with a block table each, and to memory within a block.
 
-Layers with the same attention (full, or the same window) are in groups of equal size. Each group has its own block
-table, and all groups take their blocks from one pool. A block has memory for any one group: it consists of slots, and
-each group uses one slot per layer.
+Each group has layers with the same attention (full, or the same window), and all groups have the same number of layers.
+Each group has its own block table, and all groups take their blocks from one pool. A block consists of slots and serves
+one group at a time, which uses one slot per layer.
 
     34 layers, five of six with a window       slot 0      slot 1     ...     slot 4
     group 0, window                           layer 0     layer 1            layer 4
@@ -10,8 +10,8 @@ each group uses one slot per layer.
     group 5, window                          layer 30    layer 31                  -
     group 6, full attention                   layer 5    layer 11           layer 29
 
-Where some layers keep less per token than others, by an integer factor, a slot holds several of them, as its parts.
-Without groups every layer has its own slot, and all keep the whole context.
+Where some layers keep less KV per token than other layers, by an integer factor, a slot holds several of the smaller
+layers, as its parts. Without groups every layer has its own slot, and all keep the whole context.
 """
 
 from __future__ import annotations
@@ -28,64 +28,64 @@ from pointsman.engine.params.engine_args import wants_one_group
 logger = logging.getLogger(__name__)
 
 MAX_GROUPS = 8
-"""Maximum number of groups. Each takes time in every step, for its blocks and its attention inputs."""
+"""Maximum number of groups. Each group takes time in every step, for its blocks and its attention inputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """The KV of one attention layer per token, as measured on a probe of the model."""
+    """The shape of one attention layer's KV per token, as observed in a trial run of the model."""
 
     num_kv_heads: int
     k_dim: int
     v_dim: int
     num_heads: int
-    """Query heads; a multiple of `num_kv_heads`."""
+    """Number of query heads; a multiple of `num_kv_heads`."""
 
     @property
     def num_keys(self) -> int:
-        """Elements of a token's keys."""
+        """Number of elements of one token's keys."""
         return self.num_kv_heads * self.k_dim
 
     @property
     def num_values(self) -> int:
-        """Elements of a token's values."""
+        """Number of elements of one token's values."""
         return self.num_kv_heads * self.v_dim
 
     @property
     def num_elements(self) -> int:
-        """Elements of a token's keys and values."""
+        """Number of elements of one token's keys and values."""
         return self.num_keys + self.num_values
 
 
 class Place(NamedTuple):
-    """The place of a layer's KV in a block."""
+    """The place of one layer's KV in a block: a part of a slot, for the blocks of the layer's group."""
 
     group: int
     slot: int
     part: int = 0
-    """The part of the slot, which has `num_parts` parts for such layers."""
+    """Number of the layer's part within its slot, from 0 to `num_parts` - 1."""
     num_parts: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The places of all layers' KV."""
+    """The groups of a model's layers, and the place of each layer's KV in a block."""
 
     groups: tuple[KVGroup, ...]
-    """`SchedulerConfig.kv_groups`; (): one group of full attention."""
+    """Value of `SchedulerConfig.kv_groups`; (): one group of full attention."""
     places: tuple[Place, ...]
-    """[layers]"""
+    """[layers] the place of each layer's KV in a block."""
     slots: tuple[LayerShape, ...]
-    """[slots of a block] the shape of the slot's largest layer."""
+    """[slots of a block] the shape of the largest layer that the slot can hold."""
 
     @classmethod
     def plain(cls, layers: Sequence[LayerShape]) -> KVLayout:
-        """All layers in one group of full attention."""
+        """The layout with all layers in one group of full attention, and one slot per layer."""
         return cls((), tuple(Place(0, slot) for slot in range(len(layers))), tuple(layers))
 
     @property
     def parts_of(self) -> tuple[int, ...]:
-        """[groups] number of parts of a slot for layers of the group."""
+        """[groups] number of parts into which a slot is divided for layers of the group."""
         parts = {place.group: place.num_parts for place in self.places}
         return tuple(parts[group] for group in sorted(parts))
 
@@ -96,11 +96,12 @@ def choose_layout(
     config: SchedulerConfig,
     disable: bool | None,
 ) -> KVLayout:
-    """Choose the layout of a model's KV by the arguments of `Engine`. The reason why windows save nothing is logged.
+    """Choose the layout of a model's KV by the arguments of `Engine`. If layers with windows keep the whole context,
+    the reason is logged.
 
     Args:
-        windows: see `layout_in_groups`.
-        disable: `disable_hybrid_kv_cache_manager`.
+        windows: sliding window of each layer, see `layout_in_groups`.
+        disable: value of the engine's argument `disable_hybrid_kv_cache_manager`.
 
     Raises:
         ConfigError: `disable` is not True, False or None.
@@ -120,15 +121,15 @@ def choose_layout(
 def layout_in_groups(
     layers: Sequence[LayerShape], windows: Sequence[int | None], config: SchedulerConfig, *, only_if_it_saves: bool
 ) -> KVLayout:
-    """Choose the layout in groups with which a decoding request of maximum length holds the least memory.
+    """Choose the layout in groups with which a decoding request of maximum length takes the least memory.
 
-    The result is the plain layout if no layer has a window below that length, or if the layers' sizes per token differ
-    by a factor that is not an integer.
+    The result is the plain layout if no layer has a window below the maximum length, or if the layers' sizes per token
+    differ by a factor that is not an integer.
 
     Args:
-        windows: [layers] tokens to which a token attends, its own included; None: all.
-        config: the scheduler's; its number of blocks is not read.
-        only_if_it_saves: return the plain layout also if groups take no less memory.
+        windows: [layers] number of tokens to which a token attends, itself included; None: all tokens.
+        config: the scheduler's configuration; its `num_blocks` is not read.
+        only_if_it_saves: whether to return the plain layout also if groups take no less memory.
     """
     max_model_len = config.max_model_len
     largest = max(layers, key=lambda shape: shape.num_elements)
@@ -154,7 +155,7 @@ def layout_in_groups(
     layout = KVLayout(tuple(groups), tuple(places[index] for index in range(len(layers))), (largest,) * size)
 
     def num_elements(one: KVLayout) -> int:
-        """Elements of the blocks of such a request, per token of a block."""
+        """Number of elements of all blocks of a decoding request of maximum length, divided by the block size."""
         num_blocks = config.replace(kv_groups=one.groups).decode_blocks(max_model_len)
         return num_blocks * sum(shape.num_elements for shape in one.slots)
 
@@ -162,7 +163,7 @@ def layout_in_groups(
 
 
 def _num_parts(shape: LayerShape, largest: LayerShape) -> int:
-    """Number of layers of a shape that exactly fill the memory of the largest one; 0: none do."""
+    """Number of layers of a shape that together fill the slot of the largest layer exactly; 0: no number does."""
     parts = largest.num_keys // shape.num_keys
     fill = parts * shape.num_keys == largest.num_keys and parts * shape.num_values == largest.num_values
     return parts if fill else 0

@@ -1,20 +1,21 @@
 """HostTier: keeps evicted KV blocks in host memory, and copies them back so that they need not be recomputed.
 
 When the pool needs a block, it evicts the least recently used content: a cached prefix, or the KV of a preempted
-request. The scheduler lists such blocks in `SchedulerOutput.saves`. When a request arrives, it looks up how many of the
-request's blocks are in host memory.
+request. The scheduler lists such blocks in `SchedulerOutput.saves`. When a request waits for admission, the scheduler
+looks up how many of the request's blocks are in host memory.
 
-The thread that owns the scheduler keeps the directory of slots and their content (`core/kv/slots.py`). The thread that
-executes the steps moves the bytes, in the order of the steps. So one step's copies are planned while another one
-executes:
+Host memory consists of slots of the size of a block. The thread that owns the scheduler keeps a directory of the slots'
+content (`core/kv/slots.py`). The thread that executes the steps moves the bytes, in the order of the steps. So one
+step's copies are planned while another step executes:
 
-    copies = tier.plan(saves, loads)     owner: slots are taken, the least recently used first
+    copies = tier.plan(saves, loads)     owner: assigns slots, the least recently used first
     copies.run()                         with the step, before it computes: blocks -> slots, blocks -> blocks that the
                                          step both saves and loads, then slots -> blocks
     copies.report()                      after the step has computed: number of copied blocks, and the time
 
 On a GPU the slots are pinned memory, and the copies are queued on the stream of the model's kernels, which keeps the
-order but overlaps no work. (This path follows the documentation and has not run on a GPU so far.)
+order but does not overlap copies with computation. (This path follows the documentation and has not run on a GPU so
+far.)
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ class HostCopies:
     def __init__(self, pool: KVPool, host: KVPool, plan: SlotPlan) -> None:
         self.plan = plan
         self.is_done = False
-        """Whether the slots have their content."""
+        """Whether the copies have run, so that the slots have the planned content."""
         self._pool, self._host = pool, host
         self._seconds = 0.0
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
     def run(self) -> None:
-        """Copy the blocks. Steps call this in order, before they compute."""
+        """Copy the planned blocks. Steps call this in order, before they compute."""
         if self._pool.device.type == "cuda":
             began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             began.record()
@@ -57,7 +58,7 @@ class HostCopies:
         self.is_done = True
 
     def report(self) -> Copies | None:
-        """The copied blocks and the time, after the step has computed; None: nothing was copied."""
+        """The number of copied blocks and the seconds, after the step has computed; None: nothing was copied."""
         if not self.plan.num_blocks:
             return None
         if self._events is not None:
@@ -74,11 +75,11 @@ class HostCopies:
 
 
 class HostTier(SlotDirectory):
-    """Blocks in host memory, found by their content keys (`pointsman/core/kv/digests.py`).
+    """KV blocks in host memory, found by their content keys (`pointsman/core/kv/digests.py`).
 
     Args:
-        pool: the blocks' own.
-        num_bytes: maximum memory for all slots. A slot is as large as a block.
+        pool: the KV pool on the device, from which blocks are saved.
+        num_bytes: maximum memory for all slots, in bytes. A slot is as large as a block.
 
     Raises:
         ConfigError: less than one block fits.
@@ -107,13 +108,13 @@ class HostTier(SlotDirectory):
         self._plans: list[HostCopies] = []  # plans that have not run
 
     def plan(self, saves: Sequence[tuple[int, bytes]], loads: Sequence[SlotLoad]) -> HostCopies:
-        """Plan the copies of a step: blocks to save, with their keys, and blocks to load."""
+        """Plan the copies of a step. `saves`: id and content key of each block to save; `loads`: blocks to load."""
         copies = HostCopies(self._pool, self._host, self.assign(saves, loads))
         self._plans = [*(one for one in self._plans if not one.is_done), copies]
         return copies
 
     def drop_plans(self) -> None:
-        """Forget the saves of voided steps that have not run."""
+        """Forget the planned saves of voided steps, whose copies will not run."""
         self.withdraw(save for copies in self._plans if not copies.is_done for save in copies.plan.saves)
         self._plans = []
 

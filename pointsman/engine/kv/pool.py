@@ -11,8 +11,8 @@ under a float32 model halves its memory, and rounds keys and values. Layers may 
 latent attention expands keys and values to different widths).
 
 Layers of different groups (`layout.py`) share memory: their tensors are views of the same slot, and a block is in the
-table of one group at a time. Where a slot has p parts for a layer, the layer's tensors have p times as many blocks, and
-begin at its part of the first slot: block b of the scheduler is block p * b of the layer.
+table of one group at a time. Where a slot has p parts, a layer in one part has tensors with p times as many blocks,
+which begin at this part of the first block's slot: block b of the scheduler is block p * b of the layer.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ logger = logging.getLogger(__name__)
 
 KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEFAULT_KV_CACHE_BYTES = 1 << 30
-"""Maximum size of the pool if neither a byte budget nor a block count is given."""
+"""Maximum size of the pool, in bytes, if neither `num_blocks` nor `kv_cache_bytes` is given and no GPU is measured."""
 
 
 class KVPool:
-    """Physical KV blocks of every layer.
+    """The memory of the KV blocks of every layer.
 
     Args:
         layers: the shape of each layer.
         layout: assigns layers to shared memory; None: no layers share memory.
 
     Attributes:
-        keys, values: one tensor per layer, shapes above. On a CPU, unused blocks take no memory until their first use.
+        keys, values: one tensor per layer, with the shapes in the module's docstring. On a CPU, blocks take no memory
+            until their first use.
 
     Raises:
         ValueError: there is not enough memory.
@@ -67,7 +68,7 @@ class KVPool:
         self.block_size = block_size
         self.dtype = dtype
         self.group_of = [place.group for place in self.layout.places]
-        """[layers] the group of each layer."""
+        """[layers] the number of the group of each layer."""
         num_tokens = num_blocks * block_size
         try:
             self._slots = [
@@ -103,13 +104,13 @@ class KVPool:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all slots."""
+        """Size of the pool, in bytes."""
         return self.num_blocks * bytes_per_block(self.layout.slots, self.block_size, self.dtype)
 
     def take_memory(self) -> None:
-        """Take the memory of all blocks from the system now, before the first step; all KV is zero afterwards.
+        """Write zeros to all blocks, so that the system maps their memory before the first step.
 
-        Otherwise the system maps pages when a block is first written: a fifth of the time of a measured step of 1,000
+        Otherwise the system maps pages when a block is first written, which took a fifth of a measured step of 1,000
         prompt tokens.
         """
         for keys, values in self._slots:
@@ -117,13 +118,13 @@ class KVPool:
             values.zero_()
 
     def pin_memory(self) -> None:
-        """Move a pool on the CPU into memory that a GPU can access directly."""
+        """Move this pool, which is on the CPU, into pinned memory, which a GPU can access directly."""
         self._slots = [(keys.pin_memory(), values.pin_memory()) for keys, values in self._slots]
         self._view_slots()
 
     def block(self, block_id: int) -> dict[str, Tensor]:
-        """One block as named parts: "0.keys", "0.values", "1.keys", ... for its slots, for any layers. Views, not
-        copies."""
+        """The keys and values of one block, by slot: "0.keys", "0.values", "1.keys", ... -> view of the pool's
+        memory."""
         parts: dict[str, Tensor] = {}
         for index, (shape, (keys, values)) in enumerate(zip(self.layout.slots, self.slots(), strict=True)):
             parts[f"{index}.keys"] = keys[block_id].view(shape.num_kv_heads, self.block_size, shape.k_dim)
@@ -131,11 +132,11 @@ class KVPool:
         return parts
 
     def slots(self) -> list[tuple[Tensor, Tensor]]:
-        """The keys and values of each slot, [num_blocks, elements of a block]. Views, not copies."""
+        """The keys and values of each slot, [num_blocks, elements of a block], as views of the pool's memory."""
         return [(keys.view(self.num_blocks, -1), values.view(self.num_blocks, -1)) for keys, values in self._slots]
 
     def log_capacity(self, config: SchedulerConfig) -> None:
-        """Log the capacity in tokens and in requests of maximum length."""
+        """Log the pool's capacity in tokens and in requests of maximum length."""
         logger.info(
             "KV pool: %d blocks of %d tokens%s, %.1f MiB: enough for %d tokens, or %.1f requests of the full length %d",
             self.num_blocks,
@@ -156,14 +157,15 @@ class KVPool:
 
 
 def _lazy_zeros(count: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Zeros. On a CPU they come from NumPy, whose pages are mapped on first use; torch would write them all."""
+    """Make a tensor of `count` zeros. On a CPU NumPy makes it, so that pages are mapped on first use; PyTorch would
+    write all of them."""
     if torch.device(device).type != "cpu":
         return torch.zeros(count, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(count * dtype.itemsize, dtype=np.uint8)).view(dtype)
 
 
 def choose_kv_dtype(name: str, model_dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The element type of the pool; "auto" is the model's own.
+    """The element type of the KV pool for a value of `kv_cache_dtype`; "auto" is the model's element type.
 
     Raises:
         ValueError: the name is unknown, or the device does not support the type.
@@ -180,7 +182,7 @@ def check_float16(argument: str, name: str, device: torch.device) -> None:
     """Refuse float16 without a GPU: a CPU computes it slowly, and the compiled kernels do not support it.
 
     Args:
-        argument: the argument with the value `name`.
+        argument: name of the argument whose value is `name`, for the error.
 
     Raises:
         ValueError: the value is float16, on a CPU.
@@ -190,12 +192,12 @@ def check_float16(argument: str, name: str, device: torch.device) -> None:
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
-    """Number of blocks for `num_tokens` tokens."""
+    """Number of blocks that hold `num_tokens` tokens."""
     return -(-num_tokens // block_size)
 
 
 def bytes_per_block(layers: Sequence[LayerShape], block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block over all layers."""
+    """Bytes of one block, as the sum over the given layers or slots."""
     per_token = sum(shape.num_kv_heads * (shape.k_dim + shape.v_dim) for shape in layers)
     return per_token * block_size * dtype.itemsize
 
@@ -209,18 +211,20 @@ def choose_num_blocks(
     dtype: torch.dtype,
     device_budget: DeviceBudget | None = None,
 ) -> int:
-    """Choose the number of blocks: as given, or from the byte budget, the device's budget or the default budget.
+    """Choose the pool's number of blocks: `num_blocks` if given, or as many as fit `kv_cache_bytes`, the GPU's measured
+    budget or the default budget.
 
-    The default is at most the number that `max_num_seqs` requests of full length can use. A device's budget is used
-    completely: blocks that no request needs hold cached prefixes.
+    With the default budget there are at most as many blocks as `max_num_seqs` requests of full length can use. A GPU's
+    budget is used completely: blocks that no request needs hold cached prefixes.
 
     Args:
-        config: the scheduler's; its number of blocks is not read.
-        device_budget: of a GPU; None: there is no GPU, or a size is given, so the budget was not measured.
+        config: the scheduler's configuration; its `num_blocks` is not read.
+        device_budget: measured memory budget of a GPU; None: it was not measured, because there is no GPU or the size
+            of the pool is given.
 
     Raises:
-        ValueError: both a count and a budget are given, the budget is smaller than one block, or the device's budget is
-            smaller than one request of full length.
+        ValueError: both `num_blocks` and `kv_cache_bytes` are given, `kv_cache_bytes` is smaller than one block, or the
+            GPU's budget is smaller than one request of full length.
     """
     if num_blocks is not None:
         if kv_cache_bytes is not None:
@@ -246,7 +250,7 @@ def choose_num_blocks(
 
 
 def _too_little(budget: DeviceBudget, config: SchedulerConfig, block_bytes: int) -> str:
-    """The error for a GPU without enough memory for a request of full length, with remedies."""
+    """The message of the error for a GPU without enough memory for a request of full length, with remedies."""
     needed = block_bytes * config.max_blocks(config.max_model_len)
     num_blocks = max(0, budget.kv_bytes) // block_bytes
     fitting = bisect_right(range(1, config.max_model_len + 1), num_blocks, key=config.max_blocks)
@@ -259,6 +263,6 @@ def _too_little(budget: DeviceBudget, config: SchedulerConfig, block_bytes: int)
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor; without a copy if it is contiguous in main memory."""
+    """The bytes of a tensor's elements; without a copy if the tensor is contiguous in main memory."""
     plain = tensor.detach().cpu().contiguous().view(-1)
     return plain.view(torch.uint8).numpy().data

@@ -1,12 +1,12 @@
 """KVStore: keeps KV blocks as files, for other engines and for later runs.
 
-Each full block is a file, named by its content key (`pointsman/core/kv/digests.py`). Its folder is named by a
+Each full block is a file, named by the block's content key (`pointsman/core/kv/digests.py`). The folder is named by a
 fingerprint of everything else that must be equal: the model's configuration and weights, the element type, the block
 size.
 
     DIR/3f0a52c8d1e94b67a0c2/7b/7b9e...safetensors        folder by fingerprint, first byte of the key, key
 
-With several groups of layers, each has its own file for a block, whose name ends with the number of the group.
+With several groups of layers, each group has its own file for a block, whose name ends with the number of the group.
 
 A file is written under another name and renamed, so it appears completely or not at all. A file is used only if its
 size, names, shapes, types, fingerprint, key and checksum are right; otherwise it counts as missing. So a file may be
@@ -15,7 +15,7 @@ against attackers: write access to the directory allows control of the model's o
 Protect the directory like the prompts.
 
 When the directory exceeds its limit, the least recently used files are removed first. Each process counts the bytes
-that it wrote, and looks at all files when the total may exceed the limit.
+that it has written, and reads the sizes of all files when the total may exceed the limit.
 """
 
 from __future__ import annotations
@@ -50,24 +50,24 @@ MAX_HEADER = 2**20
 OURS = re.compile(
     r"[0-9a-f]{20}/([0-9a-f]{2})/\1([0-9a-f]{62}([0-9a-f]{4})?|[0-9a-f]{14}-[0-9-]+)(?P<end>\.safetensors|\.part)"
 )
-"""Paths of a store's files in its directory, finished or not."""
+"""Pattern of the paths, relative to the directory, of files that a KV store has written, finished or not."""
 ABANDONED_AFTER = 3600.0
-"""Seconds after which an unfinished file is taken to be left by a dead process."""
+"""Seconds since the last write after which an unfinished file counts as left by a dead process, and is removed."""
 KEPT_SHARE = 0.9
-"""Share of the limit down to which files are removed."""
+"""Share of the size limit down to which files are removed when the limit is exceeded."""
 
 
 class BadBlock(Exception):
-    """A file whose content is not the block that its name says."""
+    """A file that cannot be read, or whose content is not the block that its name says."""
 
 
 class BlockFolder:
     """The files of one model, element type and block size. Safe to use from several threads and processes.
 
     Args:
-        path: of the folder; made on the first write.
-        fingerprint: of everything that its files have in common.
-        pool: the pool of the blocks.
+        path: path of the folder, which is made on the first write.
+        fingerprint: hexadecimal digest of everything that the blocks in this folder have in common.
+        pool: the KV pool whose blocks are written and read.
     """
 
     def __init__(self, path: Path, fingerprint: str, pool: KVPool) -> None:
@@ -76,7 +76,7 @@ class BlockFolder:
         self._layout = {name: (tensor.shape, tensor.dtype) for name, tensor in pool.block(0).items()}
         num_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._layout.values())
         self._max_bytes = num_bytes + MAX_HEADER
-        self._known: set[bytes] = set()  # keys of files that were seen, and may have been removed
+        self._known: set[bytes] = set()  # keys whose files were seen, and may have been removed since
         self._distrusted: set[bytes] = set()
         self._numbers = itertools.count()
 
@@ -85,11 +85,11 @@ class BlockFolder:
         return self.path / name[:2] / (name + SUFFIX)
 
     def knows(self, key: bytes) -> bool:
-        """Whether a file of this key was seen and is not distrusted. Does not access the disk."""
+        """Whether a file of this key was seen and is not distrusted (found damaged). Does not access the disk."""
         return key in self._known and key not in self._distrusted
 
     def has(self, key: bytes) -> bool:
-        """Whether there is, or recently was, a file of this key that is not distrusted."""
+        """Whether a file of this key exists, or existed when it was last looked up, and is not distrusted."""
         if key in self._distrusted:
             return False
         if key not in self._known:
@@ -99,18 +99,18 @@ class BlockFolder:
         return True
 
     def num_found(self, keys: Sequence[bytes]) -> int:
-        """Number of leading keys that all have files."""
+        """Number of leading keys that have files."""
         return next((index for index, key in enumerate(keys) if not self.has(key)), len(keys))
 
     def read(self, key: bytes) -> dict[str, Tensor]:
-        """The parts of a block, named as by `KVPool.block`.
+        """Read and check the file of a block; return the parts, named as by `KVPool.block`.
 
         Raises:
             FileNotFoundError: there is no such file.
-            BadBlock: the file is not valid.
+            BadBlock: the file cannot be read, or its content is not valid.
         """
         try:
-            return self._checked(key, read_regular(self.path_of(key), self._max_bytes))
+            return self._parse(key, read_regular(self.path_of(key), self._max_bytes))
         except FileNotFoundError:
             self._known.discard(key)
             raise
@@ -121,7 +121,7 @@ class BlockFolder:
             self._known.discard(key)
             raise
 
-    def _checked(self, key: bytes, data: bytes) -> dict[str, Tensor]:
+    def _parse(self, key: bytes, data: bytes) -> dict[str, Tensor]:
         try:
             tensors = safetensors.torch.load(data)  # also checks the header
             header: Any = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
@@ -135,7 +135,7 @@ class BlockFolder:
         return tensors
 
     def write(self, key: bytes, block: dict[str, Tensor]) -> int:
-        """Write a block's file; return its size, or 0 if there is already one that is not distrusted.
+        """Write the file of a block; return the file's size, or 0 if there already is a file that is not distrusted.
 
         Raises:
             OSError: the file cannot be written.
@@ -158,12 +158,12 @@ class BlockFolder:
         return len(data)
 
     def distrust(self, keys: Sequence[bytes]) -> None:
-        """Stop reading the files of these keys; they may be overwritten."""
+        """Stop reading the files of these keys, because one of them is damaged; `write` may overwrite them."""
         self._distrusted.update(keys)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Mark these keys as used now, earlier keys as used slightly later, so that a prefix outlives its
-        continuations."""
+        """Mark the files of these keys as used now, the file of an earlier key slightly later than that of the next, so
+        that a prefix outlives its continuations."""
         now = time.time_ns()
         for index, key in enumerate(keys):
             try:
@@ -179,14 +179,14 @@ class BlockFolder:
 
 
 class KVStore:
-    """The directory of one engine's KV files.
+    """The directory in which one engine keeps KV files, with a folder per model.
 
     Args:
-        directory: made if it does not exist.
-        fingerprint: returns 32 bytes that identify the model with its current weights; takes seconds for a large model
-            (`model/fingerprint.py`).
+        directory: path of the directory, which is made if it does not exist.
+        fingerprint: function that returns 32 bytes which identify the model with its current weights; it takes seconds
+            for a large model (`model/fingerprint.py`).
         pool: the engine's KV pool.
-        max_bytes: maximum size of all files, of all models; None: no limit.
+        max_bytes: maximum total size of the files of all models in the directory; None: no limit.
 
     Raises:
         ConfigError: the directory cannot be used.
@@ -204,7 +204,7 @@ class KVStore:
         self._pool = pool
         self._max_bytes = max_bytes
         self._folder: BlockFolder | None = self._find_folder()
-        self._num_bytes = 0 if max_bytes is None else sum(size for _, size, _ in self._files())
+        self._num_bytes = 0 if max_bytes is None else sum(size for _, size, _ in self._list_files())
 
     @property
     def folder(self) -> BlockFolder:
@@ -227,11 +227,12 @@ class KVStore:
         return BlockFolder(self.directory / fingerprint[:20], fingerprint, pool)
 
     def wrote(self, num_bytes: int) -> None:
-        """Count `num_bytes` of new files; remove old files if the limit is exceeded. For one thread only."""
+        """Count `num_bytes` of newly written files; remove old files if the size limit is exceeded. Only the writing
+        thread may call this."""
         self._num_bytes += num_bytes
         if self._max_bytes is None or self._num_bytes <= self._max_bytes:
             return
-        files = sorted(self._files())
+        files = sorted(self._list_files())
         total = sum(size for _, size, _ in files)
         for _, size, path in files:
             if total <= self._max_bytes * KEPT_SHARE:
@@ -244,8 +245,9 @@ class KVStore:
             total -= size
         self._num_bytes = total
 
-    def _files(self) -> list[tuple[int, int, Path]]:
-        """Time of last use (ns), size and path of each file; removes abandoned unfinished files."""
+    def _list_files(self) -> list[tuple[int, int, Path]]:
+        """Time of last use (ns), size (bytes) and path of each finished file; removes unfinished files of dead
+        processes."""
         found = []
         for path in self.directory.glob("*/*/*"):
             match = OURS.fullmatch(path.relative_to(self.directory).as_posix())
@@ -257,6 +259,6 @@ class KVStore:
                     found.append((status.st_mtime_ns, status.st_size, path))
                 elif time.time() - status.st_mtime > ABANDONED_AFTER:
                     path.unlink()
-            except OSError:  # another process has removed it
+            except OSError:  # another process has removed the file
                 continue
         return found

@@ -1,4 +1,4 @@
-"""Worker: a thread that calls functions in order, for loads and stores of KV.
+"""Worker: a thread that calls functions one after the other, for loads and stores of KV.
 
 A separate thread helps because reading and writing files, and copying large tensors, release Python's lock.
 """
@@ -18,14 +18,15 @@ Task: TypeAlias = tuple["Future[Any]", Callable[[], Any]]
 Inbox: TypeAlias = "SimpleQueue[Task | None]"
 
 EXIT_PATIENCE = 10.0
-"""Maximum seconds that the exit of Python waits for the functions in progress."""
+"""Maximum seconds for which the exit of Python waits for submitted functions."""
 
 
 class Worker:
-    """One thread that calls functions in order. The first function starts it, and it ends with the worker.
+    """One thread that calls functions in the order of `submit`. The first `submit` starts the thread, which ends when
+    the worker is closed or garbage-collected.
 
     Args:
-        name: of the thread.
+        name: name of the thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -34,7 +35,8 @@ class Worker:
         self._thread: threading.Thread | None = None
 
     def submit(self, function: Callable[[], Answer]) -> Future[Answer]:
-        """Call the function after all earlier ones. The future may be cancelled until then."""
+        """Call the function after all functions submitted earlier; return a future of the result. The future may be
+        cancelled until the call begins."""
         if self._thread is None or not self._thread.is_alive():
             self._start()
         future: Future[Answer] = Future()
@@ -42,14 +44,14 @@ class Worker:
         return future
 
     def close(self) -> None:
-        """End the thread after the submitted functions. A later `submit` starts another."""
+        """End the thread after the submitted functions. A later `submit` starts a new thread."""
         thread, self._thread = self._thread, None
         if thread is not None and thread.is_alive():
             self._inbox.put(None)
             thread.join(EXIT_PATIENCE)
 
     def _start(self) -> None:
-        self._inbox = SimpleQueue()  # a thread of the parent process, before a fork, may use the old one
+        self._inbox = SimpleQueue()  # after a fork, a thread of the parent process may use the old inbox
         # The thread holds no reference to the worker, so a dropped worker ends its thread.
         self._thread = threading.Thread(target=_work, args=(self._inbox,), name=self._name, daemon=True)
         finalize(self, self._inbox.put, None).atexit = False

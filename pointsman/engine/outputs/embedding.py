@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
-    """A prompt's vector."""
+    """The vector of one prompt."""
 
     embedding: Float32Array
-    """[hidden_size]."""
+    """[hidden_size] the vector."""
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRequestOutput:
-    """A prompt and its vector, in vLLM's form."""
+    """The output of an embedding request, with vLLM's fields."""
 
     request_id: str
     outputs: EmbeddingOutput
@@ -30,7 +30,7 @@ class EmbeddingRequestOutput:
 
     @classmethod
     def of(cls, output: RequestOutput) -> EmbeddingRequestOutput:
-        """The embedding in the last output of a request.
+        """Make the output from the last `RequestOutput` of an embedding request.
 
         Raises:
             RuntimeError: the request finished without a vector, with the reason.

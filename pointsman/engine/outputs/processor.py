@@ -11,9 +11,9 @@ only rows with more to do (the first token, text to make, a finish) take the slo
 | SPACED | appends it, and returns a view every `stream_interval` tokens |
 | EAGER, with one of these four | makes its text first, and checks for a complete stop string |
 
-Text is made here, in the engine's thread, for requests with stop strings and for requests whose outputs other threads
-read; for all others it is made when it is read. If the tokenizer fails on a request, that request finishes with an
-error and the others continue.
+For requests with stop strings, and for requests whose outputs other threads read, this class makes the text, in the
+engine's thread. For all other requests text is made when it is read. If the tokenizer fails on a request, that request
+finishes with an error and other requests continue.
 """
 
 from __future__ import annotations
@@ -43,25 +43,26 @@ _MODES = {
 
 
 class StopFound(NamedTuple):
-    """A request that a stop string or a failing tokenizer has finished, to be finished in the scheduler."""
+    """A request that a stop string or a failing tokenizer has ended; the step loop has yet to finish it in the
+    scheduler."""
 
     request_id: str
     num_tokens: int
-    """Number of its output tokens to keep."""
+    """Number of the request's output tokens to keep."""
     stop: str | None
-    """The stop string; None if the text could not be made."""
+    """The stop string that was found; None if the tokenizer failed."""
     reason: FinishReason = FinishReason.STOP
     detail: str = ""
 
 
 class OutputProcessor:
-    """The outputs of one engine's requests.
+    """Makes the outputs of one engine's requests.
 
     Args:
-        tokenizer: of the model; None: there is no text.
-        counters: the engine's; count the prompts' tokens.
-        stream_interval: tokens from one output of a request to the next; the first token and the last output are
-            reported at once.
+        tokenizer: the model's tokenizer; None: outputs have no text.
+        counters: the engine's counters; this class adds to those of prompt tokens.
+        stream_interval: number of tokens from one output of a request to its next output; the first token and the last
+            output are reported without delay.
 
     Raises:
         ValueError: the interval is not an integer of at least 1.
@@ -77,7 +78,7 @@ class OutputProcessor:
         self._counters = counters
         self._live: dict[Request, Transcript] = {}
         self.on_output: Callable[[RequestOutput], None] | None = None
-        """A listener that is called with every output as soon as it exists; None: outputs are kept for `take_kept`.
+        """Listener that is called with every output as soon as it exists; None: outputs are kept for `take_kept`.
         `Engine.on_output` forwards to this attribute."""
         self._kept: list[RequestOutput] = []
 
@@ -107,12 +108,12 @@ class OutputProcessor:
         eager_text: bool,
         resumed: Resumed | None = None,
     ) -> None:
-        """Add a request.
+        """Add a request, whose outputs are made from now on.
 
         Args:
             prompt: the prompt's text, if it is known.
-            eager_text: whether its outputs may be read in other threads.
-            resumed: the output that another engine has reported for it.
+            eager_text: whether other threads may read the request's outputs.
+            resumed: the output that another engine has reported for the request; None: there is none.
         """
         decoder = self.decoder if params.detokenize else None
         detokenizer = None
@@ -141,12 +142,13 @@ class OutputProcessor:
         self._live[request] = transcript
 
     def so_far(self, request: Request) -> RequestOutput:
-        """The request's output so far."""
+        """An output of a running request, with all tokens so far."""
         transcript = self._live[request]
         return RequestOutput(transcript, 0, len(transcript.token_ids))
 
     def extend(self, request: Request, part: str | None) -> None:
-        """Append a part to a request's prompt text; None: its text is unknown, so the whole text is."""
+        """Append the text of a part to a request's prompt text. None: the part's text is unknown, so the prompt's text
+        is too."""
         transcript = self._live[request]
         known = part is not None and transcript.prompt is not None
         transcript.prompt = f"{transcript.prompt}{part}" if known else None
@@ -157,14 +159,14 @@ class OutputProcessor:
         """Process a step: its tokens, log probabilities and embeddings.
 
         Returns:
-            Outputs of the requests that got a token or finished, in row order, without outputs that are not due; and
-            the requests to finish in the scheduler.
+            The outputs, in row order, of requests that got a token or finished, except outputs that `output_kind` or
+            `stream_interval` delays; and the requests to finish in the scheduler.
         """
         live = self._live
         if execution.embeddings:
-            self._take_embeddings(output, execution)
+            self._keep_embeddings(output, execution)
         if execution.logprobs or execution.prompt_logprobs:
-            self._take_logprobs(output, update, execution)
+            self._keep_logprobs(output, update, execution)
         for request in update.finished:
             live[request].mode = CAREFUL
         if len(update.token_ids) > len(update.counts) or (update.counts > 1).any():
@@ -191,7 +193,7 @@ class OutputProcessor:
                 elif mode == SPACED:
                     if len(token_ids) - transcript.num_reported >= transcript.stream_interval:
                         outputs.append(self._make_output(transcript))
-                elif mode == CAREFUL and (one := self._advance(transcript, now, stops)) is not None:
+                elif mode == CAREFUL and (one := self._process_newest(transcript, now, stops)) is not None:
                     outputs.append(one)
             except Exception as error:  # from the tokenizer, a foreign library
                 outputs.append(self._fail(transcript, error, now, stops))
@@ -200,21 +202,21 @@ class OutputProcessor:
     def _process_runs(
         self, output: SchedulerOutput, update: StepUpdate, now: float
     ) -> tuple[list[RequestOutput], list[StopFound]]:
-        """The same for a step that verified drafts, where a request may get several tokens in one output."""
+        """`process` for a step that verified drafts, in which a request may get several tokens in one output."""
         outputs: list[RequestOutput] = []
         stops: list[StopFound] = []
         token_ids, start = update.token_ids.tolist(), 0
         for request, count in zip(output.requests, update.counts.tolist(), strict=True):
             run = token_ids[start : start + count]
             start += count
-            if run and (one := self._take_run(self._live[request], run, now, stops)) is not None:
+            if run and (one := self._process_run(self._live[request], run, now, stops)) is not None:
                 outputs.append(one)
         return outputs + self._finish_without_token(update, now), stops
 
-    def _take_run(
+    def _process_run(
         self, transcript: Transcript, run: list[int], now: float, stops: list[StopFound]
     ) -> RequestOutput | None:
-        """Append tokens one by one, up to a stop string, and report them together."""
+        """Append the tokens of one row one by one, up to a stop string, and make one output with them."""
         num_reported = len(transcript.token_ids)
         try:
             for token_id in run[:-1]:
@@ -224,28 +226,28 @@ class OutputProcessor:
                     if transcript.detokenizer.stop_reason is not None:
                         return self._stop(transcript, now, stops, num_reported)
             transcript.token_ids.append(run[-1])
-            return self._advance(transcript, now, stops, num_reported)
+            return self._process_newest(transcript, now, stops, num_reported)
         except Exception as error:  # from the tokenizer, a foreign library
             return self._fail(transcript, error, now, stops, num_reported)
 
     def _finish_without_token(self, update: StepUpdate, now: float) -> list[RequestOutput]:
-        """The last outputs of requests whose rows had errors."""
+        """Make the last outputs of requests that finished without a token, because their rows had errors."""
         failed = [self._live[request] for request in update.finished if request in self._live]
         return [self._finish(transcript, len(transcript.token_ids), now) for transcript in failed]
 
     def note_scheduled(self, request: Request, now: float, num_external_tokens: int = 0) -> None:
-        """Note the admission of a request, with `num_external_tokens` from outside the pool; the first time counts."""
+        """Note an admission of a request: the time of the first one, and the tokens loaded from outside the pool."""
         transcript = self._live.get(request)
         if transcript is None:
             return
         if transcript.metrics.first_scheduled_time is None:
             transcript.metrics.first_scheduled_time = now
-        if transcript.metrics.first_token_time is None:  # it may have been preempted
+        if transcript.metrics.first_token_time is None:  # the request may have been preempted before
             transcript.metrics.num_external_tokens = num_external_tokens
 
     def end(self, request: Request, now: float, error: Exception | None = None) -> RequestOutput | None:
-        """Return the last output of a request that was finished outside a step, possibly by an error; None if it is
-        unknown."""
+        """Return the last output of a request that was finished outside a step, possibly by an error; None if the
+        request is unknown."""
         transcript = self._live.get(request)
         if transcript is None:
             return None
@@ -259,7 +261,7 @@ class OutputProcessor:
     # ---------------------------------------------------------------------------------------- handing outputs out
 
     def hand_out(self, outputs: list[RequestOutput]) -> None:
-        """Give outputs to `on_output`, or keep them."""
+        """Pass outputs to `on_output`, or keep them for `take_kept`."""
         if self.on_output is None:
             self._kept += outputs
         else:
@@ -268,20 +270,21 @@ class OutputProcessor:
 
     @property
     def has_kept(self) -> bool:
-        """Whether `take_kept` would return any."""
+        """Whether `take_kept` would return any outputs."""
         return bool(self._kept)
 
     def take_kept(self) -> list[RequestOutput]:
-        """Return the kept outputs since the last call."""
+        """Return the outputs that were kept since the last call."""
         outputs, self._kept = self._kept, []
         return outputs
 
     # ------------------------------------------------------------------------------------------- single requests
 
-    def _advance(
+    def _process_newest(
         self, transcript: Transcript, now: float, stops: list[StopFound], num_reported: int | None = None
     ) -> RequestOutput | None:
-        """Handle the newest token in the slow path. All tokens before it, or `num_reported`, were reported."""
+        """Handle the newest token in the slow path. `num_reported` tokens were in earlier outputs; None: all but the
+        newest."""
         request, num_tokens = transcript.request, len(transcript.token_ids)
         num_reported = num_tokens - 1 if num_reported is None else num_reported
         params: SamplingParams = request.metadata
@@ -305,7 +308,7 @@ class OutputProcessor:
         return RequestOutput(transcript, num_reported if kind is RequestOutputKind.DELTA else 0, num_tokens)
 
     def _make_output(self, transcript: Transcript) -> RequestOutput:
-        """Make an output with the tokens since the last one, or with all tokens."""
+        """Make an output with the tokens since the last output (DELTA), or with all tokens."""
         params: SamplingParams = transcript.request.metadata
         start = transcript.num_reported if params.output_kind is RequestOutputKind.DELTA else 0
         transcript.num_reported = len(transcript.token_ids)
@@ -328,7 +331,7 @@ class OutputProcessor:
         stops: list[StopFound],
         num_reported: int | None = None,
     ) -> RequestOutput:
-        """Finish a running request on whose text the tokenizer failed."""
+        """Finish a running request with an error, because the tokenizer failed on its text."""
         num_tokens = len(transcript.token_ids)
         detail = _give_up_text(transcript, error)
         output = self._finish(transcript, num_tokens - 1 if num_reported is None else num_reported, now)
@@ -348,7 +351,7 @@ class OutputProcessor:
         self._counters.num_external_tokens += transcript.metrics.num_external_tokens
 
     def _finish(self, transcript: Transcript, num_reported: int, now: float) -> RequestOutput:
-        """Make the last output and forget the request. `num_reported` tokens were in earlier outputs."""
+        """Make a request's last output and forget the request. `num_reported` tokens were in earlier outputs."""
         request, params = transcript.request, transcript.request.metadata
         del self._live[request]
         transcript.metrics.finished_time = now
@@ -364,7 +367,7 @@ class OutputProcessor:
         if failure and not _was_cut_short(request):
             transcript.finish("error", failure, None)
         elif stop is not None and not _was_cut_short(request):
-            transcript.finish("stop", "", stop)  # even if the token ended it for another reason
+            transcript.finish("stop", "", stop)  # even if the token ended the request for another reason
         elif request.finish_reason is not None:
             transcript.finish(request.finish_reason.value, request.finish_detail, stop_reason_of(request))
         if transcript.stream_interval > 1:
@@ -372,14 +375,14 @@ class OutputProcessor:
         start = num_reported if params.output_kind is RequestOutputKind.DELTA else 0
         return RequestOutput(transcript, start, len(transcript.token_ids), finished=True)
 
-    def _take_embeddings(self, output: SchedulerOutput, execution: StepExecution) -> None:
+    def _keep_embeddings(self, output: SchedulerOutput, execution: StepExecution) -> None:
         for row, vector in execution.embeddings.items():
             transcript = self._live.get(output.requests[row])
             if transcript is not None:
                 transcript.embedding = vector
                 self._count_prompt(transcript)
 
-    def _take_logprobs(self, output: SchedulerOutput, update: StepUpdate, execution: StepExecution) -> None:
+    def _keep_logprobs(self, output: SchedulerOutput, update: StepUpdate, execution: StepExecution) -> None:
         for row, entries in execution.logprobs.items():
             for entry in entries[: update.counts[row]]:
                 self._live[output.requests[row]].add_logprobs(entry)
@@ -391,7 +394,7 @@ class OutputProcessor:
 
 
 def _tokens_by_request(output: SchedulerOutput, update: StepUpdate) -> zip[tuple[Request, int]]:
-    """The step's tokens, each with its request, in row order."""
+    """Pairs of a request and its token in this step, in row order; rows without a token are left out."""
     counts, requests = update.counts, output.requests
     token_ids = update.token_ids.tolist()
     if len(token_ids) != len(requests) or not counts.all():
@@ -400,7 +403,7 @@ def _tokens_by_request(output: SchedulerOutput, update: StepUpdate) -> zip[tuple
 
 
 def _give_up_text(transcript: Transcript, error: Exception) -> str:
-    """Leave the remaining text empty, because the tokenizer failed on it; return the reason in one line."""
+    """Leave a request's remaining text empty, because the tokenizer failed; return the reason in one line."""
     transcript.give_up_text()
     detail = " ".join(f"the tokenizer failed: {type(error).__name__}: {error}".split())
     logger.error("request %r: %s", transcript.request.request_id, detail)
@@ -408,5 +411,6 @@ def _give_up_text(transcript: Transcript, error: Exception) -> str:
 
 
 def _was_cut_short(request: Request) -> bool:
-    """Whether a request finished for a reason that its text does not override."""
+    """Whether a request finished for a reason ("abort", "error" or "deadline") that a stop string in its text does not
+    override."""
     return request.finish_reason is not None and request.finish_reason.value in ("abort", "error", "deadline")

@@ -1,10 +1,11 @@
 """RequestOutput: a request's text and tokens so far, and its finish reason.
 
-A request's tokens, their texts and log probabilities are kept once, in its `Transcript`, which only grows. A
-`RequestOutput` is a view of a range of it. Making a view takes constant time; lists and texts are built when they are
-read. So an engine can return a view per token and request, and a caller that reads only the last one pays for one.
+A request's tokens, their texts and log probabilities are kept once, in the request's `Transcript`, which only grows. A
+`RequestOutput` is a view of a range of the transcript. Making a view takes constant time; lists and texts are built
+when they are read. So an engine can return a view per token and request, and a caller that reads only the last view
+pays for one.
 
-    earlier.token_ids, earlier.text      # do not change when more tokens come
+    earlier.token_ids, earlier.text      # do not change when more tokens follow
     later.since(earlier).text            # the text between the two
 """
 
@@ -26,23 +27,23 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times of a request, in seconds on the engine's clock, its cache hits and preemptions."""
+    """A request's times, in seconds on the engine's clock, cache hits and preemptions."""
 
     arrival_time: float
     first_scheduled_time: float | None = None
-    """Time of its first admission: until then it waited in the queue."""
+    """Time of the request's first admission: until then it waited in the queue."""
     first_token_time: float | None = None
     finished_time: float | None = None
     num_cached_tokens: int = 0
-    """Prompt tokens that were found in the prefix cache, or outside the pool, at the admission that led to its first
-    token."""
+    """Number of prompt tokens that were found in the prefix cache, or outside the pool, at the admission that led to
+    the request's first token."""
     num_external_tokens: int = 0
-    """Tokens of `num_cached_tokens` that came from host memory or the KV store."""
+    """Number of these `num_cached_tokens` whose KV was loaded from host memory or the KV store."""
     num_preemptions: int = 0
     preemption_causes: tuple[PreemptionCause, ...] = ()
-    """The cause of each preemption, in order."""
+    """The cause of each preemption of the request, in order."""
     events: list[RequestEvent] = field(default_factory=list)
-    """Its events and their times, with `log_request_events`."""
+    """The request's events and their times; empty unless the scheduler's knob `log_request_events` is set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,32 +51,32 @@ class Resumed:
     """The output that one engine has reported for a request, for another engine that continues it."""
 
     token_ids: list[int]
-    """Tokens generated so far, at least one."""
+    """Ids of the tokens generated so far, at least one."""
     first_token_time: float
-    """Time of the first of them, in seconds on the clock that both engines share."""
+    """Time of the first of these tokens, in seconds on the clock that both engines share."""
     num_cached_tokens: int = 0
-    """Tokens of the prompt that the first engine did not compute."""
+    """Number of prompt tokens that the first engine did not compute."""
 
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """The log probability of a token at its position."""
+    """The log probability of one token at one position of a text."""
 
     logprob: float
-    """Natural logarithm of its probability."""
+    """Natural logarithm of the token's probability."""
     rank: int | None
-    """Rank of the token in the vocabulary; 1 is the most likely."""
+    """Rank of the token in the vocabulary by probability; 1 is the most likely token."""
     decoded_token: str | None
-    """The text that it adds to the tokens before it; a character belongs to the token that completes it. None if the
-    request makes no text."""
+    """The text that the token adds to the tokens before it; a character belongs to the token that completes it. None if
+    the request makes no text."""
 
 
 Piece: TypeAlias = bytes | str | None
-"""The text of a token after other text, as UTF-8 bytes, which may be part of a character. For a token that the text
-leaves out, such as EOS, its name. None if the request makes no text."""
+"""The text of a token after other text, as UTF-8 bytes, which may be part of a character; for a token that the text
+leaves out, such as EOS, the token's name as str; None if the request makes no text."""
 
 NUM_BEFORE = 8
-"""Number of earlier tokens in which the beginning of a token's character is searched."""
+"""Number of tokens before a token among which the beginning of the token's first character is searched."""
 
 
 class Transcript:
@@ -83,14 +84,14 @@ class Transcript:
 
     Args:
         prompt: the prompt as text, if it is known.
-        decoder: of the model's tokenizer; None: no text is made.
-        detokenizer: for this request's text; None if `decoder` is None.
+        decoder: decoder of the model's tokenizer; None: no text is made.
+        detokenizer: makes this request's text; None if `decoder` is None.
         skips_special_tokens: whether the text leaves special tokens out.
-        is_verbatim: whether the text does not depend on the prompt.
+        is_verbatim: whether the text is independent of the prompt.
         is_eager: whether only `make_text` makes text, in the engine's thread; otherwise reading makes it too.
         keeps_logprobs: whether the caller asked for log probabilities of the output.
         keeps_prompt_logprobs: whether the caller asked for log probabilities of the prompt.
-        stream_interval: tokens from one output to the next.
+        stream_interval: number of tokens from one output to the next.
     """
 
     __slots__ = ("_final_text", "_has_begun", "_is_verbatim", "_num_unshown", "_prompt_token_ids", "_rest", "decoder",
@@ -121,27 +122,27 @@ class Transcript:
         self.is_eager = is_eager
         self.stream_interval = stream_interval
         self.num_reported = 0
-        """Number of tokens in outputs so far; only with an interval above 1."""
-        self.mode = 0  # for the output processor
+        """Number of tokens that earlier outputs had; kept only if `stream_interval` is above 1."""
+        self.mode = 0  # the output processor's mode for this request
         self.token_ids: list[int] = []
         self.texts: list[str] = []
-        """Text that each token settled; as long as `token_ids` if eager, otherwise up to the last text that was
-        read."""
+        """For each token the text that it settled; as long as `token_ids` if `is_eager`, otherwise up to the last token
+        whose text was read."""
         self.logprobs: list[TokenLogprobs] | None = [] if keeps_logprobs else None
         """One entry per token that was generated in this engine, see `add_logprobs`."""
         self.logprob_sums: list[float] = []
-        """Cumulative log probability up to each of those tokens."""
+        """For each entry of `logprobs` the sum of log probabilities up to its token."""
         self.num_resumed = 0
         """Number of leading tokens that another engine has generated; their log probabilities are unknown."""
         self.embedding: npt.NDArray[np.float32] | None = None
-        """The vector of an embedding request, after its prompt is computed."""
+        """The vector of an embedding request; None before its prompt is computed, and for other requests."""
         self.prompt_logprobs: list[TokenLogprobs] | None = [] if keeps_prompt_logprobs else None
-        """One entry per prompt token, from the second on."""
+        """One entry per prompt token, from the second on; None: not requested."""
         self.metrics = RequestMetrics(arrival_time=request.arrival_time)
         self.finish_reason: str | None = None
         self.finish_detail = ""
         self.error: Exception | None = None
-        """The error that finished the request outside a step, if any."""
+        """The error that finished the request outside a step; None: no error did."""
         self.stop_reason: int | str | None = None
         self.has_hidden_end = False
         """Whether the last token, which stopped the request, is not part of the text."""
@@ -161,9 +162,9 @@ class Transcript:
         return known
 
     def resume(self, resumed: Resumed) -> None:
-        """Begin with the tokens that another engine has reported. Their log probabilities are unknown.
+        """Begin the transcript with the tokens that another engine has reported. Their log probabilities are unknown.
 
-        The times in queue and prefill are unknown too: all of it counts as time in the queue.
+        The time of the first admission is unknown too: all time before the first token counts as time in the queue.
         """
         self.token_ids += resumed.token_ids
         if self.is_eager:
@@ -192,21 +193,22 @@ class Transcript:
             texts.append("" if index == last else self.detokenizer.feed(self.token_ids[index]))
 
     def _begin_text(self) -> None:
-        """Give the detokenizer the prompt, before the first text is made: only then the whole prompt is known."""
+        """Pass the prompt to the detokenizer, before the first text is made; earlier, a prompt in parts may be
+        incomplete."""
         if not self._has_begun and self.detokenizer is not None:
             self._has_begun = True
-            prompt: Any = self.request.prompt_token_ids  # an array; only its end is read
+            prompt: Any = self.request.prompt_token_ids  # an array, of which only the end is read
             self.detokenizer.begin_behind(prompt)
 
     def make_rest(self) -> str:
-        """Make the text that is settled only by the end of the tokens, after the text of all tokens."""
+        """Make and return the text that only the end of the tokens settles; called after `make_text` for all tokens."""
         if self._rest is None:
             self._begin_text()
             self._rest = self.detokenizer.finish() if self.detokenizer is not None else ""
         return self._rest
 
     def give_up_text(self) -> None:
-        """Leave all text that was not made empty, so that the tokenizer is not called for it again."""
+        """Set the text of all remaining tokens to "", so that the tokenizer is not called for them again."""
         self.texts += [""] * (len(self.token_ids) - len(self.texts))
         self._rest = self._rest or ""
 
@@ -226,7 +228,7 @@ class Transcript:
         return text + self.make_rest() if to_the_end else text
 
     def finish(self, finish_reason: str, finish_detail: str, stop_reason: int | str | None) -> None:
-        """Finish: no token will follow."""
+        """Note the reason of the request's finish; no token will follow."""
         self.finish_reason = finish_reason
         self.finish_detail = finish_detail
         self.stop_reason = stop_reason
@@ -235,8 +237,8 @@ class Transcript:
         """Convert the log probabilities of one position for callers; the token itself comes first.
 
         Args:
-            entry: of the position.
-            before: up to `NUM_BEFORE` tokens before it.
+            entry: the log probabilities of the position.
+            before: ids of up to `NUM_BEFORE` tokens before the position.
         """
         decoder = self.decoder
         ids, values = entry.token_ids.tolist(), entry.logprobs.tolist()
@@ -259,7 +261,7 @@ class Transcript:
         return described
 
     def describe_prompt(self) -> list[dict[int, Logprob] | None] | None:
-        """The log probabilities of the prompt's tokens."""
+        """The log probabilities of the prompt's tokens, None for the first; None if not requested."""
         if self.prompt_logprobs is None:
             return None
         tokens = self.prompt_token_ids
@@ -276,20 +278,21 @@ class Transcript:
         return decoder.token_bytes(token_id)
 
     def pieces(self, start: int, end: int) -> list[Piece]:
-        """The text of each of the generated tokens `start` to `end` - 1 at its position."""
+        """For each of the generated tokens `start` to `end` - 1 its text at this position, or its name if the text
+        leaves it out."""
         pieces = [self.piece(token_id) for token_id in self.token_ids[start:end]]
         if self.decoder is None:
             return pieces
         if self.has_hidden_end and start < end == len(self.token_ids):
             pieces[-1] = self.decoder.name(self.token_ids[-1])
-        first = self._pass_unshown(end)
+        first = self._find_first_shown(end)
         if start <= first < end and isinstance(pieces[first - start], bytes) and self._begins_text():
             pieces[first - start] = self.decoder.first_token_bytes(self.token_ids[first])
         return pieces
 
-    def _pass_unshown(self, end: int) -> int:
-        """Index of the first generated token that is in the text, at most `end`. Tokens are checked once, because the
-        text may leave out many."""
+    def _find_first_shown(self, end: int) -> int:
+        """Index of the first generated token that is in the text, at most `end`. Each token is checked only once,
+        because the text may leave out many tokens."""
         index = self._num_unshown
         while index < end and not isinstance(self.piece(self.token_ids[index]), bytes):
             index += 1
@@ -297,7 +300,7 @@ class Transcript:
         return index
 
     def _begins_text(self) -> bool:
-        """Whether the first token's text is the first text, with no text in the prompt."""
+        """Whether the text of the first generated token is the beginning of a text, because the prompt has no text."""
         prompt = self.request.prompt_token_ids.tolist()
         return not self._is_verbatim and not any(
             isinstance(piece, bytes) and piece for piece in map(self.piece, prompt)
@@ -305,7 +308,7 @@ class Transcript:
 
 
 class CompletionOutput:
-    """One sample of a prompt, or a range of its tokens."""
+    """The generated tokens of a request, or a range of them, with their text and log probabilities."""
 
     __slots__ = ("_end", "_finished", "_logprobs", "_start", "_text", "_token_ids", "_transcript", "index")
 
@@ -323,8 +326,8 @@ class CompletionOutput:
     def text(self) -> str:
         """The text of `token_ids`, as far as it is settled; "" if the model has no tokenizer.
 
-        Text that a later token may change, or that may begin a stop string, comes with a later output. Stop strings and
-        stop tokens are left out, unless `include_stop_str_in_output`.
+        Text that a later token may change, or that may begin a stop string, is in a later output. Stop strings and stop
+        tokens are left out, unless `include_stop_str_in_output`.
         """
         if self._text is None:
             self._text = self._transcript.text(self._start, self._end, to_the_end=self._finished)
@@ -332,14 +335,15 @@ class CompletionOutput:
 
     @property
     def token_ids(self) -> list[int]:
-        """Generated tokens, including the one that finished the request."""
+        """Ids of the generated tokens, including the token that finished the request."""
         if self._token_ids is None:
             self._token_ids = self._transcript.token_ids[self._start : self._end]
         return self._token_ids
 
     @property
     def logprobs(self) -> list[dict[int, Logprob]] | None:
-        """For each of `token_ids` its log probability and those of the most likely tokens; None if not requested."""
+        """For each of `token_ids` the log probabilities of the token and of the most likely tokens; None if not
+        requested."""
         if self._logprobs is None:
             self._logprobs = self._transcript.describe_output(self._start, self._end)
         return self._logprobs
@@ -352,13 +356,13 @@ class CompletionOutput:
 
     @property
     def token_pieces(self) -> list[Piece]:
-        """The text of each token of `token_logprobs`."""
+        """For each entry of `token_logprobs` the text of its token."""
         return self._transcript.pieces(max(self._start, self._transcript.num_resumed), self._end)
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """The log probability of all tokens generated so far in this engine; None if log probabilities were not
-        requested."""
+        """Sum of the log probabilities of all tokens generated so far in this engine; None if log probabilities were
+        not requested."""
         if self._transcript.logprobs is None:
             return None
         num_tokens = self._end - self._transcript.num_resumed
@@ -366,12 +370,13 @@ class CompletionOutput:
 
     @property
     def finish_reason(self) -> str | None:
-        """ "stop", "length", "repetition", "abort", "deadline" or "error"; None while the request runs."""
+        """Reason of the finish: "stop", "length", "repetition", "abort", "deadline" or "error"; None while the request
+        runs."""
         return self._transcript.finish_reason if self._finished else None
 
     @property
     def finish_detail(self) -> str:
-        """The limit or the error that finished the request."""
+        """The limit or the error that finished the request, as text; "": the finish reason says all."""
         return self._transcript.finish_detail if self._finished else ""
 
     @property
@@ -391,7 +396,8 @@ class CompletionOutput:
 
 
 class RequestOutput:
-    """The output of a request after a step in which it got tokens or finished: a view, made in constant time."""
+    """The output of a request after a step in which the request got tokens or finished: a view, made in constant
+    time."""
 
     __slots__ = ("_completion", "_end", "_start", "_transcript", "finished")
 
@@ -403,13 +409,14 @@ class RequestOutput:
         self._completion: CompletionOutput | None = None
 
     def since(self, previous: RequestOutput | None) -> RequestOutput:
-        """The part of this output that is new since an earlier one: tokens, text and log probabilities.
+        """The part of this output that is new since an earlier output: tokens, text and log probabilities.
 
         Args:
-            previous: an output of the same request; None: return everything so far, even if this output is only a part.
+            previous: an earlier output of the same request; None: return all tokens so far, even if this output has
+                only a part of them.
 
         Raises:
-            ValueError: `previous` is another request's, or newer than this one.
+            ValueError: `previous` is an output of another request, or newer than this output.
         """
         start = 0
         if previous is not None:
@@ -435,7 +442,8 @@ class RequestOutput:
 
     @property
     def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
-        """One entry per prompt token, None for the first; None if not requested, or if an earlier output had them."""
+        """For each prompt token its log probabilities, None for the first; None if not requested, or if an earlier
+        output had them."""
         return None if self._start else self._transcript.describe_prompt()
 
     @property
@@ -455,12 +463,12 @@ class RequestOutput:
 
     @property
     def outputs(self) -> list[CompletionOutput]:
-        """One entry: the sample."""
+        """A list of one entry, because a request has one sample."""
         return [self._sample]
 
     @property
     def metrics(self) -> RequestMetrics:
-        """Shared by all outputs of the request, so it is always up to date."""
+        """Times and counts of the request. All outputs share the object, so it is always up to date."""
         metrics = self._transcript.metrics
         request = self._transcript.request
         metrics.num_preemptions, metrics.preemption_causes = request.num_preemptions, request.preemption_causes
@@ -477,7 +485,7 @@ class RequestOutput:
 
     @property
     def num_output_tokens(self) -> int:
-        """Number of tokens generated so far; this output may show only a part."""
+        """Number of tokens generated up to this output, which may show only a part of them."""
         return self._end
 
     @property
@@ -499,7 +507,7 @@ class RequestOutput:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens that were found in the prefix cache."""
+        """Number of prompt tokens that were found in the prefix cache, or outside the pool."""
         return self._transcript.metrics.num_cached_tokens
 
     @property

@@ -24,18 +24,20 @@ from pointsman.core import ConfigError, SchedulerConfig
 # --------------------------------------------------------------------------------------------------- the scheduler's
 
 SCHEDULER_DEFAULTS: Mapping[str, Any] = {"block_size": 32, "max_num_seqs": 64, "max_num_batched_tokens": 512}
-"""Defaults of an engine that differ from those of `SchedulerConfig`, for small models on a CPU."""
+"""Scheduler knobs whose default for an engine on a CPU differs from that of `SchedulerConfig`; chosen for small
+models."""
 GPU_DEFAULTS: Mapping[str, Any] = {
     **SCHEDULER_DEFAULTS,
     "max_num_seqs": 256,
     "max_num_batched_tokens": 8192,
     "max_steps_in_flight": 2,
 }
-"""The same on a GPU. The sizes of a step are vLLM's for a server on an H100. The host schedules the next step while the
-device computes one."""
+"""Scheduler knobs whose default for an engine on a GPU differs from that of `SchedulerConfig`. The sizes of a step are
+vLLM's for a server on an H100. With two steps in flight the host schedules the next step while the device computes."""
 
 PREFILL_GAP = "prefill-gap"
-"""The token limit of an engine that streams: it limits chunks so that decoding requests see no long gap."""
+"""Name of the default token limit of an engine that streams: it limits chunks so that decoding requests see no long
+gap."""
 CHUNK_KNOBS = (
     "enable_chunked_prefill",
     "first_chunk_only",
@@ -44,7 +46,8 @@ CHUNK_KNOBS = (
     "max_num_partial_prefills",
     "max_long_partial_prefills",
 )
-"""Knobs that set how prompts are cut into chunks. If one differs from its default, `PREFILL_GAP` is not added."""
+"""Scheduler knobs that set how prompts are cut into chunks. If any of them differs from its default, `PREFILL_GAP` is
+not added."""
 
 _NOT_TAKEN = {
     "num_reserved_blocks": "the engine's KV pool has no reserved blocks",
@@ -60,10 +63,10 @@ SCHEDULER_NAMES = frozenset(field.name for field in fields(SchedulerConfig)) - _
 
 
 def with_defaults(given: Mapping[str, Any], device_type: str = "cpu") -> dict[str, Any]:
-    """Merge the given knobs with an engine's defaults, as fields of `SchedulerConfig`.
+    """Return the given knobs and, for knobs not given, an engine's defaults, as fields of `SchedulerConfig`.
 
     Args:
-        device_type: "cuda": use the defaults for a GPU.
+        device_type: type of the engine's device; "cuda": the defaults for a GPU, otherwise those for a CPU.
 
     Raises:
         TypeError: the scheduler has no such knob.
@@ -78,10 +81,10 @@ def with_defaults(given: Mapping[str, Any], device_type: str = "cpu") -> dict[st
 
 
 def scheduler_defaults(given: Mapping[str, Any], device_type: str) -> dict[str, Any]:
-    """An engine's defaults, given the knobs that were set.
+    """An engine's default scheduler knobs, which depend on the `given` knobs.
 
-    On a GPU, the default with drafts is one step in flight, which drafts need. A token budget below the default
-    `max_num_seqs` lowers that default, as in vLLM.
+    On a GPU the default is one step in flight if `num_draft_tokens` is set, because drafts need that. A token budget
+    below the default `max_num_seqs` lowers this default, as in vLLM.
     """
     if device_type != "cuda":
         return dict(SCHEDULER_DEFAULTS)
@@ -95,14 +98,14 @@ def scheduler_defaults(given: Mapping[str, Any], device_type: str) -> dict[str, 
 
 
 DEFAULT_UTILIZATION = 0.9
-"""`gpu_memory_utilization` if none is given, as in vLLM."""
+"""Default of `gpu_memory_utilization`, as in vLLM."""
 
 
 def check_utilization(value: object, device_type: str) -> None:
     """Refuse a `gpu_memory_utilization` that is out of range, or that is given for a CPU.
 
     Args:
-        value: None: not given.
+        value: the argument; None: it was not given.
 
     Raises:
         ConfigError: the value is refused.
@@ -121,8 +124,8 @@ def check_utilization(value: object, device_type: str) -> None:
 
 
 def with_prefill_gap(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Add `PREFILL_GAP` to the arguments of an engine that streams, unless they set token limits (also an empty list)
-    or one of `CHUNK_KNOBS`."""
+    """Add the token limit `PREFILL_GAP` to the arguments of an engine that streams, unless the arguments set
+    `token_limits` (also to an empty list) or one of `CHUNK_KNOBS`."""
     defaults = {field.name: field.default for field in fields(SchedulerConfig)}
     has_own = "token_limits" in given or any(given.get(name, defaults[name]) != defaults[name] for name in CHUNK_KNOBS)
     return dict(given) if has_own else {**given, "token_limits": (PREFILL_GAP,)}
@@ -131,12 +134,12 @@ def with_prefill_gap(given: Mapping[str, Any]) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------- KV outside the pool
 
 STORE_ROLES = ("both", "producer", "consumer")
-"""Roles of an engine with a KV store: write computed KV, read stored KV, or both."""
+"""Roles of an engine with a KV store: "producer" writes computed KV, "consumer" reads stored KV, "both" does both."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVKnobs:
-    """The arguments of `Engine` for KV outside the pool."""
+    """The arguments of `Engine` for KV in host memory and in a KV store; `Engine` describes each."""
 
     kv_offload_bytes: int | None = None
     kv_store: str | Path | None = None
@@ -145,16 +148,17 @@ class KVKnobs:
 
     @property
     def is_on(self) -> bool:
-        """Whether KV is kept outside the pool."""
+        """Whether the engine keeps KV in host memory or in a KV store."""
         return self.kv_offload_bytes is not None or self.kv_store is not None
 
     @property
     def loads_later(self) -> bool:
-        """Whether requests may wait for loads of KV."""
+        """Whether requests may wait until their KV is loaded from the KV store."""
         return self.kv_store is not None and self.kv_store_role != "producer"
 
     def check(self, config: SchedulerConfig) -> None:
-        """Check the ranges, and the combination with each other and with the scheduler's knobs.
+        """Check the range of each knob, and the combination of these knobs with each other and with the scheduler's
+        knobs.
 
         Raises:
             ConfigError: a knob is out of range, or would have no effect.
@@ -192,10 +196,10 @@ def _without_effect(name: str, value: object, why: str) -> ConfigError:
 
 
 def wants_one_group(disable: bool | None) -> bool:
-    """Whether the KV of all layers is kept in one group of full attention, also with windows.
+    """Whether the KV of all layers is kept in one group of full attention, even if some layers have sliding windows.
 
     Args:
-        disable: `disable_hybrid_kv_cache_manager`.
+        disable: value of the engine's argument `disable_hybrid_kv_cache_manager`.
 
     Raises:
         ConfigError: the value is not True, False or None.
@@ -221,14 +225,14 @@ SPECULATIVE_REMEDIES = {
 
 
 def speculation_knobs(config: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a `speculative_config` to knobs; their values are checked with all knobs.
+    """Convert a `speculative_config` to arguments of `Engine`; their values are checked later, with all arguments.
 
-    If only one of `prompt_lookup_min` and `prompt_lookup_max` is given, it is used for both, as in vLLM. Without either
-    they have their defaults here, which are wider than vLLM's 5 and 5; outputs do not depend on them.
+    If only one of `prompt_lookup_min` and `prompt_lookup_max` is given, both get its value, as in vLLM. If neither is
+    given, both get the engine's defaults, a wider range than vLLM's 5 and 5; outputs do not depend on the range.
 
     Args:
-        config: a value of None counts as missing.
-        others: knobs that are set beside it.
+        config: the mapping; a key with the value None counts as missing.
+        others: arguments of `Engine` that are given in addition.
 
     Raises:
         ConfigError: a method or key is not supported, the number of tokens is missing, or a knob is also set directly.
@@ -263,7 +267,7 @@ def speculation_knobs(config: Mapping[str, Any], others: Mapping[str, Any]) -> d
 
 
 def check_prompt_lookup(config: SchedulerConfig, min_ngram: int | None, max_ngram: int | None) -> tuple[int, int]:
-    """Check the knobs of prompt lookup; None: their defaults.
+    """Check `prompt_lookup_min` and `prompt_lookup_max`, and return them; None is replaced by the default.
 
     Raises:
         ConfigError: a knob is out of range, or does not fit the scheduler's knobs.

@@ -5,8 +5,8 @@ schema. So a schema with such a keyword is refused when it is given, with the ke
 schemas are checked: a property may be called "contains".
 
 Constructs that the compiler reads differently from JSON Schema are rewritten. An object or array without further
-keywords may hold anything; an e-mail address becomes a pattern; the targets of `$ref` get plain names; a number that is
-bounded on one side is bounded on the other side too. Patterns are read where they are compiled (`grammar/schema.py`).
+keywords may hold anything; the format "email" becomes a pattern; the targets of `$ref` get plain names; a number with a
+bound on one side gets a bound on the other side too. Patterns are read where they are compiled (`grammar/schema.py`).
 
 A schema comes from a client and is checked while other requests wait, so all checks take time linear in its length.
 
@@ -23,20 +23,21 @@ from typing import Any, TypeAlias
 from urllib.parse import unquote
 
 MAX_DEPTH = 32
-"""Maximum levels of nested schemas."""
+"""Maximum number of levels of nested schemas."""
 MAX_NESTING = 128
-"""Maximum levels of nested objects and arrays, also in listed values."""
+"""Maximum levels of nested objects and arrays in the schema's JSON, also in listed values."""
 
 INTEGER_DIGITS, FRACTION_DIGITS = 18, 17
-"""Maximum digits before and after the point of a number without bounds in the schema, so that it fits 64 bits."""
+"""Maximum number of digits before and after the point of a number without bounds in the schema, so that it fits 64
+bits."""
 _LARGEST = 10**INTEGER_DIGITS - 1
 _INT64 = 2**63
 _LENGTHS = (("minLength", "maxLength"), ("minItems", "maxItems"), ("minProperties", "maxProperties"))
 _BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 BOUND_DIGITS = 6
-"""Maximum digits after the point that the compiler allows in numbers with bounds."""
+"""Maximum number of digits after the point that the compiler allows in numbers with bounds."""
 _EXACT = 1e9
-"""Floats below this are exact to more than `BOUND_DIGITS` digits."""
+"""Number below which floats are exact to more than `BOUND_DIGITS` digits after the point."""
 
 FORMATS = (
     "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uri-reference",
@@ -52,7 +53,7 @@ NEVER = (
     "$anchor", "$dynamicAnchor", "$dynamicRef", "$recursiveRef", "contains", "dependencies", "dependentRequired",
     "dependentSchemas", "else", "if", "maxContains", "minContains", "multipleOf", "not", "then", "uniqueItems",
 )  # fmt: skip
-"""Keywords that the compiler would ignore."""
+"""Keywords that are refused, because the compiler would ignore them."""
 _IGNORED = frozenset(NEVER)
 
 _ONE = (
@@ -85,14 +86,15 @@ _OF_TYPE: dict[str, Callable[[Any], bool]] = {
 
 
 _Path: TypeAlias = "tuple[_Path, str | int] | None"
-"""The position of a schema: the path of its parent, and the step from there. It becomes text for errors only."""
+"""The position of a subschema: the path of its parent, and the key or index in the parent. None: the root. Only errors
+turn a path into text."""
 
 
 def prepare_schema(schema: Any) -> Any:
     """Check and rewrite a schema, as returned by `json.loads`, for the compiler.
 
     Raises:
-        ValueError: it is not a schema, is nested too deeply, or cannot be enforced.
+        ValueError: the value is not a schema, is nested too deeply, or cannot be enforced.
     """
     within = [schema]
     for _ in range(MAX_NESTING + 1):
@@ -108,7 +110,7 @@ def map_within(schema: Mapping[str, Any], change: Callable[[Any, tuple[str | int
 
     Args:
         schema: the schema to copy.
-        change: gets each subschema and the steps to it; returns its replacement.
+        change: function of a subschema and the keys and indices that lead to it; returns the replacement.
     """
     changed = dict(schema)
     for key in _ONE:
@@ -129,14 +131,14 @@ class _Preparation:
     def __init__(self, root: Any) -> None:
         self._root = root
         self._names: dict[str, str] = {}
-        """Each `$ref` -> the new name of its target."""
+        """Value of a `$ref` -> the new name of its target."""
         self._targets: list[tuple[str, Any]] = []
-        """Each `$ref` and its target, in the order of their names."""
+        """Value and target of each `$ref`, in the order of the new names."""
         self._tags: dict[int, dict[str, list[str]]] = {}
-        """Results of `_tags_of`, by the `id` of the schema."""
+        """Results of `_tags_of`: `id` of a schema -> tags."""
 
     def prepared(self) -> Any:
-        """The rewritten schema, with the targets of its references.
+        """Return the rewritten schema, with the rewritten targets of its references as "$defs".
 
         Raises:
             ValueError: see `prepare_schema`.
@@ -156,17 +158,17 @@ class _Preparation:
             return schema
         if not isinstance(schema, Mapping):
             raise ValueError(
-                f"the JSON schema has {_shown(schema)} where a schema belongs, at {_written(path)}; correct it"
+                f"the JSON schema has {_shown(schema)} where a schema belongs, at {_path_text(path)}; correct it"
             )
         if depth > MAX_DEPTH:
             raise ValueError(
-                f"the JSON schema is nested more than {MAX_DEPTH} levels deep, at {_written(path)}; flatten it"
+                f"the JSON schema is nested more than {MAX_DEPTH} levels deep, at {_path_text(path)}; flatten it"
             )
         if not schema:
             return {}
         problem = _problem(schema)
         if problem:
-            raise ValueError(f"the JSON schema cannot be enforced at {_written(path)}: {problem}")
+            raise ValueError(f"the JSON schema cannot be enforced at {_path_text(path)}: {problem}")
 
         def within(one: Any, steps: tuple[str | int, ...]) -> Any:
             place = path
@@ -197,8 +199,8 @@ class _Preparation:
         return prepared
 
     def _exclude_each_other(self, options: list[Any], path: _Path) -> bool:
-        """Whether options exclude each other, by their types or by a tag: a property that all object options require,
-        with different values."""
+        """Whether the options of a `oneOf` exclude each other, by their types or by a tag: a property that all object
+        options require, with different values."""
         seen = set[int]()
         types: list[str] = []
         tags: dict[str, list[str]] | None = None
@@ -219,7 +221,7 @@ class _Preparation:
         return tags is None or any(len(set(values)) == len(values) for values in tags.values())
 
     def _tags_of(self, schema: Mapping[str, Any]) -> dict[str, list[str]]:
-        """The required properties of an object whose values are texts from a list: name -> values."""
+        """The possible tags of an object schema: required properties whose values are listed texts, name -> values."""
         known = self._tags.get(id(schema))
         if known is not None:
             return known
@@ -234,10 +236,10 @@ class _Preparation:
         return tags
 
     def _target(self, reference: str, path: _Path) -> Any:
-        """The target of a pointer (RFC 6901, as the fragment of a URI).
+        """Find the subschema to which a `$ref` points (RFC 6901, as the fragment of a URI).
 
         Raises:
-            ValueError: the pointer has no target.
+            ValueError: the reference has no target.
         """
         target = self._root
         steps = unquote(reference.removeprefix("#")).split("/")
@@ -249,14 +251,14 @@ class _Preparation:
                 target = target[int(name)]
             else:
                 raise ValueError(
-                    f"the JSON schema cannot be enforced at {_written(path)}: $ref is {_shown(reference)}, "
+                    f"the JSON schema cannot be enforced at {_path_text(path)}: $ref is {_shown(reference)}, "
                     "and there is nothing in this place; describe it there"
                 )
         return target
 
 
 def _bound_numbers(schema: dict[str, Any]) -> None:
-    """Add the missing bound to numbers that the schema bounds on one side."""
+    """Add the missing bound, in place, to a schema of numbers that has a bound on one side only."""
     if "integer" not in _types(schema) and "number" not in _types(schema):
         return
     lower = [key for key in ("minimum", "exclusiveMinimum") if key in schema]
@@ -268,7 +270,7 @@ def _bound_numbers(schema: dict[str, Any]) -> None:
 
 
 def _problem(schema: Mapping[str, Any]) -> str | None:
-    """The first problem of a schema itself, without its subschemas; None: there is none."""
+    """The first problem of a schema, with the remedy; subschemas are not checked. None: there is no problem."""
     for key in () if _IGNORED.isdisjoint(schema) else NEVER:
         if schema.get(key) not in (None, False):
             return f"the keyword {key!r} is not supported; remove it"
@@ -320,7 +322,7 @@ def _problem_of_values(schema: Mapping[str, Any]) -> str | None:
 
 
 def _large_number(values: list[Any]) -> int | None:
-    """An integer within the values that the compiler would round; None if there is none."""
+    """Find an integer in the values, nested ones included, that the compiler would round; None: there is none."""
     within = list(values)
     while within:
         value = within.pop()
@@ -332,7 +334,7 @@ def _large_number(values: list[Any]) -> int | None:
 
 
 def _problem_of_bounds(schema: Mapping[str, Any]) -> str | None:
-    """The first problem with lengths, counts and ranges."""
+    """The first problem of a schema with lengths, counts and ranges; None: there is no problem."""
     for minimum, maximum in _LENGTHS:
         for key in (minimum, maximum):
             value = schema.get(key)
@@ -359,8 +361,8 @@ def _problem_of_bounds(schema: Mapping[str, Any]) -> str | None:
 
 
 def _is_empty(schema: Mapping[str, Any], digits: int) -> bool:
-    """Whether no number with at most `digits` digits after the point is within the bounds (at least one on each
-    side)."""
+    """Whether no number with at most `digits` digits after the point is within the schema's bounds. The schema has a
+    bound on each side."""
     bounds = {key: Decimal(str(schema[key])).scaleb(digits) for key in _BOUNDS if key in schema}
     lower = [math.ceil(bounds["minimum"])] if "minimum" in bounds else []
     lower += [math.floor(bounds["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in bounds else []
@@ -419,7 +421,7 @@ def _types(schema: Mapping[str, Any]) -> list[Any]:
     return [] if types is None else list(types) if isinstance(types, list) else [types]
 
 
-def _written(path: _Path) -> str:
+def _path_text(path: _Path) -> str:
     """A path as text on one line, cut to 100 characters."""
     steps: list[str] = []
     while path is not None:

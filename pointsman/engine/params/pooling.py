@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 Pooling = Literal["last", "mean"]
 
 SILENT = SamplingParams(max_tokens=1, temperature=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
-"""The sampling parameters of embedding requests, because every request has some."""
+"""The sampling parameters of embedding requests: every request has sampling parameters, and these generate nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +34,10 @@ class PoolingParams:
 
     @property
     def max_tokens(self) -> int:
-        """0: nothing is generated."""
+        """Maximum number of output tokens: 0, because nothing is generated."""
         return 0
 
     @property
     def output_kind(self) -> RequestOutputKind:
-        """FINAL_ONLY: there is one output, at the end."""
+        """Content of each output: FINAL_ONLY, because there is one output, at the end."""
         return RequestOutputKind.FINAL_ONLY

@@ -1,4 +1,4 @@
-"""Makes the scheduler's `Request` of a prompt and its parameters, after checks that need no model."""
+"""Makes the scheduler's `Request` from a prompt and its parameters, after checks that need no model."""
 
 from __future__ import annotations
 
@@ -36,14 +36,15 @@ def check_deadline(request_id: str, deadline: float | None) -> None:
 
 
 def check_may_come_in_parts(request_id: str, params: SamplingParams, *, is_pooled: bool) -> None:
-    """Raises ValueError: the request has a parameter that needs the whole prompt from the start."""
+    """Raises ValueError: the request has a parameter that needs the whole prompt when the request is added."""
     what = "embeddings" if is_pooled else "prompt_logprobs" if params.prompt_logprobs is not None else ""
     if what:
         raise ValueError(f"request {request_id!r}: {what} need the whole prompt at once; leave out more_input")
 
 
 def checked_token_ids(request_id: str, prompt: Sequence[int], vocab_size: int) -> IntArray | Sequence[int]:
-    """The prompt's tokens, with integers checked against the vocabulary; `Request` refuses other types.
+    """The prompt's token ids. Integers are checked against the vocabulary; other types are left for `Request` to
+    refuse.
 
     Raises:
         ValueError: the prompt is not a sequence, or has a token that the model lacks.
@@ -56,12 +57,12 @@ def checked_token_ids(request_id: str, prompt: Sequence[int], vocab_size: int) -
         ) from None
     try:
         array = np.asarray(token_ids)
-    except ValueError:  # ragged
+    except ValueError:  # rows of unequal length
         return token_ids
     bad: Sequence[int] = ()
     if array.dtype.kind in "iu":
         bad = array[(array < 0) | (array >= vocab_size)].ravel()[:1].tolist()
-    elif array.dtype == object:  # some are beyond 64 bits
+    elif array.dtype == object:  # some integers are beyond 64 bits
         bad = [one for one in token_ids if isinstance(one, (int, np.integer)) and not 0 <= one < vocab_size]
     if bad:
         raise ValueError(
@@ -72,7 +73,8 @@ def checked_token_ids(request_id: str, prompt: Sequence[int], vocab_size: int) -
 
 
 def max_output_tokens(request: Request, num_last_tokens: int, max_model_len: int) -> int:
-    """Maximum number of output tokens after a prompt in parts whose last part has `num_last_tokens` tokens."""
+    """Maximum number of output tokens of a request whose prompt came in parts, the last one with `num_last_tokens`
+    tokens."""
     length = request.num_prompt_tokens + sum(len(part.token_ids) for part in request.parts) + num_last_tokens
     limit: int | None = request.metadata.max_tokens
     return max(1, max_model_len - length) if limit is None else limit
@@ -94,7 +96,7 @@ def to_request(
     more_input: bool = False,
     output_token_ids: Sequence[int] = (),
 ) -> Request:
-    """Make the request for a prompt, with its sampling parameters as metadata.
+    """Make the scheduler's `Request` for a prompt; its `metadata` are the sampling parameters.
 
     Raises:
         RequestRefused: the request could never run.

@@ -20,28 +20,29 @@ from pointsman.core import RepetitionDetectionParams as RepetitionDetectionParam
 from pointsman.engine.params.structured_outputs import StructuredOutputsParams
 
 GREEDY_BELOW = 1e-5
-"""A temperature below this means greedy: dividing logits by it would overflow."""
+"""Temperature below which sampling is greedy: dividing logits by a smaller one would overflow."""
 
 MAX_TOKEN_ID = 2**31 - 1
 
 ALL_TOKENS = -1
-"""Value of `logprobs` and `prompt_logprobs` for the whole vocabulary."""
+"""Value of `logprobs` and `prompt_logprobs` that asks for the whole vocabulary."""
 
 LOGIT_BIAS_LIMIT = 100.0
-"""Maximum absolute bias, as in OpenAI's API."""
+"""Maximum absolute value of a logit bias, as in OpenAI's API."""
 REPETITION_PENALTIES = (0.01, 100.0)
-"""Minimum and maximum; values beyond would make logits infinite instead of tokens less likely."""
+"""Minimum and maximum repetition penalty; values beyond them would make logits infinite instead of tokens less
+likely."""
 
 
 class RequestOutputKind(enum.Enum):
-    """The content of an output of a streamed request; names and values are vLLM's."""
+    """The tokens that each output of a streamed request has; names and values are vLLM's."""
 
     CUMULATIVE = 0
-    """Every output has all tokens so far."""
+    """Every output has all tokens generated so far."""
     DELTA = 1
-    """Every output has the tokens since the last output."""
+    """Every output has the tokens since the output before."""
     FINAL_ONLY = 2
-    """One output at the end has all tokens."""
+    """The only output, at the end, has all tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,65 +54,72 @@ class SamplingParams:
     """
 
     n: int = 1
-    """Samples per prompt; only 1 is supported. For more, add the prompt several times: the copies share its cached
-    prefix."""
+    """Number of samples per prompt; only 1 is supported. For more samples, add the prompt several times: the requests
+    share its cached prefix."""
     temperature: float = 1.0
-    """Logits are divided by it; 0 is greedy."""
+    """Divisor of the logits; 0: the most likely token is always chosen (greedy)."""
     top_p: float = 1.0
-    """Sample only from the smallest set of most likely tokens whose probabilities sum to at least this."""
+    """Probability mass to sample from: only the smallest set of most likely tokens whose probabilities sum to at least
+    `top_p` can be sampled."""
     top_k: int = 0
-    """Sample only from this many most likely tokens; 0 or -1: from all."""
+    """Number of most likely tokens to sample from; 0 or -1: all tokens."""
     max_tokens: int | None = 16
     """Maximum number of tokens to generate; None: limited by the model's length only."""
     min_tokens: int = 0
-    """Before this many tokens neither EOS nor a stop token can be sampled; with `structured_outputs`, they can if
-    nothing else may follow."""
+    """Number of tokens before which neither EOS nor a stop token can be sampled; with `structured_outputs`, they can if
+    the grammar allows no other token."""
     seed: int | None = None
-    """Makes the request's tokens reproducible, independent of other requests; None: derived from the engine's seed and
-    the request's id. -1 is kept as None."""
+    """Seed that makes the request's tokens reproducible, independent of other requests; None or -1 (stored as None):
+    derived from the engine's seed and the request's id."""
     stop_token_ids: Sequence[int] = ()
-    """Tokens that end the request, beside the model's EOS."""
+    """Token ids that end the request, in addition to the model's EOS."""
     ignore_eos: bool = False
     """Whether generation continues after EOS; with `structured_outputs`, whether it continues while the grammar
     allows."""
     min_p: float = 0.0
-    """Sample only from tokens at least this fraction as likely as the most likely one; 0: from all."""
+    """Minimum probability of tokens that can be sampled, as a fraction of the most likely token's probability; 0: all
+    tokens."""
     repetition_penalty: float = 1.0
-    """Above 1, tokens of the prompt and the output so far become less likely; positive logits are divided by it,
-    negative ones multiplied. 0.01 to 100."""
+    """Factor, 0.01 to 100, for tokens that are in the prompt or in the output so far: their positive logits are divided
+    by it, negative logits multiplied. Above 1 these tokens become less likely."""
     presence_penalty: float = 0.0
-    """Subtracted from the logit of every token that is in the output so far; -2 to 2."""
+    """Number, -2 to 2, that is subtracted from the logit of every token that is in the output so far."""
     frequency_penalty: float = 0.0
-    """Subtracted from the logit of a token once for each of its occurrences in the output so far; -2 to 2."""
+    """Number, -2 to 2, that is subtracted from the logit of a token once for each occurrence of the token in the output
+    so far."""
     logprobs: int | None = None
-    """Return log probabilities of the sampled token and of this many most likely tokens; 0: of the sampled token only;
-    -1: of the whole vocabulary; None: none."""
+    """Number of most likely tokens whose log probabilities are returned beside that of the sampled token; 0: only the
+    sampled token's; -1: the whole vocabulary's; None: no log probabilities."""
     prompt_logprobs: int | None = None
-    """The same for the tokens of the prompt (from the second on)."""
+    """Number of most likely tokens whose log probabilities are returned for each prompt token, from the second on;
+    values as for `logprobs`."""
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
-    """Token id -> the value added to its logit, -100 to 100; other values are refused."""
+    """Token id -> bias, -100 to 100, that is added to the token's logit; other values are refused."""
     bad_words: Sequence[str] = ()
-    """Texts that must not be generated: a token that would complete one cannot be sampled. Needs a tokenizer."""
+    """Texts that must not be generated: a token that would complete such a text cannot be sampled. Needs a
+    tokenizer."""
     allowed_token_ids: Sequence[int] | None = None
-    """Only these tokens can be sampled; None: all."""
+    """Ids of the only tokens that can be sampled; None: all tokens."""
     stop: str | Sequence[str] | None = ()
-    """Texts that end the request; kept as a tuple. The output ends before them, see `include_stop_str_in_output`."""
+    """Stop strings: texts that end the request; kept as a tuple. The output's text ends before the stop string, unless
+    `include_stop_str_in_output`."""
     include_stop_str_in_output: bool = False
-    """Whether the text includes the stop string that ended it."""
+    """Whether the output's text includes the stop string that ended it."""
     detokenize: bool = True
-    """Whether text is made from the tokens."""
+    """Whether the output has text; otherwise only token ids."""
     skip_special_tokens: bool = True
     """Whether the text leaves out special tokens such as EOS."""
     spaces_between_special_tokens: bool = True
     """Accepted for compatibility, without effect: tokenizers of transformers 5 have no such option."""
     structured_outputs: StructuredOutputsParams | None = None
-    """The form that the text must have; None: any. Needs a tokenizer."""
+    """The form that the output's text must have; None: any form. Needs a tokenizer."""
     repetition_detection: RepetitionDetectionParams | None = None
-    """Repetitions that end the output, with `finish_reason` "repetition"; None: none."""
+    """Kind of repetition that ends the output, with `finish_reason` "repetition"; None: repetitions do not end it."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    """The content of each output of a stream."""
+    """The tokens that each output of a streamed request has."""
     stream_interval: int | None = None
-    """Tokens from one output to the next, if larger than the engine's `stream_interval`; None: the engine's."""
+    """Number of tokens from one output to the next, if larger than the engine's `stream_interval`; None: the
+    engine's."""
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -146,7 +154,7 @@ class SamplingParams:
             self._set("seed", None)
 
     def _check_tokens(self) -> None:
-        """Check token ids and biases; sequences become tuples, and the biases are copied."""
+        """Check the parameters that have token ids; sequences become tuples, and `logit_bias` is copied."""
         stop_ids = _items("stop_token_ids", self.stop_token_ids, "a list of token ids")
         self._set("stop_token_ids", _token_ids("a stop token id", stop_ids))
         if self.allowed_token_ids is not None:
@@ -170,7 +178,7 @@ class SamplingParams:
                     raise ValueError(f"{name} is above {MAX_TOKEN_ID}; use -1 for the whole vocabulary")
 
     def _check_text(self) -> None:
-        """Check the parameters for text; `stop` and `bad_words` become tuples of non-empty strings."""
+        """Check the parameters that concern text; `stop` and `bad_words` become tuples of non-empty strings."""
         self._set("stop", _strings("stop", self.stop))
         self._set("bad_words", _strings("bad_words", self.bad_words))
         for name in (
@@ -198,8 +206,8 @@ class SamplingParams:
         object.__setattr__(self, name, value)  # the object is frozen for callers
 
     def __getstate__(self) -> tuple[Any, ...]:
-        """The values. The method of dataclasses is slow, because it looks for the fields each time, and every request
-        is pickled."""
+        """The values of all fields, in order. Every request is pickled, and the method of dataclasses is slow, because
+        it looks up the fields each time."""
         return _VALUES(self)
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
@@ -219,12 +227,12 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether logits depend on the tokens so far."""
+        """Whether a penalty makes logits depend on the tokens so far."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
     def edits_logits(self) -> bool:
-        """Whether logits are changed before temperature, at any position."""
+        """Whether any parameter changes logits before the temperature is applied."""
         return bool(
             self.has_penalties
             or self.min_tokens

@@ -2,8 +2,8 @@
 
     SamplingParams(structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))
 
-There are five kinds: a JSON schema, "any JSON object", a regular expression, a list of texts, or a grammar in EBNF.
-This module only checks them, and converts them to one of three forms for the compiler (`GrammarSpec`). A separate
+There are five kinds of form: a JSON schema, "any JSON object", a regular expression, a list of texts, or a grammar in
+EBNF. This module only checks a form, and converts it to one of three kinds for the compiler (`GrammarSpec`). A separate
 process checks a grammar's syntax (`grammar/compiler.py`), because some grammars take hours.
 """
 
@@ -27,35 +27,38 @@ _WAYS = ("json", "regex", "choice", "grammar", "json_object")
 
 
 class GrammarSpec(NamedTuple):
-    """A grammar for the compiler; equal ones are compiled once."""
+    """A grammar for the compiler; equal grammars are compiled once."""
 
     kind: Literal["json", "regex", "ebnf"]
     text: str
     any_whitespace: bool = True
-    """For JSON: whether the model may choose the whitespace between elements, up to `MAX_WHITESPACE` characters."""
+    """For JSON: whether the model may choose the whitespace between elements, up to `MAX_WHITESPACE` characters in a
+    row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """Exactly one of `json`, `regex`, `choice`, `grammar` and `json_object` is given. Checked when built.
+    """The form that a request's text must have: exactly one of `json`, `regex`, `choice`, `grammar` and `json_object`.
+    Checked when built.
 
     Raises:
-        ValueError: not exactly one is given, or it is too long, malformed, or cannot be enforced.
+        ValueError: none or several of the five are given, or the given one is too long, malformed, or cannot be
+            enforced.
     """
 
     json: str | Mapping[str, Any] | None = field(default=None, hash=False)
-    """A JSON schema, as text or as a dictionary. Properties come in the schema's order; other properties only if the
-    schema has `additionalProperties`."""
+    """A JSON schema, as text or as a dictionary. The output has the properties in the schema's order, and other
+    properties only if the schema has `additionalProperties`."""
     regex: str | None = None
     """A regular expression that the whole text must match."""
     choice: Sequence[str] | None = None
-    """The allowed texts; kept as a tuple."""
+    """A list of the allowed texts; kept as a tuple."""
     grammar: str | None = None
     """A grammar in llama.cpp's EBNF (GBNF); its rule `root` derives the text."""
     json_object: bool | None = None
-    """True: any JSON object."""
+    """Whether any JSON object is allowed."""
     disable_any_whitespace: bool = False
-    """For JSON: no whitespace except in single separators, instead of up to `MAX_WHITESPACE` characters."""
+    """For JSON: whether no whitespace is allowed between elements, instead of up to `MAX_WHITESPACE` characters."""
     disable_additional_properties: bool = False
     """Accepted for compatibility, without effect: objects never have properties that the schema does not allow."""
     spec: GrammarSpec = field(init=False, repr=False, compare=False)
@@ -71,16 +74,16 @@ class StructuredOutputsParams:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         way = given[0]
         if way == "choice":
-            object.__setattr__(self, "choice", _choices(self.choice))
+            object.__setattr__(self, "choice", _checked_choices(self.choice))
         kind: Literal["json", "regex", "ebnf"] = "json" if way.startswith("json") else "ebnf"
-        text = self._text(way)
+        text = self._grammar_text(way)
         if way == "regex":
             kind = "regex"
         _check_text(way, text)
         any_whitespace = kind != "json" or not self.disable_any_whitespace
         object.__setattr__(self, "spec", GrammarSpec(kind, text, any_whitespace))
 
-    def _text(self, way: str) -> str:
+    def _grammar_text(self, way: str) -> str:
         if way == "json":
             return _schema_text(self.json)
         if way == "json_object":
@@ -96,10 +99,10 @@ class StructuredOutputsParams:
 
 
 def _schema_text(schema: object) -> str:
-    """A schema as text, the same for a dictionary and for its text.
+    """A JSON schema as text, prepared for the compiler; equal for a dictionary and for the JSON text of it.
 
     Raises:
-        ValueError: it is not a JSON object, or cannot be enforced.
+        ValueError: the schema is not a JSON object, or cannot be enforced.
     """
     if not isinstance(schema, (str, Mapping)):
         raise ValueError(f"json is {_shown(schema)}; it must be a JSON schema: an object, or the text of one")
@@ -125,7 +128,7 @@ def _dumped(value: object) -> str:
         raise ValueError("json is nested too deeply; flatten the schema") from None
 
 
-def _choices(choices: object) -> tuple[str, ...]:
+def _checked_choices(choices: object) -> tuple[str, ...]:
     if isinstance(choices, str) or not isinstance(choices, Sequence):
         raise ValueError(f"choice is {_shown(choices)}; it must be a list of texts")
     if not 1 <= len(choices) <= MAX_CHOICES:

@@ -18,19 +18,19 @@ Byte fallback decides for a whole run of byte tokens: if its bytes are not all v
 replacement character, even those that formed a character before. The `DecodeStream` of the tokenizers library is not
 used: it raises on some invalid bytes, holds back all text after others, and does not clean up spaces.
 
-An output's text is the text that its tokens add to the prompt's. A decoder that strips the first space of a text does
-not strip the first word of an output, and an output may complete a character that the prompt begins. With structured
-output the text is exactly the text that the grammar matched: tokens are decoded as after other text, independent of the
-prompt, and spaces are not cleaned up.
+An output's text is the text that its tokens add to the prompt's text. A decoder that strips the first space of a text
+does not strip the space before the first word of an output, and an output may complete a character that the prompt
+begins. With structured output the text is exactly the text that the grammar matched: tokens are decoded as after other
+text, independent of the prompt, and spaces are not cleaned up.
 
     prompt text + output text == the text of all tokens at once
 
 A token that the tokenizer cannot decode (models often have more logits than their tokenizer has tokens, and tokenizers
 written in Python may raise then) has no text.
 
-`Detokenizer` adds stop strings: it holds back text that may begin one. It also searches text that waits for the end of
-a run of byte tokens, as if no token followed. So a request ends with the token that completes its stop string, even if
-that token is the byte of a newline.
+`Detokenizer` adds stop strings: it holds back text that may begin a stop string. It also searches text that the stream
+holds back until the end of a run of byte tokens, as if no token followed. So a request ends with the token that
+completes its stop string, even if that token is the byte of a newline.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 MAX_CHANGED = 8
-"""Maximum bytes of a prompt before a token that the tokenizer may have replaced, for example by an accented
-character."""
+"""Maximum number of bytes of a prompt's text between two tokens that belong to neither, because the tokenizer has
+replaced characters, for example by accented ones."""
 
 
 class TextDecoder:
-    """Decodes the tokens of one tokenizer. Shared by all requests; safe to use from several threads.
+    """Decodes the tokens of one tokenizer. All requests share one object; several threads may use it.
 
     Args:
         tokenizer: a tokenizer of transformers.
@@ -87,7 +87,7 @@ class TextDecoder:
         self._unreadable: frozenset[int] = frozenset()
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of all tokens at once.
+        """Decode all tokens in one call of the tokenizer.
 
         Raises:
             Exception: the tokenizer fails on the tokens together, although it decodes each alone.
@@ -101,8 +101,8 @@ class TextDecoder:
 
         Args:
             skip_special_tokens: whether the text leaves special tokens out.
-            is_verbatim: decode each token as after other text, independent of the prompt; nothing is stripped or
-                cleaned up.
+            is_verbatim: whether each token is decoded as after other text, independent of the prompt; nothing is
+                stripped or cleaned up.
         """
         skipped = self._special_ids if skip_special_tokens else frozenset()
         stream: TokenStream
@@ -110,21 +110,21 @@ class TextDecoder:
             stream = ByteStream(self._bytes_of, skipped, self.unfinished)
         elif self._is_known:
             byte_of = self._fallback_byte if self._falls_back else None
-            stream = WindowStream(self._decode_raw, skipped, byte_of, self.unfinished, self._neutral)
+            stream = WindowStream(self._decode_raw, skipped, byte_of, self.unfinished, self._neutral_tokens)
         else:
             stream = CautiousWindowStream(self._decode_raw, skipped)
         if is_verbatim:
-            stream.begin_behind(self._neutral())
+            stream.begin_behind(self._neutral_tokens())
         elif self._cleans_up:
             return CleanUpStream(stream, self._tokenizer.clean_up_tokenization, self._decode_raw, skipped)
         return stream
 
     def is_special(self, token_id: int) -> bool:
-        """Whether the token is special, such as EOS; texts may leave it out."""
+        """Whether a token is special, such as EOS; texts may leave special tokens out."""
         return token_id in self._special_ids
 
     def token_text(self, token_id: int) -> str:
-        """A token's text after other text, also of special tokens: " the", not "the"."""
+        """The text of a token after other text, also of special tokens: " the", not "the"."""
         text = self._token_texts.get(token_id)
         if text is None:
             if self._is_byte_level:
@@ -135,29 +135,30 @@ class TextDecoder:
         return text
 
     def name(self, token_id: int) -> str:
-        """The text of a token alone, also of special tokens."""
+        """The text of a token that is decoded alone, also of special tokens."""
         return self._decode_raw([token_id])
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The UTF-8 bytes of a token after other text; may be part of a character."""
+        """The UTF-8 bytes of a token's text after other text; they may be part of a character."""
         if self._is_byte_level:
             return self._bytes_of(token_id)
         byte = self._fallback_byte(token_id) if self._falls_back else None
         return self.token_text(token_id).encode() if byte is None else byte
 
     def first_token_bytes(self, token_id: int) -> bytes:
-        """The UTF-8 bytes of a token at the beginning of a text, where a decoder may strip spaces."""
+        """The UTF-8 bytes of a token's text at the beginning of a text, where a decoder may strip spaces."""
         alone = REPLACEMENT if self._is_byte_level else self._decode_raw([token_id])
         return self.token_bytes(token_id) if REPLACEMENT in alone else alone.encode()
 
     def added_text(self, token_id: int, before: Sequence[int]) -> str:
-        """A token's text, as in `token_text`; "" if it ends within a character.
+        """A token's text as from `token_text`, but without incomplete characters; "" if the token ends within a
+        character.
 
-        The token that completes a character has the text of all of the character's tokens.
+        The whole character belongs to the token that completes it.
 
         Args:
             token_id: the token.
-            before: the tokens before it, at least as many as a character may have.
+            before: the tokens before `token_id`, at least as many as one character may have.
         """
         text = self.token_text(token_id)
         if REPLACEMENT not in text:
@@ -174,7 +175,7 @@ class TextDecoder:
     def unfinished(self, prompt: Sequence[int]) -> bytes:
         """The bytes of an incomplete character at the end of a prompt: 3 at most.
 
-        They belong to the text after the prompt. A special token ends a character.
+        These bytes belong to the text after the prompt. A special token ends a character.
         """
         if not (self._is_byte_level or self._falls_back):
             return b""
@@ -188,7 +189,7 @@ class TextDecoder:
         return unfinished_end(end)
 
     def prompt_text(self, token_ids: Sequence[int]) -> str:
-        """The text of a prompt with special tokens, without an incomplete character at its end.
+        """The text of a prompt, including special tokens, without an incomplete character at its end.
 
         Raises:
             Exception: the tokenizer fails on the tokens together, although it decodes each alone.
@@ -205,14 +206,15 @@ class TextDecoder:
         return text.removesuffix(REPLACEMENT) if unfinished or not self._is_known else text
 
     def prompt_pieces(self, token_ids: Sequence[int], text: str) -> list[bytes | str]:
-        """The part of the prompt's text that each of its tokens stands for.
+        """Divide a prompt's text among its tokens.
 
         Args:
-            token_ids: the prompt's.
-            text: the prompt's, as returned by `prompt_text` or as it was tokenized.
+            token_ids: the prompt's token ids.
+            text: the prompt's text, as returned by `prompt_text` or as it was tokenized.
 
         Returns:
-            UTF-8 bytes; for a special token that the text lacks, its name.
+            For each token the UTF-8 bytes of its part of the text; for a special token that the text lacks, its name as
+            str.
         """
         whole = text.encode("utf-8", "replace")
         pieces: list[bytes | str] = []
@@ -220,7 +222,7 @@ class TextDecoder:
         for token_id in token_ids:
             piece = self.token_bytes(token_id)
             if not whole.startswith(piece, place):
-                shorter = piece.removeprefix(b" ")  # the first token of a text, or one after a special token
+                shorter = piece.removeprefix(b" ")  # the first token of a text, or a token after a special one
                 is_added = token_id in self._special_ids
                 if whole.startswith(shorter, place):
                     piece = shorter
@@ -228,15 +230,16 @@ class TextDecoder:
                     found := whole.find(piece, place, place + len(piece) + MAX_CHANGED)
                 ) >= 0:
                     place = found
-                elif is_added:  # the tokenizer added it
+                elif is_added:  # the tokenizer added the token
                     pieces.append(self.name(token_id))
                     continue
             pieces.append(piece)
             place += len(piece)
         return pieces
 
-    def _neutral(self) -> list[int]:
-        """Tokens whose text is at least a letter; tokens after them are not at the beginning of a text."""
+    def _neutral_tokens(self) -> list[int]:
+        """A token whose text is letters, in a list; [] if there is none. Tokens after it are not at the beginning of a
+        text."""
         if self._neutral_ids is None:
             others = (token_id for token_id in range(len(self._tokenizer)) if token_id not in self._special_ids)
             words = ([token_id] for token_id in others if not (self._falls_back and self._fallback_byte(token_id)))
@@ -244,7 +247,8 @@ class TextDecoder:
         return self._neutral_ids
 
     def _decode_raw(self, token_ids: list[int]) -> str:
-        """The text of all tokens, none skipped, with all spaces; raises as `decode`."""
+        """The text of all tokens, special tokens included, without cleaning up spaces; raises the exceptions of
+        `decode`."""
         return self._decode_readable(self._decode_with_spaces, token_ids)
 
     def _decode_with_spaces(self, token_ids: list[int]) -> str:
@@ -256,7 +260,8 @@ class TextDecoder:
         return text
 
     def _decode_readable(self, decode: Callable[[list[int]], str], token_ids: list[int]) -> str:
-        """Call `decode` without unreadable tokens, which are determined when the tokenizer first raises."""
+        """Call `decode` for the tokens except those that the tokenizer cannot decode, which are determined when it
+        raises."""
         if self._unreadable:
             token_ids = [token_id for token_id in token_ids if token_id not in self._unreadable]
         try:
@@ -270,12 +275,12 @@ class TextDecoder:
             return decode([token_id for token_id in token_ids if token_id not in unreadable])
 
     def _token(self, token_id: int) -> str | None:
-        """A token's text in the vocabulary; None if the vocabulary lacks it."""
+        """A token as the vocabulary writes it; None if the vocabulary lacks the token."""
         token: str | None = self._backend.id_to_token(token_id)  # type: ignore[union-attr]  # set for known kinds
         return token
 
     def _bytes_of(self, token_id: int) -> bytes:
-        """The bytes of a token of a byte-level vocabulary; empty if the vocabulary lacks it."""
+        """The bytes of a token of a byte-level vocabulary; b"" if the vocabulary lacks the token."""
         known = self._token_bytes.get(token_id)
         if known is None:
             token = self._token(token_id)
@@ -284,7 +289,7 @@ class TextDecoder:
         return known
 
     def _fallback_byte(self, token_id: int) -> bytes | None:
-        """The byte of a byte token; empty if the vocabulary lacks the token, None if the token is text."""
+        """The byte of a byte token; b"" if the vocabulary lacks the token, None if the token is text."""
         try:
             return self._fallback_bytes[token_id]
         except KeyError:
@@ -297,17 +302,17 @@ class TextDecoder:
 
 
 class Detokenizer:
-    """The text of one request, cut at a stop string.
+    """Makes the text of one request, and ends it at a stop string.
 
-    The stop string that ends first in the text ends the text; of several with the same end, the longest. This rule does
-    not depend on the division into tokens. After each token both the settled text and the stream's `pending` are
-    searched, even though `pending` may not be settled.
+    The text ends at the stop string whose end comes first in the text; of several with the same end, the longest
+    counts. This rule does not depend on the division of the text into tokens. After each token both the settled text
+    and the stream's `pending` are searched, even though `pending` may not be settled.
 
     Args:
-        stream: for the tokens' text.
+        stream: makes the text of the tokens.
         stop: stop strings, none of them empty.
-        include_stop: whether the text keeps the stop string.
-        min_tokens: a stop string counts only if it ends in the text of later tokens than these.
+        include_stop: whether the text includes the stop string.
+        min_tokens: number of first tokens in whose text a stop string may not end.
     """
 
     __slots__ = ("_buffer", "_floor", "_include_stop", "_initials", "_longest", "_min_tokens", "_num_released",
@@ -319,7 +324,8 @@ class Detokenizer:
         self._stream = stream
         self._stop = tuple(stop)
         self.feed: Callable[[int], str] = self._search if self._stop else stream.feed
-        """Takes one token; returns newly settled text, which never ends with a part of a stop string."""
+        """Takes one token; returns newly settled text, without an end that may begin a stop string (unless
+        `include_stop`)."""
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._initials = frozenset(one[0] for one in self._stop)
@@ -327,31 +333,31 @@ class Detokenizer:
         self._num_tokens = 0
         self._buffer = ""
         """The end of the text that may begin a stop string."""
-        self._num_released = 0  # characters of the buffer that were released
-        self._floor = 0  # characters of the buffer in which no stop string may end, because of min_tokens
+        self._num_released = 0  # number of characters of the buffer that were released
+        self._floor = 0  # number of characters of the buffer in which no stop string may end, because of min_tokens
         self.stop_reason: str | None = None
-        """The stop string that was found; no further token may be fed then."""
+        """The stop string that has ended the text; no further token may be fed then. None: no stop string was found."""
 
     def begin_behind(self, prompt: Sequence[int]) -> None:
         """Continue the text of a prompt, see `TokenStream`. Call this before the first token, or never."""
         self._stream.begin_behind(prompt)
 
     def whole(self, token_ids: Sequence[int]) -> str:
-        """The text of these tokens as the last ones. Only without stop strings."""
+        """The text of these tokens if they are the next and last ones. Only without stop strings."""
         return self._stream.whole(token_ids)
 
     def _search(self, token_id: int) -> str:
-        """Take one token; return newly settled text. This is `feed` with stop strings."""
+        """Take one token; return newly settled text. This is `feed` if there are stop strings."""
         text = self._stream.feed(token_id)
         self._num_tokens += 1
         if text and (self._buffer or self._floor or not self._initials.isdisjoint(text)):
             text = self._take(text)
         if self.stop_reason is None and (pending := self._stream.pending()):
-            text += self._peek(pending)
+            text += self._search_pending(pending)
         return text
 
     def finish(self) -> str:
-        """End the text: return the remaining text, which may also complete a stop string."""
+        """End the text, because no token follows; return the remaining text, up to a stop string in it."""
         if self.stop_reason is not None:
             return ""
         piece = self._stream.flush()
@@ -365,9 +371,9 @@ class Detokenizer:
         return text
 
     def _take(self, piece: str) -> str:
-        """Append `piece` to the buffer and search it; release the text that cannot be part of a stop string."""
+        """Append `piece` to the buffer and search the buffer; return the text that cannot be part of a stop string."""
         text = self._buffer + piece
-        if (last := self._stop_in(text)) is not None:
+        if (last := self._end_at_stop(text)) is not None:
             return last
         keep = self._start_of_candidate(text)
         release = len(text) if self._include_stop else keep
@@ -377,23 +383,24 @@ class Detokenizer:
         self._floor = max(0, self._floor - keep)
         return released
 
-    def _peek(self, pending: str) -> str:
-        """Search the buffer with pending text; return the last text if it has a stop string, or ""."""
-        return self._stop_in(self._buffer + pending) or ""
+    def _search_pending(self, pending: str) -> str:
+        """Search the buffer followed by `pending`; if a stop string is found, return the last text to release,
+        otherwise ""."""
+        return self._end_at_stop(self._buffer + pending) or ""
 
-    def _stop_in(self, text: str) -> str | None:
+    def _end_at_stop(self, text: str) -> str | None:
         """End the text at a stop string in `text`, and return the text still to be released; None: there is no stop
         string."""
         if self._num_tokens <= self._min_tokens:
             self._floor = len(text)
-        elif (found := self._find(text)) is not None:
+        elif (found := self._find_stop(text)) is not None:
             start, end, self.stop_reason = found
             self._buffer = ""
             return text[self._num_released : end if self._include_stop else start]
         return None
 
-    def _find(self, text: str) -> tuple[int, int, str] | None:
-        """(start, end, stop string) of the match that ends first."""
+    def _find_stop(self, text: str) -> tuple[int, int, str] | None:
+        """Find the occurrence of a stop string that ends first: (start, end, stop string); None: there is none."""
         best: tuple[int, int, str] | None = None
         for one in self._stop:
             start = text.find(one, max(0, self._floor - len(one) + 1))
@@ -416,7 +423,8 @@ class Detokenizer:
 
 
 def _own_backend(tokenizer: Any) -> Any | None:
-    """The inner tokenizer of the tokenizers library, if it alone does the decoding."""
+    """The tokenizers library's tokenizer inside a transformers tokenizer;
+    None: there is none, or it does not decode alone."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
@@ -429,7 +437,7 @@ def _own_backend(tokenizer: Any) -> Any | None:
 
 
 def _decoder_kinds(decoder: Any | None) -> list[str]:
-    """The type of a decoder of the tokenizers library, or the types in its sequence."""
+    """The types of the parts of a decoder of the tokenizers library: one, or those in a sequence."""
     if decoder is None:
         return []
     state = json.loads(decoder.__getstate__())
@@ -459,8 +467,8 @@ def _cleans_up(tokenizer: Any, backend: Any | None) -> bool:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The character of each byte in GPT-2's vocabulary: printable bytes stand for themselves, the others map in order
-    to the characters from U+0100 on."""
+    """The alphabet of GPT-2's vocabulary: character -> byte. Printable bytes stand for themselves, other bytes map in
+    order to the characters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -470,7 +478,8 @@ _BYTE_ALPHABET = _byte_alphabet()
 
 
 def _bytes_of_token(token: str) -> bytes:
-    """The bytes of a token; one with a character outside the alphabet, such as an added token, is plain text."""
+    """The bytes of a token of a byte-level vocabulary. A token with a character outside the byte alphabet, such as an
+    added token, is plain text."""
     try:
         return bytes([_BYTE_ALPHABET[character] for character in token])
     except KeyError:

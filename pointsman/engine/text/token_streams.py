@@ -1,6 +1,6 @@
 """Token streams: take the tokens of one text in order, and release text as soon as no later token can change it.
 
-`TextDecoder` chooses the kind of stream for a tokenizer; its module describes the kinds.
+`TextDecoder` chooses the kind of stream for a tokenizer; `detokenizer.py` describes the kinds.
 """
 
 from __future__ import annotations
@@ -12,52 +12,54 @@ from itertools import islice
 from typing import Protocol
 
 MAX_HELD = 16
-"""Maximum number of tokens that a stream of a Python tokenizer holds back. An incomplete character has at most 3
-bytes."""
+"""Maximum number of tokens that the stream for a tokenizer written in Python holds back. An incomplete character has at
+most 3 bytes."""
 SLOW_CONTEXT = 4
-"""Number of settled tokens before new ones when a Python tokenizer decodes them."""
+"""Number of settled tokens that are decoded before new tokens, as context, with a tokenizer written in Python."""
 MAX_PEEKED = 256
-"""Number of held tokens up to which each `pending` decodes them all. With more, it decodes rarely, so that the cost per
-token stays bounded."""
+"""Number of held-back tokens up to which each call of `pending` decodes all of them. With more, only few calls decode,
+so that the cost per token stays bounded."""
 MAX_UNFINISHED = 3
-"""Maximum bytes of an incomplete character."""
+"""Maximum number of bytes of an incomplete character."""
 
 REPLACEMENT = "\ufffd"
 
 
 class TokenStream(Protocol):
-    """Takes the tokens of one text in order."""
+    """Takes the tokens of one text in order, and releases settled text."""
 
     def begin_behind(self, prompt: Sequence[int]) -> None:
         """Continue the text of a prompt. Call this before the first token, or never.
 
-        The stream then releases the text that the tokens add to the prompt's. A character that the prompt leaves
-        incomplete belongs to the tokens.
+        The stream then releases the text that its tokens add to the prompt's text. A character that the prompt leaves
+        incomplete belongs to the stream's text.
         """
         ...
 
     def whole(self, token_ids: Sequence[int]) -> str:
-        """The text that `feed` and `flush` would release for these tokens as the last ones. Changes nothing."""
+        """The text that `feed` and `flush` would release if these tokens were the next and last ones. Does not change
+        the stream."""
         ...
 
     def feed(self, token_id: int) -> str:
-        """Take one token; return newly settled text."""
+        """Take one token; return the text that this token settles."""
         ...
 
     def flush(self) -> str:
-        """End the tokens; return the remaining text."""
+        """End the text, because no token follows; return the remaining text."""
         ...
 
     def pending(self) -> str:
-        """The text after the settled text if no token follows. It changes only if invalid bytes follow.
+        """The text that would follow the settled text if no token followed. It changes only if invalid bytes follow.
 
-        Replacement characters at its end are left out: they may be incomplete characters. Changes nothing.
+        Replacement characters at its end are left out, because they may be incomplete characters. Does not change the
+        stream.
         """
         ...
 
 
 class ByteStream:
-    """For tokens that are bytes: decodes them as UTF-8.
+    """The stream for vocabularies whose tokens are bytes: decodes the bytes as UTF-8.
 
     Args:
         bytes_of: returns the bytes of a token.
@@ -95,23 +97,23 @@ class ByteStream:
         return self._decoder.decode(b"", True)
 
     def pending(self) -> str:
-        return ""  # only an incomplete character ever waits
+        return ""  # only an incomplete character can be held back
 
 
 class WindowStream:
-    """Decodes new tokens after a context of settled tokens, and removes the context's text.
+    """The stream that decodes new tokens after a context of settled tokens, and removes the context's text.
 
-    Decoders of this kind depend on the token, on whether it is the first, and on its run of byte tokens. The context
-    ends with a token that is not a byte, so no run reaches into it. It has text, so a decoder that strips the beginning
-    of a text strips only the context.
+    With such decoders the text of a token depends on the token, on whether it is the first of the text, and on the run
+    of byte tokens that contains it. The context ends with a token that is not a byte, so no run reaches into the
+    context. The context has text, so a decoder that strips the beginning of a text strips only the context.
 
     Args:
         decode: decodes several tokens, none left out.
         skipped: tokens that the text leaves out.
-        byte_of: returns the byte of a byte token, empty for a token that the vocabulary lacks, None for all others.
+        byte_of: returns the byte of a byte token, b"" for a token that the vocabulary lacks, None for other tokens.
             None: the decoder has no byte tokens.
         unfinished: returns the bytes of an incomplete character at the end of a prompt.
-        neutral: returns tokens with text that are not byte tokens.
+        neutral: returns tokens that have text and are not byte tokens, to serve as context.
     """
 
     __slots__ = ("_byte_of", "_context", "_context_text", "_decode", "_held", "_neutral", "_skipped", "_unfinished")
@@ -134,10 +136,10 @@ class WindowStream:
         self._held: list[int] = []
 
     def begin_behind(self, prompt: Sequence[int]) -> None:
-        """Make the last tokens with text the context, and hold the tokens of an incomplete character.
+        """Use the prompt's last tokens with text as context, and hold back the tokens of an incomplete character.
 
-        Byte tokens of complete characters are not used as context, because their run would continue after it. So
-        invalid bytes of a prompt damage no characters after it, and vice versa.
+        Byte tokens of complete characters are not used as context, because their run would continue after the context.
+        So invalid bytes of a prompt damage no characters after the prompt, and vice versa.
         """
         num_unfinished = len(self._unfinished(prompt))
         has_bytes = False
@@ -196,10 +198,10 @@ class WindowStream:
 
 
 class CautiousWindowStream:
-    """As `WindowStream`, for an unknown decoder.
+    """The stream for an unknown decoder: like `WindowStream`, but it waits for complete characters.
 
-    Tokens settle when they have added text that does not end with a replacement character, which may be an incomplete
-    character; or when too many wait.
+    Held-back tokens settle when they have added text that does not end with a replacement character, which may be an
+    incomplete character, or when there are `MAX_HELD` of them.
     """
 
     __slots__ = ("_context", "_decode", "_held", "_num_released", "_skipped")
@@ -209,7 +211,7 @@ class CautiousWindowStream:
         self._skipped = skipped
         self._context: list[int] = []
         self._held: list[int] = []
-        self._num_released = 0  # characters of the window's text
+        self._num_released = 0  # number of characters of the window's text
 
     def begin_behind(self, prompt: Sequence[int]) -> None:
         for size in (SLOW_CONTEXT, 2 * MAX_HELD):
@@ -234,16 +236,16 @@ class CautiousWindowStream:
         new = text[self._num_released : end]
         self._num_released = max(self._num_released, end)
         if is_settled:
-            self._slide()
+            self._move_context()
         return new
 
     def flush(self) -> str:
         return self.whole(())
 
     def pending(self) -> str:
-        return ""  # all text is released at once, except a replacement character at the end
+        return ""  # `feed` releases all text, except a replacement character at the end
 
-    def _slide(self) -> None:
+    def _move_context(self) -> None:
         window = self._context + self._held
         self._held = []
         self._context = window[-SLOW_CONTEXT:]
@@ -255,24 +257,26 @@ class CautiousWindowStream:
 
 
 _SETTLED_MARK = re.compile(r" ' (?:(?= )|[^ .?!,mrstv])|n(?= +n)|( ' )(?=[mrstv])")
-"""Positions at which a text may be cut although spaces before may still be removed. A cut is allowed after a " ' "
-(searched from the left, like `str.replace`) whose next character makes no contraction, and after an "n" whose next word
-begins with another "n"; not after a match with the group."""
+"""Pattern of the positions at which a text may be cut although spaces before them may still be removed. A cut is
+allowed after a " ' " (searched from the left, like `str.replace`) whose next character makes no contraction, and after
+an "n" whose next word begins with another "n". After a match with the group no cut is allowed."""
 
 
 class CleanUpStream:
-    """Cleans up spaces like transformers' `clean_up_tokenization_spaces`, for a text that grows: " n't" becomes "n't".
+    """The stream that cleans up the spaces of another stream's text like transformers' `clean_up_tokenization_spaces`:
+    " n't" becomes "n't".
 
-    Every replacement starts with a space and covers at most three more characters. None of them is a space, except in "
-    ' ", which ends with one and may turn " n ' t" into " n't". So text is settled when three characters follow its last
-    space, or one with which no replacement continues. Otherwise it is settled up to a run of spaces, unless a " '" or "
-    n" comes before it. Of a chain of these, only the end has to wait.
+    Every replacement starts with a space and covers at most three more characters. These are not spaces, except in " '
+    ", which ends with a space and may turn " n ' t" into " n't". So a text is settled when three characters follow its
+    last space, or a character with which no replacement continues. Otherwise it is settled up to its last run of
+    spaces, unless a " '" or " n" precedes the run. Of a chain of " '" and " n", only the end is held back.
 
-    After a prompt, spaces of the prompt's text stay, because that text is fixed; only spaces of the tokens are removed.
+    After a prompt, spaces of the prompt's text stay, because that text is fixed; only spaces of the stream's tokens are
+    removed.
 
     Args:
-        stream: makes the text before it is cleaned.
-        clean: cleans a whole text.
+        stream: the stream that makes the text before the cleaning.
+        clean: function that cleans up the spaces of a whole text.
         decode: decodes several tokens, none left out, without cleaning.
         skipped: tokens that the text leaves out.
     """
@@ -281,7 +285,7 @@ class CleanUpStream:
 
     REACH = 3
     INSIDE = " 'nvr"
-    """Last characters of all proper beginnings of replacements."""
+    """Characters with which an incomplete replacement may end."""
     PROMPT_TOKENS = 32
     """Number of tokens at the end of a prompt in whose text a replacement may begin."""
 
@@ -296,8 +300,8 @@ class CleanUpStream:
         self._clean = clean
         self._decode = decode
         self._skipped = skipped
-        self._raw = ""  # text that is not settled
-        self._prompt = ""  # its beginning, which is the prompt's
+        self._raw = ""  # uncleaned text that is not settled
+        self._prompt = ""  # the beginning of `_raw` that is prompt text
 
     def begin_behind(self, prompt: Sequence[int]) -> None:
         self._stream.begin_behind(prompt)
@@ -328,7 +332,7 @@ class CleanUpStream:
         return cleaned
 
     def _cleaned(self, settled: str) -> str:
-        """The beginning of the raw text, cleaned, without the prompt's part."""
+        """Clean `settled`, a beginning of the raw text, and remove the part that is prompt text."""
         text = self._clean(settled)
         if not self._prompt:
             return text
@@ -357,12 +361,12 @@ class CleanUpStream:
 
 
 def _backwards(prompt: Sequence[int], skipped: frozenset[int]) -> Iterator[int]:
-    """The tokens of a prompt that are part of its text, the last one first."""
+    """The tokens of a prompt that are part of the prompt's text, in reverse order."""
     return (token_id for token_id in map(int, reversed(prompt)) if token_id not in skipped)
 
 
 def split_text(text: bytes) -> tuple[str, bytes]:
-    """The characters of a text in UTF-8, and the bytes of an incomplete one at its end: 3 at most."""
+    """The complete characters of a text in UTF-8, and the bytes of an incomplete character at its end: 3 at most."""
     try:
         return text.decode(), b""
     except UnicodeDecodeError:
@@ -377,11 +381,11 @@ def unfinished_end(text: bytes) -> bytes:
 
 
 def added_text(own: bytes, unfinished: bytes) -> tuple[str, bytes]:
-    """The text that a token adds, and the bytes of an incomplete character after it.
+    """The text that a token adds to the tokens before it, and the bytes of an incomplete character after the token.
 
     Args:
         own: the token's bytes.
-        unfinished: the bytes of an incomplete character before it.
+        unfinished: the bytes of an incomplete character before the token.
     """
     try:
         return own.decode(), b"" if own else unfinished

@@ -1,6 +1,6 @@
 """Loads tokenizers, encodes text and renders chat templates. It needs no PyTorch, because an API process uses it.
 
-An exception of a tokenizer or a template for a text becomes a `ValueError` of one line.
+An exception that a tokenizer or a chat template raises becomes a `ValueError` of one line.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", TOKENIZER_CONFIG)
 MODEL_SUFFIXES = frozenset({".json", ".safetensors", ".jinja", ".model", ".txt", ".tiktoken", ".py"})
 VOCABULARY_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json", "tokenization_*.py")
-"""Patterns of vocabulary files, one of which must accompany `tokenizer_config.json`."""
+"""Patterns of names of vocabulary files; a file that matches must accompany `tokenizer_config.json`."""
 
 PLAIN_CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-"""For models without a chat template: a line per message, with its role."""
+"""Chat template for models that have none: a line per message, with the message's role."""
 
 _loading = threading.Lock()
-"""transformers imports its modules on first use, and fails if two threads do so at once."""
+"""Lock around loading a tokenizer: transformers imports its modules on first use, and fails if two threads import at
+the same time."""
 
 
 def model_directory(model: str | Path | None) -> Path:
-    """The path of a model: the given directory or GGUF file, or the directory of the packaged model ("demo" or
-    None)."""
+    """The path of a model's directory or GGUF file: `model` itself, or the directory of the packaged model for "demo"
+    or None."""
     return DEMO_MODEL if model is None or str(model) == "demo" else Path(model)
 
 
@@ -45,8 +46,8 @@ def check_model_directory(path: Path) -> None:
     """Refuse a path that is not a model's directory or GGUF file, before an engine is started for it.
 
     Raises:
-        ModelLoadError: there is no such directory, it has no config.json, or one of its files is not a regular file; or
-            the GGUF file cannot be read.
+        ModelLoadError: there is no such directory, the directory has no config.json or has a file that is not regular,
+            or the GGUF file cannot be read.
     """
     if is_gguf(path):
         from pointsman.engine.gguf.reader import read_gguf
@@ -63,7 +64,7 @@ def check_model_directory(path: Path) -> None:
 
 
 def weights_size(path: Path) -> int:
-    """Bytes of a model's weights on the disk.
+    """Size of the weights of a model's directory or GGUF file, in bytes.
 
     Raises:
         ModelLoadError: the GGUF file cannot be read.
@@ -76,7 +77,8 @@ def weights_size(path: Path) -> int:
 
 
 def _check_files(path: Path) -> None:
-    """Refuse files that are not regular, such as named pipes, whose reading would block, and broken links.
+    """Refuse a model's directory with files that are not regular, such as named pipes, whose reading would block, and
+    broken links.
 
     Raises:
         ModelLoadError: a file of a model cannot be read.
@@ -93,7 +95,7 @@ def _check_files(path: Path) -> None:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """The JSON object in a file.
+    """Read the JSON object in a file.
 
     Raises:
         ModelLoadError: the file cannot be read, or has no JSON object.
@@ -108,10 +110,10 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def read_tokenizer(path: Path) -> Any | None:
-    """The tokenizer of a model's directory or GGUF file; None if it has none.
+    """Load the tokenizer of a model's directory or GGUF file; None if there is no tokenizer.
 
     Raises:
-        ModelLoadError: its files cannot be read, or have no vocabulary.
+        ModelLoadError: the tokenizer's files cannot be read, or have no vocabulary.
     """
     if is_gguf(path):
         with _loading:
@@ -170,7 +172,8 @@ def _is_token(value: Any) -> bool:
 
 
 def _is_template(value: Any) -> bool:
-    """Text, texts by name, or a list of names with texts."""
+    """Whether a value of tokenizer_config.json is a chat template: text, an object of name -> text, or a list of
+    objects with a name and a template."""
     if isinstance(value, list):
         return all(isinstance(one, dict) and {"name", "template"} <= one.keys() for one in value)
     texts = value.values() if isinstance(value, dict) else [value]
@@ -196,11 +199,11 @@ TOKENIZER_FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         (lambda value: isinstance(value, bool), "true or false"),
     ),
 }
-"""Fields of tokenizer_config.json: the check of the value, and its description."""
+"""Field of tokenizer_config.json -> the check of its value, and a description of valid values for errors."""
 
 
 def encode(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> list[int]:
-    """The text's token ids, with the special tokens (BOS) that the tokenizer adds.
+    """Tokenize a text; return its token ids, with the special tokens (BOS) that the tokenizer adds.
 
     Raises:
         ValueError: the text is not valid Unicode, or the tokenizer is broken.
@@ -222,10 +225,11 @@ def render_chat(tokenizer: Any, conversation: Sequence[Mapping[str, Any]], optio
     """Render a conversation with a chat template to a prompt with the special tokens written out.
 
     Args:
-        options: arguments of transformers' `apply_chat_template`; `chat_template` None: the tokenizer's own.
+        options: arguments of transformers' `apply_chat_template`; if `chat_template` is None, the tokenizer's template
+            is used.
 
     Raises:
-        ValueError: there is no template, or it fails on this conversation.
+        ValueError: there is no template, or the template fails on this conversation.
     """
     if options.get("chat_template") is None and not tokenizer.chat_template:
         raise ValueError("the model's tokenizer has no chat template; give chat_template, or use generate")

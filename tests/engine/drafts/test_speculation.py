@@ -235,14 +235,14 @@ def test_wrong_drafts_cease(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 def searched() -> Iterator[list[int]]:
     """The steps that are searched for drafts."""
     steps: list[int] = []
-    follow = PromptLookup._follow
+    follow = PromptLookup._append_newest
 
     def watched(self: PromptLookup, output: Any, update: Any) -> Any:
         steps.append(output.step_id)
         return follow(self, output, update)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PromptLookup, "_follow", watched)
+        patch.setattr(PromptLookup, "_append_newest", watched)
         yield steps
 
 
