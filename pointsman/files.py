@@ -1,6 +1,7 @@
-"""Opens and reads files that a user names, without silent hangs on pipes and within memory limits.
+"""Opens and reads files that a user names: within memory limits, and without waiting silently for a pipe.
 
-A refusal is an `OSError` whose `strerror` names the limit and the remedy. Callers report it like a missing file.
+A file that is refused raises an `OSError` whose `strerror` names the limit and the remedy. Callers report the error
+like that of a missing file.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from typing import BinaryIO
 logger = logging.getLogger(__name__)
 
 MAX_LINE = 2**24
-"""Maximum bytes of a line, or of one JSON value. Python objects can take 24 times the bytes: `[[],[],[]]`."""
+"""Maximum bytes of a line, or of one JSON value. The Python objects of a value can take 24 times its bytes:
+`[[],[],[]]`."""
 MAX_SETTINGS = 2**24
 """Maximum bytes of a JSON file of settings, or of a file of keys."""
 MAX_WRITTEN = 2**16
@@ -28,9 +30,9 @@ MAX_WRITTEN = 2**16
 MAX_MESSAGE = 800
 """Maximum characters of an error about the content of a file."""
 SILENT = 2.0
-"""Seconds without data after which a reader of a pipe logs that it waits."""
+"""Seconds without data after which `open_input` logs that it waits for a pipe."""
 _NO_WAITING = getattr(os, "O_NONBLOCK", 0)
-"""0 on Windows, which has neither this flag nor named pipes in directories."""
+"""Flag to open a file without waiting; 0 on Windows, which has neither this flag nor named pipes in directories."""
 _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
     (stat.S_ISDIR, "a directory"),
     (stat.S_ISFIFO, "a named pipe"),
@@ -46,7 +48,7 @@ def open_regular(path: Path) -> io.FileIO:
     """Open a regular file for reading. Links are followed.
 
     Raises:
-        OSError: it cannot be opened, or is something else; opening a named pipe would wait for its writer.
+        OSError: the file cannot be opened, or is not a regular file; opening a named pipe would wait for its writer.
     """
     file, kind = _open(path)
     if kind is None:
@@ -60,7 +62,7 @@ def open_input(path: Path) -> io.FileIO:
     seconds, a warning is logged, and the wait continues.
 
     Raises:
-        OSError: it cannot be opened, or is a directory, a socket or a block device.
+        OSError: the file cannot be opened, or is a directory, a socket or a block device.
     """
     file, kind = _open(path)
     if kind in ("a directory", "a socket", "a block device"):
@@ -77,7 +79,7 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
     """The content of a regular file of at most `max_bytes` bytes.
 
     Raises:
-        OSError: it cannot be opened or read, is something else, or is larger.
+        OSError: the file cannot be opened or read, is not a regular file, or is larger than `max_bytes`.
     """
     return _whole(open_regular(path), path, max_bytes)
 
@@ -86,7 +88,7 @@ def read_input(path: Path, max_bytes: int = MAX_SETTINGS) -> bytes:
     """The content of a file or of a pipe, of at most `max_bytes` bytes.
 
     Raises:
-        OSError: see `open_input`; or it is larger.
+        OSError: as in `open_input`, or the content is larger than `max_bytes`.
     """
     return _whole(open_input(path), path, max_bytes)
 
@@ -101,10 +103,10 @@ def cache_home() -> pathlib.Path:
 
 
 def lines_of(file: BinaryIO) -> Iterator[str]:
-    """The lines of UTF-8 text, with their ends; a byte-order mark is left out.
+    """The lines of a file of UTF-8 text, with their line ends; a byte-order mark is left out.
 
     Raises:
-        ValueError: a line is no UTF-8 text, or longer than `MAX_LINE`; the message names its number.
+        ValueError: a line is not UTF-8 text, or longer than `MAX_LINE`; the message has the line number.
     """
     for number, raw in enumerate(iter(lambda: file.readline(MAX_LINE + 1), b""), start=1):
         if len(raw) > MAX_LINE:
@@ -123,7 +125,7 @@ def shown(text: str, length: int = 80) -> str:
 
 
 def represented(value: object, length: int = 80) -> str:
-    """The `repr` of a value as one line of about `length` characters. It reads only the beginning of large values."""
+    """The `repr` of a value as one line of about `length` characters. Only the beginning of a large value is read."""
     brief = reprlib.Repr()
     brief.maxlevel = 3
     brief.maxlist = brief.maxdict = brief.maxtuple = brief.maxset = length
@@ -132,7 +134,7 @@ def represented(value: object, length: int = 80) -> str:
 
 
 def _open(path: Path) -> tuple[io.FileIO, str | None]:
-    """Open a file without blocking; returns it and its kind, None for a regular file."""
+    """Open a file without blocking; returns the file, and its kind in words (None: a regular file)."""
     mode = os.stat(path).st_mode
     if stat.S_ISSOCK(mode) or stat.S_ISDIR(mode):  # neither can be opened as a file
         kind = "a socket" if stat.S_ISSOCK(mode) else "a directory"

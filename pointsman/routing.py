@@ -1,15 +1,17 @@
 """Routing: sends a request to the engine that computes the fewest tokens for it, within a bound on the engine's load.
 
-The server routes by this rule among its engines, and the simulator among its replicas (`prefix-affinity`).
+The server uses this rule to choose among its engines, and the simulator to choose among its replicas
+(`prefix-affinity`).
 
-An engine caches the prompts that it was sent, as far as its pool holds them. So the router keeps an index of the token
-blocks that each engine was sent, by their predecessors and the request's salt. The index is a tree; blocks between
-which no prompt branches are one run, compared at once. The cost of a request on an engine is the number of its prompt
-tokens that are not found there, plus `TOKENS_PER_REQUEST` for each open request there. The lowest cost wins; among
-equals, the index with the fewest blocks, so that new prefixes spread.
+An engine caches the prompts that were sent to it, as far as its pool holds them. So the router keeps, for each engine,
+an index of the token blocks that were sent to it. A block is identified by its tokens, all blocks before it and the
+request's salt. The index is a tree; consecutive blocks between which no prompt branches are one run, compared in one
+operation. The cost of a request on an engine is the number of the request's prompt tokens that the engine's index
+lacks, plus `TOKENS_PER_REQUEST` for each open request of the engine. The engine with the lowest cost is chosen; among
+engines with equal cost, the one whose index has the fewest blocks, so that new prefixes spread.
 
-The bound: if the least loaded engine that takes requests has m open requests, an engine with n is chosen only if n <=
-`MAX_LEAD` + m + m / 4. So cached prefixes cannot overload an engine, for any client behaviour.
+The bound: if the least loaded engine that takes requests has m open requests, an engine with n open requests is chosen
+only if n <= `MAX_LEAD` + m + m / 4. So cached prefixes cannot overload an engine, for any client behaviour.
 
 The index compares tokens, not hashes. It only estimates the engine's cache, which evicts on its own.
 """
@@ -24,18 +26,18 @@ import numpy as np
 import numpy.typing as npt
 
 MAX_LEAD = 4
-"""Maximum lead in open requests, beside a quarter of the least load, of an engine that is preferred for its cache."""
+"""Maximum number of open requests, beyond 5/4 of the least load, of an engine that is preferred for its cache."""
 TOKENS_PER_REQUEST = 32
-"""Number of prompt tokens whose computation costs the same as one open request."""
+"""Cost of one open request of an engine, in prompt tokens to compute."""
 
 
 class Router:
-    """Chooses engines.
+    """Chooses an engine for each request.
 
     Args:
-        num_engines: at least 1.
-        block_size: tokens of a block, as in the engines.
-        num_blocks: blocks of tokens that each engine's pool holds; also the capacity of its index.
+        num_engines: number of engines, at least 1.
+        block_size: tokens of a KV block, as in the engines.
+        num_blocks: number of blocks in each engine's pool; also the capacity of each engine's index.
     """
 
     def __init__(self, num_engines: int, block_size: int, num_blocks: int) -> None:
@@ -45,12 +47,12 @@ class Router:
     def choose(
         self, prompt_token_ids: Sequence[int] | npt.NDArray[np.integer], namespace: str, loads: Sequence[int | None]
     ) -> int:
-        """Choose the engine for a prompt, and note the prompt as sent there.
+        """Choose the engine for a prompt, and add the prompt to the engine's index.
 
         Args:
-            prompt_token_ids: at least one.
-            namespace: only requests with equal namespaces share cached prefixes.
-            loads: the number of open requests of each engine; None: it takes no requests.
+            prompt_token_ids: token ids of the prompt, at least one.
+            namespace: salt of the request; only requests with equal namespaces share cached prefixes.
+            loads: the number of open requests of each engine; None: the engine takes no requests.
 
         Raises:
             ValueError: no engine takes requests.
@@ -73,20 +75,22 @@ class Router:
         return best[2]
 
     def forget(self, engine: int | None = None) -> None:
-        """Clear the index of an engine whose cache is empty, as it was reset or the engine is new. None: of all
-        engines."""
+        """Clear the index of an engine whose cache is empty, because it was reset or the engine is new. None: clear all
+        indexes."""
         for index, sent in enumerate(self._sent):
             if engine is None or index == engine:
                 sent.clear()
 
 
 def max_open(least: int) -> int:
-    """Maximum number of open requests of an engine that may be chosen, if the least loaded one has `least`."""
+    """Maximum number of open requests of an engine that may be chosen, if the least loaded engine has `least` open
+    requests."""
     return MAX_LEAD + least + least // 4
 
 
 def full_blocks(token_ids: Sequence[int] | npt.NDArray[np.integer], block_size: int) -> bytes:
-    """The tokens of all full blocks, 8 bytes each; the last token never counts, as it is always computed."""
+    """The tokens of all full blocks, 8 bytes for each token. The last token belongs to no full block, as it is always
+    computed."""
     count = (len(token_ids) - 1) // block_size * block_size
     if isinstance(token_ids, np.ndarray):
         return token_ids[:count].astype(np.int64).tobytes()
@@ -94,12 +98,12 @@ def full_blocks(token_ids: Sequence[int] | npt.NDArray[np.integer], block_size: 
 
 
 class _Run:
-    """Consecutive blocks that were sent, at least one.
+    """A node of the index: one or more consecutive blocks that were sent.
 
     Args:
-        parent: the run before it; None: it begins prompts.
-        key: its namespace and its first block, which identify it among the runs behind `parent`.
-        tokens: the tokens of all its blocks.
+        parent: the run before this run; None: this run is at the start of prompts.
+        key: namespace and first block of the run, which identify it among the runs behind `parent`.
+        tokens: the tokens of all blocks of the run.
     """
 
     __slots__ = ("behind", "key", "parent", "tokens")
@@ -112,11 +116,11 @@ class _Run:
 
 
 class SentBlocks:
-    """The index of the blocks that one engine was sent, by their predecessors.
+    """The index of the blocks that were sent to one engine.
 
     Args:
-        capacity: maximum number of blocks; beyond it the least recently sent are forgotten, the last blocks of a prompt
-            first.
+        capacity: maximum number of blocks; beyond it the least recently sent blocks are removed, the last blocks of a
+            prompt first.
         block_size: tokens of a block.
     """
 
@@ -126,18 +130,18 @@ class SentBlocks:
         self._first: dict[tuple[str, bytes], _Run] = {}
         self._recent: OrderedDict[_Run, None] = (
             OrderedDict()
-        )  # the least recently sent first, each behind those behind it
+        )  # least recently sent first; each run is after the runs behind it
         self._size = 0
 
     def __len__(self) -> int:
         return self._size // self._num_bytes
 
     def num_found(self, blocks: bytes, namespace: str) -> int:
-        """The number of leading blocks that were sent before.
+        """The number of leading blocks of a prompt that are in the index.
 
         Args:
-            blocks: as `full_blocks` returns them.
-            namespace: the namespace under which they were sent.
+            blocks: full blocks of the prompt, as `full_blocks` returns them.
+            namespace: salt of the request.
         """
         start, runs = 0, self._first
         while (run := runs.get((namespace, blocks[start : start + self._num_bytes]))) is not None:
@@ -149,7 +153,7 @@ class SentBlocks:
         return start // self._num_bytes
 
     def note(self, blocks: bytes, namespace: str) -> None:
-        """Note that these blocks are sent now."""
+        """Add the blocks of a prompt to the index, as sent now."""
         blocks = blocks[: self._capacity]
         start, runs = 0, self._first
         parent: _Run | None = None
@@ -166,13 +170,14 @@ class SentBlocks:
             path.append(run)
             start += len(run.tokens)
             parent, runs = run, run.behind
-        for run in reversed(path):  # a run is forgotten only after the runs behind it
+        for run in reversed(path):  # so that a run is removed only after the runs behind it
             self._recent.move_to_end(run)
         while self._size > self._capacity:
             self._forget_oldest(self._size - self._capacity)
 
     def _num_equal(self, tokens: bytes, blocks: bytes, start: int) -> int:
-        """Number of bytes of a run's leading blocks that equal `blocks` from `start` on; at least one block does."""
+        """Number of leading bytes of a run's `tokens` that equal `blocks` from `start` on, in whole blocks; at least
+        one block is equal."""
         size = self._num_bytes
         low, high = 1, min(len(tokens), len(blocks) - start) // size
         while low < high:
@@ -184,7 +189,7 @@ class SentBlocks:
         return low * size
 
     def _split(self, run: _Run, runs: dict[tuple[str, bytes], _Run], num_bytes: int) -> _Run:
-        """Split a run of `runs` in two; returns the first, of `num_bytes`."""
+        """Split a run of `runs` in two; returns the first part, which has `num_bytes` bytes."""
         first = runs[run.key] = _Run(run.parent, run.key, run.tokens[:num_bytes])
         self._recent[first] = None
         run.parent, run.tokens = first, run.tokens[num_bytes:]
@@ -193,8 +198,8 @@ class SentBlocks:
         return first
 
     def _forget_oldest(self, num_bytes: int) -> None:
-        """Forget the last blocks of the least recently sent run, at most `num_bytes`."""
-        run = next(iter(self._recent))  # no run is behind it: such a run would be older
+        """Remove the last blocks of the least recently sent run, at most `num_bytes` bytes."""
+        run = next(iter(self._recent))  # no run is behind this one: such a run would be before it
         if len(run.tokens) > num_bytes:
             run.tokens = run.tokens[:-num_bytes]
             self._size -= num_bytes
@@ -204,7 +209,7 @@ class SentBlocks:
         self._size -= len(run.tokens)
 
     def clear(self) -> None:
-        """Forget all blocks."""
+        """Remove all blocks from the index."""
         self._first.clear()
         self._recent.clear()
         self._size = 0

@@ -1,12 +1,12 @@
-"""The scheduler: decides which requests run in a step, and how many tokens each advances.
+"""The scheduler: decides which requests run in a step, and how many tokens of each request the step computes.
 
-It imports only NumPy and the standard library, and is independent of hosts. Begin with `scheduler.py`.
+This package imports only NumPy and the standard library, and is independent of hosts. Begin with `scheduler.py`.
 
     state/    requests, and the columns of the batch     kv/      blocks, block tables and the prefix cache
     policy/   orders, limits, reserves and victims       step/    the parts of a step
     observe/  statistics, explanations and films
 
-A host builds a `Request`, calls the scheduler's methods and reads what they return. Requests, outputs, updates and
+A host creates a `Request`, calls the scheduler's methods and reads their results. Requests, outputs, updates and
 explanations are read-only: writing to them raises. All other return values are the caller's own copies. `scheduler.py`
 has the full rules.
 """

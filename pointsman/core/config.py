@@ -1,7 +1,8 @@
 """Configuration: `SchedulerConfig` declares and validates all knobs of the scheduler.
 
 Each field declares its range, its command-line option, and the values that `pointsman tune` tries; `core/knobs.py`
-explains how. `python scripts/write_knobs.py` writes the docstring of a field to its row in docs/operating.md.
+explains these declarations. `python scripts/write_knobs.py` writes the docstring of each field to the field's row in
+docs/operating.md.
 """
 
 from __future__ import annotations
@@ -27,31 +28,32 @@ _SPECULATION, _OUTSIDE = "Speculation", "KV outside the pool"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig(metaclass=Documented):
-    """How a `Scheduler` behaves. Immutable, validated as a whole when it is built.
+    """All knobs of a `Scheduler`. A configuration is immutable, and validated as a whole when it is created.
 
     Raises:
         ConfigError: a value is out of range, or the other knobs leave a knob without effect.
     """
 
     num_blocks: Annotated[int, AtLeast(1), Option(_POOL, "KV blocks in the pool")]
-    """KV blocks in the pool, ids 0 to num_blocks - 1. `--kv-cache-bytes` gives its size in bytes instead."""
+    """Number of KV blocks in the pool; their ids are 0 to num_blocks - 1. `--kv-cache-bytes` sets the size of the pool
+    in bytes instead."""
     block_size: Annotated[int, AtLeast(1), Option(_POOL, "Tokens per KV block")] = 16
-    """Tokens per KV block. Smaller ones waste less at the ends of requests and share shorter prefixes; larger ones are
-    faster to address."""
+    """Tokens per KV block. Smaller blocks waste less at the ends of requests and share shorter prefixes; larger blocks
+    are faster to address."""
     max_model_len: Annotated[int, AtLeast(1), Option(_POOL, "Maximum tokens of a sequence, prompt and output")]
-    """Longest sequence the model can hold, prompt and output together, in tokens. Down to bound what one request may
-    take."""
+    """Maximum length of a sequence, prompt and output together, in tokens. Lower it to bound the blocks that one
+    request may take."""
     num_reserved_blocks: Annotated[int, AtLeast(0)] = 0
-    """Block ids 0 to num_reserved_blocks - 1 are never allocated (vLLM's null block, a trash block)."""
+    """Number of block ids, from 0 on, that are never allocated (vLLM's null block, a trash block)."""
     kv_groups: tuple[KVGroup, ...] = ()
-    """Groups of layers, each with its own block table, and one pool of blocks of `block_size` tokens for all:
+    """Groups of layers, each with its own block table; all groups share one pool of blocks of `block_size` tokens:
     `KVGroup("full")`, `KVGroup("window", 1024)`, `KVGroup("chunk", 8192)`. Blocks behind a request's window return to
-    the pool while it runs. (): one group of full attention."""
+    the pool while the request runs. (): one group of full attention."""
     enable_prefix_caching: Annotated[
         bool, Option(_POOL, "Whether equal prefixes share KV blocks", default="enabled")
     ] = True
-    """Whether full blocks are kept after use, to be reused for equal content. Turn off only where no two prompts share
-    a prefix, or for measurements."""
+    """Whether full blocks are kept after use, to be reused for equal content. Turn this off only where no two prompts
+    share a prefix, or for measurements."""
     share_within_step: bool = True
     """Whether a request may read blocks that another request writes in the same step. The host must then write a
     layer's KV for all rows before any row attends."""
@@ -66,16 +68,16 @@ class SchedulerConfig(metaclass=Documented):
             first=(32, 128, 512),
         ),
     ] = 256
-    """Maximum number of requests in a step (sequence slots); hosts size their buffers for it. Up when requests wait for
-    `sequence_limit` and the pool has free blocks; down when they preempt each other."""
+    """Maximum number of requests in a step (sequence slots); hosts size their buffers for this number. Raise it when
+    requests wait for `sequence_limit` and the pool has free blocks; lower it when running requests are preempted."""
     max_num_active_seqs: Annotated[
         int | None,
         AtLeast(1),
         Option(_STEPS, "Maximum number of requests that run at once, if lower", default="--max-num-seqs"),
     ] = None
-    """Maximum number of requests that run (hold blocks) at once; None: `max_num_seqs`. At most `max_num_seqs`, as every
-    running request is in every step, except under "prefill-first". The only limit that can change while requests run
-    (`Scheduler.set_max_num_active_seqs`)."""
+    """Maximum number of requests that run (hold blocks) at the same time; None: `max_num_seqs`. At most `max_num_seqs`,
+    as every running request is in every step, except under "prefill-first". The only limit that can change while
+    requests run (`Scheduler.set_max_num_active_seqs`)."""
     max_num_batched_tokens: Annotated[
         int,
         AtLeast(1),
@@ -86,8 +88,9 @@ class SchedulerConfig(metaclass=Documented):
             first=(512, 1024, 2048, 8192),
         ),
     ] = 8192
-    """Token budget: maximum number of tokens that one step computes, over all requests, at least `max_num_seqs`. Up for
-    throughput; down when gaps between tokens are uneven below the target of `--token-limit`."""
+    """Token budget: maximum number of tokens that one step computes, over all requests, at least `max_num_seqs`. Raise
+    it for throughput; lower it when the gaps between tokens are uneven although they are below the target of
+    `--token-limit`."""
     enable_chunked_prefill: Annotated[
         bool, Option(_STEPS, "Whether a prompt may be computed over several steps", default="enabled")
     ] = True
@@ -99,45 +102,45 @@ class SchedulerConfig(metaclass=Documented):
         Option(_STEPS, "Maximum prompt tokens of one request in a step", default="0: no limit"),
         Tried((256, 512, 1024, 2048, 4096, 0), rank=3),
     ] = 0
-    """Maximum number of tokens that one request may advance in a step, so that a long prompt leaves budget for others;
-    0: no limit. A request that is the only one, queued or running, has the whole budget. Set it when single long
-    prompts fill whole steps and others wait."""
+    """Maximum number of tokens that one request may advance in a step, so that a long prompt leaves budget for other
+    requests; 0: no limit. A request that is the only one, queued or running, has the whole budget. Set a threshold when
+    single long prompts fill whole steps while other requests wait."""
     long_prefill_token_threshold_adaptive: Annotated[
         bool, Option(_STEPS, "Whether the threshold is at least a fair share of the budget")
     ] = False
     """Whether the threshold is at least a fair share of the budget: `max_num_batched_tokens` divided by the number of
-    queued and running requests. A long prompt then slows down only while others need the budget."""
+    queued and running requests. A long prompt then slows down only while other requests need the budget."""
     max_num_partial_prefills: Annotated[
         int | None,
         AtLeast(1),
         Option(_STEPS, "Maximum number of partial prefills at once", default="no limit"),
         Tried((1, 2, 4, None), rank=4),
     ] = None
-    """Maximum number of concurrent partial prefills: prompts computed in part, with more to come. A request that would
-    exceed it is skipped: at most `max_overtakes` (64) shorter ones that fit the step start before it. None: no cap.
-    With a cap above 1 and no `long_prefill_token_threshold`, the threshold is 4 % of `max_model_len`."""
+    """Maximum number of concurrent partial prefills: prompts that are computed only in part so far. A request that
+    would exceed this cap is skipped: at most `max_overtakes` (64) shorter requests that fit the step start before it.
+    None: no cap. With a cap above 1 and no `long_prefill_token_threshold`, the threshold is 4 % of `max_model_len`."""
     max_long_partial_prefills: Annotated[
         int | None,
         AtLeast(1),
         Option(_STEPS, "Maximum number of partial prefills longer than the threshold", default="no limit"),
     ] = None
     """Maximum number of partial prefills that are longer than `long_prefill_token_threshold`, so that long prompts
-    leave the others to shorter ones. None: no such cap."""
+    leave the remaining partial prefills to shorter prompts. None: no such cap."""
     max_steps_in_flight: Annotated[
         int,
         AtLeast(1),
         Option(_STEPS, "2: asynchronous, the next step is scheduled while one executes"),
     ] = 1
-    """Maximum number of outputs of `schedule` without their `update`; 1 is synchronous. With more, the host schedules
-    the next step while it still executes one (vLLM's `async_scheduling`). Try 2 where steps are short and there is a
-    second core: `docs/engine.md#steps-in-flight`."""
+    """Maximum number of outputs of `schedule` without their `update`; 1 is synchronous. With 2 or more, the host
+    schedules the next step while it still executes the step before it (vLLM's `async_scheduling`). Try 2 where steps
+    are short and there is a second core: `docs/engine.md#steps-in-flight`."""
     batching: Annotated[
         Literal["mixed", "prefill-first", "static"],
         Option(_STEPS, "mixed (continuous), or static for comparison"),
     ] = "mixed"
     """"mixed": requests join and leave at every step. "prefill-first": a step computes prompts, partial prefills before
-    new ones; it decodes (one token for each request) only if there are no prompts. "static": admit only when nothing
-    runs (for comparison)."""
+    new ones; it decodes (one token for each request) only if there are no prompts. "static": requests are admitted only
+    when no request runs (for comparison)."""
 
     order: Annotated[
         str | Order,
@@ -145,10 +148,10 @@ class SchedulerConfig(metaclass=Documented):
         Option(_ADMISSION, "Which waiting request is next: fcfs, priority, or another that pointsman policies lists"),
         Tried(rank=10),
     ] = "fcfs"
-    """Which request is admitted next: a name, with parameters if need be ("name:key=value,key=value"), or an object
-    with the `Order` protocol; see `docs/policies.md`. "priority": the smallest `priority` first. "fcfs-front" and
-    "priority-by-arrival" queue preempted requests as other systems do, see `docs/presets.md`. A server refuses requests
-    with a priority if no policy reads it."""
+    """Which request is admitted next: a policy name, optionally with parameters ("name:key=value,key=value"), or an
+    object with the `Order` protocol; see `docs/policies.md`. "priority": the smallest `priority` first. "fcfs-front"
+    and "priority-by-arrival" queue preempted requests as other systems do, see `docs/presets.md`. A server refuses
+    requests with a priority if no policy reads it."""
     victim: Annotated[
         str | Victim | None,
         PolicyOf("victim"),
@@ -159,7 +162,7 @@ class SchedulerConfig(metaclass=Documented):
         ),
         Tried(rank=9, is_for_short_pool=True),
     ] = None
-    """Which request is preempted when blocks run out: a name, an object with the `Victim` protocol, or None:
+    """Which request is preempted when blocks run out: a policy name, an object with the `Victim` protocol, or None:
     "lowest-priority" under the orders "priority" and "priority-by-arrival", otherwise "latest"."""
     eviction: Annotated[
         str | Eviction,
@@ -167,9 +170,9 @@ class SchedulerConfig(metaclass=Documented):
         Option(_ADMISSION, "Which cached prefix is evicted first: lru, retention, reuse or another"),
         Tried(rank=12),
     ] = "lru"
-    """Which cached prefix is evicted first: a name, with parameters if need be, or an object with the `Eviction`
+    """Which cached prefix is evicted first: a policy name, optionally with parameters, or an object with the `Eviction`
     protocol. All except "lru" need the prefix cache. Use "reuse" where many prompts share prefixes, "retention" where
-    clients say how long to keep theirs: `docs/policies.md#eviction` has the gains and the bounds."""
+    clients say how long to keep their prefixes: `docs/policies.md#eviction` has the gains and the bounds."""
     max_policy_failures: Annotated[
         int,
         AtLeast(1),
@@ -179,8 +182,9 @@ class SchedulerConfig(metaclass=Documented):
             is_simulated=False,
         ),
     ] = 3
-    """Failed steps of a policy of another package, each fewer than 100 steps after the last, before the default of its
-    kind replaces it. A failed step is scheduled again: `docs/policies.md#one-of-your-own`."""
+    """Number of failed steps of a policy of another package, each fewer than 100 steps after the one before, after
+    which the default policy of the same kind replaces it. A failed step is scheduled again:
+    `docs/policies.md#one-of-your-own`."""
     preemption_mode: Annotated[
         Literal["recompute", "swap", "cheaper"],
         Option(
@@ -189,10 +193,10 @@ class SchedulerConfig(metaclass=Documented):
             "for each request; the last two need --kv-offload-bytes",
         ),
     ] = "recompute"
-    """What happens to the KV of a preempted request when the pool evicts it before the request resumes. "recompute": it
-    is lost, unless the connector saves all evicted blocks. "swap": it is copied to host memory, and back when the
-    request resumes. "cheaper": the faster of both for each victim, judged by past step times and copies. The last two
-    need the prefix cache, and a connector with host memory (`--kv-offload-bytes`):
+    """What happens to the KV of a preempted request when the pool evicts it before the request resumes. "recompute":
+    the KV is lost, unless the connector saves all evicted blocks. "swap": the KV is copied to host memory, and back
+    when the request resumes. "cheaper": recompute or swap, whichever is faster for each victim, judged by past step
+    times and copies. The last two need the prefix cache, and a connector with host memory (`--kv-offload-bytes`):
     `docs/policies.md#recompute-or-swap`."""
     reserves: Annotated[
         tuple[Any, ...],
@@ -205,7 +209,8 @@ class SchedulerConfig(metaclass=Documented):
         Tried(rank=8, is_for_short_pool=True),
     ] = ()
     """Further reserves that an admission leaves free, beside `full_sequence_must_fit`, `watermark` and
-    `decode_reserve`: names, or `Reserve` objects. They add up. `docs/policies.md#reserves` says which to use when."""
+    `decode_reserve`: policy names, or `Reserve` objects. The reserves add up. `docs/policies.md#reserves` says which
+    reserve to use when."""
     token_limits: Annotated[
         tuple[Any, ...],
         PolicyOf("limit"),
@@ -217,14 +222,14 @@ class SchedulerConfig(metaclass=Documented):
         ),
         Tried(rank=11),
     ] = ()
-    """Further limits on the tokens of a request or of a step: names, or `Limit` objects. `docs/policies.md#limits`
-    lists them."""
+    """Further limits on the tokens of a request or of a step: policy names, or `Limit` objects.
+    `docs/policies.md#limits` lists the limits."""
     displace: Annotated[
         bool | None,
         Option(_ADMISSION, "With --order priority: priority preemption for waiting requests", default="displace"),
     ] = None
-    """Priority preemption, under "priority": whether a strictly more urgent waiting request preempts less urgent
-    running ones. None: yes under "priority". Under an order without urgency, True is an error."""
+    """Whether a strictly more urgent waiting request preempts less urgent running requests (priority preemption). None:
+    yes under the order "priority". Under an order without urgency, True is an error."""
     full_sequence_must_fit: Annotated[
         bool,
         Option(
@@ -234,16 +239,16 @@ class SchedulerConfig(metaclass=Documented):
         ),
         Tried((True, False), is_ordered=False, is_for_short_pool=True, rank=7),
     ] = True
-    """Admit only if the whole known sequence fits, not just its first chunk, beside the blocks that partial prefills
-    still need. Off admits more, and preempts more."""
+    """Whether a request is admitted only if blocks for its whole known sequence are free, not just for its first chunk,
+    beside the blocks that partial prefills still need. If off, more requests are admitted, and more are preempted."""
     watermark: Annotated[
         float,
         ShareOf("the pool"),
         Option(_ADMISSION, "Share of the pool that an admission leaves free"),
         Tried((0.0, 0.01, 0.02, 0.05, 0.1, 0.2), is_for_short_pool=True, rank=5),
     ] = 0.0
-    """Share of the pool, rounded down to blocks and at least one, that an admission must leave free for running
-    requests while there are any. 0: none. Raise it against preemptions: 0.01 to 0.1."""
+    """Share of the pool, rounded down to blocks and at least one, that an admission must leave free while other
+    requests run. 0: no watermark. Raise it against preemptions: 0.01 to 0.1."""
     decode_reserve: Annotated[
         int | Literal["mean"],
         AtLeast(0, of="tokens"),
@@ -254,9 +259,9 @@ class SchedulerConfig(metaclass=Documented):
         ),
         Tried((0, 128, 512, "mean"), is_ordered=False, is_for_short_pool=True, rank=6),
     ] = 0
-    """Expected output of a request, in tokens: while any request runs, admit only if the remaining free blocks hold it
-    (cut to the request's limits). "mean": the mean output of the last 128 requests that a stop condition ended. 0:
-    none. Raise it against preemptions where outputs are long and of similar length."""
+    """Expected output of a request, in tokens: while any request runs, a request is admitted only if the remaining free
+    blocks hold this output (cut to the request's limits). "mean": the mean output of the last 128 requests that a stop
+    condition ended. 0: no reserve. Raise it against preemptions where outputs are long and of similar length."""
 
     num_draft_tokens: Annotated[
         int,
@@ -269,8 +274,8 @@ class SchedulerConfig(metaclass=Documented):
         ),
     ] = 0
     """Speculation: maximum number of draft tokens that a step verifies for one request, beside its own next token; 0:
-    none. If the budget does not hold them for every row, all rows verify fewer. Try 4 to 7 where outputs quote their
-    prompts: `docs/engine.md#speculation`."""
+    no drafts. If the budget is too small for the drafts of every row, all rows verify fewer drafts. Try 4 to 7 where
+    outputs quote their prompts: `docs/engine.md#speculation`."""
     draft_table: Annotated[
         tuple[tuple[int, int], ...],
         Option(
@@ -280,20 +285,20 @@ class SchedulerConfig(metaclass=Documented):
             is_simulated=False,
         ),
     ] = ()
-    """Pairs (running requests, drafts), ascending: from this number of running requests on, each has at most this
-    number of drafts. Verification is nearly free while steps are small, and costs its full compute once they are full.
+    """Pairs (running requests, drafts), ascending: with at least this number of running requests, each request has at
+    most this number of drafts. Verification is nearly free in small steps, and costs its full compute in full steps.
     The option takes `16:2,64:0` for ((16, 2), (64, 0))."""
     pad_first_decodes: bool = False
     """Whether a request whose first step computes a single token also verifies `num_draft_tokens` placeholders
     (`UNSAMPLED`, which no host accepts), unless that step continues a prefill, or a limit on drafts cuts them. All rows
-    of the step then have equally many tokens, as graphs captured for uniform decodes need."""
+    of the step then have equally many tokens, which graphs captured for uniform decodes need."""
 
     kv_load_failure_policy: Annotated[
         Literal["recompute", "fail"],
         Option(_OUTSIDE, "When KV cannot be loaded: recompute it, or fail the request", is_simulated=False),
     ] = "recompute"
     """With a connector (`--kv-store`): what happens to a request whose KV could not be loaded completely in time.
-    "recompute": missing tokens are computed. "fail": it finishes with an error."""
+    "recompute": the missing tokens are computed. "fail": the request finishes with an error."""
     kv_load_timeout: Annotated[
         float | None,
         Seconds(),
@@ -304,36 +309,36 @@ class SchedulerConfig(metaclass=Documented):
             is_simulated=False,
         ),
     ] = None
-    """With a connector (`--kv-store`): seconds after which an asynchronous load counts as failed. Its blocks stay held
-    until the host reports that the device is done with them. None: no limit."""
+    """With a connector (`--kv-store`): seconds after which an asynchronous load counts as failed. The blocks of the
+    load stay held until the host reports that the device no longer accesses them. None: no limit."""
 
     max_loras: Annotated[int, AtLeast(0)] = 0
-    """Maximum number of different adapters (LoRA) that run at once. A request whose adapter has no slot is skipped:
-    requests behind it may be admitted. 0: a request with an adapter is refused."""
+    """Maximum number of different adapters (LoRA) that run at the same time. A request whose adapter has no slot is
+    skipped: requests behind it may be admitted. 0: a request with an adapter is refused."""
     encoder_budget: Annotated[int, AtLeast(0)] = 0
     """Maximum number of embeddings of encoder inputs (images, audio) that one step computes. 0: a request with encoder
     inputs is refused."""
     encoder_cache_size: Annotated[int, AtLeast(0)] = 0
-    """Maximum number of cached embeddings: the ones that running requests need, and others for reuse."""
+    """Maximum number of cached embeddings: the embeddings that running requests need, and further ones for reuse."""
     keep_embeddings: bool = True
-    """Whether embeddings stay cached for reuse after the rows that need them have passed their placeholders. False:
-    they are freed then, and recomputed for a request that restarts. False is for models with KV of the embeddings
-    (cross-attention), which is lost with the request's row."""
+    """Whether embeddings stay cached for reuse after the rows that need them have computed their placeholders. False:
+    the embeddings are freed then, and recomputed for a request that restarts. False is for models that keep KV of the
+    embeddings (cross-attention), which is lost with the request's row."""
     split_encoder_inputs: bool | Literal["begun"] = True
-    """Whether a chunk of a prompt may end within the placeholders of an encoder input. False: it ends before them, and
-    the next chunk has all of them, so a request waits for a step with enough budget for its next input. "begun": the
-    next chunk begins with them and may end within them. False acts as "begun" where no chunk can be as long as the
-    input, and where `token_limits` decide the length of chunks."""
+    """Whether a chunk of a prompt may end within the placeholders of an encoder input. False: the chunk ends before
+    these placeholders, and the next chunk has all of them, so a request waits for a step with enough budget for its
+    next input. "begun": the next chunk begins with these placeholders and may end within them. False acts as "begun"
+    where no chunk can be as long as the input, and where `token_limits` decide the length of chunks."""
     max_overtakes: Annotated[int, AtLeast(0)] = MAX_OVERTAKES
-    """How many requests may bypass a skipped one. After that, a request that lacks an adapter slot claims the slot that
-    has been held longest: no request behind it starts with that slot's adapter. If it lacks embeddings, no request
-    behind it is admitted."""
+    """Maximum number of requests that bypass a skipped request. After that, a skipped request that lacks an adapter
+    slot claims the slot that has been held longest: no request behind it starts with that slot's adapter. Behind a
+    skipped request that lacks embeddings, no request is admitted."""
 
     enable_kv_cache_events: bool = False
     """Whether the scheduler logs the blocks that enter and leave the prefix cache. The host must then call
     `Scheduler.take_kv_events`, or the events accumulate."""
     count_common_prefix: bool = False
-    """Whether each output counts the blocks with which all its rows begin (`num_common_prefix_blocks`)."""
+    """Whether each output reports the number of leading blocks that all its rows share (`num_common_prefix_blocks`)."""
     log_request_events: Annotated[
         bool,
         Option(
@@ -343,28 +348,30 @@ class SchedulerConfig(metaclass=Documented):
         ),
     ] = False
     """Whether each request keeps a log of its events with their times: queued, scheduled, preempted, resumed, parked,
-    first token, finished. `Request.events` has them, and on a server `GET /v1/requests/ID`."""
+    first token, finished. `Request.events` returns the log, and so does `GET /v1/requests/ID` of a server."""
 
     # The remaining fields are for presets that reproduce other systems.
     first_chunk_only: bool = False
     """Whether only the first request of a step may be cut to the budget; any other must fit the remaining budget."""
     admission_charge: Literal["uncached", "whole-fits", "whole"] = "uncached"
-    """The tokens of a request that must fit the budget, and those that it uses up. "uncached": the tokens that it
-    computes, for both. "whole-fits": all its known tokens must fit, and so must their blocks, uncached; it uses up the
-    tokens that it computes. "whole": the same, but it uses up all its known tokens."""
+    """Which tokens of a request must fit the budget, and which tokens are charged to the budget. "uncached": the tokens
+    that the request computes must fit, and are charged. "whole-fits": all known tokens must fit, and so must their
+    blocks, as if uncached; the computed tokens are charged. "whole": as "whole-fits", but all known tokens are
+    charged."""
     count_owed_blocks: bool = True
     """Whether `full_sequence_must_fit` counts the blocks that partial prefills still need."""
     admit_after_preemption: bool = False
     """Under "mixed": whether a step that preempted for memory still admits requests, even a victim, into the blocks
     that the victims released."""
     shortage: Literal["replan", "in-order", "look-ahead"] = "replan"
-    """What happens to the other rows when blocks run out. "replan": the step is recomputed without the victim.
-    "in-order": rows get blocks one after the other. "look-ahead": the same, and the first row that the step's limits
-    exclude asks for its block too."""
+    """How blocks are distributed among the rows of a step when they run out. "replan": the step is recomputed without
+    the victim. "in-order": rows get blocks one after the other. "look-ahead": as "in-order", and the first row that the
+    step's limits exclude also asks for its block."""
     own_preemption_ends_step: bool = True
-    """Where rows get blocks one after the other: whether the rows behind one that is itself preempted wait."""
+    """Whether, where rows get blocks one after the other, a row that is itself preempted ends the step for all rows
+    behind it."""
     encoder_blocks_queue: bool = False
-    """Whether no request bypasses a waiting one that lacks embeddings, whatever `max_overtakes` says."""
+    """Whether a waiting request that lacks embeddings blocks the queue, regardless of `max_overtakes`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "draft_table", _checked_draft_table(self.draft_table))  # JSON has lists
@@ -387,35 +394,35 @@ class SchedulerConfig(metaclass=Documented):
             raise ConfigError(f"no preset is called {name!r}; choose one of {', '.join(presets)}")
         values = {**presets[name], **overrides}
         if values.get("enable_prefix_caching") is False and "share_within_step" not in overrides:
-            values.pop("share_within_step", None)  # the preset sets it, and it then has no effect
+            values.pop("share_within_step", None)  # set by the preset; it has no effect without the cache
         if values.get("full_sequence_must_fit") is False and "count_owed_blocks" not in overrides:
             values.pop("count_owed_blocks", None)
         return cls(**values)
 
     def replace(self, **overrides: Any) -> Self:
-        """A copy with `overrides`, checked again."""
+        """A copy of the configuration with `overrides`, validated again."""
         return replace(self, **overrides)
 
     @property
     def prefill_threshold(self) -> int:
-        """`long_prefill_token_threshold`, or its default if several partial prefills are allowed; 0: none."""
+        """`long_prefill_token_threshold`, or its default if several partial prefills are allowed; 0: no threshold."""
         if self.long_prefill_token_threshold or (self.max_num_partial_prefills or 1) == 1:
             return self.long_prefill_token_threshold
         return max(1, int(self.max_model_len * 0.04))
 
     @property
     def num_usable_blocks(self) -> int:
-        """Blocks that requests can hold: the pool without the reserved ids."""
+        """Number of blocks that requests can hold: the pool without the reserved ids."""
         return self.num_blocks - self.num_reserved_blocks
 
     @property
     def has_kv_groups(self) -> bool:
-        """Whether there is any group of KV beside one of full attention."""
+        """Whether there is any group of KV besides one group of full attention."""
         return self.kv_groups not in ((), (FULL,))
 
     @property
     def num_sequence_slots(self) -> int:
-        """Sequence slots: maximum number of requests that hold blocks at once."""
+        """Number of sequence slots: maximum number of requests that hold blocks at the same time."""
         return self.max_num_seqs if self.max_num_active_seqs is None else self.max_num_active_seqs
 
     @property
@@ -426,21 +433,22 @@ class SchedulerConfig(metaclass=Documented):
 
     @property
     def num_usable_tokens(self) -> int:
-        """The longest sequence whose KV the usable blocks hold; with `kv_groups`, at most `max_model_len`."""
+        """Length in tokens of the longest sequence whose KV the usable blocks hold; with `kv_groups`, at most
+        `max_model_len`."""
         if not self.has_kv_groups:
             return self.num_usable_blocks * self.block_size
         return bisect_right(range(1, self.max_model_len + 1), self.num_usable_blocks, key=self.max_blocks)
 
     @property
     def num_full_length(self) -> float:
-        """Number of requests of length `max_model_len` that the usable blocks hold at once, if all but one decode; the
-        last one may compute all tokens of a step."""
+        """Number of requests of length `max_model_len` that the usable blocks hold at the same time, if all requests
+        but one decode; the remaining request may compute all tokens of a step."""
         usable, most = self.num_usable_blocks, self.max_blocks(self.max_model_len)
         return usable / most if usable <= most else 1 + (usable - most) / self.decode_blocks(self.max_model_len)
 
     @property
     def num_full_length_tokens(self) -> int:
-        """Tokens that the usable blocks hold; with `kv_groups`, in requests of length `max_model_len`."""
+        """Number of tokens that the usable blocks hold; with `kv_groups`, in requests of length `max_model_len`."""
         if not self.has_kv_groups:
             return self.num_usable_blocks * self.block_size
         return int(self.num_full_length * self.max_model_len)
@@ -451,7 +459,8 @@ class SchedulerConfig(metaclass=Documented):
         return self.max_num_batched_tokens * self.max_steps_in_flight
 
     def max_blocks(self, num_tokens: int) -> int:
-        """Maximum number of blocks that a request holds at a time until it has computed its first `num_tokens`."""
+        """Maximum number of blocks that a request holds at any time until it has computed its first `num_tokens`
+        tokens."""
         groups = self.kv_groups or (FULL,)
         return sum(group.max_blocks(num_tokens, self.max_tokens_in_flight, self.block_size) for group in groups)
 
@@ -467,7 +476,7 @@ class SchedulerConfig(metaclass=Documented):
         return sum(group.max_blocks(num_tokens, most, self.block_size) for group in groups)
 
     def max_drafts(self, num_running: int) -> int:
-        """Maximum number of draft tokens of a request in a step with `num_running` running ones."""
+        """Maximum number of draft tokens of a request in a step with `num_running` running requests."""
         most = self.num_draft_tokens
         for running, drafts in self.draft_table:
             if num_running < running:
@@ -476,7 +485,7 @@ class SchedulerConfig(metaclass=Documented):
         return most
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON-ready values; a policy that is an object is given by its name."""
+        """The fields as JSON-ready values; a policy object is represented by its name."""
         return {name: _written(knob, getattr(self, name)) for name, knob in scheduler_knobs().items()}
 
     def _check_ranges(self) -> None:
@@ -633,7 +642,7 @@ class SchedulerConfig(metaclass=Documented):
 
 @cache
 def scheduler_knobs() -> Mapping[str, Knob]:
-    """The declared fields of `SchedulerConfig`, by name, in order."""
+    """The declarations of the fields of `SchedulerConfig`, keyed by field name, in the order of the fields."""
     return declared_in(SchedulerConfig)
 
 

@@ -2,7 +2,7 @@
 
 
 class PointsmanError(Exception):
-    """Base of every error that the scheduler raises on purpose."""
+    """Base class of every error that the scheduler raises on purpose."""
 
 
 class ConfigError(PointsmanError, ValueError):
@@ -10,7 +10,7 @@ class ConfigError(PointsmanError, ValueError):
 
 
 class RequestRefused(PointsmanError, ValueError):
-    """A request that can never run. Its status is FINISHED_REFUSED; the scheduler keeps nothing of it."""
+    """A request that can never run. Its status is FINISHED_REFUSED; the scheduler does not keep the request."""
 
 
 class DuplicateRequest(PointsmanError, ValueError):
@@ -25,7 +25,7 @@ class UnknownRequest(PointsmanError, KeyError):
 
 
 class UnknownTransfer(PointsmanError, KeyError):
-    """A transfer that is not under way: it never was, or its end has been reported."""
+    """A transfer id that is not in use: no such transfer began, or its end has been reported."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
@@ -40,15 +40,15 @@ class StepOrderError(PointsmanError, RuntimeError):
 
 
 class ClockError(PointsmanError, ValueError):
-    """A call whose time is earlier than that of an earlier call. Nothing has changed."""
+    """A call whose time is before the time of an earlier call. The call has changed nothing."""
 
 
 class StepResultError(PointsmanError, ValueError):
-    """A step result that does not fit its output. Nothing of it was applied."""
+    """A step result that does not fit its output. No part of the result was applied."""
 
 
 class ProposalError(PointsmanError, ValueError):
-    """Drafts that do not fit their output. None of them was kept."""
+    """Proposed drafts that do not fit their output. No draft was kept."""
 
 
 class InvariantError(PointsmanError, AssertionError):
@@ -59,8 +59,8 @@ class PolicyError(PointsmanError, RuntimeError):
     """A policy that raised, or broke its contract. The step that called it is void; no request is lost.
 
     Args:
-        message: names the policy.
-        what: the policy did.
+        message: the error message, which names the policy.
+        what: description of the failure, without the policy's name; may be empty.
     """
 
     def __init__(self, message: str, what: str = "") -> None:

@@ -7,8 +7,8 @@
         Tried((8, 16, 32, 64), rank=2),
     ] = 256
 
-`scheduler_knobs` in `core/config.py` returns the declarations. The following are generated from them, so that a new
-field needs no code there:
+`scheduler_knobs` in `core/config.py` returns the declarations. The following are generated from the declarations, so
+that a new field needs no code there:
 
 | generated | where |
 | --- | --- |
@@ -37,7 +37,8 @@ from pointsman.core.state.numbers import MAX_INT
 
 
 class Documented(type):
-    """Metaclass of a dataclass whose `help` lists the fields with their docstrings, which Python itself drops."""
+    """Metaclass of a dataclass whose `help` lists the fields with their docstrings (Python itself does not keep
+    docstrings of fields)."""
 
     @property
     def __doc__(cls) -> str:  # type: ignore[override]
@@ -47,7 +48,7 @@ class Documented(type):
 
 
 def docstrings(kind: type) -> dict[str, str]:
-    """The docstring of each field of a dataclass, read from its source."""
+    """The docstring of each field of a dataclass, keyed by field name, read from the source code."""
     tree = ast.parse(inspect.getsource(sys.modules[kind.__module__]))
     (body,) = (node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == kind.__name__)
     found = {}
@@ -66,7 +67,7 @@ class AtLeast:
 
     least: int
     of: str = ""
-    """The unit that it counts; needed if the knob may also be a word."""
+    """Unit that the integer counts, such as "tokens", for the error message; needed if the knob may also be a word."""
 
     def check(self, name: str, value: object) -> None:
         if not isinstance(value, int) or isinstance(value, bool):
@@ -77,7 +78,7 @@ class AtLeast:
 
 @dataclass(frozen=True, slots=True)
 class ShareOf:
-    """A number from 0 to less than 1."""
+    """A number of at least 0 and less than 1, a share of `whole`."""
 
     whole: str
 
@@ -90,7 +91,7 @@ class ShareOf:
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """A finite time above 0; None is no limit."""
+    """A finite number of seconds above 0."""
 
     def check(self, name: str, value: object) -> None:
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
@@ -98,7 +99,7 @@ class Seconds:
 
 
 Range: TypeAlias = AtLeast | ShareOf | Seconds
-"""Each raises `ConfigError` for a value out of range."""
+"""Range of a knob; its `check` raises `ConfigError` for a value out of range."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,8 @@ class PolicyOf:
 
 
 policy_checks: list[Callable[[str, Any], None]] = []
-"""Checks of (kind, policy). The registry of policies, which is above this module, adds its own when it is imported."""
+"""Functions that check (kind, policy). The registry of policies, which imports this module, adds its check when it is
+imported."""
 
 
 # ---------------------------------------------------------------------- options, and values of a search
@@ -126,17 +128,17 @@ class Option:
     """The command-line option that sets a knob."""
 
     panel: str
-    """Title of its section of the help page."""
+    """Title of the option's section on the help page."""
     help: str
-    """Its effect, in one sentence without a full stop. The help page adds the default."""
+    """Effect of the option, in one sentence without a full stop. The help page adds the default."""
     default: str | None = None
-    """The default in words; None: the field's value, if readable."""
+    """Default in words; None: the default value of the field, if it is readable."""
     flag: str | None = None
-    """Name, such as "--reserve"; None: derived from the field's name."""
+    """Name of the option, such as "--reserve"; None: derived from the field's name."""
     metavar: str | None = None
-    """Placeholder of the value in the help; None: derived from the field's type."""
+    """Placeholder for the value on the help page; None: derived from the field's type."""
     is_simulated: bool = True
-    """Whether the simulator has it too; False: it has no effect without a real model."""
+    """Whether the simulator has the option too; False: the knob has no effect without a real model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,15 +146,15 @@ class Tried:
     """The values that a search of settings (`pointsman tune`) tries."""
 
     values: tuple[Any, ...] = ()
-    """The values, in order. Left out for a policy: all registered ones are tried."""
+    """Values to try, in order; (): all registered policies, for a knob that is a policy."""
     is_ordered: bool = True
     """Whether neighbouring values have similar effects."""
     is_for_short_pool: bool = False
     """Whether the knob matters only if KV blocks run out."""
     rank: float = math.inf
-    """Position among the settings of a search, which tries those with the largest effect first."""
+    """Position of the knob among the settings of a search, which tries the settings with the largest effect first."""
     first: tuple[Any, ...] = ()
-    """Values of which a search first tries all combinations; (): only the default."""
+    """Values that a search first tries in all combinations with those of other settings; (): only the default."""
 
 
 # ---------------------------------------------------------------------- knobs
@@ -164,13 +166,13 @@ class Knob:
 
     name: str
     default: Any
-    """`dataclasses.MISSING`: required."""
+    """Default value; `dataclasses.MISSING`: the field is required."""
     kinds: tuple[Any, ...]
-    """Types of its values, except None and words: `(int,)`."""
+    """Types of the knob's values, except None and words: `(int,)`."""
     words: tuple[str, ...]
-    """Allowed words, the choices of its `Literal`."""
+    """Allowed words: the choices of the field's `Literal`."""
     is_optional: bool
-    """Whether it may be None."""
+    """Whether the value may be None."""
     range: Range | None
     policy: PolicyOf | None
     option: Option | None
@@ -178,14 +180,14 @@ class Knob:
 
     @property
     def is_list_of_policies(self) -> bool:
-        """Whether it holds several policies."""
+        """Whether the value is a list of policies."""
         return self.policy is not None and tuple in self.kinds
 
     def check(self, value: object) -> None:
         """Check that the value is in range.
 
         Raises:
-            ConfigError: it is not.
+            ConfigError: the value is out of range.
         """
         if value is None and self.is_optional:
             return
@@ -209,7 +211,7 @@ class Knob:
 
 
 def declared_in(config: type[Any]) -> Mapping[str, Knob]:
-    """The knobs that the fields of a dataclass declare, by name, in order."""
+    """The knobs that the fields of a dataclass declare, keyed by field name, in the order of the fields."""
     hints = get_type_hints(config, include_extras=True)
     return MappingProxyType({field.name: _knob(field, hints[field.name]) for field in fields(config)})
 

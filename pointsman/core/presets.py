@@ -14,9 +14,9 @@ NO_LIMIT = 2**31 - 1
 
 PRESETS: dict[str, dict[str, Any]] = {
     "default": {},
-    # For comparison.
+    # Batches without joining requests, for comparison.
     "static": {"batching": "static"},
-    # Short steps: few requests share a step, and a prompt's chunk delays the others' next tokens only a little.
+    # Short steps: few requests share a step, and a prompt's chunk delays other requests' next tokens only a little.
     "low-latency": {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "enable_chunked_prefill": True},
     # Full steps: weights are read once for many tokens, and each request waits longer for its next token.
     "high-throughput": {
@@ -40,7 +40,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 _PREFILL_FIRST: dict[str, Any] = {
     "batching": "prefill-first",
-    "max_num_active_seqs": NO_LIMIT,  # their max_num_seqs limits a step; only the pool limits the running requests
+    "max_num_active_seqs": NO_LIMIT,  # there, max_num_seqs limits a step; only the pool limits the running requests
     "first_chunk_only": True,
     "order": "fcfs-front",
     "shortage": "in-order",
@@ -85,4 +85,4 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     # vLLM 0.31 and 0.32.
     "vllm-0.32": {**_VLLM, "encoder_blocks_queue": True},
 }
-"""Schedulers of the field, as configurations."""
+"""Settings that reproduce other schedulers of the field, keyed by their names."""

@@ -1,11 +1,11 @@
 """Recordings: writes every call into a scheduler and every decision as JSON Lines, for `replay.py`.
 
-A recording holds the inputs of a run: a header (format, library version, configuration), then one line per call in
-order, each with its `now`. `schedule` and `update` lines also hold the decisions. The recorder listens to the
+A recording holds the inputs of a run: a header (format, library version, configuration), then one line for each call in
+order, with the `now` of the call. `schedule` and `update` lines also hold the decisions. The recorder listens to the
 scheduler's calls (`state/events.py`).
 
-A recording of another scheduler is called observed: its header has `observed`, and it has no prompts and no decisions
-about rows.
+A recording of another scheduler is called observed: the header has `observed`, and the lines have no prompts and no
+decisions about rows.
 
     add       a request by its number: lengths, and its prompt's full blocks as [parent, first, count], or null where
               blocks have no hashes; block ids first to first + count - 1 are new here, and follow block `parent`
@@ -38,7 +38,8 @@ from pointsman.version import __version__
 FORMAT = "pointsman-recording"
 FORMAT_VERSION = 1
 MAX_BLOCKS = 2**25
-"""Maximum number of KV blocks that a file may ask for when it is replayed or simulated: about 0.5 GB, and four seconds.
+"""Maximum number of KV blocks in the configuration of a file that is replayed or simulated. This number takes about 0.5
+GB of memory, and four seconds.
 """
 
 OBSERVED_STEPS = (
@@ -52,9 +53,10 @@ OBSERVED_STEPS = (
     "num_waiting",
     "num_free_blocks",
 )
-"""Columns of a `steps` line: microseconds on the clock of `now`; the step's work (`sim/step_time.py`); after it, the
-number of unfinished requests that do not run and of free blocks. A step begins when the step before it ends, or when it
-was scheduled if the engine was idle; it ends when the scheduler gets its tokens."""
+"""Columns of a `steps` line: the times in microseconds on the clock of `now`; the step's work (`sim/step_time.py`);
+after the step, the number of unfinished requests that do not run, and the number of free blocks. A step begins when the
+step before it ends, or, if the engine was idle, when the step was scheduled; a step ends when the scheduler gets the
+step's tokens."""
 
 REQUEST_FIELDS = (
     "request_id",
@@ -100,22 +102,23 @@ class RecordingError(PointsmanError, ValueError):
 
 
 def check_num_blocks(value: object) -> None:
-    """Refuse a pool size from a broken file that would fill the memory.
+    """Refuse the pool size of a broken file if such a pool would fill the memory.
 
     Raises:
-        ValueError: it has more than `MAX_BLOCKS` blocks.
+        ValueError: the pool has more than `MAX_BLOCKS` blocks.
     """
     if isinstance(value, int) and value > MAX_BLOCKS:
         raise ValueError(f"num_blocks is {value}, and at most {MAX_BLOCKS} are replayed or simulated; correct it")
 
 
 class WholeLines(Generic[AnyStr]):
-    """The lines of a recording, without a last line that was cut off by a kill or a full disk. The header stays."""
+    """The lines of a recording, without a last line that is incomplete because the process was killed or the disk was
+    full. The header is always kept."""
 
     def __init__(self, lines: Iterable[AnyStr]) -> None:
         self._lines: Iterable[AnyStr] = lines
         self.is_cut = False
-        """Whether a partial last line was left out; valid at the end of the lines."""
+        """Whether an incomplete last line was left out; valid at the end of the iteration."""
 
     def __iter__(self) -> Iterator[AnyStr]:
         lines = iter(self._lines)
@@ -144,21 +147,21 @@ def _is_cut(line: str | bytes) -> bool:
 
 
 class RecordingState(NamedTuple):
-    """The state of a recording."""
+    """The state of a recording that is being written."""
 
     ended_by: str
-    """Why it ended early; empty: it did not end early."""
+    """Reason why the recording ended early; empty: it did not end early."""
     num_waiting_bytes: int
-    """Bytes that wait for the disk."""
+    """Number of bytes that are not yet written to the file."""
 
 
 class Recorder(Listener):
-    """Writes a recording as the calls happen, one line with each `write`. One recorder serves one scheduler.
+    """Writes a recording while the scheduler is called, one line with each `write`. One recorder serves one scheduler.
 
     If the file cannot be written, only the recording ends: see `observe/side_file.py`.
 
     Args:
-        file: a `BackgroundFile`, or a text file, which is written in the scheduler's thread.
+        file: a `BackgroundFile`, or a text file; a text file is written in the scheduler's thread.
     """
 
     def __init__(self, file: Writable) -> None:
@@ -168,7 +171,8 @@ class Recorder(Listener):
     def start(
         self, config: SchedulerConfig, start: Start, policies: dict[str, int], answers: AnswerLog | None = None
     ) -> None:
-        """Write the header; the scheduler calls it once. `policies`: versions by name; `answers`: of the connector."""
+        """Write the header; the scheduler calls this method once. `policies`: version of each policy, keyed by name;
+        `answers`: log of the connector's answers."""
         header = {"format": FORMAT, "format_version": FORMAT_VERSION, "library_version": __version__}
         self._answers = answers
         connector = None if answers is None else {"saves_evicted": answers.saves_evicted}
@@ -194,7 +198,7 @@ class Recorder(Listener):
         self._write(line | _FIELDS[event.name](**event.arguments))
 
     def _write(self, line: dict[str, Any]) -> None:
-        """Write one line: a call, with the connector's answers in it."""
+        """Write one line: the header or a call, with the connector's answers since the line before."""
         if self._answers is not None and (answers := self._answers.take()):
             line["answers"] = answers
         self._file.write(json.dumps(line, separators=(",", ":"), default=_plain) + "\n")
@@ -274,7 +278,7 @@ _FIELDS: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def _plain(value: object) -> object:
-    """The JSON value of a NumPy scalar or of parameters."""
+    """The JSON value of a NumPy scalar or of a dataclass."""
     if isinstance(value, np.generic):
         return value.item()
     if is_dataclass(value) and not isinstance(value, type):
@@ -283,7 +287,7 @@ def _plain(value: object) -> object:
 
 
 def output_decision(output: SchedulerOutput) -> dict[str, Any]:
-    """All that an output decides, as JSON-ready values."""
+    """All decisions of an output, as JSON-ready values."""
     decision: dict[str, Any] = {
         "num_continued": output.num_continued,
         "resync": output.resync,
@@ -309,7 +313,7 @@ def output_decision(output: SchedulerOutput) -> dict[str, Any]:
 
 
 def run_decision(run: StepRun) -> dict[str, Any]:
-    """All that steps at once decide, as JSON-ready values."""
+    """All decisions of steps that `advance` does in one call, as JSON-ready values."""
     arrays = ("rows", "serials", "num_computed_tokens", "block_ids", "block_rows", "block_steps")
     return {
         "num_steps": run.num_steps,

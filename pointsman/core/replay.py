@@ -51,25 +51,25 @@ class ReplayDifference(PointsmanError):
 
 @dataclass(frozen=True, slots=True)
 class ReplayReport:
-    """The counts of a replay without a difference."""
+    """The counts of a replay that found no difference."""
 
     num_calls: int
     num_steps: int
     num_requests: int
     num_preemptions: int
     is_cut: bool
-    """Whether the recording ended with a partial line, which was left out."""
+    """Whether the recording ended with an incomplete line, which was left out."""
 
 
 def replay(file: Iterable[str], watch: Callable[[Scheduler], None] | None = None) -> ReplayReport:
     """Make the recorded calls on a new scheduler and compare every decision.
 
     Args:
-        watch: gets the scheduler before the first call, and may add listeners.
+        watch: function that gets the scheduler before the first call, and may add listeners.
 
     Raises:
         ReplayDifference: at the first decision that differs.
-        RecordingError: the file is no recording, is broken, or names a policy that is not built in.
+        RecordingError: the file is not a recording, is broken, or names a policy that is not built in.
     """
     return _Replay(watch).run(file)
 
@@ -213,7 +213,7 @@ class _Replay:
         self._num_steps += 1
 
     def _schedule_failed(self, scheduler: Scheduler, call: dict[str, Any], number: int) -> None:
-        """A policy failed in the recording, and must fail again."""
+        """Replay a call in which a policy failed: the policy must fail again."""
         try:
             step: int | None = scheduler.schedule(call["now"]).step_id
             failed = ""
