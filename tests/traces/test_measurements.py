@@ -204,7 +204,7 @@ def test_a_recording_of_a_prompt_in_parts(tmp_path: Path) -> None:
          "benchmarks[0].requests.successful[0]: prompt_tokens is None"),
         ('{"format": "pointsman-recording", "format_version": 9}', "line 1: format_version is 9; this library reads"),
         ('{"format": "pointsman-recording", "format_version": 1, "config": {"block_size": 4}}\n{"now": 1}',
-         "line 2: no call of a recording (KeyError: 'call')"),
+         "line 2: not a recorded call (KeyError: 'call')"),
         ('{"format": "another"}', 'neither "input_length" nor "input_toks"'),
     ],
 )  # fmt: skip

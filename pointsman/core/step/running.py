@@ -141,7 +141,8 @@ class Running:
         the row, before the budget.
 
         `with_drafts`: whether the second array includes waiting drafts. `alone`: whether to ignore shared limits, which
-        gives an upper bound. `only_prefills`: whether decoding rows get 0, so that limits allow prefills all tokens.
+        gives an upper bound. `only_prefills`: whether decoding rows get 0, so that no limit reserves tokens for
+        decodes.
         """
         batch, members = self._batch, self._batch.members
         rows = members.rows
