@@ -108,8 +108,9 @@ class SchedulerConfig(metaclass=Documented):
     long_prefill_token_threshold_adaptive: Annotated[
         bool, Option(_STEPS, "Whether the threshold is at least a fair share of the budget")
     ] = False
-    """Whether the threshold is at least a fair share of the budget: `max_num_batched_tokens` divided by the number of
-    queued and running requests. A long prompt then slows down only while other requests need the budget."""
+    """Whether `long_prefill_token_threshold` is at least a fair share of the budget: `max_num_batched_tokens` divided
+    by the number of queued and running requests. A long prompt then slows down only while other requests need the
+    budget."""
     max_num_partial_prefills: Annotated[
         int | None,
         AtLeast(1),
@@ -139,8 +140,8 @@ class SchedulerConfig(metaclass=Documented):
         Option(_STEPS, "mixed (continuous), or static for comparison"),
     ] = "mixed"
     """"mixed": requests join and leave at every step. "prefill-first": a step computes prompts, partial prefills before
-    new ones; it decodes (one token for each request) only if there are no prompts. "static": requests are admitted only
-    when no request runs (for comparison)."""
+    new prompts; a step without prompts decodes one token for each request. "static": requests are admitted only when no
+    request runs (for comparison)."""
 
     order: Annotated[
         str | Order,
@@ -291,7 +292,7 @@ class SchedulerConfig(metaclass=Documented):
     pad_first_decodes: bool = False
     """Whether a request whose first step computes a single token also verifies `num_draft_tokens` placeholders
     (`UNSAMPLED`, which no host accepts), unless that step continues a prefill, or a limit on drafts cuts them. All rows
-    of the step then have equally many tokens, which graphs captured for uniform decodes need."""
+    of the step then have equally many tokens, as graphs captured for uniform decodes require."""
 
     kv_load_failure_policy: Annotated[
         Literal["recompute", "fail"],
@@ -352,7 +353,8 @@ class SchedulerConfig(metaclass=Documented):
 
     # The remaining fields are for presets that reproduce other systems.
     first_chunk_only: bool = False
-    """Whether only the first request of a step may be cut to the budget; any other must fit the remaining budget."""
+    """Whether only the first request of a step may be cut to the budget; all tokens of any other request must fit the
+    remaining budget."""
     admission_charge: Literal["uncached", "whole-fits", "whole"] = "uncached"
     """Which tokens of a request must fit the budget, and which tokens are charged to the budget. "uncached": the tokens
     that the request computes must fit, and are charged. "whole-fits": all known tokens must fit, and so must their
@@ -654,8 +656,8 @@ def _written(knob: Knob, value: Any) -> Any:
 
 
 def _named(policy: Any) -> Any:
-    """A policy's name for JSON. The parameters of an object are unknown, so the name alone would not recreate it: if
-    the policy takes parameters, the name gets a suffix."""
+    """A policy's name for JSON. The parameters of an object are unknown, so the name alone would not recreate the
+    object: if the policy takes parameters, the name gets a suffix."""
     if policy is None or isinstance(policy, str):
         return policy
     return f"{policy.name} (object)" if getattr(policy, "parameters", ()) else policy.name

@@ -104,10 +104,10 @@ Range: TypeAlias = AtLeast | ShareOf | Seconds
 
 @dataclass(frozen=True, slots=True)
 class PolicyOf:
-    """A policy of one kind, or a list of them."""
+    """The range of a knob that is a policy, or a list of policies, of one kind."""
 
     kind: str
-    """A key of `KINDS` in `core/policy/registry.py`."""
+    """Kind of the policy: a key of `KINDS` in `core/policy/registry.py`."""
 
     def check(self, given: object) -> None:
         """Raise a ConfigError if the registry has no such policy."""

@@ -525,7 +525,7 @@ class Scheduler:
         return request
 
     def abort(self, request_id: str, now: float) -> Request | None:
-        """Abort a request in any state; returns it, or None if no unfinished request has this id."""
+        """Abort a request in any state; returns the request, or None if no unfinished request has this id."""
         return self.finish(request_id, FinishReason.ABORT, now)
 
     def finish(
@@ -538,8 +538,8 @@ class Scheduler:
         detail: str = "",
         stop_reason: int | str | None = None,
     ) -> Request | None:
-        """Finish a request for the host's own reason, such as a stop string; returns it, or None if no unfinished
-        request has this id.
+        """Finish a request for the host's own reason, such as a stop string; returns the request, or None if no
+        unfinished request has this id.
 
         `keep_tokens`: number of output tokens to keep; None: all.
         """
@@ -557,8 +557,8 @@ class Scheduler:
         return request
 
     def park(self, request_id: str, reason: ParkReason, now: float) -> None:
-        """Make a request wait for something other than capacity. A parked request keeps its place in the order and
-        holds no blocks; a running request first releases its blocks as in a preemption.
+        """Make a request wait for something other than capacity. A parked request keeps its order among waiting
+        requests and holds no blocks; a running request first releases its blocks as in a preemption.
 
         Raises:
             UnknownRequest: no such request, or it has finished.
@@ -807,7 +807,7 @@ class Scheduler:
         """Whether a step may run anything now: a request is running or queued, and no pause stops it.
 
         If not, a host may wait for a call instead of scheduling empty steps. (The next output reports requests that
-        finished since the last one; a host that needs this report schedules a step anyway.)
+        finished since the last output; a host that needs this report schedules a step anyway.)
         """
         mode = self.pause_mode
         if mode is PauseMode.ALL:
@@ -903,9 +903,9 @@ class Scheduler:
         return not (self._table.requests or self._steps.records or self._table.preempted or self._table.finished)
 
     def can_advance(self) -> bool:
-        """Whether a step that is scheduled now may have anything to run: a request is queued, or a running one has an
-        uncomputed token that no step in flight covers, and no pause stops it. For hosts that run ahead and avoid empty
-        steps.
+        """Whether a step that is scheduled now may have anything to run: a request is queued, or a running request has
+        an uncomputed token that no step in flight covers, and no pause stops the request. For hosts that run ahead and
+        avoid empty steps.
         """
         if self.pause_mode is PauseMode.ALL:
             return False

@@ -72,7 +72,8 @@ def _benchmark(stream: JsonStream, place: str) -> Iterator[TraceRequest | Measur
 
 
 def _num_successful(stream: JsonStream) -> int:
-    """Number of successful requests in the measured period, as the benchmark's metrics report it; 0 if they do not."""
+    """Number of successful requests in the measured period, as the benchmark's metrics report it; 0 if this number is
+    missing."""
     totals: Any = None
     for key in stream.members():
         if key == "request_totals":

@@ -142,7 +142,7 @@ def _hashed(fields: dict[str, Any], line_number: int, units: float, block_size: 
 
 
 class _BlockSize:
-    """Infers the number of tokens that a hash id covers from the prompts' lengths and numbers of ids.
+    """Infers the number of tokens that a hash id covers from the length and the number of ids of each prompt.
 
     Blocks of 512 tokens (Mooncake): no prompt has more ids than blocks; tokens after the last id are not shared. Blocks
     of 16 tokens (Qwen-Bailian): a prompt with ids has one id for each block, the last, partial block included. Only a

@@ -261,7 +261,8 @@ class Admission:
             self._report_deferrals(step.now)
 
     def _closed(self, preempted: bool) -> Reason | None:
-        """Why this step is closed to admissions; None: it is open."""
+        """Reason why the current step is closed to admissions; None: the step is open. `preempted`: whether the step
+        preempted a request for memory."""
         if self.pause is not None:
             return Reason.PAUSED
         if preempted and self._closes_after_preemption:

@@ -41,7 +41,7 @@ from pointsman.core.step.update import Update
 
 class Start(NamedTuple):
     """First step number and first admission number of a scheduler, and its replaced policies. A scheduler that is reset
-    for a recording continues with these."""
+    for a recording continues with its former numbers and replaced policies."""
 
     step_id: int = 0
     serial: int = 1

@@ -261,7 +261,7 @@ class LeftOut:
 
     def note(self, step_id: int, rows: IntArray, now: float, *, continues: bool) -> None:
         """Record that a step runs only these running rows. `continues`: whether rows left out of the step before may
-        still be left out; False: start afresh."""
+        still be left out; False: no row counts as left out before."""
         members, num_rows = self._batch.members, len(self._batch.serial)
         if not continues or step_id != self._step_id + 1:
             self._serials[:] = 0

@@ -76,8 +76,8 @@ class StepRecord(StepDecision):
     is_over: bool = False
     """Whether the step's result has been applied."""
     members: Members | None = None
-    """The running rows, if the output contains all of them and all sample, so that `update` need not look them up;
-    None: not so."""
+    """The running rows, if the output contains all of them and all sample, so that `update` need not look the rows up;
+    otherwise None."""
 
     def preempted_for(self, request: Request | None) -> None:
         """Set the waiting request for which running requests were preempted; None: no request was preempted."""

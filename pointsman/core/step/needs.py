@@ -38,7 +38,8 @@ class Shortfall:
     min_blocks: int
     """Minimum number of blocks at level OPEN_UNOWED for admission."""
     rungs: tuple[tuple[int, int, Reason], ...]
-    """(level, blocks, reason): the first entry whose level has at least `blocks` gives the reason."""
+    """Entries (level, blocks, reason): the reason to wait is that of the first entry whose level has at least `blocks`
+    blocks."""
     levels: Levels | None = None
     """Levels of the newest scan."""
     reason: Reason | None = None

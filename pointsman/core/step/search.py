@@ -158,8 +158,8 @@ class Search:
         return True
 
     def begin(self, head: Request, kept: KeptVerdict | None, num_admitted: int) -> None:
-        """Record that the head is skipped, after `num_admitted` admissions. `kept`: the verdict by which it lacks
-        blocks; None: it lacks something else."""
+        """Record that the head is skipped, after `num_admitted` admissions. `kept`: the verdict by which the head lacks
+        blocks; None: the head lacks something else."""
         if kept is not None:
             self._passed.append((head, num_admitted))
         self._num_arrivals = -1  # until this search has ended
@@ -179,7 +179,7 @@ class Search:
 
     def skip(self, request: Request, own: int | None, num_admitted: int) -> None:
         """Record that a request behind the head is skipped, after `num_admitted` admissions. `own`: number of blocks
-        that it would take; None: it lacks something else."""
+        that the request would take; None: the request lacks something other than blocks."""
         if own is None:
             self.head = None
         else:
