@@ -488,7 +488,7 @@ class SchedulerConfig(metaclass=Documented):
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON-ready values; a policy object is represented by its name."""
-        return {name: _written(knob, getattr(self, name)) for name, knob in scheduler_knobs().items()}
+        return {name: _json_value(knob, getattr(self, name)) for name, knob in scheduler_knobs().items()}
 
     def _check_ranges(self) -> None:
         for name, knob in scheduler_knobs().items():
@@ -532,8 +532,8 @@ class SchedulerConfig(metaclass=Documented):
             )
         if self.eviction != "lru" and not self.enable_prefix_caching:
             raise ConfigError(
-                f"eviction is {_named(self.eviction)!r}, and enable_prefix_caching is off, so no block is cached; turn "
-                "prefix caching on, or leave it at its default"
+                f"eviction is {_policy_name(self.eviction)!r}, and enable_prefix_caching is off, so no block is "
+                "cached; turn prefix caching on, or leave it at its default"
             )
         if self.count_common_prefix and not self.enable_prefix_caching:
             raise ConfigError(
@@ -648,14 +648,14 @@ def scheduler_knobs() -> Mapping[str, Knob]:
     return declared_in(SchedulerConfig)
 
 
-def _written(knob: Knob, value: Any) -> Any:
+def _json_value(knob: Knob, value: Any) -> Any:
     """A knob's value for JSON."""
     if knob.is_list_of_policies:
-        return [_named(policy) for policy in value]
-    return _named(value) if knob.policy is not None else value
+        return [_policy_name(policy) for policy in value]
+    return _policy_name(value) if knob.policy is not None else value
 
 
-def _named(policy: Any) -> Any:
+def _policy_name(policy: Any) -> Any:
     """A policy's name for JSON. The parameters of an object are unknown, so the name alone would not recreate the
     object: if the policy takes parameters, the name gets a suffix."""
     if policy is None or isinstance(policy, str):

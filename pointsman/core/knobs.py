@@ -193,15 +193,15 @@ class Knob:
             return
         if bool in self.kinds:
             if not isinstance(value, bool) and value not in self.words:
-                raise ConfigError(f"{self.name} is {value!r}; it must be {_either('True', 'False', *self._quoted)}")
+                raise ConfigError(f"{self.name} is {value!r}; it must be {_in_words('True', 'False', *self._quoted)}")
         elif value in self.words:
             return
         elif self.words and not self.kinds:
-            raise ConfigError(f"{self.name} is {value!r}; choose {_either(*self._quoted)}")
+            raise ConfigError(f"{self.name} is {value!r}; choose {_in_words(*self._quoted)}")
         elif self.words and isinstance(value, str):
             counted = self.range.of if isinstance(self.range, AtLeast) else ""
             number = f"a number of {counted}" if counted else "a number"
-            raise ConfigError(f"{self.name} is {value!r}; give {number}, or {_either(*self._quoted)}")
+            raise ConfigError(f"{self.name} is {value!r}; give {number}, or {_in_words(*self._quoted)}")
         elif self.range is not None:
             self.range.check(self.name, value)
 
@@ -230,18 +230,18 @@ def _knob(field: Field[Any], hint: Any) -> Knob:
         ),
         words=tuple(word for each in members if get_origin(each) is Literal for word in get_args(each)),
         is_optional=NoneType in members,
-        range=_of_type(Range, declared),
-        policy=_of_type(PolicyOf, declared),
-        option=_of_type(Option, declared),
-        tried=_of_type(Tried, declared),
+        range=_first_of_type(Range, declared),
+        policy=_first_of_type(PolicyOf, declared),
+        option=_first_of_type(Option, declared),
+        tried=_first_of_type(Tried, declared),
     )
 
 
-def _of_type(kind: Any, declared: tuple[Any, ...]) -> Any:
+def _first_of_type(kind: Any, declared: tuple[Any, ...]) -> Any:
     return next((each for each in declared if isinstance(each, kind)), None)
 
 
-def _either(*choices: str) -> str:
+def _in_words(*choices: str) -> str:
     """The choices as a list in words: "a, b or c"."""
     *others, last = choices
     return f"{', '.join(others)} or {last}" if others else last

@@ -117,12 +117,12 @@ def read_hashed(file: BinaryIO) -> Iterator[TraceRequest]:
                     f'the lines before have {had} "chat_id" and this one has {has}: with it timestamps are seconds '
                     "(Qwen-Bailian), without it milliseconds (Mooncake); split the file"
                 )
-            yield _hashed(fields, line_number, 1.0 if is_qwen else 1e3, block_size)
+            yield _hashed_request(fields, line_number, 1.0 if is_qwen else 1e3, block_size)
         except Broken as error:
             raise Broken(f"line {line_number}: {error}") from None
 
 
-def _hashed(fields: dict[str, Any], line_number: int, units: float, block_size: _BlockSize) -> TraceRequest:
+def _hashed_request(fields: dict[str, Any], line_number: int, units: float, block_size: _BlockSize) -> TraceRequest:
     """The request of a line. Its timestamp counts `units` per second."""
     length = tokens("input_length", field(fields, "input_length"), 0)
     hash_ids = fields.get("hash_ids", [])

@@ -323,7 +323,7 @@ class Admission:
         if deferral is not None:
             return deferral
         self._view.open_check(budget, num_running, num_owed_blocks)
-        return self._judge(request)
+        return self._look_up_and_check(request)
 
     def _deferral_before_lookup(
         self, request: Request, budget: int, num_running: int, num_owed_blocks: int
@@ -344,7 +344,7 @@ class Admission:
                 return without_slot
         if kept is None or kept.request is not request:
             return None
-        if kept.key != self._key(budget, num_running, num_owed_blocks):
+        if kept.key != self._verdict_key(budget, num_running, num_owed_blocks):
             return None
         if budget < kept.required_budget:
             return Deferral(Reason.BUDGET, kept.required_budget - budget)
@@ -423,7 +423,7 @@ class Admission:
                 return None
             view.look_at(place)
             try:
-                verdict = self._judge(request)
+                verdict = self._look_up_and_check(request)
                 if not isinstance(verdict, Deferral) or self._lacking is None:
                     return None
                 need = needs.keep(request, self._lacking)
@@ -508,7 +508,7 @@ class Admission:
             deferral = shortage.deferral(num_free)
         head._state.defer(deferral, head._state.deferred_since)
 
-    def _key(self, budget: int, num_running: int, num_owed_blocks: int) -> tuple[Any, ...]:
+    def _verdict_key(self, budget: int, num_running: int, num_owed_blocks: int) -> tuple[Any, ...]:
         """The state, besides the free blocks, on which the verdict on a blocked head depends."""
         kv = self._kv
         found = kv.num_publications if self._depends_on_found else kv.num_held_publications
@@ -519,7 +519,7 @@ class Admission:
         revisions = [limit.revision for limit in self.gates.limits] if self.gates.limits else ()
         return departures, found, num_running > 0, num_owed_blocks, changes, budget, kv.num_evictions, *revisions
 
-    def _judge(self, request: Request) -> Grant | Deferral:
+    def _look_up_and_check(self, request: Request) -> Grant | Deferral:
         """Look up the cached and external tokens of the request, and check every gate."""
         kv, view, state = self._kv, self._view, request._state
         self._kept = self._lacking = None
@@ -534,7 +534,7 @@ class Admission:
         has_shared = len(match.blocks) > 0 and not self.gates.budget.asks_whole
         view.found(match, kv.pool.num_in_use(match.blocks) if has_shared else 0)
         if external.is_async:
-            return self._judge_load(request, start, match, external)
+            return self._check_load(request, start, match, external)
         known = state.num_tokens
         want = known - start
         padding = self._padding_of(request, start, want) if self._padding else 0
@@ -545,7 +545,7 @@ class Admission:
         for gate in self._gates:
             answer = gate.check(request, start, want, view)
             if isinstance(answer, Deferral):
-                self._keep(request, gate)
+                self._keep_verdict(request, gate)
                 return answer
             want = answer
         charge = min(known, view.budget) if self._charges_whole else want
@@ -566,22 +566,22 @@ class Admission:
         is_allowed = all(limit.check(request, start, padded, self._view) == padded for limit in self._limits_of_padding)
         return self._padding if is_allowed else 0
 
-    def _judge_load(self, request: Request, start: int, match: Match, external: External) -> Grant | Deferral:
+    def _check_load(self, request: Request, start: int, match: Match, external: External) -> Grant | Deferral:
         """Decide about an asynchronous load: whether the loaded blocks fit, with every reserve. A load takes no
         sequence slot and no token."""
         reserves = self.gates.reserves
         answer = reserves.check(request, start, 0, self._view)
         if isinstance(answer, Deferral):
-            self._keep(request, reserves)
+            self._keep_verdict(request, reserves)
             return answer
         return Grant(match, 0, start, 0, external.num_tokens, is_async=True)
 
-    def _keep(self, request: Request, gate: Gate) -> None:
-        """Keep the verdict of a gate whose answer is valid until `_key` changes."""
+    def _keep_verdict(self, request: Request, gate: Gate) -> None:
+        """Keep the verdict of a gate whose answer is valid until `_verdict_key` changes."""
         view, gates = self._view, self.gates
         if gate is not gates.reserves and gate is not gates.budget:
             return
-        key = self._key(view.budget, view.num_running, view.num_owed_blocks)
+        key = self._verdict_key(view.budget, view.num_running, view.num_owed_blocks)
         if gate is gates.reserves:
             self._lacking = gates.reserves.shortage
             self._kept = KeptVerdict(request, key, self._lacking, 0)

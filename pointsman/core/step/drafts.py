@@ -111,24 +111,26 @@ class Drafts:
             left = batch.token_limit[rows] - batch.num_tokens[rows]
             runs = Runs.of(proposed, tokens).cut(np.minimum(proposed, left - 1))
             proposed, tokens = runs.counts, runs.token_ids
-        keep = self._keep_others if self.waiting and rows is not self._rows else self._wait
+        keep = self._store_beside_others if self.waiting and rows is not self._rows else self._store_only
         keep(rows, serials, proposed, tokens)
         for method in self._events.proposed:
             method(len(tokens))
         return len(tokens)
 
-    def _keep_others(self, rows: IntArray, serials: IntArray, counts: Int64Array, token_ids: Int32Array) -> None:
+    def _store_beside_others(
+        self, rows: IntArray, serials: IntArray, counts: Int64Array, token_ids: Int32Array
+    ) -> None:
         """Store new drafts for `rows`, and keep the waiting drafts of other rows."""
         others = ~self._is_among(rows)
         left = Runs.of(self.counts, self._token_ids).only(others)
-        self._wait(
+        self._store_only(
             np.concatenate([self._rows[others], rows]),
             np.concatenate([self._serials[others], serials]),
             np.concatenate([left.counts, counts]),
             np.concatenate([left.token_ids, token_ids]),
         )
 
-    def _wait(self, rows: IntArray, serials: IntArray, counts: Int64Array, token_ids: Int32Array) -> None:
+    def _store_only(self, rows: IntArray, serials: IntArray, counts: Int64Array, token_ids: Int32Array) -> None:
         """Replace all waiting drafts by these drafts of `rows`."""
         self._rows, self._serials, self.counts, self._token_ids = rows, serials, counts, token_ids
         self.waiting = len(token_ids)
@@ -153,7 +155,7 @@ class Drafts:
 
     def wanted(self, rows: Int64Array) -> Int64Array:
         """[rows] number of drafts that a step may verify for each row: the waiting drafts, limited by `draft_table`."""
-        drafts = self._column(self.counts)[rows]
+        drafts = self._by_row_number(self.counts)[rows]
         if self._config.draft_table:
             np.minimum(drafts, self._config.max_drafts(len(rows)), out=drafts)
         return drafts
@@ -163,15 +165,15 @@ class Drafts:
         rows are dropped."""
         total = int(drafts.sum())
         waiting = Runs.of(self.counts, self._token_ids)
-        starts = self._column(waiting.starts)[rows]
+        starts = self._by_row_number(waiting.starts)[rows]
         places = (starts - (drafts.cumsum() - drafts)).repeat(drafts) + np.arange(total)
         token_ids: Int32Array = self._token_ids[places]
         stays = ~self._is_among(rows)
         left = waiting.only(stays)
-        self._wait(self._rows[stays], self._serials[stays], left.counts, left.token_ids)
+        self._store_only(self._rows[stays], self._serials[stays], left.counts, left.token_ids)
         return token_ids
 
-    def _column(self, values: Int64Array) -> Int64Array:
+    def _by_row_number(self, values: Int64Array) -> Int64Array:
         """[all rows] the entries of `values` [drafted rows], indexed by row number; 0 for rows without waiting
         drafts."""
         column = np.zeros_like(self._batch.serial)

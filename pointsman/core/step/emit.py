@@ -64,7 +64,7 @@ class Emission:
         finished since."""
         self._common_prefix = CommonPrefix(batch, kv) if config.count_common_prefix else None
         self._resync = False
-        self._unsynced: set[int] = set()  # serials of requests whose full block table the host lacks
+        self._serials_to_resync: set[int] = set()  # serials of requests whose full block table the host lacks
 
     @property
     def is_resync_due(self) -> bool:
@@ -74,7 +74,7 @@ class Emission:
     def resync(self) -> None:
         """Send the full block table of every running request again, because earlier outputs are void."""
         self._resync = True
-        self._unsynced.update(self._batch.members.serials.tolist())
+        self._serials_to_resync.update(self._batch.members.serials.tolist())
 
     def forget_output(self) -> None:
         """Drop `last_output`, because the next step will run other rows."""
@@ -108,7 +108,7 @@ class Emission:
         if not self._has_tables:
             ids, of_rows, groups, places = self._blocks_of_groups(advance, resync)
         elif resync:
-            self._keep_unsynced(advance)
+            self._note_sent_tables(advance)
             ids, of_rows = kv.tables(batch, rows)
         if batch.num_no_sample:
             samples, completes = self._without_completions(advance)
@@ -221,18 +221,18 @@ class Emission:
         )
         return whole, cached, external, np.array([entry.previous_status is _PREEMPTED for entry in admitted], BOOL)
 
-    def _keep_unsynced(self, advance: Advance) -> None:
+    def _note_sent_tables(self, advance: Advance) -> None:
         """Record that the output of `advance` contains the full tables of its rows; other rows get full tables in later
         outputs."""
-        self._unsynced &= set(self._batch.members.serials.tolist())
-        self._unsynced -= set(advance.serials.tolist())
-        self._resync = bool(self._unsynced)
+        self._serials_to_resync &= set(self._batch.members.serials.tolist())
+        self._serials_to_resync -= set(advance.serials.tolist())
+        self._resync = bool(self._serials_to_resync)
 
     def _blocks_of_groups(self, advance: Advance, whole: bool) -> tuple[IntArray, IntArray, IntArray, IntArray]:
         """The blocks of an output when each row has several tables: their ids, row indices, groups and places in the
         tables."""
         if whole:
-            self._keep_unsynced(advance)
+            self._note_sent_tables(advance)
         new = self._kv.new_blocks(self._batch, advance.rows, advance.block_rows, whole=whole)
         if new is None:
             return NO_BLOCKS, NO_BLOCKS, NO_INTS, NO_INTS

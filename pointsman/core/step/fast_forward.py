@@ -107,7 +107,7 @@ class FastForward:
             limit = self._batch.min_tokens_left
         return self._within_blocks(limit, free), blocked
 
-    def _look_again(self, num_steps: int) -> tuple[int, Standstill | None]:
+    def _look_ahead_or_last(self, num_steps: int) -> tuple[int, Standstill | None]:
         """The result of `_look_ahead`, or the last result if a policy fails now: the policy's failure belongs to the
         next scheduled step."""
         try:
@@ -189,7 +189,7 @@ class FastForward:
         num_steps = len(times) - 1
         if num_steps < 1:
             raise StepOrderError(f"times has {len(times)} value(s); give one for the start and one for each step's end")
-        certain, blocked = self._look_again(num_steps)
+        certain, blocked = self._look_ahead_or_last(num_steps)
         if certain < num_steps:
             raise StepOrderError(
                 f"{num_steps} step(s) at once, and {certain} are guaranteed plain decodes; ask guaranteed_steps() "
@@ -198,7 +198,7 @@ class FastForward:
         kv, table, members = self._kv, self._table, self._batch.members
         head = table.queue.peek() if self._checks_guaranteed_steps and blocked is not None else None
         tokens, last = _checked_tokens(members, num_steps, token_ids, last_token_ids)
-        self._check_middle(members, num_steps, tokens)
+        self._check_no_early_stop(members, num_steps, tokens)
         last_step_id = first_step_id + num_steps - 1
         kv.open_step(last_step_id, None, last_step_id)
         advance, block_steps = self._running.advance_steps(num_steps)
@@ -268,7 +268,7 @@ class FastForward:
         free = self._kv.pool.num_free
         return free if self._grows_first else free + int(np.count_nonzero(block_steps == num_steps - 1))
 
-    def _check_middle(self, members: Members, num_steps: int, tokens: Int32Array) -> None:
+    def _check_no_early_stop(self, members: Members, num_steps: int, tokens: Int32Array) -> None:
         """Check that no token before the last step stops its request.
 
         Raises:

@@ -55,7 +55,7 @@ class Loading:
         """The output's load for the external tokens of a grant. The request was just admitted; its block table, if any,
         starts with `blocks`."""
         kv, match = self._kv, grant.match
-        table, is_local = self._entered(grant, blocks)
+        table, is_local = self._external_table(grant, blocks)
         is_new = ~is_local & (table != kv.pool.num_blocks)
         places, groups = is_new.T.nonzero()
         local, filled = table.T[is_local.T], table[groups, places]
@@ -76,7 +76,7 @@ class Loading:
             block_places=NO_INTS if kv.has_tables else places,
         )
 
-    def _entered(self, grant: Grant, blocks: Int64Array) -> tuple[Int64Array, BoolArray]:
+    def _external_table(self, grant: Grant, blocks: Int64Array) -> tuple[Int64Array, BoolArray]:
         """The block tables [groups, blocks] up to the last external token, and a mask [groups, blocks] of cache hits in
         the pool."""
         count = (grant.match.num_tokens + grant.num_external_tokens) // self._kv.block_size
@@ -88,7 +88,7 @@ class Loading:
         blocks = self._kv.admit(request, grant.match, grant.num_cached_tokens, record.now)
         load = self._load(request, grant, blocks, record.now)
         self._table.park(request, ParkReason.REMOTE_KVS, record.now)
-        self._transfers.start(request, load, self._entered(grant, blocks)[0].copy(), record.now)
+        self._transfers.start(request, load, self._external_table(grant, blocks)[0].copy(), record.now)
         request._state.defer(Deferral(Reason.KV_LOAD, 0), record.now)
         record.loaded(load)
 
@@ -111,7 +111,7 @@ class Loading:
         wanted, num_loaded = load.num_tokens // size, max(0, num_places - load.first_token // size)
         self._report_finished(request, num_loaded * size, now, failed=num_loaded < wanted)
         if num_loaded < wanted and not self._recomputes:
-            return self._give_up(request, f"{num_loaded} of {wanted} KV blocks could be loaded", now)
+            return self._finish_with_error(request, f"{num_loaded} of {wanted} KV blocks could be loaded", now)
         self._transfers.shorten(holding, num_places)
         self._kv.publish_loaded(request, holding.table)
         if not len(holding.blocks):
@@ -150,7 +150,7 @@ class Loading:
             if self._recomputes:
                 self._let_go(request, now)
             else:
-                self._give_up(request, f"loading its KV took longer than {self._timeout} s", now)
+                self._finish_with_error(request, f"loading its KV took longer than {self._timeout} s", now)
 
     def roll_back(self, record: StepRecord, now: float) -> None:
         """Release the blocks that a void step loads or has loaded: these blocks may follow blocks that the step
@@ -176,7 +176,7 @@ class Loading:
         if self._events.load_finished:
             send(self._events.load_finished, LoadFinished(request, num_tokens, failed, now))
 
-    def _give_up(self, request: Request, detail: str, now: float) -> Request:
+    def _finish_with_error(self, request: Request, detail: str, now: float) -> Request:
         self._table.finish([End(request, FinishReason.ERROR, detail)], now)
         return request
 

@@ -71,7 +71,7 @@ class PriorityPreemption:
         candidates = less_urgent[np.lexsort((less_urgent, priority[less_urgent]))][::-1]
         vacate = self._admission.gates.adapters.to_vacate(head, members.requests, candidates.tolist())
         if vacate is None:
-            return self._give_up(head)
+            return self._note_failed_attempt(head)
         if vacate:  # all requests of the adapter are preempted, first
             others = candidates[~np.isin(candidates, vacate)]
             candidates = np.concatenate([np.array(vacate, dtype=np.int64), others])
@@ -80,7 +80,7 @@ class PriorityPreemption:
             self._drafts.forget()  # drafts would take blocks that the head needs
             return []
         if not trial.has_slot_and_blocks(candidates):
-            return self._give_up(head)
+            return self._note_failed_attempt(head)
         if not trial.has_budget(candidates):
             return []
         # Bisect: `low` victims are too few, `high` are enough; each further preemption only frees more.
@@ -109,7 +109,7 @@ class PriorityPreemption:
         """Forget the failed attempt: a priority changed, so a new attempt may succeed."""
         self._failed_attempt = None
 
-    def _give_up(self, head: Request) -> list[Request]:
+    def _note_failed_attempt(self, head: Request) -> list[Request]:
         """Record that no preemption helps `head`: no further attempt until the state changes; returns no victims."""
         self._failed_attempt = (
             head,
@@ -157,18 +157,18 @@ class Trial:
         self._needed = running.blocks_needed(self._want, batch.members.rows)
         self._match: Match = kv.look_up(head)
 
-    def has_budget(self, gone: Int64Array) -> bool:
+    def has_budget(self, victims: Int64Array) -> bool:
         """Whether the step has tokens for the head beside the remaining rows, and the cap on partial prefills allows
         its prefill.
 
-        `gone`: positions of the victims in admission order. With chunking off, the head counts as uncached: new blocks
+        `victims`: positions of victims in admission order. With chunking off, the head counts as uncached: new blocks
         of the remaining rows may evict the head's cached prefix.
         """
         admission, head = self._admission, self._head
-        budget = admission.budget.tokens - int(self._want[self._stays(gone)].sum())
+        budget = admission.budget.tokens - int(self._want[self._mask_remaining(victims)].sum())
         partial = admission.gates.partial_prefills
         if partial is not None and admission.would_be_partial(head, budget):
-            rows = self._batch.members.rows[gone]
+            rows = self._batch.members.rows[victims]
             if not partial.has_place(head, rows):
                 return False
         if budget < (head.num_tokens if admission.gates.budget.may_have_to_fit(head) else 1):
@@ -176,35 +176,36 @@ class Trial:
         start = self._match.num_tokens  # the first chunk of the head must reach a position where a chunk may end
         return self._kv.cut(head, start, min(budget, head.num_tokens - start), admission.budget.tokens) > 0
 
-    def has_slot_and_blocks(self, gone: Int64Array) -> bool:
-        """Whether there are a sequence slot and blocks for the head, with every reserve, without the rows `gone`."""
+    def has_slot_and_blocks(self, victims: Int64Array) -> bool:
+        """Whether there are a sequence slot and blocks for the head, with every reserve, without the rows at
+        `victims`."""
         kv, batch, head = self._kv, self._batch, self._head
-        stays = self._stays(gone)
-        num_running = int(np.count_nonzero(stays))
+        is_remaining = self._mask_remaining(victims)
+        num_running = int(np.count_nonzero(is_remaining))
         if num_running >= self._admission.max_num_active_seqs:
             return False
-        blocks, dropped = self._references_of(batch.members.rows[gone])
+        blocks, dropped = self._references_of(batch.members.rows[victims])
         freed = int(np.count_nonzero(kv.pool.num_references[blocks] == dropped))
-        free = kv.pool.num_free + freed - int(self._needed[stays].sum())
+        free = kv.pool.num_free + freed - int(self._needed[is_remaining].sum())
         full = kv.num_blocks_of_whole(head, self._match)
         if not kv.has_tables:  # blocks return to the pool during a prefill; its first chunk may hold more
             most = min(head.num_tokens, self._match.num_tokens + self._config.max_num_batched_tokens)
             full = max(full, kv.num_blocks_to_start(head, self._match, most))
         full -= 0 if self._admission.gates.budget.asks_whole else self._still_held(blocks, dropped)
         # The first chunk is assumed to be the whole prompt: blocks that victims publish may make it larger than now.
-        demand = Demand(full, full, self._owed(stays), num_running > 0, self._num_waiting + len(gone))
+        demand = Demand(full, full, self._owed(is_remaining), num_running > 0, self._num_waiting + len(victims))
         return free >= self._admission.gates.reserves.required_blocks(head, demand)
 
-    def has_embeddings(self, gone: Int64Array, encoder: EncoderCache) -> bool:
+    def has_embeddings(self, victims: Int64Array, encoder: EncoderCache) -> bool:
         """Whether the embeddings for the head's first token are cached or can be computed in this step."""
-        stays = self._stays(gone)
-        rows = self._batch.members.rows[stays]
-        return encoder.can_start_beside(self._head, self._batch, rows, self._want[stays])
+        is_remaining = self._mask_remaining(victims)
+        rows = self._batch.members.rows[is_remaining]
+        return encoder.can_start_beside(self._head, self._batch, rows, self._want[is_remaining])
 
-    def _stays(self, gone: Int64Array) -> npt.NDArray[np.bool_]:
-        stays = np.ones(len(self._batch.members), dtype=np.bool_)
-        stays[gone] = False
-        return stays
+    def _mask_remaining(self, victims: Int64Array) -> npt.NDArray[np.bool_]:
+        is_remaining = np.ones(len(self._batch.members), dtype=np.bool_)
+        is_remaining[victims] = False
+        return is_remaining
 
     def _references_of(self, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
         """The blocks of some rows, sorted, and, for each block, the number of these rows that hold it."""
@@ -225,12 +226,12 @@ class Trial:
         left[known] -= dropped[at[known]]
         return int(np.count_nonzero(left))
 
-    def _owed(self, stays: npt.NDArray[np.bool_]) -> int:
+    def _owed(self, is_remaining: npt.NDArray[np.bool_]) -> int:
         """Number of blocks that the remaining rows still need after this step's allocation."""
         batch = self._batch
         rows = batch.members.rows
         whole = self._kv.num_blocks_owed(batch, rows)
-        return int(np.maximum(whole - self._needed, 0)[stays].sum())
+        return int(np.maximum(whole - self._needed, 0)[is_remaining].sum())
 
 
 def has_priority_preemption(config: SchedulerConfig, queue: Order) -> bool:

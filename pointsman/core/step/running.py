@@ -123,7 +123,7 @@ class Running:
                 break
             self._free_blocks(preempt)
             preempted = True
-        return self._settle(*self.wants(with_drafts=True), preempt)
+        return self._distribute_and_commit(*self.wants(with_drafts=True), preempt)
 
     def rest(self) -> Advance:
         """An `Advance` without rows."""
@@ -276,11 +276,11 @@ class Running:
 
     # ------------------------------------------------------------------ general
 
-    def _settle(self, lacks: Int64Array, want: Int64Array, preempt: Preempt) -> Advance:
+    def _distribute_and_commit(self, lacks: Int64Array, want: Int64Array, preempt: Preempt) -> Advance:
         """Cut `want` to the budget and the free blocks, and commit the result. Victims are preempted before the
         commit."""
         batch, members = self._batch, self._batch.members
-        granted, needed, block_ids, preempted = self._share_out(lacks, want, preempt)
+        granted, needed, block_ids, preempted = self._distribute(lacks, want, preempt)
         requests, rows, serials = members.requests, members.rows, members.serials
         runs = granted > 0
         if np.count_nonzero(runs) < len(runs):
@@ -317,7 +317,7 @@ class Running:
                 batch.clear_flags(int(rows[index]), PREFILLING)
         return prefilling
 
-    def _share_out(
+    def _distribute(
         self, lacks: Int64Array, want: Int64Array, preempt: Preempt
     ) -> tuple[Int64Array, Int64Array, IntArray, bool]:
         """Distribute tokens and blocks. Returns [rows] tokens, [rows] number of new blocks, the new blocks, and whether
@@ -409,7 +409,7 @@ class InOrder(Running):
 
     def advance_prefills(self, preempt: Preempt) -> Advance:
         """As `advance`, only for rows with a partial prefill."""
-        return self._settle(*self.wants(with_drafts=False, only_prefills=True), preempt)
+        return self._distribute_and_commit(*self.wants(with_drafts=False, only_prefills=True), preempt)
 
     def advance_decodes(self, in_flight: bool, preempt: Preempt, *, was_preempted: bool) -> Advance:
         """As `advance`, only for rows without a partial prefill. No drafts are verified if a request was preempted in
@@ -419,9 +419,9 @@ class InOrder(Running):
             return self.advance(in_flight, preempt)
         lacks, want = self.wants(with_drafts=not was_preempted)
         want[(batch.flags[batch.members.rows] & PREFILLING) != 0] = 0
-        return self._settle(lacks, want, preempt)
+        return self._distribute_and_commit(lacks, want, preempt)
 
-    def _share_out(
+    def _distribute(
         self, lacks: Int64Array, want: Int64Array, preempt: Preempt
     ) -> tuple[Int64Array, Int64Array, IntArray, bool]:
         members = self._batch.members
@@ -437,20 +437,22 @@ class InOrder(Running):
         if total <= self._kv.pool.num_free:
             return granted, needed, self._grow(members, needed, granted), False
         if self._give_up_drafts(members.rows, lacks, want):
-            return self._share_out(lacks, want, preempt)
-        return self._walk(want, preempt)
+            return self._distribute(lacks, want, preempt)
+        return self._distribute_row_by_row(want, preempt)
 
-    def _walk(self, want: Int64Array, preempt: Preempt) -> tuple[Int64Array, Int64Array, IntArray, bool]:
+    def _distribute_row_by_row(
+        self, want: Int64Array, preempt: Preempt
+    ) -> tuple[Int64Array, Int64Array, IntArray, bool]:
         """Distribute tokens and blocks row by row, in admission order, while budget remains. Each row takes its blocks
         before the next row is considered."""
         batch, kv, members = self._batch, self._kv, self._batch.members
         position = {row: index for index, row in enumerate(members.rows.tolist())}
         granted = np.zeros_like(want)
         blocks: list[IntArray] = [NO_BLOCKS] * len(want)
-        gone: set[int] = set()
+        preempted: set[int] = set()
         budget, slots = self._budget.tokens, self._max_rows
         for index in want.nonzero()[0].tolist():
-            if index in gone:
+            if index in preempted:
                 continue
             is_beyond = budget <= 0 or slots <= 0
             if is_beyond and not self._looks_ahead:
@@ -458,19 +460,19 @@ class InOrder(Running):
             row = members.rows[index : index + 1]
             tokens = want[index : index + 1] if is_beyond else np.minimum(want[index : index + 1], budget)
             needed = self.blocks_needed(tokens, row)
-            while index not in gone and needed[0] > kv.pool.num_free:
+            while index not in preempted and needed[0] > kv.pool.num_free:
                 num_missing = int(needed[0]) - kv.pool.num_free
                 victim = position[self._preempt_for(int(row[0]), num_missing, preempt)]
-                gone.add(victim)
+                preempted.add(victim)
                 budget, slots = budget + int(granted[victim]), slots + int(granted[victim] > 0)
                 granted[victim], blocks[victim] = 0, NO_BLOCKS
-            if is_beyond or (index in gone and self._own_preemption_ends):
+            if is_beyond or (index in preempted and self._own_preemption_ends):
                 break
-            if index in gone:
+            if index in preempted:
                 continue
             granted[index] = tokens[0]
             if needed[0]:
                 blocks[index] = kv.grow(batch, row, needed, batch.num_computed_tokens[row] + tokens)
             budget, slots = budget - int(tokens[0]), slots - 1
         counts = np.array([len(new) for new in blocks], dtype=np.int64)
-        return granted, counts, np.concatenate([NO_BLOCKS, *blocks]), bool(gone)
+        return granted, counts, np.concatenate([NO_BLOCKS, *blocks]), bool(preempted)

@@ -150,7 +150,7 @@ class Update:
         since."""
         at, runs = checked_runs(output, result, drafts)
         step.result_arrived()
-        ends = self._errors(output, result) + self._completions(output, result)
+        ends = self._ends_by_error(output, result) + self._ends_by_completion(output, result)
         kept = np.zeros(output.num_rows, dtype=np.int64)
         live = self._batch.serial[output.rows[at]] == output.serials[at]
         which, of_live = at, runs
@@ -167,7 +167,7 @@ class Update:
             request = output.requests[row_index]
             if not request.is_finished and request.serial == output.serials[row_index]:
                 num_drafts = 0 if drafts is None else int(drafts[row_index])
-                kept[row_index], end = self._deliver(request, num_drafts, runs.run(index))
+                kept[row_index], end = self._append_without_row(request, num_drafts, runs.run(index))
                 ends += [(row_index, end)] if end is not None else []
         if result.unsampled:
             self._sample_again(output, result, now)
@@ -235,7 +235,7 @@ class Update:
             return _cut_at_stops(live.requests, newest, runs, done)
         return runs, []
 
-    def _deliver(self, request: Request, num_drafts: int, run: list[int]) -> tuple[int, End | None]:
+    def _append_without_row(self, request: Request, num_drafts: int, run: list[int]) -> tuple[int, End | None]:
         """Append the run of a request that was preempted or parked while the step was in flight; returns the number of
         kept tokens, and the end of the request, if any."""
         length, end = _cut_at_stop(request, request.num_tokens, run)
@@ -254,7 +254,7 @@ class Update:
         requests = [(output.requests[index], output.serials[index]) for index in sorted(result.unsampled)]
         self._table.sample_again([r for r, serial in requests if not r.is_finished and r.serial == serial], now)
 
-    def _completions(self, output: SchedulerOutput, result: StepResult) -> Ends:
+    def _ends_by_completion(self, output: SchedulerOutput, result: StepResult) -> Ends:
         """The ends of requests that sample nothing and whose prompts this step completes."""
         ends: Ends = []
         for index in output.completes.tolist():
@@ -268,7 +268,7 @@ class Update:
             ends.append((index, End(request, FinishReason.STOP)))
         return ends
 
-    def _errors(self, output: SchedulerOutput, result: StepResult) -> Ends:
+    def _ends_by_error(self, output: SchedulerOutput, result: StepResult) -> Ends:
         """The ends of requests whose rows have an error in the result. The KV that they computed in this and later
         steps is removed from the caches."""
         ends: Ends = []
