@@ -81,7 +81,7 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
     Raises:
         OSError: the file cannot be opened or read, is not a regular file, or is larger than `max_bytes`.
     """
-    return _whole(open_regular(path), path, max_bytes)
+    return _read_at_most(open_regular(path), path, max_bytes)
 
 
 def read_input(path: Path, max_bytes: int = MAX_SETTINGS) -> bytes:
@@ -90,7 +90,7 @@ def read_input(path: Path, max_bytes: int = MAX_SETTINGS) -> bytes:
     Raises:
         OSError: as in `open_input`, or the content is larger than `max_bytes`.
     """
-    return _whole(open_input(path), path, max_bytes)
+    return _read_at_most(open_input(path), path, max_bytes)
 
 
 def cache_home() -> pathlib.Path:
@@ -153,7 +153,7 @@ def _wait_for_data(file: io.FileIO, path: Path) -> None:
         poll.poll()
 
 
-def _whole(file: io.FileIO, path: Path, max_bytes: int) -> bytes:
+def _read_at_most(file: io.FileIO, path: Path, max_bytes: int) -> bytes:
     with file:
         pieces, left = [], max_bytes + 1
         while left and (piece := file.read(min(left, 2**20))):

@@ -42,7 +42,7 @@ def test_imported_names_exist(script: str) -> None:
 @pytest.mark.parametrize(
     ("num_slow", "missed", "not_measured"), [(0, 0, 0), (8, 1, 0), (4, 0, 1)], ids=["equal", "slower", "unclear"]
 )
-def test_checkouts_are_judged_by_the_interval_of_the_mean(
+def test_checkouts_are_compared_by_the_interval_of_the_mean(
     monkeypatch: pytest.MonkeyPatch, num_slow: int, missed: int, not_measured: int
 ) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
@@ -59,7 +59,7 @@ def test_checkouts_are_judged_by_the_interval_of_the_mean(
 
 
 @pytest.mark.e2e
-def test_the_other_path_must_be_a_checkout(tmp_path: Path) -> None:
+def test_a_path_to_compare_with_must_be_a_checkout(tmp_path: Path) -> None:
     done = subprocess.run([*OVERHEAD, "--against", str(tmp_path)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert f"{tmp_path} has no pointsman to import" in done.stderr
@@ -67,7 +67,7 @@ def test_the_other_path_must_be_a_checkout(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.e2e
-def test_two_checkouts_are_measured() -> None:
+def test_overhead_of_two_checkouts_is_measured() -> None:
     command = [*OVERHEAD, "--against", str(BENCHMARKS.parent), "--rounds", "2", "--starts", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -111,7 +111,7 @@ def test_a_recording_is_cut_into_the_runs_of_a_server(monkeypatch: pytest.Monkey
 @pytest.mark.long
 @pytest.mark.e2e
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_quick_form(script: str) -> None:
+def test_every_benchmark_runs_in_its_quick_form(script: str) -> None:
     """The output ends with one JSON line. Targets are not checked: other tests run on the same cores."""
     command = [sys.executable, str(BENCHMARKS / script), "--quick"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=BENCHMARKS.parent)

@@ -72,7 +72,7 @@ def test_every_test_file_belongs_to_one_part() -> None:
 # ---------------------------------------------------------------------- forms
 
 
-def test_short_form(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_short_form_has_fixed_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, SHORT)
     assert list(seeds(3, 10)) == [0, 1, 2]
     assert list(seeds(3, 10, kept=(17,))) == [0, 1, 2, 17]

@@ -101,7 +101,7 @@ def run_all(parts: list[Part], seconds: float = 60.0, **options: Any) -> list[Re
 # ----------------------------------------------------------------------------------------------------------- options
 
 
-def test_only_accepts_letters_and_names() -> None:
+def test_the_only_option_accepts_letters_and_names_of_parts() -> None:
     assert make_parser(PARTS).parse_args(["--only", "b, kernels"]).only == ["b", "a"]
     assert make_parser(PARTS).parse_args([]).only is None
 
@@ -151,7 +151,7 @@ def test_parts_run_in_the_order_of_their_importance() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_a_missing_gpu_is_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_gpu_is_reported_before_any_part_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--only", "a"]) == 2
     assert "--device is cuda, and PyTorch finds no GPU; --device cpu --tiny" in capsys.readouterr().out
 
@@ -159,7 +159,7 @@ def test_a_missing_gpu_is_reported_at_once(capsys: pytest.CaptureFixture[str]) -
 # --------------------------------------------------------------------------------------------------------- processes
 
 
-def test_a_failing_part_does_not_stop_the_others(own: Callable[..., list[Part]]) -> None:
+def test_a_failing_part_does_not_stop_other_parts(own: Callable[..., list[Part]]) -> None:
     good, raising, wrong, last = run_all(own("good", "raising", "wrong", "good"), tiny=True)
     assert [each.status for each in (good, raising, wrong, last)] == ["passed", "failed", "failed", "passed"]
     assert raising.found.figures == {"before": 1} and "the reason of the failure" in raising.log
@@ -205,7 +205,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_parts_share_the_time_of_all(own: Callable[..., list[Part]]) -> None:
+def test_all_parts_together_have_one_time_limit(own: Callable[..., list[Part]]) -> None:
     slow, good = run_all(own("slow", "good"), seconds=1.0)
     assert slow.status == "killed" and good.status == "not run" and not good.found.figures
 
@@ -234,7 +234,7 @@ def test_kernels_are_interpreted_on_a_cpu_alone() -> None:
 # ------------------------------------------------------------------------------------------------------------ report
 
 
-def test_the_file_is_written_after_each_part(own: Callable[..., list[Part]], tmp_path: Path) -> None:
+def test_the_results_file_is_written_after_each_part(own: Callable[..., list[Part]], tmp_path: Path) -> None:
     """A reader sees the first part while the second runs, and never half a file."""
     out, seen = tmp_path / "check.json", []
 
@@ -258,7 +258,7 @@ def test_the_file_is_written_after_each_part(own: Callable[..., list[Part]], tmp
     assert final["parts"]["b"]["figures"] == {"before": 1} and final["gpu_check"]["device"] == "cpu"
 
 
-def test_it_ends_with_tables_and_one_line_of_json(
+def test_the_check_ends_with_tables_and_one_line_of_json(
     own: Callable[..., list[Part]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--device", "cpu", "--tiny", "--only", "b"], own("raising", "good")) == 0
@@ -337,7 +337,7 @@ def test_shapes_have_the_sizes_of_the_named_models() -> None:
     assert decode_bytes(model_shape("Qwen/Qwen3-8B"), 1024) == pytest.approx(2 * 7.57e9 + 1024 * 147456, rel=0.01)
 
 
-def test_ceilings_are_those_of_work_that_was_done() -> None:
+def test_ceilings_are_computed_from_the_work_that_was_done() -> None:
     assert 1e8 < measure_bandwidth("cpu", tiny=True) < 1e12
     assert 1e6 < measure_product("cpu", tiny=True) < 1e14
 
@@ -433,14 +433,14 @@ def test_the_plain_backend_passes_the_check_of_kernels(case: kernels.Case, dtype
 
 
 @pytest.mark.parametrize("fault", ["window", "softcap", "sinks", "rows", "write", "tails"])
-def test_the_check_of_kernels_sees_each_fault(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_of_kernels_detects_each_planted_fault(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Broken, "fault", fault)
     outcome = kernels.check_case(Broken, CASES[1], "float32", "cpu", tiny=True)
     assert outcome.wrong, fault
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_check_of_sampling_sees_other_tokens(dtype: str) -> None:
+def test_the_check_of_sampling_detects_wrong_tokens(dtype: str) -> None:
     def right(logits: torch.Tensor, batch: Any) -> tuple[Any, Any]:
         return choose_anywhere(logits.float(), batch)
 

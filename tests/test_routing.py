@@ -76,7 +76,7 @@ def common(one: bytes, other: bytes) -> int:
     return number // BLOCK
 
 
-def test_prefixes_stay_together_and_new_ones_spread() -> None:
+def test_equal_prefixes_share_an_engine_and_new_prefixes_spread() -> None:
     router = Router(2, block_size=4, num_blocks=1000)
     homes = {}
     for number in range(10):

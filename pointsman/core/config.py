@@ -109,8 +109,9 @@ class SchedulerConfig(metaclass=Documented):
     long_prefill_token_threshold_adaptive: Annotated[
         bool, Option(_STEPS, "Whether the threshold is at least a fair share of the budget")
     ] = False
-    """Whether the threshold is at least a fair share of the budget: `max_num_batched_tokens` divided by the number of
-    queued and running requests. A long prompt then slows down only while other requests need the budget."""
+    """Whether `long_prefill_token_threshold` is at least a fair share of the budget: `max_num_batched_tokens` divided
+    by the number of queued and running requests. A long prompt then slows down only while other requests need the
+    budget."""
     max_num_partial_prefills: Annotated[
         int | None,
         AtLeast(1),
@@ -140,8 +141,8 @@ class SchedulerConfig(metaclass=Documented):
         Option(_STEPS, "mixed (continuous), or static for comparison"),
     ] = "mixed"
     """"mixed": requests join and leave at every step. "prefill-first": a step computes prompts, partial prefills before
-    new ones; it decodes (one token for each request) only if there are no prompts. "static": requests are admitted only
-    when no request runs (for comparison)."""
+    new prompts; a step without prompts decodes one token for each request. "static": requests are admitted only when no
+    request runs (for comparison)."""
 
     order: Annotated[
         str | Order,
@@ -292,7 +293,7 @@ class SchedulerConfig(metaclass=Documented):
     pad_first_decodes: bool = False
     """Whether a request whose first step computes a single token also verifies `num_draft_tokens` placeholders
     (`UNSAMPLED`, which no host accepts), unless that step continues a prefill, or a limit on drafts cuts them. All rows
-    of the step then have equally many tokens, which graphs captured for uniform decodes need."""
+    of the step then have equally many tokens, as graphs captured for uniform decodes require."""
 
     kv_load_failure_policy: Annotated[
         Literal["recompute", "fail"],
@@ -353,7 +354,8 @@ class SchedulerConfig(metaclass=Documented):
 
     # The remaining fields are for presets that reproduce other systems.
     first_chunk_only: bool = False
-    """Whether only the first request of a step may be cut to the budget; any other must fit the remaining budget."""
+    """Whether only the first request of a step may be cut to the budget; all tokens of any other request must fit the
+    remaining budget."""
     admission_charge: Literal["uncached", "whole-fits", "whole"] = "uncached"
     """Which tokens of a request must fit the budget, and which tokens are charged to the budget. "uncached": the tokens
     that the request computes must fit, and are charged. "whole-fits": all known tokens must fit, and so must their
@@ -395,7 +397,7 @@ class SchedulerConfig(metaclass=Documented):
             raise ConfigError(f"no preset is called {name!r}; choose one of {', '.join(presets)}")
         values = {**presets[name], **overrides}
         if values.get("enable_prefix_caching") is False and "share_within_step" not in overrides:
-            values.pop("share_within_step", None)  # has no effect without the prefix cache
+            values.pop("share_within_step", None)  # set by the preset; it has no effect without the cache
         if values.get("full_sequence_must_fit") is False and "count_owed_blocks" not in overrides:
             values.pop("count_owed_blocks", None)
         return cls(**values)
@@ -487,7 +489,7 @@ class SchedulerConfig(metaclass=Documented):
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON-ready values; a policy object is represented by its name."""
-        return {name: _written(knob, getattr(self, name)) for name, knob in scheduler_knobs().items()}
+        return {name: _json_value(knob, getattr(self, name)) for name, knob in scheduler_knobs().items()}
 
     def _check_ranges(self) -> None:
         for name, knob in scheduler_knobs().items():
@@ -531,8 +533,8 @@ class SchedulerConfig(metaclass=Documented):
             )
         if self.eviction != "lru" and not self.enable_prefix_caching:
             raise ConfigError(
-                f"eviction is {_named(self.eviction)!r}, and enable_prefix_caching is off, so no block is cached; turn "
-                "prefix caching on, or leave it at its default"
+                f"eviction is {_policy_name(self.eviction)!r}, and enable_prefix_caching is off, so no block is "
+                "cached; turn prefix caching on, or leave it at its default"
             )
         if self.count_common_prefix and not self.enable_prefix_caching:
             raise ConfigError(
@@ -647,16 +649,16 @@ def scheduler_knobs() -> Mapping[str, Knob]:
     return declared_in(SchedulerConfig)
 
 
-def _written(knob: Knob, value: Any) -> Any:
+def _json_value(knob: Knob, value: Any) -> Any:
     """A knob's value for JSON."""
     if knob.is_list_of_policies:
-        return [_named(policy) for policy in value]
-    return _named(value) if knob.policy is not None else value
+        return [_policy_name(policy) for policy in value]
+    return _policy_name(value) if knob.policy is not None else value
 
 
-def _named(policy: Any) -> Any:
-    """A policy's name for JSON. The parameters of an object are unknown, so the name alone would not recreate it: if
-    the policy takes parameters, the name gets a suffix."""
+def _policy_name(policy: Any) -> Any:
+    """A policy's name for JSON. The parameters of an object are unknown, so the name alone would not recreate the
+    object: if the policy takes parameters, the name gets a suffix."""
     if policy is None or isinstance(policy, str):
         return policy
     return f"{policy.name} (object)" if getattr(policy, "parameters", ()) else policy.name

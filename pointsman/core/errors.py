@@ -14,7 +14,7 @@ class RequestRefused(PointsmanError, ValueError):
 
 
 class DuplicateRequest(PointsmanError, ValueError):
-    """A request id that is still in use: no scheduler output has reported its request finished."""
+    """A request id that is still in use: no scheduler output has reported that its request finished."""
 
 
 class UnknownRequest(PointsmanError, KeyError):

@@ -76,10 +76,10 @@ Range: TypeAlias = AtLeast | ShareOf | Seconds
 
 @dataclass(frozen=True, slots=True)
 class PolicyOf:
-    """A policy of one kind, or a list of them."""
+    """The range of a knob that is a policy, or a list of policies, of one kind."""
 
     kind: str
-    """A key of `KINDS` in `core/policy/registry.py`."""
+    """Kind of the policy: a key of `KINDS` in `core/policy/registry.py`."""
 
     def check(self, given: object) -> None:
         """Raise a ConfigError if the registry has no such policy."""
@@ -126,7 +126,7 @@ class Tried:
     rank: float = math.inf
     """Position of the knob among the settings of a search, which tries the settings with the largest effect first."""
     first: tuple[Any, ...] = ()
-    """Values that a search first combines with the first values of all other settings; (): only the default."""
+    """Values that a search first tries in all combinations with those of other settings; (): only the default."""
 
 
 # ---------------------------------------------------------------------- knobs
@@ -165,15 +165,15 @@ class Knob:
             return
         if bool in self.kinds:
             if not isinstance(value, bool) and value not in self.words:
-                raise ConfigError(f"{self.name} is {value!r}; it must be {_either('True', 'False', *self._quoted)}")
+                raise ConfigError(f"{self.name} is {value!r}; it must be {_in_words('True', 'False', *self._quoted)}")
         elif value in self.words:
             return
         elif self.words and not self.kinds:
-            raise ConfigError(f"{self.name} is {value!r}; choose {_either(*self._quoted)}")
+            raise ConfigError(f"{self.name} is {value!r}; choose {_in_words(*self._quoted)}")
         elif self.words and isinstance(value, str):
             counted = self.range.of if isinstance(self.range, AtLeast) else ""
             number = f"a number of {counted}" if counted else "a number"
-            raise ConfigError(f"{self.name} is {value!r}; give {number}, or {_either(*self._quoted)}")
+            raise ConfigError(f"{self.name} is {value!r}; give {number}, or {_in_words(*self._quoted)}")
         elif self.range is not None:
             self.range.check(self.name, value)
 
@@ -202,18 +202,18 @@ def _knob(field: Field[Any], hint: Any) -> Knob:
         ),
         words=tuple(word for each in members if get_origin(each) is Literal for word in get_args(each)),
         is_optional=NoneType in members,
-        range=_of_type(Range, declared),
-        policy=_of_type(PolicyOf, declared),
-        option=_of_type(Option, declared),
-        tried=_of_type(Tried, declared),
+        range=_first_of_type(Range, declared),
+        policy=_first_of_type(PolicyOf, declared),
+        option=_first_of_type(Option, declared),
+        tried=_first_of_type(Tried, declared),
     )
 
 
-def _of_type(kind: Any, declared: tuple[Any, ...]) -> Any:
+def _first_of_type(kind: Any, declared: tuple[Any, ...]) -> Any:
     return next((each for each in declared if isinstance(each, kind)), None)
 
 
-def _either(*choices: str) -> str:
+def _in_words(*choices: str) -> str:
     """The choices as a list in words: "a, b or c"."""
     *others, last = choices
     return f"{', '.join(others)} or {last}" if others else last

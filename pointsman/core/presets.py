@@ -16,7 +16,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "default": {},
     # Batches without joining requests, for comparison.
     "static": {"batching": "static"},
-    # Short steps: few requests share a step, and a prompt's chunk delays the next tokens of others only a little.
+    # Short steps: few requests share a step, and a prompt's chunk delays other requests' next tokens only a little.
     "low-latency": {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "enable_chunked_prefill": True},
     # Full steps: weights are read once for many tokens, and each request waits longer for its next token.
     "high-throughput": {
@@ -40,7 +40,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 _PREFILL_FIRST: dict[str, Any] = {
     "batching": "prefill-first",
-    "max_num_active_seqs": NO_LIMIT,  # max_num_seqs limits a step there; only the pool limits the running requests
+    "max_num_active_seqs": NO_LIMIT,  # there, max_num_seqs limits a step; only the pool limits the running requests
     "first_chunk_only": True,
     "order": "fcfs-front",
     "shortage": "in-order",

@@ -185,7 +185,7 @@ class Recorder(Listener):
 
     @property
     def state(self) -> RecordingState:
-        """The state of the recording so far."""
+        """The current state of the recording."""
         return RecordingState(self._file.ended_by, self._file.num_waiting_bytes)
 
     def on_call(self, event: Call) -> None:

@@ -1,4 +1,4 @@
-"""The scheduler: decides which requests run in each step, and how many tokens each advances.
+"""The scheduler: decides which requests run in each step, and how many tokens of each request the step computes.
 
     output = scheduler.schedule(now)                 decide, and commit the decision
     result = host.execute(output)                    the only part that differs between hosts
@@ -6,11 +6,11 @@
              scheduler.propose(output, ...)          optional: drafts, to be verified in the next step
 
 `schedule` and `update` are here, with their parts in order. The parts are in `step/`, the choice of requests in
-`policy/`, the allocation of blocks in `kv/`, the state that all work on in `state/`.
+`policy/`, the allocation of blocks in `kv/`, the state that all parts share in `state/`.
 
-There is no prefill phase and no decode phase (unless `batching` asks for them): each request's `num_computed_tokens`
-chases its `num_tokens`, and a prefill chunk is a long prompt cut to the budget. The scheduler reads no clock and no
-random number; the same calls give the same decisions. One thread owns it.
+There is no prefill phase and no decode phase (unless `batching` is "prefill-first"): each request's
+`num_computed_tokens` chases its `num_tokens`, and a prefill chunk is a long prompt cut to the budget. The scheduler
+reads no clock and no random number; the same calls give the same decisions. One thread owns it.
 
 A host writes to no object that it gets from here. Outputs, updates and requests are read-only; the host may keep them,
 and only the scheduler's methods change them (`set_priority`, `extend`, `park`, ...). A view (`block_table`) is valid
@@ -68,14 +68,15 @@ class Scheduler:
 
     Args:
         config: all knobs.
-        recorder: writes every call and every decision, so that a replay can repeat them; None: no recording until
-            `start_recording`.
-        connector: saves KV outside the pool and loads it, see `kv/connector.py`; None: KV stays in the pool.
-        kv_cache: owner of the KV blocks, see `kv/cache.py`; None: the scheduler, in one pool of equal blocks.
-        listeners: get every decision, see `state/events.py`.
-        start: first step number and admission number; a replay takes them from the recording.
-        check_guaranteed_steps: after `advance`, compare the `guaranteed_steps` of the policies with their decisions,
-            and raise `PolicyError` where these differ; for tests of policies.
+        recorder: object that writes every call and every decision, so that a replay can repeat them; None: no recording
+            until `start_recording`.
+        connector: object that saves KV outside the pool and loads it back, see `kv/connector.py`; None: KV stays in the
+            pool.
+        kv_cache: owner of the KV blocks, see `kv/cache.py`; None: the scheduler owns them, in one pool of equal blocks.
+        listeners: objects that are notified of every decision, see `state/events.py`.
+        start: first step number and admission number; a replay reads both numbers from the recording.
+        check_guaranteed_steps: whether `advance` compares the policies' `guaranteed_steps` with the policies'
+            decisions, and raises `PolicyError` if they differ; for tests of policies.
 
     Raises:
         ConfigError: the configuration names a policy that does not exist, or needs a connector and there is none.
@@ -129,7 +130,7 @@ class Scheduler:
         check_guaranteed_steps: bool = False,
     ) -> None:
         self._check_guaranteed_steps = check_guaranteed_steps
-        self._now = -inf  # of the newest call
+        self._now = -inf  # time of the newest call
         self._config = config
         self._statistics = Statistics(config.num_draft_tokens)
         self._events = Events(lambda request, reason: find_holder(request, reason, self._parts))
@@ -144,7 +145,8 @@ class Scheduler:
             recorder.start(config, start._replace(replaced=self.replaced_policies), self.policies, answers)
 
     def _assemble(self, start: Start, connector: KVConnector | None = None) -> None:
-        """Create all parts for the current configuration; statistics and listeners stay."""
+        """Create all parts of the scheduler for the current configuration, except statistics and listeners, which are
+        kept."""
         config, events = self._config, self._events
         log = [RequestLog()] if config.log_request_events else []
         events.set([self._statistics, *log, *self._listeners])
@@ -178,7 +180,7 @@ class Scheduler:
     # ------------------------------------------------------------------ the step
 
     def schedule(self, now: float) -> SchedulerOutput:
-        """Decide what runs in the next step, and commit to it.
+        """Decide how many tokens of which requests the next step computes, and commit the decision.
 
         A row may read blocks that another row writes in the same step: the host writes a layer's KV for all rows before
         any row attends, or sets `share_within_step=False`.
@@ -186,9 +188,9 @@ class Scheduler:
         Raises:
             StepOrderError: `max_steps_in_flight` outputs already wait for their update.
             ClockError: `now` is earlier than the time of an earlier `schedule` or `update`.
-            PolicyError: a policy of another package raised, or broke its contract. The step is void, as by `fail`;
-                preemptions before that remain valid. Call again: after `max_policy_failures` such steps the default of
-                its kind decides in the policy's place.
+            PolicyError: a policy of another package raised, or broke its contract. The step is void, as after `fail`;
+                preemptions before the error remain valid. Call again: after `max_policy_failures` such steps the
+                default policy of the same kind replaces the failing policy.
         """
         step = self._open_step(now)
         try:
@@ -213,8 +215,8 @@ class Scheduler:
         return output
 
     def schedule_again(self, now: float) -> SchedulerOutput:
-        """Call `schedule` until no policy fails in it, for a host that can repeat a failed step at once. A policy that
-        keeps failing is replaced.
+        """Call `schedule` until no policy fails in it, for a host that can repeat a failed step immediately. A policy
+        that keeps failing is replaced.
 
         Raises:
             StepOrderError: as in `schedule`.
@@ -270,7 +272,7 @@ class Scheduler:
         return self._emission.emit(step)
 
     def _paused_step(self, step: StepRecord) -> SchedulerOutput:
-        """A step of a pause: no row advances; the admission notes why the head of the queue waits."""
+        """A step during a pause: no row advances; `Admission` records why the head of the queue waits."""
         step.advanced(self._running.rest())
         self._admission.admit(step)
         return self._emission.emit(step)
@@ -298,14 +300,14 @@ class Scheduler:
         # 3. Free: requests that stop finish, and release their blocks.
         if ends:
             self._update.finish(fields, ends, now)
-        # 4. Close: the step is over, and rows that waited for it may be reused.
+        # 4. Close: the step is no longer in flight, and rows that were fenced until its update may be reused.
         records.popleft()
         self._drafts.updated(step.step_id)
         if self._batch.fenced_rows:
             self._batch.fence_passed(step.step_id)
         if not records:
             self._kv.log_to(None)
-        # 5. Report, read-only.
+        # 5. Report: seal the update, and notify listeners.
         fields.token_ids.setflags(False)  # type: ignore[call-arg]
         update = sealed_as(StepUpdate, fields)
         for method in self._events.updated:
@@ -315,21 +317,21 @@ class Scheduler:
         return update
 
     def propose(self, output: SchedulerOutput, token_ids: Integers, counts: Integers, now: float) -> int:
-        """Propose drafts: the tokens that the host expects next for the rows of an updated output. Their next step
-        verifies them. They replace earlier proposals.
+        """Propose drafts: the tokens that the host expects next for the rows of an updated output. The next step of
+        these rows verifies the drafts. Drafts replace earlier drafts of the same rows.
 
         Args:
-            output: the step that was updated last. For an older one the proposal is stale and is dropped.
+            output: the output that was updated last. A proposal for an older output is stale and is dropped.
             token_ids: the drafts of all rows, one row after the other; an int32 array is fastest.
             counts: [output.num_rows] number of drafts of each row, 0 to `num_draft_tokens`. Drafts beyond a token limit
                 are dropped, and so are drafts of rows that no longer decode or that have further samples in flight.
 
         Returns:
-            The number of drafts that were kept for these rows.
+            The number of drafts that were kept.
 
         Raises:
             StepOrderError: `output` has not been updated.
-            ProposalError: the arguments do not fit the output. Nothing was kept.
+            ProposalError: the arguments do not fit the output. No draft was kept.
         """
         kept = self._drafts.propose(output, token_ids, counts, len(self._steps.records) > 0)
         if self._events.called:
@@ -340,10 +342,10 @@ class Scheduler:
     def fail(self, output: SchedulerOutput, now: float) -> None:
         """Void a step that could not be executed, and every later step in flight.
 
-        Requests admitted since then return to their places in the queue; the others are rewound and keep their blocks.
-        Blocks published since leave the prefix cache, and embeddings computed since leave the encoder cache.
-        Preemptions and finished requests remain valid; the next output reports them again, with the full block table of
-        every row.
+        Requests that a void step admitted return to their places in the queue; other requests are rewound and keep
+        their blocks. Blocks that a void step published leave the prefix cache, and embeddings that it computed leave
+        the encoder cache. Preemptions and finished requests remain valid; the next output reports them again, with the
+        full block table of every row.
 
         Raises:
             StepOrderError: `output` is not in flight.
@@ -356,13 +358,13 @@ class Scheduler:
             send(self._events.called, Call("fail", now, {"output": output}))
 
     def _void(self, void: list[StepRecord], now: float) -> None:
-        """Roll back steps, newest first, that are no longer in flight or never were."""
+        """Roll back steps, newest first, that were removed from the steps in flight or never entered them."""
         roll_back(void, self._steps, self._batch, self._kv, self._table, self._encoder, self._loading, now)
         self._kv.drop_unpublished()
         self._admission.forget()
         self._emission.resync()
 
-    # ------------------------------------------------------------------ many steps at once
+    # ------------------------------------------------------------------ many steps in one call
 
     def horizon(self, limit: int = MAX_INT) -> int:
         """The old name of `guaranteed_steps`."""
@@ -373,7 +375,7 @@ class Scheduler:
         """Number of the next steps, at most `limit`, that are guaranteed to be plain decodes: every running request
         decodes one token, and nothing else happens. The guarantee holds if only `advance` is called and no token stops
         a request. 0: the next step must be scheduled. Also 0 while a step is in flight, a listener needs every step, or
-        a policy fails: then `schedule` raises, and this method does not.
+        a policy fails: then `schedule` raises the error, and this method does not.
         """
         if not self._guards:
             return self._fast_forward.guaranteed_steps(limit)
@@ -392,16 +394,16 @@ class Scheduler:
         token_ids: Integers,
         last_token_ids: Integers | None = None,
     ) -> StepUpdate:
-        """Decide and apply several steps at once, one for each end in `times`. The state is then as after the same
-        number of calls of `schedule` and `update`. No outputs are made, and all that they would report counts as
-        reported.
+        """Decide and apply several steps in one call, one step for each end time in `times`. The state is then as after
+        the same number of calls of `schedule` and `update`. No `SchedulerOutput` is created; everything that the
+        outputs would report counts as reported.
 
         Args:
-            times: [steps + 1] seconds: the time at which the first step is scheduled, then the end of each step, at
-                which it is updated and the next one is scheduled.
+            times: [steps + 1] seconds: the time at which the first step is scheduled, then the end time of each step,
+                at which the step is updated and the next step is scheduled.
             token_ids: the sampled tokens: [rows], the same in each step, or [steps, rows]. Rows are the running
                 requests in admission order. Only the last step's tokens may stop requests.
-            last_token_ids: [rows] the last step's tokens, if they differ.
+            last_token_ids: [rows] sampled tokens of the last step; None: those in `token_ids`.
 
         Returns:
             The update of the last step.
@@ -409,7 +411,8 @@ class Scheduler:
         Raises:
             StepOrderError: not all of these steps are guaranteed plain decodes, see `guaranteed_steps`. Nothing has
                 changed.
-            StepResultError: the tokens do not fit, or one stops its request too early. Nothing has changed.
+            StepResultError: a token array has a wrong shape or type, or a token stops a request before the last step.
+                Nothing has changed.
         """
         first = self._next_step_id
         update, run = self._fast_forward.advance(first, times, token_ids, last_token_ids)
@@ -449,7 +452,7 @@ class Scheduler:
         )
 
     def _choose_parts(self) -> None:
-        """Choose the parts of a step, by `batching` and pause."""
+        """Choose the method that runs the parts of a step, by `batching` and the pause mode."""
         self._run_parts: Callable[[StepRecord], SchedulerOutput] = self._paused_step
         if self.pause_mode is not PauseMode.ALL:
             is_mixed = self._config.batching != "prefill-first"
@@ -464,7 +467,7 @@ class Scheduler:
         victims = self._priority_preemption.choose(head)
         for request in victims:
             table.preempt(request, PreemptionCause.DISPLACED, Need(head, 0, ""), step.now)
-        if victims and self._budget.policies:  # their tokens are free for the others
+        if victims and self._budget.policies:  # the victims' tokens return to the step's budget
             self._budget.open_step(self._view)
         step.preempted_for(head if victims else None)
 
@@ -474,8 +477,9 @@ class Scheduler:
         """Queue a request, or park it until `ready`.
 
         Raises:
-            RequestRefused: it could never run; its status is then FINISHED_REFUSED, and it is not kept.
-            DuplicateRequest: its id is in use.
+            RequestRefused: the request could never run; its status is then FINISHED_REFUSED, and the scheduler does not
+                keep it.
+            DuplicateRequest: the request's id is in use.
         """
         self._table.require_free_id(request.request_id)
         park = None if park is None else ParkReason(park)
@@ -507,10 +511,10 @@ class Scheduler:
         Args:
             token_ids: the tokens of the part; may be empty if it is the last.
             more: whether further parts follow.
-            max_tokens: maximum number of tokens to generate before the next part is taken; 0: the part is only
-                computed.
-            encoder_inputs: the encoder inputs of the part, as for `Request`; their placeholders are counted from the
-                part's first token.
+            max_tokens: maximum number of tokens to generate before the next part is appended; 0: only compute the
+                part's KV.
+            encoder_inputs: the encoder inputs of the part, as for `Request`; positions of placeholders are counted from
+                the part's first token.
 
         Raises:
             UnknownRequest, InvalidTransition: there is no such request, or its prompt is complete.
@@ -524,7 +528,8 @@ class Scheduler:
         return request
 
     def abort(self, request_id: str, now: float) -> Request | None:
-        """Abort a request in any state; as `finish`, which returns the same."""
+        """Abort a request in any state; returns the request, or None if no unfinished request has this id.
+        See `finish`."""
         return self.finish(request_id, FinishReason.ABORT, now)
 
     def finish(
@@ -537,12 +542,13 @@ class Scheduler:
         detail: str = "",
         stop_reason: int | str | None = None,
     ) -> Request | None:
-        """Finish a request for the host's own reason, such as a stop string. None: unknown, or finished already.
+        """Finish a request for the host's own reason, such as a stop string; returns the request, or None if no
+        unfinished request has this id.
 
         The request is in `finished` of the next output, and in no `StepUpdate.finished`. Its id is in use until then.
         If a step in flight has a row of it, the result still has tokens for that row, and they are dropped.
 
-        `keep_tokens` cuts its output to that number of tokens.
+        `keep_tokens`: number of output tokens to keep; None: all.
         """
         request = self._table.get(request_id)
         if request is None:
@@ -558,8 +564,8 @@ class Scheduler:
         return request
 
     def park(self, request_id: str, reason: ParkReason, now: float) -> None:
-        """Make a request wait for something other than capacity. It keeps its place and holds no blocks; a running
-        request releases its blocks as in a preemption.
+        """Make a request wait for something other than capacity. A parked request keeps its order among waiting
+        requests and holds no blocks; a running request first releases its blocks as in a preemption.
 
         Raises:
             UnknownRequest: no such request, or it has finished.
@@ -570,11 +576,11 @@ class Scheduler:
             send(self._events.called, Call("park", now, {"request_id": request_id, "reason": reason}))
 
     def ready(self, request_id: str, now: float) -> None:
-        """Unpark a request: what it waited for is available.
+        """Return a parked request to the queue: its reason to wait no longer applies.
 
         Raises:
             UnknownRequest: no such request, or it has finished.
-            InvalidTransition: it is not parked, or waits for input alone.
+            InvalidTransition: the request is not parked, or waits only for the next part of its prompt.
         """
         request = self._table.require_parked(request_id)
         if self._parts.prompt_parts.ready(request, now):
@@ -583,11 +589,11 @@ class Scheduler:
             send(self._events.called, Call("ready", now, {"request_id": request_id}))
 
     def set_priority(self, request_id: str, priority: int, now: float) -> None:
-        """Change a request's priority; if it is queued, its place changes at once.
+        """Change a request's priority; a queued request moves to its new place immediately.
 
         Raises:
             UnknownRequest: no such request, or it has finished.
-            ValueError: the priority is no integer, or out of range.
+            ValueError: the priority is not an integer, or is out of range.
         """
         request = self._table.require(request_id)
         priority = checked_priority(priority)
@@ -600,8 +606,8 @@ class Scheduler:
     def reset_prefix_cache(self, now: float, *, preempt_running: bool = False) -> None:
         """Remove every cached prefix in the pool and in the connector, for example after the weights changed.
 
-        Running requests continue with the KV that they have, and publish no more. With `preempt_running` they recompute
-        it: they return to the queue with their tokens, and get the samples of steps in flight later.
+        Running requests keep their KV and publish no further blocks. With `preempt_running` they return to the queue
+        with their tokens and recompute their KV; updates of steps in flight still append their samples.
         """
         if preempt_running:
             self._table.preempt_all(now)
@@ -614,16 +620,18 @@ class Scheduler:
             send(self._events.called, Call("reset_prefix_cache", now, {"preempt_running": preempt_running}))
 
     def reset_encoder_cache(self, now: float) -> None:
-        """Forget every embedding of encoder inputs; KV that was computed from them stays (`reset_prefix_cache`)."""
+        """Remove every cached embedding of encoder inputs; KV computed from embeddings stays (`reset_prefix_cache`
+        removes it)."""
         if self._encoder is not None:
             self._encoder.reset()
         if self._events.called:
             send(self._events.called, Call("reset_encoder_cache", now, {}))
 
     def set_max_num_active_seqs(self, limit: int | None, now: float) -> None:
-        """Set the maximum number of running requests from the next step on; None: `max_num_seqs`. `config` then has it.
+        """Set the maximum number of running requests from the next step on; None: `max_num_seqs`. The property `config`
+        contains the new limit.
 
-        If more than `limit` run, they continue, and no request is admitted until fewer do.
+        If more than `limit` requests run, they continue, and no request is admitted until fewer run.
 
         Raises:
             ConfigError: the limit is out of range, see `SchedulerConfig.max_num_active_seqs`.
@@ -638,7 +646,8 @@ class Scheduler:
     def pause(self, now: float, mode: PauseMode = PauseMode.ALL) -> None:
         """Schedule nothing (`PauseMode.ALL`), or admit no request (`PauseMode.ADMISSIONS`), until `resume`.
 
-        Steps in flight finish as usual; while there is one, the pause is not complete. A second call changes the mode.
+        Steps in flight finish as usual; the pause is complete when no step is in flight. A second call changes the
+        mode.
         """
         mode = PauseMode(mode)
         if mode is not PauseMode.ALL and self.pause_mode is PauseMode.ALL:
@@ -649,9 +658,9 @@ class Scheduler:
             send(self._events.called, Call("pause", now, {"mode": mode}))
 
     def resume(self, now: float) -> None:
-        """Continue after a `pause`; nothing happens if there was none."""
+        """End a `pause`; no effect if the scheduler is not paused."""
         self._admission.set_pause(None)
-        self._emission.forget_output()  # a step of the pause left out rows that run next
+        self._emission.forget_output()  # rows that the steps of the pause left out run in the next step
         self._choose_parts()
         if self._events.called:
             send(self._events.called, Call("resume", now, {}))
@@ -661,8 +670,9 @@ class Scheduler:
     ) -> Request | None:
         """Report that an asynchronous load or send has finished: the device no longer accesses its blocks.
 
-        Of a load, the first `num_loaded_tokens` are valid (None: all), up to the first of the `failed_blocks`. Returns
-        the request that fails because of missing KV (`kv_load_failure_policy` "fail"), or None.
+        After a load, the first `num_loaded_tokens` tokens (None: all) are valid, up to the first block in
+        `failed_blocks`. Returns the request that fails because its KV is missing (`kv_load_failure_policy` "fail"), or
+        None.
 
         Raises:
             UnknownTransfer: no such transfer is under way.
@@ -679,18 +689,20 @@ class Scheduler:
     # ------------------------------------------------------------------ reports
 
     def stalled(self, now: float, seconds: float) -> list[Stall]:
-        """Requests without progress for `seconds` or longer; call it a few times in that span (see `watchdog.py`)."""
+        """Requests without progress for `seconds` or longer; call this method a few times in that span (see
+        `watchdog.py`)."""
         return self._watchdog.stalled(self._parts, self.explain, now, seconds)
 
     def take_kv_events(self) -> list[KVEvent]:
-        """Return the blocks that entered or left the prefix cache since the last call, in order; needs
+        """Return the events of blocks that entered or left the prefix cache since the last call, in order; needs
         `enable_kv_cache_events`."""
         return self._kv.events.take() if self._kv.events is not None else []
 
     # ------------------------------------------------------------------ listeners and recordings
 
     def add_listener(self, listener: Listener) -> None:
-        """Report every decision to a listener from now on, see `state/events.py`. Adding it twice has no effect."""
+        """Report every decision to a listener from now on, see `state/events.py`. Adding a listener twice has no
+        effect."""
         if listener in self._listeners:
             return
         self._listeners = (*self._listeners, listener)
@@ -698,7 +710,7 @@ class Scheduler:
         self._kv.track_returned(self._events.wants_blocks)
 
     def remove_listener(self, listener: Listener) -> None:
-        """Report nothing more to a listener; nothing happens if it was not added."""
+        """Stop reporting to a listener; no effect on a listener that was not added."""
         self._listeners = tuple(other for other in self._listeners if other is not listener)
         self._events.set([other for other in self._events.listeners if other is not listener])
         self._kv.track_returned(self._events.wants_blocks)
@@ -707,8 +719,8 @@ class Scheduler:
         """Check that a recording may begin after the scheduler has run, once there are no requests.
 
         Raises:
-            InvalidTransition: it never may, as there is an encoder cache, a connector or the caller's `kv_cache`: a new
-                scheduler lacks their state.
+            InvalidTransition: a recording may never begin, as the scheduler has an encoder cache, a connector or the
+                caller's `kv_cache`, whose state the new scheduler of a replay lacks.
         """
         if self._config.encoder_budget or self._kv.has_connector:
             what = "a connector" if self._kv.has_connector else "encoder_budget"
@@ -722,12 +734,13 @@ class Scheduler:
     def start_recording(self, recorder: Recorder) -> None:
         """Record every call and decision from now on.
 
-        A replay begins with a new scheduler, so this one is reset to a new one's state: it drops every cached prefix,
-        and its observations of the requests so far. Counters, a pause, and step and admission numbers continue.
+        A replay begins with a new scheduler, so this scheduler is reset to the state of a new one: cached prefixes and
+        the policies' observations of past requests are dropped. Counters, a pause, and step and admission numbers
+        continue.
 
         Raises:
-            InvalidTransition: a recording is under way, there are requests or steps in flight, or an output has yet to
-                report something; or no recording can begin here, see `check_recordable`.
+            InvalidTransition: a recording is under way, there are requests or steps in flight, or the next output has a
+                finish or a preemption to report; or no recording can begin, see `check_recordable`.
         """
         if self._recorder is not None:
             raise InvalidTransition("a recording is under way; stop_recording() first")
@@ -749,7 +762,7 @@ class Scheduler:
             self.pause(pause.since, pause.mode)
 
     def stop_recording(self) -> None:
-        """Stop recording; what has been recorded so far can be replayed. Nothing happens if no recording is active."""
+        """Stop recording; the recording so far can be replayed. No effect if no recording is active."""
         if self._recorder is not None:
             self.remove_listener(self._recorder)
             self._recorder = None
@@ -770,7 +783,7 @@ class Scheduler:
 
     @property
     def recording(self) -> RecordingState | None:
-        """The state of the active recording; None: there is none."""
+        """The state of the active recording; None: no recording is active."""
         return None if self._recorder is None else self._recorder.state
 
     @property
@@ -780,7 +793,7 @@ class Scheduler:
 
     @property
     def policies(self) -> dict[str, int]:
-        """The policies that decide, by name, with their versions."""
+        """The version of each policy in use, keyed by the policy's name."""
         return {policy.name: policy.version for policy in self._parts.policies if policy.name}
 
     @property
@@ -802,7 +815,7 @@ class Scheduler:
         """Whether a step may run anything now: a request is running or queued, and no pause stops it.
 
         If not, a host may wait for a call instead of scheduling empty steps. (The next output reports requests that
-        finished since the last one; a host that needs this report schedules a step anyway.)
+        finished since the last output; a host that needs this report schedules a step anyway.)
         """
         mode = self.pause_mode
         if mode is PauseMode.ALL:
@@ -814,8 +827,8 @@ class Scheduler:
         return self._table.get(request_id)
 
     def is_id_in_use(self, request_id: str) -> bool:
-        """Whether a request with this id would be refused as a duplicate: there is one that has not finished, or whose
-        finish no output has reported yet."""
+        """Whether a new request with this id would be refused as a duplicate: a request with this id has not finished,
+        or no output has reported its finish yet."""
         return request_id in self._table.requests
 
     @property
@@ -825,7 +838,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Requests that hold blocks and take part in steps."""
+        """Number of requests that hold blocks and take part in steps."""
         return len(self._batch.members.requests)
 
     @property
@@ -840,18 +853,18 @@ class Scheduler:
 
     @property
     def running_num_tokens(self) -> npt.NDArray[np.int64]:
-        """[num_running] int64: the known tokens of the running requests, in admission order."""
+        """[num_running] int64: number of known tokens of each running request, in admission order."""
         return self._batch.num_tokens[self._batch.members.rows]
 
     @property
     def num_queued(self) -> int:
-        """Requests that wait for capacity."""
+        """Number of requests that wait for capacity."""
         return len(self._table.queue)
 
     @property
     def waiting(self) -> tuple[Request, ...]:
-        """The requests that wait for capacity, the next one first. O(n log n), slower where the order has no key for
-        each request."""
+        """The requests that wait for capacity, the next to be admitted first. O(n log n), or slower if the order policy
+        has no key for each request."""
         queue = self._table.queue
         if isinstance(queue, FirstComeFirstServed):
             return tuple(sorted(queue, key=lambda request: request._state.queue_entry or []))
@@ -859,7 +872,7 @@ class Scheduler:
 
     @property
     def num_parked(self) -> int:
-        """Requests that wait for something other than capacity."""
+        """Number of parked requests: they wait for something other than capacity."""
         return len(self._table.parked)
 
     @property
@@ -879,12 +892,12 @@ class Scheduler:
 
     @property
     def outputs_in_flight(self) -> tuple[SchedulerOutput, ...]:
-        """Outputs that wait for their update, in the order in which `update` takes them."""
+        """Outputs of the steps in flight, in the order in which `update` accepts them."""
         return tuple([record.output for record in self._steps.records if record.output is not None])
 
     @property
     def has_unreported_ends(self) -> bool:
-        """Whether the next output reports a finished request; until then its id is in use."""
+        """Whether the next output reports a finished request; until then the id of the request is in use."""
         return bool(self._table.finished)
 
     @property
@@ -898,9 +911,9 @@ class Scheduler:
         return not (self._table.requests or self._steps.records or self._table.preempted or self._table.finished)
 
     def can_advance(self) -> bool:
-        """Whether a step that is scheduled now may have anything to run: a request is queued, or a running one has an
-        uncomputed token that no step in flight covers, and no pause stops it. For hosts that run ahead and avoid empty
-        steps.
+        """Whether a step that is scheduled now may have anything to run: a request is queued, or a running request has
+        an uncomputed token that no step in flight covers, and no pause stops the request. For hosts that run ahead and
+        avoid empty steps.
         """
         if self.pause_mode is PauseMode.ALL:
             return False
@@ -915,15 +928,15 @@ class Scheduler:
 
     @property
     def block_table(self) -> Int32Array:
-        """int32 [rows, blocks], read-only: row `output.rows[i]` is request i's table, in the first group of KV. Valid
-        until the next call. Not with a `kv_cache` of the host's."""
+        """int32 [rows, blocks], read-only: row `output.rows[i]` is the block table of request i of the output, in the
+        first group of KV. Valid until the next call. Not available with a `kv_cache` of the host."""
         return self._kv.group_tables(self._batch)[:, 0]
 
     @property
     def group_block_tables(self) -> Int32Array:
-        """int32 [rows, groups, blocks], read-only: the table of each row in each group of KV. Entries of blocks behind
-        a window, or past the end of a table, are undefined. Valid until the next call. Not with a `kv_cache` of the
-        host's."""
+        """int32 [rows, groups, blocks], read-only: the block table of each row in each group of KV. Entries of blocks
+        behind a window, or past the end of a table, are undefined. Valid until the next call. Not available with a
+        `kv_cache` of the host."""
         return self._kv.group_tables(self._batch)
 
     def block_tables(self, request_id: str) -> Int32Array:
@@ -939,7 +952,8 @@ class Scheduler:
         return self._kv.group_table(self._batch, row)
 
     def waiting_drafts(self, request_id: str) -> list[int]:
-        """Token ids of the proposed drafts that wait for the next step of a request; empty while it has no row.
+        """Token ids of the proposed drafts that wait for the next step of a request; empty while the request has no
+        row.
 
         Raises:
             UnknownRequest: no such request, or an output has reported it finished.
@@ -951,11 +965,11 @@ class Scheduler:
         """[total_num_scheduled_tokens] int32: the tokens that a step computes, row after row, drafts included.
 
         Args:
-            allow_unsampled: put `UNSAMPLED` for tokens that an earlier step in flight has yet to sample; the host knows
-                them when it executes the step.
+            allow_unsampled: whether to put `UNSAMPLED` for tokens that an earlier step in flight has yet to sample; the
+                host knows these tokens when it executes the step.
 
         Raises:
-            StepOrderError: there are such tokens, and they are not allowed.
+            StepOrderError: an earlier step in flight has yet to sample a token, and `allow_unsampled` is False.
         """
         return input_token_ids(self._batch, output, allow_unsampled)
 
@@ -973,7 +987,8 @@ class Scheduler:
         return self._statistics.snapshot(self._parts)
 
     def check_invariants(self) -> None:
-        """Verify blocks, places and bookkeeping, in any state. O(requests + blocks): for tests and sampling.
+        """Verify the invariants of blocks, of requests' places and of counters, in any state. O(requests + blocks): for
+        tests and sampling.
 
         Raises:
             InvariantError: naming the invariant ("promise") that is broken.

@@ -118,7 +118,7 @@ def read_steps(path: str | PathLike[str]) -> StepLog:
                         num_untimed += 1
             except (Broken, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
                 what = shown(f"{type(error).__name__}: {error}", MAX_MESSAGE)
-                raise CalibrationError(f"{path}, line {line_number}: no call of a recording ({what})") from None
+                raise CalibrationError(f"{path}, line {line_number}: not a recorded call ({what})") from None
     if not seconds:
         raise CalibrationError(
             f"{path}: none of its {num_untimed} steps has a step_time; record with a host that sets "

@@ -1,8 +1,8 @@
 """Reads request traces (arrival times, prompt and output lengths) and the measurements of servers.
 
-A published trace has no text, but enough to reproduce the load of the traced service: arrival times, prompt and output
-lengths, and in some formats the prompts' shared prefixes. `read_trace` recognises the format by the beginning of the
-file:
+A published trace has no text. It has the data to reproduce the load of the traced service: arrival times, prompt and
+output lengths, and in some formats the prompts' shared prefixes. `read_trace` recognises the format by the beginning of
+the file:
 
     format               begins with                                  arrival        prompts that share a prefix
     Azure CSV            TIMESTAMP,ContextTokens,GeneratedTokens      date and time  unknown
@@ -19,20 +19,22 @@ file:
 
 Lines with hash ids may also have a `retention`: seconds after a request's end for which its prefix is worth keeping.
 
-A recording is of Pointsman's scheduler, or of vLLM's own, written by `pointsman.integrations.vllm.Observer`. Of the
-latter `read_observed` also reads the steps.
+A recording is one of Pointsman's scheduler, or one of vLLM's own scheduler, which
+`pointsman.integrations.vllm.Observer` writes. From recordings of vLLM's scheduler, `read_observed` also reads the
+steps.
 
-Every format has the same rules for odd rows. Rows without prompt tokens, or that were never sent, are left out and
-counted (`Trace.left_out`). A request without output tokens failed; `served` leaves it out. An impossible value is an
-error with its line: a missing field, a negative number, no number, no whole number of tokens, or more than 2**31 - 1
-tokens. Blank lines and a byte-order mark are ignored.
+Every format has the same rules for exceptional rows. Rows without prompt tokens, and rows that were never sent, are
+left out and counted (`Trace.left_out`). A request without output tokens failed; `served` leaves it out. An impossible
+value is an error that names the line: a missing field, a negative number, a value that is not a number, a fraction of a
+token, or more than 2**31 - 1 tokens. Blank lines and a byte-order mark are ignored.
 
 `read_measurements` reads the last four formats with their measured times. Begin with `read.py`; the results are defined
-in `requests.py`, and each family of formats has its file. May import `pointsman.core`; needs NumPy and the standard
-library.
+in `requests.py`, and each family of formats is read by one file. This package may import `pointsman.core`; it needs
+NumPy and the standard library.
 
-A hash id identifies the content of its block and of all blocks before it. `prompt_token_ids` turns ids into tokens:
-equal ids at the same place become equal tokens, so a prefix cache has the same hits.
+A hash id identifies the content of its block and of all blocks before it. `prompt_token_ids` turns hash ids into
+tokens: equal ids at the same place become equal tokens, so a prefix cache has the same hits as with the original
+prompts.
 """
 
 from pointsman.traces.observed import Observed, ObservedRequest, read_observed

@@ -1,9 +1,10 @@
 """Reads reports of guidellm in JSON (`benchmarks.json`): benchmarks, each with its requests.
 
-It reads the schema versions 1 (guidellm 0.5 and 0.6) and 2 (0.7 and 0.8), which `metadata.version` names. Fields of a
-request: `prompt_tokens`, `output_tokens`, and in `info.timings` the Unix times `request_start`, `first_token_iteration`
-and `last_token_iteration`. Several benchmarks of a sweep, which run one after the other, are one trace. Requests that
-failed, or that the end of a benchmark cut, are part of the load and have no times.
+This module reads the schema versions 1 (guidellm 0.5 and 0.6) and 2 (0.7 and 0.8); the report names its version in
+`metadata.version`. Fields of a request: `prompt_tokens`, `output_tokens`, and in `info.timings` the Unix times
+`request_start`, `first_token_iteration` and `last_token_iteration`. Several benchmarks of a sweep, which run one after
+the other, are one trace. Requests that failed, or that were unfinished at the end of a benchmark, are part of the load
+and have no times.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ VERSIONS = (1, 2)
 
 
 def read_guidellm(file: BinaryIO) -> Iterator[TraceRequest | MeasuredRequest | LeftOut]:
-    """The requests of a report, by benchmark and status.
+    """The requests of a report, ordered by benchmark and status.
 
     Raises:
         Broken: the schema has another version, the report holds a sample of its requests, or a value is missing.
@@ -71,7 +72,8 @@ def _benchmark(stream: JsonStream, place: str) -> Iterator[TraceRequest | Measur
 
 
 def _num_successful(stream: JsonStream) -> int:
-    """Number of successful requests of the measured period, by the benchmark's own count; 0 without one."""
+    """Number of successful requests in the measured period, as the benchmark's metrics report it; 0 if this number is
+    missing."""
     totals: Any = None
     for key in stream.members():
         if key == "request_totals":
@@ -83,7 +85,8 @@ def _num_successful(stream: JsonStream) -> int:
 
 
 def _request(stream: JsonStream, place: str, successful: bool) -> TraceRequest | MeasuredRequest | LeftOut:
-    """The request at the position. A request that was never sent, or that failed and has no length, is left out."""
+    """The request at the position of the stream. A request that was never sent, or that failed and has no length, is
+    left out."""
     fields = stream.value()
     try:
         if not isinstance(fields, dict):
@@ -107,7 +110,7 @@ def _request(stream: JsonStream, place: str, successful: bool) -> TraceRequest |
             return request
         names = ("first_token_iteration", "last_token_iteration")
         if any(timings.get(name) is None for name in names):
-            return request  # not streamed, so tokens have no times
+            return request  # the response was not streamed, so tokens have no times
         first, last = (number(name, timings[name]) for name in names)
         return measured(request, str(fields.get("request_id", "")), first, last)
     except Broken as error:

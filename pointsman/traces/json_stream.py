@@ -1,7 +1,7 @@
-"""Reads a JSON document piece by piece, so that gigabytes need no memory.
+"""Reads a JSON document piece by piece, so that a document of gigabytes needs little memory.
 
-The caller walks the `members()` of an object and the `items()` of a list, and takes each `value()` or `skip()`s it.
-Skipped values, such as the texts of a benchmark result, are not kept.
+The caller iterates over the `members()` of an object or the `items()` of a list, and reads each value with `value()`,
+or skips the value with `skip()`. Skipped values, such as the texts of a benchmark result, are not stored.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pointsman.traces.values import Broken
 
 CHUNK = 2**18
 MAX_VALUE = MAX_LINE
-"""Maximum characters of a value that is taken whole."""
+"""Maximum number of characters of a value that `value()` reads."""
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _STRUCTURE = re.compile(r'["{}\[\]]')
@@ -27,14 +27,14 @@ _DECODER = json.JSONDecoder()
 
 
 class JsonStream:
-    """A position in a JSON document. Errors are `Broken`, with the line."""
+    """A reading position in a JSON document. Errors are `Broken`, and name the line."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
         self._text = ""
         self._at = 0
-        self._num_lines = 0  # before `_text`
+        self._num_lines = 0  # number of lines before `_text`
         self._ended = False
 
     @property
@@ -46,16 +46,16 @@ class JsonStream:
         return Broken(f"line {self.line}: {what}")
 
     def peek(self) -> str:
-        """The next character other than a space, "" at the end of the file."""
+        """The next character that is not white space, without reading past it; "" at the end of the file."""
         while True:
-            self._at = _SPACE.match(self._text, self._at).end()  # type: ignore[union-attr]  # it matches nothing, too
+            self._at = _SPACE.match(self._text, self._at).end()  # type: ignore[union-attr]  # also matches an empty text
             if self._at < len(self._text):
                 return self._text[self._at]
             if not self._more(CHUNK):
                 return ""
 
     def members(self) -> Iterator[str]:
-        """The keys of an object. After each key the caller takes or skips its value."""
+        """The keys of an object. After each key the caller reads or skips the value of the key."""
         for _ in self._elements("{", "}"):
             if self.peek() != '"':
                 raise self._unexpected("a key")
@@ -64,14 +64,14 @@ class JsonStream:
             yield key
 
     def items(self) -> Iterator[int]:
-        """The indices of a list. After each index the caller takes or skips the element."""
+        """The indices of a list. After each index the caller reads or skips the element."""
         yield from self._elements("[", "]")
 
     def value(self) -> Any:
-        """The value at the position, whole.
+        """Read the value at the position.
 
         Raises:
-            Broken: it is no JSON, or longer than `MAX_VALUE`.
+            Broken: the value is not JSON, or longer than `MAX_VALUE`.
         """
         self.peek()
         while True:
@@ -111,7 +111,7 @@ class JsonStream:
             if depth == 0:
                 return
 
-    # ------------------------------------------------------------------ parts
+    # ------------------------------------------------------------------ parts of the document
 
     def _elements(self, opening: str, closing: str) -> Iterator[int]:
         self._take(opening)

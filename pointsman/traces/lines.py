@@ -1,4 +1,4 @@
-"""Reads formats with one request a line: Azure and BurstGPT CSV, Mooncake, Qwen-Bailian and measured JSON lines."""
+"""Reads formats with one request per line: Azure and BurstGPT CSV, Mooncake, Qwen-Bailian and measured JSON lines."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def numbered_lines(file: BinaryIO, *, of_recording: bool = False) -> Iterator[tu
     """(line number, text) of the lines that are not blank.
 
     Args:
-        of_recording: leave out a last line that was cut off.
+        of_recording: whether to leave out an incomplete last line.
 
     Raises:
-        Broken: a line is no UTF-8 text, or too long.
+        Broken: a line is not UTF-8 text, or is too long.
     """
     try:
         lines = lines_of(file)
@@ -48,7 +48,7 @@ def numbered_lines(file: BinaryIO, *, of_recording: bool = False) -> Iterator[tu
 
 
 def read_lines(file: BinaryIO, read_line: LineReader) -> Iterator[TraceRequest | MeasuredRequest]:
-    """The requests of JSON lines, in the file's order."""
+    """The requests of JSON lines, in the file's order. `read_line`: function that reads one line."""
     return _read(numbered_lines(file), read_line)
 
 
@@ -98,8 +98,8 @@ def _csv_reader(
 def read_hashed(file: BinaryIO) -> Iterator[TraceRequest]:
     """The requests of JSON lines with hash ids, in the file's order: a trace of Mooncake or of Qwen-Bailian.
 
-    A line of Qwen-Bailian has a "chat_id", and a timestamp in seconds; a line of Mooncake has no "chat_id", and
-    milliseconds. The block size follows from the numbers of ids: see `_BlockSize`.
+    A line of Qwen-Bailian has a "chat_id", and a timestamp in seconds; a line of Mooncake has no "chat_id", and a
+    timestamp in milliseconds. The block size follows from the number of hash ids: see `_BlockSize`.
 
     Raises:
         Broken: a value is wrong, lines have a "chat_id" and others have none, or no block size fits all lines.
@@ -117,13 +117,13 @@ def read_hashed(file: BinaryIO) -> Iterator[TraceRequest]:
                     f'the lines before have {had} "chat_id" and this one has {has}: with it timestamps are seconds '
                     "(Qwen-Bailian), without it milliseconds (Mooncake); split the file"
                 )
-            yield _hashed(fields, line_number, 1.0 if is_qwen else 1e3, block_size)
+            yield _hashed_request(fields, line_number, 1.0 if is_qwen else 1e3, block_size)
         except Broken as error:
             raise Broken(f"line {line_number}: {error}") from None
 
 
-def _hashed(fields: dict[str, Any], line_number: int, units: float, block_size: _BlockSize) -> TraceRequest:
-    """The request of a line whose timestamp has `units` a second."""
+def _hashed_request(fields: dict[str, Any], line_number: int, units: float, block_size: _BlockSize) -> TraceRequest:
+    """The request of a line. Its timestamp counts `units` per second."""
     length = tokens("input_length", field(fields, "input_length"), 0)
     hash_ids = fields.get("hash_ids", [])
     if not isinstance(hash_ids, list) or not all(type(i) is int and 0 <= i < MAX_HASH_ID for i in hash_ids):
@@ -142,19 +142,19 @@ def _hashed(fields: dict[str, Any], line_number: int, units: float, block_size: 
 
 
 class _BlockSize:
-    """Infers the number of tokens that a hash id covers from the lengths of prompts and the numbers of their ids.
+    """Infers the number of tokens that a hash id covers from the length and the number of ids of each prompt.
 
-    Blocks of 512 tokens (Mooncake): no prompt has more ids than blocks; tokens after its last id are not shared. Blocks
-    of 16 tokens (Qwen-Bailian): a prompt with ids has one for each block, the last, partial block included. Only a
+    Blocks of 512 tokens (Mooncake): no prompt has more ids than blocks; tokens after the last id are not shared. Blocks
+    of 16 tokens (Qwen-Bailian): a prompt with ids has one id for each block, the last, partial block included. Only a
     prompt of up to 16 tokens with one id fits both. The id covers the whole prompt, so both sizes give the same result,
     and later lines decide.
     """
 
     def __init__(self) -> None:
-        self._against: dict[int, str] = {}  # the first line that excludes a size, in words
+        self._against: dict[int, str] = {}  # for each excluded size, the first line that excludes it, in words
 
     def of(self, num_ids: int, length: int, line_number: int) -> int:
-        """The block size by the lines so far.
+        """The block size that fits all lines so far. `length`: number of prompt tokens of this line.
 
         Raises:
             Broken: this line excludes the last remaining size.
@@ -187,7 +187,8 @@ def read_measured(line: str) -> TraceRequest:
 
 
 def read_measured_times(line: str) -> TraceRequest | MeasuredRequest:
-    """As `read_measured`, with times of the server's monotonic clock. A request without output has no times."""
+    """As `read_measured`, with measured times on the server's monotonic clock. A request without output has no
+    times."""
     fields = json_object(line)
     request = TraceRequest(
         arrival_time=number("queued_ts", field(fields, "queued_ts")),

@@ -1,9 +1,9 @@
-"""Reads observed recordings: `pointsman.integrations.vllm.Observer` writes them of vLLM's own scheduler.
+"""Reads observed recordings: `pointsman.integrations.vllm.Observer` writes such recordings of vLLM's own scheduler.
 
-The format is described in `core/recording.py`. The queue time of a request is the earliest time at which the engine
-could have seen it: its arrival at the server plus the shortest delay from there to the scheduler of any request in the
-file, but not before the step began after which the scheduler got it. Requests that had not finished when the recording
-ended have no result.
+The format is described in `core/recording.py`. The queue time of a request is the earliest time at which the engine can
+have received it: the request's arrival at the server plus the shortest delay between server and scheduler of all
+requests in the file, but not before the start of the step after which the scheduler got the request. Requests that had
+not finished when the recording ended have no result.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(slots=True)
 class ObservedRequest:
-    """A request and its result. Times are seconds on the recording's clock."""
+    """A request and its result. All times are seconds on the recording's clock."""
 
     request_id: str
     arrival: float
-    """Time of arrival at the server."""
+    """Time at which the request arrived at the server."""
     queued: float
     num_prompt_tokens: int
     max_tokens: int | None
     priority: int
     block_hash_ids: tuple[int, ...] | None
-    """None: blocks had no hashes."""
+    """Hash ids of the full blocks of the prompt; None: blocks had no hashes."""
     reason: FinishReason | None = None
-    """None: it had not finished."""
+    """Reason why the request finished; None: it had not finished when the recording ended."""
     scheduled: float | None = None
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     num_preemptions: int = 0
     runs: list[tuple[int, int]] = field(default_factory=list)
-    """Runs of consecutive steps in which it got a token: the first and the last step of each run."""
+    """Runs of consecutive steps in which the request got a token: the first and the last step of each run."""
 
     @property
     def num_runs_tokens(self) -> int:
-        """Output tokens, if each of its steps gave one."""
+        """Number of output tokens, if each step of `runs` gave the request one token."""
         return sum(last - first + 1 for first, last in self.runs)
 
 
@@ -62,31 +62,31 @@ class Observed:
     """An observed recording."""
 
     config: dict[str, Any]
-    """The scheduler's configuration, as `SchedulerConfig.to_dict` returns it, for vLLM's decisions."""
+    """Configuration with which Pointsman's scheduler decides like vLLM's, in the form of `SchedulerConfig.to_dict`."""
     scheduler: str
     """Name and version of the scheduler that decided."""
     model: str
-    """The model, as given to `vllm serve`."""
+    """Name of the model, as given to `vllm serve`."""
     lacking: list[str]
-    """Parts of the set-up that the simulator lacks."""
+    """Features of the observed engine that the simulator lacks."""
     hash_block_size: int
     requests: list[ObservedRequest]
-    """In the order in which they were added."""
+    """Observed requests, in the order in which they were added."""
     steps: dict[str, Int64Array]
-    """[steps] by the names of `OBSERVED_STEPS`."""
+    """One array [steps] for each name in `OBSERVED_STEPS`."""
 
     @property
     def ended(self) -> FloatArray:
-        """[steps] seconds on the recording's clock at which each step ended."""
+        """[steps] time at which each step ended, in seconds on the recording's clock."""
         return self.steps["ended_us"] / 1e6
 
     @property
     def seconds(self) -> FloatArray:
-        """[steps] duration of each step."""
+        """[steps] duration of each step, in seconds."""
         return (self.steps["ended_us"] - self.steps["began_us"]) / 1e6
 
     def trace_request(self, request: ObservedRequest) -> TraceRequest:
-        """A request as it arrived."""
+        """The trace request of an observed request: the request without its result."""
         return TraceRequest(
             arrival_time=request.queued,
             num_prompt_tokens=request.num_prompt_tokens,
@@ -98,7 +98,7 @@ class Observed:
         )
 
     def measured(self) -> list[TraceRequest | MeasuredRequest]:
-        """The requests; those with output have times."""
+        """The requests of the recording; requests with output have measured times."""
         ended = self.ended
         return [self._measured(request, ended) for request in self.requests]
 
@@ -114,7 +114,7 @@ class Observed:
 
 
 def is_observed(line: str) -> bool:
-    """Whether the first line of a recording is that of an observed one."""
+    """Whether the first line of a recording is the header of an observed recording."""
     try:
         return "observed" in json_object(line)
     except Broken:
@@ -122,11 +122,11 @@ def is_observed(line: str) -> bool:
 
 
 def read_observed(path: str | PathLike[str]) -> Observed:
-    """The observed recording in a file.
+    """Read the observed recording in a file.
 
     Raises:
-        TraceError: it is not an observed recording; the message names the file and the line.
-        OSError: it cannot be read.
+        TraceError: the file is not an observed recording; the message names the file and the line.
+        OSError: the file cannot be read.
     """
     with BufferedReader(open_input(path)) as file:
         try:
@@ -136,10 +136,10 @@ def read_observed(path: str | PathLike[str]) -> Observed:
 
 
 def parse_observed(lines: Iterable[tuple[int, str]]) -> Observed:
-    """An observed recording from its lines, each with its number.
+    """Parse an observed recording from (line number, text) pairs.
 
     Raises:
-        Broken: a line is no part of an observed recording, or of another version of the format.
+        Broken: a line is not part of an observed recording, or the format has another version.
     """
     reader: _Reader | None = None
     for line_number, line in lines:
@@ -153,7 +153,7 @@ def parse_observed(lines: Iterable[tuple[int, str]]) -> Observed:
             raise Broken(f"line {line_number}: {error}") from None
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             what = f"{type(error).__name__}: {error}"
-            raise Broken(f"line {line_number}: no call of a recording ({what}): {shown(line)!r}") from None
+            raise Broken(f"line {line_number}: not a recorded call ({what}): {shown(line)!r}") from None
     if reader is None:
         raise Broken("line 1: the file is empty; a recording begins with a header")
     return reader.close()
@@ -192,7 +192,7 @@ class _Reader:
         elif name == "steps":
             self._steps(call)
         else:
-            raise Broken(f"no call of an observed recording is {name!r}")
+            raise Broken(f"{name!r} is not a call of an observed recording")
 
     def _add(self, fields: dict[str, Any], now: float) -> None:
         blocks = fields["blocks"]
@@ -244,8 +244,8 @@ class _Reader:
         return found
 
     def _queue_times(self) -> None:
-        """Set the queue time of each request. The engine takes all arrived requests before each step, so a request that
-        it got after a step had not arrived when that step began."""
+        """Set the queue time of each request. The engine receives all arrived requests before each step, so a request
+        that it received after a step had not arrived when that step began."""
         requests, steps = self._found.requests, self._found.steps
         if not requests:
             return
@@ -258,18 +258,18 @@ class _Reader:
 
 
 class _Chains:
-    """Block ids of prompts: each block follows another block, or is the first of its prompt."""
+    """Rebuilds the block ids of prompts: each block follows another block, or is the first block of its prompt."""
 
     def __init__(self) -> None:
-        self._firsts: list[int] = []  # first ids of runs that were new together, ascending
-        self._parents: list[int | None] = []  # the block before each run
+        self._firsts: list[int] = []  # first ids of runs of blocks that were new in one prompt, ascending
+        self._parents: list[int | None] = []  # the block before each run; None: the run begins a prompt
         self._next = 0
 
     def take(self, parent: int | None, first: int, num_new: int, *, max_blocks: int) -> tuple[int, ...]:
-        """The ids of a prompt's blocks, from its start.
+        """The ids of all blocks of a prompt: `num_new` new ids from `first` on, after the blocks up to `parent`.
 
         Raises:
-            Broken: lines are missing, or the ids are more than `max_blocks`.
+            Broken: lines are missing, or the prompt has more than `max_blocks` ids.
         """
         pieces = [range(first, first + num_new), *self._chain(parent)]
         if num_new < 0 or (count := sum(map(len, pieces))) > max_blocks:
@@ -284,7 +284,7 @@ class _Chains:
         return tuple(each for piece in reversed(pieces) for each in piece)
 
     def _chain(self, last: int | None) -> list[range]:
-        """The ids up to `last`, the newest run first."""
+        """The ids of the blocks up to the block `last`, as ranges, the last range first."""
         pieces = []
         while last is not None:
             if not (isinstance(last, int) and 0 <= last < self._next):

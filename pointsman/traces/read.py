@@ -31,12 +31,12 @@ def read_trace(path: str | PathLike[str], *, limit: int | None = None) -> Trace[
     """The requests of a trace file, by arrival, the first one at 0 seconds.
 
     Rows without prompt tokens, and requests that a load generator never sent, are left out and counted. Requests
-    without output (they failed) are part of the result; `served` leaves them out.
+    without output (they failed) are part of the result; `served` leaves such requests out.
 
     Args:
-        path: an Azure or BurstGPT CSV, Mooncake, Qwen-Bailian or measured JSON lines, a result of `vllm bench serve`,
-            a guidellm report or a Pointsman recording.
-        limit: read only that many requests from the start of the file; None: all of them.
+        path: path of an Azure or BurstGPT CSV, Mooncake, Qwen-Bailian or measured JSON lines, a result of `vllm bench
+            serve`, a guidellm report or a Pointsman recording.
+        limit: maximum number of requests to read from the start of the file; None: all requests.
 
     Raises:
         TraceError: a line is broken, the format is unknown or there is no request in the file.
@@ -69,10 +69,10 @@ def read_measurements(path: str | PathLike[str]) -> Trace[MeasuredRequest]:
     `read_trace` leaves out.
 
     Args:
-        path: measured JSON lines, a result of `vllm bench serve`, a guidellm report or a Pointsman recording.
+        path: path of measured JSON lines, a result of `vllm bench serve`, a guidellm report or a Pointsman recording.
 
     Raises:
-        TraceError: a line is broken, its times are out of order, or the file has no measured times.
+        TraceError: a line is broken, the times of a request are out of order, or the file has no measured times.
         OSError: the file cannot be read.
     """
     found: list[MeasuredRequest] = []
@@ -100,7 +100,7 @@ def _open(path: str | PathLike[str]) -> io.BufferedReader:
 
 
 def _shifted(each: MeasuredRequest, start: float) -> MeasuredRequest:
-    """The same request on a clock that was 0 at `start`."""
+    """The measured request, with times on a clock that was 0 at `start`."""
     queued = each.queued - start
     request = replace(each.request, arrival_time=queued)
     return MeasuredRequest(request, each.request_id, queued, each.first_token - start, each.last_token - start)
@@ -110,7 +110,7 @@ def _read(file: io.BufferedReader, name: str, timed: bool) -> Iterator[Row]:
     """The rows in the file's order; times are on the file's own clock, in seconds.
 
     Args:
-        timed: whether measured JSON lines must have their times.
+        timed: whether measured JSON lines must have measured times.
     """
     try:
         for each in _recognise(file.peek(), timed)(file):
@@ -126,7 +126,7 @@ def _has_no_prompt(row: Row) -> bool:
 
 
 def _recognise(head: bytes, timed: bool) -> Reader:
-    """The reader for a file that begins with `head`."""
+    """The function that reads files of the format in which `head` begins. `timed`: as in `_read`."""
     begin = head.decode("utf-8-sig", errors="replace").lstrip()
     if not begin.startswith("{"):
         return read_csv

@@ -1,8 +1,9 @@
 """Reads recordings of a Pointsman scheduler (`core/recording.py`) as traces.
 
-A request arrives when it is added. Its prompt includes all parts; its output is all tokens generated before the
-recording ends. Full blocks of the prompt become hash ids, chained from the start of the prompt, its salt and its
-adapter. The time of a token is the time of its update. `observed.py` reads observed recordings.
+A request arrives when it is added. Its prompt includes all prompt parts; its output includes all tokens that were
+generated before the recording ends. Each full block of the prompt gets a hash id, which depends on all blocks before
+it, the salt and the adapter. The time of a token is the time of the update that appended the token. `observed.py` reads
+observed recordings.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from pointsman.traces.values import Broken, json_object, measured, number, token
 
 @dataclass(slots=True)
 class _Recorded:
-    """A request so far. Only the prompt tokens of its last, partial block are kept."""
+    """A request, as known from the lines so far. Of its prompt tokens, only those of the last, partial block are
+    kept."""
 
     request_id: str
     queued: float
@@ -80,7 +82,7 @@ def read_recording(file: BinaryIO) -> Iterator[TraceRequest | MeasuredRequest]:
     """The requests of a recording, in the order in which they were added.
 
     Raises:
-        Broken: a line is no part of a recording, or of another version of the format.
+        Broken: a line is not part of a recording, or the format has another version.
     """
     reader = _Reader()
     lines = numbered_lines(file, of_recording=True)
@@ -96,7 +98,7 @@ def read_recording(file: BinaryIO) -> Iterator[TraceRequest | MeasuredRequest]:
             raise Broken(f"line {line_number}: {error}") from None
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             what = f"{type(error).__name__}: {error}"
-            raise Broken(f"line {line_number}: no call of a recording ({what}): {shown(line)!r}") from None
+            raise Broken(f"line {line_number}: not a recorded call ({what}): {shown(line)!r}") from None
     for recorded in reader.recorded:
         try:
             yield recorded.request(reader.block_size)
@@ -105,13 +107,14 @@ def read_recording(file: BinaryIO) -> Iterator[TraceRequest | MeasuredRequest]:
 
 
 class _Reader:
-    """Follows the calls: collects the requests, and the tokens that each step appended to them."""
+    """Reads the calls of a recording: collects the requests, and counts the tokens that each step appended to each
+    request."""
 
     def __init__(self) -> None:
         self.block_size = 0
         self.recorded: list[_Recorded] = []
         self._by_id: dict[str, _Recorded] = {}
-        self._steps: dict[int, list[str]] = {}  # in flight: the request of each row
+        self._steps: dict[int, list[str]] = {}  # steps in flight: the request ids of their rows
 
     def take(self, call: dict[str, Any]) -> None:
         if not self.block_size:
@@ -157,8 +160,8 @@ class _Reader:
         self.recorded.append(recorded)
 
     def _advance(self, call: dict[str, Any]) -> None:
-        """Account for several steps at once: each appended one token to every row, except tokens of the last step that
-        its update dropped."""
+        """Count the tokens of several steps that were done in one call: each step appended one token to every row,
+        except tokens of the last step that its update dropped."""
         decision, times = call["decision"], call["times"]
         steps = decision["num_steps"]
         if len(times) != steps + 1:

@@ -1,4 +1,4 @@
-"""Defines the content of a trace: requests as they arrived, their measured times, and counts of left-out rows."""
+"""Defines the content of a trace: requests with arrival times, measured times, and counts of left-out rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pointsman.core.errors import PointsmanError
 
 MOONCAKE_BLOCK_SIZE = 512
 QWEN_BLOCK_SIZE = 16
-"""Tokens that a hash id covers in the traces of Qwen-Bailian."""
+"""Number of tokens that a hash id covers in the traces of Qwen-Bailian."""
 MAX_TOKENS = 2**31 - 1
 MAX_HASH_ID = 2**62
 
@@ -23,7 +23,7 @@ class TraceError(PointsmanError, ValueError):
 
 
 class LeftOut(StrEnum):
-    """Why a row of a file is left out. Reports use the values as words."""
+    """Reasons for which a row of a file is left out. Reports print the values as words."""
 
     NO_PROMPT = "without prompt tokens"
     NO_OUTPUT = "without output tokens"
@@ -37,36 +37,38 @@ class TraceRequest:
     """One request of a trace."""
 
     arrival_time: float
-    """Seconds since the first arrival of the trace."""
+    """Arrival time, in seconds since the first arrival of the trace."""
     num_prompt_tokens: int
-    """At least 1."""
+    """Number of prompt tokens, at least 1."""
     num_output_tokens: int
     """Number of tokens that the traced service generated; 0 for a request that failed there."""
     block_hash_ids: tuple[int, ...] = ()
-    """One id per `hash_block_size` prompt tokens: equal ids, equal content from the start of the prompt. Prompt
-    tokens beyond the last id are not shared."""
+    """Hash ids of the prompt, one id for each `hash_block_size` tokens. Blocks with equal ids have equal content from
+    the start of their prompts. Prompt tokens beyond the last id are not shared."""
     hash_block_size: int = MOONCAKE_BLOCK_SIZE
-    """Tokens that one hash id covers."""
+    """Number of tokens that one hash id covers."""
     max_tokens: int | None = None
-    """The client's maximum number of output tokens; None: unknown, or no limit."""
+    """Maximum number of output tokens that the client asked for; None: unknown, or no limit."""
     priority: int = 0
-    """Smaller is more urgent; only recordings have it."""
+    """Priority of the request, smaller is more urgent; only recordings have priorities."""
     retention: float | None = None
-    """Seconds after its end for which the client wanted its prefix kept cached; None: not given, or unknown."""
+    """Number of seconds after the request's end for which the client wanted its prefix kept cached; None: not given, or
+    unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRequest:
-    """One request of a trace, with the times at which a server queued it and produced its tokens.
+    """One request of a trace, with the times at which a server queued the request and generated its tokens.
 
     The times are seconds on one clock, whose zero is the time at which the first request of the file was queued.
     """
 
     request: TraceRequest
-    """Its `arrival_time` is `queued`, and it has at least one output token."""
+    """Request as it arrived: its `arrival_time` is `queued`, and it has at least one output token."""
     request_id: str
     queued: float
-    """Time at which the server received it; in results of a load generator, at which the client sent it."""
+    """Time at which the server received the request; in results of a load generator, the time at which the client sent
+    it."""
     first_token: float
     last_token: float
 
@@ -82,7 +84,7 @@ class MeasuredRequest:
 
     @property
     def tpot(self) -> float | None:
-        """Mean seconds per output token after the first; None with only one token."""
+        """Mean seconds per output token after the first token; None: the request has only one output token."""
         gaps = self.request.num_output_tokens - 1
         return (self.last_token - self.first_token) / gaps if gaps else None
 
@@ -93,13 +95,13 @@ class Trace(list[T]):
     def __init__(self, requests: Iterable[T], left_out: Mapping[LeftOut, int]) -> None:
         super().__init__(requests)
         self.left_out = {reason: left_out[reason] for reason in LeftOut if left_out.get(reason)}
-        """Rows that are not in the list, by reason."""
+        """Number of rows that were left out, for each reason."""
         self.num_rows = len(self) + sum(self.left_out.values())
-        """Number of rows that were read, without blank lines."""
+        """Number of rows that were read, left-out rows included; blank lines do not count."""
 
 
 def about_left_out(num_rows: int, left_out: Mapping[LeftOut, int]) -> str:
-    """How many rows were left out, and why, as one sentence; empty if none was."""
+    """One sentence about how many rows were left out, and why; empty if no row was left out."""
     if not left_out:
         return ""
     reasons, total = ", ".join(f"{count:,} {reason}" for reason, count in left_out.items()), sum(left_out.values())
@@ -107,11 +109,11 @@ def about_left_out(num_rows: int, left_out: Mapping[LeftOut, int]) -> str:
 
 
 def served(trace: Trace[TraceRequest], source: str) -> Trace[TraceRequest]:
-    """The requests of a trace that have output. Requests without output failed in the traced service.
+    """The requests of a trace that have output tokens. Requests without output failed in the traced service.
 
     Args:
-        trace: as `read_trace` returns it.
-        source: the trace's name, for the message.
+        trace: a trace that `read_trace` returned.
+        source: name of the trace, for the error message.
 
     Raises:
         TraceError: no request has output.

@@ -1,4 +1,4 @@
-"""Invents tokens for traced prompts, equal where hash ids are equal."""
+"""Generates pseudo-random tokens for traced prompts; the tokens are equal where hash ids are equal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pointsman.traces.requests import MAX_TOKENS, TraceRequest
 
 
 def prompt_token_ids(request: TraceRequest, vocab_size: int, seed: int, index: int) -> npt.NDArray[np.int32]:
-    """Tokens for a prompt of the traced length. Equal hash ids give equal tokens.
+    """Generate tokens for a prompt of the traced length. Equal hash ids give equal tokens.
 
     A token is a hash of (seed, content, position) and depends on nothing else. The content is the hash id of the
     token's block, or else the request itself. Prompts with different content agree in a token only by chance, once in
@@ -17,12 +17,12 @@ def prompt_token_ids(request: TraceRequest, vocab_size: int, seed: int, index: i
 
     Args:
         request: the request of the trace.
-        vocab_size: tokens are drawn from 0 to vocab_size - 1.
-        seed: changes the tokens of the whole trace.
+        vocab_size: size of the vocabulary; token ids are from 0 to vocab_size - 1.
+        seed: number that determines the tokens of the whole trace.
         index: the request's index in the trace, which distinguishes requests without hash ids.
 
     Returns:
-        [num_prompt_tokens] int32.
+        [num_prompt_tokens] int32 token ids.
 
     Raises:
         ValueError: `vocab_size` is below 1 or beyond int32.
@@ -42,7 +42,7 @@ def prompt_token_ids(request: TraceRequest, vocab_size: int, seed: int, index: i
 
 
 def _mix(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """A bijection of 64-bit words that scatters neighbours (the SplitMix64 generator's step)."""
+    """A bijection of 64-bit words that maps neighbours to unrelated words (the step of the SplitMix64 generator)."""
     words = keys + np.uint64(0x9E3779B97F4A7C15)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,4 +1,4 @@
-"""Checks the values of trace files. It raises `Broken` for a wrong value, and `read.py` adds the file."""
+"""Checks the values of trace files. A wrong value raises `Broken`; `read.py` adds the file's name to the error."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pointsman.files import represented, shown
 from pointsman.traces.requests import MAX_HASH_ID, MAX_TOKENS, MeasuredRequest, TraceRequest
 
 MAX_NUMBER = 1e20
-"""More than the nanoseconds since 1970."""
+"""Largest absolute value of a number in a trace; large enough for a timestamp in nanoseconds since 1970."""
 
 
 class Broken(Exception):
-    """A wrong value or line. The readers add the place, and `read.py` the file."""
+    """A wrong value or line. The readers add the line or field to the message, and `read.py` adds the file."""
 
 
 def measured(request: TraceRequest, request_id: str, first_token: float, last_token: float) -> MeasuredRequest:
-    """A measured request whose times are in order; it is queued at its arrival time.
+    """Create a measured request, queued at its arrival time, after a check that its times are in order.
 
     Raises:
         Broken: a token came before the request or before an earlier token.
@@ -52,7 +52,7 @@ def field(fields: dict[str, Any], name: str) -> Any:
 
 
 def tokens(name: str, value: object, least: int) -> int:
-    """A number of tokens, at least `least`."""
+    """Check a number of tokens: an integer from `least` to `MAX_TOKENS`. `name`: the field, for the error."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise Broken(f"{name} is {represented(value)}; it must be a whole number")
     if not least <= value <= MAX_TOKENS:
@@ -61,19 +61,19 @@ def tokens(name: str, value: object, least: int) -> int:
 
 
 def whole(name: str, value: object) -> int:
-    """A whole number that fits a column of 64 bits."""
+    """Check a whole number that fits a column of 64-bit integers. `name`: the field, for the error."""
     if not isinstance(value, int) or isinstance(value, bool) or abs(value) > MAX_HASH_ID:
         raise Broken(f"{name} is {represented(value)}; it must be a whole number of at most 2**62")
     return value
 
 
 def integer(text: str) -> int | str:
-    """The number that `text` spells, or `text` itself for the error message."""
+    """The integer that `text` represents, or `text` itself, which the error message of `tokens` then shows."""
     return int(text) if re.fullmatch(r"-?[0-9]{1,18}", text) else text
 
 
 def number(name: str, value: object) -> float:
-    """A number such as seconds. Its square, and the quotient of two, are finite."""
+    """Check a finite number, such as seconds: at most `MAX_NUMBER`, so that squares and quotients are finite too."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER:
         return float(value)
     raise Broken(f"{name} is {represented(value)}; it must be a finite number of at most {MAX_NUMBER:g}")
@@ -87,7 +87,8 @@ def seconds(text: str) -> float:
 
 
 def date_time(text: str) -> float:
-    """Seconds since 1970, to the microsecond. Without an offset the time is taken as UTC: only differences count."""
+    """Seconds since 1970, to the microsecond, of a date and time. A time without a UTC offset is read as UTC, as only
+    differences matter."""
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:

@@ -1,10 +1,10 @@
-"""Reads results of `vllm bench serve --save-result --save-detailed`: one JSON object whose lists have an item a
+"""Reads results of `vllm bench serve --save-result --save-detailed`: one JSON object whose lists have one item per
 request.
 
-It reads `input_lens`, `output_lens` (tokens; 0 for a request that failed), `start_times` (seconds, the client's
-monotonic clock), `ttfts` (seconds) and `itls` (a list of seconds a request; their sum is the time from the first token
-to the last), in the formats of vLLM 0.32 and 0.33. Generated texts are skipped. Times are the client's: they include
-its own overhead and the network's.
+The reader uses `input_lens`, `output_lens` (tokens; 0 for a request that failed), `start_times` (seconds on the
+client's monotonic clock), `ttfts` (seconds) and `itls` (a list of seconds per request; its sum is the time from the
+first token to the last), in the formats of vLLM 0.32 and 0.33. Generated texts are skipped. The client measured all
+times: they include the overhead of the client and of the network.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _DETAIL = "run vllm bench serve with --save-result --save-detailed"
 
 
 def read_vllm_bench(file: BinaryIO) -> Iterator[TraceRequest | MeasuredRequest | LeftOut]:
-    """The requests of a result, in its order. Failed requests have no output and no times.
+    """The requests of a benchmark result, in the order of the file. Failed requests have no output and no times.
 
     Raises:
-        Broken: a list is missing or differs in length from the others, or a value is out of range.
+        Broken: a list is missing or has another length than the other lists, or a value is out of range.
     """
     columns = _columns(JsonStream(file))
     input_lens, output_lens, start_times, ttfts, decode_times = (columns[name] for name in COLUMNS)
@@ -47,7 +47,7 @@ def read_vllm_bench(file: BinaryIO) -> Iterator[TraceRequest | MeasuredRequest |
 
 
 def _columns(stream: JsonStream) -> dict[str, array[float]]:
-    """The lists by name, checked; `itls` is summed for each request."""
+    """The checked lists, keyed by name; `itls` is summed for each request."""
     columns: dict[str, array[float]] = {}
     for key in stream.members():
         if key in COLUMNS:

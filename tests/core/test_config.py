@@ -147,7 +147,7 @@ def test_an_unknown_policy_is_an_error_when_the_scheduler_is_made(overrides: dic
         Scheduler(small_config(**overrides))
 
 
-def test_the_error_is_a_value_error_too() -> None:
+def test_a_config_error_is_also_a_value_error() -> None:
     with pytest.raises(ValueError, match="block_size"):
         small_config(block_size=0)
 
@@ -224,6 +224,6 @@ def test_reserved_blocks_are_not_usable() -> None:
     assert config.num_usable_tokens == 52
 
 
-def test_a_configuration_goes_through_json() -> None:
+def test_a_configuration_can_be_written_to_and_read_from_json() -> None:
     config = small_config(order="priority", victim="latest", watermark=0.25, displace=False)
     assert SchedulerConfig(**json.loads(json.dumps(config.to_dict()))) == config

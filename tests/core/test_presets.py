@@ -223,7 +223,9 @@ def test_every_system_has_a_specification() -> None:
     ("name", "max_num_seqs", "max_num_batched_tokens"),
     [("nano-vllm", 512, 16384), ("nano-vllm-chunked", 512, 16384), ("minivllm", 16, 1024)],
 )
-def test_the_limits_are_those_of_the_original_engine(name: str, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+def test_a_preset_has_the_step_limits_of_the_original_engine(
+    name: str, max_num_seqs: int, max_num_batched_tokens: int
+) -> None:
     config = SchedulerConfig.preset(name, num_blocks=100, max_model_len=1024)
     assert (config.max_num_seqs, config.max_num_batched_tokens) == (max_num_seqs, max_num_batched_tokens)
 
@@ -387,7 +389,7 @@ def run(specification: Specification, num_steps: int) -> list[Decision]:
 # ------------------------------------------------------------------------------- what the settings of the presets do
 
 
-def test_the_running_set_may_be_larger_than_a_step() -> None:
+def test_under_prefill_first_more_requests_run_than_fit_a_step() -> None:
     host = host_of("nano-vllm", max_num_seqs=2, max_num_batched_tokens=16)
     for name in "abc":
         host.add(name, 3, max_tokens=3)
@@ -395,7 +397,7 @@ def test_the_running_set_may_be_larger_than_a_step() -> None:
     assert host.stats().num_running == 3
 
 
-def test_a_cap_on_the_running_set() -> None:
+def test_max_num_active_seqs_limits_running_requests_of_a_preset() -> None:
     overrides = {"max_num_seqs": 2, "max_num_active_seqs": 2, "max_num_batched_tokens": 16}
     host = host_of("nano-vllm", **overrides)
     for name in "abc":
@@ -507,7 +509,7 @@ def test_a_decode_reserve_asks_no_more_than_the_request_can_generate() -> None:
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
-def test_a_system_is_a_preset_and_replays(name: str) -> None:
+def test_a_recording_of_a_reproduced_system_replays(name: str) -> None:
     config = SchedulerConfig.preset(name, num_blocks=12, max_model_len=40, block_size=2)
     assert SchedulerConfig(**config.to_dict()) == config
     recording = io.StringIO()

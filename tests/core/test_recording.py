@@ -162,7 +162,7 @@ def test_an_altered_block_id_is_caught() -> None:
         replay(changed(recorded(), "schedule", change, which=0))
 
 
-def test_an_altered_end_is_caught() -> None:
+def test_an_altered_finish_reason_is_caught() -> None:
     def change(line: dict[str, Any]) -> None:
         line["decision"]["finished"].append(["a", "stop", "", None])
 
@@ -193,7 +193,7 @@ def test_an_altered_input_is_caught_where_it_changes_a_decision() -> None:
     ],
     ids=["empty", "another format", "another version", "no JSON", "no object", "no config"],
 )
-def test_a_file_that_is_no_recording_is_named_as_such(lines: list[str], message: str) -> None:
+def test_a_file_that_is_no_recording_is_refused(lines: list[str], message: str) -> None:
     with pytest.raises(RecordingError, match=message):
         replay(lines)
 
@@ -205,7 +205,7 @@ def test_a_recording_that_was_cut_in_its_last_line_replays_to_there() -> None:
     assert not replay(lines[:4]).is_cut
 
 
-def test_a_recording_with_a_broken_line_names_the_line() -> None:
+def test_a_broken_line_is_reported_with_its_number() -> None:
     lines = recorded()
     for broken in ([*lines[:4], lines[4][:20], *lines[5:]], [*lines[:4], lines[4][:20] + "\n"]):
         with pytest.raises(RecordingError, match=r"line 5 is not JSON .*; the recording is cut or broken"):
@@ -216,13 +216,13 @@ def test_a_recording_that_was_cut_between_lines_replays_to_there() -> None:
     assert replay(recorded()[:7]).num_calls == 6
 
 
-def test_a_call_that_no_scheduler_has_names_the_line() -> None:
+def test_an_unknown_call_is_reported_with_its_line() -> None:
     lines = recorded()
     with pytest.raises(RecordingError, match="line 2 calls 'explode', which no scheduler has"):
         replay([lines[0], '{"call": "explode", "now": 0}\n'])
 
 
-def test_a_call_that_cannot_be_made_names_the_line() -> None:
+def test_a_call_that_fails_in_the_replay_is_reported_with_its_line() -> None:
     lines = recorded()
     with pytest.raises(RecordingError, match="line 3 cannot be replayed: no request 'ghost'"):
         replay([*lines[:2], '{"call": "ready", "now": 0, "id": "ghost"}\n'])
@@ -284,7 +284,7 @@ def test_a_recording_may_begin_in_the_middle_and_replays() -> None:
     assert report.num_preemptions == host.stats().num_preemptions - before.num_preemptions > 0
 
 
-def test_the_numbers_of_steps_and_admissions_continue() -> None:
+def test_step_and_admission_numbers_continue_in_a_recording() -> None:
     host = used_host()
     host.add("x", 5, max_tokens=1)
     last = host.step()
@@ -308,7 +308,7 @@ def test_a_recording_drops_the_cache_and_reports_it_to_listeners() -> None:
     assert host.scheduler.take_kv_events()
 
 
-def test_a_pause_continues_and_is_recorded() -> None:
+def test_a_pause_continues_in_a_recording_and_is_recorded() -> None:
     host, file = used_host(), io.StringIO()
     host.pause(PauseMode.ADMISSIONS)
     host.scheduler.start_recording(Recorder(file))

@@ -120,7 +120,7 @@ def drive(
 
 
 @pytest.mark.parametrize("focus", short_of(FOCUS, SHORT_FOCUS))
-def test_seeded_runs(focus: str) -> None:
+def test_advance_equals_single_steps_in_seeded_runs(focus: str) -> None:
     advanced = stepped = 0
     for seed in range(short_or_long(2, 40)) if focus in SELDOM else SEEDS:
         try:
@@ -133,7 +133,7 @@ def test_seeded_runs(focus: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*PRESETS, *SYSTEMS])
-def test_presets(name: str) -> None:
+def test_advance_equals_single_steps_under_every_preset(name: str) -> None:
     """Every preset and every reproduced scheduler, with small limits."""
     knobs = {key: value for key, value in (PRESETS | SYSTEMS)[name].items() if key not in BIG}
     advanced = 0
@@ -154,6 +154,6 @@ class TwinMachine(SchedulerMachine):
         twin.first = self.world.scheduler
 
 
-def test_state_machine() -> None:
+def test_advance_equals_single_steps_in_a_state_machine() -> None:
     """Every call, in any order, with shrinking."""
     run_state_machine_as_test(TwinMachine, settings=settings(max_examples=short_or_long(10, 50)))

@@ -190,14 +190,14 @@ def recorded(seed: int, overrides: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("focus", ["anything", *FOCUS_OF_STEPS])
-def test_single_steps(focus: str) -> None:
+def test_a_film_of_single_steps_shows_each_state(focus: str) -> None:
     for seed in SEEDS:
         filmed = Filmed()
         replay(recorded(7_000 + seed, FOCUS[focus]), filmed.watch)
         filmed.check(seed)
 
 
-def test_from_the_middle() -> None:
+def test_a_film_that_begins_in_the_middle_shows_each_state() -> None:
     """A film that begins while requests run, wait, and are in flight."""
     for seed in seeds(4, 11):
         lines, filmed, run = recorded(7_500 + seed, {}), Filmed(), _Replay()
@@ -210,7 +210,7 @@ def test_from_the_middle() -> None:
         filmed.check(seed)
 
 
-def test_every_part_of_a_film_is_a_film() -> None:
+def test_a_film_cut_between_any_two_calls_can_be_shown() -> None:
     """Cut between any two calls of the scheduler, also with steps in flight."""
     for seed in seeds(4, 11):
         choose, run = random.Random(seed), _Replay()
@@ -242,7 +242,7 @@ def test_every_part_of_a_film_is_a_film() -> None:
 
 
 @pytest.mark.parametrize("focus", short_of(FOCUS, SHORT_FOCUS))
-def test_steps_at_once(focus: str) -> None:
+def test_a_film_of_advance_shows_each_state(focus: str) -> None:
     for seed in SEEDS:
         filmed = Filmed()
         drive_twins(seed, FOCUS[focus], filmed.watch)
@@ -250,18 +250,18 @@ def test_steps_at_once(focus: str) -> None:
 
 
 @pytest.mark.parametrize("focus", short_of(FOCUS, ("few blocks", "evictions", "retention")))
-def test_each_of_the_steps_at_once(focus: str) -> None:
+def test_a_film_shows_each_of_the_steps_of_advance(focus: str) -> None:
     """One scheduler does at once the other's single steps: the film shows each of them."""
     count = sum(check_each(300 + seed, FOCUS[focus]) for seed in seeds(2, 4))
     assert count or focus in SELDOM
 
 
-def test_a_blank_block_taken_in_fast_forwarded_steps() -> None:
+def test_a_film_shows_blank_blocks_taken_in_steps_of_advance() -> None:
     """A finished request left the block; it was shown as free with cached content until the step that took it."""
     assert check_each(310, FOCUS["growth"], num_steps=1000)
 
 
-def test_a_completed_part_that_ends_its_request() -> None:
+def test_a_film_frees_blocks_of_a_request_that_a_part_ends() -> None:
     """The next part of a prompt was too long; the film still showed the finished request's blocks as held."""
     filmed = Filmed()
     drive_twins(17, FOCUS["reuse"], filmed.watch)

@@ -21,7 +21,7 @@ def run(world: World, num_steps: int) -> None:
         world.schedule()
 
 
-def test_more_rows_than_the_columns_start_with() -> None:
+def test_columns_grow_while_steps_are_in_flight() -> None:
     """Columns and block tables grow while steps that name rows are in flight."""
     world = World(config(max_num_seqs=120, max_num_batched_tokens=200, max_steps_in_flight=2))
     first_rows = world.scheduler.block_table.shape[0]
@@ -35,7 +35,7 @@ def test_more_rows_than_the_columns_start_with() -> None:
     world.drain()
 
 
-def test_outputs_longer_than_the_ring() -> None:
+def test_outputs_may_be_longer_than_the_ring_of_newest_tokens() -> None:
     """Output tokens outlive the ring that holds the newest ones, through preemptions and with steps in flight."""
     world = World(config(num_blocks=150, block_size=8, max_model_len=900, max_num_seqs=3, max_steps_in_flight=2))
     for index, max_tokens in enumerate((700, 613, 520)):
@@ -48,7 +48,7 @@ def test_outputs_longer_than_the_ring() -> None:
     assert world.tally.num_preemptions > 1  # three of them need 230 blocks in the end
 
 
-def test_rows_are_used_again() -> None:
+def test_rows_of_finished_requests_are_reused() -> None:
     """The number of rows is bounded by the requests that run at once, plus rows that wait for steps in flight."""
     world = World(config(max_num_seqs=4, max_steps_in_flight=3))
     first_rows = world.scheduler.block_table.shape[0]
@@ -60,7 +60,7 @@ def test_rows_are_used_again() -> None:
     assert world.scheduler.block_table.shape[0] == first_rows
 
 
-def test_a_long_queue_shrinks() -> None:
+def test_removals_from_a_long_queue_keep_its_order() -> None:
     """Requests that leave from the middle of the queue keep the others in order."""
     world = World(config(max_num_seqs=1, order="priority"))
     for index in range(140):

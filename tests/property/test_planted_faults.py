@@ -232,7 +232,7 @@ def watch_misses_what_was_in_flight(patch: Patch) -> None:
         request._state.repetition_watch = watch
         return kept
 
-    around(patch, "Update._deliver", deliver)
+    around(patch, "Update._append_without_row", deliver)
 
 
 def one_of_several_stop_tokens_is_forgotten(patch: Patch) -> None:
@@ -348,7 +348,7 @@ def owed_blocks_are_forgotten(patch: Patch) -> None:
 
 def prompts_do_not_keep_decoding_out(patch: Patch) -> None:
     def advance_all(running: Any, preempt: Any) -> Any:
-        return running._settle(*running.wants(with_drafts=True), preempt)
+        return running._distribute_and_commit(*running.wants(with_drafts=True), preempt)
 
     replace(patch, "InOrder.advance_prefills", advance_all)
 
@@ -367,7 +367,7 @@ def a_step_that_preempted_admits(patch: Patch) -> None:
         granted, counts, blocks, _ = original(running, want, preempt)
         return granted, counts, blocks, False
 
-    around(patch, "InOrder._walk", walk)
+    around(patch, "InOrder._distribute_row_by_row", walk)
 
 
 def stall_begins_anew_at_every_look(patch: Patch) -> None:
@@ -392,7 +392,7 @@ def completion_is_forgotten_with_the_row(patch: Patch) -> None:
     def completions(original: Any, update: Any, output: Any, result: Any) -> Any:
         return [(index, end) for index, end in original(update, output, result) if end.request.row is not None]
 
-    around(patch, "Update._completions", completions)
+    around(patch, "Update._ends_by_completion", completions)
 
 
 def completion_is_not_rewound(patch: Patch) -> None:

@@ -36,7 +36,7 @@ def other_value(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_replays_without_a_difference(seed: int) -> None:
+def test_a_recording_replays_without_a_difference(seed: int) -> None:
     world, lines = record(seed)
     report = replay(iter(lines))
     assert report.num_steps == world.tally.num_steps
@@ -46,7 +46,7 @@ def test_replays_without_a_difference(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_recordings_are_the_same_bytes(seed: int) -> None:
+def test_recordings_of_equal_runs_are_equal_bytes(seed: int) -> None:
     assert record(seed)[1] == record(seed)[1]
 
 

@@ -444,7 +444,7 @@ def test_a_broken_line_of_a_recording(tmp_path: Path) -> None:
     lines = path.read_text().splitlines()
     lines[5] = lines[5][:20]
     path.write_text("\n".join(lines))
-    with pytest.raises(CalibrationError, match=rf"{path}, line 6: no call of a recording"):
+    with pytest.raises(CalibrationError, match=rf"{path}, line 6: not a recorded call"):
         calibrate(path)
 
 

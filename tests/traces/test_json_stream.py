@@ -28,7 +28,9 @@ def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
 
 @pytest.mark.parametrize("indent", [None, 2])
 @pytest.mark.parametrize("skipped", [(), ("texts", "nested"), ("numbers", "empty", "last")])
-def test_any_split_of_a_document(chunk: int, indent: int | None, skipped: tuple[str, ...]) -> None:
+def test_a_document_read_in_chunks_of_any_size_has_the_same_values(
+    chunk: int, indent: int | None, skipped: tuple[str, ...]
+) -> None:
     data = json.dumps(DOCUMENT, indent=indent, ensure_ascii=False).encode("utf-8-sig")
     stream = JsonStream(io.BytesIO(data))
     read = {}
@@ -66,7 +68,7 @@ def test_broken_documents_are_reported_with_the_line(chunk: int, text: str, wron
         assert str(caught.value).startswith("line ")
 
 
-def test_an_endless_value_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_value_is_refused_before_it_fills_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_stream, "MAX_VALUE", 1000)
     monkeypatch.setattr(json_stream, "CHUNK", 100)
     file = io.BytesIO(b'["' + b"x" * 10_000_000)

@@ -75,7 +75,7 @@ def guidellm(version: object = 2, **changes: object) -> dict[str, Any]:
 # ---------------------------------------------------------------------- what is read
 
 
-def test_measured_lines(tmp_path: Path) -> None:
+def test_measured_lines_are_read_with_their_times(tmp_path: Path) -> None:
     lines = [measured(), measured(request_id="s", queued_ts=99.0, output_toks=1, last_token_ts=101.0)]
     first, second = read_measurements(
         write(tmp_path, "\n".join([*lines, measured(output_toks=0, first_token_ts=None)]))
@@ -85,7 +85,7 @@ def test_measured_lines(tmp_path: Path) -> None:
     assert (first.request_id, first.queued, first.ttft, first.tpot) == ("s", 0.0, 2.0, None)
 
 
-def test_vllm_bench(tmp_path: Path) -> None:
+def test_a_vllm_bench_result_is_read(tmp_path: Path) -> None:
     path = write(tmp_path, bench())
     assert read_trace(path) == [TraceRequest(0.0, 70, 1), TraceRequest(1.0, 100, 3), TraceRequest(1.5, 50, 0)]
     last, first = read_measurements(path)
@@ -99,7 +99,7 @@ def test_a_bench_request_that_was_never_sent_is_left_out(tmp_path: Path) -> None
         assert (len(found), found.num_rows, found.left_out) == (2, 3, {LeftOut.NOT_SENT: 1})
 
 
-def test_results_may_have_prompts_of_no_tokens(tmp_path: Path) -> None:
+def test_requests_with_empty_prompts_are_left_out_of_results(tmp_path: Path) -> None:
     path = write(tmp_path, bench(input_lens=[100, 50, 0]))
     assert read_trace(path) == [TraceRequest(0.0, 100, 3), TraceRequest(0.5, 50, 0)]
     assert read_trace(path).left_out == {LeftOut.NO_PROMPT: 1}
@@ -111,7 +111,7 @@ def test_results_may_have_prompts_of_no_tokens(tmp_path: Path) -> None:
     assert found.left_out == {LeftOut.NO_PROMPT: 2}  # one of them failed, so its length is unknown
 
 
-def test_requests_without_times_are_counted(tmp_path: Path) -> None:
+def test_requests_without_times_are_left_out_and_counted(tmp_path: Path) -> None:
     lines = [measured(), measured(output_toks=0), measured(input_toks=0)]
     found = read_measurements(write(tmp_path, "\n".join(lines)))
     assert (len(found), found.left_out) == (1, {LeftOut.NO_PROMPT: 1, LeftOut.NO_OUTPUT: 1})
@@ -121,7 +121,7 @@ def test_requests_without_times_are_counted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("indent", [None, 2])
-def test_guidellm(tmp_path: Path, version: int, indent: int | None) -> None:
+def test_a_guidellm_report_is_read(tmp_path: Path, version: int, indent: int | None) -> None:
     path = write(tmp_path, json.dumps(guidellm(version), indent=indent))
     lengths = [(r.arrival_time, r.num_prompt_tokens, r.num_output_tokens) for r in read_trace(path)]
     assert lengths == [(0, 60, 1), (10, 100, 5), (20, 40, 0), (21, 30, 2)]
@@ -130,7 +130,7 @@ def test_guidellm(tmp_path: Path, version: int, indent: int | None) -> None:
     assert (second.request_id, second.queued, second.ttft, second.tpot) == ("at-20.0", 10.0, 0.5, 0.5)
 
 
-def test_a_recording(tmp_path: Path) -> None:
+def test_a_recording_is_read_with_its_times(tmp_path: Path) -> None:
     file = io.StringIO()
     host = Host(recorder=Recorder(file), num_blocks=40, max_model_len=64, block_size=4)
     shared = list(range(10, 19))
@@ -151,7 +151,7 @@ def test_a_recording(tmp_path: Path) -> None:
     assert [each.request for each in times] == [a, b, c]
 
 
-def test_a_recording_of_steps_at_once(tmp_path: Path) -> None:
+def test_a_recording_with_advance_is_read(tmp_path: Path) -> None:
     file = io.StringIO()
     host = Host(recorder=Recorder(file), num_blocks=40, max_model_len=64, block_size=4)
     host.add("a", 5, max_tokens=7)
@@ -167,7 +167,7 @@ def test_a_recording_of_steps_at_once(tmp_path: Path) -> None:
     assert each.request.num_output_tokens == 7 and each.ttft < 5
 
 
-def test_a_recording_of_a_prompt_in_parts(tmp_path: Path) -> None:
+def test_a_recording_of_a_prompt_in_parts_is_read(tmp_path: Path) -> None:
     file = io.StringIO()
     host = Host(recorder=Recorder(file), num_blocks=40, max_model_len=64, block_size=4)
     host.add("a", [1, 2, 3], max_tokens=0, more_input=True)
@@ -204,7 +204,7 @@ def test_a_recording_of_a_prompt_in_parts(tmp_path: Path) -> None:
          "benchmarks[0].requests.successful[0]: prompt_tokens is None"),
         ('{"format": "pointsman-recording", "format_version": 9}', "line 1: format_version is 9; this library reads"),
         ('{"format": "pointsman-recording", "format_version": 1, "config": {"block_size": 4}}\n{"now": 1}',
-         "line 2: no call of a recording (KeyError: 'call')"),
+         "line 2: not a recorded call (KeyError: 'call')"),
         ('{"format": "another"}', 'neither "input_length" nor "input_toks"'),
     ],
 )  # fmt: skip
@@ -217,12 +217,12 @@ def test_broken_measurements_are_reported(tmp_path: Path, text: str, wrong: str)
     assert "\n" not in str(caught.value)
 
 
-def test_a_trace_without_times(tmp_path: Path) -> None:
+def test_a_trace_without_times_has_no_measurements(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="no measured times in it"):
         read_measurements(write(tmp_path, '{"timestamp": 0, "input_length": 6, "output_length": 5}'))
 
 
-def test_the_measured_run_of_vllm() -> None:
+def test_a_published_measured_run_of_vllm_is_read() -> None:
     path = REAL_TRACES / "vllm_0.19_rtxpro6000_llama31_8b.jsonl"
     if not path.exists():
         pytest.skip(f"{path.name} is not in {REAL_TRACES}")

@@ -57,7 +57,7 @@ ROWS: dict[str, tuple[str, Callable[[object, object], str]]] = {
 # ---------------------------------------------------------------------- formats
 
 
-def test_azure_has_crlf_and_seven_digits(tmp_path: Path) -> None:
+def test_azure_csv_with_crlf_and_seven_digits_is_read(tmp_path: Path) -> None:
     lines = [AZURE, "2023-11-16 18:15:46.6805900,374,44", "2023-11-16 18:15:50.9951690,396,109"]
     first, second = read_trace(write(tmp_path, "\r\n".join(lines)))
     assert first == TraceRequest(arrival_time=0.0, num_prompt_tokens=374, num_output_tokens=44)
@@ -65,14 +65,14 @@ def test_azure_has_crlf_and_seven_digits(tmp_path: Path) -> None:
     assert (second.num_prompt_tokens, second.num_output_tokens) == (396, 109)
 
 
-def test_azure_of_2024_has_an_offset_and_crosses_midnight(tmp_path: Path) -> None:
+def test_azure_csv_with_an_offset_across_midnight_is_read(tmp_path: Path) -> None:
     text = f"\ufeff{AZURE}\n2024-05-10 23:59:59.500000+00:00,10,0\n2024-05-11 00:00:01.250000+00:00,20,7\n\n"
     first, second = read_trace(write(tmp_path, text))
     assert first.num_output_tokens == 0
     assert second.arrival_time == pytest.approx(1.75, abs=2e-6)
 
 
-def test_burstgpt(tmp_path: Path) -> None:
+def test_burstgpt_csv_is_read(tmp_path: Path) -> None:
     rows = ["5,ChatGPT,472,18,490,Conversation log", "45.5,GPT-4,1087,230,1317,API log"]
     first, second = read_trace(write(tmp_path, "\n".join([BURSTGPT, *rows])))
     assert (first.num_prompt_tokens, first.num_output_tokens) == (472, 18)
@@ -96,7 +96,7 @@ def test_qwen_bailian_counts_seconds_and_16_tokens_a_block(tmp_path: Path) -> No
     assert np.array_equal(a[:9], c)
 
 
-def test_the_unit_of_time_and_the_block_size_are_told_apart(tmp_path: Path) -> None:
+def test_the_unit_of_time_and_the_block_size_are_inferred_separately(tmp_path: Path) -> None:
     """Each is recognised on its own: a Mooncake line whose ids cover 16 tokens still counts milliseconds."""
     lines = [mooncake(input_length=40, hash_ids=[1, 2, 3]), mooncake(timestamp=1500, input_length=16, hash_ids=[1])]
     _, second = read_trace(write(tmp_path, "\n".join(lines)))
@@ -206,7 +206,7 @@ def test_a_trace_with_nothing_to_serve_explains_why(tmp_path: Path) -> None:
         (AZURE.encode() + b"\n2023-11-16 18:15:46,\xff,44\n", 2, "no UTF-8 text"),
     ],
 )
-def test_a_broken_line_is_named(tmp_path: Path, text: str | bytes, line: int, wrong: str) -> None:
+def test_a_broken_line_is_reported_with_its_number(tmp_path: Path, text: str | bytes, line: int, wrong: str) -> None:
     path = write(tmp_path, text)
     with pytest.raises(TraceError) as caught:
         read_trace(path)
@@ -217,7 +217,7 @@ def test_a_broken_line_is_named(tmp_path: Path, text: str | bytes, line: int, wr
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", AZURE])
-def test_a_trace_without_requests(tmp_path: Path, text: str) -> None:
+def test_a_trace_without_requests_is_an_error(tmp_path: Path, text: str) -> None:
     with pytest.raises(TraceError, match="no request in it"):
         read_trace(write(tmp_path, text))
 
@@ -286,7 +286,7 @@ def test_tokens_cover_the_vocabulary_evenly() -> None:
         ("vllm_0.19_rtxpro6000_llama31_8b.jsonl", 300, (29, 30)),
     ],
 )
-def test_published_traces(name: str, count: int, seconds: tuple[int, int]) -> None:
+def test_published_traces_are_read(name: str, count: int, seconds: tuple[int, int]) -> None:
     path = REAL_TRACES / name
     if not path.exists():
         pytest.skip(f"{name} is not in {REAL_TRACES}")

@@ -1,8 +1,8 @@
 """Part 4 of the step: moves waiting requests into the batch, in order, until one blocks the queue.
 
-`Admission.admit` goes through the queue. A step is closed to admissions during a pause, after a preemption and while a
+`Admission.admit` iterates over the queue. A step is closed to admissions during a pause, after a preemption and while a
 static batch runs; after priority preemption only the preemptor is admitted. Otherwise `check` decides about one request
-after the other, by these conditions in this order:
+after the other, by the following conditions in this order:
 
     without a lookup    a free sequence slot, a token of budget, no own samples in flight, a slot for its adapter, and
                         the verdict of an earlier step if it is kept
@@ -11,13 +11,14 @@ after the other, by these conditions in this order:
 
 The first condition that fails is the reason that is reported.
 
-A request that lacks a resource that others do not need (such as a slot for its adapter) is skipped: it is set aside,
-the requests behind it are checked, and at the end of the step it returns to its place. Most requests wait for sequence
-slots, tokens or blocks. All requests need these, so such a request blocks the queue.
+A request that lacks a resource that other requests do not need (such as a slot for its adapter) is skipped: it is set
+aside, the requests behind it are checked, and at the end of the step the skipped request returns to its place. Most
+requests wait for sequence slots, tokens or blocks. All requests need these resources, so a request that waits for one
+of them blocks the queue.
 
-The verdict on a blocked head is kept, so that its check costs O(1) a step until a change could admit it: in the blocks
-that a lookup could find, in the blocks that running requests still need, in whether any request runs, or in the free
-blocks.
+The verdict on a blocked head is kept, so that checking the head costs O(1) a step until a change could admit it: a
+change in the blocks that a lookup could find, in the blocks that running requests still need, in whether any request
+runs, or in the free blocks.
 """
 
 from __future__ import annotations
@@ -55,20 +56,20 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class Standstill(NamedTuple):
-    """Why the queue stays blocked while every running request decodes and nothing else happens."""
+    """Reason why the queue stays blocked while every running request decodes and nothing else happens."""
 
     reason: Reason
     deferral: Deferral | None
-    """Of the head of the queue; None: `shortage` gives it."""
+    """Deferral of the head of the queue; None: `shortage` determines the deferral."""
     shortage: Shortage | None = None
     min_free: int = 0
-    """With fewer free blocks the reason would change."""
+    """Minimum number of free blocks with which the reason stays the same."""
     outlasts_evictions: bool = True
-    """Whether it does not depend on the cached blocks."""
+    """Whether the queue stays blocked even if cached blocks are evicted."""
 
 
 class Gates:
-    """Every gate of a scheduler, in the order in which an admission checks them."""
+    """All gates of a scheduler, in the order in which an admission checks the gates."""
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class Gates:
 
 
 class Admission:
-    """Takes requests from the queue into the running batch."""
+    """Moves requests from the queue into the running batch."""
 
     def __init__(
         self,
@@ -115,11 +116,11 @@ class Admission:
         self._static = config.batching == "static"
         self._closes_after_preemption = not config.admit_after_preemption
         self._max_rows = config.max_num_seqs if config.batching == "prefill-first" else MAX_INT
-        self._rows_share_budget = config.batching != "prefill-first"  # with the requests that are admitted
+        self._rows_share_budget = config.batching != "prefill-first"  # rows and admitted requests share the budget
         self._charges_whole = config.admission_charge == "whole"
-        # With the full sequence reserved, what is required does not depend on the size of the first chunk.
+        # If the full sequence must fit, the required blocks do not depend on the size of the first chunk.
         self._depends_on_chunk = not config.full_sequence_must_fit
-        # Nor does it depend on cached blocks that no request holds: these are taken from the free blocks too.
+        # Then they do not depend on unreferenced cached blocks either: a hit takes these from the free blocks too.
         self._depends_on_found = (
             self._depends_on_chunk
             or not config.enable_chunked_prefill
@@ -131,7 +132,7 @@ class Admission:
             self._padding = 0
         self._max_padded = config.max_model_len - 1 - self._padding
         self._limits_of_padding = [limit for limit in gates.limits if limit.limits_drafts]
-        self._may_pad: bool | None = False  # in the open step; None: only with cached tokens
+        self._may_pad: bool | None = False  # in the current step; None: only requests with cached tokens
         self._batch = batch
         self._kv = kv
         self._running = running
@@ -145,26 +146,26 @@ class Admission:
         self.max_num_active_seqs = config.num_sequence_slots
         """Maximum number of running requests."""
         self.pause: Pause | None = None
-        """The operator's pause; None: not paused."""
+        """Pause that `Scheduler.pause` began; None: not paused."""
         self._kept: KeptVerdict | None = None
-        self._lacking: Shortage | None = None  # of the request that was checked last
+        self._lacking: Shortage | None = None  # missing blocks of the request that was checked last
         self._search = self._make_search(config)
         self._newly_deferred: list[tuple[Request, Deferral]] = []
-        self._batch_forms = True  # static: only the token budget stopped the last step's admissions
+        self._batch_forms = True  # static batching: only the token budget ended the last step's admissions
 
     def set_max_num_active_seqs(self, limit: int) -> None:
         """Set the maximum number of running requests from the next step on."""
         self.max_num_active_seqs = limit
 
     def set_pause(self, pause: Pause | None) -> None:
-        """Begin a pause, in which no request is admitted; None: end it."""
+        """Begin a pause, in which no request is admitted; None: end the pause."""
         self.pause = pause
 
     # ------------------------------------------------------------------ the queue
 
     def admit(self, step: StepRecord) -> None:
-        """Admit the requests that fit into `step` beside the advancing rows. Each admission is final and published at
-        once.
+        """Admit the requests that fit into `step` beside the advancing rows. Each admission is final, and its prompt
+        blocks are published immediately.
 
         After priority preemption only the `preemptor` is admitted.
         """
@@ -179,9 +180,9 @@ class Admission:
             return
         batch, advance, admitted = self._batch, step.advance, step.admitted
         assert advance is not None
-        skipped: list[tuple[Request, int]] = []  # with the number admitted before its check
+        skipped: list[tuple[Request, int]] = []  # each with the number of requests admitted before its check
         blocker: Request | None = None
-        repeats = False  # the search of the step before is still valid
+        repeats = False  # whether the result of the previous step's search is still valid
         closed = self._closed(advance.preempted)
         self._batch_forms = False
         for open_queue in self._openers:
@@ -209,7 +210,7 @@ class Admission:
                 else:
                     verdict = self.check(head, budget, num_running, num_owed_blocks)
                 if isinstance(verdict, Deferral):
-                    if not skipped:  # only the head of the queue is counted: one reason a step
+                    if not skipped:  # count only the head of the queue: one reason per step
                         step.blocked(verdict.reason)
                     self._note(head, verdict, step.now)
                     if verdict.blocks_queue or len(skipped) >= MAX_SKIPPED:
@@ -260,7 +261,8 @@ class Admission:
             self._report_deferrals(step.now)
 
     def _closed(self, preempted: bool) -> Reason | None:
-        """Why this step is closed to admissions; None: it is open."""
+        """Reason why the current step is closed to admissions; None: the step is open. `preempted`: whether the step
+        preempted a request for memory."""
         if self.pause is not None:
             return Reason.PAUSED
         if preempted and self._closes_after_preemption:
@@ -270,27 +272,29 @@ class Admission:
         return None
 
     def _return_skipped(self, skipped: list[tuple[Request, int]], num_admitted: int) -> None:
-        """Skipped requests return to their places. The requests admitted since have bypassed them."""
+        """Return skipped requests to their places. The requests that were admitted after a skipped request was checked
+        have bypassed it."""
         self._table.queue.put_back([request for request, _ in skipped])
         for request, num_before in skipped:
             request._state.was_bypassed(num_admitted - num_before)
 
     def _note(self, request: Request, verdict: Deferral, now: float) -> None:
-        """Note why a request waits, and since when if the reason changed."""
+        """Record why a request waits, and the time if the reason changed."""
         if verdict.reason is Reason.PAUSED:
-            return  # it keeps its own reason for after the pause
+            return  # the request keeps its own reason until after the pause
         if request._state.defer(verdict, now) and self._events.deferred:
             self._newly_deferred.append((request, verdict))
 
     def _report_deferrals(self, now: float) -> None:
-        """Report deferrals after the step's admissions, as requests may wait for these."""
+        """Report deferrals after the step's admissions, as a deferred request may wait for a request that was admitted
+        in the same step."""
         for request, (reason, missing, _) in self._newly_deferred:
             holder = self._events.find_holder(request, reason)
             send(self._events.deferred, Deferred(request, reason, missing, holder, now))
         self._newly_deferred.clear()
 
     def _start(self, request: Request, grant: Grant, step: StepRecord) -> AdmittedRequest:
-        """Admit one request: give it blocks, a row and its first chunk."""
+        """Admit one request: allocate its blocks, a row and the tokens of its first chunk."""
         kv, batch, state = self._kv, self._batch, request._state
         status, serial = state.status, state.serial
         blocks = kv.admit(request, grant.match, grant.end, step.now)
@@ -312,18 +316,19 @@ class Admission:
     # ------------------------------------------------------------------ one request
 
     def check(self, request: Request, budget: int, num_running: int, num_owed_blocks: int) -> Grant | Deferral:
-        """The grant of a request beside `num_running` others, with `budget` remaining tokens in the step; or why it
-        must wait. `num_owed_blocks`: blocks that running requests still need for known tokens."""
+        """The grant of a request beside `num_running` running requests, with `budget` remaining tokens in the step; or
+        the reason why the request must wait. `num_owed_blocks`: number of blocks that running requests still need for
+        known tokens."""
         deferral = self._deferral_before_lookup(request, budget, num_running, num_owed_blocks)
         if deferral is not None:
             return deferral
         self._view.open_check(budget, num_running, num_owed_blocks)
-        return self._judge(request)
+        return self._look_up_and_check(request)
 
     def _deferral_before_lookup(
         self, request: Request, budget: int, num_running: int, num_owed_blocks: int
     ) -> Deferral | None:
-        """Why the request may not be admitted, if no lookup is needed to know: a resource that all requests need is
+        """Reason why the request must wait, if it is known without a lookup: a resource that all requests need is
         missing, or a kept verdict is valid. None: a lookup is needed."""
         state, kept = request._state, self._kept
         self._lacking = None
@@ -339,7 +344,7 @@ class Admission:
                 return without_slot
         if kept is None or kept.request is not request:
             return None
-        if kept.key != self._key(budget, num_running, num_owed_blocks):
+        if kept.key != self._verdict_key(budget, num_running, num_owed_blocks):
             return None
         if budget < kept.required_budget:
             return Deferral(Reason.BUDGET, kept.required_budget - budget)
@@ -350,7 +355,8 @@ class Admission:
         return self.gates.reserves.deferral(request, shortage, free)
 
     def last_deferral(self, request: Request) -> Deferral | None:
-        """Why a request waited in the newest step, and how much it lacked; None: it has not been checked."""
+        """Reason why a request waited in the newest step, and the missing amount; None: the request has not been
+        checked."""
         found = None if self._search is None else self._search.deferral(request)
         return request._state.deferral if found is None else found
 
@@ -364,8 +370,9 @@ class Admission:
     # ------------------------------------------------------------------ behind a head that lacks blocks
 
     def _make_search(self, config: SchedulerConfig) -> Search | None:
-        """The search of a scheduler whose reserve allows bypasses. It remembers the needs of requests only if gates
-        just compare and cut: no gate defers for anything but blocks, and no gate must see every check."""
+        """The search of a scheduler whose reserve allows bypasses; None: no reserve does. The search remembers the
+        needs of requests only if the gates just compare and cut: no gate defers for anything but blocks, and no gate
+        must see every check."""
         gates, kv, queue = self.gates, self._kv, self._table.queue
         reserves = gates.reserves
         if reserves.bypass is None:
@@ -397,8 +404,8 @@ class Admission:
         num_running: int,
         num_owed_blocks: int,
     ) -> bool:
-        """Whether certainly no request behind the head is admitted: then the search is done. `popped`: the requests,
-        the head first, that were skipped before an admission; empty: the head itself was just deferred."""
+        """Whether it is proved that no request behind the head is admitted, so that the search is done. `popped`: the
+        requests, the head first, that were skipped before an admission; empty: the head itself was just deferred."""
         needs, view = search.needs, self._view
         kept = search.head if popped else self._kept if self._lacking is not None else None
         if not popped and kept is not None and search.is_done(kept):
@@ -416,7 +423,7 @@ class Admission:
                 return None
             view.look_at(place)
             try:
-                verdict = self._judge(request)
+                verdict = self._look_up_and_check(request)
                 if not isinstance(verdict, Deferral) or self._lacking is None:
                     return None
                 need = needs.keep(request, self._lacking)
@@ -436,8 +443,8 @@ class Admission:
     def _check_behind(
         self, search: Search, request: Request, budget: int, num_running: int, num_owed_blocks: int
     ) -> tuple[Grant | Deferral, int | None]:
-        """As `check`, for a request behind the head; also returns the blocks that it would take if it lacks blocks. A
-        request whose need is remembered is not looked up."""
+        """As `check`, for a request behind the head. The second result is the number of blocks that the request would
+        take, if it lacks blocks. A request whose need is remembered is not looked up."""
         needs = search.needs
         if needs is not None and num_running < self.max_num_active_seqs and budget > 0:
             is_blocking = request._state.num_bypassed >= search.bound
@@ -455,8 +462,8 @@ class Admission:
     # ------------------------------------------------------------------ while nothing changes
 
     def standstill(self, num_running: int) -> Standstill | None:
-        """Why the head of the queue stays blocked, for the same reason as now, in a step in which all running requests
-        only decode one token; None: it may not stay blocked, or only a lookup could prove it."""
+        """Reason why the head of the queue stays blocked, the same as now, in a step in which all running requests only
+        decode one token; None: the head may not stay blocked, or only a lookup could prove that it does."""
         head = self._table.queue.peek()
         state, closed = head._state, self._closed(False)
         if closed is Reason.PAUSED:
@@ -486,8 +493,8 @@ class Admission:
         return Standstill(reason, None, shortage, min_free, outlasts_evictions)
 
     def stand_still(self, blocked: Standstill | None, now: float, num_free: int) -> None:
-        """Account for steps in which the queue was blocked, or empty (None); the last one was at `now`, with `num_free`
-        free blocks."""
+        """Account for steps in which the queue was blocked, or empty (None); the last of these steps was scheduled at
+        `now`, with `num_free` free blocks."""
         self._view.pass_time(now)
         self._batch_forms = blocked is not None and blocked.reason is Reason.BUDGET
         head = None if blocked is None else self._table.queue.peek()
@@ -501,8 +508,8 @@ class Admission:
             deferral = shortage.deferral(num_free)
         head._state.defer(deferral, head._state.deferred_since)
 
-    def _key(self, budget: int, num_running: int, num_owed_blocks: int) -> tuple[Any, ...]:
-        """The state that the verdict on a blocked head depends on, beside the free blocks."""
+    def _verdict_key(self, budget: int, num_running: int, num_owed_blocks: int) -> tuple[Any, ...]:
+        """The state, besides the free blocks, on which the verdict on a blocked head depends."""
         kv = self._kv
         found = kv.num_publications if self._depends_on_found else kv.num_held_publications
         changes = self.gates.reserves.num_changes
@@ -512,8 +519,8 @@ class Admission:
         revisions = [limit.revision for limit in self.gates.limits] if self.gates.limits else ()
         return departures, found, num_running > 0, num_owed_blocks, changes, budget, kv.num_evictions, *revisions
 
-    def _judge(self, request: Request) -> Grant | Deferral:
-        """Look up the cached and loaded tokens of the request, and check every gate."""
+    def _look_up_and_check(self, request: Request) -> Grant | Deferral:
+        """Look up the cached and external tokens of the request, and check every gate."""
         kv, view, state = self._kv, self._view, request._state
         self._kept = self._lacking = None
         match = kv.look_up(request)
@@ -527,18 +534,18 @@ class Admission:
         has_shared = len(match.blocks) > 0 and not self.gates.budget.asks_whole
         view.found(match, kv.pool.num_in_use(match.blocks) if has_shared else 0)
         if external.is_async:
-            return self._judge_load(request, start, match, external)
+            return self._check_load(request, start, match, external)
         known = state.num_tokens
         want = known - start
         padding = self._padding_of(request, start, want) if self._padding else 0
         if padding >= view.budget:
-            if padding < self.budget.tokens:  # a step with fewer tokens holds it
+            if padding < self.budget.tokens:  # a step with fewer running tokens can hold the padding
                 return Deferral(Reason.BUDGET, padding + 1 - view.budget)
             padding = 0
         for gate in self._gates:
             answer = gate.check(request, start, want, view)
             if isinstance(answer, Deferral):
-                self._keep(request, gate)
+                self._keep_verdict(request, gate)
                 return answer
             want = answer
         charge = min(known, view.budget) if self._charges_whole else want
@@ -550,8 +557,8 @@ class Admission:
         return Grant(match, want, start, charge + padding, loaded, padding)
 
     def _padding_of(self, request: Request, start: int, want: int) -> int:
-        """Placeholders that a request verifies in its first step: all or none. None if a limit on drafts cuts them, or
-        if the request samples nothing: its KV would seem to hold the placeholders too."""
+        """Number of placeholders that a request verifies in its first step: all or 0. It is 0 if a limit on drafts cuts
+        the placeholders, or if the request samples nothing: its KV would seem to hold the placeholders too."""
         may_pad = start > 0 if self._may_pad is None else self._may_pad
         if want != 1 or not may_pad or start >= self._max_padded or request._state.max_tokens == 0:
             return 0
@@ -559,22 +566,22 @@ class Admission:
         is_allowed = all(limit.check(request, start, padded, self._view) == padded for limit in self._limits_of_padding)
         return self._padding if is_allowed else 0
 
-    def _judge_load(self, request: Request, start: int, match: Match, external: External) -> Grant | Deferral:
-        """Decide about an asynchronous load: whether its blocks fit, with every reserve. It takes no sequence slot and
-        no token."""
+    def _check_load(self, request: Request, start: int, match: Match, external: External) -> Grant | Deferral:
+        """Decide about an asynchronous load: whether the loaded blocks fit, with every reserve. A load takes no
+        sequence slot and no token."""
         reserves = self.gates.reserves
         answer = reserves.check(request, start, 0, self._view)
         if isinstance(answer, Deferral):
-            self._keep(request, reserves)
+            self._keep_verdict(request, reserves)
             return answer
         return Grant(match, 0, start, 0, external.num_tokens, is_async=True)
 
-    def _keep(self, request: Request, gate: Gate) -> None:
-        """Keep the verdict of a gate whose answer is valid until the key changes."""
+    def _keep_verdict(self, request: Request, gate: Gate) -> None:
+        """Keep the verdict of a gate whose answer is valid until `_verdict_key` changes."""
         view, gates = self._view, self.gates
         if gate is not gates.reserves and gate is not gates.budget:
             return
-        key = self._key(view.budget, view.num_running, view.num_owed_blocks)
+        key = self._verdict_key(view.budget, view.num_running, view.num_owed_blocks)
         if gate is gates.reserves:
             self._lacking = gates.reserves.shortage
             self._kept = KeptVerdict(request, key, self._lacking, 0)
@@ -583,12 +590,12 @@ class Admission:
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue."""
+        """Number of requests in the queue."""
         return len(self._table.queue)
 
     def lacks_step_time(self, request: Request, rows: Int64Array) -> bool:
-        """Whether a policy that sets the budget would defer the request even beside these rows alone: then preempting
-        the others for it is useless."""
+        """Whether a policy that sets the budget would defer the request even if only these rows ran; then preempting
+        the other running requests would not help."""
         policies = self.budget.policies
         if not policies:
             return False
@@ -596,7 +603,7 @@ class Admission:
         return any(policy.lacks_step_time(request, len(rows), num_tokens) for policy in policies)
 
     def would_be_partial(self, request: Request, budget: int) -> bool:
-        """Whether its prefill, uncached, may not fit a step with `budget` remaining tokens."""
+        """Whether the prefill of a request, if nothing is cached, may not fit a step with `budget` remaining tokens."""
         want = request._state.num_tokens
         for limit in self.gates.limits:
             allowed = limit.check(request, 0, want, self._view)

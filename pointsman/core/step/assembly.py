@@ -1,4 +1,4 @@
-"""Assembly: makes the parts of one scheduler and connects them."""
+"""Assembly: creates the parts of one scheduler and connects the parts with each other."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ from pointsman.core.step.update import Update
 
 
 class Start(NamedTuple):
-    """Initial numbers of a scheduler, and replaced policies: a scheduler that is reset for a recording continues
-    them."""
+    """First step number and first admission number of a scheduler, and its replaced policies. A scheduler that is reset
+    for a recording continues with its former numbers and replaced policies."""
 
     step_id: int = 0
     serial: int = 1
     replaced: tuple[Replaced, ...] = ()
-    """Policies of other packages that failed before."""
+    """Policies of other packages that failed earlier, each with its replacement."""
 
 
 NEW = Start()
@@ -60,14 +60,14 @@ class Parts:
     batch: Batch
     kv: KVCache
     transfers: Transfers | None
-    """Blocks held without a row; None: there is no connector."""
+    """Transfers, and the blocks that they hold for requests without a row; None: there is no connector."""
     swap: Swap | None
-    """Which preempted requests swap; None: none does."""
+    """Part that decides which preempted requests swap; None: no request swaps."""
     table: RequestTable
     steps: StepsInFlight
     gates: Gates
     encoder: EncoderCache | None
-    """The embeddings of encoder inputs; None: no encoder inputs are accepted."""
+    """Cache of the embeddings of encoder inputs; None: encoder inputs are refused."""
     drafts: Drafts
     running: Running
     loading: Loading | None
@@ -95,12 +95,12 @@ def assemble(
     *,
     checks_guaranteed_steps: bool = False,
 ) -> Parts:
-    """New parts for a configuration.
+    """Create the parts of a scheduler for a configuration.
 
     Args:
         kv_cache: owner of the KV blocks; None: a new `KVCacheManager`.
         accepted_drafts: the list that counts accepted drafts, see `Acceptance`.
-        checks_guaranteed_steps: see `Scheduler`.
+        checks_guaranteed_steps: whether `advance` checks the policies' `guaranteed_steps`, see `Scheduler`.
 
     Raises:
         ConfigError: the configuration names a policy that does not exist, or needs a connector and there is none.

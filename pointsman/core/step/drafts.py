@@ -7,12 +7,13 @@
                Transformers via Speculative Decoding"; Chen et al. 2023, "Accelerating Large Language Model Decoding
                with Speculative Sampling")
 
-While drafts are in flight, the number of accepted ones is unknown, so the row is not scheduled again before its result.
-`num_computed_tokens` is then lowered by the number of rejected drafts. Their KV slots stay with the row, and its next
-tokens overwrite them.
+While drafts are in flight, the number of accepted drafts is unknown, so the row is not scheduled again before the
+step's result. `num_computed_tokens` is then lowered by the number of rejected drafts. The KV slots of rejected drafts
+stay with the row, and the row's next tokens overwrite them.
 
-Drafts have the lowest precedence. They are cut to the token limit, the configuration's `draft_table`, the limits and
-the budget. No request is preempted for them, and a request that loses its row loses its drafts.
+Drafts have the lowest precedence. The number of drafts of a row is cut to the token limit, the configuration's
+`draft_table`, the limits and the budget. No request is preempted for drafts, and a request that loses its row loses its
+drafts.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ set_writeable(NO_ROWS, False)
 
 class Equal:
     """The counts of a proposal with equally many drafts for every row, the common case. Consecutive steps share the
-    arrays, so that identity shows equal counts."""
+    arrays, so a comparison by `is` finds that counts are equal."""
 
     def __init__(self, num_rows: int, num_drafts: int) -> None:
         self.num_drafts = num_drafts
@@ -50,10 +51,10 @@ class Equal:
 
 
 class Drafts:
-    """The drafts that wait for the next steps of the running requests, as proposed: ragged, by row.
+    """The proposed drafts that wait for the next step of each running request, row after row.
 
-    While the same requests run, they are scheduled unchanged. A changed serial shows that a request has lost its row
-    since.
+    While the same requests run, all drafts are scheduled unchanged. A row whose serial has changed belongs to another
+    admission: its drafts are obsolete.
     """
 
     def __init__(self, config: SchedulerConfig, batch: Batch, events: Events, last_updated_step: int = -1) -> None:
@@ -62,17 +63,17 @@ class Drafts:
         self._events = events
         self.last_updated_step = last_updated_step
         self.waiting = 0
-        """Number of waiting drafts; may include drafts of released rows. 0: the other fields are obsolete."""
+        """Number of waiting drafts; may include drafts of released rows. 0: the arrays below are obsolete."""
         self.counts: Int64Array = NO_ROWS
-        """[n] number of drafts of each row that has any."""
+        """[drafted rows] number of drafts of each row that has drafts."""
         self._equal = Equal(0, 0)
-        """The last proposal with equally many drafts for every row."""
+        """Counts of the newest proposal with equally many drafts for every row."""
         self._rows: IntArray = NO_ROWS
         self._serials: IntArray = NO_ROWS
         self._token_ids: Int32Array = NO_TOKENS
 
     def updated(self, step_id: int) -> None:
-        """Note the newest updated step: drafts for an earlier one are stale."""
+        """Set the newest updated step: drafts for an earlier step are stale."""
         self.last_updated_step = step_id
 
     def forget(self) -> None:
@@ -80,7 +81,7 @@ class Drafts:
         self.waiting = 0
 
     def of_row(self, row: int) -> list[int]:
-        """The waiting drafts of the request that now has this row."""
+        """The waiting drafts of the request that currently has this row."""
         if not self.waiting:
             return []
         for index in np.flatnonzero((self._rows == row) & (self._serials == self._batch.serial[row])).tolist():
@@ -110,74 +111,78 @@ class Drafts:
             left = batch.token_limit[rows] - batch.num_tokens[rows]
             runs = Runs.of(proposed, tokens).cut(np.minimum(proposed, left - 1))
             proposed, tokens = runs.counts, runs.token_ids
-        keep = self._keep_others if self.waiting and rows is not self._rows else self._wait
+        keep = self._store_beside_others if self.waiting and rows is not self._rows else self._store_only
         keep(rows, serials, proposed, tokens)
         for method in self._events.proposed:
             method(len(tokens))
         return len(tokens)
 
-    def _keep_others(self, rows: IntArray, serials: IntArray, counts: Int64Array, token_ids: Int32Array) -> None:
-        """Store these drafts, and keep the waiting drafts of other rows."""
+    def _store_beside_others(
+        self, rows: IntArray, serials: IntArray, counts: Int64Array, token_ids: Int32Array
+    ) -> None:
+        """Store new drafts for `rows`, and keep the waiting drafts of other rows."""
         others = ~self._is_among(rows)
         left = Runs.of(self.counts, self._token_ids).only(others)
-        self._wait(
+        self._store_only(
             np.concatenate([self._rows[others], rows]),
             np.concatenate([self._serials[others], serials]),
             np.concatenate([left.counts, counts]),
             np.concatenate([left.token_ids, token_ids]),
         )
 
-    def _wait(self, rows: IntArray, serials: IntArray, counts: Int64Array, token_ids: Int32Array) -> None:
-        """Store only these drafts."""
+    def _store_only(self, rows: IntArray, serials: IntArray, counts: Int64Array, token_ids: Int32Array) -> None:
+        """Replace all waiting drafts by these drafts of `rows`."""
         self._rows, self._serials, self.counts, self._token_ids = rows, serials, counts, token_ids
         self.waiting = len(token_ids)
 
     # ------------------------------------------------------------------ scheduling
 
     def are_for(self, rows: Int64Array) -> bool:
-        """Whether the waiting drafts are for exactly these rows, and the table allows all of them."""
+        """Whether the waiting drafts are for exactly these rows, and `draft_table` allows all of the drafts."""
         if rows is not self._rows:
             return False
         return not self._config.draft_table or bool(self.counts.max() <= self._config.max_drafts(len(rows)))
 
     def granted(self) -> Int64Array:
-        """[n] tokens of each drafted row in a step that verifies all waiting drafts."""
+        """[drafted rows] number of tokens of each row in a step that verifies all waiting drafts."""
         equal = self._equal
         return equal.granted if self.counts is equal.counts else self.counts + ONE
 
     def take_all(self) -> Int32Array:
-        """All waiting drafts, ragged; they are in flight from now on."""
+        """Return all waiting drafts, row after row; these drafts no longer wait."""
         self.forget()
         return self._token_ids
 
     def wanted(self, rows: Int64Array) -> Int64Array:
-        """[rows] number of drafts that a step may verify for each row: the waiting ones, limited by the table."""
-        drafts = self._column(self.counts)[rows]
+        """[rows] number of drafts that a step may verify for each row: the waiting drafts, limited by `draft_table`."""
+        drafts = self._by_row_number(self.counts)[rows]
         if self._config.draft_table:
             np.minimum(drafts, self._config.max_drafts(len(rows)), out=drafts)
         return drafts
 
     def take(self, rows: Int64Array, drafts: Int64Array) -> Int32Array:
-        """The first `drafts` [rows] waiting drafts of each row, ragged, now in flight; the row's other drafts are
-        dropped."""
+        """Return the first `drafts` [rows] waiting drafts of each row, row after row; further waiting drafts of these
+        rows are dropped."""
         total = int(drafts.sum())
         waiting = Runs.of(self.counts, self._token_ids)
-        starts = self._column(waiting.starts)[rows]
+        starts = self._by_row_number(waiting.starts)[rows]
         places = (starts - (drafts.cumsum() - drafts)).repeat(drafts) + np.arange(total)
         token_ids: Int32Array = self._token_ids[places]
         stays = ~self._is_among(rows)
         left = waiting.only(stays)
-        self._wait(self._rows[stays], self._serials[stays], left.counts, left.token_ids)
+        self._store_only(self._rows[stays], self._serials[stays], left.counts, left.token_ids)
         return token_ids
 
-    def _column(self, values: Int64Array) -> Int64Array:
-        """`values`, given for each row with waiting drafts, by row number; 0 for all other rows."""
+    def _by_row_number(self, values: Int64Array) -> Int64Array:
+        """[all rows] the entries of `values` [drafted rows], indexed by row number; 0 for rows without waiting
+        drafts."""
         column = np.zeros_like(self._batch.serial)
         column[self._rows] = values  # a released row is not reused yet: the next step drops its drafts
         return column
 
     def _is_among(self, rows: IntArray) -> BoolArray:
-        """Mask over the rows with waiting drafts: whether the row is among `rows`, or its request has released it."""
+        """[drafted rows] mask: whether the row is among `rows`, or was released by the request for which drafts
+        wait."""
         is_named = np.zeros(len(self._batch.serial), dtype=np.bool_)
         is_named[rows] = True
         found: BoolArray = is_named[self._rows] | (self._batch.serial[self._rows] != self._serials)
@@ -199,5 +204,5 @@ class Drafts:
             proposed, total = self._equal.counts, fewest * num_rows
         else:
             proposed = given.copy()
-            total = int(proposed.dot(self._batch.ones[:num_rows]))  # in half the time of a sum
+            total = int(proposed.dot(self._batch.ones[:num_rows]))  # twice as fast as `sum`
         return proposed, flat_tokens(token_ids, total, "counts asks for {} token(s)", "is proposed", ProposalError)

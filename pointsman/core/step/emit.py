@@ -1,7 +1,8 @@
 """Part 5 of the step: builds the output of the running and the admitted rows.
 
-Also here: which running requests a step leaves out, and since when (`LeftOut`); the number of blocks that all rows
-begin with (`CommonPrefix`); the tokens that a step computes, for hosts that do not keep them (`input_token_ids`).
+This module also tracks which running requests are left out of steps, and since when (`LeftOut`); counts the leading
+blocks that all rows share (`CommonPrefix`); and returns the tokens that a step computes, for hosts that do not store
+tokens (`input_token_ids`).
 """
 
 from __future__ import annotations
@@ -57,31 +58,31 @@ class Emission:
         self._has_tables = kv.has_tables
         self._pads = config.pad_first_decodes
         self.left_out = LeftOut(batch)
-        """Which running requests get no tokens, and since when."""
+        """Running requests that get no tokens in the newest steps, and since when."""
         self.last_output: SchedulerOutput | None = None
-        """The newest output, for explanations, if a request waited in it. It may name requests that have finished
-        since."""
+        """Newest output, for explanations; None: no request waited in that step. The output may name requests that have
+        finished since."""
         self._common_prefix = CommonPrefix(batch, kv) if config.count_common_prefix else None
         self._resync = False
-        self._unsynced: set[int] = set()  # serials of admissions whose table the host does not have yet
+        self._serials_to_resync: set[int] = set()  # serials of requests whose full block table the host lacks
 
     @property
     def is_resync_due(self) -> bool:
-        """Whether the next output has the full block table of its rows."""
+        """Whether the next output contains the full block table of each of its rows."""
         return self._resync
 
     def resync(self) -> None:
-        """Note that outputs were void: the host needs the full block table of every running request again."""
+        """Send the full block table of every running request again, because earlier outputs are void."""
         self._resync = True
-        self._unsynced.update(self._batch.members.serials.tolist())
+        self._serials_to_resync.update(self._batch.members.serials.tolist())
 
     def forget_output(self) -> None:
-        """Drop the newest output for explanations: the next step will run other rows."""
+        """Drop `last_output`, because the next step will run other rows."""
         self.last_output = None
 
     def keep(self, step_id: int, advance: Advance, num_steps: int) -> None:
-        """Make `last_output` for steps that were done at once, in which the rows advanced like this: they have no
-        outputs, and explanations of waiting requests need the newest."""
+        """Set `last_output` for the last of several steps that were done in one call, in which the rows advanced by
+        `advance`. These steps have no outputs, and explanations of waiting requests need the newest output."""
         self.last_output = None
         if len(self._table.queue):
             requests, rows, serials, computed, _, samples, num_drafts, drafts = advance[:8]
@@ -95,7 +96,7 @@ class Emission:
             self.last_output = sealed_as(SchedulerOutput, whole)
 
     def emit(self, record: StepRecord) -> SchedulerOutput:
-        """Build the output of a decided step."""
+        """Build the output of a step whose rows and admissions are decided."""
         batch, table, kv, advance, resync = self._batch, self._table, self._kv, record.advance, self._resync
         assert advance is not None
         members, num_continued = batch.members, len(advance.requests)
@@ -107,7 +108,7 @@ class Emission:
         if not self._has_tables:
             ids, of_rows, groups, places = self._blocks_of_groups(advance, resync)
         elif resync:
-            self._keep_unsynced(advance)
+            self._note_sent_tables(advance)
             ids, of_rows = kv.tables(batch, rows)
         if batch.num_no_sample:
             samples, completes = self._without_completions(advance)
@@ -146,8 +147,8 @@ class Emission:
             groups,
             places,
         )
-        # Arrays made for this output; arrays that steps share are flagged where they are made. Passing by position
-        # takes a third of the time of the keyword, which the types demand.
+        # Arrays of this output alone; arrays that steps share are made read-only where they are created. Passing by
+        # position takes a third of the time of the keyword, which the types demand.
         computed.setflags(False)  # type: ignore[call-arg]
         if has_blocks:
             ids.setflags(False)  # type: ignore[call-arg]
@@ -166,17 +167,18 @@ class Emission:
         return output
 
     def _without_completions(self, advance: Advance) -> tuple[npt.NDArray[np.bool_], Int64Array]:
-        """`samples` without rows that sample nothing, and the indices of such rows that complete their prompt."""
+        """`samples` without the rows of requests that sample nothing, and the indices of such rows that complete their
+        prompt."""
         is_done = advance.samples & ((self._batch.flags[advance.rows] & NO_SAMPLE) != 0)
         return advance.samples & ~is_done, is_done.nonzero()[0]
 
     def _with_admitted(
         self, advance: Advance, admitted: list[AdmittedRequest]
     ) -> tuple[Advance, Int64Array, Int64Array, npt.NDArray[np.bool_]]:
-        """The rows that advance, followed by the admitted ones, which are the last members of the batch.
+        """The rows that advance, followed by the admitted rows, which are the last members of the batch.
 
-        Returns all rows; and for each admitted row its cached tokens, the cached tokens that a connector loads, and
-        whether it is resumed.
+        Returns the work of all rows; and, for each admitted row, the number of cached tokens, the number of cached
+        tokens that a connector loads, and whether the request is resumed.
         """
         batch, members = self._batch, self._batch.members
         start, count = len(advance.requests), len(admitted)
@@ -219,16 +221,18 @@ class Emission:
         )
         return whole, cached, external, np.array([entry.previous_status is _PREEMPTED for entry in admitted], BOOL)
 
-    def _keep_unsynced(self, advance: Advance) -> None:
-        """Note that this output has full tables for its rows; other rows get theirs later."""
-        self._unsynced &= set(self._batch.members.serials.tolist())
-        self._unsynced -= set(advance.serials.tolist())
-        self._resync = bool(self._unsynced)
+    def _note_sent_tables(self, advance: Advance) -> None:
+        """Record that the output of `advance` contains the full tables of its rows; other rows get full tables in later
+        outputs."""
+        self._serials_to_resync &= set(self._batch.members.serials.tolist())
+        self._serials_to_resync -= set(advance.serials.tolist())
+        self._resync = bool(self._serials_to_resync)
 
     def _blocks_of_groups(self, advance: Advance, whole: bool) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-        """The blocks of an output when each row has several tables: ids, rows, groups and places."""
+        """The blocks of an output when each row has several tables: their ids, row indices, groups and places in the
+        tables."""
         if whole:
-            self._keep_unsynced(advance)
+            self._note_sent_tables(advance)
         new = self._kv.new_blocks(self._batch, advance.rows, advance.block_rows, whole=whole)
         if new is None:
             return NO_BLOCKS, NO_BLOCKS, NO_INTS, NO_INTS
@@ -238,7 +242,7 @@ class Emission:
 
 
 def _joined(array: Int64Array, more: Int64Array | list[int]) -> Int64Array:
-    """Concatenate two runs; faster than `concatenate`, which makes an array of a list first."""
+    """Concatenate two sequences; faster than `concatenate`, which first converts a list to an array."""
     start = len(array)
     joined = np.empty(start + len(more), INT64)
     joined[:start] = array
@@ -247,16 +251,17 @@ def _joined(array: Int64Array, more: Int64Array | list[int]) -> Int64Array:
 
 
 class LeftOut:
-    """Since when rows of a batch have been left out of consecutive steps."""
+    """Times since which running rows have been left out of consecutive steps."""
 
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
-        self._since = np.zeros(0)  # by row
-        self._serials = np.zeros(0, dtype=np.int64)  # by row: serial of its admission, 0 for none
+        self._since = np.zeros(0)  # [rows] time of the first such step
+        self._serials = np.zeros(0, dtype=np.int64)  # [rows] serial of the left-out request; 0: not left out
         self._step_id = 0
 
     def note(self, step_id: int, rows: IntArray, now: float, *, continues: bool) -> None:
-        """Note that a step takes only these running rows. `continues`: rows left out before may still be left out."""
+        """Record that a step runs only these running rows. `continues`: whether rows left out of the step before may
+        still be left out; False: no row counts as left out before."""
         members, num_rows = self._batch.members, len(self._batch.serial)
         if not continues or step_id != self._step_id + 1:
             self._serials[:] = 0
@@ -273,8 +278,8 @@ class LeftOut:
         self._serials[left] = serials
 
     def since(self, request: Request) -> float | None:
-        """The time of the first of consecutive steps up to the newest that left out a request; None: the newest did
-        not."""
+        """Time of the first of the consecutive newest steps that left out a request; None: the newest step did not
+        leave it out."""
         row = request.row
         if row is None or row >= len(self._since) or self._serials[row] != request.serial:
             return None
@@ -283,11 +288,11 @@ class LeftOut:
 
 class CommonPrefix:
     """Counts the leading blocks that the tables of some rows share, for attention kernels that read a common prefix
-    once (cascade). It uses the first group of full attention; without one the count is 0.
+    once (cascade). The tables are those of the first group of full attention; without such a group the count is 0.
 
     Tables of running rows only grow at their ends, by blocks that no other row has. So the common prefix of all running
-    rows changes only with the batch's membership, and is computed once for each: in steady decode it costs nothing. For
-    a step with only some of the running rows it is recomputed.
+    rows changes only with the members of the batch, and is computed once for each set of members: in steady decode it
+    costs nothing. For a step with only some of the running rows the count is recomputed.
     """
 
     def __init__(self, batch: Batch, kv: KVCache) -> None:
@@ -296,7 +301,8 @@ class CommonPrefix:
         self._count = 0
 
     def count(self, rows: npt.NDArray[np.integer]) -> int:
-        """The count for some or all running rows: 0 for no row, the length of its table for one row."""
+        """The number of leading blocks that some or all running rows share: 0 for no row, the length of the table for
+        one row."""
         members = self._batch.members
         if len(rows) != len(members) or len(rows) == 1:
             return self._kv.num_common_blocks(rows)
@@ -306,7 +312,7 @@ class CommonPrefix:
 
 
 def input_token_ids(batch: Batch, output: SchedulerOutput, allow_unsampled: bool) -> Int32Array:
-    """See `Scheduler.input_token_ids`."""
+    """The tokens that a step computes, row after row; see `Scheduler.input_token_ids`."""
     if output.num_rows == 0:
         return np.zeros(0, dtype=np.int32)
     if not len(output.draft_token_ids):
@@ -317,7 +323,7 @@ def input_token_ids(batch: Batch, output: SchedulerOutput, allow_unsampled: bool
 
 
 def _known_token_ids(batch: Batch, output: SchedulerOutput, counts: IntArray, allow_unsampled: bool) -> Int32Array:
-    """The first `counts` tokens that each row computes, without drafts."""
+    """The first `counts` [rows] tokens that each row computes, without drafts, row after row."""
     last = batch.last_tokens(output.rows)
     unsampled = output.num_computed_tokens + counts > batch.num_tokens[output.rows]
     if np.count_nonzero(unsampled):

@@ -1,16 +1,17 @@
-"""Fast-forward: does several plain decode steps at once.
+"""Fast-forward: does several plain decode steps in one call.
 
     k = scheduler.guaranteed_steps(limit)   in each of the next k steps every running request decodes one token
     scheduler.advance(times, token_ids)     does len(times) - 1 of these steps at once
 
-A simulator spends most of its steps decoding: no request comes or goes, no block runs out. Such steps need not be
-decided one by one. `guaranteed_steps` proves their number from token limits, free blocks, and the reason why the head
-of the queue is blocked. It is 0, and the host schedules a single step, where a proof would need a decision: a lookup, a
-dry run, drafts, an encoder, a transfer under way, an eviction that a connector needs. `advance` leaves the same state
-as single calls of `schedule` and `update`: columns, block ids, the order of the free blocks, the prefix tree, counters.
+In most steps of a simulation the running requests only decode: no request arrives or finishes, and the free blocks
+suffice. Such steps need not be decided one by one. `guaranteed_steps` proves their number from token limits, free
+blocks, and the reason why the head of the queue is blocked. It is 0, and the host schedules a single step, where a
+proof would need a decision: a lookup, a dry run, drafts, an encoder, a transfer under way, an eviction that a connector
+needs. `advance` leaves the same state as single calls of `schedule` and `update`: columns, block ids, the order of the
+free blocks, the prefix tree, counters.
 
-No end of sequence is guessed. The host knows the sampled tokens: it advances up to the step in which a token stops a
-request, and passes that step's tokens as `last_token_ids`.
+The end of a sequence is not predicted. The host knows the sampled tokens: it advances up to the step in which a token
+stops a request, and passes the tokens of that step as `last_token_ids`.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ FloatArray = npt.NDArray[np.float64]
 
 
 class FastForward:
-    """Proves that steps are plain decodes, and does several at once."""
+    """Proves that the next steps are plain decodes, and does several of them in one call."""
 
     def __init__(
         self,
@@ -69,8 +70,8 @@ class FastForward:
         *,
         checks_guaranteed_steps: bool,
     ) -> None:
-        """`checks_guaranteed_steps`: whether `advance` compares the policies' `guaranteed_steps` with their decisions
-        afterwards."""
+        """`checks_guaranteed_steps`: whether `advance` compares the policies' `guaranteed_steps` with the policies'
+        decisions afterwards."""
         self._block_size = config.block_size
         self._grows_first = config.batching != "prefill-first"  # rows grow before requests are admitted
         self._batch, self._kv, self._table, self._steps = batch, kv, table, steps
@@ -99,23 +100,24 @@ class FastForward:
         return self._seen[0]
 
     def _look_ahead(self, limit: int) -> tuple[int, Standstill | None]:
-        """The number of guaranteed steps, and why the queue is blocked in them; None: it is empty, or the number is
-        0."""
+        """The number of guaranteed steps, and the reason why the queue is blocked in them; None: the queue is empty, or
+        the number is 0."""
         limit, free, blocked = self._bound(limit)
         if limit > 0 and self._batch.may_end(limit):
             limit = self._batch.min_tokens_left
         return self._within_blocks(limit, free), blocked
 
-    def _look_again(self, num_steps: int) -> tuple[int, Standstill | None]:
-        """`_look_ahead`, or the last result if a policy fails now: its failure belongs to the next scheduled step."""
+    def _look_ahead_or_last(self, num_steps: int) -> tuple[int, Standstill | None]:
+        """The result of `_look_ahead`, or the last result if a policy fails now: the policy's failure belongs to the
+        next scheduled step."""
         try:
             return self._look_ahead(num_steps)
         except PolicyError:
             return self._seen
 
     def _bound(self, limit: int) -> tuple[int, int, Standstill | None]:
-        """The number of guaranteed steps before token limits and blocks cut it; the free blocks that these steps may
-        take; and why the queue is blocked in them."""
+        """The number of guaranteed steps before token limits and blocks lower it; the number of free blocks that these
+        steps may take; and the reason why the queue is blocked in these steps."""
         batch, queue, admission = self._batch, self._table.queue, self._admission
         num_rows = len(batch.members.requests)
         if (
@@ -152,14 +154,14 @@ class FastForward:
             free -= blocked.min_free
             if not blocked.outlasts_evictions:
                 free = min(free, self._kv.pool.num_blank)
-        if self._kv.reports_evictions:  # only outputs do
+        if self._kv.reports_evictions:  # only outputs report evictions
             free = min(free, self._kv.pool.num_blank)
         return max(limit, 0), free, blocked
 
     def _within_blocks(self, limit: int, free: int) -> int:
         """Number of steps, at most `limit`, that take at most `free` blocks."""
         batch, rows = self._batch, self._batch.members.rows
-        free //= self._kv.num_groups  # each table of a row takes equally many
+        free //= self._kv.num_groups  # each table of a row takes equally many blocks
         if len(rows) * (limit // self._block_size + 1) <= free:
             return limit
         size = self._block_size
@@ -178,7 +180,7 @@ class FastForward:
             low, high = (middle, high) if needed(middle) <= free else (low, middle)
         return low
 
-    # ------------------------------------------------------------------ at once
+    # ------------------------------------------------------------------ several steps in one call
 
     def advance(
         self, first_step_id: int, times: Sequence[float] | FloatArray, token_ids: Any, last_token_ids: Any
@@ -187,7 +189,7 @@ class FastForward:
         num_steps = len(times) - 1
         if num_steps < 1:
             raise StepOrderError(f"times has {len(times)} value(s); give one for the start and one for each step's end")
-        certain, blocked = self._look_again(num_steps)
+        certain, blocked = self._look_ahead_or_last(num_steps)
         if certain < num_steps:
             raise StepOrderError(
                 f"{num_steps} step(s) at once, and {certain} are guaranteed plain decodes; ask guaranteed_steps() "
@@ -196,7 +198,7 @@ class FastForward:
         kv, table, members = self._kv, self._table, self._batch.members
         head = table.queue.peek() if self._checks_guaranteed_steps and blocked is not None else None
         tokens, last = _checked_tokens(members, num_steps, token_ids, last_token_ids)
-        self._check_middle(members, num_steps, tokens)
+        self._check_no_early_stop(members, num_steps, tokens)
         last_step_id = first_step_id + num_steps - 1
         kv.open_step(last_step_id, None, last_step_id)
         advance, block_steps = self._running.advance_steps(num_steps)
@@ -234,8 +236,8 @@ class FastForward:
         return sealed, run
 
     def _wrong_guaranteed_steps(self, head: Request, blocked: Standstill, num_steps: int) -> PolicyError | None:
-        """The error if a policy's `guaranteed_steps` was wrong: the queue is no longer blocked by the same request.
-        None: it is."""
+        """The error if a policy's `guaranteed_steps` was wrong, because the same request no longer blocks the queue.
+        None: it still does."""
         table, admission = self._table, self._admission
         queue = table.queue
         found = queue.peek()
@@ -261,15 +263,16 @@ class FastForward:
         return None
 
     def _free_at_last_admission(self, block_steps: Int64Array, num_steps: int) -> int:
-        """Free blocks when the last step checked the queue, after or before its own rows took theirs."""
+        """Number of free blocks when the last step checked the queue: before its rows took blocks under
+        "prefill-first", otherwise after."""
         free = self._kv.pool.num_free
         return free if self._grows_first else free + int(np.count_nonzero(block_steps == num_steps - 1))
 
-    def _check_middle(self, members: Members, num_steps: int, tokens: Int32Array) -> None:
+    def _check_no_early_stop(self, members: Members, num_steps: int, tokens: Int32Array) -> None:
         """Check that no token before the last step stops its request.
 
         Raises:
-            StepResultError: one does.
+            StepResultError: a token before the last step stops its request.
         """
         if num_steps == 1:
             return
@@ -283,7 +286,7 @@ class FastForward:
         for *step, index in np.argwhere(stops).tolist():
             request = members.requests[index]
             token = int(middle[*step, index])
-            number = step[0] + 1 if step else num_steps - 1  # the last of the steps that have this token
+            number = step[0] + 1 if step else num_steps - 1  # number of the last step that has this token
             num_output = int(batch.num_tokens[members.rows[index]]) + number - request.num_prompt_tokens
             if token in request.stop_set and num_output >= request.min_tokens:
                 raise StepResultError(
@@ -293,17 +296,17 @@ class FastForward:
 
 
 def _no_guaranteed_steps(num_steps: int) -> int:
-    """For an order without `guaranteed_steps`: its head may change at any step."""
+    """`guaranteed_steps` for an order that has none: the head of the queue may change at any step."""
     return 0
 
 
 def _checked_tokens(
     members: Members, num_steps: int, token_ids: Any, last_token_ids: Any
 ) -> tuple[Int32Array, Int32Array]:
-    """The tokens of the steps, [rows] (the same in each) or [steps, rows], and the last step's tokens.
+    """The tokens of the steps, [rows] (the same in each step) or [steps, rows], and the tokens of the last step [rows].
 
     Raises:
-        StepResultError: another shape, or no token ids.
+        StepResultError: an array has another shape, or its values are not token ids.
     """
     num_rows = len(members)
     tokens = token_array("token_ids", token_ids)
@@ -320,10 +323,10 @@ def _checked_tokens(
 
 
 def token_array(name: str, values: Any) -> Int32Array:
-    """The token ids as int32.
+    """The token ids of a caller as an int32 array. `name`: the argument, for the error.
 
     Raises:
-        StepResultError: they are no token ids.
+        StepResultError: the values are not token ids.
     """
     given: npt.NDArray[Any] = values if isinstance(values, np.ndarray) else np.asarray(values)
     if given.dtype is not INT32:

@@ -1,4 +1,4 @@
-"""Steps in flight: the records that complete a step or roll it back."""
+"""Steps in flight: the records from which a step is updated or rolled back."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ from pointsman.core.step.running import Advance
 
 
 class Grant(NamedTuple):
-    """The tokens and blocks that an admission gives a request."""
+    """The cache hit, tokens and placeholders with which a request is admitted."""
 
     match: Match
     num_tokens: int
-    """Tokens it computes in this step, at least 1 unless `is_async`."""
+    """Number of tokens that the request computes in this step, at least 1 unless `is_async`."""
     num_cached_tokens: int
-    """Tokens that need no computation."""
+    """Number of leading tokens whose KV is cached or loaded."""
     charge: int
-    """Tokens that count against the step's budget, at least `num_tokens`."""
+    """Number of tokens that are charged to the step's budget, at least `num_tokens`."""
     num_external_tokens: int = 0
-    """Cached tokens that a connector loads or has loaded."""
+    """Number of cached tokens that a connector loads or has loaded."""
     num_drafts: int = 0
-    """Placeholders verified beside its tokens (`SchedulerConfig.pad_first_decodes`)."""
+    """Number of placeholders that the step verifies beside these tokens (`SchedulerConfig.pad_first_decodes`)."""
     is_async: bool = False
-    """Whether KV must be loaded before the admission: then the request computes nothing in this step."""
+    """Whether KV must be loaded before the admission; if so, the request computes no token in this step."""
 
     @property
     def end(self) -> int:
-        """Number of tokens for which it has blocks after this step."""
+        """Number of tokens for which the request has blocks after this step."""
         return self.num_cached_tokens + self.num_tokens + self.num_drafts
 
 
 @dataclass(slots=True)
 class AdmittedRequest:
-    """One admission: its grant, and the state to restore if it is undone."""
+    """One admission: the grant, and the state to restore if the admission is undone."""
 
     request: Request
     row: int
@@ -55,9 +55,9 @@ class AdmittedRequest:
     previous_serial: int
     grant: Grant
     blocks: npt.NDArray[np.int64]
-    """Its block table."""
+    """Block table of the request."""
     samples: bool
-    """Whether it computes all its known tokens, and so samples."""
+    """Whether the request computes all its known tokens in this step, and so samples a token."""
 
 
 @dataclass(slots=True)
@@ -65,41 +65,42 @@ class StepRecord(StepDecision):
     """A step that is being scheduled, or in flight."""
 
     journal: Journal = field(default_factory=list)
-    """Changes to the prefix tree while this was the newest step."""
+    """Changes to the prefix tree while this step was the newest."""
     preemptor: Request | None = None
-    """The waiting request for which running ones were preempted."""
+    """Waiting request for which running requests were preempted."""
     advance: Advance | None = None
-    """The work of the running rows."""
+    """Tokens and blocks of the running rows; None: not yet decided."""
     admitted: list[AdmittedRequest] = field(default_factory=list)
     loads: Sequence[Load] = ()
-    """Loads for the host, of admitted requests and of requests that wait for their KV."""
+    """Loads of KV that the host must do, for admitted requests and for requests that wait for their KV."""
     is_over: bool = False
-    """Whether its result has arrived."""
+    """Whether the step's result has been applied."""
     members: Members | None = None
-    """The running rows, if the output names all of them and all sample: then `update` need not look them up."""
+    """The running rows, if the output contains all of them and all sample, so that `update` need not look the rows up;
+    otherwise None."""
 
     def preempted_for(self, request: Request | None) -> None:
-        """Note the waiting request for which running ones were preempted; None: none was preempted."""
+        """Set the waiting request for which running requests were preempted; None: no request was preempted."""
         self.preemptor = request
 
     def loaded(self, load: Load) -> None:
-        """Add a load for the host."""
+        """Add a load of KV that the host must do."""
         self.loads = (*self.loads, load)
 
     def result_arrived(self) -> None:
-        """Note that the step is over and its result is applied."""
+        """Record that the step's result has been applied."""
         self.is_over = True
 
     def blocked(self, reason: Reason) -> None:
-        """Note why the head of the queue is not admitted."""
+        """Set the reason why the head of the queue is not admitted."""
         self.blocked_by = reason
 
     def advanced(self, advance: Advance) -> None:
-        """Note the work of the running rows."""
+        """Set the tokens and blocks of the running rows."""
         self.advance = advance
 
     def emitted(self, output: SchedulerOutput, members: Members, returned: Sequence[npt.NDArray[np.int64]]) -> None:
-        """Note the step's output. `members` are the running rows; `returned`: see `returned_blocks`."""
+        """Set the step's output. `members`: the running rows; `returned`: the value of `returned_blocks`."""
         self.output = output
         self.returned_blocks = returned
         samples = output.samples
@@ -108,7 +109,7 @@ class StepRecord(StepDecision):
 
 
 class StepsInFlight:
-    """Steps scheduled and not yet updated, oldest first."""
+    """The steps that are scheduled and not yet updated, oldest first."""
 
     def __init__(self, max_steps: int) -> None:
         self.max_steps = max_steps
@@ -119,19 +120,20 @@ class StepsInFlight:
         return self.records[-1].step_id if self.records else None
 
     def too_many(self) -> StepOrderError:
-        """The error for a further step while `max_steps` are in flight."""
+        """The error for a further step while `max_steps` steps are in flight."""
         return StepOrderError(
             f"{len(self.records)} step(s) in flight, and max_steps_in_flight is {self.max_steps}; "
             f"update step {self.records[0].step_id} first"
         )
 
     def not_the_oldest(self, output: SchedulerOutput) -> StepOrderError:
-        """The error for the update of a step that is not the oldest in flight."""
+        """The error for the update of a step that is not the oldest step in flight."""
         oldest = f"step {self.records[0].step_id} is the oldest" if self.records else "no step is"
         return StepOrderError(f"step {output.step_id} cannot be updated now: {oldest} in flight")
 
     def take_from(self, output: SchedulerOutput) -> list[StepRecord]:
-        """Remove a step and all later ones, newest first. Raises StepOrderError if it is not in flight."""
+        """Remove a step and all later steps; returns their records, newest first. Raises StepOrderError if the step is
+        not in flight."""
         if not any(record.output is output for record in self.records):
             raise StepOrderError(f"step {output.step_id} is not in flight: it was updated or failed before")
         taken: list[StepRecord] = []
@@ -140,7 +142,8 @@ class StepsInFlight:
         return taken
 
     def num_tokens(self, num_rows: int) -> npt.NDArray[np.int64]:
-        """[num_rows] tokens that steps in flight compute in each row. A row that they name is not reused."""
+        """[num_rows] number of tokens that steps in flight compute in each row. A row of a step in flight is not
+        reused."""
         count = np.zeros(num_rows, dtype=np.int64)
         for record in self.records:
             output = record.output
@@ -149,8 +152,8 @@ class StepsInFlight:
         return count
 
     def num_sound_tokens(self, request: Request) -> int:
-        """Tokens of a running request whose KV is final. Steps in flight may yet fail, and take with them the KV that
-        they load or share with an admission."""
+        """Number of leading tokens of a running request whose KV is final. Steps in flight may still fail, and then the
+        KV that they load or share with an admission is lost."""
         state = request._state
         count = state.num_computed_tokens
         for record in self.records:

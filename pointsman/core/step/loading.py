@@ -1,4 +1,4 @@
-"""Asynchronous loads of KV: a request is parked, holds blocks, and returns to the queue.
+"""Asynchronous loads of KV: parks a request with its blocks, and returns it to the queue after the load.
 
 start      the head of the queue gets its blocks and is parked; the output asks the host to load them
 done       blocks loaded without a gap are kept, the others released; the request returns to its place
@@ -28,7 +28,7 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class Loading:
-    """Parks requests for their loads, and returns them to the queue."""
+    """Parks requests while their KV is loaded, and returns the requests to the queue."""
 
     def __init__(
         self, config: SchedulerConfig, kv: KVCacheManager, table: RequestTable, transfers: Transfers, events: Events
@@ -41,11 +41,11 @@ class Loading:
         self._events = events
 
     def open(self, preemptor: Request | None, now: float) -> None:
-        """Note that a step begins to check the queue."""
+        """Begin the checks of the queue in a step."""
         self._transfers.open(preemptor, now)
 
     def admit(self, request: Request, grant: Grant, record: StepRecord, blocks: Int64Array) -> None:
-        """Admit a request with external tokens, which are loaded already or by this step."""
+        """Admit a request with external tokens: their KV is already loaded, or this step loads it."""
         if request._state.holding is not None:
             self._transfers.hand_over(request)
         else:
@@ -55,7 +55,7 @@ class Loading:
         """The output's load for the external tokens of a grant. The request was just admitted; its block table, if any,
         starts with `blocks`."""
         kv, match = self._kv, grant.match
-        table, is_local = self._entered(grant, blocks)
+        table, is_local = self._external_table(grant, blocks)
         is_new = ~is_local & (table != kv.pool.num_blocks)
         places, groups = is_new.T.nonzero()
         local, filled = table.T[is_local.T], table[groups, places]
@@ -76,27 +76,28 @@ class Loading:
             block_places=NO_INTS if kv.has_tables else places,
         )
 
-    def _entered(self, grant: Grant, blocks: Int64Array) -> tuple[Int64Array, BoolArray]:
-        """The tables [groups, blocks] up to the last external token, and a mask of the local blocks."""
+    def _external_table(self, grant: Grant, blocks: Int64Array) -> tuple[Int64Array, BoolArray]:
+        """The block tables [groups, blocks] up to the last external token, and a mask [groups, blocks] of cache hits in
+        the pool."""
         count = (grant.match.num_tokens + grant.num_external_tokens) // self._kv.block_size
         table, is_local = self._kv.entered(blocks, len(grant.match.blocks))
         return table[:, :count], is_local[:, :count]
 
     def start(self, request: Request, grant: Grant, record: StepRecord) -> None:
-        """Park the head of the queue, with blocks, and request its load."""
+        """Park the head of the queue, allocate its blocks, and request the load of its KV."""
         blocks = self._kv.admit(request, grant.match, grant.num_cached_tokens, record.now)
         load = self._load(request, grant, blocks, record.now)
         self._table.park(request, ParkReason.REMOTE_KVS, record.now)
-        self._transfers.start(request, load, self._entered(grant, blocks)[0].copy(), record.now)
+        self._transfers.start(request, load, self._external_table(grant, blocks)[0].copy(), record.now)
         request._state.defer(Deferral(Reason.KV_LOAD, 0), record.now)
         record.loaded(load)
 
     def done(self, transfer_id: int, num_tokens: int | None, failed_blocks: list[int], now: float) -> Request | None:
-        """End a transfer. Returns the request that finishes with an error because of it, if any.
+        """End a transfer. Returns the request that finishes with an error because its load is incomplete, if any.
 
         Raises:
-            UnknownTransfer: there is no such transfer.
-            ValueError: the transfer does not have that number of tokens, or those blocks.
+            UnknownTransfer: no transfer with this id is under way.
+            ValueError: the transfer has fewer than `num_tokens` tokens, or does not load one of `failed_blocks`.
         """
         holding = self._transfers.require(transfer_id)
         num_places = self._num_usable(holding, num_tokens, failed_blocks)
@@ -110,7 +111,7 @@ class Loading:
         wanted, num_loaded = load.num_tokens // size, max(0, num_places - load.first_token // size)
         self._report_finished(request, num_loaded * size, now, failed=num_loaded < wanted)
         if num_loaded < wanted and not self._recomputes:
-            return self._give_up(request, f"{num_loaded} of {wanted} KV blocks could be loaded", now)
+            return self._finish_with_error(request, f"{num_loaded} of {wanted} KV blocks could be loaded", now)
         self._transfers.shorten(holding, num_places)
         self._kv.publish_loaded(request, holding.table)
         if not len(holding.blocks):
@@ -149,23 +150,24 @@ class Loading:
             if self._recomputes:
                 self._let_go(request, now)
             else:
-                self._give_up(request, f"loading its KV took longer than {self._timeout} s", now)
+                self._finish_with_error(request, f"loading its KV took longer than {self._timeout} s", now)
 
     def roll_back(self, record: StepRecord, now: float) -> None:
-        """Release the blocks that a void step loads or has loaded: they may follow blocks that the step computes."""
+        """Release the blocks that a void step loads or has loaded: these blocks may follow blocks that the step
+        computes."""
         for load in reversed(record.loads):
             holding = load.request._state.holding
             if holding is not None and holding.load is load:
                 self._let_go(load.request, now)
 
     def forget(self, now: float) -> None:
-        """After a reset: waiting requests drop loaded KV, and the connector offers no older KV."""
+        """After a reset of the prefix cache: waiting requests drop loaded KV, and the connector offers no older KV."""
         for request in self._transfers.holders():
             self._let_go(request, now)
         self._transfers.connector.reset()
 
     def _let_go(self, request: Request, now: float) -> None:
-        """Release the request's blocks; it no longer waits for a load."""
+        """Release the request's blocks, and end its wait for a load."""
         self._transfers.let_go(request)
         if request.status.is_parked:
             self._table.ready(request, now)
@@ -174,7 +176,7 @@ class Loading:
         if self._events.load_finished:
             send(self._events.load_finished, LoadFinished(request, num_tokens, failed, now))
 
-    def _give_up(self, request: Request, detail: str, now: float) -> Request:
+    def _finish_with_error(self, request: Request, detail: str, now: float) -> Request:
         self._table.finish([End(request, FinishReason.ERROR, detail)], now)
         return request
 
@@ -182,5 +184,5 @@ class Loading:
 def make_loading(
     config: SchedulerConfig, kv: KVCacheManager, table: RequestTable, transfers: Transfers | None, events: Events
 ) -> Loading | None:
-    """The loads of a scheduler; None without a connector."""
+    """The `Loading` of a scheduler; None: there is no connector."""
     return None if transfers is None else Loading(config, kv, table, transfers, events)

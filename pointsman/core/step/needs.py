@@ -1,9 +1,11 @@
-"""Needs: remembers what each request behind the head lacked at its last check, so that `search.py` checks few again.
+"""Needs: remembers how many blocks each request behind the head lacked at its last check, so that `search.py` checks
+few requests again.
 
-The need of a waiting request shrinks for three causes only. Partial prefills may need fewer blocks: these are counted
-separately. A reserve may change, or no request may run any more: then all needs are forgotten. Other requests may come
-to hold more blocks of its prefix: `KVCacheManager.shared` lists them, and waiting requests with the same tokens up to
-the next block that they could share are forgotten.
+The need of a waiting request shrinks for three causes only. Partial prefills may need fewer blocks: the blocks that
+they need are counted separately. A reserve may change, or the last running request may finish: then all needs are
+forgotten. Other requests may begin to hold more blocks of the waiting request's prefix: `KVCacheManager.shared` lists
+those requests, and the needs of waiting requests with the same tokens up to the next block that they could share are
+forgotten.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ from pointsman.core.state.reason import Deferral, Reason
 from pointsman.core.state.request import Request
 
 MAX_KEPT = 256
-"""Number of checks after which the needs of requests outside the search are forgotten."""
+"""Number of remembered checks above which the needs of requests outside the current search are forgotten."""
 
 FREE, OPEN, UNOWED, OPEN_UNOWED = range(4)
-"""Levels: FREE, the free blocks; OPEN, the free blocks that requests behind the head may take; UNOWED and OPEN_UNOWED,
-each of them less the blocks that partial prefills still need."""
+"""Levels, as indices into `Levels`. FREE: number of free blocks. OPEN: number of free blocks that requests behind the
+head may take. UNOWED and OPEN_UNOWED: FREE and OPEN minus the blocks that partial prefills still need."""
 Levels = tuple[int, int, int, int]
 
 
@@ -36,46 +38,47 @@ class Shortfall:
     min_blocks: int
     """Minimum number of blocks at level OPEN_UNOWED for admission."""
     rungs: tuple[tuple[int, int, Reason], ...]
-    """(level, blocks, reason): the first entry whose level has at least `blocks` gives the reason."""
+    """Entries (level, blocks, reason): the reason to wait is that of the first entry whose level has at least `blocks`
+    blocks."""
     levels: Levels | None = None
-    """The levels of the newest scan."""
+    """Levels of the newest scan."""
     reason: Reason | None = None
-    """The result of `reason_at` for `levels`."""
+    """Result of `reason_at` for `levels`."""
 
     def move_to(self, levels: Levels) -> None:
-        """Set the levels of a new scan."""
+        """Set the levels of a new scan, and the reason at these levels."""
         self.levels, self.reason = levels, self.reason_at(levels)
 
     def reason_at(self, levels: Levels) -> Reason | None:
-        """Why the request waits at these levels; None: it is admitted."""
+        """Reason why a request with this shortfall waits at these levels; None: it is admitted."""
         if levels[OPEN_UNOWED] >= self.min_blocks:
             return None
         return next(reason for level, blocks, reason in self.rungs if levels[level] >= blocks)
 
     def deferral(self, reason: Reason, levels: Levels, blocks_queue: bool) -> Deferral:
-        """The deferral that a check would return."""
+        """The deferral that a check at these levels would return."""
         return Deferral(reason, self.min_blocks - levels[OPEN_UNOWED], blocks_queue)
 
 
 class Need(NamedTuple):
-    """The result of a request's check."""
+    """The remembered result of a check that found a request short of blocks."""
 
     shortfall: Shortfall
     serial: int
-    """The request's serial. It changes when the request runs or its prompt is extended."""
+    """Serial of the request; the serial changes when the request runs or its prompt is extended."""
     num_tokens: int
     num_waiting: int
-    """Number of queued requests from this one on, when it was checked."""
+    """Number of queued requests from the checked request on, at the time of the check."""
     watched: tuple[int, int] | None
-    """The number of blocks up to the next one that it could share, and the hash of their tokens; None: it cannot share
-    more."""
+    """Number of leading blocks up to the next block that the request could share, and the hash of their tokens; None:
+    the request cannot share more blocks."""
 
 
 class Needs:
     """The needs of requests behind the head that lacked blocks when they were checked.
 
     Args:
-        needs_whole: a need is valid only while all tokens of the request fit the budget.
+        needs_whole: whether a need is valid only while all tokens of the request fit the budget.
     """
 
     def __init__(
@@ -93,22 +96,22 @@ class Needs:
         ]
         self._levels_of_rungs += [FREE, FREE]
         self.known: dict[Request, Need] = {}
-        """Needs by request; `get` checks whether they are still valid."""
-        self._watching: dict[int, dict[int, list[Request]]] = {}  # by the two parts of `watched`
-        self._shortfalls: dict[tuple[int, ...], Shortfall] = {}  # by their numbers
-        self._by_asked: dict[tuple[int, tuple[int, ...]], Shortfall] = {}  # by owed blocks and `Shortage.asked`
+        """The remembered needs, keyed by request; `get` checks whether a need is still valid."""
+        self._watching: dict[int, dict[int, list[Request]]] = {}  # keyed by the two entries of `watched`
+        self._shortfalls: dict[tuple[int, ...], Shortfall] = {}  # keyed by minimum and rungs
+        self._by_asked: dict[tuple[int, tuple[int, ...]], Shortfall] = {}  # keyed by owed blocks and `Shortage.asked`
         self._num_kept = 0
         self._key: tuple[Any, ...] | None = None
         self._owed = 0
         self.levels: Levels = (0, 0, 0, 0)
         self.max_num_tokens = MAX_INT
-        """Longer requests must be checked."""
+        """Maximum length of a request whose need is valid; longer requests must be checked."""
         kv.track_shared()
 
     # ------------------------------------------------------------------ a step
 
     def open(self) -> None:
-        """Begin a step. Many steps may have passed without `measure`."""
+        """Begin a step. Many steps may have passed since the last `measure`."""
         if self._kv.shared and len(self._kv.shared) > MAX_KEPT:
             self.forget()
 
@@ -129,20 +132,22 @@ class Needs:
         self.set_free(free, self._bypass.num_open(free))
 
     def set_free(self, free: int, num_open: int) -> None:
-        """Set the levels: requests behind the head may take `num_open` of the `free` blocks. The owed blocks stay."""
+        """Set the levels: requests behind the head may take `num_open` of the `free` blocks. The number of owed blocks
+        stays the same."""
         self.levels = (free, num_open, free - self._owed, num_open - self._owed)
 
     # ------------------------------------------------------------------ a request
 
     def get(self, request: Request, num_waiting: int) -> Need | None:
-        """The need of a request, with `num_waiting` queued from it on; None: it must be checked."""
+        """The need of a request, from which on `num_waiting` requests are queued; None: the request must be checked."""
         need = self.known.get(request)
         if need is None or need.serial != request._state.serial:
             return None
         return None if need.num_waiting > num_waiting or need.num_tokens > self.max_num_tokens else need
 
     def deferral(self, request: Request, num_waiting: int, blocks_queue: bool) -> tuple[Deferral, int] | None:
-        """The deferral of a request that lacks blocks, and the blocks that it would take; None: it must be checked."""
+        """The deferral of a request that lacks blocks, and the number of blocks that it would take; None: the request
+        must be checked."""
         need = self.get(request, num_waiting)
         if need is None:
             return None
@@ -153,9 +158,10 @@ class Needs:
         return shortfall.deferral(reason, levels, blocks_queue), shortfall.min_blocks + self._owed
 
     def keep(self, request: Request, shortage: Shortage) -> Need | None:
-        """Remember that a check found the request short of blocks. None: its need is unpredictable and not kept."""
+        """Remember that a check found the request short of blocks; returns the need. None: the need is unpredictable
+        and not kept."""
         state, owed = request._state, self._owed
-        if request.adapter is not None or state.encoder_inputs:  # other gates apply to it
+        if request.adapter is not None or state.encoder_inputs:  # other gates apply to such a request
             return None
         if state.num_tokens > self.max_num_tokens:
             return None
@@ -207,7 +213,7 @@ class Needs:
             self._kv.shared.clear()
 
     def trim(self, requests: Sequence[Request]) -> None:
-        """Forget the needs of other requests than these, once there may be many."""
+        """Forget the needs of all requests except these, if many needs may be remembered."""
         if self._num_kept > MAX_KEPT:
             self._forget_but(requests)
 
@@ -221,7 +227,8 @@ class Needs:
         self._num_kept = len(self.known)
 
     def _forget_sharers(self, shared: list[tuple[Request, int]]) -> None:
-        """Forget requests that may share one more block, now that the first blocks of `shared` are referenced."""
+        """Forget the needs of requests that may share one more block, as running requests now hold the first blocks of
+        `shared`."""
         size = self._kv.block_size
         for request, most in shared:
             for num_blocks, watching in self._watching.items():
@@ -231,7 +238,7 @@ class Needs:
 
 
 def _hash_of(request: Request, num_tokens: int) -> int:
-    """The hash of its first tokens. A collision only causes one more check."""
+    """The hash of a request's first `num_tokens` tokens. A collision only causes one more check."""
     state = request._state
     known = state.known_bytes() if num_tokens > state.num_prompt_tokens else state.prompt_bytes
     return hash(known[: num_tokens * TOKEN_BYTES])

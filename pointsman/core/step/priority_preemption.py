@@ -1,17 +1,18 @@
-"""Part 1 of the step, priority preemption: preempts running requests for a more urgent waiting one.
+"""Part 1 of the step, priority preemption: preempts running requests for a more urgent waiting request.
 
-It frees a sequence slot, a slot for the request's adapter, or blocks, and only if a dry run shows that the request
-would then be admitted. For that it needs:
+Preemptions free a sequence slot, a slot for the waiting request's adapter, or blocks, and happen only if a dry run
+shows that the waiting request would then be admitted. For its admission the request needs:
 
     slots         a sequence slot, and an adapter slot
-    embeddings    for its next token
-    budget        one token beside those of the other running rows
-    step time     beside the rows that are as urgent
-    blocks        beside those that the other rows need in this step; only blocks that no other request holds count
+    embeddings    those of its next token
+    budget        one token beside the tokens of the remaining running rows
+    step time     beside the rows that are at least as urgent
+    blocks        beside the blocks that the remaining rows need in this step; blocks of victims that other requests
+                  hold too do not count
 
-As few requests as possible are preempted, the least urgent first; for an adapter slot, all requests of the adapter
-that has fewest. A step does this only for the head of the queue, even if the head would be skipped. Only the head is
-admitted in the step, and drafts take none of the blocks that were freed for it.
+As few requests as possible are preempted, the least urgent first; for an adapter slot, all requests of the adapter with
+the fewest requests. A step preempts only for the head of the queue, even if the head would be skipped. After a
+preemption only the head is admitted in the step, and drafts take none of the blocks that were freed for the head.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class PriorityPreemption:
         self._failed_attempt: tuple[Request, Members, int, int, tuple[int, ...]] | None = None
 
     def choose(self, head: Request) -> list[Request]:
-        """The running requests to preempt for `head`, least urgent first; empty if no preemption is needed, or none
-        helps."""
+        """The running requests to preempt for `head`, least urgent first; empty if no preemption is needed, or no
+        preemption helps."""
         batch, members = self._batch, self._batch.members
         priority = batch.priority[members.rows]
         less_urgent = (priority > head.priority).nonzero()[0]
@@ -70,19 +71,19 @@ class PriorityPreemption:
         candidates = less_urgent[np.lexsort((less_urgent, priority[less_urgent]))][::-1]
         vacate = self._admission.gates.adapters.to_vacate(head, members.requests, candidates.tolist())
         if vacate is None:
-            return self._give_up(head)
-        if vacate:  # these are all preempted, first
+            return self._note_failed_attempt(head)
+        if vacate:  # all requests of the adapter are preempted, first
             others = candidates[~np.isin(candidates, vacate)]
             candidates = np.concatenate([np.array(vacate, dtype=np.int64), others])
         trial = Trial(self._config, batch, self._kv, self._running, self._admission, head)
         if not vacate and trial.has_slot_and_blocks(candidates[:0]):
-            self._drafts.forget()  # they would take blocks that the head needs
+            self._drafts.forget()  # drafts would take blocks that the head needs
             return []
         if not trial.has_slot_and_blocks(candidates):
-            return self._give_up(head)
+            return self._note_failed_attempt(head)
         if not trial.has_budget(candidates):
             return []
-        # Fails at low, succeeds at high: each preemption only frees more.
+        # Bisect: `low` victims are too few, `high` are enough; each further preemption only frees more.
         low, high = max(len(vacate) - 1, 0), len(candidates)
         while high - low > 1:
             middle = (low + high) // 2
@@ -100,16 +101,16 @@ class PriorityPreemption:
         return self._is_futile(head, (self._batch.priority[self._batch.members.rows] > head.priority).nonzero()[0])
 
     def _is_futile(self, head: Request, less_urgent: Int64Array) -> bool:
-        # More may run than the cap allows, if it was lowered: no request starts until fewer do.
+        # More requests may run than a cap that was lowered allows: no request starts until fewer run.
         is_crowded = len(self._batch.members) > self._admission.max_num_active_seqs
         return len(less_urgent) == 0 or bool(head.num_pending) or is_crowded or self._failed_before(head)
 
     def forget(self) -> None:
-        """Forget the failed attempt: a priority changed, so it may now succeed."""
+        """Forget the failed attempt: a priority changed, so a new attempt may succeed."""
         self._failed_attempt = None
 
-    def _give_up(self, head: Request) -> list[Request]:
-        """Note that no preemption helps `head`; it is not tried again until something changes."""
+    def _note_failed_attempt(self, head: Request) -> list[Request]:
+        """Record that no preemption helps `head`: no further attempt until the state changes; returns no victims."""
         self._failed_attempt = (
             head,
             self._batch.members,
@@ -120,8 +121,8 @@ class PriorityPreemption:
         return []
 
     def _failed_before(self, head: Request) -> bool:
-        """Whether an attempt for `head` failed, and no request left, nothing was published and no reserve changed
-        since."""
+        """Whether an attempt for `head` failed, and since then the running requests, the published blocks and the
+        reserves are unchanged."""
         if self._failed_attempt is None:
             return False
         request, members, *counts = self._failed_attempt
@@ -156,56 +157,58 @@ class Trial:
         self._needed = running.blocks_needed(self._want, batch.members.rows)
         self._match: Match = kv.look_up(head)
 
-    def has_budget(self, gone: Int64Array) -> bool:
-        """Whether the step has tokens for the head beside the remaining rows, and a place for its prefill.
+    def has_budget(self, victims: Int64Array) -> bool:
+        """Whether the step has tokens for the head beside the remaining rows, and the cap on partial prefills allows
+        its prefill.
 
-        `gone` are positions in admission order. With chunking off, the head counts as uncached: the other rows' blocks
-        may evict its cached prefix.
+        `victims`: positions of victims in admission order. With chunking off, the head counts as uncached: new blocks
+        of the remaining rows may evict the head's cached prefix.
         """
         admission, head = self._admission, self._head
-        budget = admission.budget.tokens - int(self._want[self._stays(gone)].sum())
+        budget = admission.budget.tokens - int(self._want[self._mask_remaining(victims)].sum())
         partial = admission.gates.partial_prefills
         if partial is not None and admission.would_be_partial(head, budget):
-            rows = self._batch.members.rows[gone]
+            rows = self._batch.members.rows[victims]
             if not partial.has_place(head, rows):
                 return False
         if budget < (head.num_tokens if admission.gates.budget.may_have_to_fit(head) else 1):
             return False
-        start = self._match.num_tokens  # its first chunk must reach a position where a chunk may end
+        start = self._match.num_tokens  # the first chunk of the head must reach a position where a chunk may end
         return self._kv.cut(head, start, min(budget, head.num_tokens - start), admission.budget.tokens) > 0
 
-    def has_slot_and_blocks(self, gone: Int64Array) -> bool:
-        """Whether there are a sequence slot and blocks for the head, with every reserve."""
+    def has_slot_and_blocks(self, victims: Int64Array) -> bool:
+        """Whether there are a sequence slot and blocks for the head, with every reserve, without the rows at
+        `victims`."""
         kv, batch, head = self._kv, self._batch, self._head
-        stays = self._stays(gone)
-        num_running = int(np.count_nonzero(stays))
+        is_remaining = self._mask_remaining(victims)
+        num_running = int(np.count_nonzero(is_remaining))
         if num_running >= self._admission.max_num_active_seqs:
             return False
-        blocks, dropped = self._references_of(batch.members.rows[gone])
+        blocks, dropped = self._references_of(batch.members.rows[victims])
         freed = int(np.count_nonzero(kv.pool.num_references[blocks] == dropped))
-        free = kv.pool.num_free + freed - int(self._needed[stays].sum())
+        free = kv.pool.num_free + freed - int(self._needed[is_remaining].sum())
         full = kv.num_blocks_of_whole(head, self._match)
-        if not kv.has_tables:  # blocks return to the pool during the prefill; its first chunk may need more at once
+        if not kv.has_tables:  # blocks return to the pool during a prefill; its first chunk may hold more
             most = min(head.num_tokens, self._match.num_tokens + self._config.max_num_batched_tokens)
             full = max(full, kv.num_blocks_to_start(head, self._match, most))
         full -= 0 if self._admission.gates.budget.asks_whole else self._still_held(blocks, dropped)
         # The first chunk is assumed to be the whole prompt: blocks that victims publish may make it larger than now.
-        demand = Demand(full, full, self._owed(stays), num_running > 0, self._num_waiting + len(gone))
+        demand = Demand(full, full, self._owed(is_remaining), num_running > 0, self._num_waiting + len(victims))
         return free >= self._admission.gates.reserves.required_blocks(head, demand)
 
-    def has_embeddings(self, gone: Int64Array, encoder: EncoderCache) -> bool:
+    def has_embeddings(self, victims: Int64Array, encoder: EncoderCache) -> bool:
         """Whether the embeddings for the head's first token are cached or can be computed in this step."""
-        stays = self._stays(gone)
-        rows = self._batch.members.rows[stays]
-        return encoder.can_start_beside(self._head, self._batch, rows, self._want[stays])
+        is_remaining = self._mask_remaining(victims)
+        rows = self._batch.members.rows[is_remaining]
+        return encoder.can_start_beside(self._head, self._batch, rows, self._want[is_remaining])
 
-    def _stays(self, gone: Int64Array) -> npt.NDArray[np.bool_]:
-        stays = np.ones(len(self._batch.members), dtype=np.bool_)
-        stays[gone] = False
-        return stays
+    def _mask_remaining(self, victims: Int64Array) -> npt.NDArray[np.bool_]:
+        is_remaining = np.ones(len(self._batch.members), dtype=np.bool_)
+        is_remaining[victims] = False
+        return is_remaining
 
     def _references_of(self, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """The blocks of some rows, sorted, and for each block how many of the rows hold it."""
+        """The blocks of some rows, sorted, and, for each block, the number of these rows that hold it."""
         kv, batch = self._kv, self._batch
         tables = [kv.table(batch, row) for row in rows.tolist()]
         blocks = np.sort(np.concatenate([NO_BLOCKS, *tables]))  # not by `unique`, see `Members.may_stop`
@@ -213,7 +216,8 @@ class Trial:
         return blocks[starts], np.diff(starts, append=len(blocks))
 
     def _still_held(self, blocks: Int64Array, dropped: Int64Array) -> int:
-        """How many of the head's matched blocks other requests still hold after these references are dropped."""
+        """Number of the head's matched blocks that other requests still hold after the victims release `blocks`, each
+        `dropped` times."""
         matched = self._match.blocks
         left = self._kv.pool.num_references[matched].astype(np.int64)
         at = np.searchsorted(blocks, matched)
@@ -222,12 +226,12 @@ class Trial:
         left[known] -= dropped[at[known]]
         return int(np.count_nonzero(left))
 
-    def _owed(self, stays: npt.NDArray[np.bool_]) -> int:
-        """Blocks that the remaining rows still need after this step's allocation."""
+    def _owed(self, is_remaining: npt.NDArray[np.bool_]) -> int:
+        """Number of blocks that the remaining rows still need after this step's allocation."""
         batch = self._batch
         rows = batch.members.rows
         whole = self._kv.num_blocks_owed(batch, rows)
-        return int(np.maximum(whole - self._needed, 0)[stays].sum())
+        return int(np.maximum(whole - self._needed, 0)[is_remaining].sum())
 
 
 def has_priority_preemption(config: SchedulerConfig, queue: Order) -> bool:

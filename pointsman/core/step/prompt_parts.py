@@ -1,13 +1,13 @@
 """Prompts that arrive in parts: a request may be extended until it finishes (vLLM's streaming input).
 
 A part has tokens, and the maximum number of tokens to generate before the next part; 0: the part is only computed. A
-part is complete when it is computed, and its output was ended by a stop token, `max_tokens` or a repetition. Then the
-request takes the next part if it has arrived. Otherwise the request waits for it: parked, without blocks and without a
-row, so that it does not keep others from running. Its KV stays in the prefix cache for the next part, unless it is
-evicted.
+part is complete when its tokens are computed, and a stop token, `max_tokens` or a repetition has ended its output. Then
+the next part is appended to the request's prompt if the part has arrived. Otherwise the request waits for the part: it
+is parked, without blocks and without a row, so that other requests can run. The request's KV stays in the prefix cache
+for the next part, unless the KV is evicted.
 
-Taking a part makes a longer prompt: the prompt so far; its output without the last token, which was sampled and never
-computed (as in vLLM); and the part's own tokens.
+The longer prompt has: the prompt so far; the output so far without the last token, which was sampled and never computed
+(as in vLLM); and the tokens of the part.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pointsman.core.step.validation import encoder_inputs_fit, settle_limits, to
 
 
 class PromptParts:
-    """Extends the requests of one scheduler."""
+    """Appends later prompt parts to the requests of one scheduler."""
 
     def __init__(self, config: SchedulerConfig, kv: KVCache, table: RequestTable) -> None:
         self._config = config
@@ -50,7 +50,7 @@ class PromptParts:
         """Add the next part of a request's prompt.
 
         Raises:
-            InvalidTransition: its prompt is complete.
+            InvalidTransition: the request's prompt is complete.
             RequestRefused: the part is invalid, or the prompt would be too long, or an encoder input too large; the
                 request is unchanged.
         """
@@ -71,7 +71,7 @@ class PromptParts:
         return part
 
     def is_part(self, end: End) -> bool:
-        """Whether `end` ends a part of the request and not the request itself."""
+        """Whether `end` is the end of a prompt part, after which the request continues."""
         request = end.request
         if not request.more_input and not request._state.parts:
             return False
@@ -80,7 +80,8 @@ class PromptParts:
         return end.reason in (FinishReason.STOP, FinishReason.REPETITION)
 
     def complete(self, request: Request, now: float) -> None:
-        """Complete a part: the request takes the next one, or waits for it. Samples in flight are dropped."""
+        """Complete a part: append the next part to the prompt, or let the request wait for it. Samples in flight are
+        dropped."""
         if not request.status.is_parked:
             self._table.park(request, ParkReason.STREAMING_REQ, now, is_done=True)
         self._table.disown_steps_in_flight(request)
@@ -89,10 +90,11 @@ class PromptParts:
             self._take(request, now)
 
     def ready(self, request: Request, now: float) -> bool:
-        """Whether a parked request may be queued, now that what it was parked for is available.
+        """Whether a parked request may be queued when its reason to wait no longer applies; if not, it waits for a
+        prompt part.
 
         Raises:
-            InvalidTransition: it waits for input alone.
+            InvalidTransition: the request waits only for a prompt part.
         """
         if not request.awaits_input:
             return True
@@ -102,8 +104,8 @@ class PromptParts:
         return False
 
     def _take(self, request: Request, now: float) -> None:
-        """Extend the prompt by the next arrived part, and further ones up to the first that generates output. The
-        request then continues, unless its length limit is reached.
+        """Extend the prompt by the next part, and by further arrived parts up to the first part that generates output.
+        The request then continues, unless its length limit is reached.
         """
         tokens = [request.prompt_token_ids, request.output_token_ids[:-1]]
         inputs = list(request.encoder_inputs)

@@ -1,4 +1,4 @@
-"""The request table: each request is queued, parked, running or finished, and moves between these places.
+"""The request table: moves each request between the places queued, parked, running and finished.
 
     add ----> queued --admit--> running --finish--> finished
       \\        ^  ^               |
@@ -6,7 +6,7 @@
         +--> parked <----park-----+
 
 A request is in exactly one place. Finished and preempted requests are kept until the next output reports them to the
-workers. Until then the id of a finished request stays in use.
+workers. Until this report the id of a finished request stays in use.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PARKED = Deferral(Reason.PARKED, 0)
 
 
 class End(NamedTuple):
-    """How a request finishes."""
+    """The end of a request: its reason and details."""
 
     request: Request
     reason: FinishReason
@@ -46,7 +46,7 @@ class End(NamedTuple):
 
 
 class RequestTable:
-    """The requests of one scheduler."""
+    """The requests of one scheduler, and the place of each request."""
 
     def __init__(
         self,
@@ -70,19 +70,20 @@ class RequestTable:
         self.queue = queue
         self.parked: dict[str, Request] = {}
         self.requests: dict[str, Request] = {}
-        """Every request whose id is in use: not finished, or finished and not yet reported by an output."""
+        """All requests whose id is in use: those that have not finished, and finished requests that no output has
+        reported yet."""
         self.preempted: list[Request] = []
         self.finished: list[Request] = []
         self.skipped: list[Request] = []
-        """Requests that were skipped in the newest step and are still at their places, in order."""
+        """Requests that were skipped in the newest step and have not left the queue since, in order."""
         self.blocker: Request | None = None
-        """The request that blocked the queue in the newest step and is still at its place."""
+        """Request that blocked the queue in the newest step and has not left the queue since; None: there is none."""
         self.num_departures = 0
-        """Changes whenever a request leaves the queue (not when it is skipped)."""
+        """Counter that changes whenever a request leaves the queue (not when a request is skipped)."""
         self.num_arrivals = 0
-        """Changes whenever a request enters it."""
+        """Counter that changes whenever a request enters the queue."""
         self.next_serial = next_serial
-        """Serial of the next admission."""
+        """Serial number of the next admission."""
         self._next_sequence_number = 1
         self._num_losses = 0  # number of times that an unfinished request lost its row
 
@@ -97,7 +98,7 @@ class RequestTable:
         """The request with this id that has not finished.
 
         Raises:
-            UnknownRequest: there is none.
+            UnknownRequest: no unfinished request has this id.
         """
         request = self.get(request_id)
         if request is None:
@@ -108,8 +109,8 @@ class RequestTable:
         """The parked request with this id, for which `ready` may be called.
 
         Raises:
-            UnknownRequest: there is none.
-            InvalidTransition: it is not parked, or it waits for a transfer.
+            UnknownRequest: no unfinished request has this id.
+            InvalidTransition: the request is not parked, or it waits for a transfer.
         """
         request = self.require(request_id)
         state = request._state
@@ -124,7 +125,7 @@ class RequestTable:
         return request
 
     def require_free_id(self, request_id: str) -> None:
-        """Raises DuplicateRequest if the id is in use."""
+        """Raise DuplicateRequest if the id is in use."""
         if request_id in self.requests:
             name = self.requests[request_id].status.name
             raise DuplicateRequest(
@@ -153,9 +154,10 @@ class RequestTable:
         self._enqueue(request, now)
 
     def park(self, request: Request, reason: ParkReason, now: float, *, is_done: bool = False) -> None:
-        """Move a request out of the queue, or off its row, until `ready`. If it is parked, only the reason changes.
+        """Move a request out of the queue, or off its row, until `ready`. If the request is already parked, only the
+        reason changes.
 
-        `is_done`: the row had no more tokens to compute, so this is not a preemption.
+        `is_done`: whether the row had no more tokens to compute, so that parking is not a preemption.
         """
         self._let_go(request)
         if request.status is RequestStatus.RUNNING:
@@ -168,7 +170,7 @@ class RequestTable:
         self._park_idle(request, reason, now)
 
     def set_priority(self, request: Request, priority: int) -> None:
-        """Change the priority; a queued request moves to its new place."""
+        """Change a request's priority; a queued request moves to its new place in the queue."""
         queued = request in self.queue
         if queued:
             self.leave_queue(request)
@@ -181,11 +183,12 @@ class RequestTable:
             self._batch.priority[state.row] = priority
 
     def note_blocked(self, skipped: list[Request], blocker: Request | None) -> None:
-        """Note the requests that the newest step skipped, in order, and the one behind them that blocked the queue."""
+        """Set the requests that the newest step skipped, in order, and the request behind them that blocked the
+        queue."""
         self.skipped, self.blocker = skipped, blocker
 
     def leave_queue(self, request: Request) -> None:
-        """Remove a request from the queue, and from the notes about the newest step."""
+        """Remove a request from the queue, and from `skipped` and `blocker`."""
         self.queue.remove(request)
         self.num_departures += 1
         if request is self.blocker:
@@ -213,22 +216,22 @@ class RequestTable:
         return row
 
     def preempt(self, request: Request, cause: PreemptionCause, need: Need, now: float) -> None:
-        """Move a request from its row to the front of its class in the queue."""
+        """Move a request from its row to the front of the queued requests of its class."""
         self._lose_rows([request], cause, now, need=need)
         self._queue_again(request, now)
 
     def preempt_all(self, now: float) -> None:
-        """Preempt every running request, without publishing its blocks; they resume in admission order."""
+        """Preempt every running request without publishing its blocks; the requests resume in admission order."""
         requests = list(self._batch.members.requests)
         self._lose_rows(requests, PreemptionCause.RESET, now, publish=False)
         for request in reversed(requests):
             self._queue_again(request, now)
 
     def sample_again(self, requests: list[Request], now: float) -> None:
-        """Restart these requests at their known tokens: the oldest step in flight has no sample for them.
+        """Restart requests at their known tokens, because the oldest step in flight has no sample for them.
 
-        A later step in flight computes the token after the missing one, so its sample is dropped. Running requests
-        leave their rows, so that hosts and KV blocks need no special case.
+        A later step in flight computes the token after the missing one, so the sample of that step is dropped. Running
+        requests lose their rows, so that hosts and KV blocks need no special case.
         """
         running = [request for request in requests if request.row is not None]
         self._lose_rows(running, PreemptionCause.UNSAMPLED, now)
@@ -246,7 +249,8 @@ class RequestTable:
             self._queue_again(request, now)
 
     def roll_back(self, admitted: AdmittedRequest, now: float) -> None:
-        """Undo an admission of a failed step, if the request still runs by it: it returns to its place in the queue."""
+        """Undo an admission of a failed step: if the request still runs under this admission, it returns to its place
+        in the queue."""
         request = admitted.request
         state = request._state
         if state.serial != admitted.serial or state.status is not RequestStatus.RUNNING:
@@ -263,7 +267,8 @@ class RequestTable:
     def _release_rows(
         self, requests: list[Request], now: float, *, publish: bool = True, is_finished: bool = False
     ) -> None:
-        """Take running requests off their rows and free their blocks. The caller chooses their next place."""
+        """Remove running requests from their rows, and free their blocks. The caller then moves each request to its
+        next place."""
         if not requests:
             return
         batch, kv = self._batch, self._kv
@@ -294,7 +299,7 @@ class RequestTable:
     # ------------------------------------------------------------------ finished, and reported
 
     def finish(self, ends: list[End], now: float) -> None:
-        """Finish requests in any place; their blocks are free at once, except those that a device uses."""
+        """Finish requests in any place; their blocks are freed immediately, except blocks that a device is sending."""
         running = [end for end in ends if end.request._state.status is RequestStatus.RUNNING]
         sound = [end.request for end in running if end.reason is not FinishReason.ERROR]
         if self._transfers is not None:
@@ -321,7 +326,8 @@ class RequestTable:
         return bool(self.preempted or self.finished)
 
     def take_reports(self) -> tuple[Sequence[Request], Sequence[Request]]:
-        """(preempted, finished), for an output; the ids of finished requests are free from now on."""
+        """Return the (preempted, finished) requests to report in an output; the ids of these finished requests are then
+        free."""
         preempted, finished = self.preempted, self.finished
         if not preempted and not finished:
             return (), ()
@@ -332,7 +338,8 @@ class RequestTable:
         return preempted, finished
 
     def repeat_reports(self, void: list[StepRecord]) -> None:
-        """Report again, in the next output, all that the outputs of these void steps (newest first) reported."""
+        """Report again, in the next output, all preempted and finished requests that the outputs of void steps (newest
+        first) reported."""
         outputs = [record.output for record in reversed(void) if record.output is not None]
         self.preempted = _distinct([*(request for output in outputs for request in output.preempted), *self.preempted])
         self.finished = _distinct([*(request for output in outputs for request in output.finished), *self.finished])
@@ -348,11 +355,12 @@ class RequestTable:
         publish: bool = True,
         need: Need | None = None,
     ) -> None:
-        """Take requests off their rows. `cause` None: the row had no more tokens to compute."""
+        """Remove requests from their rows. `cause`: why they are preempted; None: they had no more tokens to
+        compute."""
         self._release_rows(requests, now, publish=publish)
         self._num_losses += len(requests)
         for index, request in enumerate(requests):
-            request._state.lost_row(self._num_losses - index, cause)  # the first of several resumes first
+            request._state.lost_row(self._num_losses - index, cause)  # of several requests, the first one resumes first
             if cause is not None:
                 self._report_preempted(request, cause, need, now)
         self.preempted += requests
@@ -389,12 +397,12 @@ class RequestTable:
             method(request, now)
 
     def _unpark(self, request: Request) -> None:
-        """Give a parked request its former status: waiting, or preempted if it ever ran."""
+        """Give a parked request its former status: waiting, or preempted if the request has ever run."""
         state = request._state
         state.transition(RequestStatus.PREEMPTED if state.serial else RequestStatus.WAITING)
 
     def _leave_place(self, request: Request) -> None:
-        """Remove a request from the queue, or from the parked ones."""
+        """Remove a request from the queue, or from the parked requests."""
         self._let_go(request)
         if request._state.status.is_parked:
             del self.parked[request.request_id]
@@ -408,7 +416,7 @@ class RequestTable:
             self._transfers.let_go(request)
 
     def _hold_blocks_being_sent(self, requests: list[Request], transfers: Transfers) -> None:
-        """Hold blocks that are still being sent, before their rows are released."""
+        """Hold the blocks of requests that the device is still sending, before the requests' rows are released."""
         for request in requests:
             row = request._state.row
             assert row is not None
@@ -418,5 +426,5 @@ class RequestTable:
 
 
 def _distinct(requests: Iterable[Request]) -> list[Request]:
-    """Each request once, in order of first occurrence."""
+    """The requests without repetitions, in order of first occurrence."""
     return list(dict.fromkeys(requests))

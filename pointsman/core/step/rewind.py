@@ -20,7 +20,7 @@ def roll_back(
     loading: Loading | None,
     now: float,
 ) -> None:
-    """Roll back steps, newest first, that are no longer in flight."""
+    """Roll back void steps, newest first, after their removal from the steps in flight."""
     for record in void:
         rewind(record, batch, kv, table, now)
         if loading is not None:
@@ -35,13 +35,13 @@ def roll_back(
 
 
 def rewind(record: StepRecord, batch: Batch, kv: KVCache, table: RequestTable, now: float) -> None:
-    """Roll back one void step. Later steps are rolled back already."""
+    """Roll back one void step, after all later steps."""
     kv.undo(record.journal)
     for admission in reversed(record.admitted):
         table.roll_back(admission, now)
     done = (
         record.output if record.output is not None else record.advance
-    )  # without an output: a policy raised before there was one
+    )  # there is no output if a policy raised before it was built
     if done is None:
         return
     live = batch.serial[done.rows] == done.serials
@@ -52,8 +52,10 @@ def rewind(record: StepRecord, batch: Batch, kv: KVCache, table: RequestTable, n
     for index in live.nonzero()[0].tolist():
         request = done.requests[index]
         if request.num_tokens + request.num_pending == request.num_admitted_tokens and request.row is not None:
-            batch.set_prefilling(request.row)  # its first sample since the admission is void
+            batch.set_prefilling(request.row)  # the row's first sample since its admission is void
     for index in (~live & (pending > 0)).nonzero()[0].tolist():
         request = done.requests[index]
-        if request.serial == done.serials[index]:  # preempted or parked since: its samples will never arrive
+        if (
+            request.serial == done.serials[index]
+        ):  # preempted or parked since: the samples of the void step will never arrive
             request._state.settle_pending(int(pending[index]))

@@ -1,8 +1,8 @@
-"""Part 2 of the step: decides how many tokens each running request advances, for all rows at once.
+"""Part 2 of the step: decides how many tokens each running request advances, with array operations over all rows.
 
 A row asks for `num_tokens + num_pending - num_computed_tokens` tokens (known tokens and samples in flight, less
 computed ones) and for its waiting drafts (`drafts.py`). A step distributes tokens and blocks, then commits the result.
-There are two ways:
+A step does this in one of two ways:
 
     steady    every row decodes one token and verifies its drafts, if any: no flags, enough budget and blocks
     general   limits, the budget by one cumulative sum, and blocks for all rows that lack some
@@ -11,9 +11,10 @@ When blocks run out, one request is preempted, and tokens and blocks are distrib
 policy chooses the request (`policy/victim.py`); `RequestTable.preempt` takes it off its row.
 
 If `shortage` is "in-order" or "look-ahead", `InOrder` handles the shortage: rows get their tokens and blocks one after
-the other, as in the systems that the presets are named after. A row keeps its tokens and blocks. Blocks that a victim
-releases help only the asking row and the rows behind it. If the asking row is itself preempted, no row behind it runs
-in this step (`own_preemption_ends_step`). While blocks suffice, both ways give the same result.
+the other, as in the systems that the presets are named after. Rows keep the tokens and blocks that they got. Blocks
+that a victim releases are available only to the asking row and to the rows behind it. If the asking row is itself
+preempted, no row behind it runs in this step (`own_preemption_ends_step`). While blocks suffice, both ways give the
+same result.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 class Preempt(Protocol):
-    """Preempts a running request at the given time."""
+    """A function that preempts a running request at the time `now`."""
 
     def __call__(self, request: Request, cause: PreemptionCause, need: Need, now: float, /) -> None: ...
 
@@ -65,14 +66,14 @@ class Advance(NamedTuple):
     block_ids: IntArray
     block_rows: IntArray
     total: int
-    """Tokens over all rows."""
+    """Number of scheduled tokens of all rows together."""
     preempted: bool = False
     """Whether a request was preempted for memory."""
     unpublished: Sequence[Request] = ()
-    """Requests that compute prompt tokens; their blocks must be published."""
+    """Requests that compute prompt tokens in this step, so that their blocks must be published."""
 
     def num_pending(self) -> Int64Array:
-        """As `SchedulerOutput.num_pending`."""
+        """[rows] number of samples that the step adds to each row, as `SchedulerOutput.num_pending`."""
         return self.samples.astype(np.int64)
 
 
@@ -101,11 +102,13 @@ class Running:
         self._view = view
         self._drafts = drafts
         self.steady_allowed = not any(limit.limits_decode for limit in limits)
-        """Whether no limit need be called when every row decodes one token."""
+        """Whether no limit restricts decodes, so that no limit is called when every row decodes one token."""
         self.steady_rows = budget.full
         """Maximum number of rows that can all decode in one step."""
         self._speculates = config.num_draft_tokens > 0
-        self._max_in_flight = config.max_steps_in_flight - 1  # samples of a row, while a step is scheduled
+        self._max_in_flight = (
+            config.max_steps_in_flight - 1
+        )  # maximum samples of a row in flight while a step is scheduled
         limited = any(limit.limits_drafts for limit in limits)
         self._steady_drafts_allowed = not limited and config.num_draft_tokens < config.block_size
 
@@ -120,10 +123,10 @@ class Running:
                 break
             self._free_blocks(preempt)
             preempted = True
-        return self._settle(*self.wants(with_drafts=True), preempt)
+        return self._distribute_and_commit(*self.wants(with_drafts=True), preempt)
 
     def rest(self) -> Advance:
-        """An advance without rows."""
+        """An `Advance` without rows."""
         members = self._batch.members
         nothing = members.rows[:0]
         none, no_drafts = members.trues[:0], members.zeros[:0]
@@ -134,19 +137,20 @@ class Running:
     def wants(
         self, *, with_drafts: bool, alone: bool = False, only_prefills: bool = False
     ) -> tuple[Int64Array, Int64Array]:
-        """[rows] tokens that each row lacks, and [rows] tokens that the limits allow it, before the budget. 0: nothing
-        to do.
+        """[rows] number of tokens that each row has yet to compute, and [rows] number of tokens that the limits allow
+        the row, before the budget.
 
-        `with_drafts`: the second array includes waiting drafts. `alone`: ignore shared limits, which gives an upper
-        bound. `only_prefills`: decoding rows get 0, so that no limit leaves tokens for them.
+        `with_drafts`: whether the second array includes waiting drafts. `alone`: whether to ignore shared limits, which
+        gives an upper bound. `only_prefills`: whether decoding rows get 0, so that no limit reserves tokens for
+        decodes.
         """
         batch, members = self._batch, self._batch.members
         rows = members.rows
         expected = batch.num_tokens[rows] + batch.num_pending[rows]
         lacks = expected - batch.num_computed_tokens[rows]
-        lacks[expected >= members.token_limit] = 0  # its last token is in flight
+        lacks[expected >= members.token_limit] = 0  # the row's last token is in flight
         if self._speculates:
-            np.maximum(lacks, 0, out=lacks)  # drafts in flight: where the row continues is unknown
+            np.maximum(lacks, 0, out=lacks)  # with drafts in flight, the row's next position is unknown
         want = lacks.copy()
         if with_drafts and self._drafts.waiting:
             want += self._drafts.wanted(rows)
@@ -158,15 +162,15 @@ class Running:
         return lacks, want
 
     def blocks_needed(self, want: Int64Array, rows: Int64Array) -> Int64Array:
-        """[rows] new blocks that each row needs to advance by `want` tokens."""
+        """[rows] number of new blocks that each row needs to advance by `want` [rows] tokens."""
         return self._kv.num_blocks_to_grow(self._batch, rows, want)
 
     def num_owed_of(self, row: int) -> int:
-        """Blocks that a row still needs for its known tokens."""
+        """Number of blocks that a row still needs for its known tokens."""
         return self._kv.num_owed_of(self._batch, row)
 
     def num_owed_blocks(self) -> int:
-        """Blocks that rows with a partial prefill still need for their known tokens."""
+        """Number of blocks that rows with a partial prefill still need for their known tokens."""
         batch = self._batch
         if batch.num_prefilling == 0:
             return 0
@@ -177,7 +181,8 @@ class Running:
     # ------------------------------------------------------------------ steady
 
     def _is_steady(self, in_flight: bool) -> bool:
-        """Whether every row may decode one token and verify its waiting drafts, provided that blocks suffice."""
+        """Whether every row may decode one token and verify its waiting drafts, apart from the blocks that this
+        needs."""
         batch, drafts = self._batch, self._drafts
         num_rows = len(batch.members.requests)
         if not self.steady_allowed or batch.num_prefilling or num_rows > self.steady_rows:
@@ -188,7 +193,8 @@ class Running:
         return not in_flight or (not self._speculates and self._may_run_ahead())
 
     def _advance_steadily(self, in_flight: bool, preempted: bool) -> Advance | None:
-        """Let every row decode one token and verify its waiting drafts. None, with nothing changed: too few blocks."""
+        """Let every row decode one token and verify its waiting drafts. None: too few blocks are free, and nothing has
+        changed."""
         batch, drafts = self._batch, self._drafts
         members = batch.members
         rows = members.rows
@@ -229,8 +235,8 @@ class Running:
         return advance
 
     def advance_steps(self, num_steps: int) -> tuple[Advance, Int64Array]:
-        """Let every row decode one token in each of `num_steps` steps, for which there are blocks. Returns the rows'
-        work in all steps together, and for each new block its step, from 0."""
+        """Let every row decode one token in each of `num_steps` steps, for which enough blocks are free. Returns the
+        work of the rows in all steps together, and, for each new block, the index of the step that takes it."""
         batch, members = self._batch, self._batch.members
         computed = batch.num_computed_tokens[members.rows]
         block_ids, block_rows, block_steps = self._kv.grow_for_steps(batch, members.rows, computed, num_steps)
@@ -240,7 +246,8 @@ class Running:
         return Advance(*of_rows, NO_TOKENS, block_ids, block_rows, num_steps * len(computed)), block_steps
 
     def _may_run_ahead(self) -> bool:
-        """Whether every row may decode while its sample is in flight: no such sample reaches the row's token limit."""
+        """Whether every row may decode while its sample is in flight, because no sample in flight reaches the row's
+        token limit."""
         batch, members = self._batch, self._batch.members
         if batch.num_not_ahead:
             return False
@@ -260,7 +267,7 @@ class Running:
         """Preempt a request for the row `asking`, the first in admission order that lacks blocks; `num_missing` blocks
         are missing for all rows. Returns the victim's row."""
         self._view.num_missing_blocks = num_missing
-        members = self._batch.members  # without this step's earlier victims
+        members = self._batch.members  # earlier victims of this step are no longer members
         index = int((members.rows == asking).argmax())
         victim = self._victim.choose(self._view, index)
         need = Need(members.requests[index], num_missing, self._victim.name)
@@ -269,10 +276,11 @@ class Running:
 
     # ------------------------------------------------------------------ general
 
-    def _settle(self, lacks: Int64Array, want: Int64Array, preempt: Preempt) -> Advance:
-        """Apply budget and blocks to `want`, and commit. Victims are preempted before anything is committed."""
+    def _distribute_and_commit(self, lacks: Int64Array, want: Int64Array, preempt: Preempt) -> Advance:
+        """Cut `want` to the budget and the free blocks, and commit the result. Victims are preempted before the
+        commit."""
         batch, members = self._batch, self._batch.members
-        granted, needed, block_ids, preempted = self._share_out(lacks, want, preempt)
+        granted, needed, block_ids, preempted = self._distribute(lacks, want, preempt)
         requests, rows, serials = members.requests, members.rows, members.serials
         runs = granted > 0
         if np.count_nonzero(runs) < len(runs):
@@ -298,7 +306,8 @@ class Running:
         granted: Int64Array,
         samples: BoolArray,
     ) -> list[Request]:
-        """Commit the rows with a partial prefill, whose last tokens may be among these; returns their requests."""
+        """Commit the tokens of rows with a partial prefill, which may end in this step; returns the requests of these
+        rows."""
         batch, prefilling = self._batch, []
         for index in (batch.flags[rows] & PREFILLING).nonzero()[0].tolist():
             prefilling.append(requests[index])
@@ -308,11 +317,11 @@ class Running:
                 batch.clear_flags(int(rows[index]), PREFILLING)
         return prefilling
 
-    def _share_out(
+    def _distribute(
         self, lacks: Int64Array, want: Int64Array, preempt: Preempt
     ) -> tuple[Int64Array, Int64Array, IntArray, bool]:
-        """Distribute tokens and blocks: [rows] tokens and [rows] number of new blocks, the blocks, and whether a
-        request was preempted."""
+        """Distribute tokens and blocks. Returns [rows] tokens, [rows] number of new blocks, the new blocks, and whether
+        a request was preempted."""
         members = self._batch.members
         preempted = False
         while True:
@@ -326,11 +335,12 @@ class Running:
                 continue
             asking = int(members.rows[end.searchsorted(free, side="right")])
             victim = self._preempt_for(asking, int(end[-1]) - free, preempt)
-            want[members.rows == victim] = 0  # its share of this step is released
+            want[members.rows == victim] = 0  # the victim's tokens of this step are released
             preempted = True
 
     def _give_up_drafts(self, rows: Int64Array, lacks: Int64Array, want: Int64Array) -> bool:
-        """Lower `want`, when blocks are short, so that drafts take no additional blocks. Returns whether it changed."""
+        """Lower `want` so that drafts take no additional blocks, because blocks are short. Returns whether `want`
+        changed."""
         batch = self._batch
         if not self._drafts.waiting:
             return False
@@ -358,7 +368,9 @@ class Running:
         left = self._budget.tokens - np.count_nonzero(want)
         if drafts.sum() <= left:
             return want
-        ends = np.minimum(drafts, np.arange(int(drafts.max()))[:, None]).sum(axis=1)  # for each maximum
+        ends = np.minimum(drafts, np.arange(int(drafts.max()))[:, None]).sum(
+            axis=1
+        )  # [maximum per row] drafts of all rows
         known += np.minimum(drafts, ends.searchsorted(left, side="right") - 1)
         return known
 
@@ -371,9 +383,9 @@ class Running:
 
 
 class InOrder(Running):
-    """Distributes blocks row by row, see `SchedulerConfig.shortage`.
+    """Advances the running rows, and distributes blocks row by row, see `SchedulerConfig.shortage`.
 
-    It also limits the rows of a step to `max_num_seqs`, as more may be running.
+    It also limits the number of rows of a step to `max_num_seqs`, as more requests may be running.
     """
 
     _replans = False
@@ -396,19 +408,20 @@ class InOrder(Running):
         self.steady_rows = min(self.steady_rows, self._max_rows)
 
     def advance_prefills(self, preempt: Preempt) -> Advance:
-        """As `advance`, only for rows with uncomputed known tokens."""
-        return self._settle(*self.wants(with_drafts=False, only_prefills=True), preempt)
+        """As `advance`, only for rows with a partial prefill."""
+        return self._distribute_and_commit(*self.wants(with_drafts=False, only_prefills=True), preempt)
 
     def advance_decodes(self, in_flight: bool, preempt: Preempt, *, was_preempted: bool) -> Advance:
-        """As `advance`, only for the other rows; without drafts if a request was preempted in this step."""
+        """As `advance`, only for rows without a partial prefill. No drafts are verified if a request was preempted in
+        this step."""
         batch = self._batch
         if batch.num_prefilling == 0 and not was_preempted:
             return self.advance(in_flight, preempt)
         lacks, want = self.wants(with_drafts=not was_preempted)
         want[(batch.flags[batch.members.rows] & PREFILLING) != 0] = 0
-        return self._settle(lacks, want, preempt)
+        return self._distribute_and_commit(lacks, want, preempt)
 
-    def _share_out(
+    def _distribute(
         self, lacks: Int64Array, want: Int64Array, preempt: Preempt
     ) -> tuple[Int64Array, Int64Array, IntArray, bool]:
         members = self._batch.members
@@ -424,19 +437,22 @@ class InOrder(Running):
         if total <= self._kv.pool.num_free:
             return granted, needed, self._grow(members, needed, granted), False
         if self._give_up_drafts(members.rows, lacks, want):
-            return self._share_out(lacks, want, preempt)
-        return self._walk(want, preempt)
+            return self._distribute(lacks, want, preempt)
+        return self._distribute_row_by_row(want, preempt)
 
-    def _walk(self, want: Int64Array, preempt: Preempt) -> tuple[Int64Array, Int64Array, IntArray, bool]:
-        """Distribute row by row, in admission order, while budget remains. Each row takes its blocks at once."""
+    def _distribute_row_by_row(
+        self, want: Int64Array, preempt: Preempt
+    ) -> tuple[Int64Array, Int64Array, IntArray, bool]:
+        """Distribute tokens and blocks row by row, in admission order, while budget remains. Each row takes its blocks
+        before the next row is considered."""
         batch, kv, members = self._batch, self._kv, self._batch.members
         position = {row: index for index, row in enumerate(members.rows.tolist())}
         granted = np.zeros_like(want)
         blocks: list[IntArray] = [NO_BLOCKS] * len(want)
-        gone: set[int] = set()
+        preempted: set[int] = set()
         budget, slots = self._budget.tokens, self._max_rows
         for index in want.nonzero()[0].tolist():
-            if index in gone:
+            if index in preempted:
                 continue
             is_beyond = budget <= 0 or slots <= 0
             if is_beyond and not self._looks_ahead:
@@ -444,19 +460,19 @@ class InOrder(Running):
             row = members.rows[index : index + 1]
             tokens = want[index : index + 1] if is_beyond else np.minimum(want[index : index + 1], budget)
             needed = self.blocks_needed(tokens, row)
-            while index not in gone and needed[0] > kv.pool.num_free:
+            while index not in preempted and needed[0] > kv.pool.num_free:
                 num_missing = int(needed[0]) - kv.pool.num_free
                 victim = position[self._preempt_for(int(row[0]), num_missing, preempt)]
-                gone.add(victim)
+                preempted.add(victim)
                 budget, slots = budget + int(granted[victim]), slots + int(granted[victim] > 0)
                 granted[victim], blocks[victim] = 0, NO_BLOCKS
-            if is_beyond or (index in gone and self._own_preemption_ends):
+            if is_beyond or (index in preempted and self._own_preemption_ends):
                 break
-            if index in gone:
+            if index in preempted:
                 continue
             granted[index] = tokens[0]
             if needed[0]:
                 blocks[index] = kv.grow(batch, row, needed, batch.num_computed_tokens[row] + tokens)
             budget, slots = budget - int(tokens[0]), slots - 1
         counts = np.array([len(new) for new in blocks], dtype=np.int64)
-        return granted, counts, np.concatenate([NO_BLOCKS, *blocks]), bool(gone)
+        return granted, counts, np.concatenate([NO_BLOCKS, *blocks]), bool(preempted)

@@ -1,11 +1,12 @@
-"""Searches the queue behind a request that lacks blocks, if a reserve allows bypasses (`policy/bypass.py`).
+"""Search: finds requests to admit behind a head that lacks blocks, if a reserve allows bypasses (`policy/bypass.py`).
 
-A step looks at up to 64 requests behind the head. Three ways lead to the same admissions:
+A step looks at up to 64 requests behind the head, in one of three ways, which lead to the same admissions:
 
-    repeat   no change could admit one of them, or change its reason: O(1)
+    repeat   no change could admit a skipped request, or change the reason why it waits: O(1)
     scan     if the order can list the next requests: remembered needs (`needs.py`) are compared with the free blocks,
-             and the other requests are checked at their places. If one of them may be admitted, the loop follows
-    loop     the requests are taken from the queue one after the other, and returned (`admission.py`)
+             and requests without a remembered need are checked at their places. If one of the requests may be
+             admitted, the loop follows
+    loop     the requests are removed from the queue one after the other, checked, and put back (`admission.py`)
 """
 
 from __future__ import annotations
@@ -23,17 +24,18 @@ from pointsman.core.step.needs import OPEN, OPEN_UNOWED, Levels, Need, Needs, Sh
 from pointsman.core.step.request_table import RequestTable
 
 MAX_SKIPPED = 64
-"""Maximum number of requests skipped in a step, to bound the cost. The next one blocks the queue."""
+"""Maximum number of requests skipped in a step, to bound the cost. The next request that is not admitted blocks the
+queue."""
 
 
 @dataclass(slots=True)
 class KeptVerdict:
-    """Why a request was blocked, and the state that must change before it is checked again."""
+    """The reason why a request was blocked, and the state that must change before the request is checked again."""
 
     request: Request
     key: tuple[Any, ...]
     shortage: Shortage | None
-    """None: the request did not lack blocks."""
+    """Missing blocks of the request; None: it did not lack blocks."""
     required_budget: int
 
 
@@ -42,7 +44,8 @@ class Search:
 
     Args:
         needs: remembered needs of requests; None: none are remembered.
-        first: returns the first n requests of the queue, in order; None: the order must be asked for each.
+        first: function that returns the first n requests of the queue, in order; None: the order returns only one
+            request at a time.
     """
 
     def __init__(
@@ -60,18 +63,18 @@ class Search:
         self.needs = needs
         self._first = first
         self.head: KeptVerdict | None = None
-        """Why the head is skipped, if the head and all skipped requests lack blocks."""
-        self._min_blocks = 0  # number of blocks with which a skipped request would be admitted
-        self._num_arrivals = -1  # at the end of a search without admissions
+        """Verdict on the head, if the head and all skipped requests lack blocks; otherwise None."""
+        self._min_blocks = 0  # minimum number of open blocks with which a skipped request would be admitted
+        self._num_arrivals = -1  # the table's counter at the end of a search without admissions; -1: there is none
         self._skipped: list[Request] = []
         self._blocker: Request | None = None
-        self._passed: list[tuple[Request, int]] = []  # lacking blocks, with the number admitted before its check
+        self._passed: list[tuple[Request, int]] = []  # lacking blocks; with the number of earlier admissions
         self._checked: Sequence[Request] = ()  # skipped requests that were checked before the scan
-        self._shortfalls: list[Shortfall] = []  # of the newest search, if it was a scan
-        self._same: tuple[int, int, int, int] | None = None  # range of free and open blocks in which reasons stay
+        self._shortfalls: list[Shortfall] = []  # shortfalls that the newest search compared, if it was a scan
+        self._same: tuple[int, int, int, int] | None = None  # ranges of free and open blocks that keep all reasons
 
     def open(self) -> None:
-        """Reset to the head of the queue, before and after a step checks the queue."""
+        """Reset the search to the head of the queue, before and after a step checks the queue."""
         self._bypass.open_queue()
         self._passed = []
         if self.needs is not None:
@@ -100,11 +103,11 @@ class Search:
         check: Callable[[Request, int], Need | None],
         defer: Callable[[Request, Deferral], None],
     ) -> bool:
-        """Whether no request behind the head, which lacks blocks by the verdict `kept`, and behind the skipped and
-        `popped` requests is admitted: then the search is done.
+        """Compare remembered needs with the free blocks. Returns whether no request behind the head and the `popped`
+        requests is admitted, so that the search is done. `kept`: the verdict by which the head lacks blocks.
 
-        `check` checks a request at its place in the queue. It returns None if the request is admitted, or lacks
-        something other than blocks. `defer` notes why a request waits.
+        `check` checks a request at its place in the queue. It returns None if the request would be admitted, or lacks
+        something other than blocks. `defer` records why a request waits.
         """
         needs, first = self.needs, self._first
         if needs is None or first is None:
@@ -155,7 +158,8 @@ class Search:
         return True
 
     def begin(self, head: Request, kept: KeptVerdict | None, num_admitted: int) -> None:
-        """Note that the head is skipped: by `kept`, if it lacks blocks. `num_admitted` were admitted before it."""
+        """Record that the head is skipped, after `num_admitted` admissions. `kept`: the verdict by which the head lacks
+        blocks; None: the head lacks something else."""
         if kept is not None:
             self._passed.append((head, num_admitted))
         self._num_arrivals = -1  # until this search has ended
@@ -170,12 +174,12 @@ class Search:
         )
 
     def repeat(self) -> None:
-        """Skip the same requests in this step again."""
+        """Skip the same requests in this step as in the step before."""
         self._table.note_blocked(self._skipped, self._blocker)
 
     def skip(self, request: Request, own: int | None, num_admitted: int) -> None:
-        """Note that a request behind the head is skipped: it would take `own` blocks, or lacks something else (None).
-        `num_admitted` were admitted before it."""
+        """Record that a request behind the head is skipped, after `num_admitted` admissions. `own`: number of blocks
+        that the request would take; None: the request lacks something other than blocks."""
         if own is None:
             self.head = None
         else:
@@ -183,8 +187,8 @@ class Search:
             self._min_blocks = min(self._min_blocks, own)
 
     def close(self, *, found: bool) -> KeptVerdict | None:
-        """End the loop; `found`: a request was admitted, or another reason ended the loop. Returns the head's verdict,
-        to be kept."""
+        """End the loop. `found`: whether a request was admitted, or the loop ended for another reason. Returns the
+        verdict on the head, to be kept."""
         self._num_arrivals = -1 if found else self._table.num_arrivals
         self._skipped, self._blocker = self._table.skipped, self._table.blocker
         if self.needs is not None:
@@ -192,7 +196,7 @@ class Search:
         return self.head
 
     def deferral(self, request: Request) -> Deferral | None:
-        """Why a request waits, if the newest step skipped it without a check; otherwise None."""
+        """The deferral of a request that the newest step skipped without a check; otherwise None."""
         table, needs = self._table, self.needs
         if needs is None or not self._shortfalls or table.skipped is not self._skipped:
             return None
@@ -202,7 +206,8 @@ class Search:
         return None if found is None else found[0]
 
     def forget(self) -> None:
-        """Forget all needs of requests behind the head; why they waited in the newest step is noted first."""
+        """Forget all needs of requests behind the head, after recording why these requests waited in the newest
+        step."""
         table = self._table
         for request in table.skipped if table.blocker is None else (*table.skipped, table.blocker):
             deferral = self.deferral(request)

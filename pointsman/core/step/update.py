@@ -1,9 +1,9 @@
 """The update: checks the model's result, appends the tokens, tests stop conditions, finishes requests.
 
 A result has a run of tokens for each row that samples: one token, and more if drafts were accepted. A run is cut at the
-token that finishes its request. In the common case (every row sampled, and all still run) this is one scatter and one
-vectorised stop test. Python loops run only over rows that finish, rows that may have sampled one of several stop
-tokens, rows that repetitions may finish, and rows whose request lost its row while the step was in flight.
+token that finishes its request. In the common case (every row sampled, and all requests still run) the update is one
+scatter and one vectorised stop test. Python loops run only over rows that finish, rows that may have sampled one of
+several stop tokens, rows that repetitions may finish, and rows whose request lost its row while the step was in flight.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from pointsman.core.step.request_table import End, RequestTable
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
-Ends = list[tuple[int, End]]  # (row index in the output, its end)
+Ends = list[tuple[int, End]]  # (row index in the output, end of the row's request)
 _row_index = itemgetter(0)
 
 
 def stop_condition(request: Request, num_tokens: int, token_id: int) -> End | None:
-    """How a request finishes with `token_id`, its `num_tokens`th token: by a stop token, else by length, else by a
-    repetition. None: it continues."""
+    """The end of a request by `token_id`, its `num_tokens`th token: by a stop token, else by length, else by a
+    repetition. None: the request continues."""
     state = request._state
     watch = state.repetition_watch
     pattern_size = watch.observe(token_id) if watch is not None else None
@@ -55,7 +55,7 @@ def stop_condition(request: Request, num_tokens: int, token_id: int) -> End | No
 
 
 class Update:
-    """Applies step results."""
+    """Applies the results of steps to the requests."""
 
     def __init__(
         self,
@@ -78,7 +78,8 @@ class Update:
     def append(
         self, step: StepRecord, output: SchedulerOutput, result: StepResult, now: float
     ) -> tuple[UpdateFields, Ends]:
-        """Parts 1 and 2: check the result of the oldest step in flight, append its tokens, and find requests that stop.
+        """Parts 1 and 2: check the result of the oldest step in flight, append the sampled tokens, and find requests
+        that stop.
 
         Raises:
             StepResultError: the result does not fit the output; nothing was applied.
@@ -93,7 +94,7 @@ class Update:
         else:
             runs = _checked_run_per_row(members, output, result, drafts)
         step.result_arrived()
-        decodes = output.samples is members.trues  # every row computed its newest token, and drafts
+        decodes = output.samples is members.trues  # every row computed only its newest token and drafts
         newest: Any = output.num_computed_tokens if decodes else None
         runs, ends = self._append_runs(members, drafts, runs, newest)
         if runs.counts is not members.ones:
@@ -101,11 +102,12 @@ class Update:
         return UpdateFields(runs.token_ids, runs.counts, output.requests), ends
 
     def append_steps(self, tokens: Int32Array, last: Int32Array, num_steps: int) -> tuple[UpdateFields, Ends]:
-        """As `append`, for every running row after `num_steps` steps that were done at once.
+        """As `append`, for every running row after `num_steps` steps that were done in one call.
 
         Args:
-            tokens: [rows], the same in each step, or [steps, rows]; none stops its request before the last step.
-            last: [rows] the last step's tokens.
+            tokens: sampled tokens: [rows], the same in each step, or [steps, rows]; no token before the last step stops
+                its request.
+            last: [rows] sampled tokens of the last step.
         """
         batch, members = self._batch, self._batch.members
         newest, done = batch.num_tokens[members.rows] - ONE, 0
@@ -125,7 +127,8 @@ class Update:
         return UpdateFields(sampled, members.ones, members.requests), ends
 
     def finish(self, update: UpdateFields, ends: Ends, now: float) -> None:
-        """Part 3: finish requests that stop, and free their blocks; requests with further prompt parts continue."""
+        """Part 3: finish requests that stop, and free their blocks; requests that expect further prompt parts
+        continue."""
         ends.sort(key=_row_index)
         over: list[End] = []
         parts: list[Request] = []
@@ -143,10 +146,11 @@ class Update:
     def _append_to_some(
         self, step: StepRecord, output: SchedulerOutput, result: StepResult, drafts: IntArray | None, now: float
     ) -> tuple[UpdateFields, Ends]:
-        """As `append`, if not every row samples, a request has lost its row since, or rows failed or lack a token."""
+        """As `append`, for a step in which a row does not sample, has failed, lacks a token, or has lost its request
+        since."""
         at, runs = checked_runs(output, result, drafts)
         step.result_arrived()
-        ends = self._errors(output, result) + self._completions(output, result)
+        ends = self._ends_by_error(output, result) + self._ends_by_completion(output, result)
         kept = np.zeros(output.num_rows, dtype=np.int64)
         live = self._batch.serial[output.rows[at]] == output.serials[at]
         which, of_live = at, runs
@@ -163,7 +167,7 @@ class Update:
             request = output.requests[row_index]
             if not request.is_finished and request.serial == output.serials[row_index]:
                 num_drafts = 0 if drafts is None else int(drafts[row_index])
-                kept[row_index], end = self._deliver(request, num_drafts, runs.run(index))
+                kept[row_index], end = self._append_without_row(request, num_drafts, runs.run(index))
                 ends += [(row_index, end)] if end is not None else []
         if result.unsampled:
             self._sample_again(output, result, now)
@@ -179,11 +183,12 @@ class Update:
         runs: Runs,
         newest: Int64Array | None = None,
     ) -> tuple[Runs, Ends]:
-        """Append the runs of live rows up to their stops. Returns the appended runs, and the requests that stop.
+        """Append the runs of `live` rows, each up to the token that stops its request. Returns the appended runs, and
+        the requests that stop.
 
         Args:
-            drafts: [s] number of drafts that each row verified; None: no row of the step verified any.
-            newest: [s] the position of the newest known token of each row; None: it is looked up.
+            drafts: [live rows] number of drafts that each row verified; None: no row of the step verified drafts.
+            newest: [live rows] position of the newest known token of each row; None: read from the batch.
         """
         batch, rows, sampled = self._batch, live.rows, runs.counts
         if newest is None:
@@ -192,7 +197,7 @@ class Update:
         runs, ends = self._up_to_stops(live, runs, newest, longest)
         is_last = len(self._steps.records) <= 1
         if drafts is not None:
-            if is_last:  # then these rows have nothing in flight
+            if is_last:  # no later step has these rows in flight
                 batch.num_computed_tokens[rows] = newest + runs.counts
             else:
                 batch.num_computed_tokens[rows] -= drafts + 1 - runs.counts
@@ -203,12 +208,13 @@ class Update:
         return runs, ends
 
     def _up_to_stops(self, live: Members, runs: Runs, newest: Int64Array, most: int) -> tuple[Runs, Ends]:
-        """The runs of live rows, after their tokens at `newest`, up to their stops, and the requests that stop.
+        """The runs of live rows, each cut at the token that stops its request, and the requests that stop. The runs
+        follow the tokens at positions `newest` [live rows].
 
-        `most`: maximum number of tokens after the known ones at which these runs end.
+        `most`: maximum distance, in tokens, from the newest known token to the end of a run.
         """
         batch = self._batch
-        done: npt.NDArray[np.bool_] | None = None  # [s] mask of rows that may finish; None: no row
+        done: npt.NDArray[np.bool_] | None = None  # [live rows] mask of rows that may finish; None: no row
         is_single = len(runs.token_ids) == len(live.requests)
         if not is_single:
             done = live.may_stop(runs)
@@ -225,13 +231,13 @@ class Update:
         if batch.num_watched:
             watched = (batch.flags[live.rows] & WATCHED) != 0
             done = watched if done is None else done | watched
-        if done is not None and len(done) and done.item(done.argmax()):  # in half the time of counting
+        if done is not None and len(done) and done.item(done.argmax()):  # twice as fast as counting
             return _cut_at_stops(live.requests, newest, runs, done)
         return runs, []
 
-    def _deliver(self, request: Request, num_drafts: int, run: list[int]) -> tuple[int, End | None]:
-        """Append the run of a request that was preempted or parked while the step was in flight; returns the kept
-        length."""
+    def _append_without_row(self, request: Request, num_drafts: int, run: list[int]) -> tuple[int, End | None]:
+        """Append the run of a request that was preempted or parked while the step was in flight; returns the number of
+        kept tokens, and the end of the request, if any."""
         length, end = _cut_at_stop(request, request.num_tokens, run)
         request._state.append_output(run[:length])
         request._state.settle_pending(1)
@@ -244,26 +250,27 @@ class Update:
     # ------------------------------------------------------------------ parts
 
     def _sample_again(self, output: SchedulerOutput, result: StepResult, now: float) -> None:
-        """Restart rows without a token, see `RequestTable.sample_again`."""
+        """Restart the requests of rows that lack a token, see `RequestTable.sample_again`."""
         requests = [(output.requests[index], output.serials[index]) for index in sorted(result.unsampled)]
         self._table.sample_again([r for r, serial in requests if not r.is_finished and r.serial == serial], now)
 
-    def _completions(self, output: SchedulerOutput, result: StepResult) -> Ends:
-        """The ends of requests that sample nothing and whose prompts are now computed."""
+    def _ends_by_completion(self, output: SchedulerOutput, result: StepResult) -> Ends:
+        """The ends of requests that sample nothing and whose prompts this step completes."""
         ends: Ends = []
         for index in output.completes.tolist():
             request = output.requests[index]
             if index in result.errors or request.is_finished or request.serial != output.serials[index]:
                 continue
-            if request.row is None:  # it lost its row meanwhile
+            if request.row is None:  # the request lost its row while the step was in flight
                 request._state.settle_pending(1)
             else:
                 self._batch.num_pending[request.row] -= 1
             ends.append((index, End(request, FinishReason.STOP)))
         return ends
 
-    def _errors(self, output: SchedulerOutput, result: StepResult) -> Ends:
-        """The ends of rows that failed on their own. Their KV of this and later steps is removed from the caches."""
+    def _ends_by_error(self, output: SchedulerOutput, result: StepResult) -> Ends:
+        """The ends of requests whose rows have an error in the result. The KV that they computed in this and later
+        steps is removed from the caches."""
         ends: Ends = []
         holders = [] if self._transfers is None else self._transfers.holders()
         readers = [*self._batch.members.requests, *holders] if result.errors else []
@@ -280,9 +287,10 @@ class Update:
 def _cut_at_stops(
     requests: Sequence[Request], newest: Int64Array, runs: Runs, done: npt.NDArray[np.bool_]
 ) -> tuple[Runs, Ends]:
-    """The runs up to their stops, and the requests that stop; only rows marked in `done` may stop.
+    """The runs, each cut at the token that stops its request, and the requests that stop. Only rows marked in `done`
+    may stop.
 
-    `newest` are the positions of the requests' newest tokens before these runs.
+    `newest`: [requests] position of the newest token of each request before its run.
     """
     ends: Ends = []
     shorter: dict[int, int] = {}
@@ -302,8 +310,8 @@ def _cut_at_stops(
 
 
 def _cut_at_stop(request: Request, num_tokens: int, run: list[int]) -> tuple[int, End | None]:
-    """The kept length of a run, after the first `num_tokens` of its request: up to the token that finishes the
-    request."""
+    """The number of tokens of a run up to the one that stops the request, and the end of the request; None: it
+    continues. `num_tokens`: number of tokens of the request before the run."""
     for length, token_id in enumerate(run, start=1):
         end = stop_condition(request, num_tokens + length, token_id)
         if end is not None:
@@ -319,12 +327,13 @@ SAMPLED = "was sampled"
 
 
 def checked_tokens(result: StepResult, expected: int, wanted: str = ROW_TOKENS) -> Int32Array:
-    """The result's `expected` tokens as a new array; `wanted` explains their number in an error."""
+    """The result's `expected` tokens as a new array. `wanted`: text of an error that explains the expected number."""
     return flat_tokens(result.token_ids, expected, wanted, SAMPLED, StepResultError)
 
 
 def checked_runs(output: SchedulerOutput, result: StepResult, drafts: IntArray | None) -> tuple[Int64Array, Runs]:
-    """The rows that have tokens in the result, and their runs. `drafts`: [n] drafts of each row; None: no drafts."""
+    """The indices of rows that have tokens in the result, and the runs of these rows. `drafts`: [rows] number of drafts
+    of each row; None: no drafts."""
     expected = _expected(output, result)
     sampled = expected.nonzero()[0]
     counts = np.ones(len(sampled), dtype=np.int64)
@@ -352,7 +361,7 @@ def checked_runs(output: SchedulerOutput, result: StepResult, drafts: IntArray |
 def _checked_run_per_row(
     members: Members, output: SchedulerOutput, result: StepResult, drafts: IntArray | None
 ) -> Runs:
-    """As `checked_runs`, where every row samples and none has an error."""
+    """The runs of `checked_runs`, for a step in which every row samples and no row has an error."""
     given = np.asarray(result.counts)
     if drafts is not None and given.shape == drafts.shape and given.dtype.kind in "iu":
         counts: Int64Array = given.astype(INT64)
@@ -361,12 +370,12 @@ def _checked_run_per_row(
         if rejected.item(rejected.argmin()) >= -1 and counts.item(counts.argmin()) >= 1:
             ends = np.add.accumulate(counts)
             return Runs(counts, ends, checked_tokens(result, ends.item(-1), RUN_TOKENS))
-    runs = checked_runs(output, result, drafts)[1]  # reports what is wrong, if anything is
+    runs = checked_runs(output, result, drafts)[1]  # raises the error, if the counts are wrong
     return runs if drafts is not None else runs._replace(counts=members.ones)
 
 
 def _expected(output: SchedulerOutput, result: StepResult) -> npt.NDArray[np.bool_]:
-    """[n] whether a row must have tokens in the result."""
+    """[rows] whether each row must have tokens in the result."""
     if not (result.errors or result.unsampled):
         return np.asarray(output.samples)
     expected = output.samples.copy()

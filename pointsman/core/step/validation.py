@@ -1,4 +1,5 @@
-"""Validation: refuses requests that could never run, when they are added, with the numbers and the remedy."""
+"""Validation: refuses, when they are added, requests that could never run; the message has the numbers and the
+remedy."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ _NO_ROOM = ", which leaves no room for a generated token"
 
 
 def too_long(config: SchedulerConfig, kv: KVCache, request: Request, length: int, max_tokens: int) -> str | None:
-    """Why a prompt of `length` tokens, and one generated token unless `max_tokens` is 0, would never fit; or None."""
+    """The reason why a prompt of `length` tokens, with one generated token unless `max_tokens` is 0, would never fit;
+    None: it fits."""
     num_generated = 1 if max_tokens else 0
     if length + num_generated > config.max_model_len:
         return longer_than_model(config, length, num_generated)
@@ -43,7 +45,8 @@ def too_long(config: SchedulerConfig, kv: KVCache, request: Request, length: int
 
 
 def longer_than_model(config: SchedulerConfig, length: int, num_generated: int) -> str:
-    """Why a prompt of `length` tokens does not fit into `max_model_len` with `num_generated` generated ones."""
+    """The reason why a prompt of `length` tokens and `num_generated` generated tokens do not fit into
+    `max_model_len`."""
     return (
         f"the prompt has {length} tokens and max_model_len is {config.max_model_len}"
         f"{_NO_ROOM if num_generated else ''}; shorten the prompt to {config.max_model_len - num_generated} tokens"
@@ -51,13 +54,14 @@ def longer_than_model(config: SchedulerConfig, length: int, num_generated: int) 
 
 
 def settle_limits(config: SchedulerConfig, kv: KVCache, request: Request) -> str | None:
-    """Set the token limit of the request, and its repetition watch; returns why it can never run, or None."""
+    """Set the token limit of a request, and its repetition watch. Returns the reason why the request can never run, or
+    None."""
     state = request._state
     prompt, max_tokens = state.num_prompt_tokens, state.max_tokens
     why = too_long(config, kv, request, prompt, max_tokens)
     if why is not None:
         return why
-    known = state.num_own_output_tokens  # tokens generated before it was added
+    known = state.num_own_output_tokens  # tokens generated before the request was added
     is_new = state.serial == 0 and not known  # a request that ran before may be computed in chunks
     if is_new and not config.enable_chunked_prefill and prompt > config.max_num_batched_tokens:
         return (
@@ -72,7 +76,7 @@ def settle_limits(config: SchedulerConfig, kv: KVCache, request: Request) -> str
         if why is not None:
             return why
     if max_tokens == 0:
-        # The computed prompt counts as its one sample: with that in flight, it needs no more tokens.
+        # The computed prompt counts as the request's one sample: with it in flight, the request needs no more tokens.
         state.limit(prompt + 1, "max_tokens")
         return None
     limit, detail = prompt + max_tokens, "max_tokens"
@@ -80,7 +84,7 @@ def settle_limits(config: SchedulerConfig, kv: KVCache, request: Request) -> str
         limit, detail = config.max_model_len, "max_model_len"
     if request.max_total_tokens is not None and request.max_total_tokens < limit:
         limit, detail = request.max_total_tokens, "max_total_tokens"
-    # The last token is sampled but never computed, so it needs no slot.
+    # The last token is sampled but never computed, so it needs no KV slot.
     num_usable_tokens = kv.num_usable_tokens_of(request)
     if num_usable_tokens + 1 < limit:
         limit, detail = num_usable_tokens + 1, "kv_capacity"
@@ -99,7 +103,8 @@ def settle_limits(config: SchedulerConfig, kv: KVCache, request: Request) -> str
 
 
 def encoder_inputs_fit(config: SchedulerConfig, inputs: Sequence[EncoderInput], *, whole: bool) -> str | None:
-    """Why a request's encoder inputs can never be computed, or None; `whole`: one step must compute all of them."""
+    """The reason why a request's encoder inputs can never be computed, or None. `whole`: whether one step must compute
+    all of the inputs."""
     least = min(config.encoder_budget, config.encoder_cache_size)
     if sum([item.num_embeddings or 0 for item in inputs]) <= least:  # even with repeats counted twice
         return None
@@ -130,17 +135,17 @@ def encoder_inputs_fit(config: SchedulerConfig, inputs: Sequence[EncoderInput], 
 
 
 def refused(request: Request, why: str) -> RequestRefused:
-    """Finish a request that can never run; returns the error to raise."""
+    """Finish a request that can never run; returns the error to raise. `why`: the reason."""
     request._state.finished(FinishReason.REFUSED, why, None)
     return RequestRefused(f"request {request.request_id!r} refused: {why}")
 
 
 def checked_end(request_id: str, reason: FinishReason, keep_tokens: int | None) -> FinishReason:
-    """The reason for which a host finishes a request.
+    """The reason for which a host finishes a request, after a check of the host's arguments.
 
     Raises:
-        InvalidTransition: an accepted request cannot be refused.
-        ValueError: there is no such reason, or no such number of tokens.
+        InvalidTransition: the reason is REFUSED, and an accepted request cannot be refused.
+        ValueError: `reason` is not a `FinishReason`, or `keep_tokens` is negative.
     """
     reason = FinishReason(reason)
     if reason is FinishReason.REFUSED:

@@ -150,7 +150,7 @@ def test_a_blocked_head_is_checked_again_when_enough_blocks_are_free(look_ups: l
     assert len(look_ups) > before
 
 
-def test_a_blocked_head_is_checked_again_when_more_may_be_cached() -> None:
+def test_a_blocked_head_is_checked_again_when_its_hit_may_be_longer() -> None:
     host = Host(num_blocks=8, max_model_len=32, max_num_batched_tokens=8, long_prefill_token_threshold=4)
     prompt = host.prompt(17)
     host.add("a", prompt)
@@ -206,7 +206,7 @@ def test_a_head_without_a_sequence_slot_costs_no_lookup(look_ups: list[int]) -> 
     assert len(look_ups) == before
 
 
-def test_requests_behind_a_blocked_head_cost_nothing(look_ups: list[int]) -> None:
+def test_requests_behind_a_blocked_head_are_not_looked_up(look_ups: list[int]) -> None:
     host = Host(num_blocks=8, max_model_len=32)
     host.add("a", 12, max_tokens=10)
     host.step()
@@ -273,7 +273,7 @@ def test_a_head_is_checked_again_when_a_bypassing_request_holds_its_prefix() -> 
     assert host.scheduler.get_request("head") is None or host.explain("head").status.name == "RUNNING"
 
 
-def test_the_reason_is_the_one_that_holds_now() -> None:
+def test_explain_gives_the_reason_that_holds_in_the_newest_step() -> None:
     host = Host(num_blocks=16, watermark=0.2, max_num_batched_tokens=32)
     host.add("a", 20, max_tokens=40)
     host.step()

@@ -123,7 +123,7 @@ def test_eos_within_a_run_ends_it_unless_min_tokens_forbids_it(stops: dict[str, 
     assert (update.counts.tolist(), update.token_ids.tolist()) == ([2, 4], [1, EOS, 1, EOS, 2, 3])
 
 
-def test_drafts_never_pass_the_token_limit() -> None:
+def test_drafts_never_exceed_the_token_limit() -> None:
     host = speculative()
     request, output = decoding(host, max_tokens=4)
     assert host.propose(output, {"a": right(request, 3)}) == 2
@@ -200,7 +200,7 @@ def test_waiting_drafts_returns_the_drafts_of_the_next_step() -> None:
         host.scheduler.waiting_drafts("c")
 
 
-def test_only_rows_with_drafts_in_flight_wait_for_them() -> None:
+def test_only_rows_with_drafts_in_flight_wait_for_their_result() -> None:
     host = speculative(max_steps_in_flight=2)
     host.add("a")
     host.add("b")
@@ -528,12 +528,12 @@ def test_a_first_step_is_padded_as_far_as_limits_on_drafts_allow(
         ({"draft_table": ((1, 0),)}, "draft_table is .*no effect.*num_draft_tokens"),
     ],
 )
-def test_knobs_are_checked(overrides: dict[str, Any], message: str) -> None:
+def test_invalid_knobs_of_speculation_are_refused(overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         small_config(**overrides)
 
 
-def test_a_table_may_come_from_json() -> None:
+def test_a_draft_table_may_come_from_json() -> None:
     assert small_config(num_draft_tokens=3, draft_table=[[2, 1]]).draft_table == ((2, 1),)
 
 
@@ -580,7 +580,7 @@ def test_a_result_has_one_token_and_up_to_one_more_per_draft(counts: list[Any]) 
     assert host.update(output).counts.tolist() == [3]
 
 
-def test_without_counts_all_drafts_are_rejected() -> None:
+def test_a_result_without_counts_rejects_all_drafts() -> None:
     host = speculative()
     request, output = decoding(host)
     host.propose(output, {"a": right(request, 2)})

@@ -33,17 +33,17 @@ def test_rows_that_share_a_prompt_begin_with_its_blocks() -> None:
     assert host.step().num_common_prefix_blocks == 0
 
 
-def test_one_row_has_its_whole_table_in_common_with_itself() -> None:
+def test_the_common_prefix_of_one_row_is_its_whole_table() -> None:
     host = counting_host()
     host.add("a", 8, max_tokens=9)
     assert [host.step().num_common_prefix_blocks for _ in range(6)] == [2, 3, 3, 3, 3, 4]
 
 
-def test_a_step_without_rows_has_none() -> None:
+def test_a_step_without_rows_has_no_common_prefix() -> None:
     assert counting_host().step().num_common_prefix_blocks == 0
 
 
-def test_only_the_rows_of_the_step_count() -> None:
+def test_the_common_prefix_counts_only_rows_of_the_step() -> None:
     host = counting_host(max_num_batched_tokens=4)
     host.add("a", 6, max_tokens=9)
     host.add("b", 2, max_tokens=9)
@@ -63,7 +63,7 @@ def num_common(tables: list[list[int]]) -> int:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_against_brute_force(seed: int) -> None:
+def test_the_common_prefix_equals_that_of_brute_force(seed: int) -> None:
     random = np.random.default_rng(seed)
     batch = Batch(block_size=2, accepted_drafts=[0])
     kv = KVCacheManager(small_config(block_size=2, max_model_len=180, num_blocks=2000))

@@ -56,7 +56,7 @@ def test_steps_are_guaranteed_until_blocks_run_out() -> None:
     assert decoding(num_blocks=4).scheduler.guaranteed_steps() == 4
 
 
-def test_none_during_a_prefill() -> None:
+def test_no_steps_are_guaranteed_during_a_prefill() -> None:
     host = decoding()
     host.add("long", 30)
     host.step()
@@ -67,7 +67,7 @@ def test_none_during_a_prefill() -> None:
     assert host.scheduler.guaranteed_steps() > 0
 
 
-def test_none_without_requests_or_with_a_step_in_flight() -> None:
+def test_no_steps_are_guaranteed_when_idle_or_with_a_step_in_flight() -> None:
     host = Host()
     assert host.scheduler.guaranteed_steps() == 0
     host = decoding(max_steps_in_flight=2)
@@ -77,7 +77,7 @@ def test_none_without_requests_or_with_a_step_in_flight() -> None:
     assert host.scheduler.guaranteed_steps() > 0
 
 
-def test_a_new_request_ends_it_until_the_queue_was_checked() -> None:
+def test_no_steps_are_guaranteed_until_a_new_request_was_checked() -> None:
     host = decoding(max_num_seqs=2)
     host.add("waits", 4)
     assert host.scheduler.guaranteed_steps() == 0
@@ -85,7 +85,7 @@ def test_a_new_request_ends_it_until_the_queue_was_checked() -> None:
     assert host.scheduler.guaranteed_steps() == 18
 
 
-def test_a_queue_that_waits_for_blocks_stays_blocked() -> None:
+def test_steps_are_guaranteed_while_the_queue_waits_for_blocks() -> None:
     """The number of free blocks only falls; a step in which it changes the reason is decided on its own."""
     host = decoding(1, num_blocks=8, watermark=0.4, max_model_len=30, full_sequence_must_fit=False)
     host.add("waits", 16)
@@ -120,7 +120,7 @@ class Runs(Listener):
         self.runs.append(run)
 
 
-def test_none_if_a_listener_needs_every_step() -> None:
+def test_no_steps_are_guaranteed_if_a_listener_needs_every_step() -> None:
     host = decoding()
     listener = EveryStep()
     host.scheduler.add_listener(listener)
@@ -167,7 +167,7 @@ def test_advance_takes_tokens_of_each_step_and_separate_last_ones() -> None:
     assert request.output_token_ids[1:].tolist() == [1, 2, 3, 4, 5]
 
 
-def test_a_request_stops_in_the_last_step() -> None:
+def test_a_request_may_stop_in_the_last_step_of_advance() -> None:
     host = Host()
     host.add("a", 4, max_tokens=20, eos_token_ids=[EOS])
     host.add("b", 4, max_tokens=4)
@@ -232,7 +232,7 @@ def test_invalid_advances_are_refused_and_change_nothing(
     assert host.scheduler.guaranteed_steps() == 19
 
 
-def test_a_stop_token_before_the_minimum_does_not_stop() -> None:
+def test_advance_continues_after_a_stop_token_before_min_tokens() -> None:
     host = Host()
     host.add("a", 4, max_tokens=20, eos_token_ids=[EOS], min_tokens=6)
     host.step()
@@ -261,12 +261,12 @@ def record() -> list[str]:
     return file.getvalue().splitlines()
 
 
-def test_a_recording_replays() -> None:
+def test_a_recording_with_advance_replays() -> None:
     report = replay(record())
     assert (report.num_steps, report.num_requests) == (8, 2)
 
 
-def test_an_altered_decision_is_found() -> None:
+def test_an_altered_decision_of_advance_is_found() -> None:
     lines = record()
     number = next(index for index, line in enumerate(lines) if '"advance"' in line)
     assert '"block_steps":[0,0]' in lines[number]

@@ -12,7 +12,7 @@ def completed(output: SchedulerOutput) -> list[str]:
     return [output.requests[index].request_id for index in output.completes.tolist()]
 
 
-def test_it_finishes_after_its_prefill_without_a_token() -> None:
+def test_a_request_without_samples_finishes_after_its_prefill() -> None:
     host = Host()
     request = host.add("a", 6, max_tokens=0)
     output = host.schedule()
@@ -25,7 +25,7 @@ def test_it_finishes_after_its_prefill_without_a_token() -> None:
     assert names(host.step().finished) == ["a"]
 
 
-def test_a_long_prompt_completes_with_its_last_chunk() -> None:
+def test_a_request_without_samples_finishes_after_its_last_chunk() -> None:
     host = Host(max_num_batched_tokens=8)
     host.add("a", 20, max_tokens=0)
     outputs = [host.step() for _ in range(3)]
@@ -33,7 +33,7 @@ def test_a_long_prompt_completes_with_its_last_chunk() -> None:
     assert [completed(output) for output in outputs] == [[], [], ["a"]]
 
 
-def test_it_shares_steps_with_decodes() -> None:
+def test_a_request_without_samples_shares_steps_with_decodes() -> None:
     host = Host()
     other = host.add("a", 4, max_tokens=4)
     host.step()
@@ -45,7 +45,7 @@ def test_it_shares_steps_with_decodes() -> None:
     assert other.output_token_ids.tolist() == reference_output(other.prompt_token_ids, 4)
 
 
-def test_with_steps_in_flight_it_is_scheduled_once() -> None:
+def test_a_request_without_samples_is_scheduled_once_in_flight() -> None:
     host = Host(max_steps_in_flight=3)
     request = host.add("a", 6, max_tokens=0)
     other = host.add("b", 4, max_tokens=4)
@@ -59,7 +59,7 @@ def test_with_steps_in_flight_it_is_scheduled_once() -> None:
     assert other.num_output_tokens == 4
 
 
-def test_its_prompt_may_fill_the_model_and_the_pool() -> None:
+def test_a_prompt_without_samples_may_fill_the_model_and_the_pool() -> None:
     host = Host(max_model_len=16, num_blocks=4)
     with pytest.raises(RequestRefused, match="leaves no room"):
         host.add("a", 16, max_tokens=1)
@@ -74,7 +74,7 @@ def test_its_prompt_may_fill_the_model_and_the_pool() -> None:
     assert host.stats().finished["stop"] == 1
 
 
-def test_it_reads_and_publishes_prefixes_by_default() -> None:
+def test_a_request_without_samples_reads_and_publishes_prefixes() -> None:
     host = Host()
     prompt = host.prompt(9)
     host.add("a", prompt, max_tokens=0)
@@ -120,7 +120,7 @@ def test_a_failed_step_is_rolled_back_and_the_prompt_recomputed() -> None:
     assert request.finish_reason is FinishReason.STOP
 
 
-def test_an_error_of_its_row_finishes_it() -> None:
+def test_an_error_of_its_row_finishes_a_request_without_samples() -> None:
     host = Host()
     request = host.add("a", 6, max_tokens=0)
     output = host.schedule()
@@ -128,7 +128,7 @@ def test_an_error_of_its_row_finishes_it() -> None:
     assert list(update.finished) == [request] and request.finish_reason is FinishReason.ERROR
 
 
-def test_an_abort_in_flight_finishes_it() -> None:
+def test_an_abort_in_flight_finishes_a_request_without_samples() -> None:
     host = Host()
     request = host.add("a", 6, max_tokens=0)
     output = host.schedule()
@@ -136,7 +136,7 @@ def test_an_abort_in_flight_finishes_it() -> None:
     assert not host.update(output).finished and request.finish_reason is FinishReason.ABORT
 
 
-def test_it_has_no_expected_output() -> None:
+def test_a_request_without_samples_has_no_expected_output() -> None:
     """The reserve for expected output asks for no block for it."""
     host = Host(num_blocks=4, max_model_len=16, decode_reserve=4)
     host.add("a", 4, max_tokens=8)

@@ -41,7 +41,7 @@ def test_no_priority_preemption_above_a_lowered_cap() -> None:
     assert names(host.step().preempted) == ["c"]
 
 
-def test_the_fewest_are_preempted_for_blocks_last_admitted_first() -> None:
+def test_the_fewest_requests_are_preempted_for_blocks_newest_first() -> None:
     host = priority_host(num_blocks=4, max_model_len=16)
     host.add("a", 5, priority=5)
     host.add("b", 5, priority=5)
@@ -52,7 +52,7 @@ def test_the_fewest_are_preempted_for_blocks_last_admitted_first() -> None:
     assert tokens_of(output) == {"a": 1, "urgent": 8}
 
 
-def test_the_least_urgent_is_preempted_first() -> None:
+def test_the_least_urgent_request_is_preempted_first() -> None:
     host = priority_host(max_num_seqs=3)
     for request_id, priority in [("p2", 2), ("p9", 9), ("p5", 5)]:
         host.add(request_id, 4, priority=priority)
@@ -61,7 +61,7 @@ def test_the_least_urgent_is_preempted_first() -> None:
     assert names(host.step().preempted) == ["p9"]
 
 
-def test_several_are_preempted_if_one_is_not_enough() -> None:
+def test_several_requests_are_preempted_if_one_is_not_enough() -> None:
     host = priority_host(num_blocks=6, max_model_len=24)
     for request_id in ("a", "b", "c"):
         host.add(request_id, 5, priority=5)
@@ -210,7 +210,7 @@ def test_victims_are_not_readmitted_in_the_same_step() -> None:
     assert host.explain("b").reason is Reason.DISPLACEMENT
 
 
-def test_displace_false_turns_it_off() -> None:
+def test_displace_false_turns_priority_preemption_off() -> None:
     host = priority_host(max_num_seqs=1, displace=False)
     host.add("lazy", 4, priority=5, max_tokens=3)
     host.step()

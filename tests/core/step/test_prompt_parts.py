@@ -95,7 +95,7 @@ def test_samples_in_flight_after_the_end_of_a_part_are_dropped() -> None:
     assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 2)
 
 
-def test_input_may_end_without_a_further_part() -> None:
+def test_an_empty_last_part_ends_the_input() -> None:
     host = Host()
     answers = host.add("a", 4, max_tokens=0, more_input=True)
     ends = host.add("b", 4, max_tokens=0, more_input=True)
@@ -223,7 +223,7 @@ def test_an_adapter_s_slot_is_free_while_its_request_waits_for_input() -> None:
     assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 2)
 
 
-def test_a_pause_and_a_reset_between_parts() -> None:
+def test_a_part_added_after_a_pause_and_a_reset_recomputes_the_prompt() -> None:
     host = Host()
     request = host.add("a", 8, max_tokens=0, more_input=True)
     host.step()
@@ -281,7 +281,7 @@ def test_a_part_that_does_not_fit_is_refused_and_the_request_continues() -> None
     assert request.finish_reason is FinishReason.STOP
 
 
-def test_output_that_leaves_no_room_for_the_next_part_ends_the_request() -> None:
+def test_a_next_part_that_no_longer_fits_ends_the_request() -> None:
     host = Host(max_model_len=16)
     request = host.add("a", 6, max_tokens=9, more_input=True)
     host.extend("a", 6, max_tokens=2)
@@ -308,7 +308,7 @@ def test_a_part_without_more_input_is_refused() -> None:
             host.extend(name, 4)
 
 
-def test_ready_does_not_replace_input() -> None:
+def test_ready_does_not_end_the_wait_for_input() -> None:
     host = Host()
     request = host.add("a", 4, max_tokens=0, more_input=True)
     host.step()

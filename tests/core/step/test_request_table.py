@@ -116,7 +116,7 @@ def test_a_parked_request_can_fail() -> None:
     assert names(host.step().finished) == ["a"]
 
 
-def test_ready_is_for_parked_requests_only() -> None:
+def test_ready_is_refused_for_requests_that_are_not_parked() -> None:
     host = Host()
     host.add("a", 4)
     for status in ("WAITING", "RUNNING"):
@@ -316,7 +316,7 @@ def test_a_request_that_was_never_scheduled_is_reported_too_if_it_ends() -> None
     assert (names(output.finished), output.num_rows) == (["a"], 0)
 
 
-def test_a_request_object_serves_once() -> None:
+def test_a_request_object_can_be_added_only_once() -> None:
     host = Host()
     request = host.add("a", 4, max_tokens=1)
     host.run_to_end()
@@ -332,7 +332,7 @@ def test_a_request_object_serves_once() -> None:
 # ---------------------------------------------------------------------- priority
 
 
-def test_a_new_priority_reorders_the_queue_at_once() -> None:
+def test_a_new_priority_reorders_the_queue_immediately() -> None:
     host = Host(order="priority", max_num_seqs=1)
     for request_id, priority in [("a", 1), ("b", 2), ("c", 3)]:
         host.add(request_id, 4, priority=priority)
@@ -375,7 +375,7 @@ def test_a_priority_out_of_range_is_refused_before_anything_changes(priority: ob
 
 
 @pytest.mark.parametrize("reason", ["stop", FinishReason.STOP])
-def test_a_reason_may_be_given_by_its_value(reason: FinishReason) -> None:
+def test_a_finish_reason_may_be_given_by_its_value(reason: FinishReason) -> None:
     host = Host()
     request = host.add("a", 4)
     host.step()

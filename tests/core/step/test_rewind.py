@@ -50,7 +50,7 @@ def test_resumed_requests_keep_their_order_among_themselves() -> None:
     assert names(host.schedule().resumed) == ["first", "second"]
 
 
-def test_a_void_step_holds_no_row() -> None:
+def test_a_void_step_does_not_delay_the_reuse_of_a_row() -> None:
     host = Host(max_steps_in_flight=2)
     host.add("a", 4)
     first, second = host.schedule(), host.schedule()
@@ -284,7 +284,7 @@ def test_resync_lasts_until_every_running_request_was_in_an_output() -> None:
     assert not host.schedule().resync
 
 
-def test_an_empty_step_can_fail() -> None:
+def test_an_empty_step_can_be_failed() -> None:
     host = Host()
     host.fail(host.schedule())
     host.add("a", 4)

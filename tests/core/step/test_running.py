@@ -118,7 +118,7 @@ def test_input_token_ids_of_a_one_token_chunk_are_that_token() -> None:
     assert fed == request.prompt_token_ids.tolist() and request.is_finished
 
 
-def test_input_token_ids_of_an_empty_step_are_none() -> None:
+def test_an_empty_step_has_no_input_token_ids() -> None:
     host = Host()
     assert host.scheduler.input_token_ids(host.schedule()).shape == (0,)
 
@@ -140,7 +140,7 @@ def test_all_tokens_except_the_last_are_inputs_once_and_in_order() -> None:
         assert fed[request.request_id] == request.all_token_ids.tolist()[:-1]
 
 
-def test_columns_grow_with_the_number_of_rows() -> None:
+def test_columns_of_the_batch_grow_with_the_number_of_rows() -> None:
     host = Host(num_blocks=400, max_num_seqs=150, max_num_batched_tokens=600)
     requests = [host.add(f"r{index}", 3, max_tokens=4) for index in range(150)]
     assert host.step().num_rows == 150
@@ -224,7 +224,7 @@ def test_only_requests_without_runs_ahead_wait_for_their_samples() -> None:
     assert request.output_token_ids.tolist() == reference_output(request.prompt_token_ids, 9)
 
 
-def test_can_advance_knows_whether_a_further_step_would_be_empty() -> None:
+def test_can_advance_is_false_if_a_further_step_would_be_empty() -> None:
     host = Host(max_steps_in_flight=3)
     assert not host.scheduler.can_advance()
     host.add("a", 4, max_tokens=2)

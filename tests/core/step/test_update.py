@@ -163,14 +163,14 @@ def test_an_update_reports_appended_tokens_and_finished_requests() -> None:
     assert names(update.finished) == ["a", "b"]
 
 
-def test_blocks_of_a_finished_request_are_free_at_once() -> None:
+def test_blocks_of_a_finished_request_are_freed_by_the_update() -> None:
     host = Host()
     host.add("a", 9, max_tokens=1)
     host.step()
     assert host.stats().num_free_blocks == 16
 
 
-def test_counts_may_be_given_if_they_agree() -> None:
+def test_a_result_may_have_counts_without_drafts_if_they_agree() -> None:
     host = Host(max_num_batched_tokens=8)
     request = host.add("a", 4)
     host.add("long", 9)
@@ -391,7 +391,7 @@ def test_an_invalid_result_in_steady_decoding_is_refused(fields: dict[str, Any],
     refuses(host, fields, message)
 
 
-def test_tokens_for_an_empty_step_do_not_fit() -> None:
+def test_tokens_for_an_empty_step_are_refused() -> None:
     host = Host()
     output = host.schedule()
     with pytest.raises(StepResultError, match=r"token_ids has shape \(1,\) and 0 row\(s\)"):
@@ -426,7 +426,7 @@ def test_steps_are_updated_in_the_order_in_which_they_were_scheduled() -> None:
     assert request.num_output_tokens == 2
 
 
-def test_a_step_is_updated_once() -> None:
+def test_a_second_update_of_a_step_is_refused() -> None:
     host = Host()
     host.add("a", 4)
     output = host.step()
