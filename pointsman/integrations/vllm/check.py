@@ -58,9 +58,9 @@ class Report:
     version: str
     model: str
     problems: list[str] = field(default_factory=list)
-    """Reasons why it will not work, each with its remedy."""
+    """Reasons why vLLM will not work with this scheduler, each with its remedy."""
     unknown: str = ""
-    """Reason why it is unknown whether it will work; "": it is known."""
+    """Reason why it is unknown whether vLLM will work with this scheduler; "": it is known."""
     not_run: list[str] = field(default_factory=list)
     """Parts of the configuration that this project's tests do not run."""
     command: str = ""
@@ -118,9 +118,9 @@ def check(model: str, options: list[str], log: Path | None = None) -> Report:
     """Check a model and options of vLLM's command line.
 
     Args:
-        model: as vLLM's command line takes it.
+        model: name or path of the model, as on vLLM's command line.
         options: further options of vLLM's command line.
-        log: the log of a vLLM that has started with them, which has the number of requests that fit.
+        log: path of the log of a vLLM that has started with these options; the log has the number of requests that fit.
 
     Raises:
         CannotCheck: vLLM is not installed here, rejects the options, or cannot read the model; or the log lacks the
@@ -244,7 +244,7 @@ def _with_class(options: list[str]) -> list[str]:
 
 
 def _parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
-    """All options of vLLM's server."""
+    """The parser with all options of vLLM's server."""
     try:
         from vllm.entrypoints.common.cli_args import make_arg_parser
     except ImportError:  # before 0.33
@@ -293,7 +293,7 @@ def _where_cached(cache: CacheConfig) -> str:
 
 
 def _layout(groups: Groups) -> Any:
-    """The groups as vLLM's `KVCacheConfig` has them."""
+    """A stand-in for vLLM's `KVCacheConfig` with these groups."""
     return SimpleNamespace(kv_cache_groups=groups.groups)
 
 

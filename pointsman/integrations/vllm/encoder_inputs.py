@@ -61,11 +61,12 @@ class EncoderInputs:
         self._budget, self._cache_size = budget, cache_size
         self._most = min(budget, cache_size)
         self._num_embeddings: dict[str, int] = {}
-        """By identifier: of each that an unfinished request has, or whose embeddings are cached."""
+        """Number of embeddings by identifier, for inputs of unfinished requests and inputs whose embeddings are
+        cached."""
         self._num_users: dict[str, int] = {}
-        """Number of unfinished requests, by identifier."""
+        """Number of unfinished requests that have an input, by the input's identifier."""
         self._of_request: dict[str, dict[str, int]] = {}
-        """By request id: its identifiers with their numbers of embeddings."""
+        """By request id: the identifiers of the request's inputs, each with its number of embeddings."""
         self._cached: set[str] = set()
 
     def begin(self, request: VLLMRequest) -> list[EncoderInput]:
@@ -104,7 +105,7 @@ class EncoderInputs:
         return inputs
 
     def end(self, name: str) -> None:
-        """Forget a request, or a turn of it, that has finished."""
+        """Forget the inputs of a request that has finished, or whose turn in a session has finished."""
         for key in self._of_request.pop(name, ()):
             self._num_users[key] -= 1
             if not self._num_users[key]:
@@ -131,11 +132,11 @@ class EncoderInputs:
 
 
 class EncoderDecoderInputs:
-    """The encoder inputs of encoder-decoder models, in the place of `EncoderInputs`.
+    """The encoder inputs of encoder-decoder models; used instead of `EncoderInputs`.
 
-    No placeholders in the prompt stand for them. Their embeddings are computed in the first step of a request, and
-    again in the first step after a preemption; the request's layers store KV of them. So all inputs of a request are
-    one input of the core, at the first token, and no other request shares it.
+    The prompt has no placeholders for these inputs. Their embeddings are computed in the first step of a request, and
+    again in the first step after a preemption; the cross-attention layers store KV of the embeddings. So all inputs of
+    a request are one input of the core, at the first token, and no other request shares it.
 
     Args:
         budget: maximum number of embeddings that a step computes.
@@ -157,7 +158,7 @@ class EncoderDecoderInputs:
         """
         count = sum(feature.mm_position.get_num_embeds() for feature in request.mm_features)
         if request.resumable:
-            raise _refused(request, "the prompt of an encoder-decoder model cannot come in parts; send it at once")
+            raise _refused(request, "the prompt of an encoder-decoder model cannot come in parts; send it in one piece")
         if count > self._budget:
             raise _refused(
                 request,
@@ -168,11 +169,11 @@ class EncoderDecoderInputs:
         return [EncoderInput(f"{self._num_begun}", 0, 1, count)] if count else []
 
     def end(self, name: str) -> None:
-        """Do nothing: other requests share no input of a finished one."""
+        """Do nothing: other requests share no input of a finished request."""
 
     def scheduled(self, output: Output) -> dict[str, list[int]]:
-        """The inputs that a step computes: by vLLM's request id, as indices. The first runner assigns them to the new
-        requests and then to the resumed ones, in the order of this dictionary."""
+        """By vLLM's request id: the indices of the inputs that a step computes. The first runner assigns them to the
+        new requests and then to the resumed ones, in the order of this dictionary."""
         rows = [*zip(output.admitted, output.is_resumed.tolist(), strict=True)]
         if not self._v2_runner:
             rows.sort(key=lambda row: row[1])
@@ -197,7 +198,7 @@ def _refused(request: VLLMRequest, why: str) -> RequestRefused:
 
 
 def _to_input(feature: MultiModalFeatureSpec) -> EncoderInput:
-    """One of vLLM's inputs, with its number of embeddings."""
+    """Convert one of vLLM's inputs, and count its embeddings."""
     position = feature.mm_position
     length: int = position.length
     is_embed = position.is_embed
@@ -214,7 +215,8 @@ GIVEN = "embeddings:"
 
 
 def given_embeddings(request: VLLMRequest, block_size: int) -> list[EncoderInput]:
-    """The inputs that identify the blocks of a prompt given as embeddings, by all bytes of each, as vLLM does."""
+    """The inputs that identify the blocks of a prompt given as embeddings, by a digest of all bytes of each block, as
+    vLLM does."""
     from vllm.v1.utils import tensor_data
 
     embeddings, end = request.prompt_embeds, request.num_prompt_tokens

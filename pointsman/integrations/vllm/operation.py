@@ -256,8 +256,8 @@ class Questions:
         names = list(islice(names if name is None else _called(name, names), limit))
         if name is not None and not names:
             raise ControlError(
-                f"no request {name!r} is waiting, parked or running; it may have finished, explain without an id lists "
-                "all that have not"
+                f"no request {name!r} is waiting, parked or running; it may have finished; `explain` without an id "
+                "lists all unfinished requests"
             )
         found: list[dict[str, Any]] = []
         while names:

@@ -1,7 +1,8 @@
-"""Converts the output of vLLM's model runner to the core's `StepResult`, and its `StepUpdate` to outputs for clients.
+"""Converts the output of vLLM's model runner to the core's `StepResult`, and the core's `StepUpdate` to clients'
+outputs.
 
-In a step where every row has a token and no output has more than tokens, one `map` makes the outputs. Outputs with more
-(events, log probabilities, a finish reason) are completed afterwards.
+If every row of a step has a token, one `map` makes the outputs. Outputs with further values (events, log probabilities,
+a finish reason) are completed afterwards.
 
 The result of a model runner is checked row by row only if it does not fit the step as a whole (`Judge`).
 """
@@ -63,7 +64,7 @@ new_output = maker(
 )
 
 MAX_TOKEN_ID = 2**31 - 1
-"""Token ids are int32."""
+"""Largest token id: token ids are int32."""
 
 
 @dataclass(slots=True)
@@ -71,9 +72,9 @@ class Sampled:
     """Sampled tokens, in the order of the core's output rows."""
 
     lists: list[Any]
-    """[n] the tokens of each row; None: the runner returned nothing for the row."""
+    """[rows] list of the tokens of each row; None: the runner returned nothing for the row."""
     places: list[int] | None
-    """[n] index of each row in the runner's arrays, -1 if the row is missing; None: its own index."""
+    """[rows] index of each row in the runner's arrays, -1 if the row is missing; None: both have the same order."""
 
     def place(self, index: int) -> int:
         return index if self.places is None else self.places[index]
@@ -98,7 +99,7 @@ def read_sampled(result: ModelRunnerOutput, ids: list[str]) -> Sampled:
 
 
 def to_result(output: Output, sampled: Sampled) -> StepResult:
-    """The argument of the core's `update`.
+    """The sampled tokens as the `StepResult` for the core's `update`.
 
     Raises:
         StepResultError: a row has anything other than a list of tokens.
@@ -108,7 +109,7 @@ def to_result(output: Output, sampled: Sampled) -> StepResult:
     try:
         # A token too large for int32 becomes negative.
         tokens: npt.NDArray[np.integer] = np.frombuffer(array("I", [token for (token,) in lists]), dtype=INT32)
-        if not has_drafts:  # a third of the time
+        if not has_drafts:  # takes a third of the time of the other cases
             return StepResult(tokens)
     except (ValueError, OverflowError):  # no token, several, or one out of range
         tokens = _flat(lists)
@@ -118,7 +119,7 @@ def to_result(output: Output, sampled: Sampled) -> StepResult:
 
 
 def _flat(lists: list[Any]) -> npt.NDArray[np.integer]:
-    """[n] all tokens."""
+    """[tokens] the tokens of all rows, one row after the other."""
     try:
         return np.fromiter(chain.from_iterable(lists), dtype=np.int64)
     except (TypeError, ValueError, OverflowError) as error:
@@ -128,18 +129,18 @@ def _flat(lists: list[Any]) -> npt.NDArray[np.integer]:
 class Judge:
     """Finds the errors of a result that does not fit its step, row by row.
 
-    A row that samples may have no token if requests are aborted or preempted in flight. vLLM's own scheduler accepts
-    that: the row samples again. A contradiction to the step is an error of that request alone.
+    A row that samples may have no token if requests are aborted or preempted in flight. vLLM's own scheduler accepts a
+    missing token: the row samples again. A row that contradicts the step is an error of its request alone.
     """
 
     MAX_ATTEMPTS = 4
-    """Number of consecutive steps without a token for a request that is an error."""
+    """Number of consecutive steps without a token for a request after which the request fails."""
 
     def __init__(self) -> None:
         self._attempts: dict[Request, tuple[int, int]] = {}  # (tokens of the request, steps without a further one)
 
     def judged(self, output: Output, sampled: Sampled) -> StepResult:
-        """The result, with an error for every row that contradicts the step. Updates `sampled` to match."""
+        """The result of a step, with an error for every row that contradicts the step. Updates `sampled` to match."""
         self._attempts = {request: value for request, value in self._attempts.items() if not request.is_finished}
         errors: dict[int, str] = {}
         unsampled: list[int] = []
@@ -159,7 +160,7 @@ class Judge:
         return StepResult(list(chain.from_iterable(sampled.lists)), counts, errors, unsampled=unsampled)
 
     def _again(self, request: Request) -> str | None:
-        """Let the request sample again, or return why it cannot."""
+        """Let a request sample again (None), or return the error after too many attempts."""
         num_tokens, attempts = self._attempts.get(request, (0, 0))
         attempts = attempts + 1 if num_tokens == request.num_tokens else 1
         self._attempts[request] = request.num_tokens, attempts
@@ -173,7 +174,8 @@ def _length(run: Any) -> int:
 
 
 def _contradiction(run: Any, samples: bool, num_drafts: int, is_live: bool) -> str | None:
-    """Why the tokens of a row cannot be from this step; None: they can. `is_live`: its request still runs unchanged."""
+    """Why the tokens of a row cannot be from this step; None: they can. `is_live`: whether the row's request still runs
+    as in the step."""
     if run is None:
         return "the model runner returned nothing for it" if is_live else None
     most = 1 + num_drafts if samples else 0
@@ -186,7 +188,7 @@ def _contradiction(run: Any, samples: bool, num_drafts: int, is_live: bool) -> s
 
 
 def add_missing_vectors(output: Output, sampled: Sampled, pooled: Any, result: StepResult) -> StepResult:
-    """The result, with an error for every prompt that a pooling model completed without returning its output."""
+    """The result of a step, with an error for every completed prompt for which a pooling model returned no output."""
     rows = [index for index in output.completes.tolist() if index not in result.errors]
     missing = [index for index in rows if pooled is None or _vector(pooled, sampled.place(index)) is None]
     if not missing:
@@ -233,13 +235,14 @@ def finish_reason(request: Request) -> FinishReason:
 class Details:
     """Adds the details of an output for a client: events, log probabilities, how the prompt was computed.
 
-    Most outputs have none. The requests whose next output has details are noted here, and only these are visited.
+    Most outputs have none. The requests whose next output has details are noted in this object, and only their outputs
+    are visited.
 
     Args:
         requests: vLLM's unfinished requests, by id.
         of_id: the core's requests, by vLLM's ids.
-        count_cached: returns the tokens of a request of the core's that can be found again; None: prefix caching is
-            off.
+        count_cached: returns the number of tokens of one of the core's requests that the prefix cache can find; None:
+            prefix caching is off.
     """
 
     def __init__(
@@ -267,8 +270,9 @@ class Details:
         self._without_blocks.discard(name)
 
     def preempted(self, name: str) -> None:
-        """Note the same for a request that is preempted while its samples are in flight. It has no blocks when these
-        come, so none of its tokens count as cached then, as in vLLM's own scheduler."""
+        """Note that the next output of a request has details, and that the request was preempted while its samples were
+        in flight. It has no blocks when the samples arrive, so none of its tokens count as cached, as in vLLM's own
+        scheduler."""
         self._once.add(name)
         self._without_blocks.add(name)
 
@@ -281,7 +285,7 @@ class Details:
     def add_to(
         self, outputs: list[EngineCoreOutput], indices: Sequence[int], sampled: Sampled, result: ModelRunnerOutput
     ) -> None:
-        """Add the details to outputs; `indices` are their rows, `result` is the `ModelRunnerOutput`."""
+        """Add the details to outputs; `indices` are the rows of the outputs, `result` is the `ModelRunnerOutput`."""
         masks, nans = result.sampling_masks, result.num_nans_in_logits
         if self._always or nans or masks is not None:
             self._add_tensors(outputs, indices, sampled, result)
@@ -300,7 +304,7 @@ class Details:
     def _add_tensors(
         self, outputs: list[EngineCoreOutput], indices: Sequence[int], sampled: Sampled, result: ModelRunnerOutput
     ) -> None:
-        """Add the model runner's tensors."""
+        """Add the model runner's log probabilities, sampling masks and counts of NaN, and the trace headers."""
         masks, nans = result.sampling_masks, result.num_nans_in_logits
         for index, output in zip(indices, outputs, strict=True):
             name = output.request_id

@@ -329,7 +329,7 @@ class Scheduler:
             if request.resumable:
                 raise RequestRefused(
                     f"request {request.request_id!r} refused: a prompt that comes in parts cannot be given as "
-                    "embeddings; send it at once, or as tokens"
+                    "embeddings; send it in one piece, or as tokens"
                 )
             if not request.mm_features:
                 is_keyed = self.groups is None and self.core.config.enable_prefix_caching

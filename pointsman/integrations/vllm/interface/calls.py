@@ -1,4 +1,4 @@
-"""Checks that our scheduler has every attribute and method that vLLM expects of one.
+"""Checks that our scheduler has every attribute and method that vLLM expects of a scheduler.
 
 Expected are the abstract methods of vLLM's scheduler interface, and all uses of a scheduler in its engine core,
 executors and workers.
@@ -19,7 +19,7 @@ READERS = ("vllm.v1.engine", "vllm.v1.executor", "vllm.v1.worker")
 
 
 def expected_of_scheduler(sources: Sources, ours: Class) -> Iterator[Assumption]:
-    """vLLM's expectations of a scheduler of this class."""
+    """vLLM's expectations of a scheduler, checked against our class."""
     yield from _declared(sources, ours)
     for package in READERS:
         for module in sources.modules_under(package, word="scheduler"):
@@ -27,7 +27,7 @@ def expected_of_scheduler(sources: Sources, ours: Class) -> Iterator[Assumption]
 
 
 def new_arguments(sources: Sources, ours: Class) -> Iterator[Assumption]:
-    """Arguments with defaults that vLLM's interface declares and ours does not accept."""
+    """Arguments with defaults that vLLM's interface declares and our methods do not accept."""
     for name, kind in _methods(sources):
         own, theirs = ours.member(name), kind.member(name)
         if own is None or own.function is None or theirs is None or theirs.function is None or name == "__init__":
@@ -91,7 +91,7 @@ def _read(module: Module, ours: Class) -> Iterator[Assumption]:
 
 
 def _given(place: str, name: str, signature: Signature | None, given: Arguments) -> Assumption:
-    """Check that ours accepts the arguments of vLLM."""
+    """Check that our signature accepts the arguments that vLLM passes."""
     problem = None if signature is None else signature.problem(given)
     found = f"ours {problem}, with {signature}" if problem else ""
     return Assumption("scheduler", place, f"{name}({given})", problem is None, found)

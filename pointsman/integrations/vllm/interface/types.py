@@ -75,13 +75,13 @@ class Maker:
 
     kind: Class
     fields: tuple[str, ...]
-    """Given by position."""
+    """Fields given by position."""
     optional: frozenset[str]
-    """Omitted in versions that lack them."""
+    """Fields that are omitted in versions of vLLM that lack them."""
     left: frozenset[str]
-    """Left at their defaults on purpose."""
+    """Fields that keep their defaults on purpose."""
     given: frozenset[str] = frozenset()
-    """Given by `functools.partial`."""
+    """Fields given by `functools.partial`."""
 
 
 Option = Instance | Class | Module | Bound | Container | MethodOf | Attributes | Bases | Maker | External
@@ -98,7 +98,8 @@ Local = Callable[["Scope"], Type]
 
 @dataclass
 class Scope:
-    """Resolves names: a function, a comprehension, or a branch after `isinstance`; without a parent, a module.
+    """Resolves names in a function, a comprehension, or a branch after `isinstance`; a scope without a parent is a
+    module's.
 
     If a name is bound several times in a function, its type has the options of all bindings.
     """
@@ -106,7 +107,7 @@ class Scope:
     module: Module
     parent: Scope | None = None
     owner: Class | None = None
-    """The class, if this is a method's scope."""
+    """The class of the method, if this is a method's scope."""
     names: dict[str, list[Local]] = field(default_factory=dict)
     known: dict[str, Type] = field(default_factory=dict)
 
@@ -116,7 +117,7 @@ class Scope:
 
 
 def joined(types: Iterable[Type]) -> Type:
-    """The options of all types."""
+    """The options of several types, as one type."""
     return tuple(dict.fromkeys(option for each in types for option in each))
 
 
@@ -130,7 +131,7 @@ class Types:
     """Infers types.
 
     Args:
-        sources: of the code and of all its imports.
+        sources: sources of the code and of all modules that it imports.
     """
 
     def __init__(self, sources: Sources) -> None:
@@ -138,12 +139,13 @@ class Types:
         self.carried: dict[tuple[Class, str], Type] = {}
         """Types of attributes without a usable annotation, from the arguments of constructors."""
         self.mixed_into: dict[Class, Class] = {}
-        """Classes that the code combines with another class at run time, each before it in the bases."""
+        """Classes that the code combines with another class at run time, with that other class, which follows in the
+        bases."""
         self._attributes: dict[tuple[Class, str], Type] = {}
         self._functions: dict[ast.AST, Scope] = {}
 
     def forget(self) -> None:
-        """Drop all inferred types, to infer them again with the knowledge gained since."""
+        """Drop all inferred types, so that they are inferred again with the types learned since."""
         self._attributes.clear()
         self._functions.clear()
 

@@ -43,21 +43,21 @@ class Assumption:
     """An assumption of the drop-in about vLLM."""
 
     kind: str
-    """"name", "attribute", "call", "field", "override" or "scheduler"."""
+    """Kind of the assumption: "name", "attribute", "call", "field", "override" or "scheduler"."""
     place: str
-    """File and line."""
+    """File and line of the code that makes the assumption."""
     expected: str
     holds: bool | None
-    """None: unknown."""
+    """Whether the assumption holds; None: unknown."""
     found: str = ""
     """The actual state of vLLM, if it differs."""
 
 
 class Reader:
-    """Reads modules of the drop-in.
+    """Collects the assumptions in modules of the drop-in.
 
     Args:
-        sources: of the drop-in and of vLLM.
+        sources: sources of the drop-in and of vLLM.
     """
 
     def __init__(self, sources: Sources) -> None:
@@ -69,7 +69,7 @@ class Reader:
         self.made: dict[Class, set[str]] = {}
         """Classes of vLLM's that a `maker` constructs, with the fields that our code knows."""
         self.made_at: dict[Class, str] = {}
-        """Place of the `maker`."""
+        """File and line of the `maker` call of each class."""
         self._module: Module
         self._learns = False
         self._guarded: set[tuple[str, str]] = set()
@@ -129,7 +129,8 @@ class Reader:
             self._note("name", node, expected, holds, found)
 
     def _note_attribute(self, node: ast.AST, kind: Type, name: str, *, is_set: bool = False) -> None:
-        """Note that an attribute of an object is read or set. It is enough if one of several possible types has it."""
+        """Note that an attribute of an object is read or set. It is enough if one of several possible types has the
+        attribute."""
         if isinstance(node, ast.Attribute) and (ast.unparse(node.value), name) in self._guarded:
             return
         theirs: list[Class] = []
@@ -193,7 +194,7 @@ class Reader:
         return Arguments(0, names - lacking)
 
     def _note_made(self, node: ast.Call, kind: Class, given: Arguments) -> None:
-        """Note that an object is constructed."""
+        """Note that our code constructs an object of a class."""
         if not _is_of_vllm(kind):
             return
         if kind in self.made:
@@ -230,7 +231,7 @@ class Reader:
         self._note("field", node, f"{kind.name}.{name}", is_there, found)
 
     def _note_overrides(self, node: ast.ClassDef, kind: Class, base: Class) -> None:
-        """Note the public members of a class that precedes `base` in a lineage: they override those of `base`."""
+        """Note the public members of a class that precedes `base` in a lineage: they override the members of `base`."""
         for name, member in kind.own_members.items():
             is_declared = isinstance(member.node, ast.AnnAssign) and member.node.value is None
             if member.owner is not kind or (name.startswith("_") and not is_declared):
@@ -369,7 +370,7 @@ class Reader:
             self._visit_call(node, scope)
 
     def _note_variable(self, node: ast.Subscript, scope: Scope) -> None:
-        """Note that `vars(x)["name"]` is read or set. Private names that our code sets are ours."""
+        """Note that `vars(x)["name"]` is read or set. Private names that our code sets are no assumptions."""
         if not isinstance(node.slice, ast.Constant) or not isinstance(node.slice.value, str):
             return
         name = node.slice.value
@@ -399,7 +400,8 @@ class Reader:
             self._note_call(node, scope)
 
     def _note_mixed(self, node: ast.Call, scope: Scope) -> None:
-        """Note `type(name, (ours, theirs), ...)`: a class that precedes one of vLLM's."""
+        """Note `type(name, (ours, theirs), ...)`: our class precedes vLLM's class in the bases, and overrides its
+        members."""
         bases = node.args[1]
         if not isinstance(bases, ast.Tuple):
             return
@@ -422,7 +424,7 @@ def _names(node: ast.expr | None) -> Iterator[str]:
 
 
 def _similar(name: str, names: set[str]) -> str:
-    """The most similar names."""
+    """Those of `names` that are most similar to `name`, as text."""
     return ", ".join(get_close_matches(name, sorted(names), n=3, cutoff=0.6)) or "nothing like it"
 
 
@@ -430,7 +432,7 @@ def misfit(ours: Function, theirs: Function, *, with_defaults: bool) -> str | No
     """Why a method of ours cannot be called like one of vLLM's; None: it can.
 
     Args:
-        with_defaults: also with the arguments that have defaults in vLLM.
+        with_defaults: whether the call also passes the arguments that have defaults in vLLM.
     """
     signature = Signature.of(ours.node, bound=True)
     wanted = Signature.of(theirs.node, bound="staticmethod" not in theirs.decorators)
