@@ -20,7 +20,7 @@ SECONDS_TO_CONNECT = 10.0
 SECONDS_TO_LOOK = 60.0
 """Time for each node to report whether it has the model; a process starts on the node first."""
 AMOUNTS = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}
-"""Names of resources: in actors' options, and on nodes."""
+"""Ray's names of resources in the options of actors, each with the name on nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Node:
     """A node that is up."""
 
     id: str
-    """Ray's; "": the cluster is not started yet."""
+    """Ray's id of the node; "": the cluster is not started yet."""
     address: str
     resources: Mapping[str, float]
 
@@ -37,8 +37,8 @@ def check_cluster(settings: RaySettings) -> None:
     """Raise if the replicas could not start.
 
     Raises:
-        RayError: the cluster cannot be reached, or has too little for the replicas; a node lacks the model; or the port
-            is taken.
+        RayError: the cluster cannot be reached, or has too few resources for the replicas; a node lacks the model; or
+            the port of Serve's proxy is in use.
     """
     with nodes_of(*cluster_address()) as nodes:
         needs = replica_needs(settings.engine_options)
@@ -84,10 +84,10 @@ def command() -> Any:
 
 @contextmanager
 def nodes_of(address: str | None, named_by: str) -> Iterator[list[Node]]:
-    """The nodes of a cluster. If there is one, this process is connected to it within the context.
+    """The nodes of a cluster. If the cluster runs, this process is connected to it within the context.
 
     Args:
-        address: of its head; None, "local": there is no cluster yet.
+        address: address of the cluster's head; None or "local": there is no cluster yet.
         named_by: the source of the address.
 
     Raises:
@@ -133,10 +133,11 @@ def this_machine() -> Node:
 
 
 def check_that_it_answers(address: str) -> None:
-    """Raise at once if nothing answers. Ray itself tries for minutes, and prints a line every few seconds.
+    """Raise without delay if nothing listens at a cluster's address. Ray itself tries for minutes, and prints a line
+    every few seconds.
 
     Raises:
-        ConnectionError: nothing answers there.
+        ConnectionError: nothing listens at the address.
     """
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not (host and port.isdecimal()):  # a word such as auto
@@ -193,17 +194,18 @@ def replica_needs(options: Mapping[str, Any]) -> dict[str, float]:
 
 
 def num_fitting(node: Node, needs: Mapping[str, float]) -> float:
-    """Number of replicas that fit a node; infinity if they need nothing."""
+    """Number of replicas that fit a node; infinity if a replica needs no resources."""
     return min(
         (node.resources.get(name, 0.0) // amount for name, amount in needs.items() if amount), default=float("inf")
     )
 
 
 def check_capacity(nodes: Sequence[Node], needs: Mapping[str, float], settings: RaySettings) -> None:
-    """Raise if the nodes, empty, have too little for the replicas that are to start.
+    """Raise if the nodes, without any load, have too few resources for the replicas that are to start.
 
     Raises:
-        RayError: with the needs of each replica, and the resources of each node.
+        RayError: the resources do not suffice; the message has the needs of each replica and the resources of each
+            node.
     """
     options = settings.engine_options
     if options.get("placement_group_bundles"):  # may spread over nodes
@@ -243,7 +245,7 @@ def check_model(model: str, nodes: Sequence[Node]) -> None:
     """Raise if a node lacks the directory or file of the model.
 
     Raises:
-        RayError: with the nodes that lack it.
+        RayError: the message has the nodes that lack the model.
     """
     if all(not node.id for node in nodes):
         lacking = [] if Path(model).exists() else [node.address for node in nodes]
@@ -258,7 +260,7 @@ def check_model(model: str, nodes: Sequence[Node]) -> None:
 
 
 def nodes_without(path: str, nodes: Sequence[Node]) -> list[str]:
-    """The addresses of the nodes that have no directory or file of this name, or do not report in time."""
+    """The addresses of the nodes that have no directory or file `path`, or do not report in time."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
