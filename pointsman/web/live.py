@@ -6,8 +6,8 @@
 
 While there are watchers, one `FilmRecorder` follows the scheduler. At most every `SECONDS_BETWEEN_PARTS` its output is
 cut off as a part. A part and the header that all parts share are a film, so any part may be missing. A later watcher
-begins with the newest part. A slow watcher loses the oldest parts that it did not take, and gets their number of
-frames. Without watchers nothing follows the scheduler.
+begins with the newest part. A slow watcher loses the oldest parts that it did not take, and gets the number of frames
+in these parts. Without watchers the scheduler is not filmed.
 
 The stream to a watcher is a sequence of records: a letter, a length (4 bytes, little-endian) and the data:
 
@@ -33,13 +33,14 @@ from pointsman.core.scheduler import Scheduler
 
 SECONDS_BETWEEN_PARTS = 0.1
 SHARE_OF_TIME = 0.01
-"""Maximum share of time for cutting. A part begins with the state of all unfinished requests: many make parts rare."""
+"""Maximum share of time spent on cutting parts. A part begins with the state of all unfinished requests, so with many
+requests parts are less frequent."""
 SECONDS_BETWEEN_STATES = 1.0
 MAX_WATCHERS = 16
 MAX_WAITING = 8 << 20
-"""Maximum bytes of parts that wait for a watcher; the newest part always waits."""
+"""Maximum total size of the parts that wait for a watcher, in bytes; the newest part always waits."""
 MAX_PART = 8 << 20
-"""Maximum bytes of a part that no watcher takes."""
+"""Maximum size of a part that no watcher takes, in bytes."""
 _RECORD = struct.Struct("<cI")
 
 
@@ -55,15 +56,15 @@ class _Watcher:
     num_bytes: int = 0
     num_dropped: int = 0
     sent_at: float = float("-inf")
-    """Time of the last S record."""
+    """Time at which the last S record (the state) was sent."""
 
 
 class LiveFilm:
     """The live film of one scheduler. Use it only in the thread that calls the scheduler, between two calls.
 
     Args:
-        scheduler: filmed while there are watchers.
-        clock: returns seconds.
+        scheduler: the scheduler; it is filmed while there are watchers.
+        clock: returns the time, in seconds.
         cpu_clock: returns the CPU seconds of this thread.
     """
 
@@ -99,10 +100,10 @@ class LiveFilm:
         """The new records for a watcher.
 
         Args:
-            watcher: any name; a new name begins to watch.
+            watcher: name of the watcher; with a new name, a new watcher begins.
 
         Raises:
-            TooManyWatchers: there are `MAX_WATCHERS` others.
+            TooManyWatchers: there are `MAX_WATCHERS` other watchers.
         """
         own = self._watchers.get(watcher)
         if own is None:
@@ -125,7 +126,7 @@ class LiveFilm:
         return b"".join(records)
 
     def leave(self, watcher: Hashable) -> None:
-        """End a watcher; does nothing for an unknown one."""
+        """End a watcher; does nothing for an unknown name."""
         if self._watchers.pop(watcher, None) is None or self._watchers or self._recorder is None:
             return
         self._scheduler.remove_listener(self._recorder)

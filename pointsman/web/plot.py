@@ -27,7 +27,7 @@ BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE, YELLOW, GREY = (
 COLOURS = {PREFILL: ORANGE, DECODE: BLUE, WAITING: "#DDDDDD", PARKED: PURPLE}
 OF_REASONS = (VERMILION, SKY, ORANGE, PURPLE, GREEN, YELLOW, BLUE, GREY)
 MAX_REQUESTS = 400
-"""Maximum number of requests with a line of their own; of more, evenly spaced ones are drawn."""
+"""Maximum number of requests that are drawn, each on its own line; of more requests, evenly spaced ones are drawn."""
 MAX_POINTS = 2000
 """Maximum points of a curve; with more, each point is the mean of an interval of time."""
 
@@ -62,7 +62,7 @@ def means(edges: FloatArray, values: npt.NDArray[Any], most: int = MAX_POINTS) -
     """Resample a step function, `values` [n] between `edges` [n + 1], to means over at most `most` intervals of time.
 
     Returns:
-        The edges and the means.
+        The edges of the intervals, and the mean over each interval.
     """
     if len(values) <= most:
         return edges, values.astype(np.float64)

@@ -7,7 +7,7 @@
     sandbox.do({"do": "undo"})
 
 The state is a `Scene`, which never changes: an action makes a new scene, which is played from its beginning. Undo plays
-the scene before it. An impossible action raises `SandboxError`, and changes nothing.
+the previous scene. An impossible action raises `SandboxError`, and changes nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pointsman.web.situations import SITUATIONS, Situation
 MAX_REQUESTS = 500
 """Maximum number of requests of a scene."""
 MAX_INPUTS = 1000
-"""Maximum number of requests, aborts and priority changes."""
+"""Maximum total number of requests, aborts and priority changes."""
 MAX_TOKENS = 100_000
 """Maximum tokens of a prompt, or of an output."""
 MAX_PROMPTS = 2_000_000
@@ -50,17 +50,18 @@ class Setting(NamedTuple):
     """A setting that can be changed, with its valid values."""
 
     name: str
-    """A field of `SchedulerConfig`, or of `Scene`."""
+    """Name of a field of `SchedulerConfig`, or of `Scene`."""
     label: str
     kind: str
-    """"integer", "number", "flag", "choice", "policy" (one, or none if `optional`) or "policies" (any number)."""
+    """Kind of the values: "integer", "number", "flag", "choice", "policy" (one, or none if `optional`) or "policies"
+    (any number)."""
     low: float | None = None
     high: float | None = None
     choices: tuple[str, ...] = ()
     policy: str = ""
-    """The kind of a policy."""
+    """Kind of the policies to choose from, if `kind` is "policy" or "policies"."""
     optional: bool = False
-    """Whether it may be None."""
+    """Whether the value may be None."""
 
 
 SETTINGS = (
@@ -92,7 +93,7 @@ SETTINGS = (
 """The settings that can be changed in the sandbox. Other settings of an opened recording stay as recorded."""
 _OF_THE_SCENE = frozenset({"seconds_per_step", "seconds_per_token"})
 START = SchedulerConfig(num_blocks=32, max_model_len=2048, max_num_seqs=8, max_num_batched_tokens=128)
-"""Small, so that shortages are visible."""
+"""Configuration of a new sandbox: small, so that shortages are visible."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +111,10 @@ class Sandbox:
     """Holds a scene, and applies actions to it.
 
     Args:
-        scene: to begin with; None: no requests, and `START`.
-        commands: returns the command lines for the current and the base configuration: under "change" with the
-            differences, under "all" with every setting.
-        about: source of the scene, for the user; "": none.
+        scene: scene to begin with; None: no requests, and `START`.
+        commands: returns command lines for the current and the base configuration: under "change" a command line with
+            the differences, under "all" a command line with every setting.
+        about: text for the user about the source of the scene; "": no text.
 
     Raises:
         SandboxError: the scene exceeds the limits of a sandbox.
@@ -135,7 +136,7 @@ class Sandbox:
         _check_size(first)
         self.played = self._play(first)
         """The current scene, played."""
-        self._base_played: Played | None = None  # the newest one
+        self._base_played: Played | None = None  # the newest result of `before`
 
     @property
     def scene(self) -> Scene:
@@ -207,7 +208,7 @@ class Sandbox:
             raise SandboxError(str(error)) from None
 
     def _next(self, what: str, **changes: Any) -> _Moment:
-        """The scene as far as it was played, with changes."""
+        """The scene up to the steps that were played, with `changes` of its fields."""
         kept = {"num_steps": self.played.num_steps, "to_the_end": False, "not_before": self.played.now}
         return replace(self._now, scene=replace(self.scene, **{**kept, **changes}), what=what)
 
@@ -313,7 +314,7 @@ class Sandbox:
             raise SandboxError(f"{MAX_STEPS:,} steps are done, which is the maximum; reset, or send less")
 
     def _reset(self) -> _Moment:
-        """All requests from the beginning, without the actions on them."""
+        """Restart the scene with all its requests, without aborts and priority changes."""
         return self._next("reset", inputs=tuple(self.scene.arrivals), num_steps=0, not_before=0.0)
 
     def _clear(self) -> _Moment:
@@ -332,12 +333,12 @@ class Sandbox:
         return replace(self._now, scene=self._as_far(scene), what="settings")
 
     def _as_far(self, scene: Scene) -> Scene:
-        """The scene, to be played as far as the current one."""
+        """`scene`, to be played for as many steps as the current scene."""
         to_the_end = self.scene.to_the_end or (self.played.is_over and self.played.num_steps > 0)
         return replace(scene, num_steps=self.played.num_steps, to_the_end=to_the_end, not_before=0.0)
 
     def _compare_from_here(self) -> _Moment:
-        """Compare with the current settings from now on."""
+        """Make the current settings the settings to compare with."""
         if _same_settings(self._now.base, self.scene):
             raise SandboxError("the comparison already uses these settings; change one first")
         return replace(self._now, base=self.scene, what="compare from here")
@@ -355,11 +356,12 @@ class Sandbox:
     # ------------------------------------------------------------------ results
 
     def as_test(self) -> str:
-        """Python that makes the same calls, and asserts the state."""
+        """Python code that makes the same calls as the played scene, and asserts its final state."""
         return as_test(self.played)
 
     def before(self) -> Played | None:
-        """The same requests under the settings to compare with, played as far; None: the settings are the same."""
+        """The current scene under the settings to compare with, played for as many steps; None: the settings are the
+        same."""
         base = self._now.base
         if _same_settings(base, self.scene):
             return None
@@ -369,7 +371,7 @@ class Sandbox:
         return self._base_played
 
     def answer(self) -> dict[str, Any]:
-        """The data for the page, JSON-ready; the film is in base 64."""
+        """The state of the sandbox for the page, JSON-ready; the film is in base 64."""
         played, now, before = self.played, self._now, self.before()
         ttft = {} if before is None else {name: cast.ttft for name, cast in before.cast.items()}
         return {
@@ -397,7 +399,7 @@ class Sandbox:
 
 
 def choices() -> dict[str, Any]:
-    """The choices, JSON-ready: settings with their ranges, policies with their parameters, situations.
+    """The choices of the page, JSON-ready: settings with their ranges, policies with their parameters, situations.
 
     Raises:
         ConfigError: an installed package's policy cannot be loaded.
@@ -423,7 +425,7 @@ def choices() -> dict[str, Any]:
 
 
 def settings_of(scene: Scene) -> dict[str, Any]:
-    """The values of `SETTINGS`; policies as text."""
+    """The values of a scene's `SETTINGS`; policies as text."""
     values = scene.config.to_dict()
     return {
         each.name: getattr(scene, each.name) if each.name in _OF_THE_SCENE else values[each.name] for each in SETTINGS
@@ -439,7 +441,7 @@ def _with_settings_of(scene: Scene, base: Scene) -> Scene:
 
 
 def _changed(base: Scene, now: Scene) -> list[str]:
-    """The settings that differ, each with its values."""
+    """The settings that differ between two scenes, as text with both values."""
     before, after = settings_of(base), settings_of(now)
     return [
         f"{each.label} {_written(before[each.name])} → {_written(after[each.name])}"
@@ -559,7 +561,7 @@ def _first_paragraph(policy: type) -> str:
 
 
 def _names() -> Any:
-    """A to Z, then A2 to Z2, and so on."""
+    """Yield names for new requests: A to Z, then A2 to Z2, and so on."""
     number = 1
     while True:
         yield from (f"{letter}{number if number > 1 else ''}" for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ")

@@ -23,7 +23,7 @@ class Choice(NamedTuple):
 
     by: str
     templates: tuple[str, ...]
-    """Larger values choose the last."""
+    """The templates; a value beyond the last index chooses the last template."""
 
 
 SENTENCES: dict[Op, str | Choice] = {
@@ -50,10 +50,10 @@ SENTENCES: dict[Op, str | Choice] = {
     Op.PAUSED: Choice("mode", ("resumed", "paused: no request is admitted", "paused")),
     Op.LIMITED: Choice("limit", ("no limit of active requests", "at most {num_active} requests run")),
 }
-"""The sentence of each event. Its values are the event's fields, and values that the tellers add."""
+"""The sentence of each event. The values in a sentence are the event's fields, and values that `Teller` adds."""
 
 SHARES = {"none": "none", "all": "all"}
-"""The share of a preempted request's KV that is still cached, if it is not a number of tokens."""
+"""Words for the share of a preempted request's KV that is still cached, if none or all of it is."""
 RECOVERIES = ("", ", and evicted blocks are recomputed", ", and evicted blocks are swapped")
 PREEMPTIONS = {
     "parked": "the host parked it",
@@ -95,7 +95,7 @@ COSTS = {
 """The cost of a preemption."""
 
 BEHIND = "behind others"
-"""Waiting without having been checked: a request ahead blocked the queue, or no step came."""
+"""Waiting without having been checked: a request ahead blocked the queue, or no step was scheduled since."""
 NOT_ITS_TURN = "other requests were ahead of it[; head of the queue: {first}]"
 WAITS = {
     "asked": "{why}[, most of it held by {holder}]",
@@ -162,7 +162,7 @@ def counted(count: int, what: str) -> str:
 
 
 def page_words() -> dict[str, Any]:
-    """All words, as JSON, for `page/story.js`."""
+    """All words of this module as data for JSON, for `page/story.js`."""
     return {
         "sentences": {op.name.lower(): template for op, template in SENTENCES.items()},
         "shares": SHARES,

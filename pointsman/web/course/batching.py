@@ -46,7 +46,7 @@ def _figures(runs: list[Run]) -> Figures:
 
 
 def _served(run: Run) -> int:
-    """Number of requests that have all their tokens."""
+    """Number of requests that have all their output tokens."""
     return sum(request.num_output_tokens == request.max_tokens for request in run.requests.values())
 
 
