@@ -181,14 +181,16 @@ def expected(film: Film, frame: int, step: int | None) -> dict[str, Any]:
     }
 
 
-def test_the_columns_match_the_format() -> None:
+def test_the_columns_in_film_js_match_the_format() -> None:
     text = (Path(__file__).parents[2] / "pointsman" / "web" / "page" / "film.js").read_text()
     for kind, columns in COLUMNS.items():
         listed = text.split(f"  {kind}: ")[1].split(",\n")[0].strip('"`').split()
         assert listed == [("+" if differences else "") + name for name, differences in columns.items()]
 
 
-def test_states_words_and_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_film_js_gives_the_same_states_words_and_lives_as_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("pointsman.core.observe.film.EVENTS_IN_A_CHUNK", 40)
     paths, questions = films(tmp_path, SEEDS), []
     for path in paths:
