@@ -1,7 +1,7 @@
 """The arguments of `build_app`: options of `pointsman serve`, under the same names, and options of the deployments.
 
-    model=demo num_blocks=512 order=priority               of each replica; the same checks as on the command line
-    num_replicas=2 ray_actor_options='{"num_cpus": 2}'     of the deployment of engines, under Serve's names
+    model=demo num_blocks=512 order=priority               options of each replica, with the checks of the command line
+    num_replicas=2 ray_actor_options='{"num_cpus": 2}'     options of the deployment of engines, under Serve's names
 
 `serve run` passes text. Numbers and yes/no are parsed from it, and mappings and lists are read as JSON. A configuration
 file of Serve passes values with their types.

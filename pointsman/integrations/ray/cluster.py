@@ -76,7 +76,8 @@ def address_file() -> Path:
 
 
 def command() -> Any:
-    """click's context of the command that builds the application; None: a program builds it, or the cluster does."""
+    """click's context of the command that builds the application; None: a program or the cluster builds the
+    application."""
     import click
 
     return click.get_current_context(silent=True)
@@ -140,7 +141,7 @@ def check_that_it_answers(address: str) -> None:
         ConnectionError: nothing listens at the address.
     """
     host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not (host and port.isdecimal()):  # a word such as auto
+    if not (host and port.isdecimal()):  # a word such as auto, not host:port
         return
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=SECONDS_TO_CONNECT).close()
@@ -153,7 +154,7 @@ def check_port(nodes: Sequence[Node]) -> None:
     its own, and is read in the cluster after the proxies have started.
 
     Raises:
-        RayError: another program has the port.
+        RayError: another program uses the port.
     """
     import ray
     from ray.serve.config import HTTPOptions
@@ -161,7 +162,7 @@ def check_port(nodes: Sequence[Node]) -> None:
     context = command()
     if context is None or context.info_name != "run":
         return
-    if all(node.id for node in nodes) and ray.util.list_named_actors():  # in the namespace of Serve: it runs
+    if all(node.id for node in nodes) and ray.util.list_named_actors():  # an actor in Serve's namespace: Serve runs
         return
     options = HTTPOptions()
     if options.host is None:
@@ -208,7 +209,7 @@ def check_capacity(nodes: Sequence[Node], needs: Mapping[str, float], settings: 
             node.
     """
     options = settings.engine_options
-    if options.get("placement_group_bundles"):  # may spread over nodes
+    if options.get("placement_group_bundles"):  # a group may spread over several nodes
         everything: dict[str, float] = {}
         for node in nodes:
             for name, amount in node.resources.items():
@@ -264,7 +265,7 @@ def nodes_without(path: str, nodes: Sequence[Node]) -> list[str]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    def has_model(path: str) -> bool:  # sent by value: it needs nothing but Python there
+    def has_model(path: str) -> bool:  # sent by value: a node needs only Python for it
         import os
 
         return os.path.exists(path)

@@ -161,7 +161,7 @@ class Api:
         while not watch.is_ending:
             try:
                 watch.look((await asyncio.to_thread(serve.status)).applications)
-            except Exception as error:  # any of Ray's: the controller is being started again
+            except Exception as error:  # an error of Ray's: the controller is being restarted
                 logger.debug("no status: %s", first_line(error))
             if self._settings.autoscaling is not None and watch.num_replicas is not None:
                 fleet.num_wanted = watch.num_replicas * self._settings.engines_per_replica
@@ -169,7 +169,7 @@ class Api:
         await self._end(fleet)
 
     async def _end(self, fleet: EngineFleet) -> None:
-        """Refuse new requests, let the open ones finish, abort those that take too long, and end the engines."""
+        """Refuse new requests, let the open requests finish, abort requests that take too long, and end the engines."""
         gate, seconds = self._app.state.gate, self._settings.serve.server.drain_timeout
         gate.close()
         if gate.num_open:
@@ -226,7 +226,7 @@ class EngineHost:
             ValueError: the node is too small for the engines, or lacks the model and cannot download it.
         """
         log_to_stderr()
-        wait_briefly()  # for the engine processes, which inherit it
+        wait_briefly()  # for the engine processes, which inherit the setting
         serve = settings.serve
         count = settings.engines_per_replica
         try:
@@ -238,7 +238,7 @@ class EngineHost:
             ) from None
         num_cpus = settings.engine_options.get("ray_actor_options", {}).get("num_cpus")
         if count > 1 and num_cpus and "num_threads" not in options:
-            options["num_threads"] = max(count, int(num_cpus))  # shared out
+            options["num_threads"] = max(count, int(num_cpus))  # for all engines together
         self._free = share_out(options, count)
         default = 0 if count == 1 else DEFAULT_RESTARTS
         self._max_failures = serve.options.get("max_engine_restarts", default)
@@ -304,7 +304,7 @@ class EngineHost:
             asyncio.get_running_loop().call_later(SECONDS_TO_ANSWER, partial(ray.kill, actor, no_restart=True))
 
     async def check_health(self) -> None:
-        """Called by Serve in replicas that it does not stop. Serve replaces a replica if this raises.
+        """Called by Serve in replicas that it does not stop. Serve replaces a replica if this method raises.
 
         Raises:
             RuntimeError: this replica has ended its engines, because it wrongly assumed that Serve stops it.

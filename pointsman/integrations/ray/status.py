@@ -39,7 +39,7 @@ class StatusWatch:
             applications: status of each application by name, from Serve's `ServeStatus`.
         """
         app = applications.get(self._app)
-        if app is None:  # the controller has just started, and does not have it yet
+        if app is None:  # the controller has just started, and does not know the application yet
             return
         states = {name: deployment.replica_states for name, deployment in app.deployments.items()}
         if engines := states.get(self._engines):

@@ -163,7 +163,7 @@ def check(model: str, options: list[str], log: Path | None = None) -> Report:
 def _allows_untested(vllm_config: VllmConfig) -> bool:
     try:
         return read_settings(vllm_config.additional_config).untested_version
-    except ConfigError:  # reported with the knobs
+    except ConfigError:  # `_read_knobs` reports the error
         return False
 
 
@@ -233,7 +233,7 @@ def _vllm_config(model: str, options: list[str]) -> VllmConfig:
     given.model = model
     try:
         return AsyncEngineArgs.from_cli_args(given).create_engine_config()
-    except Exception as error:  # its type depends on the problem
+    except Exception as error:  # the type of the error depends on the problem
         raise CannotCheck(f"vLLM cannot run {model} with these options: {_first_line(error)}") from error
 
 

@@ -144,7 +144,7 @@ class ControlSocket:
             self._listening.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listening.close()
         with suppress(OSError):
-            if os.stat(self.path).st_ino == self._inode:  # not the socket of a process that has since taken the path
+            if os.stat(self.path).st_ino == self._inode:  # not the socket of a later process at the same path
                 os.unlink(self.path)
 
     def _accept(self) -> None:
@@ -273,7 +273,7 @@ def _remove_dead(path: str) -> None:
             probe.connect(path)
         except ConnectionRefusedError:
             os.unlink(path)
-        except TimeoutError:  # alive and busy
+        except TimeoutError:  # the process lives, and is busy
             raise ConfigError(f"another process listens on {path}; choose another name") from None
         else:
             raise ConfigError(f"another process listens on {path}; choose another name")

@@ -2,7 +2,7 @@
 
 vLLM identifies an input by a digest of its content, or by the name that the client gave it. Requests with equal
 identifiers share embeddings and cached prefixes, and the workers store embeddings by identifier alone. So a request is
-refused if its identifier was seen with another number of embeddings: the content differs.
+refused if its identifier was seen with another number of embeddings: then the content differs.
 
 A prompt, or a part of it, may be given as embeddings, which need no encoder. Where prefixes are cached, each block of
 such a prompt is an input that needs no computation, and its key is a digest of the block's bytes.
@@ -27,10 +27,10 @@ MORE_EMBEDDINGS = "raise --max-num-batched-tokens, which bounds both, or send a 
 
 
 def encoder_sizes(vllm_config: VllmConfig) -> tuple[int, int]:
-    """The maximum embeddings of a step, and of the encoder cache, as vLLM computes them.
+    """The maximum numbers of embeddings of a step and of the encoder cache, as vLLM computes these numbers.
 
     Raises:
-        ConfigError: vLLM cannot compute them for this model and these limits.
+        ConfigError: vLLM cannot compute the numbers for this model and these limits.
     """
     if not vllm_config.model_config.supports_multimodal_inputs:
         return 0, 0
@@ -39,7 +39,7 @@ def encoder_sizes(vllm_config: VllmConfig) -> tuple[int, int]:
 
     try:
         budget = MultiModalBudget(vllm_config, MULTIMODAL_REGISTRY)
-    except Exception as error:  # its type depends on the model's processor
+    except Exception as error:  # the type of the error depends on the model's processor
         raise ConfigError(
             f"vLLM cannot say how many embeddings this model's inputs have: {error}; serve its text part alone with "
             "--language-model-only"
@@ -223,7 +223,7 @@ def given_embeddings(request: VLLMRequest, block_size: int) -> list[EncoderInput
     inputs = []
     for start in range(0, end, block_size):
         length = min(block_size, end - start)
-        digest = request._prompt_embeds_per_block_hashes.get((start, start + length))  # of full blocks
+        digest = request._prompt_embeds_per_block_hashes.get((start, start + length))  # only of full blocks
         if digest is None:
             digest = hashlib.sha256(tensor_data(embeddings[start : start + length])).digest()
         inputs.append(EncoderInput(GIVEN + digest.hex(), start, length, 0, "0" * length))

@@ -212,7 +212,7 @@ class KVGroups(KVCache):
         """vLLM's ids of requests that no longer publish blocks."""
         self._num_publications = 0
         self._is_ahead = False
-        self._admitted = 0  # tokens of the newest admission in its first step
+        self._admitted = 0  # number of tokens of the newest admission at the end of its first step
         self._num_spare = self._num_spare_blocks(vllm_config)
         self._num_usable_tokens: dict[int, int] = {}
         """Maximum length of a sequence in the pool, by its number of encoder embeddings."""
@@ -234,8 +234,8 @@ class KVGroups(KVCache):
         )
 
     def _num_spare_blocks(self, vllm_config: VllmConfig) -> int:
-        """Maximum number of blocks that a request holds or asks for beyond those of its sequence: the states from which
-        its steps in flight continue, and copies of partially shared blocks."""
+        """Maximum number of blocks that a request holds or asks for beyond the blocks of its sequence: the states from
+        which its steps in flight continue, and copies of partially shared blocks."""
         if self.ends is None:
             return 0
         spare = len(self._states) * int(vllm_config.max_concurrent_batches)
@@ -432,7 +432,7 @@ class KVGroups(KVCache):
             count = 0
             for group in self._giving:
                 group.give_back(name, final, self._row_of[row].num_prompt_tokens)
-            for _, tables, size, extra in self._shapes:  # inline: a few thousand rows a second
+            for _, tables, size, extra in self._shapes:  # inline, as this runs for a few thousand rows a second
                 missing = -(-(end + extra) // size) - len(tables[name])
                 if missing > 0:
                     count += missing
@@ -591,7 +591,7 @@ class KVGroups(KVCache):
             self.manager.evict_blocks(set(new))
             if request.row is not None and request.metadata.request_id == name:
                 for each, count in zip(self._managers, before, strict=True):
-                    each.num_cached_block[name] = count  # they are published again when they are recomputed
+                    each.num_cached_block[name] = count  # recomputed blocks are published again
 
     def retract(self, journals: Iterable[Journal], publisher: Request, running: Iterable[Request]) -> None:
         """Evict all cached blocks if `publisher` published a block: any cached block may depend on that block."""

@@ -1,7 +1,7 @@
-"""Builds a model's layers without weights, to find the KV groups that vLLM makes of them.
+"""Builds a model's layers without weights, to find the KV groups that vLLM forms from these layers.
 
-vLLM knows the KV of layers only when it has built them. Here they are built on the device "meta", which holds no data,
-and then read as vLLM's model runner reads them. That takes seconds, and no GPU.
+vLLM knows the KV of layers only when it has built the layers. This module builds them on the device "meta", which holds
+no data, and then reads them as vLLM's model runner does. Building takes seconds, and needs no GPU.
 """
 
 from __future__ import annotations

@@ -234,10 +234,10 @@ class Observation:
         self._requests: dict[str, _Request] = {}
         self._unsettled: dict[str, _Request] = {}  # the subset of `_requests` that does not sample in every step
         self._num_added = 0
-        self._num_steps = 0  # scheduled
+        self._num_steps = 0  # scheduled steps
         self._num_updated = 0
         self._in_flight: deque[tuple[SchedulerOutput, int, tuple[int, ...] | None]] = deque()
-        self._end_before: int | None = None  # end of the last step; None: the engine has been idle since
+        self._end_before: int | None = None  # end of the previous step; None: the engine has been idle since then
         self._events: list[Any] = []
         self._steps: list[Any] = []
         start = self._last_put = time.monotonic_ns()

@@ -1,8 +1,8 @@
 """vLLM's own scheduler, recorded: `--scheduler-cls pointsman.integrations.vllm.Observer`.
 
-Every decision is vLLM's: each method first calls the method of vLLM's class with the same arguments, and returns its
-result. `observation.py` keeps the notes of the recording. An error in it ends the recording with one warning, and vLLM
-continues.
+Every decision is vLLM's: each method first calls the method of vLLM's class with the same arguments, and returns the
+result of that method. `observation.py` keeps the notes of the recording. An error in it ends the recording with one
+warning, and vLLM continues.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ class Operation:
 
 
 def rank_of(vllm_config: VllmConfig) -> int:
-    """Index of the engine among those behind one server; 0 if there is only one."""
+    """Index of the engine among the engines behind one server; 0 if there is only one engine."""
     return int(getattr(vllm_config.parallel_config, "data_parallel_index", 0) or 0)
 
 
@@ -272,7 +272,7 @@ class Questions:
             while names and time.monotonic() - now < SECONDS_HELD:
                 name = names.pop(0)
                 request = self._requests.get(name)
-                if request is not None:  # it may have finished since
+                if request is not None:  # the request may have finished since then
                     found.append(self._described(name, request, now))
 
     def _described(self, name: str, request: Request, now: float) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def to_request(
     """The core's request for a request of vLLM's. vLLM's request becomes the `metadata` of the core's.
 
     Args:
-        request: a `vllm.v1.request.Request`.
+        request: vLLM's request.
         request_id: the core's id.
         prompt_token_ids: tokens of the prompt, or all tokens of a session so far.
         arrival_time: arrival time, in seconds on the core's clock.
@@ -173,7 +173,7 @@ def close_turn(request: VLLMRequest, ours: Request) -> None:
 
 
 def open_turn(request: VLLMRequest, part: StreamingUpdate) -> None:
-    """Append the next part to a session's prompt, and take the part's parameters."""
+    """Append the next part to a session's prompt, and use the part's sampling parameters from now on."""
     request.mm_features.extend(shift_inputs(part.mm_features or (), len(request.prompt_token_ids)))
     _set_prompt(request, request.prompt_token_ids + list(part.prompt_token_ids or ()))
     request.arrival_time = part.arrival_time

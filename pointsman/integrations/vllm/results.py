@@ -74,7 +74,8 @@ class Sampled:
     lists: list[Any]
     """[rows] list of the tokens of each row; None: the runner returned nothing for the row."""
     places: list[int] | None
-    """[rows] index of each row in the runner's arrays, -1 if the row is missing; None: both have the same order."""
+    """[rows] index of each row in the runner's arrays, -1 if the row is missing; None: the arrays have the order of the
+    rows."""
 
     def place(self, index: int) -> int:
         return index if self.places is None else self.places[index]
@@ -111,7 +112,7 @@ def to_result(output: Output, sampled: Sampled) -> StepResult:
         tokens: npt.NDArray[np.integer] = np.frombuffer(array("I", [token for (token,) in lists]), dtype=INT32)
         if not has_drafts:  # takes a third of the time of the other cases
             return StepResult(tokens)
-    except (ValueError, OverflowError):  # no token, several, or one out of range
+    except (ValueError, OverflowError):  # a row has no token, several tokens, or a token out of range
         tokens = _flat(lists)
     except TypeError as error:
         raise StepResultError(f"the model runner returned something else than lists of integers: {error}") from None
@@ -137,7 +138,7 @@ class Judge:
     """Number of consecutive steps without a token for a request after which the request fails."""
 
     def __init__(self) -> None:
-        self._attempts: dict[Request, tuple[int, int]] = {}  # (tokens of the request, steps without a further one)
+        self._attempts: dict[Request, tuple[int, int]] = {}  # (number of tokens, steps without a new token)
 
     def judged(self, output: Output, sampled: Sampled) -> StepResult:
         """The result of a step, with an error for every row that contradicts the step. Updates `sampled` to match."""
@@ -235,8 +236,8 @@ def finish_reason(request: Request) -> FinishReason:
 class Details:
     """Adds the details of an output for a client: events, log probabilities, how the prompt was computed.
 
-    Most outputs have none. The requests whose next output has details are noted in this object, and only their outputs
-    are visited.
+    Most outputs have no details. The requests whose next output has details are noted in this object, and only their
+    outputs are visited.
 
     Args:
         requests: vLLM's unfinished requests, by id.
@@ -254,12 +255,12 @@ class Details:
         self._requests = requests
         self._of_id = of_id
         self._count_cached = count_cached
-        self._once: set[str] = set()  # details in the next output
-        self._without_blocks: set[str] = set()  # preempted while their samples are in flight
-        self._always: set[str] = set()  # in every output
+        self._once: set[str] = set()  # requests whose next output has details
+        self._without_blocks: set[str] = set()  # requests preempted while their samples are in flight
+        self._always: set[str] = set()  # requests whose every output has details
 
     def add(self, request: VLLMRequest) -> None:
-        """Note a queued request of vLLM's."""
+        """Note whether every output of a queued request of vLLM's has details."""
         sampling = request.sampling_params
         if request.trace_headers or (sampling is not None and sampling.num_logprobs is not None):
             self._always.add(request.request_id)
@@ -291,7 +292,7 @@ class Details:
             self._add_tensors(outputs, indices, sampled, result)
         if not self._once:
             return
-        for output in reversed(outputs):  # mostly the last ones: they were admitted in this step
+        for output in reversed(outputs):  # mostly the last outputs, of requests admitted in this step
             name = output.request_id
             if name in self._once:
                 self._once.discard(name)

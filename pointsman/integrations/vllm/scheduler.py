@@ -197,7 +197,7 @@ class Scheduler:
         self._unsent: list[VLLMRequest] = []  # finished outside `update_from_output`, whose outputs alone reach clients
         self._steps: deque[Step] = deque()
         self._max_retention = settings.max_retention
-        self._last_step: Step | None = None  # the step that new drafts are for
+        self._last_step: Step | None = None  # the step whose tokens new drafts follow
         self._speculates = config.num_draft_tokens > 0
         asynchronous = bool(vllm_config.scheduler_config.async_scheduling)
         self._runs_ahead = asynchronous or config.max_steps_in_flight == 1
@@ -238,7 +238,7 @@ class Scheduler:
         self.groups = groups
         """The KV groups whose blocks vLLM's manager holds; None: the core owns all blocks."""
         self._pause_state = PauseState.UNPAUSED
-        self._has_clients = False  # other clients than the first
+        self._has_clients = False  # whether clients other than the first have sent requests
         self._operation = Operation(self, vllm_config, settings, recording)
 
     def _num_full_prompt_tokens(self, ours: Request) -> int:
@@ -492,7 +492,7 @@ class Scheduler:
             request = ours.metadata
             if request.request_id not in self._requests:
                 continue
-            if ours.num_pending:  # otherwise its next output comes after its next admission
+            if ours.num_pending:  # otherwise the next output of the request follows its next admission
                 self._details.preempted(request.request_id)
             if self._statistics is not None and ours.preemption_causes[-1].exists_in_vllm:
                 request.record_event(EngineCoreEventType.PREEMPTED, now)
@@ -632,7 +632,7 @@ class Scheduler:
         for ours in finished:
             request = ours.metadata
             name = request.request_id
-            if name not in self._requests:  # it failed because of its grammar
+            if name not in self._requests:  # the request has failed because of its grammar
                 continue
             index = ids.index(name)
             output = outputs[index if at_row is None else at_row[index]]

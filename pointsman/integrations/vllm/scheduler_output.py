@@ -92,8 +92,8 @@ class OutputMaker:
     Args:
         v2_runner: whether vLLM's second model runner reads the outputs.
         sends_tokens: whether workers need the sampled tokens (pipeline parallelism without asynchronous scheduling).
-        runs_ahead: whether steps are scheduled while others are in flight, so that a row may be missing in the next
-            step.
+        runs_ahead: whether steps are scheduled while other steps are in flight, so that a row may be missing in the
+            next step.
         uses_mrope: whether positions depend on the grids of images, so that workers need the grids even without the
             embeddings.
         groups: the KV groups, if vLLM's manager holds the blocks; None: the core's outputs have the blocks.
@@ -120,7 +120,7 @@ class OutputMaker:
         self._is_one_group = groups is None and not num_groups and self._reported is None
         """Whether the core's outputs have each block of each row exactly once, in one table."""
         self._new_output = new_output
-        if _NAMES_COMMON_PREFIX:  # one per group; 0: no shared attention over a common prefix
+        if _NAMES_COMMON_PREFIX:  # one number for each group; 0: no shared attention
             self._new_output = partial(new_output, num_common_prefix_blocks=[0] * num_kv_groups)
         self._v2_runner = v2_runner
         self._uses_mrope = uses_mrope
@@ -280,7 +280,7 @@ class OutputMaker:
                 ones.pop(request.metadata.request_id, None)
             for name in ids[output.num_continued :]:
                 ones[name] = 1
-            if list(ones) != ids:  # rows were skipped, or have returned
+            if list(ones) != ids:  # rows were skipped, or run again after that
                 ones = dict.fromkeys(ids, 1)
             self._one_each = ones = ones.copy()  # without gaps, which slow down copies
             self._ones_of = ids
@@ -302,7 +302,7 @@ class OutputMaker:
             if np.count_nonzero(samples) == len(samples):
                 self._all_sample = samples
                 return numbers
-            for index in (~samples[:count]).nonzero()[0].tolist():  # this step ends before the known tokens
+            for index in (~samples[:count]).nonzero()[0].tolist():  # the row's chunk ends before its newest known token
                 numbers[index] = output.requests[index].num_output_tokens
         return numbers
 
@@ -426,7 +426,7 @@ def _new_block_ids(count: int, blocks: list[int], block_rows: list[int]) -> list
     start, end = 0, bisect_left(block_rows, count)
     while start < end:
         index, stop = block_rows[start], start + 1
-        if stop < end and block_rows[stop] == index:  # a prompt's next chunk
+        if stop < end and block_rows[stop] == index:  # several blocks: the row computes a chunk of a prompt
             stop = bisect_right(block_rows, index, stop, end)
         found[index] = (blocks[start:stop],)
         start = stop

@@ -230,9 +230,9 @@ def scheduler_config(
         "order": order,
     }
     settled = {**values, **knobs}
-    if settled["order"] == "fcfs-front" and order == "priority":  # from the preset "vllm"
+    if settled["order"] == "fcfs-front" and order == "priority":  # "fcfs-front" is from the preset "vllm"
         settled["order"] = "priority-by-arrival"
-    # As in vLLM's own scheduler, for the graphs of decodes that its workers capture.
+    # As in vLLM's own scheduler: its workers capture graphs of decodes in which all rows have equally many tokens.
     settled["pad_first_decodes"] = bool(settled["num_draft_tokens"]) and not settled.get("draft_table")
     if not settled["full_sequence_must_fit"]:  # `count_owed_blocks`, from a preset, has no effect then
         settled.pop("count_owed_blocks", None)

@@ -72,7 +72,7 @@ class StateEnds:
         keeps_within = end >= prefill_end and self._keeps_within(start, end, prefill_end)
         if end < prefill_end:
             boundary = end // size * size
-            # A request that never gets tokens for a whole block continues within it, and stops at its end.
+            # A request that never gets tokens for a whole block ends a chunk within the block, then one at its end.
             if boundary > start or size <= min(most, self._max_chunk):
                 end = boundary
         stops = [] if keeps_within else [(num_tokens - self._num_left) // size * size]

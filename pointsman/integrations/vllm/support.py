@@ -89,7 +89,7 @@ def problem_of_version(version: str, *, allows_untested: bool = False) -> Refusa
     which takes seconds.
 
     Args:
-        allows_untested: accept an untested version if no assumption about it is known to be broken.
+        allows_untested: whether to accept an untested version if no assumption about it is known to be broken.
     """
     if is_tested(version):
         return None
@@ -97,7 +97,7 @@ def problem_of_version(version: str, *, allows_untested: bool = False) -> Refusa
 
     try:
         broken = [f"{each.expected} ({each.place})" for each in examine().broken]
-    except NoVLLM:  # the version is not from this environment
+    except NoVLLM:  # `version` is not of a vLLM in this environment
         found = remedy = ""
     else:
         if allows_untested and not broken:
@@ -138,7 +138,7 @@ def maker(kind: Any, *names: str, optional: Collection[str] = (), left: Collecti
     take half the time of keyword arguments. Further fields are given by name.
 
     Args:
-        kind: a dataclass, or a msgspec structure.
+        kind: class of the records: a dataclass, or a msgspec structure.
         names: the fields given by position.
         optional: given fields that some supported versions lack; such a field is omitted in these versions.
         left: fields that keep their defaults on purpose. `pointsman vllm interface` reads these names, and reports as

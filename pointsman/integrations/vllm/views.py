@@ -141,7 +141,8 @@ class _Live:
 
     @property
     def is_prefill_chunk(self) -> bool:
-        """Whether the newest step with tokens of the request left some of its known tokens to compute."""
+        """Whether known tokens of the request were still to compute after the newest step that computed tokens of
+        it."""
         ours = self._ours()
         if ours is None or ours.num_tokens + ours.num_pending != ours.num_admitted_tokens:
             return False

@@ -58,7 +58,7 @@ def _declared(sources: Sources, ours: Class) -> Iterator[Assumption]:
         if own is None:
             problem = f"abstract in {kind.name}, which ours lacks"
         elif own.function is not None and theirs.function is not None and not theirs.is_property:
-            if name == "__init__":  # vLLM calls it with keywords
+            if name == "__init__":  # vLLM passes all arguments by keyword
                 names = frozenset(each.name for each in Signature.of(theirs.function.node, bound=True).parameters)
                 problem = Signature.of(own.function.node, bound=True).problem(Arguments(0, names))
             else:

@@ -298,7 +298,7 @@ class Class:
                 return Signature.of(made.function.node, bound=True)
             if each.is_record:
                 return Signature(list(self.fields.values()))
-        if self.external_bases & _ENUMS:  # looks up a member by value
+        if self.external_bases & _ENUMS:  # the constructor looks up a member by value
             return Signature([Parameter("value", has_default=False)])
         return None if self.is_open or self.external_bases - {"object", "ABC"} else Signature([])
 
@@ -425,7 +425,7 @@ class Sources:
             if path.is_file():
                 try:
                     return Module(name, path, path.read_text(encoding="utf-8"))
-                except (SyntaxError, UnicodeDecodeError):  # for a newer Python
+                except (SyntaxError, UnicodeDecodeError):  # the source is for a newer Python
                     return External(name)
         is_compiled = rest and base.parent.is_dir() and any(base.parent.glob(f"{base.name}.*"))
         return External(name) if base.is_dir() or is_compiled else None
@@ -451,7 +451,7 @@ class Sources:
         """The definition of a name in a module; None: there is none.
 
         Args:
-            at_runtime: ignore definitions for type checkers only.
+            at_runtime: whether to ignore definitions that only type checkers see.
         """
         return self._find(module, name, at_runtime, frozenset())
 

@@ -305,7 +305,7 @@ class Types:
             if name in at.known:
                 return at.known[name]
             if name in at.names:
-                at.known[name] = ()  # during the lookup
+                at.known[name] = ()  # ends a recursion during the lookup
                 at.known[name] = joined(each(at) for each in at.names[name])
                 return at.known[name]
             at = at.parent
@@ -335,7 +335,7 @@ class Types:
     def _of_instance(self, kind: Class, name: str) -> Type:
         key = kind, name
         if key not in self._attributes:
-            self._attributes[key] = ()  # during the lookup
+            self._attributes[key] = ()  # ends a recursion during the lookup
             found = self._found_in(kind, name)
             if UNKNOWN in found:
                 found = next((self.carried[each, name] for each in kind.lineage if (each, name) in self.carried), found)

@@ -75,7 +75,7 @@ class Reader:
         self._guarded: set[tuple[str, str]] = set()
         self._ours: set[str] = set()  # private names that our code sets on vLLM's objects
         self._may_fail = False  # within a `try` that catches a failing import
-        self._has_failed = False  # an import there has failed
+        self._has_failed = False  # an import in that `try` has failed
 
     def read(self, modules: list[Module]) -> None:
         """Read modules twice: first for the types of objects' attributes, which other modules read, then for
@@ -174,7 +174,7 @@ class Reader:
             function, given = node.args[0], Arguments(len(node.args) - 1, frozenset())
         options = self.types.infer(function, scope)
         makers = [(option.kind, self._by_names(node, option, given)) for option in options if isinstance(option, Maker)]
-        if makers:  # with several, each version fits one
+        if makers:  # of several makers, each version of vLLM fits one
             fits = [each for each in makers if each[0].constructor is None or not each[0].constructor.problem(each[1])]
             self._note_made(node, *(fits or makers)[0])
         for option in options:
@@ -321,7 +321,7 @@ class Reader:
         self._guarded = before
 
     def _guards(self, node: ast.AST, scope: Scope) -> Iterator[tuple[str, str]]:
-        """The attributes that a function tests with `hasattr`, or reads with `getattr` and a default: (object,
+        """The attributes that a function tests with `hasattr`, or reads with `getattr` and a default, as (object,
         attribute).
         """
         for each in ast.walk(node):
@@ -429,7 +429,7 @@ def _similar(name: str, names: set[str]) -> str:
 
 
 def misfit(ours: Function, theirs: Function, *, with_defaults: bool) -> str | None:
-    """Why a method of ours cannot be called like one of vLLM's; None: it can.
+    """Why our method cannot be called like vLLM's method; None: it can.
 
     Args:
         with_defaults: whether the call also passes the arguments that have defaults in vLLM.
