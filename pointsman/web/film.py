@@ -215,7 +215,7 @@ class Film:
         self.is_complete = False
         """Whether the film was closed; if not, it can be shown up to its last whole chunk."""
         self._chunks: list[_Chunk] = []
-        self._num_bytes = 0  # in memory
+        self._num_bytes = 0  # memory that the film takes
         columns: Columns | None = None
         for kind, data in read_chunks(file):
             if kind == "Z":
@@ -311,7 +311,7 @@ class Film:
             yield Frame(index, event, place, step_id, num_steps, float(events["time"][event]) / 1e6)
 
     def frame_of_step(self, step_id: int) -> int:
-        """The frame that contains a step.
+        """Index of the frame that contains a step.
 
         Raises:
             KeyError: no frame contains it.

@@ -14,8 +14,7 @@ The stream to a watcher is a sequence of records: a letter, a length (4 bytes, l
     H    the header of a film: a new film begins
     P    a part: its chunks
     S    JSON: `interval`, seconds between parts; `dropped`, number of frames that this watcher lost; `running`,
-    `waiting`
-         and `parked`, the current numbers of requests
+         `waiting` and `parked`, the current numbers of requests
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ class LiveFilm:
         self._recorder: FilmRecorder | None = None
         self._file = io.BytesIO()
         self._header = b""
-        self._costs: deque[float] = deque(maxlen=3)  # of the newest parts, in seconds
+        self._costs: deque[float] = deque(maxlen=3)  # CPU seconds of cutting each of the newest parts
         self._newest: tuple[bytes, int] | None = None
         self._due = 0.0
 
@@ -167,7 +166,7 @@ class LiveFilm:
             own.num_dropped += num_frames
 
     def _bound(self) -> None:
-        """Drop a part that has grown too large, because no watcher has taken it for long."""
+        """Drop a part that has grown too large, because no watcher has taken it for a long time."""
         recorder = self._recorder
         if recorder is not None and self._file.tell() > MAX_PART:
             _, num_frames = self._cut(recorder)

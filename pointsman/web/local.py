@@ -66,7 +66,7 @@ class Ask:
 
 Stream: TypeAlias = Iterator[bytes]
 """Parts of a response. An empty part only checks that the client is still connected: a waiting stream yields an empty
-part at least each second. The stream is closed when the client leaves."""
+part at least each second. The stream is closed when the client disconnects."""
 Route: TypeAlias = Callable[[Ask], "bytes | dict[str, Any] | list[Any] | Stream"]
 """Computes the response to a request, in the request's own thread. Bytes and streams are sent unchanged, other results
 as JSON. Raises `Refused`."""

@@ -38,7 +38,7 @@ class Remade(NamedTuple):
 
     scene: Scene
     num_left_out: int
-    """Requests that arrived too late to be in `scene`."""
+    """Number of requests of the film that `scene` lacks, because they arrived after its last request."""
 
 
 def remake(film: Film, max_requests: int, max_prompt_tokens: int) -> Remade:
@@ -121,7 +121,7 @@ def _step_seconds(film: Film) -> tuple[float, float]:
     tokens = (curves.num_prefill_tokens + curves.num_decode_tokens)[:-1] / np.maximum(count, 1)
     seconds = np.diff(curves.time) / np.maximum(count, 1)
     is_busy = (tokens > 0) & (seconds > 0)
-    for _ in range(3):  # without the steps that were followed by a pause
+    for _ in range(3):  # each round drops the steps that were followed by a pause
         if np.count_nonzero(is_busy) < 2:
             return plain.seconds_per_step, plain.seconds_per_token
         columns = np.stack([np.ones_like(tokens), tokens], axis=1)

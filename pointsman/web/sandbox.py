@@ -468,7 +468,7 @@ def _with_settings(scene: Scene, given: Mapping[str, Any]) -> Scene:
     now = settings_of(scene)
     values = {name: value for name, value in values.items() if value != now[name]}  # a policy may be an object
     if values.get("full_sequence_must_fit") is False:
-        values["count_owed_blocks"] = True  # from a preset; without effect here
+        values["count_owed_blocks"] = True  # undoes a preset's value, which has no effect then
     if values.get("enable_prefix_caching") is False:
         values["share_within_step"] = True
     try:

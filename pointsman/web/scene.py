@@ -32,7 +32,7 @@ from pointsman.core.observe.film import FilmRecorder
 Int32Array = npt.NDArray[np.int32]
 
 MAX_STEPS = 20_000
-"""Maximum number of steps of a scene: each change repeats all of them."""
+"""Maximum number of steps of a scene: each change of a scene plays all of its steps again."""
 EOS_TOKEN = 1
 TEXT_OF_A_REQUEST = 1_000_000
 """Token id at position p of the n-th request's own text, n from 1: n times this number, plus p. This holds for prompt
@@ -144,7 +144,7 @@ class Done(NamedTuple):
 
 @dataclass(slots=True)
 class Cast:
-    """A request of a scene during its play."""
+    """A request of a scene, and what happens to it while the scene is played."""
 
     arrival: Arrival
     request: Request | None = None

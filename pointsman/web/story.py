@@ -182,8 +182,9 @@ def lives_of(film: Film) -> list[Life]:
 
 
 class _Lives:
-    """One pass over a film. The time behind others is summed for all requests together, by what the head of the queue
-    lacks. Each request takes the difference between the sums at the beginning and the end of its wait."""
+    """One pass over a film. The time of waiting behind other requests is summed for all requests together, by what the
+    head of the queue lacks. Each request takes the difference between the sums at the beginning and the end of its
+    wait."""
 
     def __init__(self, film: Film) -> None:
         self._film = film

@@ -139,7 +139,7 @@ class _Pass:
         for number in list(self.computing):
             tokens, flags = odd.get(number, (1, 1))
             prefill += tokens
-            if flags & 1:  # it samples: the next step decodes
+            if flags & 1:  # the row samples, so the next step decodes
                 self.computing.discard(number)
                 self.sampled.append(number)
         self._frame(event, 1, prefill, total - prefill)

@@ -138,8 +138,8 @@ def fill(template: str | Choice, values: Mapping[str, Any]) -> str:
     """The sentence of a template.
 
     Args:
-        template: for a `Choice`, the value of its field selects the template.
-        values: by their names in the template.
+        template: the template, or a `Choice` among templates by the value of a field.
+        values: values for the template, by the names in it.
     """
     if isinstance(template, Choice):
         template = template.templates[min(int(values[template.by]), len(template.templates) - 1)]
@@ -153,11 +153,11 @@ def fill(template: str | Choice, values: Mapping[str, Any]) -> str:
     def option(found: re.Match[str]) -> str:
         return found[1] if all(values[name] for name, _ in _VALUE.findall(found[1])) else ""
 
-    return _VALUE.sub(shown, _OPTION.sub(option, template))  # values come last, and may hold braces
+    return _VALUE.sub(shown, _OPTION.sub(option, template))  # values come last, as they may contain braces
 
 
 def counted(count: int, what: str) -> str:
-    """A count with its noun."""
+    """A count with its noun, in the singular or plural."""
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 

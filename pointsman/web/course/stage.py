@@ -303,7 +303,7 @@ class Stage:
 
 
 def next_token(tokens: npt.NDArray[np.integer]) -> int:
-    """The model's sample after these tokens: a function of all of them."""
+    """The token that the simulated model samples after `tokens`: a function of all of them."""
     return int(tokens.sum(dtype=np.int64) * 31 + len(tokens)) % 997
 
 
