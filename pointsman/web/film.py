@@ -222,20 +222,20 @@ class Film:
                 self.is_complete = True
             elif kind == "R":
                 columns, _ = unpack("R", data)
-                self._take(BYTES_A_REQUEST * max(map(len, columns.values())))
+                self._count_memory(BYTES_A_REQUEST * max(map(len, columns.values())))
             elif kind == "E":
                 if columns is None:
                     raise FilmError("events come before the requests that they are about; the film is broken")
                 chunk = _Chunk(*unpack("E", data))
-                self._take_columns(chunk.events)
-                self._take(BYTES_A_STRING * len(chunk.strings) + sum(map(len, chunk.strings)))
-                self._take(BYTES_A_FRAME * len(chunk.events["step_id"]))
+                self._count_columns(chunk.events)
+                self._count_memory(BYTES_A_STRING * len(chunk.strings) + sum(map(len, chunk.strings)))
+                self._count_memory(BYTES_A_FRAME * len(chunk.events["step_id"]))
                 self._chunks.append(chunk)
                 self._add_requests(columns, self._chunks[-1].strings)
                 columns = None
             elif with_blocks and self._chunks:
                 self._chunks[-1].blocks, _ = unpack("B", data)
-                self._take_columns(self._chunks[-1].blocks)
+                self._count_columns(self._chunks[-1].blocks)
         if not self._chunks:
             raise FilmError("the film has no events; it was cut off at once")
         if not self.is_complete and self._chunks[0].blocks is not None and self._chunks[-1].blocks is None:
@@ -244,10 +244,10 @@ class Film:
         self._check()
         self.frames: list[Frame] = [frame for index in range(len(self._chunks)) for frame in self._frames_of(index)]
 
-    def _take_columns(self, columns: Columns) -> None:
-        self._take(sum(values.nbytes for values in columns.values()))
+    def _count_columns(self, columns: Columns) -> None:
+        self._count_memory(sum(values.nbytes for values in columns.values()))
 
-    def _take(self, num_bytes: int) -> None:
+    def _count_memory(self, num_bytes: int) -> None:
         """Add to the memory that the film takes.
 
         Raises:

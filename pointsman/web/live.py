@@ -110,7 +110,7 @@ class LiveFilm:
         recorder, now = self._recorder, self._clock()
         assert recorder is not None
         if now >= self._due and recorder.num_frames:
-            self._give(self._cut(recorder))
+            self._queue_for_all(self._cut_part(recorder))
             self._due = now + self.interval
         records = []
         if not own.has_header:
@@ -138,26 +138,30 @@ class LiveFilm:
         if self._recorder is None:
             recorder = FilmRecorder(self._file)
             self._scheduler.start_film(recorder)
-            recorder.on_chunk = self._bound
-            self._header, self._recorder, self._due = self._empty(), recorder, self._clock() + SECONDS_BETWEEN_PARTS
+            recorder.on_chunk = self._drop_large_part
+            self._header, self._recorder, self._due = (
+                self._take_bytes(),
+                recorder,
+                self._clock() + SECONDS_BETWEEN_PARTS,
+            )
         own = self._watchers[watcher] = _Watcher()
         if self._newest is not None:
-            self._put(own, self._newest)
+            self._queue(own, self._newest)
         return own
 
-    def _cut(self, recorder: FilmRecorder) -> tuple[bytes, int]:
+    def _cut_part(self, recorder: FilmRecorder) -> tuple[bytes, int]:
         began, num_frames = self._cpu_clock(), recorder.num_frames
         recorder.cut()
         self._costs.append(self._cpu_clock() - began)
-        return self._empty(), num_frames
+        return self._take_bytes(), num_frames
 
-    def _give(self, part: tuple[bytes, int]) -> None:
+    def _queue_for_all(self, part: tuple[bytes, int]) -> None:
         self._newest = part
         for own in self._watchers.values():
-            self._put(own, part)
+            self._queue(own, part)
 
     @staticmethod
-    def _put(own: _Watcher, part: tuple[bytes, int]) -> None:
+    def _queue(own: _Watcher, part: tuple[bytes, int]) -> None:
         own.parts.append(part)
         own.num_bytes += len(part[0])
         while own.num_bytes > MAX_WAITING and len(own.parts) > 1:
@@ -165,15 +169,15 @@ class LiveFilm:
             own.num_bytes -= len(dropped)
             own.num_dropped += num_frames
 
-    def _bound(self) -> None:
+    def _drop_large_part(self) -> None:
         """Drop a part that has grown too large, because no watcher has taken it for a long time."""
         recorder = self._recorder
         if recorder is not None and self._file.tell() > MAX_PART:
-            _, num_frames = self._cut(recorder)
+            _, num_frames = self._cut_part(recorder)
             for own in self._watchers.values():
                 own.num_dropped += num_frames
 
-    def _empty(self) -> bytes:
+    def _take_bytes(self) -> bytes:
         found = self._file.getvalue()
         self._file.seek(0)
         self._file.truncate()

@@ -231,10 +231,10 @@ class _Handler(BaseHTTPRequestHandler):
                 for part in open_parts:
                     if part:
                         self.wfile.write(part)
-                    elif self._is_gone():
+                    elif self._has_disconnected():
                         return
 
-    def _is_gone(self) -> bool:
+    def _has_disconnected(self) -> bool:
         """Whether the client has closed the connection. A connected client sends nothing while it reads a stream."""
         readable, _, _ = select.select([self.connection], [], [], 0)
         return bool(readable) and not self.connection.recv(1, socket.MSG_PEEK)

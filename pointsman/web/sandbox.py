@@ -212,7 +212,7 @@ class Sandbox:
         kept = {"num_steps": self.played.num_steps, "to_the_end": False, "not_before": self.played.now}
         return replace(self._now, scene=replace(self.scene, **{**kept, **changes}), what=what)
 
-    def _with(self, what: str, given: Input) -> _Moment:
+    def _with_input(self, what: str, given: Input) -> _Moment:
         moment = self._next(what, inputs=(*self.scene.inputs, given))
         _check_size(moment.scene)
         return moment
@@ -232,7 +232,7 @@ class Sandbox:
         max_tokens: object = None,
     ) -> _Moment:
         known = {each.request_id: each for each in self.scene.arrivals}
-        name = _word("id", id) if id is not None else next(each for each in _names() if each not in known)
+        name = _text("id", id) if id is not None else next(each for each in _names() if each not in known)
         if name in known:
             raise SandboxError(f"id is {name!r}, which another request has; choose another id, or leave it out")
         now = self.played.now
@@ -243,9 +243,11 @@ class Sandbox:
         num_output = _integer("output", output, 1, MAX_TOKENS)
         num_shared = 0
         if like is not None:
-            other = known.get(_word("like", like))
+            other = known.get(_text("like", like))
             if other is None:
-                raise SandboxError(f"like is {like!r}, and no request has that id; choose one of {_listed(known)}")
+                raise SandboxError(
+                    f"like is {like!r}, and no request has that id; choose one of {_joined_names(known)}"
+                )
             most = min(num_prompt, other.num_prompt_tokens + other.num_output_tokens - 1)
             num_shared = _integer("shared", most if shared is None else shared, 1, most)
         elif shared is not None:
@@ -258,16 +260,16 @@ class Sandbox:
             None if like is None else str(like),
             num_shared,
             _integer("priority", priority, -MAX_INT, MAX_INT),
-            "" if tenant is None else _word("tenant", tenant),
+            "" if tenant is None else _text("tenant", tenant),
             None if max_tokens is None else _integer("max_tokens", max_tokens, 1, MAX_TOKENS),
         )
-        return self._with(f"add {name}", arrival)
+        return self._with_input(f"add {name}", arrival)
 
     def _abort(self, id: object) -> _Moment:
         cast = self._unfinished("abort", id)
         name = cast.arrival.request_id
         if cast.request is not None:
-            return self._with(f"abort {name}", Abortion(name, self.played.now))
+            return self._with_input(f"abort {name}", Abortion(name, self.played.now))
         if any(each.starts_like == name for each in self.scene.arrivals):
             raise SandboxError(f"{name} has not arrived, and another request starts like it; remove that request first")
         kept = tuple(each for each in self.scene.inputs if each.request_id != name)
@@ -278,12 +280,12 @@ class Sandbox:
         name, value = cast.arrival.request_id, _integer("priority", priority, -MAX_INT, MAX_INT)
         if cast.request is None:
             raise SandboxError(f"{name} arrives at {cast.arrival.at:g} s; step until then, or add it with a priority")
-        return self._with(f"priority of {name}", Urgency(name, value, self.played.now))
+        return self._with_input(f"priority of {name}", Urgency(name, value, self.played.now))
 
     def _unfinished(self, what: str, id: object) -> Cast:
-        cast = self.played.cast.get(_word("id", id))
+        cast = self.played.cast.get(_text("id", id))
         if cast is None:
-            raise SandboxError(f"{what}: no request is called {id!r}; choose one of {_listed(self.played.cast)}")
+            raise SandboxError(f"{what}: no request is called {id!r}; choose one of {_joined_names(self.played.cast)}")
         if cast.refusal is not None or (cast.request is not None and cast.request.status.is_finished):
             raise SandboxError(f"{what}: {cast.arrival.request_id} has finished; undo steps to restore it")
         return cast
@@ -330,9 +332,9 @@ class Sandbox:
         scene = _with_settings(self.scene, settings)
         if _same_settings(scene, self.scene):
             raise SandboxError("these are the settings already; change one")
-        return replace(self._now, scene=self._as_far(scene), what="settings")
+        return replace(self._now, scene=self._with_current_steps(scene), what="settings")
 
-    def _as_far(self, scene: Scene) -> Scene:
+    def _with_current_steps(self, scene: Scene) -> Scene:
         """`scene`, to be played for as many steps as the current scene."""
         to_the_end = self.scene.to_the_end or (self.played.is_over and self.played.num_steps > 0)
         return replace(scene, num_steps=self.played.num_steps, to_the_end=to_the_end, not_before=0.0)
@@ -365,7 +367,7 @@ class Sandbox:
         base = self._now.base
         if _same_settings(base, self.scene):
             return None
-        scene = self._as_far(_with_settings_of(self.scene, base))
+        scene = self._with_current_steps(_with_settings_of(self.scene, base))
         if self._base_played is None or self._base_played.scene != scene:
             self._base_played = self._play(scene)
         return self._base_played
@@ -462,7 +464,7 @@ def _with_settings(scene: Scene, given: Mapping[str, Any]) -> Scene:
     known_settings = {each.name: each for each in SETTINGS}
     for name in given:
         if name not in known_settings:
-            raise SandboxError(f"no setting is called {name!r}; choose from {_listed(known_settings)}")
+            raise SandboxError(f"no setting is called {name!r}; choose from {_joined_names(known_settings)}")
     values = {name: _checked(known_settings[name], value) for name, value in given.items()}
     of_the_scene = {name: values.pop(name) for name in _OF_THE_SCENE & values.keys()}
     now = settings_of(scene)
@@ -568,7 +570,7 @@ def _names() -> Any:
         number += 1
 
 
-def _listed(names: Mapping[str, object]) -> str:
+def _joined_names(names: Mapping[str, object]) -> str:
     found = list(names)
     return ", ".join(found[:20]) + (f" and {len(found) - 20} others" if len(found) > 20 else "") or "there are none"
 
@@ -589,7 +591,7 @@ def _number(name: str, value: object, low: float, high: float) -> float:
     return float(value)
 
 
-def _word(name: str, value: object) -> str:
+def _text(name: str, value: object) -> str:
     if not isinstance(value, str) or not value.strip() or len(value) > MAX_ID or not value.isprintable():
         raise SandboxError(f"{name} is {value!r}; it must be 1 to {MAX_ID} printable characters")
     return value

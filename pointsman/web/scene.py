@@ -244,13 +244,13 @@ class _Player:
         problem, num_steps = None, 0
         most = MAX_STEPS if self._scene.to_the_end else min(self._scene.num_steps, MAX_STEPS)
         try:
-            self._happen()
-            while num_steps < most and self._wait():
+            self._apply_due_inputs()
+            while num_steps < most and self._wait_for_requests():
                 self._step()
                 num_steps += 1
-                self._happen()
+                self._apply_due_inputs()
             while not self._scheduler.has_unfinished_requests() and self._next_arrival() <= self._scene.not_before:
-                self._wait_for_next()
+                self._wait_for_next_arrival()
         except PolicyError as error:
             problem = str(error)
         self._scheduler.remove_listener(recorder)
@@ -267,24 +267,24 @@ class _Player:
             problem=problem,
         )
 
-    def _wait(self) -> bool:
+    def _wait_for_requests(self) -> bool:
         """Advance the time until the scheduler has an unfinished request; False: no further request arrives."""
         while not self._scheduler.has_unfinished_requests():
             if self._next_arrival() == math.inf:
                 return False
-            self._wait_for_next()
+            self._wait_for_next_arrival()
         return True
 
     def _next_arrival(self) -> float:
         """The time of the next arrival; infinity: there is none."""
         return next((each.at for each in self._pending if isinstance(each, Arrival)), math.inf)
 
-    def _wait_for_next(self) -> None:
+    def _wait_for_next_arrival(self) -> None:
         self._now = self._next_arrival()
         self._log.append(Done("wait", self._now))
-        self._happen()
+        self._apply_due_inputs()
 
-    def _happen(self) -> None:
+    def _apply_due_inputs(self) -> None:
         """Apply all inputs that are due."""
         while self._pending and self._pending[0].at <= self._now:
             given = self._pending.popleft()

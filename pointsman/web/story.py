@@ -203,7 +203,7 @@ class _Lives:
                 self._begin(number, one.reason or (one.status if number in begin.parked else BEHIND))
 
     def add(self, event: Event) -> None:
-        self._pass(event.time)
+        self._advance_to(event.time)
         if event.op is Op.STEP or event.op is Op.STEPS:
             blocked = event.fields["blocked"]
             self._blocked = f"{BEHIND}, {self._reasons[blocked - 1]}" if blocked else BEHIND
@@ -216,14 +216,14 @@ class _Lives:
 
     def end(self) -> list[Life]:
         """End the pass, and return the lives of all requests."""
-        self._pass(max(self._now, self._film.end))
+        self._advance_to(max(self._now, self._film.end))
         for number in list(self._doing):
             self._end(number)
         for life in self._lives:
             life.waited = dict(sorted(life.waited.items(), key=lambda item: -item[1]))
         return self._lives
 
-    def _pass(self, now: float) -> None:
+    def _advance_to(self, now: float) -> None:
         if now != self._now:
             self._behind[self._blocked] = self._behind.get(self._blocked, 0.0) + now - self._now
             self._now = now

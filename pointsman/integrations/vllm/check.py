@@ -134,7 +134,9 @@ def check(model: str, options: list[str], log: Path | None = None) -> Report:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     import vllm
 
-    report = Report(vllm.__version__, model, command=shlex.join(["vllm", "serve", model, *_with_class(options)]))
+    report = Report(
+        vllm.__version__, model, command=shlex.join(["vllm", "serve", model, *_with_scheduler_cls(options)])
+    )
     problem = problem_of_version(vllm.__version__, allows_untested=True)
     if problem is not None:
         report.problems.append(problem)
@@ -151,9 +153,9 @@ def check(model: str, options: list[str], log: Path | None = None) -> Report:
         report.groups += groups.lines()
     except LayersUnknown as unknown:
         report.unknown = str(unknown)
-    report.problems += problems_of(vllm_config, None if groups is None else _layout(groups))
+    report.problems += problems_of(vllm_config, None if groups is None else _as_kv_cache_config(groups))
     if groups is not None:
-        report.not_simulated = lacking_in_simulator(vllm_config, _layout(groups))
+        report.not_simulated = lacking_in_simulator(vllm_config, _as_kv_cache_config(groups))
     report.not_run = untested_parts(vllm_config)
     _read_knobs(report, vllm_config, groups)
     report.groups += _capacity(vllm_config, groups, from_log)
@@ -237,7 +239,7 @@ def _vllm_config(model: str, options: list[str]) -> VllmConfig:
         raise CannotCheck(f"vLLM cannot run {model} with these options: {_first_line(error)}") from error
 
 
-def _with_class(options: list[str]) -> list[str]:
+def _with_scheduler_cls(options: list[str]) -> list[str]:
     """Options of `vllm serve` with this scheduler."""
     is_given = any(option.partition("=")[0].replace("_", "-") == "--scheduler-cls" for option in options)
     return options if is_given else ["--scheduler-cls", SCHEDULER_CLS, *options]
@@ -292,7 +294,7 @@ def _where_cached(cache: CacheConfig) -> str:
     )
 
 
-def _layout(groups: Groups) -> Any:
+def _as_kv_cache_config(groups: Groups) -> Any:
     """A stand-in for vLLM's `KVCacheConfig` with these groups."""
     return SimpleNamespace(kv_cache_groups=groups.groups)
 
@@ -319,7 +321,7 @@ def _read_knobs(report: Report, vllm_config: VllmConfig, made: Groups | None) ->
         groups, is_theirs = _groups(vllm_config), has_states
         keeper = "vLLM's own KV manager" + ("" if has_states else " if their blocks differ in size")
     else:
-        count, layout = len(made.groups), _layout(made)
+        count, layout = len(made.groups), _as_kv_cache_config(made)
         groups = "" if not count or is_one_full_group(layout) else f"{count} group{'s' * (count > 1)}"
         groups += _where_cached(cache) if has_states else ""
         is_theirs = bool(groups) and own_groups(vllm_config, layout, config, size) is None

@@ -190,7 +190,7 @@ class KVGroups(KVCache):
             if not (group.is_ring or group.is_of_encoder)
         ]
         self._has_encoder = any(group.is_of_encoder for group in self._groups)
-        self._giving = [group for group in self._groups if group.gives_back]
+        self._releasing = [group for group in self._groups if group.gives_back]
         self._states: list[MambaManager] = [
             each for each in self._managers if getattr(each, "mamba_cache_mode", "none") == "align"
         ]
@@ -405,7 +405,7 @@ class KVGroups(KVCache):
         slots = min(
             [len(tables[name]) * size - extra for _, tables, size, extra in self._shapes], default=self._max_model_len
         )
-        for group in self._giving:
+        for group in self._releasing:
             slots = min(slots, group.next_return(final, slots))
         return max(slots, end)
 
@@ -426,11 +426,11 @@ class KVGroups(KVCache):
                 needed[index] = self._count_row(batch, row, end, is_whole=True)
                 continue
             if self._states:
-                needed[index] = self._ask_for_states(batch, row, end)
+                needed[index] = self._num_blocks_with_states(batch, row, end)
                 continue
-            final = self._final(batch, row) if self._giving else 0
+            final = self._final(batch, row) if self._releasing else 0
             count = 0
-            for group in self._giving:
+            for group in self._releasing:
                 group.give_back(name, final, self._row_of[row].num_prompt_tokens)
             for _, tables, size, extra in self._shapes:  # inline, as this runs for a few thousand rows a second
                 missing = -(-(end + extra) // size) - len(tables[name])
@@ -447,7 +447,7 @@ class KVGroups(KVCache):
         name, prefill_end = request.metadata.request_id, _prefill_end(request)
         return self._count(name, end, self._nothing, start, is_whole=is_whole, prefill_end=prefill_end)
 
-    def _ask_for_states(self, batch: Batch, row: int, end: int) -> int:
+    def _num_blocks_with_states(self, batch: Batch, row: int, end: int) -> int:
         """Release the blocks that a row with cached states no longer needs, and return the number of free blocks that
         the row needs for its first `end` tokens."""
         request, final = self._row_of[row], self._final(batch, row)
@@ -507,7 +507,7 @@ class KVGroups(KVCache):
                     if given:
                         new = self._new.setdefault(name, [[] for _ in self._groups])
                         new[place] += [block.block_id for block in given]
-            self._set_slots(batch, row, self._final(batch, row) if self._giving else 0, end)
+            self._set_slots(batch, row, self._final(batch, row) if self._releasing else 0, end)
         return NO_NEW
 
     def grow_for_steps(

@@ -72,8 +72,8 @@ class BlockNumbers:
             The number of the last known block, the number of the first new block, and the count of new blocks.
         """
         young, old, count = self._young, self._old, len(hashes)
-        num_young = _num_in(young, hashes, 0)
-        num_known = _num_in(old, hashes, num_young) if old else num_young
+        num_young = _num_leading_known(young, hashes, 0)
+        num_known = _num_leading_known(old, hashes, num_young) if old else num_young
         for name in hashes[num_young:num_known]:
             young[name] = old[name]
         parent = young[hashes[num_known - 1]] if num_known else None
@@ -86,7 +86,7 @@ class BlockNumbers:
         return parent, first, num_new
 
 
-def _num_in(known: dict[bytes, int], hashes: Sequence[bytes], low: int) -> int:
+def _num_leading_known(known: dict[bytes, int], hashes: Sequence[bytes], low: int) -> int:
     """The number of leading hashes that are in `known`; the first `low` hashes are."""
     high = len(hashes)
     while low < high:

@@ -253,7 +253,7 @@ class Questions:
                 "parked": scheduler.num_parked,
             }
             names = list(self._requests)
-        names = list(islice(names if name is None else _called(name, names), limit))
+        names = list(islice(names if name is None else _matching_ids(name, names), limit))
         if name is not None and not names:
             raise ControlError(
                 f"no request {name!r} is waiting, parked or running; it may have finished; `explain` without an id "
@@ -279,7 +279,7 @@ class Questions:
         """A request in the form of `GET /v1/requests` of `pointsman serve`."""
         explanation: Explanation = self._scheduler.explain(request.request_id)
         holders = [
-            {"id": self._shown(holder.request_id), "amount": holder.amount, "what": holder.what}
+            {"id": self._vllm_id(holder.request_id), "amount": holder.amount, "what": holder.what}
             for holder in explanation.holders
         ]
         return {
@@ -306,7 +306,7 @@ class Questions:
             "priority": request.priority,
         }
 
-    def _shown(self, request_id: str) -> str:
+    def _vllm_id(self, request_id: str) -> str:
         """vLLM's id of one of the core's requests."""
         request = self._scheduler.get_request(request_id)
         return request_id if request is None or request.metadata is None else str(request.metadata.request_id)
@@ -382,7 +382,7 @@ class Questions:
             return {"num_running": self._scheduler.num_running, "num_waiting": self._scheduler.num_queued}
 
 
-def _called(name: Any, requests: Sequence[str]) -> Iterator[str]:
+def _matching_ids(name: Any, requests: Sequence[str]) -> Iterator[str]:
     """The request id that equals `name`; otherwise the ids of the requests of completion `name`, or with `name` as the
     client's X-Request-Id."""
     if name in requests:

@@ -113,13 +113,13 @@ def to_result(output: Output, sampled: Sampled) -> StepResult:
         if not has_drafts:  # takes a third of the time of the other cases
             return StepResult(tokens)
     except (ValueError, OverflowError):  # a row has no token, several tokens, or a token out of range
-        tokens = _flat(lists)
+        tokens = _all_tokens(lists)
     except TypeError as error:
         raise StepResultError(f"the model runner returned something else than lists of integers: {error}") from None
     return StepResult(tokens, counts=np.fromiter(map(len, lists), dtype=np.int64, count=output.num_rows))
 
 
-def _flat(lists: list[Any]) -> npt.NDArray[np.integer]:
+def _all_tokens(lists: list[Any]) -> npt.NDArray[np.integer]:
     """[tokens] the tokens of all rows, one row after the other."""
     try:
         return np.fromiter(chain.from_iterable(lists), dtype=np.int64)
@@ -149,18 +149,18 @@ class Judge:
             run = sampled.lists[index]
             is_live = request.row is not None and request.serial == output.serials[index]
             why = _contradiction(run, bool(output.samples[index]), int(output.num_draft_tokens[index]), is_live)
-            if why is None and output.samples[index] and not _length(run):
-                why = self._again(request) if is_live else None
+            if why is None and output.samples[index] and not _num_tokens(run):
+                why = self._sample_again(request) if is_live else None
                 if why is None:
                     unsampled.append(index)
             if why is not None:
                 errors[index] = why
-            if why is not None or not _length(run):
+            if why is not None or not _num_tokens(run):
                 sampled.lists[index] = []
         counts = [len(run) for run in sampled.lists]
         return StepResult(list(chain.from_iterable(sampled.lists)), counts, errors, unsampled=unsampled)
 
-    def _again(self, request: Request) -> str | None:
+    def _sample_again(self, request: Request) -> str | None:
         """Let a request sample again (None), or return the error after too many attempts."""
         num_tokens, attempts = self._attempts.get(request, (0, 0))
         attempts = attempts + 1 if num_tokens == request.num_tokens else 1
@@ -170,19 +170,19 @@ class Judge:
         return f"{attempts} steps in a row had no token for it"
 
 
-def _length(run: Any) -> int:
-    return 0 if run is None else len(run)
+def _num_tokens(tokens: Any) -> int:
+    return 0 if tokens is None else len(tokens)
 
 
-def _contradiction(run: Any, samples: bool, num_drafts: int, is_live: bool) -> str | None:
+def _contradiction(tokens: Any, samples: bool, num_drafts: int, is_live: bool) -> str | None:
     """Why the tokens of a row cannot be from this step; None: they can. `is_live`: whether the row's request still runs
     as in the step."""
-    if run is None:
+    if tokens is None:
         return "the model runner returned nothing for it" if is_live else None
     most = 1 + num_drafts if samples else 0
-    if len(run) > most:
-        return f"{len(run)} tokens came from a step that yields at most {most}"
-    for token in run:
+    if len(tokens) > most:
+        return f"{len(tokens)} tokens came from a step that yields at most {most}"
+    for token in tokens:
         if not isinstance(token, (int, np.integer)) or not 0 <= token <= MAX_TOKEN_ID:
             return f"token id {token} was sampled; ids must be between 0 and {MAX_TOKEN_ID}"
     return None

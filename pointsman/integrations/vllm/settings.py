@@ -91,7 +91,7 @@ def read_settings(additional_config: Any, version: str = NEWEST) -> Settings:
         ConfigError: the value under "pointsman" is not an object, or has a key that is unknown or that a flag of vLLM
             sets; or a key for Pointsman is outside of that object.
     """
-    given = _given(additional_config, KNOBS | _OF_DROP_IN)
+    given = _pointsman_section(additional_config, KNOBS | _OF_DROP_IN)
     if not isinstance(given, Mapping):
         raise ConfigError(f"pointsman in --additional-config is {given!r}; it must be an object of knobs")
     knobs = dict(given)
@@ -139,7 +139,7 @@ def read_observer_settings(additional_config: Any) -> str | None:
         ConfigError: the value under "pointsman" is not an object, or has a key other than "record"; or "record" is
             outside of that object.
     """
-    given = _given(additional_config, {"record"})
+    given = _pointsman_section(additional_config, {"record"})
     if not isinstance(given, Mapping):
         raise ConfigError(
             f'pointsman in --additional-config is {given!r}; it must be an object like {{"record": FILE}}'
@@ -163,7 +163,7 @@ def _is_path(value: Any) -> bool:
         return False
 
 
-def _given(additional_config: Any, keys: Set[str]) -> Any:
+def _pointsman_section(additional_config: Any, keys: Set[str]) -> Any:
     """The value under the key "pointsman"; an empty mapping if the key is missing.
 
     Raises:

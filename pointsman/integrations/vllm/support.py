@@ -102,7 +102,7 @@ def problem_of_version(version: str, *, allows_untested: bool = False) -> Refusa
     else:
         if allows_untested and not broken:
             return None
-        found, remedy = _found_in_sources(broken)
+        found, remedy = _comparison_with_sources(broken)
     return Refusal(
         "version",
         f"vLLM {version} is installed, and pointsman.integrations.vllm supports {', '.join(TESTED)}, as vLLM's "
@@ -110,7 +110,7 @@ def problem_of_version(version: str, *, allows_untested: bool = False) -> Refusa
     )
 
 
-def _found_in_sources(broken: Sequence[str]) -> tuple[str, str]:
+def _comparison_with_sources(broken: Sequence[str]) -> tuple[str, str]:
     """Parts of an error message: the result of comparing our assumptions with vLLM's sources, and a remedy."""
     if not broken:
         remedy = ', or try it all the same with {"pointsman": {"untested_version": true}} in --additional-config'

@@ -116,26 +116,26 @@ class Run:
         """The blocks of a request after the decision of a step."""
         return self.state(step).requests[self.names.index(request_id)].table
 
-    def _of(self, op: Op, request_id: str | None = None) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    def _request_events(self, op: Op, request_id: str | None = None) -> Iterator[tuple[int, str, dict[str, Any]]]:
         for step, event in self.events:
             if event.op is op and event.request is not None and request_id in (None, self.names[event.request]):
                 yield step, self.names[event.request], event.fields
 
     def starts(self, request_id: str) -> list[int]:
         """The steps in which a request was admitted: the first time, and after each preemption."""
-        return [step for step, _, _ in self._of(Op.ADMITTED, request_id)]
+        return [step for step, _, _ in self._request_events(Op.ADMITTED, request_id)]
 
     def cached(self, request_id: str) -> list[int]:
         """Number of tokens that each admission of a request found in the prefix cache."""
-        return [fields["cached"] for _, _, fields in self._of(Op.ADMITTED, request_id)]
+        return [fields["cached"] for _, _, fields in self._request_events(Op.ADMITTED, request_id)]
 
     def end(self, request_id: str) -> int:
         """The first step that is decided after a request has finished."""
-        return next(step for step, _, _ in self._of(Op.FINISHED, request_id))
+        return next(step for step, _, _ in self._request_events(Op.FINISHED, request_id))
 
     def preemptions(self, request_id: str | None = None) -> list[Preemption]:
         """All preemptions, in order."""
-        found = self._of(Op.PREEMPTED, request_id)
+        found = self._request_events(Op.PREEMPTED, request_id)
         return [Preemption(step, name, fields["lost"], fields["cached"]) for step, name, fields in found]
 
     def waits(self, request_id: str | None = None) -> list[Wait]:
@@ -143,7 +143,7 @@ class Run:
         reasons = self.opened.header["names"]["reasons"]
         return [
             Wait(step, name, reasons[e["reason"]], e["missing"], self.names[e["holder"] - 1] if e["holder"] else None)
-            for step, name, e in self._of(Op.DEFERRED, request_id)
+            for step, name, e in self._request_events(Op.DEFERRED, request_id)
         ]
 
     def tokens(self, step: int) -> dict[str, int]:

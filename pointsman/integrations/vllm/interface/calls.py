@@ -20,10 +20,10 @@ READERS = ("vllm.v1.engine", "vllm.v1.executor", "vllm.v1.worker")
 
 def expected_of_scheduler(sources: Sources, ours: Class) -> Iterator[Assumption]:
     """vLLM's expectations of a scheduler, checked against our class."""
-    yield from _declared(sources, ours)
+    yield from _checked_methods(sources, ours)
     for package in READERS:
         for module in sources.modules_under(package, word="scheduler"):
-            yield from _read(module, ours)
+            yield from _checked_uses(module, ours)
 
 
 def new_arguments(sources: Sources, ours: Class) -> Iterator[Assumption]:
@@ -48,7 +48,7 @@ def _methods(sources: Sources) -> Iterator[tuple[str, Class]]:
                 yield name, kind
 
 
-def _declared(sources: Sources, ours: Class) -> Iterator[Assumption]:
+def _checked_methods(sources: Sources, ours: Class) -> Iterator[Assumption]:
     """Check the abstract methods of vLLM's interface."""
     found = False
     for name, kind in _methods(sources):
@@ -69,35 +69,35 @@ def _declared(sources: Sources, ours: Class) -> Iterator[Assumption]:
         yield Assumption("scheduler", "", ".".join(INTERFACE), False, "it is not there, or has no abstract methods")
 
 
-def _read(module: Module, ours: Class) -> Iterator[Assumption]:
+def _checked_uses(module: Module, ours: Class) -> Iterator[Assumption]:
     """Check a module of vLLM's: its reads and calls of a scheduler."""
     nodes = list(ast.walk(module.tree))
-    asked = {name for node in nodes if isinstance(node, ast.Call) for name in _asked(node)}
+    asked = {name for node in nodes if isinstance(node, ast.Call) for name in _optional_attributes(node)}
     for node in nodes:
         place = _place(module.path, node)
         if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Call):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             if any(isinstance(each, ast.Attribute) and _is_scheduler(each) for each in targets):
-                yield _given(place, ours.name, ours.constructor, Arguments.of(node.value))
+                yield _checked_call(place, ours.name, ours.constructor, Arguments.of(node.value))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _is_scheduler(node.func.value):
             member = ours.member(node.func.attr)
             if member is not None and member.function is not None and not member.is_property:
                 signature = Signature.of(member.function.node, bound=True)
-                yield _given(place, f"{ours.name}.{node.func.attr}", signature, Arguments.of(node))
+                yield _checked_call(place, f"{ours.name}.{node.func.attr}", signature, Arguments.of(node))
         elif isinstance(node, ast.Attribute) and _is_scheduler(node.value) and node.attr not in asked:
             holds = ours.has(node.attr)
             found = "" if holds else f"vLLM reads scheduler.{node.attr}, which ours lacks"
             yield Assumption("scheduler", place, f"{ours.name}.{node.attr}", holds, found)
 
 
-def _given(place: str, name: str, signature: Signature | None, given: Arguments) -> Assumption:
+def _checked_call(place: str, name: str, signature: Signature | None, given: Arguments) -> Assumption:
     """Check that our signature accepts the arguments that vLLM passes."""
     problem = None if signature is None else signature.problem(given)
     found = f"ours {problem}, with {signature}" if problem else ""
     return Assumption("scheduler", place, f"{name}({given})", problem is None, found)
 
 
-def _asked(node: ast.Call) -> Iterator[str]:
+def _optional_attributes(node: ast.Call) -> Iterator[str]:
     """The attribute of a scheduler that a call of `hasattr`, or of `getattr` with a default, reads."""
     name = node.func.id if isinstance(node.func, ast.Name) else ""
     if name == "hasattr" or (name == "getattr" and len(node.args) == 3):

@@ -139,7 +139,7 @@ class Reader:
             if isinstance(option, Module):
                 self._note_import(node, option.name, name, at_runtime=True)
                 return
-            of, has = self._asked(option, name)
+            of, has = self._class_with_attribute(option, name)
             answers.append(has)
             if of is not None:
                 theirs.append(of)
@@ -156,7 +156,7 @@ class Reader:
             found = "; ".join(f"{each.name} has {_similar(name, each.member_names())}" for each in theirs)
         self._note("attribute", node, f"{theirs[0].name}.{name}", holds, found)
 
-    def _asked(self, option: Option, name: str) -> tuple[Class | None, bool | None]:
+    def _class_with_attribute(self, option: Option, name: str) -> tuple[Class | None, bool | None]:
         """The class of vLLM's whose attribute is used, and whether it has the attribute."""
         kind = option.kind if isinstance(option, Instance) else option
         if not isinstance(kind, Class):
@@ -176,10 +176,10 @@ class Reader:
         makers = [(option.kind, self._by_names(node, option, given)) for option in options if isinstance(option, Maker)]
         if makers:  # of several makers, each version of vLLM fits one
             fits = [each for each in makers if each[0].constructor is None or not each[0].constructor.problem(each[1])]
-            self._note_made(node, *(fits or makers)[0])
+            self._note_construction(node, *(fits or makers)[0])
         for option in options:
             if isinstance(option, Class):
-                self._note_made(node, option, given)
+                self._note_construction(node, option, given)
             elif isinstance(option, Bound) and option.function.module.name.partition(".")[0] == VLLM:
                 function_node = option.function.node
                 name = option.function.name
@@ -193,7 +193,7 @@ class Reader:
             self._note_fallback("field", node, f"{maker.kind.name}.{name}", "it is not given")
         return Arguments(0, names - lacking)
 
-    def _note_made(self, node: ast.Call, kind: Class, given: Arguments) -> None:
+    def _note_construction(self, node: ast.Call, kind: Class, given: Arguments) -> None:
         """Note that our code constructs an object of a class."""
         if not _is_of_vllm(kind):
             return
@@ -220,7 +220,7 @@ class Reader:
                 if name not in option.optional:
                     self._note_field(node, kind, name)
 
-    def _note_replaced(self, node: ast.Call, scope: Scope) -> None:
+    def _note_replace_fields(self, node: ast.Call, scope: Scope) -> None:
         for kind in filter(_is_of_vllm, instances(self.types.infer(node.args[0], scope))):
             for name in filter(None, (each.arg for each in node.keywords)):
                 self._note_field(node, kind, name)
@@ -388,18 +388,18 @@ class Reader:
         if name == "maker":
             self._note_maker(node, scope)
         elif name == "replace" and node.args:
-            self._note_replaced(node, scope)
+            self._note_replace_fields(node, scope)
         elif name == "getattr" and len(node.args) == 3 and isinstance(node.args[1], ast.Constant):
             asked = str(node.args[1].value)
             for kind in instances(self.types.infer(node.args[0], scope)):
                 if _is_of_vllm(kind) and kind.has(asked) is False:
                     self._note_fallback("attribute", node, f"{kind.name}.{asked}", "its default is used")
         elif name == "type" and len(node.args) == 3:
-            self._note_mixed(node, scope)
+            self._note_mixin(node, scope)
         else:
             self._note_call(node, scope)
 
-    def _note_mixed(self, node: ast.Call, scope: Scope) -> None:
+    def _note_mixin(self, node: ast.Call, scope: Scope) -> None:
         """Note `type(name, (ours, theirs), ...)`: our class precedes vLLM's class in the bases, and overrides its
         members."""
         bases = node.args[1]
