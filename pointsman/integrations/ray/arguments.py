@@ -42,7 +42,7 @@ WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0":
 
 
 class RayError(ValueError):
-    """An argument or the cluster is wrong: one line with the value, the limit and the remedy."""
+    """An argument or the cluster is wrong; the message is one line with the value, the limit and the remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class RaySettings:
     serve: ServeSettings
     """Settings of each replica, and of the API."""
     num_replicas: int = 1
-    """Number of replicas of engines; with autoscaling, the maximum."""
+    """Number of replicas of engines; with autoscaling, the maximum number."""
     autoscaling: dict[str, Any] | None = None
     """Serve's `autoscaling_config` without the keys that this application sets itself; None: a fixed number of
     replicas.

@@ -45,8 +45,8 @@ def replicas_wanted(
 
 
 def policy(context: Any) -> tuple[int, dict[str, Any]]:
-    """Serve's decision for the deployment of engines, from the mean over `look_back_period_s`. A request that waits
-    for only a step or two changes nothing.
+    """The number of replicas of engines, for Serve: the rounded mean of the reported numbers over
+    `look_back_period_s`. A request that waits for only a step or two changes nothing.
 
     Args:
         context: Serve's `AutoscalingContext`.

@@ -1,5 +1,5 @@
-"""Checks before anything starts: the cluster answers and has capacity for the replicas, its nodes have the model, and
-the port of Serve's proxy is free.
+"""Checks before the application starts: the cluster answers and has capacity for the replicas, its nodes have the
+model, and the port of Serve's proxy is free.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pointsman.integrations.ray.arguments import RayError, RaySettings
 
 SECONDS_TO_CONNECT = 10.0
 SECONDS_TO_LOOK = 60.0
-"""Time for each node to report whether it has the model; a process starts on the node first."""
+"""Time for each node to report whether it has the model, including the start of a process on the node."""
 AMOUNTS = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}
 """Ray's names of resources in the options of actors, each with the name on nodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node that is up."""
+    """A running node of the cluster."""
 
     id: str
     """Ray's id of the node; "": the cluster is not started yet."""
@@ -246,7 +246,7 @@ def check_model(model: str, nodes: Sequence[Node]) -> None:
     """Raise if a node lacks the directory or file of the model.
 
     Raises:
-        RayError: the message has the nodes that lack the model.
+        RayError: a node lacks the model; the message has all such nodes.
     """
     if all(not node.id for node in nodes):
         lacking = [] if Path(model).exists() else [node.address for node in nodes]

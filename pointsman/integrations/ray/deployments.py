@@ -43,12 +43,12 @@ from pointsman.server.wire.questions import Stats
 logger = logging.getLogger(__name__)
 
 API, ENGINES = "api", "engines"
-"""Names of the deployments."""
+"""Names of the deployments of `Api` and `EngineHost`."""
 MAX_ONGOING_REQUESTS = 100_000
 """Maximum number of requests that Serve passes to the API, which refuses excess requests itself
 (`service/backlog.py`)."""
 SECONDS_TO_CLOSE = 10.0
-"""Time that a replica has beyond `drain_timeout` when Serve stops it."""
+"""Time beyond `drain_timeout` that a replica has to end when Serve stops it."""
 SECONDS_TO_ANSWER = 1.0
 """Time for the exit code of an engine to reach the API before its replica ends."""
 SECONDS_BETWEEN_LOOKS = 2.0

@@ -190,7 +190,8 @@ def _read_log(path: Path) -> str:
 
 
 def _capacity(vllm_config: VllmConfig, groups: Groups | None, from_log: str | None) -> list[str]:
-    """The blocks of a request of the model's maximum length, and the number of such requests that fit."""
+    """Lines of the report: the blocks of a request of the model's maximum length, and the number of such requests that
+    fit."""
     lines = []
     cache, length = vllm_config.cache_config, vllm_config.model_config.max_model_len
     memory = cache.kv_cache_memory_bytes
@@ -300,7 +301,7 @@ def _as_kv_cache_config(groups: Groups) -> Any:
 
 
 def _read_knobs(report: Report, vllm_config: VllmConfig, made: Groups | None) -> None:
-    """Read the knobs into the report, and the problems of knobs in `--additional-config`."""
+    """Add the knobs to the report, and the problems of knobs in `--additional-config`."""
     cache = vllm_config.cache_config
     blocks = cache.num_gpu_blocks_override
     size = getattr(cache, "block_size", None) or 16

@@ -32,7 +32,7 @@ MAX_CLIENTS = 16
 BACKLOG = 128
 """Maximum number of connections that wait to be accepted; the system refuses further ones."""
 MAX_QUESTION = 4096
-"""Maximum bytes of a line that a client sends."""
+"""Maximum size of a line that a client sends, in bytes."""
 CLIENT_SECONDS = 60.0
 """Maximum time for a client to read an answer or to send its next question, in seconds."""
 MAX_FILES = 4
@@ -43,7 +43,7 @@ SECONDS_BETWEEN_TRIES = 0.1
 LOCK_SECONDS = 5.0
 """Maximum time to wait for another process's lock on the folder of a socket, in seconds."""
 MAX_PATH = 107
-"""Maximum bytes of a socket's path on Linux."""
+"""Maximum length of a socket's path on Linux, in bytes."""
 
 
 class ControlError(ValueError):
@@ -59,7 +59,7 @@ class Client:
         self._files: list[int] = []
 
     def questions(self) -> Iterator[dict[str, Any]]:
-        """The client's questions, until it closes the connection.
+        """The client's questions, until the client closes the connection.
 
         Raises:
             ControlError: a question is too long, or not a JSON object; later input cannot be parsed.

@@ -114,7 +114,7 @@ class EncoderInputs:
                     del self._num_embeddings[key]
 
     def scheduled(self, output: Output) -> dict[str, list[int]]:
-        """The inputs that a step computes: by vLLM's request id, as indices."""
+        """By vLLM's request id: the indices of the inputs that a step computes."""
         found: dict[str, list[int]] = {}
         for request, index in output.encoder_inputs:
             found.setdefault(request.metadata.request_id, []).append(index)

@@ -100,7 +100,7 @@ class _Group:
         self.is_ring = isinstance(manager, CircularBufferManager)
         """Whether each request has one block, whatever its length."""
         self.is_of_encoder = isinstance(manager, CrossAttentionManager)
-        """Whether each request has just the blocks of its encoder inputs, from its first step."""
+        """Whether each request has exactly the blocks of its encoder inputs, from its first step on."""
         self.window_behind_prompt: int | None = getattr(manager, "rswa_window", None)
         """Number of newest tokens kept besides the prompt; None: the group has no such window."""
         skipped = manager.get_num_skipped_tokens(max_model_len)
@@ -113,7 +113,7 @@ class _Group:
         """Number of newest tokens kept; None: the number varies with the length."""
 
     def _num_returned(self, final: int) -> int:
-        """Number of leading blocks that are no longer needed when `final` tokens are final."""
+        """Number of leading blocks that are no longer needed when the first `final` tokens are final."""
         if self.lag is not None:
             return max(0, final - self.lag) // self.size
         return int(self.manager.get_num_skipped_tokens(final)) // self.size
@@ -202,7 +202,7 @@ class KVGroups(KVCache):
         self._nothing: tuple[Sequence[KVCacheBlock], ...] = tuple(() for _ in self._managers)
         self._max_model_len: int = vllm_config.model_config.max_model_len
         self._row_of: dict[int, Request] = {}
-        """Requests by row."""
+        """Running requests, by row of the core's batch."""
         self._new: dict[str, list[list[int]]] = {}
         """By vLLM's request id: the new blocks, by group, of a continued request that no output has reported."""
         self._published: dict[str, int] = {}

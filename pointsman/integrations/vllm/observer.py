@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.pointsman")  # vLLM's log configuration applies to it
 
 BLOCKS_KNOWN = 4
-"""Minimum number of blocks that are remembered, as a multiple of the pool's size; the prompts of older blocks count as
-new."""
+"""Minimum number of blocks that are remembered, as a multiple of the pool's size; older prompts count as new."""
 _VLLM_DECISIONS = {"pointsman": {"preset": "vllm"}}
 
 

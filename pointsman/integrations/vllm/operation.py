@@ -136,7 +136,7 @@ def served_name(vllm_config: VllmConfig) -> str:
 
 
 def open_record(path: str | None, vllm_config: VllmConfig) -> RecordingFile | None:
-    """The file of a recording from the start; None: `path` is None.
+    """Open the file of a recording from vLLM's start; None: `path` is None.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -171,12 +171,12 @@ class Questions:
     """Answers the questions of clients, in the thread of each client: states of requests, metrics, recordings, the live
     film.
 
-    Everything is read under the one lock that every changing call of vLLM also takes. Passing questions to the engine's
-    thread in a queue would be no cheaper, because one side waits for the answer in either case. A queue would also need
-    the lock: an idle vLLM does not call the scheduler, and questions must still be answered. Taking a free lock costs a
-    call 0.1 us. The lock is held for half a millisecond at a time, for one explanation, or for one part of a film, and
-    never while an answer is sent. Python runs one thread at a time, so answers are computed one by one, with pauses
-    between them (`PAUSE`).
+    The scheduler is read under one lock, which every changing call of vLLM also takes. Passing questions to the
+    engine's thread in a queue would be no cheaper, because one side waits for the answer in either case. A queue would
+    also need the lock: an idle vLLM does not call the scheduler, and questions must still be answered. Taking a free
+    lock costs a call 0.1 us. The lock is held for half a millisecond at a time, for one explanation, or for one part of
+    a film, and never while an answer is sent. Python runs one thread at a time, so answers are computed one by one,
+    with pauses between them (`PAUSE`).
 
     Args:
         scheduler: the scheduler that the questions are about.

@@ -240,7 +240,7 @@ def scheduler_config(
 
 
 def _splits(vllm_config: VllmConfig, version: str) -> bool | Literal["begun"]:
-    """Whether a chunk of a prompt may end within an image."""
+    """Whether a chunk of a prompt may end within an image, as a value of `split_encoder_inputs`."""
     if not getattr(vllm_config.scheduler_config, "disable_chunked_mm_input", False):
         return True
     return "begun" if is_before(version, "0.33") else False

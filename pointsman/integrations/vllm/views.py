@@ -164,13 +164,13 @@ class _Live:
 
     @property
     def output_token_ids(self) -> Any:
-        """vLLM's constant list."""
+        """The output tokens, in vLLM's list that cannot be changed."""
         self._take_tokens()
         return vars(self)["output_token_ids"]
 
     @property
     def all_token_ids(self) -> Any:
-        """vLLM's constant list."""
+        """The tokens of prompt and output, in vLLM's list that cannot be changed."""
         self._take_tokens()
         return vars(self)["all_token_ids"]
 
@@ -194,7 +194,8 @@ def set_status(request: VLLMRequest, status: RequestStatus) -> None:
 
 
 def keep_last(request: VLLMRequest, ours: Request, *, tokens: bool) -> None:
-    """Keep the final state of the core's request, which has finished and is dropped; `tokens`: including its tokens."""
+    """Keep the final state of the core's request, which has finished and is dropped; `tokens`: whether to keep the
+    request's tokens too."""
     values = vars(request)
     values["num_computed_tokens"] = ours.num_computed_tokens if tokens else 0
     values["num_preemptions"] += ours.num_preemptions
@@ -230,7 +231,7 @@ class ReadOnlyList(list["VLLMRequest"]):
     """A snapshot of requests, in order; supports the reading methods of vLLM's `RequestQueue`."""
 
     def peek_request(self) -> VLLMRequest:
-        """The first request.
+        """The first request of the list.
 
         Raises:
             IndexError: the list is empty.

@@ -162,7 +162,7 @@ def _with_homes(sources: Sources, assumptions: Sequence[Assumption]) -> list[Ass
 
 
 def _version(package: Path) -> str:
-    """The version in the sources; "?": they have none."""
+    """The version of vLLM in its sources; "?": the sources have no version."""
     path = package / "_version.py"
     if path.is_file():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

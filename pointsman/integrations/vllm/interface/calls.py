@@ -1,6 +1,6 @@
 """Checks that our scheduler has every attribute and method that vLLM expects of a scheduler.
 
-Expected are the abstract methods of vLLM's scheduler interface, and all uses of a scheduler in its engine core,
+Expected are the abstract methods of vLLM's scheduler interface, and all uses of a scheduler in vLLM's engine core,
 executors and workers.
 """
 

@@ -542,7 +542,7 @@ def is_for_types(node: ast.If) -> bool:
 
 
 def _bindings(body: list[ast.stmt], for_types_alone: bool = False) -> Iterator[tuple[ast.stmt, bool]]:
-    """The statements that run with a body, also in branches, and whether only type checkers see each."""
+    """The statements that run with a body, including those in branches, each with whether only type checkers see it."""
     for node in body:
         if isinstance(node, ast.If):
             yield from _bindings(node.body, for_types_alone or is_for_types(node))

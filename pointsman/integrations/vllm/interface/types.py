@@ -128,7 +128,7 @@ def instances(kind: Type) -> Iterator[Class]:
 
 
 class Types:
-    """Infers types.
+    """Infers the types of expressions in Python code.
 
     Args:
         sources: sources of the code and of all modules that it imports.
@@ -152,7 +152,7 @@ class Types:
     # ------------------------------------------------------------------ annotations
 
     def annotated(self, module: Module, node: ast.expr | None, owner: Class | None = None, depth: int = 0) -> Type:
-        """The type in an annotation."""
+        """The type that an annotation names."""
         if node is None or depth > 20:
             return (UNKNOWN,)
         if isinstance(node, ast.Constant):
@@ -299,7 +299,7 @@ class Types:
         return (UNKNOWN,)
 
     def named(self, name: str, scope: Scope) -> Type:
-        """The type of a name."""
+        """The type of a name in a scope."""
         at: Scope | None = scope
         while at is not None:
             if name in at.known:
@@ -314,7 +314,7 @@ class Types:
     # ------------------------------------------------------------------ attributes
 
     def attribute(self, kind: Type, name: str) -> Type:
-        """The type of an attribute."""
+        """The type of the attribute `name` of a value of type `kind`."""
         return joined(self._attribute_of(option, name) for option in kind)
 
     def _attribute_of(self, option: Option, name: str) -> Type:
@@ -541,7 +541,7 @@ class Types:
         return self.infer(node, scope)
 
     def comprehension(self, generators: list[ast.comprehension], scope: Scope) -> Scope:
-        """The scope within a comprehension."""
+        """The scope inside a comprehension, in which its variables have types."""
         for each in generators:
             kind = self.element(self.infer(each.iter, scope))
             names = {name: part(scope) for name, part in self._targets(each.target, lambda _, kind=kind: kind)}  # type: ignore[misc]

@@ -446,6 +446,6 @@ def misfit(ours: Function, theirs: Function, *, with_defaults: bool) -> str | No
 
 
 def now(signature: Signature) -> str:
-    """The arguments of vLLM's signature, if they are few."""
+    """Text with the arguments of vLLM's signature; "": the text would be too long."""
     shown = str(signature)
     return f"; vLLM has {shown}" if len(shown) <= 120 else ""
