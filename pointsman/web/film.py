@@ -415,7 +415,7 @@ class _Cursor:
         return found
 
     def run(self, end: int) -> Iterator[Event]:
-        """The first `end` events."""
+        """The first `end` events of the chunk."""
         try:
             for index in range(end):
                 op = Op(self._columns["op"][index])

@@ -76,7 +76,7 @@ def assemble(
 
 
 def words_script() -> str:
-    """The first script: it defines `WORDS`, and makes all scripts strict."""
+    """The first script of a page: it defines `WORDS`, and makes all scripts strict."""
     words = json.dumps(page_words()).replace("<", "\\u003c")  # so no text closes the script element
     return f'"use strict";\nconst WORDS = {words};'
 

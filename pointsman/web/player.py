@@ -1,4 +1,4 @@
-"""The player: a page that plays a film, or compares two."""
+"""The player: a page that plays a film, or compares two films."""
 
 from __future__ import annotations
 

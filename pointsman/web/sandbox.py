@@ -31,13 +31,13 @@ MAX_REQUESTS = 500
 MAX_INPUTS = 1000
 """Maximum total number of requests, aborts and priority changes."""
 MAX_TOKENS = 100_000
-"""Maximum tokens of a prompt, or of an output."""
+"""Maximum number of tokens of a prompt, or of an output."""
 MAX_PROMPTS = 2_000_000
-"""Maximum tokens of all prompts together."""
+"""Maximum number of tokens of all prompts together."""
 MAX_ID = 60
-"""Maximum characters of an id, or of a tenant."""
+"""Maximum number of characters of an id, or of a tenant."""
 MAX_SECONDS = 3600.0
-"""Maximum arrival time."""
+"""Maximum arrival time, in seconds."""
 MAX_UNDO = 200
 """Maximum number of actions that can be undone."""
 

@@ -62,7 +62,7 @@ class Teller:
         return values
 
     def _cause(self, event: Event) -> str:
-        """The request whose need caused a preemption, and why this victim was chosen."""
+        """Text about a preemption: the request whose need caused it, and why this victim was chosen."""
         fields = event.fields
         assert event.request is not None
         cause: str = self._names["causes"][fields["cause"]]

@@ -61,7 +61,7 @@ class _Pass:
     computing: set[int] = field(default_factory=set)
     """Numbers of running requests that still compute their prompt, or recompute after a preemption."""
     sampled: list[int] = field(default_factory=list)
-    """Numbers of requests that completed this prefill in the newest step."""
+    """Numbers of requests that completed their prefill in the newest step."""
     since: dict[int, float] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
     columns: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in Timeline.__dataclass_fields__})

@@ -19,7 +19,7 @@ from pointsman.core.observe.film_format import Op
 
 
 class Choice(NamedTuple):
-    """Templates to choose from by the value of a field: False and 0 choose the first."""
+    """Templates to choose from by the value of a field: False and 0 choose the first template."""
 
     by: str
     templates: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Lesson: the token budget, with the worked example of a document on vLLM, step by step, and corrections of it."""
+"""Lesson: the token budget, with the worked example of a document on vLLM, step by step, and corrections."""
 
 from __future__ import annotations
 

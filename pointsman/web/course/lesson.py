@@ -31,7 +31,7 @@ Figures: TypeAlias = Mapping[str, Figure]
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One choice, with the film of its effect."""
+    """One of the choices that a lesson compares, with the film of its effect."""
 
     name: str
     shows: str

@@ -37,7 +37,7 @@ class Preemption(NamedTuple):
     """One preemption of a run."""
 
     step: int
-    """The step in whose decision it happened."""
+    """The step in whose decision the request was preempted."""
     request_id: str
     lost: int
     """Number of computed tokens whose blocks were released."""
@@ -86,7 +86,7 @@ class Run:
 
     @cached_property
     def events(self) -> list[tuple[int, Event]]:
-        """The film's events, each as (step that it led to, event)."""
+        """The film's events, each as (step that the event led to, event)."""
         found: list[tuple[int, Event]] = []
         steps = iter(self.opened.frames)
         step = next(steps, None)
@@ -134,12 +134,13 @@ class Run:
         return next(step for step, _, _ in self._request_events(Op.FINISHED, request_id))
 
     def preemptions(self, request_id: str | None = None) -> list[Preemption]:
-        """All preemptions, in order."""
+        """The preemptions of one request, or of all requests, in order."""
         found = self._request_events(Op.PREEMPTED, request_id)
         return [Preemption(step, name, fields["lost"], fields["cached"]) for step, name, fields in found]
 
     def waits(self, request_id: str | None = None) -> list[Wait]:
-        """The reasons for which requests wait, in order; a reason applies until the next one, or the start."""
+        """The reasons for which one request, or each request, waits, in order. A reason applies until the request's
+        next reason, or until it starts."""
         reasons = self.opened.header["names"]["reasons"]
         return [
             Wait(step, name, reasons[e["reason"]], e["missing"], self.names[e["holder"] - 1] if e["holder"] else None)
@@ -263,7 +264,7 @@ class Stage:
     # ------------------------------------------------------------------ running
 
     def run(self, num_steps: int | None = None) -> Run:
-        """Run to the end, or for a number of steps, and close the film.
+        """Run until all requests have finished, or for a number of steps, and close the film.
 
         The film has one more step, which runs nothing: it shows the requests that finished with the last step.
         """
