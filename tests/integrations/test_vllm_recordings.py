@@ -78,7 +78,7 @@ def test_a_recording_waits_until_there_are_no_requests(tmp_path: Path) -> None:
         host.add("b")
         assert begin(connection, tmp_path / "r") == {"state": "waiting", "num_running": 1, "num_waiting": 1}
         host.run_to_end()
-        work(host, "c")  # at once: only the scheduler could see the idle moment
+        work(host, "c")  # without a pause: only the scheduler could see the idle moment
         assert connection.next_line(30) == {"state": "recording"}
         work(host, "d")
         end(connection)

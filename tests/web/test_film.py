@@ -48,7 +48,7 @@ CONFIG: dict[str, Any] = {
 
 
 def run(lengths: list[tuple[int, int]], **changes: Any) -> tuple[bytes, Scheduler]:
-    """Requests of (prompt, output) tokens that arrive at once, and the film of them."""
+    """Requests of (prompt, output) tokens that arrive together, and the film of their run."""
     scheduler = Scheduler(SchedulerConfig(**{**CONFIG, **changes}))
     file = io.BytesIO()
     film = FilmRecorder(file)
@@ -255,7 +255,7 @@ def test_a_recorder_cannot_film_a_second_time() -> None:
 
 
 def test_steps_done_in_one_call_are_shown_like_single_steps() -> None:
-    """Each of several steps done at once equals the same step done alone."""
+    """Each of several steps done in one call equals the same step done alone."""
     trace = [TraceRequest(0.25 * index, 40 + 9 * index, 30 + index) for index in range(12)]
     config = SchedulerConfig(num_blocks=60, block_size=4, max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64)
     films = []

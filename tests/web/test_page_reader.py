@@ -44,7 +44,7 @@ def answers(questions: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def films(folder: Path, numbers: Iterable[int]) -> list[Path]:
-    """Films of random runs, by steps and by steps at once."""
+    """Films of random runs, by single steps and by several steps in one call."""
     made = []
     for seed in (8_000 + number for number in numbers):
         for focus in (*FOCUS_OF_STEPS, *FOCUS_OF_RUNS):
@@ -144,7 +144,7 @@ def before(film: Film, frame: int, step: int, most: int) -> list[list[Any]]:
 
 
 def some_steps(film: Film, rng: random.Random) -> list[list[int | None]]:
-    """Back and forth: single steps, each of several steps done at once, and the state after these."""
+    """Back and forth: single steps, each of several steps done in one call, and the state after them."""
     runs = [index for index, frame in enumerate(film.frames) if frame.num_steps > 1]
     chosen: list[list[int | None]] = []
     for _ in range(min(12, len(film.frames))):

@@ -69,7 +69,7 @@ def go_to(page: Any, step: int) -> None:
 
 
 def test_the_player_shows_the_states_of_the_film(visit: Callable[..., Any], film: bytes) -> None:
-    """Sentences, rows, waiting requests and blocks at several steps, some of them done at once with others."""
+    """Sentences, rows, waiting requests and blocks at several steps, some of them done with other steps in one call."""
     found, page = Film(io.BytesIO(film)), visit(film)
     teller = Teller(found)
     longest = max(range(len(found.frames)), key=lambda index: found.frames[index].num_steps)
@@ -106,7 +106,7 @@ def test_a_title_may_contain_the_placeholder_of_a_page_part(visit: Callable[...,
 
 
 def test_buttons_and_keys_move_by_single_steps(visit: Callable[..., Any], film: bytes) -> None:
-    """They move by single steps, also through steps done at once."""
+    """They move by single steps, also through steps done in one call."""
     found, page = Film(io.BytesIO(film)), visit(film)
     steps = [frame.step_id + place for frame in found.frames for place in range(frame.num_steps)]
     run = next(frame.step_id for frame in found.frames if frame.num_steps > 3)
