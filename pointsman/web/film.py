@@ -406,7 +406,7 @@ class _Cursor:
         number: int = self._columns[name][at]
         return number
 
-    def _several(self, name: str, count: int) -> list[int]:
+    def _next_several(self, name: str, count: int) -> list[int]:
         at = self._at[name]
         self._at[name] = at + count
         found: list[int] = self._columns[name][at : at + count]
@@ -429,7 +429,7 @@ class _Cursor:
         fields: dict[str, Any] = {name: self._next(f"{prefix}{name}") for prefix, name in _FIELDS.get(op, ())}
         if op is Op.STEP or op is Op.STEPS:
             count = fields["skipped"]
-            fields["skipped"] = self._several("skipped_request", count - 1) if count else None
+            fields["skipped"] = self._next_several("skipped_request", count - 1) if count else None
         if op is Op.REFUSED:
             fields["why"] = self._strings[fields["why"]]
         elif op is Op.FINISHED:
@@ -439,15 +439,15 @@ class _Cursor:
         elif op is Op.STEP:
             count = fields.pop("exceptions")
             names = ("exception_row", "exception_tokens", "exception_flags")
-            fields["rows"] = list(zip(*(self._several(name, count) for name in names), strict=True))
+            fields["rows"] = list(zip(*(self._next_several(name, count) for name in names), strict=True))
         elif op is Op.UPDATE:
             count = fields.pop("exceptions")
-            rows, counts = self._several("update_row", count), self._several("update_count", count)
+            rows, counts = self._next_several("update_row", count), self._next_several("update_count", count)
             fields["rows"] = list(zip(rows, counts, strict=True))
         elif op is Op.FAILED:
-            fields["computed"] = self._several("failed_computed", fields.pop("rows"))
+            fields["computed"] = self._next_several("failed_computed", fields.pop("rows"))
         elif op is Op.STEPS:
-            fields["micros"] = self._several("steps_micros", fields["count"])
+            fields["micros"] = self._next_several("steps_micros", fields["count"])
         return fields
 
 

@@ -154,9 +154,9 @@ class Sandbox:
         """
         name = action.get("do")
         if name == "undo":
-            return self._return(self._past, self._future, "undo")
+            return self._restore(self._past, self._future, "undo")
         if name == "redo":
-            return self._return(self._future, self._past, "do again")
+            return self._restore(self._future, self._past, "do again")
         handlers: dict[str, tuple[Callable[..., _Moment], tuple[str, ...], tuple[str, ...]]] = {
             # The method that makes the next moment, its required arguments, and its optional arguments.
             "add": (
@@ -191,7 +191,7 @@ class Sandbox:
         self._future = []
         self._now, self.played = moment, played
 
-    def _return(self, source: list[_Moment], other: list[_Moment], what: str) -> None:
+    def _restore(self, source: list[_Moment], other: list[_Moment], what: str) -> None:
         if not source:
             raise SandboxError(f"there is nothing to {what}")
         moment = source[-1]

@@ -77,7 +77,7 @@ class Report:
 
     def lines(self) -> list[str]:
         """The report as text."""
-        found = [f"vLLM {self.version}: {self._of_version()}", f"model {self.model}"]
+        found = [f"vLLM {self.version}: {self._version_status()}", f"model {self.model}"]
         if self.problems:
             found.append("it will not work:")
             found += [f"  - {problem}" for problem in self.problems]
@@ -106,7 +106,7 @@ class Report:
             )
         return found
 
-    def _of_version(self) -> str:
+    def _version_status(self) -> str:
         tested = TESTED.get(minor_version(self.version))
         if tested:
             return f"Pointsman {__version__} supports it ({tested})"

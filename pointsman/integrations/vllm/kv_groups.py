@@ -208,7 +208,7 @@ class KVGroups(KVCache):
         self._published: dict[str, int] = {}
         """By vLLM's request id: number of published tokens of a request that was released since the newest step
         began."""
-        self._mute: set[str] = set()
+        self._not_publishing: set[str] = set()
         """vLLM's ids of requests that no longer publish blocks."""
         self._num_publications = 0
         self._is_ahead = False
@@ -244,7 +244,7 @@ class KVGroups(KVCache):
             spare += len(self._managers) - (0 if reserves_whole else len(self._states))
         return spare
 
-    def _longest(self, num_embeddings: int) -> int:
+    def _max_sequence_tokens(self, num_embeddings: int) -> int:
         """Maximum length of a sequence, in tokens, if the pool also holds the KV of `num_embeddings` encoder
         embeddings."""
 
@@ -275,10 +275,10 @@ class KVGroups(KVCache):
 
     @property
     def num_usable_tokens(self) -> int:
-        return self._longest(0)
+        return self._max_sequence_tokens(0)
 
     def num_usable_tokens_of(self, request: Request) -> int:
-        return self._longest(self._num_embeddings(request))
+        return self._max_sequence_tokens(self._num_embeddings(request))
 
     def _num_embeddings(self, request: Request) -> int:
         """Number of a request's encoder embeddings for which the cross-attention layers store KV."""
@@ -302,7 +302,7 @@ class KVGroups(KVCache):
         of_vllm = request.metadata
         if not self.caches or not request.reads_prefix_cache:
             return Match(NO_BLOCKS, None, 0)
-        _sync(request)
+        _append_missing_tokens(request)
         found, num_tokens, boundary = self.manager.get_computed_blocks(of_vllm)
         if request.row is None:
             of_vllm.shared_prefix_boundary = boundary
@@ -323,12 +323,12 @@ class KVGroups(KVCache):
         return self.ends.cut(start, want, most, request.num_prompt_tokens, request.num_tokens, junction)
 
     def num_blocks_to_start(self, request: Request, match: Match, num_tokens: int) -> int:
-        return self._to_start(request, match, num_tokens, is_whole=False)
+        return self._blocks_to_start(request, match, num_tokens, is_whole=False)
 
     def num_blocks_of_whole(self, request: Request, match: Match) -> int:
-        return self._to_start(request, match, request.num_tokens, is_whole=True)
+        return self._blocks_to_start(request, match, request.num_tokens, is_whole=True)
 
-    def _to_start(self, request: Request, match: Match, num_tokens: int, *, is_whole: bool) -> int:
+    def _blocks_to_start(self, request: Request, match: Match, num_tokens: int, *, is_whole: bool) -> int:
         blocks = self._nothing if match.node is None else match.node[0].blocks
         end = _prefill_end(request)
         name = request.metadata.request_id
@@ -412,12 +412,12 @@ class KVGroups(KVCache):
     # ------------------------------------------------------------------ running rows
 
     def num_blocks_to_grow(self, batch: Batch, rows: Int64Array, num_tokens: Int64Array) -> Int64Array:
-        return self._to_grow(batch, rows, batch.num_computed_tokens[rows] + num_tokens, is_whole=False)
+        return self._blocks_to_grow(batch, rows, batch.num_computed_tokens[rows] + num_tokens, is_whole=False)
 
     def num_blocks_owed(self, batch: Batch, rows: Int64Array) -> Int64Array:
-        return self._to_grow(batch, rows, batch.num_tokens[rows], is_whole=True)
+        return self._blocks_to_grow(batch, rows, batch.num_tokens[rows], is_whole=True)
 
-    def _to_grow(self, batch: Batch, rows: Int64Array, ends: Int64Array, *, is_whole: bool) -> Int64Array:
+    def _blocks_to_grow(self, batch: Batch, rows: Int64Array, ends: Int64Array, *, is_whole: bool) -> Int64Array:
         needed = np.zeros(len(rows), dtype=np.int64)
         for index in (ends > batch.num_slots[rows]).nonzero()[0].tolist():
             row, end = rows.item(index), ends.item(index)
@@ -471,7 +471,7 @@ class KVGroups(KVCache):
         states = self._states[0]
         num_filled = num_tokens // states.block_size
         if num_filled > states.num_cached_block.get(request.metadata.request_id, 0):
-            _sync(request)
+            _append_missing_tokens(request)
             self._publish(request, num_filled * states.block_size)
 
     def _set_slots(self, batch: Batch, row: int, final: int, end: int) -> None:
@@ -491,7 +491,7 @@ class KVGroups(KVCache):
 
     def grow_by_one(self, batch: Batch, rows: Int64Array, num_tokens: int | Int64Array) -> Int32Array | None:
         ends = batch.num_computed_tokens[rows] + num_tokens
-        if int(self._to_grow(batch, rows, ends, is_whole=False).sum()) > self.pool.num_free:
+        if int(self._blocks_to_grow(batch, rows, ends, is_whole=False).sum()) > self.pool.num_free:
             return None
         return self.grow(batch, rows, NO_BLOCKS, ends)
 
@@ -535,7 +535,7 @@ class KVGroups(KVCache):
     def _publish(self, request: Request, num_tokens: int) -> None:
         of_vllm = request.metadata
         name = of_vllm.request_id
-        if not self.caches or name in self._mute:
+        if not self.caches or name in self._not_publishing:
             return
         before = [each.num_cached_block.get(name, 0) for each in self._managers]
         self.manager.cache_blocks(of_vllm, min(num_tokens, of_vllm.num_tokens))
@@ -570,11 +570,11 @@ class KVGroups(KVCache):
             if self._states:
                 self._publish_filled(request, num_valid_tokens)
             else:
-                _sync(request)
+                _append_missing_tokens(request)
                 self._publish(request, num_valid_tokens)
         self.manager.free(of_vllm)
         self._new.pop(of_vllm.request_id, None)
-        self._mute.discard(of_vllm.request_id)
+        self._not_publishing.discard(of_vllm.request_id)
         self._row_of.pop(request.row, None)
 
     def num_published_tokens(self, request: Request) -> int:
@@ -605,7 +605,7 @@ class KVGroups(KVCache):
         else:  # while requests run, vLLM's own method refuses
             pool = self.manager.block_pool
             self.manager.evict_blocks({block.block_id for block in pool.blocks if block.block_hash is not None})
-            self._mute |= {request.metadata.request_id for request in self._row_of.values()}
+            self._not_publishing |= {request.metadata.request_id for request in self._row_of.values()}
 
     def broken(self, batch: Batch) -> str | None:
         for row, request in zip(batch.members.rows.tolist(), batch.members.requests, strict=True):
@@ -666,7 +666,7 @@ def _prefill_end(request: Request) -> int:
     return max(request.num_prompt_tokens, request.num_tokens - 1)
 
 
-def _sync(request: Request) -> None:
+def _append_missing_tokens(request: Request) -> None:
     """Append to vLLM's request the tokens that only the core's request has: vLLM's block hashes need them."""
     of_vllm = request.metadata
     more = request.num_tokens - of_vllm.num_tokens

@@ -230,7 +230,7 @@ class Observation:
         self._reason_of = reason_of
         self._block_size = block_size
         self._num_free_blocks = scheduler.kv_cache_manager.block_pool.get_num_free_blocks
-        self._finishes_late = scheduler.connector is not None  # with a connector, vLLM may keep a finished request
+        self._may_keep_finished = scheduler.connector is not None  # with a connector, vLLM may keep a finished request
         self._requests: dict[str, _Request] = {}
         self._unsettled: dict[str, _Request] = {}  # the subset of `_requests` that does not sample in every step
         self._num_added = 0
@@ -390,7 +390,7 @@ class Observation:
             waiting = num_known - len(self._scheduler.running)
             self._steps.append((began, now, *load, waiting, self._num_free_blocks()))
         self._end_before = now if num_known and load is not None else None
-        if num_known != num_before or self._finishes_late:
+        if num_known != num_before or self._may_keep_finished:
             for client in outputs.values():
                 for each in client.outputs:
                     if each.finish_reason is not None:

@@ -529,9 +529,9 @@ class Scheduler:
             raise ValueError("this SchedulerOutput is not from the oldest step in flight; update them in order")
         output, ids = step.output, step.ids
         if output is None:
-            return self._by_client(step, [], [], model_runner_output)
+            return self._outputs_with_statistics(step, [], [], model_runner_output)
         sampled = read_sampled(model_runner_output, ids)
-        result, update = self._take(output, sampled, model_runner_output, now)
+        result, update = self._update_core(output, sampled, model_runner_output, now)
         if self._speculates:
             self._last_step = step
         outputs, indices = plain_outputs(output, update, ids, sampled)
@@ -544,7 +544,7 @@ class Scheduler:
         if result.errors:
             indices = [*indices, *self._add_failed(step, result, update, outputs)]
         if self._structured:
-            self._accept(outputs)
+            self._advance_grammars(outputs)
         if update.finished:
             self._finish(update.finished, ids, outputs, indices)
         if self._kv_events is not None:
@@ -552,9 +552,9 @@ class Scheduler:
                 self._kv_events.publish(self.core.take_kv_events())
             else:
                 self._kv_events.publish_unchanged(self.groups.manager.take_events())
-        return self._by_client(step, outputs, indices, model_runner_output)
+        return self._outputs_with_statistics(step, outputs, indices, model_runner_output)
 
-    def _take(
+    def _update_core(
         self, output: Output, sampled: Sampled, of_vllm: ModelRunnerOutput, now: float
     ) -> tuple[StepResult, StepUpdate]:
         """Pass the model runner's output to the core. A row of the output that contradicts the step fails its
@@ -596,7 +596,7 @@ class Scheduler:
         ]
         return indices
 
-    def _accept(self, outputs: list[EngineCoreOutput]) -> None:
+    def _advance_grammars(self, outputs: list[EngineCoreOutput]) -> None:
         """Advance grammars by the new tokens of their requests."""
         for output in outputs:
             name = output.request_id
@@ -605,7 +605,7 @@ class Scheduler:
             request = self._requests[name]
             request._output_token_ids.extend(output.new_token_ids)  # a reasoning parser reads them here
             request._all_token_ids.extend(output.new_token_ids)
-            if not self._allows(request, output.new_token_ids):
+            if not self._grammar_accepts(request, output.new_token_ids):
                 ours = self.of_id[name]
                 self.core.finish(ours.request_id, FinishReason.ERROR, time.monotonic())
                 self._end(request, FinishReason.ERROR)
@@ -613,7 +613,7 @@ class Scheduler:
                 output.finish_reason = request.get_finished_reason()
                 self._drafts.report(request, output)
 
-    def _allows(self, request: VLLMRequest, token_ids: list[int]) -> bool:
+    def _grammar_accepts(self, request: VLLMRequest, token_ids: list[int]) -> bool:
         """Advance the grammar of a request; return whether the grammar accepts the tokens."""
         try:
             if self._grammars.accept_tokens(request, token_ids):
@@ -658,14 +658,14 @@ class Scheduler:
         else:
             self._sessions.num_idle += 1
 
-    def _by_client(
+    def _outputs_with_statistics(
         self, step: Step, outputs: list[EngineCoreOutput], indices: Sequence[int], result: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """The outputs of a step by client index; the first client also gets the statistics."""
         stats = None if self._statistics is None else self._statistics.take(step.of_vllm, result)
         if outputs and not (self._has_clients or self._unsent or self._finished_ids):
             return {0: new_outputs(outputs=outputs, scheduler_stats=stats)}
-        found = self._sorted(step, outputs, indices)
+        found = self._outputs_by_client(step, outputs, indices)
         if stats is not None:
             first = next(iter(found.values()), None)
             if first is None:
@@ -673,7 +673,7 @@ class Scheduler:
             first.scheduler_stats = stats
         return found
 
-    def _sorted(
+    def _outputs_by_client(
         self, step: Step, outputs: list[EngineCoreOutput], indices: Sequence[int]
     ) -> dict[int, EngineCoreOutputs]:
         """The outputs by client index, including outputs for requests that finished outside `update_from_output`, and
