@@ -53,7 +53,7 @@ def test_sandbox() -> None:
 
 
 def as_test(played: Played) -> str:
-    """The test, as a module with one pytest function."""
+    """The test of a played scene, as the text of a Python module with one pytest function."""
     scene = played.scene
     is_refused = any(done.what == "refuse" for done in played.log)
     names = ["Request", *(["RequestRefused"] if is_refused else []), "Scheduler", "SchedulerConfig", "StepResult"]

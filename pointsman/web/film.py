@@ -1,4 +1,4 @@
-"""Reads a film (`core/observe/film.py`): its steps, and the state at any of them.
+"""Reads a film (`core/observe/film.py`): its steps, and the state at any step.
 
     film = Film.read(path)
     film.frames                 one for each step that was decided alone, and one for each run of steps
@@ -34,21 +34,21 @@ Int32Array = npt.NDArray[np.int32]
 Columns = dict[str, IntArray]
 
 BYTES_A_REQUEST, BYTES_A_FRAME, BYTES_A_STRING = 256, 256, 64
-"""Estimated memory of one item, in bytes."""
+"""Estimated memory of one request, one frame and one string, in bytes."""
 
 
 class Frame(NamedTuple):
-    """A step, or several steps that were done at once."""
+    """A step, or several steps that were done in one call."""
 
     chunk: int
     event: int
-    """Index among the events of its chunk."""
+    """Index of the frame's event among the events of the chunk."""
     place: int
-    """Index among the frames of its chunk."""
+    """Index of the frame among the frames of the chunk."""
     step_id: int
     num_steps: int
     time: float
-    """When it began, in seconds since the film's start."""
+    """Time at which the frame's first step began, in seconds since the film began."""
 
 
 class Event(NamedTuple):
@@ -56,10 +56,10 @@ class Event(NamedTuple):
 
     op: Op
     time: float
-    """Seconds since the film began."""
+    """Time of the event, in seconds since the film began."""
     request: int | None
     fields: dict[str, Any]
-    """By the names of the columns, without the event's name."""
+    """Values of the event, by the names of their columns without the prefix for the event."""
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class FilmRequest:
     request_id: str
     tenant: str | None
     arrival: float
-    """Seconds since the film began; negative if before."""
+    """Arrival time, in seconds since the film began; negative if the request arrived earlier."""
     num_prompt_tokens: int
     max_tokens: int
     priority: int
@@ -77,27 +77,28 @@ class FilmRequest:
 
 @dataclass(slots=True)
 class RequestState:
-    """A request at a frame."""
+    """The state of a request at a frame."""
 
     number: int
     status: str
-    """"waiting", "running", "preempted", a parked status, or "finished_*"."""
+    """Status: "waiting", "running", "preempted", a parked status, or "finished_*"."""
     num_prompt_tokens: int
     num_generated_tokens: int = 0
     num_computed_tokens: int = 0
-    """Tokens with KV, including the frame's own tokens."""
+    """Number of tokens with KV, including the tokens of the frame."""
     num_cached_tokens: int = 0
-    """Computed tokens that the prefix cache had at its last admission."""
+    """Number of tokens that the request's last admission found in the prefix cache."""
     num_preemptions: int = 0
     reason: str | None = None
-    """Why it did not start at its last check. Current if it is the blocker or was skipped."""
+    """Why the request did not start when the scheduler last checked it. Up to date only if it is the blocker or was
+    skipped."""
     missing: int = 0
-    """The missing amount when `reason` was set."""
+    """The missing amount of the resource when `reason` was set."""
     holder: int | None = None
-    """The request that it waits for; of several, the one that holds the largest amount."""
+    """Number of the request that holds the missing resource; of several, the one with the largest amount."""
     admission: int = 0
     table: list[int] = field(default_factory=list)
-    """Block ids, if the film has them."""
+    """Block ids of the request, if the film has blocks."""
 
 
 @dataclass(slots=True)
@@ -113,25 +114,26 @@ class BatchRow:
 
 @dataclass(slots=True)
 class State:
-    """The state after the decision of a frame; for steps done at once, after their end."""
+    """The state after the decision of a frame; if the frame has several steps, after the end of the last step."""
 
     requests: dict[int, RequestState]
-    """The unfinished requests, by number."""
+    """The unfinished requests, by request number."""
     running: list[int]
-    """In order of admission."""
+    """Numbers of the running requests, in order of admission."""
     waiting: list[int]
-    """In the order in which they were queued, or queued again."""
+    """Numbers of the waiting requests, in the order in which they were queued, or queued again."""
     parked: list[int]
     time: float
     batch: list[BatchRow] = field(default_factory=list)
-    """The rows of the step; of several steps, of the last one."""
+    """The rows of the frame's step; if the frame has several steps, of the last step."""
     blocker: int | None = None
-    """The request that blocked the queue in the step. Requests behind it were not checked, except the `skipped`."""
+    """Number of the request that blocked the queue in the step. Requests behind it were not checked, except the
+    `skipped`."""
     skipped: list[int] = field(default_factory=list)
-    """Requests that were checked in the step, did not start, and were skipped."""
+    """Numbers of the requests that were checked in the step, did not start, and were skipped."""
     in_flight: list[list[BatchRow]] = field(default_factory=list)
     held: dict[int, int] = field(default_factory=dict)
-    """References other than those of the tables, by block."""
+    """By block: number of references to the block from other holders than block tables."""
     is_cached: npt.NDArray[np.bool_] | None = None
     """[blocks] whether a free block has content that can be found; None: the film has no blocks."""
 
@@ -196,11 +198,11 @@ class Film:
     """A film in memory.
 
     Args:
-        file: binary, readable; it is read to its end.
+        file: binary file, which is read to its end.
         with_blocks: whether to keep the blocks, which are most of the data.
 
     Raises:
-        FilmError: it is not a film, is broken, or has another version.
+        FilmError: the file is not a film, is broken, or has another version.
     """
 
     def __init__(self, file: BinaryIO, *, with_blocks: bool = True) -> None:
@@ -211,29 +213,29 @@ class Film:
         self.header = read_header(file)
         self.requests: list[FilmRequest] = []
         self.is_complete = False
-        """Whether the film was closed; otherwise it can be shown up to its last whole chunk."""
+        """Whether the film was closed; if not, it can be shown up to its last whole chunk."""
         self._chunks: list[_Chunk] = []
-        self._num_bytes = 0  # in memory
+        self._num_bytes = 0  # memory that the film takes
         columns: Columns | None = None
         for kind, data in read_chunks(file):
             if kind == "Z":
                 self.is_complete = True
             elif kind == "R":
                 columns, _ = unpack("R", data)
-                self._take(BYTES_A_REQUEST * max(map(len, columns.values())))
+                self._count_memory(BYTES_A_REQUEST * max(map(len, columns.values())))
             elif kind == "E":
                 if columns is None:
                     raise FilmError("events come before the requests that they are about; the film is broken")
                 chunk = _Chunk(*unpack("E", data))
-                self._take_columns(chunk.events)
-                self._take(BYTES_A_STRING * len(chunk.strings) + sum(map(len, chunk.strings)))
-                self._take(BYTES_A_FRAME * len(chunk.events["step_id"]))
+                self._count_columns(chunk.events)
+                self._count_memory(BYTES_A_STRING * len(chunk.strings) + sum(map(len, chunk.strings)))
+                self._count_memory(BYTES_A_FRAME * len(chunk.events["step_id"]))
                 self._chunks.append(chunk)
                 self._add_requests(columns, self._chunks[-1].strings)
                 columns = None
             elif with_blocks and self._chunks:
                 self._chunks[-1].blocks, _ = unpack("B", data)
-                self._take_columns(self._chunks[-1].blocks)
+                self._count_columns(self._chunks[-1].blocks)
         if not self._chunks:
             raise FilmError("the film has no events; it was cut off at once")
         if not self.is_complete and self._chunks[0].blocks is not None and self._chunks[-1].blocks is None:
@@ -242,14 +244,14 @@ class Film:
         self._check()
         self.frames: list[Frame] = [frame for index in range(len(self._chunks)) for frame in self._frames_of(index)]
 
-    def _take_columns(self, columns: Columns) -> None:
-        self._take(sum(values.nbytes for values in columns.values()))
+    def _count_columns(self, columns: Columns) -> None:
+        self._count_memory(sum(values.nbytes for values in columns.values()))
 
-    def _take(self, num_bytes: int) -> None:
-        """Count memory that is kept.
+    def _count_memory(self, num_bytes: int) -> None:
+        """Add to the memory that the film takes.
 
         Raises:
-            FilmError: it exceeds the maximum for a film.
+            FilmError: the memory exceeds the maximum for a film.
         """
         self._num_bytes += num_bytes
         if self._num_bytes > MAX_MEMORY:
@@ -266,7 +268,7 @@ class Film:
 
     @property
     def num_steps(self) -> int:
-        """Steps over all frames."""
+        """Number of steps of all frames."""
         return sum(frame.num_steps for frame in self.frames)
 
     def _add_requests(self, columns: Columns, strings: list[str]) -> None:
@@ -309,7 +311,7 @@ class Film:
             yield Frame(index, event, place, step_id, num_steps, float(events["time"][event]) / 1e6)
 
     def frame_of_step(self, step_id: int) -> int:
-        """The frame that contains a step.
+        """Index of the frame that contains a step.
 
         Raises:
             KeyError: no frame contains it.
@@ -342,7 +344,8 @@ class Film:
         """The events that led to frames `first` to `after - 1`, and these frames' steps; `after` None: to the film's
         end.
 
-        The events that led to a frame's step precede it. So those of the first frame are all events before it.
+        The events that led to a frame's step precede it. So the events of the first frame are all events before its
+        step.
         """
         with _film_errors():
             begin = self._place_after(first - 1) if first else (0, 0)
@@ -355,7 +358,7 @@ class Film:
                         yield event
 
     def _place_after(self, frame: int) -> tuple[int, int]:
-        """Chunk and event index after a frame's step."""
+        """Index of a frame's chunk, and index of the event after the frame's step in that chunk."""
         return self.frames[frame].chunk, self.frames[frame].event + 1
 
     # ------------------------------------------------------------------ states
@@ -390,7 +393,7 @@ class Film:
 
 
 class _Cursor:
-    """Walks over the events of a chunk."""
+    """Iterates over the events of a chunk."""
 
     def __init__(self, chunk: _Chunk) -> None:
         self._columns = {name: values.tolist() for name, values in chunk.events.items() if not name.startswith("key_")}
@@ -403,7 +406,7 @@ class _Cursor:
         number: int = self._columns[name][at]
         return number
 
-    def _several(self, name: str, count: int) -> list[int]:
+    def _next_several(self, name: str, count: int) -> list[int]:
         at = self._at[name]
         self._at[name] = at + count
         found: list[int] = self._columns[name][at : at + count]
@@ -412,7 +415,7 @@ class _Cursor:
         return found
 
     def run(self, end: int) -> Iterator[Event]:
-        """The first `end` events."""
+        """The first `end` events of the chunk."""
         try:
             for index in range(end):
                 op = Op(self._columns["op"][index])
@@ -426,7 +429,7 @@ class _Cursor:
         fields: dict[str, Any] = {name: self._next(f"{prefix}{name}") for prefix, name in _FIELDS.get(op, ())}
         if op is Op.STEP or op is Op.STEPS:
             count = fields["skipped"]
-            fields["skipped"] = self._several("skipped_request", count - 1) if count else None
+            fields["skipped"] = self._next_several("skipped_request", count - 1) if count else None
         if op is Op.REFUSED:
             fields["why"] = self._strings[fields["why"]]
         elif op is Op.FINISHED:
@@ -436,15 +439,15 @@ class _Cursor:
         elif op is Op.STEP:
             count = fields.pop("exceptions")
             names = ("exception_row", "exception_tokens", "exception_flags")
-            fields["rows"] = list(zip(*(self._several(name, count) for name in names), strict=True))
+            fields["rows"] = list(zip(*(self._next_several(name, count) for name in names), strict=True))
         elif op is Op.UPDATE:
             count = fields.pop("exceptions")
-            rows, counts = self._several("update_row", count), self._several("update_count", count)
+            rows, counts = self._next_several("update_row", count), self._next_several("update_count", count)
             fields["rows"] = list(zip(rows, counts, strict=True))
         elif op is Op.FAILED:
-            fields["computed"] = self._several("failed_computed", fields.pop("rows"))
+            fields["computed"] = self._next_several("failed_computed", fields.pop("rows"))
         elif op is Op.STEPS:
-            fields["micros"] = self._several("steps_micros", fields["count"])
+            fields["micros"] = self._next_several("steps_micros", fields["count"])
         return fields
 
 
@@ -487,7 +490,7 @@ class _Player:
         self._blocks = None if chunk.blocks is None else _BlockPlayer(film, chunk.blocks)
         self._num_frames = 0
         self.num_ends = 0
-        """Remaining events about the end of steps that were done at once."""
+        """Number of following events that belong to the end of a frame with several steps."""
         self.state = self._key_frame(chunk.events)
         if self._blocks is not None:
             self._blocks.open(self.state)
@@ -633,7 +636,8 @@ class _Player:
         self.num_ends = fields["ends"]
 
     def begin_steps(self, event: Event, count: int) -> None:
-        """Apply the first `count` of several steps at once. The last of them is decided, without its tokens."""
+        """Apply the first `count` steps of a frame with several steps. The last of these steps is only scheduled: its
+        sampled tokens are not applied yet."""
         micros = event.fields["micros"]
         state = self.state
         state.time = event.time
@@ -675,7 +679,7 @@ class _BlockPlayer:
         self._at = self._block = self._value = 0
 
     def open(self, state: State) -> None:
-        """Apply the key frame."""
+        """Apply the block tables, holders and cached blocks of the key frame."""
         lists = self._lists
         at = 0
         for number, count in zip(state.running, lists["key_count"], strict=True):
@@ -691,7 +695,7 @@ class _BlockPlayer:
 
     def drop(self, one: RequestState) -> None:
         """Release the blocks of a request that has left its row. Blocks without references are free, and cached if
-        prefixes are."""
+        prefix caching is enabled."""
         table = np.array(one.table, dtype=np.int64)
         one.table = []
         self._references[table] -= 1
@@ -702,8 +706,8 @@ class _BlockPlayer:
         """Apply the block operations of a frame.
 
         Args:
-            up_to_tables: only up to the last block that a table got.
-            num_steps: only the first ones of several steps.
+            up_to_tables: whether to apply only the operations up to the last block that a table got.
+            num_steps: number of steps to apply, if the frame has several steps; None: all.
         """
         lists, is_cached = self._lists, state.is_cached
         assert is_cached is not None

@@ -6,16 +6,15 @@
 
 While there are watchers, one `FilmRecorder` follows the scheduler. At most every `SECONDS_BETWEEN_PARTS` its output is
 cut off as a part. A part and the header that all parts share are a film, so any part may be missing. A later watcher
-begins with the newest part. A slow watcher loses the oldest parts that it did not take, and gets their number of
-frames. Without watchers nothing follows the scheduler.
+begins with the newest part. A slow watcher loses the oldest parts that it did not take, and gets the number of frames
+in these parts. Without watchers the scheduler is not filmed.
 
 The stream to a watcher is a sequence of records: a letter, a length (4 bytes, little-endian) and the data:
 
     H    the header of a film: a new film begins
     P    a part: its chunks
     S    JSON: `interval`, seconds between parts; `dropped`, number of frames that this watcher lost; `running`,
-    `waiting`
-         and `parked`, the current numbers of requests
+         `waiting` and `parked`, the current numbers of requests
 """
 
 from __future__ import annotations
@@ -33,13 +32,14 @@ from pointsman.core.scheduler import Scheduler
 
 SECONDS_BETWEEN_PARTS = 0.1
 SHARE_OF_TIME = 0.01
-"""Maximum share of time for cutting. A part begins with the state of all unfinished requests: many make parts rare."""
+"""Maximum share of time spent on cutting parts. A part begins with the state of all unfinished requests, so with many
+requests parts are less frequent."""
 SECONDS_BETWEEN_STATES = 1.0
 MAX_WATCHERS = 16
 MAX_WAITING = 8 << 20
-"""Maximum bytes of parts that wait for a watcher; the newest part always waits."""
+"""Maximum total size of the parts that wait for a watcher, in bytes; the newest part always waits."""
 MAX_PART = 8 << 20
-"""Maximum bytes of a part that no watcher takes."""
+"""Maximum size of a part that no watcher takes, in bytes."""
 _RECORD = struct.Struct("<cI")
 
 
@@ -55,15 +55,15 @@ class _Watcher:
     num_bytes: int = 0
     num_dropped: int = 0
     sent_at: float = float("-inf")
-    """Time of the last S record."""
+    """Time at which the last S record (the state) was sent."""
 
 
 class LiveFilm:
     """The live film of one scheduler. Use it only in the thread that calls the scheduler, between two calls.
 
     Args:
-        scheduler: filmed while there are watchers.
-        clock: returns seconds.
+        scheduler: the scheduler; it is filmed while there are watchers.
+        clock: returns the time, in seconds.
         cpu_clock: returns the CPU seconds of this thread.
     """
 
@@ -80,7 +80,7 @@ class LiveFilm:
         self._recorder: FilmRecorder | None = None
         self._file = io.BytesIO()
         self._header = b""
-        self._costs: deque[float] = deque(maxlen=3)  # of the newest parts, in seconds
+        self._costs: deque[float] = deque(maxlen=3)  # CPU seconds of cutting each of the newest parts
         self._newest: tuple[bytes, int] | None = None
         self._due = 0.0
 
@@ -99,10 +99,10 @@ class LiveFilm:
         """The new records for a watcher.
 
         Args:
-            watcher: any name; a new name begins to watch.
+            watcher: name of the watcher; with a new name, a new watcher begins.
 
         Raises:
-            TooManyWatchers: there are `MAX_WATCHERS` others.
+            TooManyWatchers: there are `MAX_WATCHERS` other watchers.
         """
         own = self._watchers.get(watcher)
         if own is None:
@@ -110,7 +110,7 @@ class LiveFilm:
         recorder, now = self._recorder, self._clock()
         assert recorder is not None
         if now >= self._due and recorder.num_frames:
-            self._give(self._cut(recorder))
+            self._queue_for_all(self._cut_part(recorder))
             self._due = now + self.interval
         records = []
         if not own.has_header:
@@ -125,7 +125,7 @@ class LiveFilm:
         return b"".join(records)
 
     def leave(self, watcher: Hashable) -> None:
-        """End a watcher; does nothing for an unknown one."""
+        """End a watcher; does nothing for an unknown name."""
         if self._watchers.pop(watcher, None) is None or self._watchers or self._recorder is None:
             return
         self._scheduler.remove_listener(self._recorder)
@@ -138,26 +138,30 @@ class LiveFilm:
         if self._recorder is None:
             recorder = FilmRecorder(self._file)
             self._scheduler.start_film(recorder)
-            recorder.on_chunk = self._bound
-            self._header, self._recorder, self._due = self._empty(), recorder, self._clock() + SECONDS_BETWEEN_PARTS
+            recorder.on_chunk = self._drop_large_part
+            self._header, self._recorder, self._due = (
+                self._take_bytes(),
+                recorder,
+                self._clock() + SECONDS_BETWEEN_PARTS,
+            )
         own = self._watchers[watcher] = _Watcher()
         if self._newest is not None:
-            self._put(own, self._newest)
+            self._queue(own, self._newest)
         return own
 
-    def _cut(self, recorder: FilmRecorder) -> tuple[bytes, int]:
+    def _cut_part(self, recorder: FilmRecorder) -> tuple[bytes, int]:
         began, num_frames = self._cpu_clock(), recorder.num_frames
         recorder.cut()
         self._costs.append(self._cpu_clock() - began)
-        return self._empty(), num_frames
+        return self._take_bytes(), num_frames
 
-    def _give(self, part: tuple[bytes, int]) -> None:
+    def _queue_for_all(self, part: tuple[bytes, int]) -> None:
         self._newest = part
         for own in self._watchers.values():
-            self._put(own, part)
+            self._queue(own, part)
 
     @staticmethod
-    def _put(own: _Watcher, part: tuple[bytes, int]) -> None:
+    def _queue(own: _Watcher, part: tuple[bytes, int]) -> None:
         own.parts.append(part)
         own.num_bytes += len(part[0])
         while own.num_bytes > MAX_WAITING and len(own.parts) > 1:
@@ -165,15 +169,15 @@ class LiveFilm:
             own.num_bytes -= len(dropped)
             own.num_dropped += num_frames
 
-    def _bound(self) -> None:
-        """Drop a part that has grown too large, because no watcher has taken it for long."""
+    def _drop_large_part(self) -> None:
+        """Drop a part that has grown too large, because no watcher has taken it for a long time."""
         recorder = self._recorder
         if recorder is not None and self._file.tell() > MAX_PART:
-            _, num_frames = self._cut(recorder)
+            _, num_frames = self._cut_part(recorder)
             for own in self._watchers.values():
                 own.num_dropped += num_frames
 
-    def _empty(self) -> bytes:
+    def _take_bytes(self) -> bytes:
         found = self._file.getvalue()
         self._file.seek(0)
         self._file.truncate()

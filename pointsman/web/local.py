@@ -28,15 +28,16 @@ from pointsman.web.page import PAGE_HEADERS
 from pointsman.web.places import Places
 
 MAX_CONNECTIONS = 64
-"""Maximum at once; a newer connection replaces the one that has sent no request for the longest time."""
+"""Maximum number of open connections; a newer connection replaces the connection that has sent no request for the
+longest time."""
 MAX_BODY = 1 << 20
-"""Maximum bytes of a request's body."""
+"""Maximum size of a request's body, in bytes."""
 SECONDS_TO_SEND = 60.0
 """Time for a client to send its request, or to accept a part of the response."""
 
 
 class Refused(Exception):
-    """A request that is refused: with a status, and a sentence with the reason."""
+    """A request is refused, with an HTTP status and a sentence with the reason."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -45,14 +46,14 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request."""
+    """A request of the page, for a route."""
 
     query: Mapping[str, str]
-    """Parameters of the URL; for a repeated name, the last."""
+    """Parameters of the URL; of a repeated name, the last value."""
     body: bytes
 
     def json(self) -> Any:
-        """The body.
+        """The body of the request, parsed as JSON.
 
         Raises:
             Refused: the body is not JSON.
@@ -64,23 +65,23 @@ class Ask:
 
 
 Stream: TypeAlias = Iterator[bytes]
-"""Parts of a response. An empty part only checks that the client is still connected: a waiting stream yields one at
-least each second. The stream is closed when the client leaves."""
+"""Parts of a response. An empty part only checks that the client is still connected: a waiting stream yields an empty
+part at least each second. The stream is closed when the client disconnects."""
 Route: TypeAlias = Callable[[Ask], "bytes | dict[str, Any] | list[Any] | Stream"]
-"""Called in a thread of the request's own. Bytes and streams are sent unchanged, other results as JSON. Raises
-`Refused`."""
+"""Computes the response to a request, in the request's own thread. Bytes and streams are sent unchanged, other results
+as JSON. Raises `Refused`."""
 
 
 class LocalServer:
-    """Listens from the beginning; responds while `serve` runs.
+    """A server of one page: it listens from its construction on, and responds while `serve` runs.
 
     Args:
-        page: the HTML at "/".
-        routes: by method and path, such as ("POST", "/step").
-        port: 0: any free port.
+        page: HTML of the page at "/".
+        routes: routes by method and path, such as ("POST", "/step").
+        port: port to listen on; 0: any free port.
 
     Raises:
-        OSError: the port is taken.
+        OSError: the port is in use.
     """
 
     def __init__(self, page: str, routes: Mapping[tuple[str, str], Route], *, port: int = 0) -> None:
@@ -105,7 +106,7 @@ class LocalServer:
 
     def close(self) -> None:
         """End `serve`, if it runs in another thread, and stop listening. Streams end with the process."""
-        if self._serves:  # without `serve`, it would wait forever
+        if self._serves:  # without `serve`, `shutdown` would wait forever
             self._server.shutdown()
         self._server.server_close()
 
@@ -119,7 +120,7 @@ class _Server(ThreadingHTTPServer):
         self.places = Places(MAX_CONNECTIONS)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Accept a client, if there is a place for it."""
+        """Accept a client, if `places` has a place for it."""
         if self.places.take(request):
             super().process_request(request, client_address)
         else:
@@ -131,7 +132,7 @@ class _Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, *_: Any) -> None:
-        """Do nothing: the error has been sent, or the client has disconnected."""
+        """Do nothing: the error was sent to the client, or the client has disconnected."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -167,7 +168,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Refuse requests of other pages.
 
         Raises:
-            Refused: 403.
+            Refused: a header names another server or page (status 403).
         """
         hosts = self.headers.get_all("host") or []
         if len(hosts) != 1 or hosts[0].lower() not in self.names:
@@ -230,10 +231,10 @@ class _Handler(BaseHTTPRequestHandler):
                 for part in open_parts:
                     if part:
                         self.wfile.write(part)
-                    elif self._is_gone():
+                    elif self._has_disconnected():
                         return
 
-    def _is_gone(self) -> bool:
-        """Whether the client has closed the connection; it has nothing more to send."""
+    def _has_disconnected(self) -> bool:
+        """Whether the client has closed the connection. A connected client sends nothing while it reads a stream."""
         readable, _, _ = select.select([self.connection], [], [], 0)
         return bool(readable) and not self.connection.recv(1, socket.MSG_PEEK)

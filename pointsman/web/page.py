@@ -1,10 +1,10 @@
 """Assembles pages, each as one self-contained HTML file: it needs no network, and no Python once it is made.
 
-Their parts are in `page/`: `film.js` reads films, `counts.js` counts their events, `story.js` puts events into words,
-`line.js` and `diagram.js` draw, `view.html` and `view.js` show one film, `frame.html` is the frame of all pages, and
-each page has a body and a script of its own. Each page also contains the words of `words.py`, which it uses for films
-of other versions too. A page's policy (Content-Security-Policy) allows only its scripts and its style sheet, by their
-hashes.
+The parts of pages are in `page/`: `film.js` reads films, `counts.js` counts their events, `story.js` puts events into
+words, `line.js` and `diagram.js` draw, `view.html` and `view.js` show one film, `frame.html` is the frame of all pages,
+and each page has a body and a script of its own. Each page also contains the words of `words.py`, which the page uses
+for films of other versions too. A page's policy (Content-Security-Policy) allows only its scripts and its style sheet,
+by their hashes.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def assemble(
     """The page made of `page/NAME.html` and `page/NAME.js`.
 
     Args:
-        title: plain text.
-        scripts: further scripts, before the page's own.
-        data: embedded data, by the id of its element.
-        connects: whether its script may send requests to the server that it came from.
+        title: title of the page, as plain text.
+        scripts: names of further scripts, which run before the page's own.
+        data: data to embed, by the id of the HTML element that holds it.
+        connects: whether the page's script may send requests to the server that the page came from.
     """
     folder = files("pointsman.web").joinpath("page")
 
@@ -76,7 +76,7 @@ def assemble(
 
 
 def words_script() -> str:
-    """The first script: it defines `WORDS`, and makes all scripts strict."""
+    """The first script of a page: it defines `WORDS`, and makes all scripts strict."""
     words = json.dumps(page_words()).replace("<", "\\u003c")  # so no text closes the script element
     return f'"use strict";\nconst WORDS = {words};'
 

@@ -1,4 +1,4 @@
-"""Places: bounds the connections of a server with a thread each, and closes idle connections for newer ones.
+"""Places: bounds the connections of a server with a thread for each, and closes idle connections for newer ones.
 
     places = Places(16)
     if places.take(sock): ...      in the thread that accepts; otherwise close the connection
@@ -6,8 +6,8 @@
     places.wait(sock)              it is idle again: it waits for its client
     places.give_back(sock)         its thread ends
 
-Idle clients cannot block others: the connection that has been idle longest is shut down for a newer one, which ends its
-thread's wait. A connection whose request is being processed is never shut down.
+Idle clients cannot block others: the connection that has been idle longest is shut down for a newer one, which ends the
+wait of the connection's thread. A connection whose request is being processed is never shut down.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from contextlib import suppress
 
 
 class Places:
-    """The places of one server. Thread-safe.
+    """The places of one server's connections. Thread-safe.
 
     Args:
-        size: the bound.
+        size: maximum number of connections.
     """
 
     def __init__(self, size: int) -> None:
@@ -45,21 +45,21 @@ class Places:
             return True
 
     def use(self, sock: socket.socket) -> None:
-        """Note that a request of it is being processed; does nothing if its place was taken."""
+        """Note that a request of this connection is being processed; no effect if a newer connection has its place."""
         with self._lock:
             if sock in self._idle:
                 del self._idle[sock]
                 self._used.add(sock)
 
     def wait(self, sock: socket.socket) -> None:
-        """Note that it is idle again."""
+        """Note that this connection is idle again."""
         with self._lock:
             if sock in self._used:
                 self._used.remove(sock)
                 self._idle[sock] = None
 
     def give_back(self, sock: socket.socket) -> None:
-        """Free its place; a second call does nothing."""
+        """Free the place of this connection; a second call does nothing."""
         with self._lock:
             self._idle.pop(sock, None)
             self._used.discard(sock)

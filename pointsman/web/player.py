@@ -1,4 +1,4 @@
-"""The player: a page that plays a film, or compares two."""
+"""The player: a page that plays a film, or compares two films."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import json
 from pointsman.web.page import assemble
 
 MAX_FILM = 256 << 20
-"""Maximum bytes of an embedded film: a browser holds all of it."""
+"""Maximum size of an embedded film, in bytes: a browser holds all of the film in memory."""
 
 
 def page_of(film: bytes | None, title: str, beside: tuple[bytes, str] | None = None) -> str:
-    """The page.
+    """The HTML of the player's page.
 
     Args:
-        film: to embed; None: the user opens a file in the browser.
-        title: of the film.
+        film: film to embed; None: the user opens a file in the browser.
+        title: title of the film, or of the page without a film.
         beside: another film to compare with, and its title.
 
     Raises:

@@ -27,13 +27,13 @@ BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE, YELLOW, GREY = (
 COLOURS = {PREFILL: ORANGE, DECODE: BLUE, WAITING: "#DDDDDD", PARKED: PURPLE}
 OF_REASONS = (VERMILION, SKY, ORANGE, PURPLE, GREEN, YELLOW, BLUE, GREY)
 MAX_REQUESTS = 400
-"""Maximum number of requests with a line of their own; of more, evenly spaced ones are drawn."""
+"""Maximum number of requests that are drawn, each on its own line; of more requests, evenly spaced ones are drawn."""
 MAX_POINTS = 2000
-"""Maximum points of a curve; with more, each point is the mean of an interval of time."""
+"""Maximum number of points of a curve; with more, each point is the mean of an interval of time."""
 
 
 def draw(film: Film, title: str) -> Figure:
-    """The picture, 11 by 12 inches.
+    """Draw the picture of a film, 11 by 12 inches.
 
     Raises:
         FilmError: the film has no step, or contradicts itself.
@@ -62,7 +62,7 @@ def means(edges: FloatArray, values: npt.NDArray[Any], most: int = MAX_POINTS) -
     """Resample a step function, `values` [n] between `edges` [n + 1], to means over at most `most` intervals of time.
 
     Returns:
-        The edges and the means.
+        The edges of the intervals, and the mean over each interval.
     """
     if len(values) <= most:
         return edges, values.astype(np.float64)
@@ -120,7 +120,7 @@ def _draw_requests(axes: Any, film: Film, spans: list[Span]) -> None:
 
 
 def _draw_queue(axes: Any, timeline: Timeline, edges: FloatArray) -> None:
-    """Number of waiting requests, by the shortage of the head of the queue."""
+    """Draw the number of waiting requests, by what the head of the queue lacks."""
     seconds = np.diff(edges)
     reasons = {reason: float(seconds[np.array(timeline.blocked) == reason].sum()) for reason in set(timeline.blocked)}
     reasons.pop("", None)

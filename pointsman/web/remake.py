@@ -1,7 +1,7 @@
 """Converts a film to a scene: the same requests at the same times under the same settings, for what-if questions.
 
-A film has no prompts, so the scene has no shared prefixes, and an unfinished request gets the output that it had. The
-time of a step is fitted to the film: a constant, and a time for each token.
+A film has no prompts, so the scene has no shared prefixes, and an unfinished request gets the output length that it had
+reached. The time of a step is fitted to the film: a constant, and a time for each token.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Remade(NamedTuple):
 
     scene: Scene
     num_left_out: int
-    """Requests that arrived too late to be in `scene`."""
+    """Number of requests of the film that `scene` lacks, because they arrived after its last request."""
 
 
 def remake(film: Film, max_requests: int, max_prompt_tokens: int) -> Remade:
@@ -49,7 +49,7 @@ def remake(film: Film, max_requests: int, max_prompt_tokens: int) -> Remade:
         max_prompt_tokens: maximum number of tokens of all prompts together.
 
     Raises:
-        FilmError: this version lacks its settings, or one of its policies was an object without a name.
+        FilmError: this version lacks the film's settings, or a policy of the film was an object without a name.
     """
     known = {field.name for field in fields(SchedulerConfig)}
     given = {name: value for name, value in film.header["config"].items() if name in known}
@@ -97,7 +97,7 @@ def _inputs(film: Film) -> list[Input]:
 
 
 def _ends(film: Film) -> tuple[dict[int, int], dict[int, float]]:
-    """The number of tokens that each request generated, and the time of its abort, by number."""
+    """By request number: the number of tokens that the request generated, and the time of its abort."""
     reasons = film.header["names"]["finish_reasons"]
     generated: dict[int, int] = {}
     aborted: dict[int, float] = {}
@@ -113,14 +113,15 @@ def _ends(film: Film) -> tuple[dict[int, int], dict[int, float]]:
 
 
 def _step_seconds(film: Film) -> tuple[float, float]:
-    """Seconds of a step and of a token in it, by least squares over the steps that were followed at once by another."""
+    """Seconds of a step and of a token in it, by least squares over the steps that were followed immediately by another
+    step."""
     plain = Scene(SchedulerConfig(num_blocks=1, max_model_len=1))
     curves, _ = timeline_of(film)
     count = curves.num_steps[:-1]
     tokens = (curves.num_prefill_tokens + curves.num_decode_tokens)[:-1] / np.maximum(count, 1)
     seconds = np.diff(curves.time) / np.maximum(count, 1)
     is_busy = (tokens > 0) & (seconds > 0)
-    for _ in range(3):  # without the steps that were followed by a pause
+    for _ in range(3):  # each round drops the steps that were followed by a pause
         if np.count_nonzero(is_busy) < 2:
             return plain.seconds_per_step, plain.seconds_per_token
         columns = np.stack([np.ones_like(tokens), tokens], axis=1)

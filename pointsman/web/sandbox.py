@@ -7,7 +7,7 @@
     sandbox.do({"do": "undo"})
 
 The state is a `Scene`, which never changes: an action makes a new scene, which is played from its beginning. Undo plays
-the scene before it. An impossible action raises `SandboxError`, and changes nothing.
+the previous scene. An impossible action raises `SandboxError`, and changes nothing.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from pointsman.web.situations import SITUATIONS, Situation
 MAX_REQUESTS = 500
 """Maximum number of requests of a scene."""
 MAX_INPUTS = 1000
-"""Maximum number of requests, aborts and priority changes."""
+"""Maximum total number of requests, aborts and priority changes."""
 MAX_TOKENS = 100_000
-"""Maximum tokens of a prompt, or of an output."""
+"""Maximum number of tokens of a prompt, or of an output."""
 MAX_PROMPTS = 2_000_000
-"""Maximum tokens of all prompts together."""
+"""Maximum number of tokens of all prompts together."""
 MAX_ID = 60
-"""Maximum characters of an id, or of a tenant."""
+"""Maximum number of characters of an id, or of a tenant."""
 MAX_SECONDS = 3600.0
-"""Maximum arrival time."""
+"""Maximum arrival time, in seconds."""
 MAX_UNDO = 200
 """Maximum number of actions that can be undone."""
 
@@ -50,17 +50,18 @@ class Setting(NamedTuple):
     """A setting that can be changed, with its valid values."""
 
     name: str
-    """A field of `SchedulerConfig`, or of `Scene`."""
+    """Name of a field of `SchedulerConfig`, or of `Scene`."""
     label: str
     kind: str
-    """"integer", "number", "flag", "choice", "policy" (one, or none if `optional`) or "policies" (any number)."""
+    """Kind of the values: "integer", "number", "flag", "choice", "policy" (one, or none if `optional`) or "policies"
+    (any number)."""
     low: float | None = None
     high: float | None = None
     choices: tuple[str, ...] = ()
     policy: str = ""
-    """The kind of a policy."""
+    """Kind of the policies to choose from, if `kind` is "policy" or "policies"."""
     optional: bool = False
-    """Whether it may be None."""
+    """Whether the value may be None."""
 
 
 SETTINGS = (
@@ -92,7 +93,7 @@ SETTINGS = (
 """The settings that can be changed in the sandbox. Other settings of an opened recording stay as recorded."""
 _OF_THE_SCENE = frozenset({"seconds_per_step", "seconds_per_token"})
 START = SchedulerConfig(num_blocks=32, max_model_len=2048, max_num_seqs=8, max_num_batched_tokens=128)
-"""Small, so that shortages are visible."""
+"""Configuration of a new sandbox: small, so that shortages are visible."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +111,10 @@ class Sandbox:
     """Holds a scene, and applies actions to it.
 
     Args:
-        scene: to begin with; None: no requests, and `START`.
-        commands: returns the command lines for the current and the base configuration: under "change" with the
-            differences, under "all" with every setting.
-        about: source of the scene, for the user; "": none.
+        scene: scene to begin with; None: no requests, and `START`.
+        commands: returns command lines for the current and the base configuration: under "change" a command line with
+            the differences, under "all" a command line with every setting.
+        about: text for the user about the source of the scene; "": no text.
 
     Raises:
         SandboxError: the scene exceeds the limits of a sandbox.
@@ -135,7 +136,7 @@ class Sandbox:
         _check_size(first)
         self.played = self._play(first)
         """The current scene, played."""
-        self._base_played: Played | None = None  # the newest one
+        self._base_played: Played | None = None  # the newest result of `before`
 
     @property
     def scene(self) -> Scene:
@@ -153,9 +154,9 @@ class Sandbox:
         """
         name = action.get("do")
         if name == "undo":
-            return self._return(self._past, self._future, "undo")
+            return self._restore(self._past, self._future, "undo")
         if name == "redo":
-            return self._return(self._future, self._past, "do again")
+            return self._restore(self._future, self._past, "do again")
         handlers: dict[str, tuple[Callable[..., _Moment], tuple[str, ...], tuple[str, ...]]] = {
             # The method that makes the next moment, its required arguments, and its optional arguments.
             "add": (
@@ -190,7 +191,7 @@ class Sandbox:
         self._future = []
         self._now, self.played = moment, played
 
-    def _return(self, source: list[_Moment], other: list[_Moment], what: str) -> None:
+    def _restore(self, source: list[_Moment], other: list[_Moment], what: str) -> None:
         if not source:
             raise SandboxError(f"there is nothing to {what}")
         moment = source[-1]
@@ -207,11 +208,11 @@ class Sandbox:
             raise SandboxError(str(error)) from None
 
     def _next(self, what: str, **changes: Any) -> _Moment:
-        """The scene as far as it was played, with changes."""
+        """The scene up to the steps that were played, with `changes` of its fields."""
         kept = {"num_steps": self.played.num_steps, "to_the_end": False, "not_before": self.played.now}
         return replace(self._now, scene=replace(self.scene, **{**kept, **changes}), what=what)
 
-    def _with(self, what: str, given: Input) -> _Moment:
+    def _with_input(self, what: str, given: Input) -> _Moment:
         moment = self._next(what, inputs=(*self.scene.inputs, given))
         _check_size(moment.scene)
         return moment
@@ -231,7 +232,7 @@ class Sandbox:
         max_tokens: object = None,
     ) -> _Moment:
         known = {each.request_id: each for each in self.scene.arrivals}
-        name = _word("id", id) if id is not None else next(each for each in _names() if each not in known)
+        name = _text("id", id) if id is not None else next(each for each in _names() if each not in known)
         if name in known:
             raise SandboxError(f"id is {name!r}, which another request has; choose another id, or leave it out")
         now = self.played.now
@@ -242,9 +243,11 @@ class Sandbox:
         num_output = _integer("output", output, 1, MAX_TOKENS)
         num_shared = 0
         if like is not None:
-            other = known.get(_word("like", like))
+            other = known.get(_text("like", like))
             if other is None:
-                raise SandboxError(f"like is {like!r}, and no request has that id; choose one of {_listed(known)}")
+                raise SandboxError(
+                    f"like is {like!r}, and no request has that id; choose one of {_joined_names(known)}"
+                )
             most = min(num_prompt, other.num_prompt_tokens + other.num_output_tokens - 1)
             num_shared = _integer("shared", most if shared is None else shared, 1, most)
         elif shared is not None:
@@ -257,16 +260,16 @@ class Sandbox:
             None if like is None else str(like),
             num_shared,
             _integer("priority", priority, -MAX_INT, MAX_INT),
-            "" if tenant is None else _word("tenant", tenant),
+            "" if tenant is None else _text("tenant", tenant),
             None if max_tokens is None else _integer("max_tokens", max_tokens, 1, MAX_TOKENS),
         )
-        return self._with(f"add {name}", arrival)
+        return self._with_input(f"add {name}", arrival)
 
     def _abort(self, id: object) -> _Moment:
         cast = self._unfinished("abort", id)
         name = cast.arrival.request_id
         if cast.request is not None:
-            return self._with(f"abort {name}", Abortion(name, self.played.now))
+            return self._with_input(f"abort {name}", Abortion(name, self.played.now))
         if any(each.starts_like == name for each in self.scene.arrivals):
             raise SandboxError(f"{name} has not arrived, and another request starts like it; remove that request first")
         kept = tuple(each for each in self.scene.inputs if each.request_id != name)
@@ -277,12 +280,12 @@ class Sandbox:
         name, value = cast.arrival.request_id, _integer("priority", priority, -MAX_INT, MAX_INT)
         if cast.request is None:
             raise SandboxError(f"{name} arrives at {cast.arrival.at:g} s; step until then, or add it with a priority")
-        return self._with(f"priority of {name}", Urgency(name, value, self.played.now))
+        return self._with_input(f"priority of {name}", Urgency(name, value, self.played.now))
 
     def _unfinished(self, what: str, id: object) -> Cast:
-        cast = self.played.cast.get(_word("id", id))
+        cast = self.played.cast.get(_text("id", id))
         if cast is None:
-            raise SandboxError(f"{what}: no request is called {id!r}; choose one of {_listed(self.played.cast)}")
+            raise SandboxError(f"{what}: no request is called {id!r}; choose one of {_joined_names(self.played.cast)}")
         if cast.refusal is not None or (cast.request is not None and cast.request.status.is_finished):
             raise SandboxError(f"{what}: {cast.arrival.request_id} has finished; undo steps to restore it")
         return cast
@@ -313,7 +316,7 @@ class Sandbox:
             raise SandboxError(f"{MAX_STEPS:,} steps are done, which is the maximum; reset, or send less")
 
     def _reset(self) -> _Moment:
-        """All requests from the beginning, without the actions on them."""
+        """Restart the scene with all its requests, without aborts and priority changes."""
         return self._next("reset", inputs=tuple(self.scene.arrivals), num_steps=0, not_before=0.0)
 
     def _clear(self) -> _Moment:
@@ -329,15 +332,15 @@ class Sandbox:
         scene = _with_settings(self.scene, settings)
         if _same_settings(scene, self.scene):
             raise SandboxError("these are the settings already; change one")
-        return replace(self._now, scene=self._as_far(scene), what="settings")
+        return replace(self._now, scene=self._with_current_steps(scene), what="settings")
 
-    def _as_far(self, scene: Scene) -> Scene:
-        """The scene, to be played as far as the current one."""
+    def _with_current_steps(self, scene: Scene) -> Scene:
+        """`scene`, to be played for as many steps as the current scene."""
         to_the_end = self.scene.to_the_end or (self.played.is_over and self.played.num_steps > 0)
         return replace(scene, num_steps=self.played.num_steps, to_the_end=to_the_end, not_before=0.0)
 
     def _compare_from_here(self) -> _Moment:
-        """Compare with the current settings from now on."""
+        """Make the current settings the settings to compare with."""
         if _same_settings(self._now.base, self.scene):
             raise SandboxError("the comparison already uses these settings; change one first")
         return replace(self._now, base=self.scene, what="compare from here")
@@ -355,21 +358,22 @@ class Sandbox:
     # ------------------------------------------------------------------ results
 
     def as_test(self) -> str:
-        """Python that makes the same calls, and asserts the state."""
+        """Python code that makes the same calls as the played scene, and asserts its final state."""
         return as_test(self.played)
 
     def before(self) -> Played | None:
-        """The same requests under the settings to compare with, played as far; None: the settings are the same."""
+        """The current scene under the settings to compare with, played for as many steps; None: the settings are the
+        same."""
         base = self._now.base
         if _same_settings(base, self.scene):
             return None
-        scene = self._as_far(_with_settings_of(self.scene, base))
+        scene = self._with_current_steps(_with_settings_of(self.scene, base))
         if self._base_played is None or self._base_played.scene != scene:
             self._base_played = self._play(scene)
         return self._base_played
 
     def answer(self) -> dict[str, Any]:
-        """The data for the page, JSON-ready; the film is in base 64."""
+        """The state of the sandbox for the page, JSON-ready; the film is in base 64."""
         played, now, before = self.played, self._now, self.before()
         ttft = {} if before is None else {name: cast.ttft for name, cast in before.cast.items()}
         return {
@@ -397,7 +401,7 @@ class Sandbox:
 
 
 def choices() -> dict[str, Any]:
-    """The choices, JSON-ready: settings with their ranges, policies with their parameters, situations.
+    """The choices of the page, JSON-ready: settings with their ranges, policies with their parameters, situations.
 
     Raises:
         ConfigError: an installed package's policy cannot be loaded.
@@ -423,7 +427,7 @@ def choices() -> dict[str, Any]:
 
 
 def settings_of(scene: Scene) -> dict[str, Any]:
-    """The values of `SETTINGS`; policies as text."""
+    """The values of a scene's `SETTINGS`; policies as text."""
     values = scene.config.to_dict()
     return {
         each.name: getattr(scene, each.name) if each.name in _OF_THE_SCENE else values[each.name] for each in SETTINGS
@@ -439,7 +443,7 @@ def _with_settings_of(scene: Scene, base: Scene) -> Scene:
 
 
 def _changed(base: Scene, now: Scene) -> list[str]:
-    """The settings that differ, each with its values."""
+    """The settings that differ between two scenes, as text with both values."""
     before, after = settings_of(base), settings_of(now)
     return [
         f"{each.label} {_written(before[each.name])} → {_written(after[each.name])}"
@@ -460,13 +464,13 @@ def _with_settings(scene: Scene, given: Mapping[str, Any]) -> Scene:
     known_settings = {each.name: each for each in SETTINGS}
     for name in given:
         if name not in known_settings:
-            raise SandboxError(f"no setting is called {name!r}; choose from {_listed(known_settings)}")
+            raise SandboxError(f"no setting is called {name!r}; choose from {_joined_names(known_settings)}")
     values = {name: _checked(known_settings[name], value) for name, value in given.items()}
     of_the_scene = {name: values.pop(name) for name in _OF_THE_SCENE & values.keys()}
     now = settings_of(scene)
     values = {name: value for name, value in values.items() if value != now[name]}  # a policy may be an object
     if values.get("full_sequence_must_fit") is False:
-        values["count_owed_blocks"] = True  # from a preset; without effect here
+        values["count_owed_blocks"] = True  # undoes a preset's value, which has no effect then
     if values.get("enable_prefix_caching") is False:
         values["share_within_step"] = True
     try:
@@ -559,14 +563,14 @@ def _first_paragraph(policy: type) -> str:
 
 
 def _names() -> Any:
-    """A to Z, then A2 to Z2, and so on."""
+    """Yield names for new requests: A to Z, then A2 to Z2, and so on."""
     number = 1
     while True:
         yield from (f"{letter}{number if number > 1 else ''}" for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ")
         number += 1
 
 
-def _listed(names: Mapping[str, object]) -> str:
+def _joined_names(names: Mapping[str, object]) -> str:
     found = list(names)
     return ", ".join(found[:20]) + (f" and {len(found) - 20} others" if len(found) > 20 else "") or "there are none"
 
@@ -587,7 +591,7 @@ def _number(name: str, value: object, low: float, high: float) -> float:
     return float(value)
 
 
-def _word(name: str, value: object) -> str:
+def _text(name: str, value: object) -> str:
     if not isinstance(value, str) or not value.strip() or len(value) > MAX_ID or not value.isprintable():
         raise SandboxError(f"{name} is {value!r}; it must be 1 to {MAX_ID} printable characters")
     return value

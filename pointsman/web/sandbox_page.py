@@ -21,11 +21,11 @@ def sandbox_server(sandbox: Sandbox, *, title: str = "Sandbox", port: int = 0) -
     """A server of the sandbox's page.
 
     Args:
-        title: of the page.
-        port: 0: any free port.
+        title: title of the page.
+        port: port to listen on; 0: any free port.
 
     Raises:
-        OSError: the port is taken.
+        OSError: the port is in use.
         ConfigError: an installed package's policy cannot be loaded.
     """
     lock = Lock()  # each request has a thread of its own

@@ -1,4 +1,4 @@
-"""A scene of the sandbox: requests with their arrival times, settings, and the number of steps to do.
+"""A scene of the sandbox: requests with their arrival times, settings, and the number of steps to play.
 
     played = play(scene)    plays the scene on a new scheduler: its film, its figures, and the final state
 
@@ -32,10 +32,11 @@ from pointsman.core.observe.film import FilmRecorder
 Int32Array = npt.NDArray[np.int32]
 
 MAX_STEPS = 20_000
-"""Maximum number of steps of a scene: each change repeats all of them."""
+"""Maximum number of steps of a scene: each change of a scene plays all of its steps again."""
 EOS_TOKEN = 1
 TEXT_OF_A_REQUEST = 1_000_000
-"""The token at position p of the n-th request, from 1, is n times this plus p, in prompt and output."""
+"""Token id at position p of the n-th request's own text, n from 1: n times this number, plus p. This holds for prompt
+and output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +46,18 @@ class Arrival:
     request_id: str
     num_prompt_tokens: int
     num_output_tokens: int
-    """Known only to the scene: the request ends with an end-of-sequence token that no policy can predict."""
+    """Output length, known only to the scene: the request ends with an end-of-sequence token that no policy can
+    predict."""
     at: float = 0.0
-    """Seconds."""
+    """Arrival time, in seconds."""
     starts_like: str | None = None
-    """The request whose first tokens this one shares."""
+    """Id of the request whose first tokens this request shares."""
     num_shared_tokens: int = 0
     """Number of shared tokens; they may extend into the output of that request, as in a conversation."""
     priority: int = 0
     tenant: str = ""
     max_tokens: int | None = None
-    """The limit in the client's request; None: only the model's."""
+    """Token limit in the client's request; None: only the model's limit applies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +82,16 @@ Input: TypeAlias = Arrival | Abortion | Urgency
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """The input of the sandbox's player. See the module."""
+    """The input of `play`: settings, requests and the number of steps."""
 
     config: SchedulerConfig
     inputs: tuple[Input, ...] = ()
-    """In the order in which they were given; each is applied at its time."""
+    """Arrivals, aborts and priority changes, in the order in which they were given; each is applied at its time."""
     num_steps: int = 0
     to_the_end: bool = False
-    """Whether to play until nothing is left to do, or `MAX_STEPS` are done, instead of `num_steps`."""
+    """Whether to play until all requests are finished, or `MAX_STEPS` are done, instead of `num_steps`."""
     not_before: float = 0.0
-    """Minimum time at the end of its steps: it waited for requests that were refused."""
+    """Minimum time at the end of the scene, in seconds: the scene has waited for requests that were refused."""
     seconds_per_step: float = 0.01
     seconds_per_token: float = 0.0001
 
@@ -99,11 +101,11 @@ class Scene:
         return [each for each in self.inputs if isinstance(each, Arrival)]
 
     def step_seconds(self, num_tokens: int) -> float:
-        """The time of a step that computes this number of tokens."""
+        """The time of a step that computes `num_tokens` tokens, in seconds."""
         return self.seconds_per_step + self.seconds_per_token * num_tokens
 
     def max_tokens(self, arrival: Arrival) -> int:
-        """The `max_tokens` of a request."""
+        """The `max_tokens` with which a request is added to the scheduler."""
         room = max(1, self.config.max_model_len - arrival.num_prompt_tokens)
         return room if arrival.max_tokens is None else arrival.max_tokens
 
@@ -130,28 +132,29 @@ class Scene:
 
 
 class Done(NamedTuple):
-    """A call that was made to the scheduler, in order."""
+    """A call that was made to the scheduler, or a wait for an arrival."""
 
     what: str
-    """"add", "refuse" (an add that was refused), "abort", "priority", "step", or "wait" for an arrival."""
+    """Kind of the call: "add", "refuse" (an add that was refused), "abort", "priority", "step", or "wait" for an
+    arrival."""
     now: float
-    """Its time; for a step, its end."""
+    """Time of the call, in seconds; for a step, its end."""
     given: Input | None = None
 
 
 @dataclass(slots=True)
 class Cast:
-    """A request of a scene during its play."""
+    """A request of a scene, and what happens to it while the scene is played."""
 
     arrival: Arrival
     request: Request | None = None
-    """None: it has not arrived."""
+    """The request in the scheduler; None: it has not arrived."""
     refusal: str | None = None
     token_times: list[float] = field(default_factory=list)
 
     @property
     def ttft(self) -> float | None:
-        """Seconds from its arrival to its first token."""
+        """Seconds from the request's arrival to its first token."""
         return self.token_times[0] - self.arrival.at if self.token_times else None
 
     @property
@@ -169,7 +172,7 @@ class Played:
     scheduler: Scheduler
     film: bytes
     cast: dict[str, Cast]
-    """By request id, in the order of the scene."""
+    """The requests by id, in the order of the scene."""
     log: list[Done]
     now: float
     num_steps: int
@@ -180,7 +183,7 @@ class Played:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left to do."""
+        """Whether all requests have arrived and finished."""
         return not self.scheduler.has_unfinished_requests() and all(
             each.request is not None for each in self.cast.values()
         )
@@ -234,20 +237,20 @@ class _Player:
         self._newest: SchedulerOutput | None = None
 
     def play(self) -> Played:
-        """Play until its steps are done."""
+        """Play until the scene's steps are done."""
         file = io.BytesIO()
         recorder = FilmRecorder(file)
         self._scheduler.start_film(recorder)
         problem, num_steps = None, 0
         most = MAX_STEPS if self._scene.to_the_end else min(self._scene.num_steps, MAX_STEPS)
         try:
-            self._happen()
-            while num_steps < most and self._wait():
+            self._apply_due_inputs()
+            while num_steps < most and self._wait_for_requests():
                 self._step()
                 num_steps += 1
-                self._happen()
+                self._apply_due_inputs()
             while not self._scheduler.has_unfinished_requests() and self._next_arrival() <= self._scene.not_before:
-                self._wait_for_next()
+                self._wait_for_next_arrival()
         except PolicyError as error:
             problem = str(error)
         self._scheduler.remove_listener(recorder)
@@ -264,24 +267,24 @@ class _Player:
             problem=problem,
         )
 
-    def _wait(self) -> bool:
-        """Advance the time until there is something to schedule; False: there will be nothing."""
+    def _wait_for_requests(self) -> bool:
+        """Advance the time until the scheduler has an unfinished request; False: no further request arrives."""
         while not self._scheduler.has_unfinished_requests():
             if self._next_arrival() == math.inf:
                 return False
-            self._wait_for_next()
+            self._wait_for_next_arrival()
         return True
 
     def _next_arrival(self) -> float:
         """The time of the next arrival; infinity: there is none."""
         return next((each.at for each in self._pending if isinstance(each, Arrival)), math.inf)
 
-    def _wait_for_next(self) -> None:
+    def _wait_for_next_arrival(self) -> None:
         self._now = self._next_arrival()
         self._log.append(Done("wait", self._now))
-        self._happen()
+        self._apply_due_inputs()
 
-    def _happen(self) -> None:
+    def _apply_due_inputs(self) -> None:
         """Apply all inputs that are due."""
         while self._pending and self._pending[0].at <= self._now:
             given = self._pending.popleft()

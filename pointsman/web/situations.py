@@ -23,7 +23,7 @@ class Situation:
     about: str
     scene: Scene
     what_if: Mapping[str, Any]
-    """Settings, in the form for `Sandbox.do`."""
+    """The change of settings, in the form for `Sandbox.do`."""
     what_if_text: str
 
 
@@ -165,4 +165,4 @@ SITUATIONS = (
     _fairness(),
     _never(),
 )
-"""In the order in which the page offers them."""
+"""All situations, in the order in which the page offers them."""

@@ -13,7 +13,7 @@ from pointsman.web.words import BEHIND
 
 Before = TypeVar("Before", str, None)
 RESOURCES = {reason.value: cause.resource for reason, cause in CAUSES.items()}
-"""The short resource, by the name of the reason."""
+"""By the name of the reason for waiting: the resource that is missing."""
 TEXTS = {reason.value: cause.text for reason, cause in CAUSES.items()}
 
 
@@ -62,7 +62,7 @@ class Teller:
         return values
 
     def _cause(self, event: Event) -> str:
-        """The request whose need caused a preemption, and why this victim was chosen."""
+        """Text about a preemption: the request whose need caused it, and why this victim was chosen."""
         fields = event.fields
         assert event.request is not None
         cause: str = self._names["causes"][fields["cause"]]
@@ -92,25 +92,25 @@ class Teller:
         return words.fill(words.WAITS["behind"], {"blocker": self.name(state.blocker)})
 
     def decided(self, frame: int) -> list[str]:
-        """The events that led to a frame's step, in order."""
+        """The sentences about the events that led to a frame's step, in order."""
         told = (self.sentence(event) for event in self._film.events(frame, frame + 1))
         return [sentence for sentence in told if sentence]
 
 
 @dataclass(slots=True)
 class Preemption:
-    """A request that lost its row, and the cost."""
+    """The preemption of a request, and its cost."""
 
     event: Event
     frame: int
-    """The frame that it led to; the number of frames, if no step follows."""
+    """Index of the frame that the preemption led to; the number of frames, if no step follows."""
     resumed_after: float | None = None
-    """Seconds; None: it has not resumed."""
+    """Seconds until the request resumed; None: it has not resumed."""
     num_recomputed_tokens: int | None = None
-    """Tokens whose KV it gave up and that were not in the cache when it resumed."""
+    """Number of tokens whose KV the request gave up and that were not in the cache when it resumed."""
 
     def cost(self) -> str:
-        """The cost, in words."""
+        """The cost of the preemption, in words."""
         if self.resumed_after is None or self.num_recomputed_tokens is None:
             return words.COSTS["open"]
         values = {"seconds": f"{self.resumed_after:.3f}", "num_again": self.num_recomputed_tokens}
@@ -144,21 +144,21 @@ class Life:
 
     number: int
     moments: list[tuple[float, str]] = field(default_factory=list)
-    """(seconds, what happened)."""
+    """Events of the request, each as (time in seconds, sentence)."""
     waited: dict[str, float] = field(default_factory=dict)
     """Seconds in the queue or parked, by reason, longest first."""
     ran: float = 0.0
-    """Seconds as a running request."""
+    """Seconds for which the request ran."""
 
     @property
     def total_waited(self) -> float:
-        """Seconds."""
+        """Total seconds in the queue or parked."""
         return sum(self.waited.values())
 
 
 def life_of(film: Film, number: int) -> Life:
-    """The events of a request, and its waits with their reasons; for time behind others, what the head of the queue
-    lacked."""
+    """The events of a request, and its waits with their reasons; for time behind other requests, the reason is what the
+    head of the queue lacked."""
     teller, life = Teller(film), lives_of(film)[number]
     num_lost = 0
     for event in film.events(0, None):
@@ -182,8 +182,9 @@ def lives_of(film: Film) -> list[Life]:
 
 
 class _Lives:
-    """One pass over a film. The time behind others is summed for all requests together, by what the head of the queue
-    lacks. Each request takes the difference between the sums at the beginning and the end of its wait."""
+    """One pass over a film. The time of waiting behind other requests is summed for all requests together, by what the
+    head of the queue lacks. Each request takes the difference between the sums at the beginning and the end of its
+    wait."""
 
     def __init__(self, film: Film) -> None:
         self._film = film
@@ -192,7 +193,7 @@ class _Lives:
         self._behind: dict[str, float] = {}
         self._blocked = BEHIND
         self._doing: dict[int, tuple[str, float, dict[str, float]]] = {}
-        """For each unfinished request: "running", or why it waits; since when; and `_behind` at that time."""
+        """For each unfinished request: "running", or why it waits; the time since when; and `_behind` at that time."""
         begin = film.beginning()
         self._now = begin.time
         for number, one in begin.requests.items():
@@ -202,7 +203,7 @@ class _Lives:
                 self._begin(number, one.reason or (one.status if number in begin.parked else BEHIND))
 
     def add(self, event: Event) -> None:
-        self._pass(event.time)
+        self._advance_to(event.time)
         if event.op is Op.STEP or event.op is Op.STEPS:
             blocked = event.fields["blocked"]
             self._blocked = f"{BEHIND}, {self._reasons[blocked - 1]}" if blocked else BEHIND
@@ -214,15 +215,15 @@ class _Lives:
                     self._begin(event.request, after)
 
     def end(self) -> list[Life]:
-        """End the pass."""
-        self._pass(max(self._now, self._film.end))
+        """End the pass, and return the lives of all requests."""
+        self._advance_to(max(self._now, self._film.end))
         for number in list(self._doing):
             self._end(number)
         for life in self._lives:
             life.waited = dict(sorted(life.waited.items(), key=lambda item: -item[1]))
         return self._lives
 
-    def _pass(self, now: float) -> None:
+    def _advance_to(self, now: float) -> None:
         if now != self._now:
             self._behind[self._blocked] = self._behind.get(self._blocked, 0.0) + now - self._now
             self._now = now

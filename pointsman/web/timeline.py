@@ -21,21 +21,21 @@ PREFILL, DECODE, WAITING, PARKED = "prefill", "decode", "waiting", "parked"
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Curves, [frames] each, after the decision of each frame."""
+    """Curves of a film: each field has one value for each frame, after the frame's decision."""
 
     time: FloatArray
-    """Seconds since the film began."""
+    """Time of the frame, in seconds since the film began."""
     num_steps: Int64Array
     num_running: Int64Array
     num_waiting: Int64Array
     num_parked: Int64Array
     num_prefill_tokens: Int64Array
-    """Tokens of a step in rows that compute a prompt, or that recompute after a preemption."""
+    """Number of tokens of a step in rows that compute a prompt, or that recompute after a preemption."""
     num_decode_tokens: Int64Array
-    """Tokens of a step in all other rows, including drafts."""
+    """Number of tokens of a step in all other rows, including drafts."""
     num_free_blocks: Int64Array
     num_preemptions: Int64Array
-    """Since the previous frame."""
+    """Number of preemptions since the previous frame."""
     blocked: list[str]
     """Why the queue was blocked; "": it was not blocked."""
 
@@ -59,14 +59,14 @@ class _Pass:
     places: dict[int, str] = field(default_factory=dict)
     """The state of each unfinished request, by number."""
     computing: set[int] = field(default_factory=set)
-    """Running requests that still compute their prompt, or recompute after a preemption."""
+    """Numbers of running requests that still compute their prompt, or recompute after a preemption."""
     sampled: list[int] = field(default_factory=list)
-    """Requests that finished this computation in the newest step."""
+    """Numbers of requests that completed their prefill in the newest step."""
     since: dict[int, float] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
     columns: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in Timeline.__dataclass_fields__})
     counts: Counter[str] = field(default_factory=Counter)
-    """Unfinished requests by state."""
+    """Number of unfinished requests, by state."""
     num_preemptions: int = 0
 
     def __post_init__(self) -> None:
@@ -139,7 +139,7 @@ class _Pass:
         for number in list(self.computing):
             tokens, flags = odd.get(number, (1, 1))
             prefill += tokens
-            if flags & 1:  # it samples: the next step decodes
+            if flags & 1:  # the row samples, so the next step decodes
                 self.computing.discard(number)
                 self.sampled.append(number)
         self._frame(event, 1, prefill, total - prefill)

@@ -19,11 +19,11 @@ from pointsman.core.observe.film_format import Op
 
 
 class Choice(NamedTuple):
-    """Templates to choose from by the value of a field: False and 0 choose the first."""
+    """Templates to choose from by the value of a field: False and 0 choose the first template."""
 
     by: str
     templates: tuple[str, ...]
-    """Larger values choose the last."""
+    """The templates; a value beyond the last index chooses the last template."""
 
 
 SENTENCES: dict[Op, str | Choice] = {
@@ -50,10 +50,10 @@ SENTENCES: dict[Op, str | Choice] = {
     Op.PAUSED: Choice("mode", ("resumed", "paused: no request is admitted", "paused")),
     Op.LIMITED: Choice("limit", ("no limit of active requests", "at most {num_active} requests run")),
 }
-"""The sentence of each event. Its values are the event's fields, and values that the tellers add."""
+"""The sentence of each event. The values in a sentence are the event's fields, and values that `Teller` adds."""
 
 SHARES = {"none": "none", "all": "all"}
-"""The share of a preempted request's KV that is still cached, if it is not a number of tokens."""
+"""Words for the share of a preempted request's KV that is still cached, if none or all of it is."""
 RECOVERIES = ("", ", and evicted blocks are recomputed", ", and evicted blocks are swapped")
 PREEMPTIONS = {
     "parked": "the host parked it",
@@ -95,7 +95,7 @@ COSTS = {
 """The cost of a preemption."""
 
 BEHIND = "behind others"
-"""Waiting without having been checked: a request ahead blocked the queue, or no step came."""
+"""Waiting without having been checked: a request ahead blocked the queue, or no step was scheduled since."""
 NOT_ITS_TURN = "other requests were ahead of it[; head of the queue: {first}]"
 WAITS = {
     "asked": "{why}[, most of it held by {holder}]",
@@ -138,8 +138,8 @@ def fill(template: str | Choice, values: Mapping[str, Any]) -> str:
     """The sentence of a template.
 
     Args:
-        template: for a `Choice`, the value of its field selects the template.
-        values: by their names in the template.
+        template: the template, or a `Choice` among templates by the value of a field.
+        values: values for the template, by the names in it.
     """
     if isinstance(template, Choice):
         template = template.templates[min(int(values[template.by]), len(template.templates) - 1)]
@@ -153,16 +153,16 @@ def fill(template: str | Choice, values: Mapping[str, Any]) -> str:
     def option(found: re.Match[str]) -> str:
         return found[1] if all(values[name] for name, _ in _VALUE.findall(found[1])) else ""
 
-    return _VALUE.sub(shown, _OPTION.sub(option, template))  # values come last, and may hold braces
+    return _VALUE.sub(shown, _OPTION.sub(option, template))  # values come last, as they may contain braces
 
 
 def counted(count: int, what: str) -> str:
-    """A count with its noun."""
+    """A count with its noun, in the singular or plural."""
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def page_words() -> dict[str, Any]:
-    """All words, as JSON, for `page/story.js`."""
+    """All words of this module as data for JSON, for `page/story.js`."""
     return {
         "sentences": {op.name.lower(): template for op, template in SENTENCES.items()},
         "shares": SHARES,

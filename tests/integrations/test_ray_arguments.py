@@ -89,7 +89,7 @@ def test_each_replica_gets_one_core_per_engine_by_default() -> None:
         ({"preset": "fast"}, ["fast", "low-latency"]),
     ],
 )
-def test_wrong_argument_is_one_line_with_the_remedy(arguments: dict[str, Any], words: list[str]) -> None:
+def test_wrong_argument_gives_a_one_line_error_with_the_remedy(arguments: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(RayError) as found:
         read_arguments(arguments, {})
     message = str(found.value)
@@ -123,7 +123,7 @@ def test_cluster_must_have_capacity_for_the_replicas() -> None:
     assert needs == {"CPU": 1, "memory": 10, "a": 1}
 
 
-def test_node_without_the_model_is_named(tmp_path: Any) -> None:
+def test_error_names_the_node_that_lacks_the_model(tmp_path: Any) -> None:
     check_model(str(tmp_path), [Node("", "this machine", {"CPU": 1.0})])
     with pytest.raises(RayError, match=r"nowhere.*no such directory on this machine; copy it there"):
         check_model(str(tmp_path / "nowhere"), [Node("", "this machine", {"CPU": 1.0})])
@@ -142,7 +142,7 @@ def test_waiting_requests_raise_the_number_of_replicas() -> None:
     assert wanted(unsent=65) == 2
 
 
-def test_policy_rounds_the_mean_of_the_reports() -> None:
+def test_autoscaling_policy_rounds_the_mean_of_reported_replicas() -> None:
     def decided(*reported: float) -> int:
         values = {f"replica {number}": value for number, value in enumerate(reported)}
         context = SimpleNamespace(aggregated_metrics={METRIC: values} if reported else {}, target_num_replicas=7)
@@ -153,7 +153,7 @@ def test_policy_rounds_the_mean_of_the_reports() -> None:
     assert decided(2.6, 2.4) == 3
 
 
-def test_cluster_address_is_the_one_of_serve_run(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cluster_address_equals_that_of_serve_run(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_TMPDIR", raising=False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("TMPDIR", str(tmp_path))

@@ -22,14 +22,14 @@ def test_check_accepts_server_options(vllm_version: str) -> None:
     assert "it will work: vllm serve" in done.stdout and "layers of FullAttentionSpec" in done.stdout
 
 
-def test_result_is_unknown_without_the_layers() -> None:
+def test_check_result_is_unknown_if_layers_cannot_be_built() -> None:
     done = check("--tensor-parallel-size", 2)
     assert done.returncode == 3, done.stdout + done.stderr
     assert "it is not known whether it will work" in done.stdout and "split among 2 devices" in done.stdout
     assert "it will work:" not in done.stdout
 
 
-def test_refusals_do_not_need_the_layers() -> None:
+def test_check_reports_refusals_even_if_layers_cannot_be_built() -> None:
     done = check("--tensor-parallel-size", 2, "--kv-cache-metrics")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "it will not work" in done.stdout and "--kv-cache-metrics" in done.stdout

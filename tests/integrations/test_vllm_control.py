@@ -99,7 +99,7 @@ def test_sockets_of_killed_processes_are_removed(temporary: Path) -> None:
             assert live.exists() and other.exists() and not dead.exists()
 
 
-def test_a_shared_folder_is_not_used(temporary: Path) -> None:
+def test_socket_is_not_put_in_a_folder_that_others_can_access(temporary: Path) -> None:
     taken = temporary / f"pointsman-{os.getuid()}"
     taken.mkdir()
     taken.chmod(0o755)
@@ -109,7 +109,7 @@ def test_a_shared_folder_is_not_used(temporary: Path) -> None:
 
 
 @pytest.mark.parametrize(("mode", "used"), [(0o700, True), (0o755, False)])
-def test_private_runtime_folder_is_used(
+def test_runtime_folder_is_used_only_if_it_is_private(
     temporary: Path, monkeypatch: pytest.MonkeyPatch, mode: int, used: bool
 ) -> None:
     runtime = temporary / "run"
@@ -127,7 +127,7 @@ def test_the_socket_of_a_dead_process_is_replaced(tmp_path: Path) -> None:
         assert ask(path, "explain")["requests"] == []
 
 
-def test_a_live_socket_is_refused_and_kept(tmp_path: Path) -> None:
+def test_path_of_a_live_socket_is_refused_and_the_socket_kept(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with operated(path):
         with pytest.raises(ConfigError, match="another process listens on"):
@@ -163,7 +163,7 @@ def test_a_locked_folder_does_not_block_the_start(tmp_path: Path, monkeypatch: p
         ("x" * 200, "more than 107 bytes"),
     ],
 )
-def test_an_unusable_path_is_refused(tmp_path: Path, name: str, words: str) -> None:
+def test_an_unusable_socket_path_is_refused(tmp_path: Path, name: str, words: str) -> None:
     (tmp_path / "file").write_text("precious")
     with pytest.raises(ConfigError, match=words):
         ControlSocket(str(tmp_path / name), nobody)
@@ -248,7 +248,7 @@ def test_two_clients_watch_while_the_scheduler_steps(tmp_path: Path) -> None:
         assert host.core._listeners == ()  # without watchers no listener is left
 
 
-def test_questions_are_answered_while_idle(tmp_path: Path) -> None:
+def test_questions_are_answered_while_the_engine_is_idle(tmp_path: Path) -> None:
     with operated(tmp_path / "s") as host:
         host.add("a")
         host.run_to_end()
@@ -279,7 +279,7 @@ def test_malformed_questions_get_an_error_and_other_clients_continue(tmp_path: P
         assert ask(path, "explain")["requests"] == []
 
 
-def test_clients_may_ask_repeatedly_and_split_lines(tmp_path: Path) -> None:
+def test_a_client_may_ask_repeatedly_and_send_a_line_in_pieces(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with operated(path), raw(str(path)) as sock:
         lines = sock.makefile()

@@ -96,7 +96,9 @@ def test_requests_complete_and_operators_see_the_failures(
 @pytest.mark.parametrize(
     ("kind", "at"), [("victim", "choose"), ("order", "key"), ("limit", "check"), ("reserve", "constructor")]
 )
-def test_kv_in_groups(family: str, kind: str, at: str, tmp_path: Path, packages: Path) -> None:
+def test_failing_policies_change_no_token_with_kv_groups(
+    family: str, kind: str, at: str, tmp_path: Path, packages: Path
+) -> None:
     """Windows, and states that are kept at the ends of chunks."""
     few = ["num_gpu_blocks_override=24", "max_tokens=60"]
     plain = run_in_vllm("vllm_groups.py", family, "ours", tmp_path, *few, packages=packages)

@@ -92,7 +92,7 @@ def test_tokens_equal_those_of_vllms_scheduler(tmp_path: Path, case: str) -> Non
 
 
 @pytest.mark.long
-def test_one_group_gives_the_same_tokens_as_several(tmp_path: Path) -> None:
+def test_one_kv_group_gives_the_same_tokens_as_several_groups(tmp_path: Path) -> None:
     """With the flag that keeps all KV in one group, which the core owns."""
     several = run_in_vllm("vllm_groups.py", "gemma3", "ours", tmp_path)
     one = run_in_vllm("vllm_groups.py", "gemma3", "one", tmp_path)

@@ -76,7 +76,7 @@ def test_decisions_equal_those_of_vllms_scheduler() -> None:
     ("seed", "why"),
     [(613, "lacked blocks to go further"), (850, "less behind a victim"), (913, "lacked blocks to go further")],
 )
-def test_differences_have_documented_reasons(seed: int, why: str, vllm_version: str) -> None:
+def test_differences_from_vllm_with_images_have_documented_reasons(seed: int, why: str, vllm_version: str) -> None:
     """Few workloads meet these differences, depending on the version."""
     if vllm_version != VLLM_VERSION:
         pytest.skip(f"these workloads meet them with vLLM {VLLM_VERSION}")
@@ -91,7 +91,7 @@ def test_decisions_for_encoder_decoders_equal_vllms() -> None:
     assert sum(ended_early) <= len(WITH_ENCODERS) // 5, tally
 
 
-def test_single_situations_with_images() -> None:
+def test_special_cases_of_image_requests() -> None:
     found = run_in_vllm("vllm_image_cases.py")
     assert found["too large"] == [{"small": "length", "large": "error"}, True]
     ended, later, num_computed = found["another number"]

@@ -91,7 +91,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Pat
 
 
 @pytest.mark.long
-def test_both_documented_ways_to_get_a_log(served: tuple[Path, Path], tmp_path: Path) -> None:
+def test_logs_of_observer_and_load_generator_can_be_simulated(served: tuple[Path, Path], tmp_path: Path) -> None:
     log, result = served
     check_commands(log, tmp_path)
     settings = ("--max-num-seqs", 16, "--max-num-batched-tokens", 512, "--block-size", 32, "--no-async-scheduling")

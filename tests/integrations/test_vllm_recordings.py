@@ -49,7 +49,7 @@ def work(host: Operated, names: str) -> None:
     host.run_to_end()
 
 
-def test_recording_an_idle_scheduler_begins_at_once_and_replays(tmp_path: Path) -> None:
+def test_recording_an_idle_scheduler_begins_immediately_and_replays(tmp_path: Path) -> None:
     with operated(tmp_path / "s", num_blocks=8, max_model_len=24) as host, connect(str(tmp_path / "s")) as connection:
         work(host, "abc")
         assert begin(connection, tmp_path / "r") == {"state": "recording"}
@@ -78,7 +78,7 @@ def test_a_recording_waits_until_there_are_no_requests(tmp_path: Path) -> None:
         host.add("b")
         assert begin(connection, tmp_path / "r") == {"state": "waiting", "num_running": 1, "num_waiting": 1}
         host.run_to_end()
-        work(host, "c")  # at once: only the scheduler could see the idle moment
+        work(host, "c")  # without a pause: only the scheduler could see the idle moment
         assert connection.next_line(30) == {"state": "recording"}
         work(host, "d")
         end(connection)
@@ -106,7 +106,7 @@ def test_a_recording_ends_with_its_client(tmp_path: Path) -> None:
     assert len((tmp_path / "r").read_text().splitlines()) == 1, "the header"
 
 
-def test_only_one_recording_at_a_time(tmp_path: Path) -> None:
+def test_a_second_recording_at_the_same_time_is_refused(tmp_path: Path) -> None:
     with operated(tmp_path / "s"), connect(str(tmp_path / "s")) as first, connect(str(tmp_path / "s")) as second:
         begin(first, tmp_path / "r")
         with pytest.raises(Refused, match="a recording is under way already"):
@@ -137,7 +137,7 @@ def test_a_pipe_is_refused_because_it_could_block_the_scheduler(tmp_path: Path) 
     os.close(reader)
 
 
-def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
+def test_recordings_leave_no_file_descriptor_open(tmp_path: Path) -> None:
     with operated(tmp_path / "s"):
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(3):

@@ -87,7 +87,7 @@ def test_disconnected_clients_release_all_blocks(ours: VllmSide) -> None:
         time.sleep(0.2)
 
 
-def test_the_metrics_are_plausible(ours: VllmSide, tmp_path: Path) -> None:
+def test_the_metrics_of_a_run_are_plausible(ours: VllmSide, tmp_path: Path) -> None:
     bench(ours, DEMO, float("inf"), NUM_REQUESTS, seed=2, folder=tmp_path)  # the first test may run in another process
     long_prompt = "The import statement combines two operations. " * 8
     text = complete(ours, long_prompt, 20)

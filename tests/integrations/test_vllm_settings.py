@@ -34,7 +34,7 @@ def settled(knobs: dict[str, Any] | None = None, **changes: Any) -> Any:
     return scheduler_config(vllm_config(**changes), SimpleNamespace(num_blocks=40), 16, knobs or {})
 
 
-def test_flags_keep_their_meaning() -> None:
+def test_flags_of_vllm_keep_their_meaning() -> None:
     config = settled(
         scheduler_config__max_num_batched_tokens=100,
         scheduler_config__max_num_scheduled_tokens=90,
@@ -107,13 +107,13 @@ def test_knobs_and_presets_come_from_the_additional_config() -> None:
         ({"record": "\ud800"}, "record in --additional-config is .*; it must be a path"),
     ],
 )
-def test_meaningless_values_are_refused(given: Any, words: str) -> None:
+def test_invalid_additional_config_is_refused(given: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         read_settings({"pointsman": given})
 
 
 @pytest.mark.parametrize("name", ["victim", "socket"])
-def test_a_key_outside_of_its_object_is_refused(name: str) -> None:
+def test_a_key_outside_of_the_pointsman_object_is_refused(name: str) -> None:
     """It would have no effect. Keys of another plugin are accepted."""
     with pytest.raises(ConfigError, match=f'{name} .* is not under the key "pointsman".*{{"{name}": "latest"}}'):
         read_settings({name: "latest", "other": 1})
@@ -123,12 +123,12 @@ def test_a_key_outside_of_its_object_is_refused(name: str) -> None:
     assert read_observer_settings({name: "latest"}) is None
 
 
-def test_an_unknown_class_is_refused_with_the_known_ones() -> None:
+def test_error_about_an_unknown_class_names_the_known_classes() -> None:
     with pytest.raises(AttributeError, match=r"has no 'Schedular'.* pointsman\.integrations\.vllm\.Scheduler or \.Obs"):
         _ = pointsman.integrations.vllm.Schedular
 
 
-def test_presets_and_flags_follow_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_presets_and_flags_follow_the_version_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pointsman.integrations.vllm.settings.encoder_sizes", lambda config: (8, 16))
     config = vllm_config(scheduler_config__disable_chunked_mm_input=True)
     found = {}
@@ -199,7 +199,7 @@ def test_the_document_lists_exactly_the_refusals() -> None:
     assert sorted(told) == sorted(set(keys)) and len(told) >= 10
 
 
-def test_a_refusal_has_its_text_and_its_key() -> None:
+def test_a_refusal_has_a_key_and_is_its_text() -> None:
     (refused,) = problems_of(vllm_config(kv_transfer_config=object()), None)
     assert refused.key == "kv-connector" and refused.startswith("KV connectors are not supported")
 
@@ -217,18 +217,18 @@ def test_untested_parts_are_reported() -> None:
         assert part in told
 
 
-def test_all_reasons_are_reported_at_once() -> None:
+def test_all_reasons_for_a_refusal_are_in_one_error() -> None:
     with pytest.raises(UnsupportedVLLM, match=r"diffusion.*--kv-transfer-config"):
         check_supported(vllm_config(model_config__is_diffusion=True, kv_transfer_config=object()), None)
 
 
 @pytest.mark.parametrize("version", ["0.31.0", "0.32.0", "0.32.1+cpu", "0.33.0"])
-def test_supported_versions(version: str) -> None:
+def test_supported_versions_of_vllm_are_accepted(version: str) -> None:
     check_version(version)
 
 
 @pytest.mark.parametrize("version", ["0.9.0", "0.30.1", "0.34.0.dev1", "1.0"])
-def test_other_versions_are_refused_with_the_remedy(version: str) -> None:
+def test_unsupported_versions_of_vllm_are_refused_with_the_remedy(version: str) -> None:
     with pytest.raises(UnsupportedVLLM, match=rf"vLLM {version} is installed.*pip install"):
         check_version(version)
 
@@ -245,7 +245,7 @@ def test_check_reports_that_an_allowed_version_is_untested() -> None:
     assert "9.9.0: not tested: no assumption about its interface is known" in Report("9.9.0", "model").lines()[0]
 
 
-def test_the_way_back_from_an_unknown_version_is_given_once() -> None:
+def test_refusal_of_a_version_names_vllms_own_scheduler_once() -> None:
     with pytest.raises(UnsupportedVLLM, match=r"vLLM 0\.29\.1") as refused:
         check_version("0.29.1+cpu")
     problem = problem_of_version("0.29.1+cpu")

@@ -24,7 +24,7 @@ pytestmark = [*NEEDS_VLLM, pytest.mark.long]
 
 
 @pytest.mark.parametrize("name", [*NAMES, *weights.NAMES])
-def test_texts_equal_those_of_vllm(name: str, tmp_path: Path) -> None:
+def test_decoded_texts_equal_those_of_vllm(name: str, tmp_path: Path) -> None:
     tokenizer = tokenizer_of(name)
     build(config_for(tokenizer)).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)

@@ -87,8 +87,8 @@ def sampling(llm: LLM) -> Any:
 
 
 def drafts(ours: bool, model: str, folder: Path) -> Any:
-    """N-gram drafts, more than the budget allows for all rows at once; prompts that are cached up to their last token,
-    with padded first rows."""
+    """N-gram drafts, more than the budget allows for all rows of a step; prompts that are cached up to their last
+    token, with padded first rows."""
     speculation = {"method": "ngram", "num_speculative_tokens": 15, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     preset = {"additional_config": {"pointsman": {"socket": "", "preset": "vllm"}}} if ours else {}
     llm = LLM(model, **knobs(ours, speculative_config=speculation, num_gpu_blocks_override=200, **preset))
@@ -124,7 +124,7 @@ def pooling(ours: bool, model: str, folder: Path) -> Any:
 
 
 def lora(ours: bool, model: str, folder: Path) -> Any:
-    """Two adapters at once; then one after the other, because only one fits a step.
+    """Two adapters in one step; then one after the other, because only one fits a step.
 
     (No request runs without: vLLM 0.32 on a CPU gives such a row the last slot's adapter, whoever schedules it.)
     """

@@ -205,7 +205,7 @@ def run(seed: int, loss: float = 0.0, **kind: Any) -> Counter[str]:
     while to_add or scheduler.has_requests() or open_steps:
         while to_add and rng.random() < 0.5:
             name = f"r{number}"
-            if wanted and rng.random() < 0.15:  # aborted at once
+            if wanted and rng.random() < 0.15:  # aborted before the next step
                 name = rng.choice(list(wanted))
                 if scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED):
                     runner.seen["aborted"] += 1

@@ -66,7 +66,7 @@ def move(page: Any, which: str, to: int) -> None:
     page.press(f"#{which} [data-part=number]", "Enter")
 
 
-def test_figures_match_the_runs(visit: Callable[..., Any], static: Any, continuous: Any) -> None:
+def test_figures_of_two_films_match_their_runs(visit: Callable[..., Any], static: Any, continuous: Any) -> None:
     page = visit()
     rows = {
         cells[0]: cells[1:]
@@ -223,7 +223,7 @@ def test_too_large_a_file_is_refused_before_it_is_read(open_page: Callable[..., 
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(360, "dark"), (1600, "light")])
-def test_sizes_and_accessibility(visit: Callable[..., Any], width: int, scheme: str) -> None:
+def test_the_comparison_fits_each_width_and_is_accessible(visit: Callable[..., Any], width: int, scheme: str) -> None:
     from axe_playwright_python.sync_playwright import Axe
 
     page = visit(viewport={"width": width, "height": 900}, color_scheme=scheme)

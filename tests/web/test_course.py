@@ -84,12 +84,12 @@ def test_every_moment_is_in_its_film(lesson: Lesson, course: dict[str, Performed
 
 
 @pytest.mark.parametrize(("title", "words"), QUIZ)
-def test_the_documents_questions_are_asked(title: str, words: str, course: dict[str, Performed]) -> None:
+def test_lessons_ask_the_questions_of_the_document(title: str, words: str, course: dict[str, Performed]) -> None:
     one = course[title]
     assert any(words in one.text(question.text) for question in one.lesson.questions)
 
 
-def test_two_builds_are_equal(course: dict[str, Performed]) -> None:
+def test_two_builds_of_the_course_are_equal(course: dict[str, Performed]) -> None:
     """So pages can be compared and cached."""
     pages = [course_page(performed) for performed in (list(course.values()), perform_all())]
     assert pages[0] == pages[1]
@@ -106,7 +106,7 @@ def test_the_documentation_names_every_lesson() -> None:
 # ------------------------------------------------------------------ single lessons
 
 
-def test_why_batches_wait(course: dict[str, Performed]) -> None:
+def test_batching_lesson_is_true_of_its_runs(course: dict[str, Performed]) -> None:
     one = course["Why batches wait"]
     static, continuous = one.runs[:2]
     rows = [[output.num_rows for output in run.outputs] for run in one.runs]
@@ -140,7 +140,7 @@ def status(run: Run, step: int, name: str) -> str:
     return run.state(step).requests[run.names.index(name)].status
 
 
-def test_states(course: dict[str, Performed]) -> None:
+def test_states_lesson_is_true_of_its_runs(course: dict[str, Performed]) -> None:
     one = course["Four states, and what else a request waits for"]
     plain, grammar, remote, parts, preempted = one.runs
     at = {name: figure.step for name, figure in one.figures.items() if isinstance(figure, Moment)}
@@ -167,7 +167,7 @@ def test_states(course: dict[str, Performed]) -> None:
         scheduler.add(Request("long", range(60), arrival_time=0.0, max_tokens=4), 0.0)
 
 
-def test_the_order_of_a_step(course: dict[str, Performed]) -> None:
+def test_step_order_lesson_is_true_of_its_runs(course: dict[str, Performed]) -> None:
     one = course["The order of a step"]
     run, ahead = one.runs
     start = run.starts("D")[0]
@@ -185,7 +185,7 @@ def test_the_order_of_a_step(course: dict[str, Performed]) -> None:
     assert one.figures["later"] == 1
 
 
-def test_the_budget(course: dict[str, Performed]) -> None:
+def test_budget_lesson_is_true_of_its_runs(course: dict[str, Performed]) -> None:
     """The document's numbers, and its corrections."""
     one = course["Tokens, not requests: the budget"]
     run, short, small = one.runs
@@ -209,7 +209,7 @@ def test_the_budget(course: dict[str, Performed]) -> None:
     assert (cut[0]["D"], cut[1]["D"]) == (one.figures["cut"], one.figures["left"])
 
 
-def test_chunked_prefill(course: dict[str, Performed]) -> None:
+def test_chunked_prefill_lesson_is_true_of_its_runs(course: dict[str, Performed]) -> None:
     one = course["Chunked prefill"]
     itls, ttfts = ([f(run) for run in one.runs] for f in (lambda r: r.longest_itl("A"), lambda r: r.ttft("long")))
     assert all(before > after for before, after in pairwise(itls)), "smaller chunks, shorter ITL"
@@ -227,7 +227,7 @@ def test_chunked_prefill(course: dict[str, Performed]) -> None:
         assert one.figures[f"ttft_{name}"] == f"{1e3 * run.ttft('long'):.0f} ms"
 
 
-def test_blocks(course: dict[str, Performed]) -> None:
+def test_blocks_lesson_is_true_of_its_runs(course: dict[str, Performed]) -> None:
     one = course["Blocks, and when a request needs another"]
     for run, length in zip(one.runs, (31, 32, 33), strict=True):
         sizes = [len(run.table(step, "A")) for step in range(20)]
@@ -242,7 +242,7 @@ def test_blocks(course: dict[str, Performed]) -> None:
     assert (one.figures["known_fit"], one.figures["known_below"], one.figures["known_above"]) == (32, 33, 49)
 
 
-def test_prefix_sharing(course: dict[str, Performed]) -> None:
+def test_prefix_sharing_lesson_is_true_of_its_runs(course: dict[str, Performed]) -> None:
     one = course["Prefix sharing"]
     run, off, stamped = one.runs
     assert run.cached("B") == run.cached("C") == [64] and run.starts("A") == run.starts("B") == [0]
@@ -262,7 +262,7 @@ def test_prefix_sharing(course: dict[str, Performed]) -> None:
     assert one.figures["computed_stamped"] == stamped.num_computed
 
 
-def test_preemption(course: dict[str, Performed]) -> None:
+def test_preemption_lesson_is_true_of_its_runs(course: dict[str, Performed]) -> None:
     one = course["Preemption"]
     run, without, large = one.runs
     ((step, victim, lost, _),) = run.preemptions()
@@ -290,7 +290,7 @@ def test_preemption(course: dict[str, Performed]) -> None:
     assert outputs[0] == outputs[1] == outputs[2]
 
 
-def test_thrash(course: dict[str, Performed]) -> None:
+def test_thrash_lesson_is_true_of_its_runs(course: dict[str, Performed]) -> None:
     one = course["Thrash, the watermark, and four responses"]
     plain, mark, seqs, budget, more = one.runs
     numbers = [sum(event.op is Op.PREEMPTED for _, event in run.events) for run in one.runs]
@@ -310,7 +310,7 @@ def test_thrash(course: dict[str, Performed]) -> None:
     assert budget.config.max_num_batched_tokens < plain.config.max_num_batched_tokens
 
 
-def test_priority(course: dict[str, Performed]) -> None:
+def test_priority_lesson_is_true_of_its_runs(course: dict[str, Performed]) -> None:
     one = course["Priority and starvation"]
     fcfs, priority, calm, fair = one.runs
     first = priority.preemptions()[0]
@@ -326,7 +326,7 @@ def test_priority(course: dict[str, Performed]) -> None:
     assert not fair.preemptions()
 
 
-def test_speculation(course: dict[str, Performed]) -> None:
+def test_speculation_lesson_is_true_of_its_runs(course: dict[str, Performed]) -> None:
     one = course["Speculation"]
     none, right, first, wrong = one.runs
     outputs = [[run.requests[name].output_token_ids.tolist() for name in "AB"] for run in one.runs]
@@ -342,7 +342,7 @@ def test_speculation(course: dict[str, Performed]) -> None:
     assert drafts[0] == drafts[1] and one.figures["accepted"] < one.figures["verified"]
 
 
-def test_myths(course: dict[str, Performed]) -> None:
+def test_myths_lesson_is_true_of_its_runs(course: dict[str, Performed]) -> None:
     one = course["Three myths"]
     short, large = one.runs
     rows = [tuple(short.state(step).running) for step in range(short.num_steps)]
@@ -365,7 +365,7 @@ def test_myths(course: dict[str, Performed]) -> None:
     assert len({short.end(name) for name in "ABC"}) == len({short.starts(name)[0] for name in "ABC"}) == 3
 
 
-def test_explain(course: dict[str, Performed]) -> None:
+def test_explaining_lesson_is_true_of_its_runs(course: dict[str, Performed]) -> None:
     one = course["Reading explain"]
     reasons = ["blocks", "sequence_limit", "budget", "parked"]
     assert [run.notes["C"].reason.value for run in one.runs] == reasons
@@ -428,7 +428,9 @@ EVERY_ANSWER = """() => [...document.querySelectorAll("fieldset")].map((field) =
 
 
 @pytest.mark.e2e
-def test_every_lesson_variant_and_answer(visit: Callable[..., Any], course: dict[str, Performed]) -> None:
+def test_the_page_shows_every_lesson_variant_and_answer(
+    visit: Callable[..., Any], course: dict[str, Performed]
+) -> None:
     page = visit()
     answered = 0
     for number, one in enumerate(course.values()):
@@ -520,7 +522,9 @@ def test_a_link_contains_lesson_and_step(visit: Callable[..., Any]) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(("lesson", "width", "scheme"), [(4, 360, "light"), (9, 360, "dark"), (9, 1280, "dark")])
-def test_the_page_fits_and_is_accessible(visit: Callable[..., Any], lesson: int, width: int, scheme: str) -> None:
+def test_the_course_page_fits_and_is_accessible(
+    visit: Callable[..., Any], lesson: int, width: int, scheme: str
+) -> None:
     """No sideways scrolling at a phone's width, and nothing serious that axe-core finds, with a question answered."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright")
     page = visit(f"#lesson={lesson}", color_scheme=scheme, viewport={"width": width, "height": 800}, bypass_csp=True)

@@ -48,7 +48,7 @@ CONFIG: dict[str, Any] = {
 
 
 def run(lengths: list[tuple[int, int]], **changes: Any) -> tuple[bytes, Scheduler]:
-    """Requests of (prompt, output) tokens that arrive at once, and the film of them."""
+    """Requests of (prompt, output) tokens that arrive together, and the film of their run."""
     scheduler = Scheduler(SchedulerConfig(**{**CONFIG, **changes}))
     file = io.BytesIO()
     film = FilmRecorder(file)
@@ -80,7 +80,7 @@ def read(data: bytes, **options: Any) -> Film:
 
 
 @pytest.mark.parametrize("differences", [False, True])
-def test_numbers_are_decoded_as_encoded(differences: bool) -> None:
+def test_decoded_numbers_equal_the_encoded_numbers(differences: bool) -> None:
     rng = np.random.default_rng(3)
     for values in (
         np.zeros(0, dtype=np.int64),
@@ -105,7 +105,7 @@ def test_a_film_has_every_step_and_its_time(short_pool: bytes) -> None:
     ]
 
 
-def test_the_state_of_a_step(short_pool: bytes) -> None:
+def test_state_of_the_first_step_has_its_rows_queue_and_blocker(short_pool: bytes) -> None:
     """The first step has the whole first prompt, and the remaining budget for the second."""
     state = read(short_pool).state_at(0)
     assert [(row.number, row.num_tokens, row.samples) for row in state.batch] == [(0, 14, True), (1, 2, False)]
@@ -114,7 +114,7 @@ def test_the_state_of_a_step(short_pool: bytes) -> None:
     assert state.blocker == 2 and state.requests[2].reason == "budget"
 
 
-def test_the_sentences_of_a_step(short_pool: bytes) -> None:
+def test_sentences_tell_the_decisions_of_each_step(short_pool: bytes) -> None:
     film = read(short_pool)
     teller = Teller(film)
     told = [sentence for frame in range(len(film.frames)) for sentence in teller.decided(frame)]
@@ -153,7 +153,7 @@ def test_a_preemption_names_the_needing_request_and_the_rule(settings: dict[str,
     assert preemptions(run([(14, 20), (10, 20), (6, 20)], **settings)[0])[0] == expected
 
 
-def test_several_blocks_are_missing_at_once() -> None:
+def test_a_preemption_tells_how_many_blocks_are_missing() -> None:
     """All three need a block in the same step, and none is free; later the last running request lacks one itself."""
     told = preemptions(run([(16, 20), (16, 20), (16, 20)], max_num_batched_tokens=48, watermark=0.0)[0])
     assert told[0] == ("r2 is preempted: 3 blocks are missing, the first of them for r0; r2 was the last one admitted")
@@ -176,7 +176,7 @@ def test_a_priority_preemption_names_the_more_urgent_request() -> None:
     assert preemptions(file.getvalue()) == ["calm is preempted: urgent is more urgent and takes its place"]
 
 
-def test_the_cost_of_a_preemption(short_pool: bytes) -> None:
+def test_preemption_cost_matches_the_events_until_it_resumes(short_pool: bytes) -> None:
     """The time until the request resumes, and the tokens that were not cached then; equal to its life."""
     film = read(short_pool)
     for one in preemptions_of(film):
@@ -197,7 +197,7 @@ def test_lives_of_all_requests_equal_single_lives(short_pool: bytes) -> None:
         assert list(life.waited.values()) == sorted(life.waited.values(), reverse=True)
 
 
-def test_times_of_a_life_add_up(short_pool: bytes) -> None:
+def test_running_and_waiting_times_add_up_to_a_requests_life(short_pool: bytes) -> None:
     """Running and waiting times, by reason, add up to the time from arrival to end."""
     film = read(short_pool)
     for number in range(3):
@@ -214,7 +214,7 @@ def test_time_behind_others_is_counted_by_what_the_head_lacks() -> None:
     assert last.waited == {"behind others, sequence_limit": 3.0, "sequence_limit": 1.0}
 
 
-def test_a_life_that_began_before_the_film() -> None:
+def test_a_request_older_than_the_film_has_its_waits() -> None:
     scheduler = Scheduler(SchedulerConfig(**{**CONFIG, "max_num_seqs": 1, "max_num_batched_tokens": 8}))
     for name in ("runs", "waits"):
         scheduler.add(Request(name, range(10), arrival_time=2.0, max_tokens=3), 2.0)
@@ -239,7 +239,7 @@ def test_a_life_that_began_before_the_film() -> None:
     ]
 
 
-def test_a_recorder_films_once() -> None:
+def test_a_recorder_cannot_film_a_second_time() -> None:
     scheduler, recorder = Scheduler(SchedulerConfig(**CONFIG)), FilmRecorder(io.BytesIO())
     with pytest.raises(InvalidTransition, match="has not been started"):
         recorder.close()
@@ -254,8 +254,8 @@ def test_a_recorder_films_once() -> None:
         scheduler.start_film(recorder)
 
 
-def test_steps_done_at_once_are_shown_like_single_steps() -> None:
-    """Each of several steps done at once equals the same step done alone."""
+def test_steps_done_in_one_call_are_shown_like_single_steps() -> None:
+    """Each of several steps done in one call equals the same step done alone."""
     trace = [TraceRequest(0.25 * index, 40 + 9 * index, 30 + index) for index in range(12)]
     config = SchedulerConfig(num_blocks=60, block_size=4, max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64)
     films = []
@@ -279,7 +279,7 @@ def test_steps_done_at_once_are_shown_like_single_steps() -> None:
             assert mine.table == theirs.table
 
 
-def test_without_blocks(short_pool: bytes) -> None:
+def test_a_film_read_without_blocks_has_all_other_state(short_pool: bytes) -> None:
     film = read(short_pool, with_blocks=False)
     assert not film.has_blocks
     state = film.state_at(5)
@@ -304,7 +304,7 @@ def test_a_simulation_can_be_filmed() -> None:
     assert times == sorted(times)
 
 
-def test_a_step_within_a_run_is_found(short_pool: bytes) -> None:
+def test_each_step_is_found_in_its_frame(short_pool: bytes) -> None:
     film = read(short_pool)
     assert [film.frame_of_step(frame.step_id) for frame in film.frames] == list(range(len(film.frames)))
     with pytest.raises(KeyError, match="no step 9999"):
@@ -342,7 +342,7 @@ def header_with(data: bytes, **changes: Any) -> bytes:
     return out.getvalue() + file.read()
 
 
-def test_another_version_is_refused(short_pool: bytes) -> None:
+def test_a_film_of_another_format_version_is_refused(short_pool: bytes) -> None:
     with pytest.raises(FilmError, match="format version 7, and this library reads 3"):
         read(header_with(short_pool, format_version=7))
 
@@ -492,7 +492,7 @@ def test_a_small_file_takes_little_memory(short_pool: bytes, what: str) -> None:
     assert peak < 1 << 30
 
 
-def test_numbers_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_split_across_parts_are_decoded_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pointsman.core.observe.film_format.NUMBERS_AT_ONCE", 7)
     chance = np.random.default_rng(3)
     for differences in (False, True):

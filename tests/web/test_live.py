@@ -103,7 +103,7 @@ def look_back(page: Any) -> None:
     playwright.expect(page.locator("#link")).to_have_text("You look back; the scheduler continues")
 
 
-def test_watching_a_server(visit: Callable[..., Any]) -> None:
+def test_a_server_is_watched_live_back_in_time_and_to_its_end(visit: Callable[..., Any]) -> None:
     """Key, current steps, looking back while it continues, back to now, and a server that ends."""
     with start_server(*POOL) as server:
         port = server.port
@@ -176,7 +176,7 @@ def test_one_engine_is_watched_again_after_its_death(visit: Callable[..., Any]) 
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_fits_a_phone_and_can_be_read(visit: Callable[..., Any], tmp_path: Path, scheme: str) -> None:
+def test_the_live_page_fits_a_phone_and_is_accessible(visit: Callable[..., Any], tmp_path: Path, scheme: str) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright")
     with operated(tmp_path / "s", max_model_len=512, num_blocks=300) as host:
         server = live_server(host.control.path)
@@ -202,7 +202,7 @@ def test_it_fits_a_phone_and_can_be_read(visit: Callable[..., Any], tmp_path: Pa
             thread.join()
 
 
-def test_what_is_kept_is_bounded(visit: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_live_page_drops_old_steps_and_requests(visit: Callable[..., Any], tmp_path: Path) -> None:
     """A socket's scheduler, watched while the page keeps a second only; the request that is looked at is let go."""
     with operated(tmp_path / "s") as host:
         server = live_server(host.control.path)

@@ -63,7 +63,7 @@ class Reader:
         return [frame.step_id for film in self.films for frame in film.frames]
 
 
-def test_parts_follow_each_other() -> None:
+def test_parts_of_a_live_film_follow_each_other() -> None:
     host, reader = Host(), Reader()
     host.add("a")
     reader.read(host.live.take("me"))
@@ -88,7 +88,7 @@ def test_at_most_ten_parts_a_second() -> None:
     assert 25 <= len(reader.films) <= 30
 
 
-def test_expensive_parts_are_rare() -> None:
+def test_parts_that_are_expensive_to_cut_are_less_frequent() -> None:
     host, reader = Host(cost=0.02), Reader()
     host.add("a")
     for _ in range(3000):

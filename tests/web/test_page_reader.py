@@ -44,7 +44,7 @@ def answers(questions: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def films(folder: Path, numbers: Iterable[int]) -> list[Path]:
-    """Films of random runs, by steps and by steps at once."""
+    """Films of random runs, by single steps and by several steps in one call."""
     made = []
     for seed in (8_000 + number for number in numbers):
         for focus in (*FOCUS_OF_STEPS, *FOCUS_OF_RUNS):
@@ -144,7 +144,7 @@ def before(film: Film, frame: int, step: int, most: int) -> list[list[Any]]:
 
 
 def some_steps(film: Film, rng: random.Random) -> list[list[int | None]]:
-    """Back and forth: single steps, each of several steps done at once, and the state after these."""
+    """Back and forth: single steps, each of several steps done in one call, and the state after them."""
     runs = [index for index, frame in enumerate(film.frames) if frame.num_steps > 1]
     chosen: list[list[int | None]] = []
     for _ in range(min(12, len(film.frames))):
@@ -181,14 +181,16 @@ def expected(film: Film, frame: int, step: int | None) -> dict[str, Any]:
     }
 
 
-def test_the_columns_match_the_format() -> None:
+def test_the_columns_in_film_js_match_the_format() -> None:
     text = (Path(__file__).parents[2] / "pointsman" / "web" / "page" / "film.js").read_text()
     for kind, columns in COLUMNS.items():
         listed = text.split(f"  {kind}: ")[1].split(",\n")[0].strip('"`').split()
         assert listed == [("+" if differences else "") + name for name, differences in columns.items()]
 
 
-def test_states_words_and_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_film_js_gives_the_same_states_words_and_lives_as_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("pointsman.core.observe.film.EVENTS_IN_A_CHUNK", 40)
     paths, questions = films(tmp_path, SEEDS), []
     for path in paths:

@@ -68,8 +68,8 @@ def go_to(page: Any, step: int) -> None:
     at_step(page, step)
 
 
-def test_the_page_shows_the_film(visit: Callable[..., Any], film: bytes) -> None:
-    """Sentences, rows, waiting requests and blocks at several steps, some of them done at once with others."""
+def test_the_player_shows_the_states_of_the_film(visit: Callable[..., Any], film: bytes) -> None:
+    """Sentences, rows, waiting requests and blocks at several steps, some of them done with other steps in one call."""
     found, page = Film(io.BytesIO(film)), visit(film)
     teller = Teller(found)
     longest = max(range(len(found.frames)), key=lambda index: found.frames[index].num_steps)
@@ -99,14 +99,14 @@ def test_the_page_shows_the_film(visit: Callable[..., Any], film: bytes) -> None
         assert page.locator("[data-part=poolTitle]").inner_text().startswith(f"KV pool: {used} of 60 blocks in use")
 
 
-def test_a_title_may_contain_the_name_of_a_part(visit: Callable[..., Any], film: bytes) -> None:
+def test_a_title_may_contain_the_placeholder_of_a_page_part(visit: Callable[..., Any], film: bytes) -> None:
     page = visit(film, title="{script}.film {view}")
     at_step(page, 0)
     playwright.expect(page.locator("#title")).to_have_text("{script}.film {view}")
 
 
-def test_buttons_and_keys(visit: Callable[..., Any], film: bytes) -> None:
-    """They move by single steps, also through steps done at once."""
+def test_buttons_and_keys_move_by_single_steps(visit: Callable[..., Any], film: bytes) -> None:
+    """They move by single steps, also through steps done in one call."""
     found, page = Film(io.BytesIO(film)), visit(film)
     steps = [frame.step_id + place for frame in found.frames for place in range(frame.num_steps)]
     run = next(frame.step_id for frame in found.frames if frame.num_steps > 3)
@@ -144,7 +144,7 @@ def test_buttons_and_keys(visit: Callable[..., Any], film: bytes) -> None:
     at_step(page, 0)
 
 
-def test_scrubbing(visit: Callable[..., Any], film: bytes) -> None:
+def test_dragging_on_the_time_line_moves_to_the_step(visit: Callable[..., Any], film: bytes) -> None:
     found, page = Film(io.BytesIO(film)), visit(film)
     box = page.locator("[data-part=line]").bounding_box()
     page.mouse.move(box["x"] + 2, box["y"] + 40)
@@ -156,7 +156,7 @@ def test_scrubbing(visit: Callable[..., Any], film: bytes) -> None:
     assert time == pytest.approx(0.6 * found.end, abs=0.03 * found.end)
 
 
-def test_following_a_request(visit: Callable[..., Any], film: bytes) -> None:
+def test_a_followed_request_shows_its_life_and_waits(visit: Callable[..., Any], film: bytes) -> None:
     """A request is found by its id; its life and waits equal the film's; its moments lead to their steps."""
     found, page = Film(io.BytesIO(film)), visit(film)
     number = max(range(len(found.requests)), key=lambda one: sum(life_of(found, one).waited.values()))
@@ -252,7 +252,7 @@ def test_the_arrow_keys_go_from_block_to_block(visit: Callable[..., Any], film: 
     at_step(page, 30)
 
 
-def test_counters_and_the_log_of_earlier_steps(visit: Callable[..., Any], film: bytes) -> None:
+def test_counters_and_log_cover_the_steps_so_far(visit: Callable[..., Any], film: bytes) -> None:
     """Counted up to the step; the sentences of the steps before lead to them."""
     found, page = Film(io.BytesIO(film)), visit(film)
     index = 2 * len(found.frames) // 3
@@ -276,7 +276,7 @@ def test_counters_and_the_log_of_earlier_steps(visit: Callable[..., Any], film: 
     assert told(page) == teller.decided(last)
 
 
-def test_diagram_of_states_and_memory_ladder(visit: Callable[..., Any], film: bytes) -> None:
+def test_diagram_shows_the_states_and_moves_of_requests(visit: Callable[..., Any], film: bytes) -> None:
     """The states of requests, the moves of a step, and the responses to memory pressure."""
     found, page = Film(io.BytesIO(film)), visit(film)
     ops = [[event.op for event in found.events(index, index + 1)] for index in range(len(found.frames))]
@@ -323,7 +323,7 @@ def test_diagram_of_states_and_memory_ladder(visit: Callable[..., Any], film: by
     assert f"{total} block{'s' * (total > 1)} so far" in rungs.nth(0).inner_text()
 
 
-def test_itl_on_the_time_line(visit: Callable[..., Any], film: bytes) -> None:
+def test_the_time_line_shows_the_longest_gap_between_tokens(visit: Callable[..., Any], film: bytes) -> None:
     """The longest gap is visible at its step, even if many steps share a column of pixels."""
     found = Film(io.BytesIO(film))
     gaps = longest_itl(found)
@@ -390,14 +390,14 @@ def test_a_film_is_opened_from_a_file(visit: Callable[..., Any], film: bytes, tm
         playwright.expect(page.locator("#problem")).to_contain_text(why)
 
 
-def test_a_newer_film_is_refused_in_words(visit: Callable[..., Any], film: bytes) -> None:
+def test_a_film_of_a_newer_format_is_refused_with_a_sentence(visit: Callable[..., Any], film: bytes) -> None:
     file, newer = io.BytesIO(film), io.BytesIO()
     write_header(newer, {**read_header(file), "format_version": 4})
     page = visit(newer.getvalue() + file.read())
     playwright.expect(page.locator("#problem")).to_contain_text("format version 4, and this page reads 3")
 
 
-def test_markup_is_text(visit: Callable[..., Any]) -> None:
+def test_markup_in_ids_is_shown_as_text(visit: Callable[..., Any]) -> None:
     scheduler = Scheduler(SchedulerConfig(num_blocks=8, max_model_len=64))
     file = io.BytesIO()
     recorder = FilmRecorder(file)
@@ -418,7 +418,7 @@ def test_markup_is_text(visit: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1920])
-def test_the_page_fits_and_is_accessible(visit: Callable[..., Any], film: bytes, scheme: str, width: int) -> None:
+def test_the_player_fits_and_is_accessible(visit: Callable[..., Any], film: bytes, scheme: str, width: int) -> None:
     """No sideways scrolling at a phone's width, and nothing serious that axe-core finds."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright")
     page = visit(film, "#step=60", color_scheme=scheme, viewport={"width": width, "height": 900}, bypass_csp=True)

@@ -227,7 +227,7 @@ def test_other_settings_play_the_same_requests() -> None:
     assert sandbox.scene.inputs == situation("preemption").scene.inputs
 
 
-def test_settings_are_compared_with_the_first_ones() -> None:
+def test_settings_are_compared_with_the_first_settings() -> None:
     """However often they change, with the same requests and steps, until the base is changed."""
     sandbox = done({"do": "situation", "name": "preemption"}, {"do": "run"})
     begin = sandbox.answer()
@@ -492,7 +492,7 @@ def test_aborts_of_a_film_are_in_the_scene() -> None:
     assert request(again, "A")["generated"] in (4, 5)  # its time is rounded to a microsecond
 
 
-def test_settings_that_a_scene_lacks_are_dropped() -> None:
+def test_settings_of_a_film_that_a_scene_lacks_are_dropped() -> None:
     config = SchedulerConfig(num_blocks=32, max_model_len=256, max_steps_in_flight=2, num_draft_tokens=2)
     played = play(Scene(config.replace(max_steps_in_flight=1), (Arrival("A", 20, 5),), to_the_end=True))
     scene = remake(Film(io.BytesIO(played.film)), MAX_REQUESTS, MAX_PROMPTS).scene

@@ -58,7 +58,7 @@ def names(page: Any, part: str = "running") -> list[str]:
     return page.locator(f"[data-part={part}] .name").all_inner_texts()
 
 
-def test_requests_steps_and_undo(visit: Callable[..., Any]) -> None:
+def test_the_page_adds_requests_steps_and_undoes(visit: Callable[..., Any]) -> None:
     page = visit()
     add(page, 40, 3)
     says(page, ": 1 waiting")
@@ -115,7 +115,9 @@ def test_other_settings_play_the_same_requests(visit: Callable[..., Any]) -> Non
     playwright.expect(page.locator("#comparing")).to_be_hidden()
 
 
-def test_the_outcome_can_be_saved(visit: Callable[..., Any], tmp_path: Path, open_page: Callable[..., Any]) -> None:
+def test_a_run_can_be_saved_as_a_film_and_as_a_comparison(
+    visit: Callable[..., Any], tmp_path: Path, open_page: Callable[..., Any]
+) -> None:
     """As a film, and as a page that compares it with the earlier run and needs no server."""
     page = visit()
     page.select_option("#situation", "preemption")
@@ -158,7 +160,7 @@ def test_changed_settings_must_be_played_before_copying_or_saving(visit: Callabl
     playwright.expect(page.locator("#copy")).to_have_value(re.compile("--watermark 0.1"))
 
 
-def test_attempts_are_listed_in_a_table(visit: Callable[..., Any]) -> None:
+def test_attempts_with_other_settings_are_listed_in_a_table(visit: Callable[..., Any]) -> None:
     """For the same requests: after another request the table begins again."""
     page = visit()
     page.select_option("#situation", "preemption")
@@ -188,7 +190,7 @@ def test_impossible_actions_show_an_error(visit: Callable[..., Any]) -> None:
     says(page, ": 1 waiting")
 
 
-def test_copying_the_test_and_the_settings(visit: Callable[..., Any], server: Any) -> None:
+def test_the_test_and_the_settings_can_be_copied(visit: Callable[..., Any], server: Any) -> None:
     origin = server.url.partition("/#")[0]
     page = visit()
     page.context.grant_permissions(["clipboard-read", "clipboard-write"], origin=origin)
@@ -232,7 +234,7 @@ def test_the_sandbox_works_with_keys_only(visit: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(360, "dark"), (1280, "light")])
-def test_sizes_and_accessibility(visit: Callable[..., Any], width: int, scheme: str) -> None:
+def test_the_sandbox_page_fits_each_width_and_is_accessible(visit: Callable[..., Any], width: int, scheme: str) -> None:
     from axe_playwright_python.sync_playwright import Axe
 
     page = visit(viewport={"width": width, "height": 800}, color_scheme=scheme)

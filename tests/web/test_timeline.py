@@ -26,7 +26,7 @@ def film_of(lengths: list[tuple[int, int]], **changes: Any) -> Film:
     return Film(io.BytesIO(run(lengths, **changes)[0]))
 
 
-def test_tokens_add_up() -> None:
+def test_prefill_and_decode_tokens_add_up_to_all_computed() -> None:
     """Every prompt token, and every token lost to a preemption, is prefilled once; every other token is decoded."""
     film = film_of(BUSY, enable_prefix_caching=False)
     timeline, _ = timeline_of(film)
@@ -67,7 +67,7 @@ def test_spans_match_the_lives() -> None:
     assert {span.kind for span in spans} == {PREFILL, DECODE, WAITING}
 
 
-def test_means_keep_the_area() -> None:
+def test_means_keep_the_area_under_the_curve() -> None:
     rng = np.random.default_rng(1)
     edges, values = np.cumsum(rng.random(5001)), rng.random(5000)
     grid, mean = means(edges, values, 100)
@@ -76,7 +76,7 @@ def test_means_keep_the_area() -> None:
 
 
 @pytest.mark.parametrize("kind", ["png", "svg"])
-def test_a_picture_can_be_drawn(tmp_path: Path, kind: str) -> None:
+def test_picture_of_a_busy_run_is_legible(tmp_path: Path, kind: str) -> None:
     pytest.importorskip("matplotlib")
     figure = draw(film_of(BUSY), "a $title$")
     path = tmp_path / f"run.{kind}"
@@ -95,7 +95,7 @@ def assert_legible(figure: Any) -> None:
     assert [round(axes.get_position().height, 2) for axes in figure.axes] == [0.17, 0.17, 0.38, 0.17]
 
 
-def test_a_picture_of_a_run_without_preemptions(tmp_path: Path) -> None:
+def test_picture_of_a_run_without_preemptions_says_so(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     film = film_of([(9, 4), (20, 5)], num_blocks=40)
     figure = draw(film, "easy")
@@ -113,7 +113,7 @@ def test_a_picture_of_a_run_without_preemptions(tmp_path: Path) -> None:
         draw(Film(io.BytesIO(file.getvalue())), "nothing")
 
 
-def test_a_picture_of_one_step() -> None:
+def test_a_film_of_one_step_can_be_drawn() -> None:
     """A film of one step, with an id that is not a valid label."""
     pytest.importorskip("matplotlib")
     scheduler = Scheduler(SchedulerConfig(**CONFIG))

@@ -5,7 +5,7 @@
     client -> Serve's proxy -> Api (one replica) -> engines, in the replicas of EngineHost, on any node
 
 `Api` is the API process of `pointsman serve`. Its engines are processes on the nodes of the cluster, which connect to
-it (`server/service/remote.py`). So requests are routed by exact blocks of tokens, and when an engine, its replica or
+`Api` (`server/service/remote.py`). So requests are routed by exact blocks of tokens, and when an engine, its replica or
 its node dies, another engine continues its requests. Serve places the replicas, scales them by the number of waiting
 requests, and replaces replicas that die or whose engines died.
 
@@ -15,8 +15,8 @@ requests, and replaces replicas that die or whose engines died.
     status.py       reads the application's status for the API
     autoscaling.py  the number of replicas
 
-This is the one entry point that is not below `pointsman.cli`: it is for a cluster what `pointsman serve` is for a
-machine.
+This is the one entry point that is not below `pointsman.cli`: it starts a server on a cluster, as `pointsman serve`
+starts a server on one machine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def build_app(arguments: Mapping[str, Any]) -> Any:
 
     Raises:
         RayError: an option is wrong; the cluster cannot be reached, is too small for the replicas, or lacks the model;
-            or the port of Serve's proxy is taken.
+            or the port of Serve's proxy is in use.
     """
     try:
         settings = read_arguments(arguments, os.environ)

@@ -1,7 +1,7 @@
-"""The arguments of `build_app`: options of `pointsman serve`, under their names there, and options of the deployments.
+"""The arguments of `build_app`: options of `pointsman serve`, under the same names, and options of the deployments.
 
-    model=demo num_blocks=512 order=priority               of each replica; the same checks as on the command line
-    num_replicas=2 ray_actor_options='{"num_cpus": 2}'     of the deployment of engines, under Serve's names
+    model=demo num_blocks=512 order=priority               options of each replica, with the checks of the command line
+    num_replicas=2 ray_actor_options='{"num_cpus": 2}'     options of the deployment of engines, under Serve's names
 
 `serve run` passes text. Numbers and yes/no are parsed from it, and mappings and lists are read as JSON. A configuration
 file of Serve passes values with their types.
@@ -37,12 +37,12 @@ SERVE_OPTIONS: dict[str, Any] = {
     "api_ray_actor_options": dict,
     "check_resources": bool,
 }
-"""Options of the deployments: Serve's own, and two more."""
+"""Options of the deployments, with their types: Serve's own, and two of Pointsman's (the last two)."""
 WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
 class RayError(ValueError):
-    """An argument or the cluster is wrong: one line with the value, the limit and the remedy."""
+    """An argument or the cluster is wrong; the message is one line with the value, the limit and the remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +52,14 @@ class RaySettings:
     serve: ServeSettings
     """Settings of each replica, and of the API."""
     num_replicas: int = 1
-    """Number of replicas of engines; with autoscaling, the maximum."""
+    """Number of replicas of engines; with autoscaling, the maximum number."""
     autoscaling: dict[str, Any] | None = None
     """Serve's `autoscaling_config` without the keys that this application sets itself; None: a fixed number of
     replicas.
     """
     target_ongoing_requests: float | None = None
-    """Open requests for each replica, from `autoscaling_config`; None: the number that its engines run at once."""
+    """Wanted number of open requests for each replica, from `autoscaling_config`; None: the number of requests that the
+    replica's engines can run at the same time."""
     engine_options: dict[str, Any] = field(default_factory=dict)
     """Options of the deployment of engines."""
     api_actor_options: dict[str, Any] = field(default_factory=dict)
@@ -68,24 +69,24 @@ class RaySettings:
 
     @property
     def engines_per_replica(self) -> int:
-        """Engine processes in each replica."""
+        """Number of engine processes in each replica."""
         return int(self.serve.options.get("data_parallel_size", 1))
 
     @property
     def num_engines(self) -> int:
-        """Maximum number of engines at once."""
+        """Maximum number of engines at the same time."""
         return self.num_replicas * self.engines_per_replica
 
 
 def read_arguments(arguments: Mapping[str, Any], environment: Mapping[str, str]) -> RaySettings:
-    """The settings of arguments by name.
+    """Check arguments by name, and convert them to settings.
 
     Args:
-        arguments: as Serve passes them.
+        arguments: the arguments, as Serve passes them.
         environment: environment variables; these may hold secrets.
 
     Raises:
-        RayError: an argument is unknown, has another type, or is out of range.
+        RayError: an argument is unknown, has a wrong type, or is out of range.
     """
     values: dict[str, Any] = {}
     for given, value in arguments.items():
@@ -121,7 +122,7 @@ def read_value(name: str, value: Any, kind: Any) -> Any:
     """The value of an argument. Text is converted to the expected type.
 
     Raises:
-        RayError: the text cannot be converted, or the value has another type.
+        RayError: the text cannot be converted, or the value has a wrong type.
     """
     if not isinstance(value, str) or kind is str:
         read = value
@@ -156,10 +157,10 @@ def _json_or(text: str, otherwise: Any) -> Any:
 
 
 def with_deployments(serve: ServeSettings, own: dict[str, Any]) -> RaySettings:
-    """The settings with options of the deployments.
+    """The settings for `pointsman serve` with the options of the deployments (`own`).
 
     Raises:
-        RayError: one is out of range, or two contradict each other.
+        RayError: an option is out of range, or two options contradict each other.
     """
     own = dict(own)
     engines = int(serve.options.get("data_parallel_size", 1))
@@ -200,11 +201,11 @@ def with_deployments(serve: ServeSettings, own: dict[str, Any]) -> RaySettings:
 
 
 HEALTH_CHECK_PERIOD = 1.0
-"""Seconds between checks that the engines of a replica live; Serve replaces it after three failed checks."""
+"""Seconds between checks that the engines of a replica live; Serve replaces the replica after three failed checks."""
 
 
 def _autoscaling(config: dict[str, Any]) -> tuple[dict[str, Any], float | None]:
-    """Serve's configuration without the target, and the target."""
+    """Split `autoscaling_config` into the configuration for Serve and the target of open requests for each replica."""
     config = dict(config)
     if "policy" in config:
         raise RayError("autoscaling_config: policy is this application's own, by requests that wait; leave it out")

@@ -1,8 +1,8 @@
 """Autoscaling: the number of replicas of engines, from the number of waiting requests.
 
-The API knows all requests and computes the number (`replicas_wanted`). Each replica of engines reports it as a custom
-metric of Serve's (`record_autoscaling_stats`), and Serve asks `policy`. The bounds, delays and factors of
-`autoscaling_config` are Serve's.
+The API knows all requests and computes the number (`replicas_wanted`). Each replica of engines reports this number as a
+custom metric of Serve's (`record_autoscaling_stats`), and Serve calls `policy` with the metric. The bounds, delays and
+factors of `autoscaling_config` are Serve's.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def replicas_wanted(
     """The number of replicas for the open requests.
 
     Args:
-        loads: of the engines that live.
-        num_unsent: requests that wait for an engine because none lives.
-        engines_per_replica: at least 1.
-        max_running: maximum number of requests that an engine runs at once.
-        target: open requests for each replica; None: the number that it can run at once.
+        loads: load of each engine that runs.
+        num_unsent: number of requests that wait because no engine runs.
+        engines_per_replica: number of engines in each replica, at least 1.
+        max_running: maximum number of requests that an engine runs at the same time.
+        target: wanted number of open requests for each replica; None: the number that it can run at the same time.
     """
     waiting = num_unsent + sum(load.waiting for load in loads)
     running = sum(load.running for load in loads)
@@ -45,8 +45,8 @@ def replicas_wanted(
 
 
 def policy(context: Any) -> tuple[int, dict[str, Any]]:
-    """Serve's decision for the deployment of engines, from the mean over `look_back_period_s`. A request that waits
-    for only a step or two changes nothing.
+    """The number of replicas of engines, for Serve: the rounded mean of the reported numbers over
+    `look_back_period_s`. A request that waits for only a step or two changes nothing.
 
     Args:
         context: Serve's `AutoscalingContext`.

@@ -1,5 +1,5 @@
-"""Checks before anything starts: the cluster answers and has capacity for the replicas, its nodes have the model, and
-the port of Serve's proxy is free.
+"""Checks before the application starts: the cluster answers and has capacity for the replicas, its nodes have the
+model, and the port of Serve's proxy is free.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from pointsman.integrations.ray.arguments import RayError, RaySettings
 
 SECONDS_TO_CONNECT = 10.0
 SECONDS_TO_LOOK = 60.0
-"""Time for each node to report whether it has the model; a process starts on the node first."""
+"""Time for each node to report whether it has the model, including the start of a process on the node."""
 AMOUNTS = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}
-"""Names of resources: in actors' options, and on nodes."""
+"""Ray's names of resources in the options of actors, each with the name on nodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node that is up."""
+    """A running node of the cluster."""
 
     id: str
-    """Ray's; "": the cluster is not started yet."""
+    """Ray's id of the node; "": the cluster is not started yet."""
     address: str
     resources: Mapping[str, float]
 
@@ -37,8 +37,8 @@ def check_cluster(settings: RaySettings) -> None:
     """Raise if the replicas could not start.
 
     Raises:
-        RayError: the cluster cannot be reached, or has too little for the replicas; a node lacks the model; or the port
-            is taken.
+        RayError: the cluster cannot be reached, or has too few resources for the replicas; a node lacks the model; or
+            the port of Serve's proxy is in use.
     """
     with nodes_of(*cluster_address()) as nodes:
         needs = replica_needs(settings.engine_options)
@@ -76,7 +76,8 @@ def address_file() -> Path:
 
 
 def command() -> Any:
-    """click's context of the command that builds the application; None: a program builds it, or the cluster does."""
+    """click's context of the command that builds the application; None: a program or the cluster builds the
+    application."""
     import click
 
     return click.get_current_context(silent=True)
@@ -84,10 +85,10 @@ def command() -> Any:
 
 @contextmanager
 def nodes_of(address: str | None, named_by: str) -> Iterator[list[Node]]:
-    """The nodes of a cluster. If there is one, this process is connected to it within the context.
+    """The nodes of a cluster. If the cluster runs, this process is connected to it within the context.
 
     Args:
-        address: of its head; None, "local": there is no cluster yet.
+        address: address of the cluster's head; None or "local": there is no cluster yet.
         named_by: the source of the address.
 
     Raises:
@@ -133,13 +134,14 @@ def this_machine() -> Node:
 
 
 def check_that_it_answers(address: str) -> None:
-    """Raise at once if nothing answers. Ray itself tries for minutes, and prints a line every few seconds.
+    """Raise without delay if nothing listens at a cluster's address. Ray itself tries for minutes, and prints a line
+    every few seconds.
 
     Raises:
-        ConnectionError: nothing answers there.
+        ConnectionError: nothing listens at the address.
     """
     host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not (host and port.isdecimal()):  # a word such as auto
+    if not (host and port.isdecimal()):  # a word such as auto, not host:port
         return
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=SECONDS_TO_CONNECT).close()
@@ -152,7 +154,7 @@ def check_port(nodes: Sequence[Node]) -> None:
     its own, and is read in the cluster after the proxies have started.
 
     Raises:
-        RayError: another program has the port.
+        RayError: another program uses the port.
     """
     import ray
     from ray.serve.config import HTTPOptions
@@ -160,7 +162,7 @@ def check_port(nodes: Sequence[Node]) -> None:
     context = command()
     if context is None or context.info_name != "run":
         return
-    if all(node.id for node in nodes) and ray.util.list_named_actors():  # in the namespace of Serve: it runs
+    if all(node.id for node in nodes) and ray.util.list_named_actors():  # an actor in Serve's namespace: Serve runs
         return
     options = HTTPOptions()
     if options.host is None:
@@ -193,20 +195,21 @@ def replica_needs(options: Mapping[str, Any]) -> dict[str, float]:
 
 
 def num_fitting(node: Node, needs: Mapping[str, float]) -> float:
-    """Number of replicas that fit a node; infinity if they need nothing."""
+    """Number of replicas that fit a node; infinity if a replica needs no resources."""
     return min(
         (node.resources.get(name, 0.0) // amount for name, amount in needs.items() if amount), default=float("inf")
     )
 
 
 def check_capacity(nodes: Sequence[Node], needs: Mapping[str, float], settings: RaySettings) -> None:
-    """Raise if the nodes, empty, have too little for the replicas that are to start.
+    """Raise if the nodes, without any load, have too few resources for the replicas that are to start.
 
     Raises:
-        RayError: with the needs of each replica, and the resources of each node.
+        RayError: the resources do not suffice; the message has the needs of each replica and the resources of each
+            node.
     """
     options = settings.engine_options
-    if options.get("placement_group_bundles"):  # may spread over nodes
+    if options.get("placement_group_bundles"):  # a group may spread over several nodes
         everything: dict[str, float] = {}
         for node in nodes:
             for name, amount in node.resources.items():
@@ -243,7 +246,7 @@ def check_model(model: str, nodes: Sequence[Node]) -> None:
     """Raise if a node lacks the directory or file of the model.
 
     Raises:
-        RayError: with the nodes that lack it.
+        RayError: a node lacks the model; the message has all such nodes.
     """
     if all(not node.id for node in nodes):
         lacking = [] if Path(model).exists() else [node.address for node in nodes]
@@ -258,11 +261,11 @@ def check_model(model: str, nodes: Sequence[Node]) -> None:
 
 
 def nodes_without(path: str, nodes: Sequence[Node]) -> list[str]:
-    """The addresses of the nodes that have no directory or file of this name, or do not report in time."""
+    """The addresses of the nodes that have no directory or file `path`, or do not report in time."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    def has_model(path: str) -> bool:  # sent by value: it needs nothing but Python there
+    def has_model(path: str) -> bool:  # sent by value: a node needs only Python for it
         import os
 
         return os.path.exists(path)

@@ -4,8 +4,8 @@
 accepts one call for each of its engines; further calls wait in Serve's queue until another replica starts. So Serve
 itself finds the replicas, and reports lost ones.
 
-Shutdown: Serve stops both deployments at once, and notifies neither. `Api` polls the application's status and, when it
-is stopped, ends as `pointsman serve` does (`status.py`); its engines stay until then, and end with it.
+Shutdown: Serve stops both deployments at the same time, and notifies neither. `Api` polls the application's status and,
+when it is stopped, ends as `pointsman serve` does (`status.py`); its engines stay until then, and end with it.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ from pointsman.server.wire.questions import Stats
 logger = logging.getLogger(__name__)
 
 API, ENGINES = "api", "engines"
-"""Names of the deployments."""
+"""Names of the deployments of `Api` and `EngineHost`."""
 MAX_ONGOING_REQUESTS = 100_000
-"""Maximum of the API, which refuses excess requests itself (`service/backlog.py`)."""
+"""Maximum number of requests that Serve passes to the API, which refuses excess requests itself
+(`service/backlog.py`)."""
 SECONDS_TO_CLOSE = 10.0
-"""Time that a replica has beyond `drain_timeout` when Serve stops it."""
+"""Time beyond `drain_timeout` that a replica has to end when Serve stops it."""
 SECONDS_TO_ANSWER = 1.0
 """Time for the exit code of an engine to reach the API before its replica ends."""
 SECONDS_BETWEEN_LOOKS = 2.0
@@ -55,7 +56,7 @@ SECONDS_BETWEEN_LOOKS = 2.0
 PERIODS_OF_SILENCE = 5
 """Number of missed health checks after which a replica of engines checks whether Serve stops it."""
 SECONDS_BETWEEN_LOADS = 1.0
-"""Time for which an answer to `replicas_wanted` is reused."""
+"""Time for which a result of `replicas_wanted` is reused."""
 NEVER_GIVES_UP = sys.maxsize
 
 
@@ -63,10 +64,10 @@ class Api:
     """The API process of `pointsman serve`, with engines that run in replicas of `EngineHost`."""
 
     async def __init__(self, settings: RaySettings, engines: Any) -> None:  # type: ignore[misc]  # Serve awaits it
-        """Return when the first engine has loaded its model.
+        """Start the engines, and return when the first engine has loaded its model.
 
         Args:
-            settings: of the application.
+            settings: settings of the application.
             engines: Serve's handle for `EngineHost`.
 
         Raises:
@@ -117,7 +118,7 @@ class Api:
         return self._app
 
     async def _launch(self, invitation: Invitation) -> int:
-        """Have a replica host an engine; return its exit code when it has ended."""
+        """Have a replica run an engine; return the engine's exit code when it has ended."""
         from ray.exceptions import RayActorError
 
         response = self._engines.host.remote(invitation)
@@ -160,7 +161,7 @@ class Api:
         while not watch.is_ending:
             try:
                 watch.look((await asyncio.to_thread(serve.status)).applications)
-            except Exception as error:  # any of Ray's: the controller is being started again
+            except Exception as error:  # an error of Ray's: the controller is being restarted
                 logger.debug("no status: %s", first_line(error))
             if self._settings.autoscaling is not None and watch.num_replicas is not None:
                 fleet.num_wanted = watch.num_replicas * self._settings.engines_per_replica
@@ -168,7 +169,7 @@ class Api:
         await self._end(fleet)
 
     async def _end(self, fleet: EngineFleet) -> None:
-        """Refuse new requests, let the open ones finish, abort those that take too long, and end the engines."""
+        """Refuse new requests, let the open requests finish, abort requests that take too long, and end the engines."""
         gate, seconds = self._app.state.gate, self._settings.serve.server.drain_timeout
         gate.close()
         if gate.num_open:
@@ -199,7 +200,8 @@ class Api:
 
 
 class WithoutRequestId:
-    """ASGI middleware: removes the server's `x-request-id`. Serve's proxy sets one, which the server's own contains."""
+    """ASGI middleware: removes the server's `x-request-id`. Serve's proxy sets this header itself, and the server's own
+    id contains the proxy's."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -215,16 +217,16 @@ class WithoutRequestId:
 
 
 class EngineHost:
-    """Runs engines for the API, each a process of this replica."""
+    """Runs engines for the API, each in a process of this replica."""
 
     def __init__(self, settings: RaySettings) -> None:
-        """Check what can be checked on this node.
+        """Check that this node has the model and enough cores, and share out the cores among the engines.
 
         Raises:
             ValueError: the node is too small for the engines, or lacks the model and cannot download it.
         """
         log_to_stderr()
-        wait_briefly()  # for the engine processes, which inherit it
+        wait_briefly()  # for the engine processes, which inherit the setting
         serve = settings.serve
         count = settings.engines_per_replica
         try:
@@ -236,7 +238,7 @@ class EngineHost:
             ) from None
         num_cpus = settings.engine_options.get("ray_actor_options", {}).get("num_cpus")
         if count > 1 and num_cpus and "num_threads" not in options:
-            options["num_threads"] = max(count, int(num_cpus))  # shared out
+            options["num_threads"] = max(count, int(num_cpus))  # for all engines together
         self._free = share_out(options, count)
         default = 0 if count == 1 else DEFAULT_RESTARTS
         self._max_failures = serve.options.get("max_engine_restarts", default)
@@ -278,7 +280,8 @@ class EngineHost:
         return code
 
     def _note_failure(self, code: int) -> None:
-        """End this replica if more of its engines died than may be restarted: Serve then starts another at once.
+        """End this replica if more of its engines died than may be restarted: Serve then starts another replica
+        immediately.
 
         Raising in `check_health` would have the same effect, but takes seconds and logs three tracebacks.
         """
@@ -301,17 +304,18 @@ class EngineHost:
             asyncio.get_running_loop().call_later(SECONDS_TO_ANSWER, partial(ray.kill, actor, no_restart=True))
 
     async def check_health(self) -> None:
-        """Called by Serve in replicas that it does not stop. Serve replaces a replica if this raises.
+        """Called by Serve in replicas that it does not stop. Serve replaces a replica if this method raises.
 
         Raises:
-            RuntimeError: this replica wrongly took itself for a stopped one.
+            RuntimeError: this replica has ended its engines, because it wrongly assumed that Serve stops it.
         """
         self._asked_at = time.monotonic()
         if self._is_leaving:
             raise RuntimeError("the engines of this replica have been ended")
 
     async def _watch(self) -> None:
-        """End the engines when autoscaling stops this replica, so that other replicas continue its requests now."""
+        """End the engines when autoscaling stops this replica, so that other replicas continue the requests of these
+        engines without delay."""
         from ray import serve
 
         app = serve.get_replica_context().app_name
@@ -332,7 +336,7 @@ class EngineHost:
             hosting.cancel()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """The number of replicas that the API computes."""
+        """The number of replicas that the open requests need, as the API computes it; Serve calls this."""
         from ray import serve
 
         if self._api is None:
@@ -344,7 +348,7 @@ class EngineHost:
 
 
 def application(settings: RaySettings) -> Any:
-    """The Serve application of these settings."""
+    """Build the Serve application from the settings."""
     from ray import serve
 
     options = dict(settings.engine_options)
@@ -358,7 +362,7 @@ def application(settings: RaySettings) -> Any:
         name=ENGINES,
         max_ongoing_requests=settings.engines_per_replica,
         graceful_shutdown_timeout_s=seconds_to_end,
-        logging_config={"enable_access_log": False},  # its calls are engines, which log by themselves
+        logging_config={"enable_access_log": False},  # each call runs an engine, which logs by itself
         **options,
     )
     api = serve.deployment(

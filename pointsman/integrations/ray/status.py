@@ -1,5 +1,6 @@
 """Reads an application's status in its replicas: whether it ends, its number of engines, and whether replicas of
-engines are being stopped. Serve notifies a replica that it stops only after all the replica's requests have finished.
+engines are being stopped. Serve itself notifies a replica of its stop only after all requests of the replica have
+finished.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ DELETING, STOPPING = "DELETING", "STOPPING"
 
 
 class StatusWatch:
-    """Follows the status in a replica of the API. Make it when the replica begins to serve.
+    """Follows the application's status in a replica of the API. Create it when the replica begins to serve.
 
     Args:
         app: the application's name.
-        api, engines: the names of its deployments; the API's has one replica.
+        api, engines: names of the application's two deployments; the deployment of the API has one replica.
 
     Attributes:
         is_ending: whether this replica of the API is being stopped.
-        num_replicas: of engines, running or starting; None before the first look.
+        num_replicas: number of replicas of engines that run or start; None before the first call of `look`.
     """
 
     def __init__(self, app: str, api: str, engines: str) -> None:
@@ -32,18 +33,18 @@ class StatusWatch:
         self._num_stopping: int | None = None
 
     def look(self, applications: Mapping[str, Any]) -> None:
-        """Process a status.
+        """Process the newest status.
 
         Args:
-            applications: of Serve's `ServeStatus`.
+            applications: status of each application by name, from Serve's `ServeStatus`.
         """
         app = applications.get(self._app)
-        if app is None:  # the controller has just started, and does not have it yet
+        if app is None:  # the controller has just started, and does not know the application yet
             return
         states = {name: deployment.replica_states for name, deployment in app.deployments.items()}
         if engines := states.get(self._engines):
             self.num_replicas = sum(engines.values()) - engines.get(STOPPING, 0)
-        # A replica that this one replaces may still be stopping. A further one is this replica.
+        # A replica that this one replaces may still be stopping. A further stopping replica is this one.
         num_stopping = states.get(self._api, {}).get(STOPPING, 0)
         before = num_stopping if self._num_stopping is None else self._num_stopping
         self.is_ending = app.status == DELETING or num_stopping > before
@@ -54,9 +55,9 @@ def is_scaled_down(applications: Mapping[str, Any], app: str, api: str, engines:
     """Whether replicas of engines are being stopped while the API, which would end them, is not.
 
     Args:
-        applications: of Serve's `ServeStatus`.
+        applications: status of each application by name, from Serve's `ServeStatus`.
         app: the application's name.
-        api, engines: the names of its deployments.
+        api, engines: names of the application's two deployments.
     """
     found = applications.get(app)
     if found is None or found.status == DELETING:

@@ -1,14 +1,14 @@
 """The drop-in for vLLM: `vllm serve MODEL --scheduler-cls pointsman.integrations.vllm.Scheduler`.
 
-It translates between vLLM's scheduler interface and the core, and gives operators a control socket.
-It imports `pointsman.core`, and vLLM only in modules that vLLM itself loads; only the command line imports it.
+The package translates between vLLM's scheduler interface and the core, and gives operators a control socket. It imports
+`pointsman.core`, and vLLM only in modules that vLLM itself loads. Only Pointsman's command line imports the package.
 Begin at `scheduler.py`, which has every method that vLLM calls: `requests.py` (requests in), `scheduler_output.py`
 (decisions out), `results.py` (samples in, outputs for clients out), `settings.py` and `support.py` (configuration).
 
-Operation: `operation.py` (questions of operators), `control.py` (the socket), `recordings.py`, `statistics.py` (vLLM's
-metrics), `kv_events.py`. `observer.py` is the other class for `--scheduler-cls`: vLLM's own scheduler, with a recording
-of its actions (`observation.py`). Without a running vLLM: `client.py` (the client of the socket), `check.py` (checks a
-model and its options), `interface/` (finds the changes of another version of vLLM).
+Operation: `operation.py` (answers the questions of operators), `control.py` (the socket), `recordings.py`,
+`statistics.py` (vLLM's metrics), `kv_events.py`. `observer.py` has the other class for `--scheduler-cls`: vLLM's own
+scheduler, with a recording of its actions (`observation.py`). Without a running vLLM: `client.py` (the client of the
+socket), `check.py` (checks a model and its options), `interface/` (finds what another version of vLLM has changed).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Observer", "Scheduler"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Scheduler":  # needs vLLM, but `check` and `client` must work without it
+    if name == "Scheduler":  # its module needs vLLM, but `check` and `client` must work without vLLM
         from pointsman.integrations.vllm.scheduler import Scheduler
 
         return Scheduler

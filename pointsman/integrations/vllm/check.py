@@ -58,9 +58,9 @@ class Report:
     version: str
     model: str
     problems: list[str] = field(default_factory=list)
-    """Reasons why it will not work, each with its remedy."""
+    """Reasons why vLLM will not work with this scheduler, each with its remedy."""
     unknown: str = ""
-    """Reason why it is unknown whether it will work; "": it is known."""
+    """Reason why it is unknown whether vLLM will work with this scheduler; "": it is known."""
     not_run: list[str] = field(default_factory=list)
     """Parts of the configuration that this project's tests do not run."""
     command: str = ""
@@ -77,7 +77,7 @@ class Report:
 
     def lines(self) -> list[str]:
         """The report as text."""
-        found = [f"vLLM {self.version}: {self._of_version()}", f"model {self.model}"]
+        found = [f"vLLM {self.version}: {self._version_status()}", f"model {self.model}"]
         if self.problems:
             found.append("it will not work:")
             found += [f"  - {problem}" for problem in self.problems]
@@ -106,7 +106,7 @@ class Report:
             )
         return found
 
-    def _of_version(self) -> str:
+    def _version_status(self) -> str:
         tested = TESTED.get(minor_version(self.version))
         if tested:
             return f"Pointsman {__version__} supports it ({tested})"
@@ -118,9 +118,9 @@ def check(model: str, options: list[str], log: Path | None = None) -> Report:
     """Check a model and options of vLLM's command line.
 
     Args:
-        model: as vLLM's command line takes it.
+        model: name or path of the model, as on vLLM's command line.
         options: further options of vLLM's command line.
-        log: the log of a vLLM that has started with them, which has the number of requests that fit.
+        log: path of the log of a vLLM that has started with these options; the log has the number of requests that fit.
 
     Raises:
         CannotCheck: vLLM is not installed here, rejects the options, or cannot read the model; or the log lacks the
@@ -134,7 +134,9 @@ def check(model: str, options: list[str], log: Path | None = None) -> Report:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     import vllm
 
-    report = Report(vllm.__version__, model, command=shlex.join(["vllm", "serve", model, *_with_class(options)]))
+    report = Report(
+        vllm.__version__, model, command=shlex.join(["vllm", "serve", model, *_with_scheduler_cls(options)])
+    )
     problem = problem_of_version(vllm.__version__, allows_untested=True)
     if problem is not None:
         report.problems.append(problem)
@@ -151,9 +153,9 @@ def check(model: str, options: list[str], log: Path | None = None) -> Report:
         report.groups += groups.lines()
     except LayersUnknown as unknown:
         report.unknown = str(unknown)
-    report.problems += problems_of(vllm_config, None if groups is None else _layout(groups))
+    report.problems += problems_of(vllm_config, None if groups is None else _as_kv_cache_config(groups))
     if groups is not None:
-        report.not_simulated = lacking_in_simulator(vllm_config, _layout(groups))
+        report.not_simulated = lacking_in_simulator(vllm_config, _as_kv_cache_config(groups))
     report.not_run = untested_parts(vllm_config)
     _read_knobs(report, vllm_config, groups)
     report.groups += _capacity(vllm_config, groups, from_log)
@@ -163,7 +165,7 @@ def check(model: str, options: list[str], log: Path | None = None) -> Report:
 def _allows_untested(vllm_config: VllmConfig) -> bool:
     try:
         return read_settings(vllm_config.additional_config).untested_version
-    except ConfigError:  # reported with the knobs
+    except ConfigError:  # `_read_knobs` reports the error
         return False
 
 
@@ -188,7 +190,8 @@ def _read_log(path: Path) -> str:
 
 
 def _capacity(vllm_config: VllmConfig, groups: Groups | None, from_log: str | None) -> list[str]:
-    """The blocks of a request of the model's maximum length, and the number of such requests that fit."""
+    """Lines of the report: the blocks of a request of the model's maximum length, and the number of such requests that
+    fit."""
     lines = []
     cache, length = vllm_config.cache_config, vllm_config.model_config.max_model_len
     memory = cache.kv_cache_memory_bytes
@@ -233,18 +236,18 @@ def _vllm_config(model: str, options: list[str]) -> VllmConfig:
     given.model = model
     try:
         return AsyncEngineArgs.from_cli_args(given).create_engine_config()
-    except Exception as error:  # its type depends on the problem
+    except Exception as error:  # the type of the error depends on the problem
         raise CannotCheck(f"vLLM cannot run {model} with these options: {_first_line(error)}") from error
 
 
-def _with_class(options: list[str]) -> list[str]:
+def _with_scheduler_cls(options: list[str]) -> list[str]:
     """Options of `vllm serve` with this scheduler."""
     is_given = any(option.partition("=")[0].replace("_", "-") == "--scheduler-cls" for option in options)
     return options if is_given else ["--scheduler-cls", SCHEDULER_CLS, *options]
 
 
 def _parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
-    """All options of vLLM's server."""
+    """The parser with all options of vLLM's server."""
     try:
         from vllm.entrypoints.common.cli_args import make_arg_parser
     except ImportError:  # before 0.33
@@ -292,13 +295,13 @@ def _where_cached(cache: CacheConfig) -> str:
     )
 
 
-def _layout(groups: Groups) -> Any:
-    """The groups as vLLM's `KVCacheConfig` has them."""
+def _as_kv_cache_config(groups: Groups) -> Any:
+    """A stand-in for vLLM's `KVCacheConfig` with these groups."""
     return SimpleNamespace(kv_cache_groups=groups.groups)
 
 
 def _read_knobs(report: Report, vllm_config: VllmConfig, made: Groups | None) -> None:
-    """Read the knobs into the report, and the problems of knobs in `--additional-config`."""
+    """Add the knobs to the report, and the problems of knobs in `--additional-config`."""
     cache = vllm_config.cache_config
     blocks = cache.num_gpu_blocks_override
     size = getattr(cache, "block_size", None) or 16
@@ -319,7 +322,7 @@ def _read_knobs(report: Report, vllm_config: VllmConfig, made: Groups | None) ->
         groups, is_theirs = _groups(vllm_config), has_states
         keeper = "vLLM's own KV manager" + ("" if has_states else " if their blocks differ in size")
     else:
-        count, layout = len(made.groups), _layout(made)
+        count, layout = len(made.groups), _as_kv_cache_config(made)
         groups = "" if not count or is_one_full_group(layout) else f"{count} group{'s' * (count > 1)}"
         groups += _where_cached(cache) if has_states else ""
         is_theirs = bool(groups) and own_groups(vllm_config, layout, config, size) is None

@@ -1,4 +1,4 @@
-"""The client of the control socket: the command line asks a running vLLM with it. Importable without vLLM."""
+"""The client of the control socket, with which the command line queries a running vLLM. Importable without vLLM."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ANSWER_SECONDS = 30.0
 
 
 class ControlUnavailable(Exception):
-    """There is no answer. The message has the reason and the remedy."""
+    """The control socket gave no answer. The message has the reason and the remedy."""
 
 
 class Refused(Exception):
@@ -24,7 +24,7 @@ class Connection:
     """A connection to a control socket.
 
     Raises:
-        ControlUnavailable: no process listens there.
+        ControlUnavailable: no process listens on the socket.
     """
 
     def __init__(self, path: str) -> None:
@@ -41,7 +41,8 @@ class Connection:
         self._lines = self._socket.makefile("rb")
 
     def ask(self, kind: str, *, file: int | None = None, **arguments: Any) -> dict[str, Any]:
-        """Ask a question, and return the first line of the answer; `file` is a file descriptor to send with it.
+        """Ask a question, and return the first line of the answer; `file` is a file descriptor to send with the
+        question.
 
         Raises:
             Refused: the question was refused.
@@ -60,7 +61,7 @@ class Connection:
         return self.next_line(ANSWER_SECONDS)
 
     def next_line(self, seconds: float | None = None) -> dict[str, Any]:
-        """The next line of the answer; `seconds` None: without a time limit. Raises as `ask`."""
+        """The next line of the answer, within `seconds`; None: without a time limit. Raises as `ask`."""
         self._socket.settimeout(seconds)
         try:
             line = self._lines.readline()
@@ -74,7 +75,8 @@ class Connection:
         return answer
 
     def wait_for_line(self, seconds: float | None) -> dict[str, Any] | None:
-        """As `next_line`, or None if no line begins within this time. Must not be called within a line."""
+        """The next line of the answer, as by `next_line`; None if no line begins within `seconds`. Must not be called
+        after only a part of a line was read."""
         self._socket.settimeout(seconds)
         try:
             self._socket.recv(1, socket.MSG_PEEK)
@@ -85,7 +87,7 @@ class Connection:
         return self.next_line(ANSWER_SECONDS)
 
     def end_input(self) -> None:
-        """Close the sending side, which ends a recording."""
+        """Close the sending side of the connection, which ends a recording."""
         try:
             self._socket.shutdown(socket.SHUT_WR)
         except OSError as error:
@@ -98,7 +100,7 @@ class Connection:
 
 @contextmanager
 def connect(path: str) -> Iterator[Connection]:
-    """A connection that is closed with the context. Raises ControlUnavailable."""
+    """A connection that is closed when the context ends. Raises ControlUnavailable."""
     connection = Connection(path)
     try:
         yield connection

@@ -4,9 +4,9 @@
     <- {"requests": [...], "counts": {...}}        or {"error": "..."}
 
 One thread accepts connections, and each client has its own thread. So a client that reads slowly or not at all delays
-no other client; it is disconnected after `CLIENT_SECONDS`. When there are `MAX_CLIENTS`, a new client replaces the one
-that has asked nothing for the longest time. The questions and answers are in `operation.py`; this module is independent
-of vLLM and of the scheduler.
+no other client; such a client is disconnected after `CLIENT_SECONDS`. If `MAX_CLIENTS` clients are connected, a new
+client replaces the client that has asked nothing for the longest time. The questions and answers are in `operation.py`;
+this module is independent of vLLM and of the scheduler.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ MAX_CLIENTS = 16
 BACKLOG = 128
 """Maximum number of connections that wait to be accepted; the system refuses further ones."""
 MAX_QUESTION = 4096
-"""Maximum bytes of a line that a client sends."""
+"""Maximum size of a line that a client sends, in bytes."""
 CLIENT_SECONDS = 60.0
-"""Maximum time for a client to read an answer or to send its next question."""
+"""Maximum time for a client to read an answer or to send its next question, in seconds."""
 MAX_FILES = 4
-"""Maximum number of file descriptors that a client has sent and no question has taken; further ones are closed."""
+"""Maximum number of file descriptors that a client has sent and no question has taken; further descriptors are
+closed."""
 SECONDS_BETWEEN_TRIES = 0.1
-"""To accept a connection when the process can open no file, and to lock a folder."""
+"""Interval between attempts to accept a connection when the process can open no further file, and to lock a folder."""
 LOCK_SECONDS = 5.0
-"""Maximum delay of the start by another process's lock on the folder of a socket."""
+"""Maximum time to wait for another process's lock on the folder of a socket, in seconds."""
 MAX_PATH = 107
-"""Maximum bytes of a socket's path on Linux."""
+"""Maximum length of a socket's path on Linux, in bytes."""
 
 
 class ControlError(ValueError):
@@ -50,7 +51,7 @@ class ControlError(ValueError):
 
 
 class Client:
-    """The connection to a client, with the file descriptors that it sent."""
+    """The connection to a client, with the file descriptors that the client sent."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -58,7 +59,7 @@ class Client:
         self._files: list[int] = []
 
     def questions(self) -> Iterator[dict[str, Any]]:
-        """The client's questions, until it closes the connection.
+        """The client's questions, until the client closes the connection.
 
         Raises:
             ControlError: a question is too long, or not a JSON object; later input cannot be parsed.
@@ -79,23 +80,23 @@ class Client:
                 return
 
     def has_input(self, seconds: float) -> bool:
-        """Whether the client sends something, or closes the connection, within this time."""
+        """Whether the client sends something, or closes the connection, within `seconds`."""
         try:
             return bool(self._buffer) or not self._receive(seconds) or bool(self._buffer)
         except TimeoutError:
             return False
 
     def send(self, answer: dict[str, Any]) -> None:
-        """Send one line."""
+        """Send an answer as one line of JSON."""
         self._connection.settimeout(CLIENT_SECONDS)
         self._connection.sendall(json.dumps(answer, separators=(",", ":")).encode() + b"\n")
 
     def take_file(self) -> int | None:
-        """A file descriptor that the client sent, which the caller now owns; None: there is none."""
+        """Take a file descriptor that the client sent; the caller must close it. None: there is none."""
         return self._files.pop(0) if self._files else None
 
     def close_files(self) -> None:
-        """Close the descriptors that were not taken."""
+        """Close the file descriptors that no question has taken."""
         while self._files:
             os.close(self._files.pop())
 
@@ -111,15 +112,15 @@ class Client:
 
 
 Answer = Callable[[dict[str, Any], Client], Generator[dict[str, Any], None, None]]
-"""Turns a question into the lines of its answer. Raises ControlError."""
+"""Turns a question of a client into the lines of the answer. Raises ControlError."""
 
 
 class ControlSocket:
-    """Listens until it is closed, or the process exits.
+    """Listens for clients until `close` is called or the process exits.
 
     Args:
-        path: of the socket; None: a new name in a folder that only this user can access.
-        answer: called in the thread of a client.
+        path: path of the socket; None: a new path in a folder that only this user can access.
+        answer: computes the answer of a question; called in the thread of the client.
 
     Raises:
         ConfigError: the path cannot be used, or another process listens on it.
@@ -143,7 +144,7 @@ class ControlSocket:
             self._listening.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listening.close()
         with suppress(OSError):
-            if os.stat(self.path).st_ino == self._inode:  # not the socket of a process that has since taken the path
+            if os.stat(self.path).st_ino == self._inode:  # not the socket of a later process at the same path
                 os.unlink(self.path)
 
     def _accept(self) -> None:
@@ -193,7 +194,7 @@ class ControlSocket:
 
 def own_path() -> str:
     """A path for this process in a folder that only this user can access. Sockets of killed processes are removed from
-    it, because vLLM usually kills its engine process."""
+    that folder, because vLLM usually kills its engine process."""
     folder = os.environ.get("XDG_RUNTIME_DIR", "")
     if not _is_private(folder):
         folder = os.path.join(tempfile.gettempdir(), f"pointsman-{os.getuid()}")
@@ -239,9 +240,9 @@ def _listen(path: str) -> socket.socket:
 
 @contextmanager
 def _locked_folder(folder: str) -> Iterator[None]:
-    """A lock among processes that remove and create sockets in the folder. Any user with read access to the folder can
-    hold it, so after `LOCK_SECONDS` the caller continues without it."""
-    import fcntl  # Windows lacks it, but has clients, which import this module
+    """Lock a folder against other processes that remove or create sockets in it. Any user with read access to the
+    folder can hold the lock, so after `LOCK_SECONDS` the caller continues without the lock."""
+    import fcntl  # Windows lacks `fcntl`, but has clients, which import this module
 
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -259,7 +260,7 @@ def _locked_folder(folder: str) -> Iterator[None]:
 
 
 def _remove_dead(path: str) -> None:
-    """Remove the socket of a process that has exited; nothing else."""
+    """Remove the socket at `path` if its process has exited. Raises ConfigError if the path is in use."""
     try:
         found = os.lstat(path)
     except FileNotFoundError:
@@ -272,7 +273,7 @@ def _remove_dead(path: str) -> None:
             probe.connect(path)
         except ConnectionRefusedError:
             os.unlink(path)
-        except TimeoutError:  # alive and busy
+        except TimeoutError:  # the process lives, and is busy
             raise ConfigError(f"another process listens on {path}; choose another name") from None
         else:
             raise ConfigError(f"another process listens on {path}; choose another name")

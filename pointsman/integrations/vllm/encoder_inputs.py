@@ -2,7 +2,7 @@
 
 vLLM identifies an input by a digest of its content, or by the name that the client gave it. Requests with equal
 identifiers share embeddings and cached prefixes, and the workers store embeddings by identifier alone. So a request is
-refused if its identifier was seen with another number of embeddings: the content differs.
+refused if its identifier was seen with another number of embeddings: then the content differs.
 
 A prompt, or a part of it, may be given as embeddings, which need no encoder. Where prefixes are cached, each block of
 such a prompt is an input that needs no computation, and its key is a digest of the block's bytes.
@@ -27,10 +27,10 @@ MORE_EMBEDDINGS = "raise --max-num-batched-tokens, which bounds both, or send a 
 
 
 def encoder_sizes(vllm_config: VllmConfig) -> tuple[int, int]:
-    """The maximum embeddings of a step, and of the encoder cache, as vLLM computes them.
+    """The maximum numbers of embeddings of a step and of the encoder cache, as vLLM computes these numbers.
 
     Raises:
-        ConfigError: vLLM cannot compute them for this model and these limits.
+        ConfigError: vLLM cannot compute the numbers for this model and these limits.
     """
     if not vllm_config.model_config.supports_multimodal_inputs:
         return 0, 0
@@ -39,7 +39,7 @@ def encoder_sizes(vllm_config: VllmConfig) -> tuple[int, int]:
 
     try:
         budget = MultiModalBudget(vllm_config, MULTIMODAL_REGISTRY)
-    except Exception as error:  # its type depends on the model's processor
+    except Exception as error:  # the type of the error depends on the model's processor
         raise ConfigError(
             f"vLLM cannot say how many embeddings this model's inputs have: {error}; serve its text part alone with "
             "--language-model-only"
@@ -61,11 +61,12 @@ class EncoderInputs:
         self._budget, self._cache_size = budget, cache_size
         self._most = min(budget, cache_size)
         self._num_embeddings: dict[str, int] = {}
-        """By identifier: of each that an unfinished request has, or whose embeddings are cached."""
+        """Number of embeddings by identifier, for inputs of unfinished requests and inputs whose embeddings are
+        cached."""
         self._num_users: dict[str, int] = {}
-        """Number of unfinished requests, by identifier."""
+        """Number of unfinished requests that have an input, by the input's identifier."""
         self._of_request: dict[str, dict[str, int]] = {}
-        """By request id: its identifiers with their numbers of embeddings."""
+        """By request id: the identifiers of the request's inputs, each with its number of embeddings."""
         self._cached: set[str] = set()
 
     def begin(self, request: VLLMRequest) -> list[EncoderInput]:
@@ -104,7 +105,7 @@ class EncoderInputs:
         return inputs
 
     def end(self, name: str) -> None:
-        """Forget a request, or a turn of it, that has finished."""
+        """Forget the inputs of a request that has finished, or whose turn in a session has finished."""
         for key in self._of_request.pop(name, ()):
             self._num_users[key] -= 1
             if not self._num_users[key]:
@@ -113,7 +114,7 @@ class EncoderInputs:
                     del self._num_embeddings[key]
 
     def scheduled(self, output: Output) -> dict[str, list[int]]:
-        """The inputs that a step computes: by vLLM's request id, as indices."""
+        """By vLLM's request id: the indices of the inputs that a step computes."""
         found: dict[str, list[int]] = {}
         for request, index in output.encoder_inputs:
             found.setdefault(request.metadata.request_id, []).append(index)
@@ -131,11 +132,11 @@ class EncoderInputs:
 
 
 class EncoderDecoderInputs:
-    """The encoder inputs of encoder-decoder models, in the place of `EncoderInputs`.
+    """The encoder inputs of encoder-decoder models; used instead of `EncoderInputs`.
 
-    No placeholders in the prompt stand for them. Their embeddings are computed in the first step of a request, and
-    again in the first step after a preemption; the request's layers store KV of them. So all inputs of a request are
-    one input of the core, at the first token, and no other request shares it.
+    The prompt has no placeholders for these inputs. Their embeddings are computed in the first step of a request, and
+    again in the first step after a preemption; the cross-attention layers store KV of the embeddings. So all inputs of
+    a request are one input of the core, at the first token, and no other request shares it.
 
     Args:
         budget: maximum number of embeddings that a step computes.
@@ -157,7 +158,7 @@ class EncoderDecoderInputs:
         """
         count = sum(feature.mm_position.get_num_embeds() for feature in request.mm_features)
         if request.resumable:
-            raise _refused(request, "the prompt of an encoder-decoder model cannot come in parts; send it at once")
+            raise _refused(request, "the prompt of an encoder-decoder model cannot come in parts; send it in one piece")
         if count > self._budget:
             raise _refused(
                 request,
@@ -168,11 +169,11 @@ class EncoderDecoderInputs:
         return [EncoderInput(f"{self._num_begun}", 0, 1, count)] if count else []
 
     def end(self, name: str) -> None:
-        """Do nothing: other requests share no input of a finished one."""
+        """Do nothing: other requests share no input of a finished request."""
 
     def scheduled(self, output: Output) -> dict[str, list[int]]:
-        """The inputs that a step computes: by vLLM's request id, as indices. The first runner assigns them to the new
-        requests and then to the resumed ones, in the order of this dictionary."""
+        """By vLLM's request id: the indices of the inputs that a step computes. The first runner assigns them to the
+        new requests and then to the resumed ones, in the order of this dictionary."""
         rows = [*zip(output.admitted, output.is_resumed.tolist(), strict=True)]
         if not self._v2_runner:
             rows.sort(key=lambda row: row[1])
@@ -197,7 +198,7 @@ def _refused(request: VLLMRequest, why: str) -> RequestRefused:
 
 
 def _to_input(feature: MultiModalFeatureSpec) -> EncoderInput:
-    """One of vLLM's inputs, with its number of embeddings."""
+    """Convert one of vLLM's inputs, and count its embeddings."""
     position = feature.mm_position
     length: int = position.length
     is_embed = position.is_embed
@@ -214,14 +215,15 @@ GIVEN = "embeddings:"
 
 
 def given_embeddings(request: VLLMRequest, block_size: int) -> list[EncoderInput]:
-    """The inputs that identify the blocks of a prompt given as embeddings, by all bytes of each, as vLLM does."""
+    """The inputs that identify the blocks of a prompt given as embeddings, by a digest of all bytes of each block, as
+    vLLM does."""
     from vllm.v1.utils import tensor_data
 
     embeddings, end = request.prompt_embeds, request.num_prompt_tokens
     inputs = []
     for start in range(0, end, block_size):
         length = min(block_size, end - start)
-        digest = request._prompt_embeds_per_block_hashes.get((start, start + length))  # of full blocks
+        digest = request._prompt_embeds_per_block_hashes.get((start, start + length))  # only of full blocks
         if digest is None:
             digest = hashlib.sha256(tensor_data(embeddings[start : start + length])).digest()
         inputs.append(EncoderInput(GIVEN + digest.hex(), start, length, 0, "0" * length))

@@ -1,7 +1,7 @@
 """Publishes the core's prefix-cache events (blocks stored and removed) as vLLM's events, through vLLM's own publisher.
 
 The published hashes are vLLM's, with the function and the seed of its configuration, so a router can compute them from
-the tokens of a prompt and compare. The core's hashes identify the blocks.
+the tokens of a prompt and compare. In the core's events, the core's own hashes identify the blocks.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class KVEvents:
     """Converts and publishes the core's events.
 
     Args:
-        vllm_config: its `kv_events_config` has the address to publish to.
-        block_size: tokens per block.
-        anchor: index of the full-attention group. It caches the parent of every cached block, also of other groups.
+        vllm_config: vLLM's configuration; its `kv_events_config` has the address to publish to.
+        block_size: number of tokens in a block.
+        anchor: index of the full-attention group, which caches the parent of every cached block of every group.
     """
 
     def __init__(self, vllm_config: VllmConfig, block_size: int, anchor: int = 0) -> None:
@@ -64,7 +64,7 @@ class KVEvents:
             return of_vllm.AllBlocksCleared()
         if not isinstance(event, BlockStored):
             hashes = [maybe_convert_block_hash(self._hashes[name]) for name in event.block_hashes]
-            if event.group == self._anchor:  # removed after the other groups
+            if event.group == self._anchor:  # its blocks are removed after those of the other groups
                 for name in event.block_hashes:
                     del self._hashes[name]
             return of_vllm.BlockRemoved(block_hashes=hashes, medium=of_vllm.MEDIUM_GPU, group_idx=event.group)
@@ -101,7 +101,7 @@ class KVEvents:
         return found
 
     def _of_vllm(self, event: BlockStored, parent: BlockHash | None, keys: list[tuple[Any, ...]]) -> list[BlockHash]:
-        """vLLM's hashes of these blocks; the first block follows `parent`."""
+        """vLLM's hashes of an event's blocks; the first block follows the block with the hash `parent`."""
         found = []
         for at, name in enumerate(event.block_hashes):
             tokens = event.token_ids[at * self._block_size : (at + 1) * self._block_size]

@@ -3,12 +3,13 @@
 A model may store its KV in groups of layers, all from one pool: full attention, attention within a window or a chunk,
 states of Mamba or of convolutions, KV of encoder outputs (cross-attention), blocks of different sizes. vLLM's manager
 knows for each kind the blocks that a number of tokens takes, the blocks that are no longer needed, and the part of a
-prefix that can be found again. It is called when a request is looked up or admitted, and for the few rows that run out
-of slots. A step in which no row does calls nothing.
+prefix that can be found again. The manager is called when a request is looked up or admitted, and for the few rows that
+run out of slots. A step in which no row runs out of slots does not call it.
 
-Generated tokens can be found again once their request releases its blocks, as everywhere in this scheduler, and not as
-soon as a block is full: in vLLM's own scheduler that is a large part of its manager's time in a step. The exception are
-states that are cached for prefixes: a row holds the newest two, so each is published before it is released.
+Generated tokens enter the prefix cache when their request releases its blocks, as everywhere in this scheduler, and not
+as soon as a block is full: in vLLM's own scheduler, publishing each full block takes a large part of the manager's time
+in a step. The exception are states that are cached for prefixes: a row holds only its two newest states, so each state
+is published before it is released.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class GroupPool:
 
 
 class _Group:
-    """One of vLLM's managers of a kind of KV, with the values that a step needs most."""
+    """One of vLLM's managers, which holds the KV of one group, with values that steps read often."""
 
     __slots__ = (
         "extra",
@@ -95,30 +96,31 @@ class _Group:
         self.tables: dict[str, list[KVCacheBlock]] = manager.req_to_blocks
         self.size = int(manager.block_size)
         self.extra = self.size * int(getattr(manager, "num_speculative_blocks", 0))
-        """Tokens of the blocks reserved for drafts."""
+        """Number of tokens in the blocks reserved for drafts."""
         self.is_ring = isinstance(manager, CircularBufferManager)
         """Whether each request has one block, whatever its length."""
         self.is_of_encoder = isinstance(manager, CrossAttentionManager)
-        """Whether each request has just the blocks of its encoder inputs, from its first step."""
+        """Whether each request has exactly the blocks of its encoder inputs, from its first step on."""
         self.window_behind_prompt: int | None = getattr(manager, "rswa_window", None)
-        """Number of newest tokens kept besides the prompt; None: not this kind of window."""
+        """Number of newest tokens kept besides the prompt; None: the group has no such window."""
         skipped = manager.get_num_skipped_tokens(max_model_len)
         self.gives_back = skipped >= self.size or self.window_behind_prompt is not None
-        """Whether blocks are released while a request runs."""
+        """Whether the group releases blocks of a request while the request runs."""
         lags: set[int] = {
             n - manager.get_num_skipped_tokens(n) for n in range(max(0, max_model_len - self.size), max_model_len + 1)
         }
         self.lag = lags.pop() if len(lags) == 1 else None
-        """Number of newest tokens kept; None: it varies."""
+        """Number of newest tokens kept; None: the number varies with the length."""
 
     def _num_returned(self, final: int) -> int:
-        """Number of leading blocks that are no longer needed when `final` tokens are final."""
+        """Number of leading blocks that are no longer needed when the first `final` tokens are final."""
         if self.lag is not None:
             return max(0, final - self.lag) // self.size
         return int(self.manager.get_num_skipped_tokens(final)) // self.size
 
     def give_back(self, name: str, final: int, num_prompt_tokens: int) -> None:
-        """Release the blocks that a request no longer needs. Tokens that steps in flight read are not final."""
+        """Release the blocks that a request no longer needs; `final`: number of its leading tokens that no step in
+        flight reads."""
         if self.window_behind_prompt is not None:
             self.manager.remove_skipped_blocks(name, final, num_prompt_tokens)
             return
@@ -128,7 +130,8 @@ class _Group:
             self.manager.remove_skipped_blocks(name, final, num_prompt_tokens)
 
     def next_return(self, final: int, limit: int) -> int:
-        """The least number of final tokens, up to `limit`, that releases one more block; `limit`: none does."""
+        """The smallest number of final tokens, up to `limit`, at which one more block is released; `limit`: no block is
+        released before."""
         if self.window_behind_prompt is not None:
             num_left = max(0, final - self.window_behind_prompt)
             return min(limit, (num_left // self.size + 1) * self.size + self.window_behind_prompt)
@@ -152,13 +155,13 @@ class _Group:
 
 
 class KVGroups(KVCache):
-    """The KV of a model in groups.
+    """The KV of a model whose layers form several groups.
 
     Args:
         vllm_config: vLLM's `VllmConfig`.
-        kv_cache_config: its `KVCacheConfig`.
+        kv_cache_config: vLLM's `KVCacheConfig`.
         block_size: the least common multiple of the groups' block sizes.
-        hash_block_size: tokens covered by a hash.
+        hash_block_size: number of tokens covered by a block hash.
     """
 
     def __init__(
@@ -187,27 +190,29 @@ class KVGroups(KVCache):
             if not (group.is_ring or group.is_of_encoder)
         ]
         self._has_encoder = any(group.is_of_encoder for group in self._groups)
-        self._giving = [group for group in self._groups if group.gives_back]
+        self._releasing = [group for group in self._groups if group.gives_back]
         self._states: list[MambaManager] = [
             each for each in self._managers if getattr(each, "mamba_cache_mode", "none") == "align"
         ]
-        """The managers of states that are cached for prefixes. Their rows are checked in each step of the prefill."""
+        """The managers of states that are cached for prefixes. Rows with such states are checked in each step of their
+        prefill."""
         self.ends = self._make_ends(vllm_config, block_size, hash_block_size) if self._states else None
-        """Positions at which their chunks end; None: anywhere."""
+        """Computes the ends of prefill chunks; None: chunks may end anywhere."""
         self.cuts_chunks = self.ends is not None
         self._nothing: tuple[Sequence[KVCacheBlock], ...] = tuple(() for _ in self._managers)
         self._max_model_len: int = vllm_config.model_config.max_model_len
         self._row_of: dict[int, Request] = {}
-        """Requests by row."""
+        """Running requests, by row of the core's batch."""
         self._new: dict[str, list[list[int]]] = {}
-        """New blocks of continued requests that no output has reported, by group, by vLLM's request id."""
+        """By vLLM's request id: the new blocks, by group, of a continued request that no output has reported."""
         self._published: dict[str, int] = {}
-        """Published tokens of requests that were released since the newest step began and have had no output."""
-        self._mute: set[str] = set()
-        """Requests that no longer publish."""
+        """By vLLM's request id: number of published tokens of a request that was released since the newest step
+        began."""
+        self._not_publishing: set[str] = set()
+        """vLLM's ids of requests that no longer publish blocks."""
         self._num_publications = 0
         self._is_ahead = False
-        self._admitted = 0  # tokens of the newest admission in its first step
+        self._admitted = 0  # number of tokens of the newest admission at the end of its first step
         self._num_spare = self._num_spare_blocks(vllm_config)
         self._num_usable_tokens: dict[int, int] = {}
         """Maximum length of a sequence in the pool, by its number of encoder embeddings."""
@@ -229,8 +234,8 @@ class KVGroups(KVCache):
         )
 
     def _num_spare_blocks(self, vllm_config: VllmConfig) -> int:
-        """Maximum number of blocks that a request holds or asks for beyond those of its sequence: the states from which
-        its steps in flight continue, and copies of partially shared blocks."""
+        """Maximum number of blocks that a request holds or asks for beyond the blocks of its sequence: the states from
+        which its steps in flight continue, and copies of partially shared blocks."""
         if self.ends is None:
             return 0
         spare = len(self._states) * int(vllm_config.max_concurrent_batches)
@@ -239,8 +244,9 @@ class KVGroups(KVCache):
             spare += len(self._managers) - (0 if reserves_whole else len(self._states))
         return spare
 
-    def _longest(self, num_embeddings: int) -> int:
-        """Maximum length of a sequence in the pool beside the KV of this many embeddings."""
+    def _max_sequence_tokens(self, num_embeddings: int) -> int:
+        """Maximum length of a sequence, in tokens, if the pool also holds the KV of `num_embeddings` encoder
+        embeddings."""
 
         def needed(num_tokens: int) -> int:
             own = self._count("", num_tokens, self._nothing, 0, is_whole=True, num_embeddings=num_embeddings)
@@ -253,7 +259,7 @@ class KVGroups(KVCache):
         return longest
 
     def prefix_cache_limit(self) -> str:
-        """The prompts that can never find a prefix in the cache, and why; "": no such limit."""
+        """A sentence about prompts that are too short to find a prefix in the cache; "": no prompt is."""
         if not self.caches or not self._managers:
             return ""
         unit = self._managers[0].cache_hit_alignment_tokens
@@ -269,13 +275,13 @@ class KVGroups(KVCache):
 
     @property
     def num_usable_tokens(self) -> int:
-        return self._longest(0)
+        return self._max_sequence_tokens(0)
 
     def num_usable_tokens_of(self, request: Request) -> int:
-        return self._longest(self._num_embeddings(request))
+        return self._max_sequence_tokens(self._num_embeddings(request))
 
     def _num_embeddings(self, request: Request) -> int:
-        """Number of embeddings of which the cross-attention layers store KV."""
+        """Number of a request's encoder embeddings for which the cross-attention layers store KV."""
         if not self._has_encoder:
             return 0
         return sum(item.entry.num_embeddings for item in request._state.encoder_inputs)
@@ -296,7 +302,7 @@ class KVGroups(KVCache):
         of_vllm = request.metadata
         if not self.caches or not request.reads_prefix_cache:
             return Match(NO_BLOCKS, None, 0)
-        _sync(request)
+        _append_missing_tokens(request)
         found, num_tokens, boundary = self.manager.get_computed_blocks(of_vllm)
         if request.row is None:
             of_vllm.shared_prefix_boundary = boundary
@@ -317,12 +323,12 @@ class KVGroups(KVCache):
         return self.ends.cut(start, want, most, request.num_prompt_tokens, request.num_tokens, junction)
 
     def num_blocks_to_start(self, request: Request, match: Match, num_tokens: int) -> int:
-        return self._to_start(request, match, num_tokens, is_whole=False)
+        return self._blocks_to_start(request, match, num_tokens, is_whole=False)
 
     def num_blocks_of_whole(self, request: Request, match: Match) -> int:
-        return self._to_start(request, match, request.num_tokens, is_whole=True)
+        return self._blocks_to_start(request, match, request.num_tokens, is_whole=True)
 
-    def _to_start(self, request: Request, match: Match, num_tokens: int, *, is_whole: bool) -> int:
+    def _blocks_to_start(self, request: Request, match: Match, num_tokens: int, *, is_whole: bool) -> int:
         blocks = self._nothing if match.node is None else match.node[0].blocks
         end = _prefill_end(request)
         name = request.metadata.request_id
@@ -336,7 +342,7 @@ class KVGroups(KVCache):
             num_embeddings=self._num_embeddings(request),
         )
         if request.row is None:
-            for each in self._states:  # they record which request asks
+            for each in self._states:  # the managers of states record which request asks
                 each.free(name)
         return count + self.pool.num_in_use(match.blocks)
 
@@ -351,9 +357,9 @@ class KVGroups(KVCache):
         prefill_end: int = 0,
         num_embeddings: int = 0,
     ) -> int:
-        """The free blocks that a request needs for its first `num_tokens` tokens and the embeddings of its encoder. Its
-        first `num_computed` tokens are computed or found. `is_whole`: the maximum that it holds at a time, in groups
-        that release blocks."""
+        """The number of free blocks that a request needs for its first `num_tokens` tokens and its encoder embeddings.
+        Its first `num_computed` tokens are already computed or cached. `is_whole`: in groups that release blocks, count
+        the maximum number of blocks that the request holds at a time."""
         count: int = self._coordinator.get_num_blocks_to_allocate(
             request_id=name,
             num_tokens=min(num_tokens, self._max_model_len),
@@ -387,45 +393,46 @@ class KVGroups(KVCache):
         return NO_BLOCKS
 
     def num_slots(self, request: Request, blocks: Int64Array) -> int:
-        """Fewer than the blocks hold if a block leaves its window earlier: the row is then checked, and releases the
-        block."""
+        """The length up to which an admitted row needs no check. It is below the capacity of the row's blocks if a
+        block leaves a window earlier: then the row is checked, and releases the block."""
         if self.ends is not None:
             return self._admitted
         return self._slots(request.metadata.request_id, 0, self._admitted)
 
     def _slots(self, name: str, final: int, end: int) -> int:
-        """The end up to which a row needs no check, if it has blocks for `end` tokens and `final` of them are final."""
+        """Number of leading tokens up to which a row needs no check, if it has blocks for `end` tokens and its first
+        `final` tokens are final."""
         slots = min(
             [len(tables[name]) * size - extra for _, tables, size, extra in self._shapes], default=self._max_model_len
         )
-        for group in self._giving:
+        for group in self._releasing:
             slots = min(slots, group.next_return(final, slots))
         return max(slots, end)
 
     # ------------------------------------------------------------------ running rows
 
     def num_blocks_to_grow(self, batch: Batch, rows: Int64Array, num_tokens: Int64Array) -> Int64Array:
-        return self._to_grow(batch, rows, batch.num_computed_tokens[rows] + num_tokens, is_whole=False)
+        return self._blocks_to_grow(batch, rows, batch.num_computed_tokens[rows] + num_tokens, is_whole=False)
 
     def num_blocks_owed(self, batch: Batch, rows: Int64Array) -> Int64Array:
-        return self._to_grow(batch, rows, batch.num_tokens[rows], is_whole=True)
+        return self._blocks_to_grow(batch, rows, batch.num_tokens[rows], is_whole=True)
 
-    def _to_grow(self, batch: Batch, rows: Int64Array, ends: Int64Array, *, is_whole: bool) -> Int64Array:
+    def _blocks_to_grow(self, batch: Batch, rows: Int64Array, ends: Int64Array, *, is_whole: bool) -> Int64Array:
         needed = np.zeros(len(rows), dtype=np.int64)
         for index in (ends > batch.num_slots[rows]).nonzero()[0].tolist():
             row, end = rows.item(index), ends.item(index)
             name = self._row_of[row].metadata.request_id
-            if is_whole:  # its tokens of this step may be scheduled, and they read blocks that would be released
+            if is_whole:  # the row's tokens of this step may be scheduled, and read blocks that would be released
                 needed[index] = self._count_row(batch, row, end, is_whole=True)
                 continue
             if self._states:
-                needed[index] = self._ask_for_states(batch, row, end)
+                needed[index] = self._num_blocks_with_states(batch, row, end)
                 continue
-            final = self._final(batch, row) if self._giving else 0
+            final = self._final(batch, row) if self._releasing else 0
             count = 0
-            for group in self._giving:
+            for group in self._releasing:
                 group.give_back(name, final, self._row_of[row].num_prompt_tokens)
-            for _, tables, size, extra in self._shapes:  # inline: a few thousand rows a second
+            for _, tables, size, extra in self._shapes:  # inline, as this runs for a few thousand rows a second
                 missing = -(-(end + extra) // size) - len(tables[name])
                 if missing > 0:
                     count += missing
@@ -440,15 +447,16 @@ class KVGroups(KVCache):
         name, prefill_end = request.metadata.request_id, _prefill_end(request)
         return self._count(name, end, self._nothing, start, is_whole=is_whole, prefill_end=prefill_end)
 
-    def _ask_for_states(self, batch: Batch, row: int, end: int) -> int:
-        """The free blocks that a row with cached states needs; the blocks that it no longer needs are released."""
+    def _num_blocks_with_states(self, batch: Batch, row: int, end: int) -> int:
+        """Release the blocks that a row with cached states no longer needs, and return the number of free blocks that
+        the row needs for its first `end` tokens."""
         request, final = self._row_of[row], self._final(batch, row)
         name, start = request.metadata.request_id, batch.num_computed_tokens.item(row)
         self._publish_filled(request, final)
         self.manager.remove_skipped_blocks(name, final, request.num_prompt_tokens)
         prefill_end = _prefill_end(request) if self._coordinator.retention_interval == 0 else 0
         count: int = sum(
-            # A cap, which states lack, keeps them from recording where a state is kept within the chunk.
+            # States have no admission cap; with the flag, their manager does not record where the chunk keeps a state.
             each.get_num_blocks_to_allocate(name, end, (), start, start, end, each in self._states, prefill_end)
             for each in self._managers
         )
@@ -458,16 +466,17 @@ class KVGroups(KVCache):
         return count
 
     def _publish_filled(self, request: Request, num_tokens: int) -> None:
-        """Publish the blocks that the first tokens of a row with cached states fill. A partial block holds only the
-        state of the newest token, which a step in flight may be about to change."""
+        """Publish the blocks that the first `num_tokens` tokens of a row with cached states fill. A partial block holds
+        only the state of the newest token, which a step in flight may be about to change."""
         states = self._states[0]
         num_filled = num_tokens // states.block_size
         if num_filled > states.num_cached_block.get(request.metadata.request_id, 0):
-            _sync(request)
+            _append_missing_tokens(request)
             self._publish(request, num_filled * states.block_size)
 
     def _set_slots(self, batch: Batch, row: int, final: int, end: int) -> None:
-        """Set the slots of a row that has blocks for `end` tokens and is about to compute the last of them."""
+        """Set `num_slots` of a row that has blocks for `end` tokens and is about to compute the last of these
+        tokens."""
         request = self._row_of[row]
         if self._states and batch.num_computed_tokens.item(row) < _prefill_end(request):
             batch.num_slots[row] = end
@@ -475,13 +484,14 @@ class KVGroups(KVCache):
             batch.num_slots[row] = self._slots(request.metadata.request_id, final, end)
 
     def _final(self, batch: Batch, row: int) -> int:
-        """Tokens of a row that no step in flight computes or may have to recompute, before the row's part of a step."""
+        """Number of final tokens of a row before its part of the current step: no step in flight computes them, or may
+        have to recompute them."""
         computed = min(batch.num_computed_tokens.item(row), batch.num_tokens.item(row))
         return min(computed, self.num_sound_tokens(self._row_of[row])) if self._is_ahead else computed
 
     def grow_by_one(self, batch: Batch, rows: Int64Array, num_tokens: int | Int64Array) -> Int32Array | None:
         ends = batch.num_computed_tokens[rows] + num_tokens
-        if int(self._to_grow(batch, rows, ends, is_whole=False).sum()) > self.pool.num_free:
+        if int(self._blocks_to_grow(batch, rows, ends, is_whole=False).sum()) > self.pool.num_free:
             return None
         return self.grow(batch, rows, NO_BLOCKS, ends)
 
@@ -497,7 +507,7 @@ class KVGroups(KVCache):
                     if given:
                         new = self._new.setdefault(name, [[] for _ in self._groups])
                         new[place] += [block.block_id for block in given]
-            self._set_slots(batch, row, self._final(batch, row) if self._giving else 0, end)
+            self._set_slots(batch, row, self._final(batch, row) if self._releasing else 0, end)
         return NO_NEW
 
     def grow_for_steps(
@@ -525,7 +535,7 @@ class KVGroups(KVCache):
     def _publish(self, request: Request, num_tokens: int) -> None:
         of_vllm = request.metadata
         name = of_vllm.request_id
-        if not self.caches or name in self._mute:
+        if not self.caches or name in self._not_publishing:
             return
         before = [each.num_cached_block.get(name, 0) for each in self._managers]
         self.manager.cache_blocks(of_vllm, min(num_tokens, of_vllm.num_tokens))
@@ -560,15 +570,16 @@ class KVGroups(KVCache):
             if self._states:
                 self._publish_filled(request, num_valid_tokens)
             else:
-                _sync(request)
+                _append_missing_tokens(request)
                 self._publish(request, num_valid_tokens)
         self.manager.free(of_vllm)
         self._new.pop(of_vllm.request_id, None)
-        self._mute.discard(of_vllm.request_id)
+        self._not_publishing.discard(of_vllm.request_id)
         self._row_of.pop(request.row, None)
 
     def num_published_tokens(self, request: Request) -> int:
-        """Tokens that can be found again, of a request that runs or was released since the newest step began."""
+        """Number of tokens of a request that the prefix cache can find; the request runs, or was released since the
+        newest step began."""
         name = request.metadata.request_id
         if request.row is None:
             return self._published.get(name, 0)
@@ -580,21 +591,21 @@ class KVGroups(KVCache):
             self.manager.evict_blocks(set(new))
             if request.row is not None and request.metadata.request_id == name:
                 for each, count in zip(self._managers, before, strict=True):
-                    each.num_cached_block[name] = count  # they are published again when they are recomputed
+                    each.num_cached_block[name] = count  # recomputed blocks are published again
 
     def retract(self, journals: Iterable[Journal], publisher: Request, running: Iterable[Request]) -> None:
-        """Evict everything if the publisher published anything: any cached block may depend on it."""
+        """Evict all cached blocks if `publisher` published a block: any cached block may depend on that block."""
         if any(entry[0] is publisher for journal in journals for entry in journal):
             self.reset()
 
     def reset(self) -> None:
         if not self._row_of:
-            self.take_copies()  # of a step that was not executed
+            self.take_copies()  # drops the copies of a step that was not executed
             self.manager.reset_prefix_cache()
-        else:  # vLLM's own method refuses now
+        else:  # while requests run, vLLM's own method refuses
             pool = self.manager.block_pool
             self.manager.evict_blocks({block.block_id for block in pool.blocks if block.block_hash is not None})
-            self._mute |= {request.metadata.request_id for request in self._row_of.values()}
+            self._not_publishing |= {request.metadata.request_id for request in self._row_of.values()}
 
     def broken(self, batch: Batch) -> str | None:
         for row, request in zip(batch.members.rows.tolist(), batch.members.requests, strict=True):
@@ -623,27 +634,27 @@ class KVGroups(KVCache):
     # ------------------------------------------------------------------ for the workers
 
     def blocks_of(self, request: Request) -> tuple[list[int], ...]:
-        """The blocks of an admitted request by group, in the form for workers."""
+        """The blocks of an admitted request, by group, as workers get them."""
         name = request.metadata.request_id
         self._new.pop(name, None)
         found: tuple[list[int], ...] = self.manager.get_block_ids(name)
         return found
 
     def take_new(self, names: Sequence[str]) -> list[tuple[list[int], ...] | None]:
-        """The new blocks of continued requests, by group; None: no new blocks."""
+        """The new blocks of each continued request, by group; None: the request has no new blocks."""
         if not self._new:
             return [None] * len(names)
         taken = [self._new.pop(name, None) for name in names]
         return [None if new is None else tuple(new) for new in taken]
 
     def take_to_zero(self) -> list[int] | None:
-        """New blocks that workers must zero; None: none."""
+        """New blocks that workers must fill with zeros; None: there are none."""
         ids: list[int] = self.manager.take_new_block_ids()
         return ids if ids and self.manager.kv_cache_config.needs_kv_cache_zeroing else None
 
     def take_copies(self) -> list[KVCacheBlockCopy] | None:
-        """Blocks that workers must copy before a step because requests share a part of them; None: none. A later step
-        may reuse the sources, because workers execute steps in order."""
+        """Blocks that workers must copy before a step, because requests share a part of each; None: there are none. A
+        later step may reuse the source blocks, because workers execute steps in order."""
         self.manager.take_boundary_state_offloads()  # for connectors
         copies, retained = self.manager.take_kv_cache_block_copies()
         self.manager.block_pool.free_blocks(retained)
@@ -651,13 +662,13 @@ class KVGroups(KVCache):
 
 
 def _prefill_end(request: Request) -> int:
-    """vLLM's end of a prefill; for a resumed request it is before the newest token."""
+    """The position at which vLLM's prefill of a request ends; for a resumed request, the newest token is after it."""
     return max(request.num_prompt_tokens, request.num_tokens - 1)
 
 
-def _sync(request: Request) -> None:
-    """Append to vLLM's request the tokens that only the core's has: its block hashes need them."""
+def _append_missing_tokens(request: Request) -> None:
+    """Append to vLLM's request the tokens that only the core's request has: vLLM's block hashes need them."""
     of_vllm = request.metadata
     more = request.num_tokens - of_vllm.num_tokens
-    if more > 0 and not of_vllm.use_structured_output:  # these get them when their grammar accepts them
+    if more > 0 and not of_vllm.use_structured_output:  # else the grammar appends them
         of_vllm.append_output_token_ids(request.all_token_ids[-more:].tolist())

@@ -1,7 +1,7 @@
-"""Builds a model's layers without weights, to find the KV groups that vLLM makes of them.
+"""Builds a model's layers without weights, to find the KV groups that vLLM forms from these layers.
 
-vLLM knows the KV of layers only when it has built them. Here they are built on the device "meta", which holds no data,
-and then read as vLLM's model runner reads them. That takes seconds, and no GPU.
+vLLM knows the KV of layers only when it has built the layers. This module builds them on the device "meta", which holds
+no data, and then reads them as vLLM's model runner does. Building takes seconds, and needs no GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 _PLENTY = 1 << 60
-"""Bytes that suffice for every model."""
+"""Size of a memory that suffices for every model, in bytes."""
 
 
 class LayersUnknown(Exception):
@@ -29,7 +29,7 @@ class Groups:
 
     groups: list[KVCacheGroupSpec]
     block_bytes: int
-    """Bytes of a block of the pool."""
+    """Size of a block of the pool, in bytes."""
     request_blocks: int
     """Maximum number of blocks of a request of `max_model_len` tokens."""
 
@@ -45,10 +45,10 @@ class Groups:
 
 
 def groups_of(vllm_config: VllmConfig) -> Groups:
-    """Build the layers of the model, and group them as vLLM does.
+    """Build the layers of the model, and return their KV groups as vLLM forms them.
 
     Raises:
-        LayersUnknown: with the reason.
+        LayersUnknown: the layers cannot be built here; the message has the reason.
     """
     parallel = vllm_config.parallel_config
     if parallel.world_size > 1:
@@ -114,7 +114,7 @@ def _grouped(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> Groups:
 
 
 def _kv_cache_config(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> KVCacheConfig:
-    """vLLM's allocation of memory for all layers."""
+    """vLLM's `KVCacheConfig` for a memory that suffices for every model."""
     try:
         from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
     except ImportError:  # before 0.33

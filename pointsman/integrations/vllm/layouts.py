@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 def own_groups(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: SchedulerConfig, hash_block_size: int
 ) -> tuple[KVGroup, ...] | None:
-    """The groups that the core manages itself with this configuration; None: it cannot."""
+    """The KV groups, if the core can manage all of them itself; None: it cannot."""
     groups = tuple(_own_group(group, config.block_size) for group in kv_cache_config.kv_cache_groups)
     if getattr(kv_cache_config, "needs_kv_cache_zeroing", False) or hash_block_size != config.block_size:
         return None
-    if vllm_config.model_config.enable_prompt_embeds:  # its windows may miss prefixes that vLLM's manager finds
+    if vllm_config.model_config.enable_prompt_embeds:  # the core's windows may miss prefixes that vLLM finds
         return None
     own = tuple(group for group in groups if group is not None)
     if not own or len(own) < len(groups):
         return None
-    # vLLM's hash of a block includes the hash of the block before it, which windows alone may no longer have.
+    # vLLM's hash of a block includes the hash of the previous block, which windows alone may no longer have.
     return None if config.enable_kv_cache_events and not any(group.is_full for group in own) else own
 
 

@@ -1,11 +1,12 @@
 """Records the actions of vLLM's own scheduler as an observed recording (`core/recording.py`). Importable without vLLM.
 
-    Observation        notes steps and requests while vLLM runs: a tuple a step, a few facts a request
-    RecordingThread    turns notes into lines and writes them, in its own thread
-    BlockNumbers       numbers in place of block hashes
+    Observation        keeps notes while vLLM runs: one tuple for each step, a few values for each request
+    RecordingThread    converts notes to lines and writes the lines, in a thread of its own
+    BlockNumbers       replaces block hashes by numbers
 
-The engine's thread only appends to lists, and hands them over at intervals. A step of steady decode costs two reads of
-the clock and one sum. Only steps that begin, end, skip or preempt a request are read row by row.
+The engine's thread only appends to lists, and passes the lists to the recording thread at intervals. A step of steady
+decode costs two reads of the clock and one sum. Only steps that begin, end, skip or preempt a request are read row by
+row.
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ logger = logging.getLogger("vllm.pointsman")  # vLLM's log configuration applies
 
 STEPS_A_LINE = 512
 SECONDS_A_LINE = 1.0
-"""Killing the process loses this many seconds, and the queue of the thread."""
+"""Maximum time between two lines of steps. If the process is killed, the notes of this time and the queue of the thread
+are lost."""
 MAX_QUEUED = 256
-"""Notes that wait for the thread, in lines of steps; if the thread is slower, the recording ends."""
+"""Maximum number of lists of notes, one for each line of steps, that wait for the thread; with more, the recording
+ends."""
 MIN_BLOCKS_KNOWN = 1 << 16
 SECONDS_TO_CLOSE = 2.0
 
@@ -45,7 +48,8 @@ SECONDS_TO_CLOSE = 2.0
 
 
 class BlockNumbers:
-    """Numbers blocks by their hashes, in the order in which they are first seen. A number reveals nothing of its hash.
+    """Numbers blocks by their hashes, in the order in which they are first seen. A number reveals nothing about the
+    hash.
 
     Args:
         num_known: minimum number of most recently seen blocks that are remembered; memory is bounded by twice this
@@ -68,8 +72,8 @@ class BlockNumbers:
             The number of the last known block, the number of the first new block, and the count of new blocks.
         """
         young, old, count = self._young, self._old, len(hashes)
-        num_young = _num_in(young, hashes, 0)
-        num_known = _num_in(old, hashes, num_young) if old else num_young
+        num_young = _num_leading_known(young, hashes, 0)
+        num_known = _num_leading_known(old, hashes, num_young) if old else num_young
         for name in hashes[num_young:num_known]:
             young[name] = old[name]
         parent = young[hashes[num_known - 1]] if num_known else None
@@ -82,8 +86,8 @@ class BlockNumbers:
         return parent, first, num_new
 
 
-def _num_in(known: dict[bytes, int], hashes: Sequence[bytes], low: int) -> int:
-    """The number of leading hashes that are known; the first `low` are."""
+def _num_leading_known(known: dict[bytes, int], hashes: Sequence[bytes], low: int) -> int:
+    """The number of leading hashes that are in `known`; the first `low` hashes are."""
     high = len(hashes)
     while low < high:
         middle = (low + high) // 2
@@ -101,10 +105,10 @@ class RecordingThread:
     """Writes notes to a file, in a thread that no other thread waits for.
 
     Args:
-        file: to write to.
-        header: the first line.
-        numbers: for the prompts' blocks; None: the prompts have no hashes.
-        start_ns: the zero of the recording's clock, as `time.monotonic_ns`.
+        file: file to write to.
+        header: fields of the first line.
+        numbers: numbers the blocks of prompts; None: the prompts have no hashes.
+        start_ns: value of `time.monotonic_ns` at which the recording's clock is 0.
     """
 
     def __init__(
@@ -120,7 +124,7 @@ class RecordingThread:
 
     @property
     def ended_by(self) -> str:
-        """Why writing has ended; empty: it continues."""
+        """Why writing has ended; "": it continues."""
         if not self._file.ended_by and self._queue.qsize() > MAX_QUEUED:
             self._file.end_early("the thread that writes is slower than the steps")
         return self._file.ended_by
@@ -130,11 +134,11 @@ class RecordingThread:
         self._queue.put((events, steps))
 
     def end(self) -> None:
-        """Write the queue, then end. Returns at once."""
+        """Let the thread write its queue and then end. Returns without waiting."""
         self._queue.put(None)
 
     def wait(self) -> None:
-        """Wait until it has ended, but not for a disk that hangs."""
+        """Wait until the thread has ended, for at most `SECONDS_TO_CLOSE`: a disk may hang."""
         self._thread.join(SECONDS_TO_CLOSE)
 
     def _run(self, header: dict[str, Any]) -> None:
@@ -178,7 +182,7 @@ def _line(fields: dict[str, Any]) -> str:
 
 
 class _Request:
-    """An unfinished request of vLLM's, with the observed facts."""
+    """An unfinished request of vLLM's, with the values that were observed."""
 
     __slots__ = ("is_decoding", "num_cached", "number", "of_vllm", "scheduled", "steps")
 
@@ -188,25 +192,26 @@ class _Request:
         self.scheduled: int | None = None
         self.num_cached = 0
         self.steps: list[list[int]] = []
-        """[first, last] of each run of steps in which it samples; the newest last is unset while it decodes."""
+        """[first, last] step of each run of steps in which the request samples; while it decodes, the newest `last` is
+        not set."""
         self.is_decoding = False
 
     def stop(self, last: int) -> None:
-        """Note that it does not sample after step `last`."""
+        """Note that the request does not sample after step `last`."""
         self.is_decoding = False
         self.steps[-1][1] = last
 
 
 class Observation:
-    """Notes the actions of a scheduler of vLLM's; the scheduler's methods call the methods of this class.
+    """Keeps notes of the actions of one of vLLM's schedulers; the scheduler's methods call the methods of this class.
 
     Args:
-        scheduler: vLLM's.
-        file: for the recording.
-        header: fields of its first line besides those of the format.
-        block_size: tokens that a block hash covers; None: prompts have no hashes.
-        num_known: see `BlockNumbers`.
-        reason_of: returns the reason of a finished request of vLLM's.
+        scheduler: vLLM's scheduler.
+        file: file of the recording.
+        header: fields of the recording's first line, besides the fields of the format.
+        block_size: number of tokens that a block hash covers; None: prompts have no hashes.
+        num_known: minimum number of blocks to remember, as in `BlockNumbers`.
+        reason_of: returns the finish reason of a finished request of vLLM's.
     """
 
     def __init__(
@@ -220,19 +225,19 @@ class Observation:
         reason_of: Callable[[VLLMRequest], str],
     ) -> None:
         self.ended_by = ""
-        """Why the recording ended; empty: it continues."""
+        """Why the recording ended; "": it continues."""
         self._scheduler = scheduler
         self._reason_of = reason_of
         self._block_size = block_size
         self._num_free_blocks = scheduler.kv_cache_manager.block_pool.get_num_free_blocks
-        self._finishes_late = scheduler.connector is not None  # a finished request may stay known
+        self._may_keep_finished = scheduler.connector is not None  # with a connector, vLLM may keep a finished request
         self._requests: dict[str, _Request] = {}
-        self._unsettled: dict[str, _Request] = {}  # the subset that does not sample in every step
+        self._unsettled: dict[str, _Request] = {}  # the subset of `_requests` that does not sample in every step
         self._num_added = 0
-        self._num_steps = 0  # scheduled
+        self._num_steps = 0  # scheduled steps
         self._num_updated = 0
         self._in_flight: deque[tuple[SchedulerOutput, int, tuple[int, ...] | None]] = deque()
-        self._end_before: int | None = None  # end of the last step; None: the engine has been idle since
+        self._end_before: int | None = None  # end of the previous step; None: the engine has been idle since then
         self._events: list[Any] = []
         self._steps: list[Any] = []
         start = self._last_put = time.monotonic_ns()
@@ -243,12 +248,12 @@ class Observation:
         atexit.register(self.close)
 
     def abandon(self) -> None:
-        """End the recording at once, without the rest of the notes."""
+        """End the recording; notes that were not yet passed to the thread are dropped."""
         atexit.unregister(self.close)
         self._thread.end()
 
     def close(self) -> None:
-        """Write the notes, and end."""
+        """Pass all notes to the thread, and wait until the recording has ended."""
         self._put()
         self.abandon()
         self._thread.wait()
@@ -279,7 +284,7 @@ class Observation:
         self._events.append((now, "add", {"request": fields, "park": None}, hashes, num_blocks))
 
     def finished(self, request_id: str, now: int) -> None:
-        """Note that a request finished; an unknown one is ignored."""
+        """Note that a request finished; an unknown id is ignored."""
         seen = self._requests.pop(request_id, None)
         if seen is None:
             return
@@ -323,7 +328,8 @@ class Observation:
     def _load(
         self, output: SchedulerOutput, total: int, num_rows: int, computed: list[int], now: int
     ) -> tuple[int, ...] | None:
-        """The load of a step that is not plain decode; None: it computes nothing. Updates which requests sample."""
+        """The load of a step that is not plain decode (numbers of tokens, rows, context tokens, attended tokens and
+        samples); None: the step computes nothing. Also updates which requests sample."""
         step, rows, requests = self._num_steps, output.num_scheduled_tokens, self._requests
         for name in output.preempted_req_ids or ():
             self._pause(name, step)
@@ -371,7 +377,7 @@ class Observation:
     def updated(
         self, output: SchedulerOutput, outputs: dict[int, EngineCoreOutputs], now: int, num_before: int
     ) -> None:
-        """Note that vLLM processed the result of a step at `now`; before that it had `num_before` requests."""
+        """Note that vLLM processed the result of a step at `now`; before that vLLM had `num_before` requests."""
         of_step, scheduled, load = self._in_flight.popleft()
         if of_step is not output:
             raise ValueError("steps were updated in another order than they were scheduled")
@@ -384,7 +390,7 @@ class Observation:
             waiting = num_known - len(self._scheduler.running)
             self._steps.append((began, now, *load, waiting, self._num_free_blocks()))
         self._end_before = now if num_known and load is not None else None
-        if num_known != num_before or self._finishes_late:
+        if num_known != num_before or self._may_keep_finished:
             for client in outputs.values():
                 for each in client.outputs:
                     if each.finish_reason is not None:
@@ -394,5 +400,5 @@ class Observation:
             self._put()
 
     def idled(self) -> None:
-        """Note that the engine pauses: the next step does not begin at the end of the last."""
+        """Note that the engine pauses: the next step does not begin at the end of the previous step."""
         self._end_before = None

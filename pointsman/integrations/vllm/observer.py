@@ -1,7 +1,8 @@
 """vLLM's own scheduler, recorded: `--scheduler-cls pointsman.integrations.vllm.Observer`.
 
-Every decision is vLLM's: each method first calls the method of vLLM's class with the same arguments, and returns its
-result. `observation.py` notes the rest. An error there ends the recording with one warning, and vLLM continues.
+Every decision is vLLM's: each method first calls the method of vLLM's class with the same arguments, and returns the
+result of that method. `observation.py` keeps the notes of the recording. An error in it ends the recording with one
+warning, and vLLM continues.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.pointsman")  # vLLM's log configuration applies to it
 
 BLOCKS_KNOWN = 4
-"""In pools: prompts are forgotten, and count as new, after blocks of this many pools were seen since."""
+"""Minimum number of blocks that are remembered, as a multiple of the pool's size; older prompts count as new."""
 _VLLM_DECISIONS = {"pointsman": {"preset": "vllm"}}
 
 
@@ -145,7 +146,7 @@ _ObservedAsync = _observed(AsyncScheduler)
 def _begin(
     scheduler: Scheduler, path: str | None, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_size: int
 ) -> Observation | None:
-    """Begin the recording; None, with a warning: its file cannot be written."""
+    """Begin the recording; None, after a warning: the file of the recording cannot be written."""
     path = of_rank(path or time.strftime("pointsman-recording-%Y%m%d-%H%M%S.jsonl"), vllm_config)
     try:
         file = RecordingFile.create(path)
@@ -158,7 +159,7 @@ def _begin(
     asynchronous = bool(vllm_config.scheduler_config.async_scheduling)
     observed = {
         "scheduler": f"vLLM {vllm.__version__}",
-        "model": str(vllm_config.model_config.model),  # for a command line; clients may know it by another name
+        "model": str(vllm_config.model_config.model),  # for a command line; clients may know the model by another name
         "asynchronous": asynchronous,
         "lacking": lacks,
         "hash_block_size": hash_block_size,
@@ -181,8 +182,8 @@ def _begin(
 def _config(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_size: int, lacks: list[str]
 ) -> dict[str, Any]:
-    """vLLM's resolved settings under our names, with vLLM's decisions. Settings that cannot be expressed are added to
-    `lacks`."""
+    """vLLM's resolved settings as fields of `SchedulerConfig`, with the policies of vLLM's decisions. The reason why
+    settings cannot be expressed is added to `lacks`."""
     try:
         return scheduler_config(
             vllm_config,

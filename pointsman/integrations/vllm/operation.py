@@ -33,18 +33,19 @@ logger = logging.getLogger("vllm.pointsman")  # vLLM's log configuration applies
 MAX_REQUESTS = 1000
 """Maximum number of requests in an answer."""
 SECONDS_HELD = 0.0005
-"""Maximum time of one hold of the lock while requests are explained; the engine's thread can take it in between."""
+"""Maximum time of one hold of the lock while requests are explained; the engine's thread can take the lock in
+between."""
 POLL_SECONDS = 0.2
-"""Interval between checks of a recording."""
+"""Interval between checks of a recording, in seconds."""
 PAUSE = 9.0
 """Pause after an answer, as a multiple of its CPU time: answers take at most a tenth of the time, however many clients
 ask."""
 MIN_PAUSE = 0.001
-"""Seconds; covers the parsing of a question and the sending of a short answer."""
+"""Minimum pause after an answer, in seconds; covers the parsing of a question and the sending of a short answer."""
 
 
 class Adapter(Protocol):
-    """The part of `Scheduler` that operation needs."""
+    """The attributes of the drop-in's `Scheduler` that `Operation` uses."""
 
     core: Scheduler
     groups: KVGroups | None
@@ -53,11 +54,11 @@ class Adapter(Protocol):
     step_seconds: float
 
     def forget_steps(self) -> None:
-        """Drop everything about earlier steps."""
+        """Drop the state of earlier steps."""
 
 
 class Operation:
-    """The control socket and the recordings of one scheduler inside vLLM, and its lines in the log at the start.
+    """The control socket and the recordings of one scheduler inside vLLM, and the log lines at the scheduler's start.
 
     Raises:
         ConfigError: the requested socket cannot be used.
@@ -118,7 +119,7 @@ class Operation:
 
 
 def rank_of(vllm_config: VllmConfig) -> int:
-    """Index of the engine among those behind one server; 0 if there is only one."""
+    """Index of the engine among the engines behind one server; 0 if there is only one engine."""
     return int(getattr(vllm_config.parallel_config, "data_parallel_index", 0) or 0)
 
 
@@ -135,7 +136,7 @@ def served_name(vllm_config: VllmConfig) -> str:
 
 
 def open_record(path: str | None, vllm_config: VllmConfig) -> RecordingFile | None:
-    """The file of a recording from the start; None: `path` is None.
+    """Open the file of a recording from vLLM's start; None: `path` is None.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -150,7 +151,8 @@ def open_record(path: str | None, vllm_config: VllmConfig) -> RecordingFile | No
 
 
 def _listen(path: str | None, vllm_config: VllmConfig, questions: Questions) -> ControlSocket | None:
-    """The control socket. A requested path that cannot be used is an error; a default path that cannot is a warning."""
+    """The control socket. If a requested path cannot be used, that is an error; if the default path cannot be used, a
+    warning."""
     if path == "":
         return None
     if path is not None:
@@ -166,20 +168,21 @@ def _listen(path: str | None, vllm_config: VllmConfig, questions: Questions) -> 
 
 
 class Questions:
-    """Answers the questions of clients, each in its thread: states of requests, metrics, recordings, the live film.
+    """Answers the questions of clients, in the thread of each client: states of requests, metrics, recordings, the live
+    film.
 
-    Everything is read under the one lock that every changing call of vLLM also takes. A queue emptied by the engine's
-    thread would be no cheaper, because one side waits for the answer in either case. It would also need the lock: an
-    idle vLLM does not call the scheduler, and questions must still be answered. Taking a free lock costs a call 0.1 us.
-    The lock is held for half a millisecond at a time, for one explanation, or for one part of a film, and never while
-    an answer is sent. Python runs one thread at a time, so answers are computed one by one, with pauses between them
-    (`PAUSE`).
+    The scheduler is read under one lock, which every changing call of vLLM also takes. Passing questions to the
+    engine's thread in a queue would be no cheaper, because one side waits for the answer in either case. A queue would
+    also need the lock: an idle vLLM does not call the scheduler, and questions must still be answered. Taking a free
+    lock costs a call 0.1 us. The lock is held for half a millisecond at a time, for one explanation, or for one part of
+    a film, and never while an answer is sent. Python runs one thread at a time, so answers are computed one by one,
+    with pauses between them (`PAUSE`).
 
     Args:
-        scheduler: to ask.
+        scheduler: the scheduler that the questions are about.
         requests: the unfinished requests, in order of adding, by the ids that clients know.
-        recordings: of the scheduler.
-        lock: to hold while the scheduler is used.
+        recordings: the recordings of the scheduler.
+        lock: the lock to hold while the scheduler is used.
         facts: fields of every answer that identify its source.
         seconds: returns the total time of the scheduler's steps, in seconds.
     """
@@ -216,7 +219,7 @@ class Questions:
                 self._resumes = time.monotonic() + max(MIN_PAUSE, PAUSE * (time.thread_time() - began))
 
     def answer(self, question: dict[str, Any], client: Client) -> Generator[dict[str, Any], None, None]:
-        """The lines of an answer.
+        """Yield the lines of the answer of a question.
 
         Raises:
             ControlError: the question is unknown, or has no answer.
@@ -250,11 +253,11 @@ class Questions:
                 "parked": scheduler.num_parked,
             }
             names = list(self._requests)
-        names = list(islice(names if name is None else _called(name, names), limit))
+        names = list(islice(names if name is None else _matching_ids(name, names), limit))
         if name is not None and not names:
             raise ControlError(
-                f"no request {name!r} is waiting, parked or running; it may have finished, explain without an id lists "
-                "all that have not"
+                f"no request {name!r} is waiting, parked or running; it may have finished; `explain` without an id "
+                "lists all unfinished requests"
             )
         found: list[dict[str, Any]] = []
         while names:
@@ -263,20 +266,20 @@ class Questions:
         return {**self._facts, "counts": counts, "requests": found}
 
     def _explain_some(self, names: list[str], found: list[dict[str, Any]]) -> None:
-        """Move some requests from `names` to `found`, explained."""
+        """Explain the first requests of `names` for `SECONDS_HELD`, and move them to `found`."""
         with self._lock:
             now = time.monotonic()
             while names and time.monotonic() - now < SECONDS_HELD:
                 name = names.pop(0)
                 request = self._requests.get(name)
-                if request is not None:  # it may have finished since
+                if request is not None:  # the request may have finished since then
                     found.append(self._described(name, request, now))
 
     def _described(self, name: str, request: Request, now: float) -> dict[str, Any]:
         """A request in the form of `GET /v1/requests` of `pointsman serve`."""
         explanation: Explanation = self._scheduler.explain(request.request_id)
         holders = [
-            {"id": self._shown(holder.request_id), "amount": holder.amount, "what": holder.what}
+            {"id": self._vllm_id(holder.request_id), "amount": holder.amount, "what": holder.what}
             for holder in explanation.holders
         ]
         return {
@@ -303,7 +306,7 @@ class Questions:
             "priority": request.priority,
         }
 
-    def _shown(self, request_id: str) -> str:
+    def _vllm_id(self, request_id: str) -> str:
         """vLLM's id of one of the core's requests."""
         request = self._scheduler.get_request(request_id)
         return request_id if request is None or request.metadata is None else str(request.metadata.request_id)
@@ -340,8 +343,8 @@ class Questions:
     # ------------------------------------------------------------------ recordings
 
     def _record(self, client: Client) -> Generator[dict[str, Any], None, None]:
-        """A line when the recording has to wait, when it begins, when its first step is in the file, and when it ends.
-        It ends when the client sends anything or disconnects, or by itself."""
+        """Yield a line when the recording has to wait, when it begins, when its first step is in the file, and when it
+        ends. The recording ends when the client sends anything or disconnects, or by itself."""
         descriptor = client.take_file()
         if descriptor is None:
             raise ControlError("no file came with the question; pointsman record sends one")
@@ -379,8 +382,9 @@ class Questions:
             return {"num_running": self._scheduler.num_running, "num_waiting": self._scheduler.num_queued}
 
 
-def _called(name: Any, requests: Sequence[str]) -> Iterator[str]:
-    """The id that equals `name`; otherwise the ids of the completion with this id, or of the client's X-Request-Id."""
+def _matching_ids(name: Any, requests: Sequence[str]) -> Iterator[str]:
+    """The request id that equals `name`; otherwise the ids of the requests of completion `name`, or with `name` as the
+    client's X-Request-Id."""
     if name in requests:
         return iter([name])
     start = f"{name}-"

@@ -1,8 +1,8 @@
 """Recordings that begin and end while vLLM runs, in files that cannot fail or stall the scheduler.
 
 A replay starts with an empty scheduler, so a recording begins when there are no requests (`Scheduler.start_recording`).
-That moment may be short, so a requested recording waits here. It begins at once, or with the next request that finds
-the scheduler idle.
+Idle moments may be short, so a requested recording waits in this module. It begins immediately if the scheduler is
+idle, or else with the next request that arrives at an idle scheduler.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pointsman.integrations.vllm.control import ControlError
 logger = logging.getLogger("vllm.pointsman")  # vLLM's log configuration applies to it
 
 MAX_BYTES = 1 << 30
-"""Maximum bytes of a recording; it ends there."""
+"""Maximum size of a recording, in bytes; the recording ends there."""
 
 
 class RecordingFile(BackgroundFile):
-    """The file of a recording. An error, or the limit, ends the recording and never reaches the scheduler."""
+    """The file of a recording. An error, or the maximum size, ends the recording and never reaches the scheduler."""
 
     def __init__(self, file: FileIO, name: str, max_bytes: int | None = None) -> None:
         self.num_steps = 0
@@ -39,11 +39,11 @@ class RecordingFile(BackgroundFile):
 
 
 class Recordings:
-    """The recording of one scheduler. Callers hold the lock of the adapter.
+    """The current and the requested recording of one scheduler. Callers hold the lock of the adapter.
 
     Args:
-        scheduler: to record.
-        on_start: called when a recording begins; the scheduler then knows nothing of earlier steps.
+        scheduler: the scheduler to record.
+        on_start: called when a recording begins; the scheduler then has no state of earlier steps.
     """
 
     def __init__(self, scheduler: Scheduler, on_start: Callable[[], None]) -> None:
@@ -59,11 +59,11 @@ class Recordings:
         file.on_end = self._scheduler.stop_recording
 
     def request(self, descriptor: int) -> RecordingFile:
-        """Request a recording in an open file; it may have begun when this returns.
+        """Request a recording in an open file; the recording may have begun when this returns.
 
         Raises:
-            ControlError: there is a recording already; the scheduler can begin none; or the file is not a regular file,
-                which could block the scheduler.
+            ControlError: there is a recording already; the scheduler cannot begin a recording; or the file is not a
+                regular file, so that it could block the scheduler.
         """
         try:
             self._scheduler.check_recordable()
@@ -92,7 +92,8 @@ class Recordings:
         self._on_start()
 
     def end(self, file: RecordingFile) -> None:
-        """End a recording, whether it has begun or not. The caller closes its file, which waits for the disk."""
+        """End a recording, whether it has begun or not. The caller closes the recording's file: closing waits for the
+        disk."""
         if file is self.current:
             self._scheduler.stop_recording()
             self.current = None

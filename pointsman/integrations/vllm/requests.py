@@ -1,8 +1,8 @@
 """Converts vLLM's requests to the core's, and manages prompts that come in parts (vLLM's streaming input).
 
 Each part of a session gets outputs like a request of its own. The next part continues after all computed tokens: all
-except the token sampled last. Between two parts a session holds no blocks and no sequence slot; its next part finds its
-tokens in the prefix cache. (vLLM's own scheduler keeps both.)
+except the token sampled last. Between two parts a session holds no blocks and no sequence slot; its next part finds the
+session's tokens in the prefix cache. (vLLM's own scheduler keeps the blocks and the slot.)
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ def to_request(
     runs_ahead: bool,
     encoder_inputs: Sequence[EncoderInput] = (),
 ) -> Request:
-    """The core's request for a request of vLLM's, which becomes its metadata.
+    """The core's request for a request of vLLM's. vLLM's request becomes the `metadata` of the core's.
 
     Args:
-        request: a `vllm.v1.request.Request`.
+        request: vLLM's request.
         request_id: the core's id.
-        prompt_token_ids: its prompt, or all tokens of a session so far.
-        arrival_time: in seconds on the core's clock.
-        runs_ahead: whether its next step may be scheduled while a sample of it is in flight.
-        encoder_inputs: its images and the like.
+        prompt_token_ids: tokens of the prompt, or all tokens of a session so far.
+        arrival_time: arrival time, in seconds on the core's clock.
+        runs_ahead: whether the request's next step may be scheduled while a sampled token of the request is in flight.
+        encoder_inputs: images and other encoder inputs of the request.
 
     Raises:
-        RequestRefused: it could never run.
+        RequestRefused: the request could never run.
     """
     sampling, lora = request.sampling_params, request.lora_request
     max_tokens = min_tokens = 0  # a pooling model samples nothing
@@ -108,7 +108,8 @@ FOR_POLICIES = {
     "pointsman_ttft_target": "ttft_target",
     "pointsman_retention": "retention",
 }
-"""Keys of a sampling parameters' `extra_args` (`vllm_xargs` of a request over HTTP), with their names in the core."""
+"""Keys of `extra_args` in sampling parameters (`vllm_xargs` of a request over HTTP), with the names of the core's
+fields."""
 
 
 def _policy_fields(sampling: SamplingParams | None) -> dict[str, Any]:
@@ -121,7 +122,7 @@ def check_retention(request: Request, longest: float) -> None:
     """Refuse a retention, in seconds, that is longer than the operator allows.
 
     Raises:
-        RequestRefused: with the value, the bound and the remedy.
+        RequestRefused: the retention is longer; the message has the value, the limit and the remedy.
     """
     if request.retention is not None and request.retention > longest:
         raise RequestRefused(
@@ -136,7 +137,7 @@ class Sessions:
     def __init__(self) -> None:
         self._parts: dict[str, deque[StreamingUpdate | None]] = {}
         self.num_idle = 0
-        """Sessions between two parts."""
+        """Number of sessions that wait for their next part."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._parts
@@ -155,24 +156,24 @@ class Sessions:
         return bool(self._parts[name])
 
     def is_over(self, name: str) -> bool:
-        """Whether no further part will come."""
+        """Whether a session is over: its input ends after the current part."""
         parts = self._parts[name]
         return bool(parts) and parts[0] is None
 
     def take(self, name: str) -> StreamingUpdate | None:
-        """The next part; None: the session is over."""
+        """Remove and return the next part of a session; None: the session is over."""
         return self._parts[name].popleft()
 
 
 def close_turn(request: VLLMRequest, ours: Request) -> None:
-    """All tokens of a session so far, except the one sampled last, become its prompt."""
+    """Make all tokens of a session so far, except the token sampled last, the session's prompt."""
     kept = ours.all_token_ids[: max(ours.num_tokens - 1, ours.num_prompt_tokens)].tolist()
     _set_prompt(request, kept)
     set_status(request, RequestStatus.WAITING_FOR_STREAMING_REQ)
 
 
 def open_turn(request: VLLMRequest, part: StreamingUpdate) -> None:
-    """Append the next part to a session's prompt, and take the part's parameters."""
+    """Append the next part to a session's prompt, and use the part's sampling parameters from now on."""
     request.mm_features.extend(shift_inputs(part.mm_features or (), len(request.prompt_token_ids)))
     _set_prompt(request, request.prompt_token_ids + list(part.prompt_token_ids or ()))
     request.arrival_time = part.arrival_time

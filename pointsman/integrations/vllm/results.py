@@ -1,7 +1,8 @@
-"""Converts the output of vLLM's model runner to the core's `StepResult`, and its `StepUpdate` to outputs for clients.
+"""Converts the output of vLLM's model runner to the core's `StepResult`, and the core's `StepUpdate` to clients'
+outputs.
 
-In a step where every row has a token and no output has more than tokens, one `map` makes the outputs. Outputs with more
-(events, log probabilities, a finish reason) are completed afterwards.
+If every row of a step has a token, one `map` makes the outputs. Outputs with further values (events, log probabilities,
+a finish reason) are completed afterwards.
 
 The result of a model runner is checked row by row only if it does not fit the step as a whole (`Judge`).
 """
@@ -63,7 +64,7 @@ new_output = maker(
 )
 
 MAX_TOKEN_ID = 2**31 - 1
-"""Token ids are int32."""
+"""Largest token id: token ids are int32."""
 
 
 @dataclass(slots=True)
@@ -71,9 +72,10 @@ class Sampled:
     """Sampled tokens, in the order of the core's output rows."""
 
     lists: list[Any]
-    """[n] the tokens of each row; None: the runner returned nothing for the row."""
+    """[rows] list of the tokens of each row; None: the runner returned nothing for the row."""
     places: list[int] | None
-    """[n] index of each row in the runner's arrays, -1 if the row is missing; None: its own index."""
+    """[rows] index of each row in the runner's arrays, -1 if the row is missing; None: the arrays have the order of the
+    rows."""
 
     def place(self, index: int) -> int:
         return index if self.places is None else self.places[index]
@@ -98,7 +100,7 @@ def read_sampled(result: ModelRunnerOutput, ids: list[str]) -> Sampled:
 
 
 def to_result(output: Output, sampled: Sampled) -> StepResult:
-    """The argument of the core's `update`.
+    """The sampled tokens as the `StepResult` for the core's `update`.
 
     Raises:
         StepResultError: a row has anything other than a list of tokens.
@@ -108,17 +110,17 @@ def to_result(output: Output, sampled: Sampled) -> StepResult:
     try:
         # A token too large for int32 becomes negative.
         tokens: npt.NDArray[np.integer] = np.frombuffer(array("I", [token for (token,) in lists]), dtype=INT32)
-        if not has_drafts:  # a third of the time
+        if not has_drafts:  # takes a third of the time of the other cases
             return StepResult(tokens)
-    except (ValueError, OverflowError):  # no token, several, or one out of range
-        tokens = _flat(lists)
+    except (ValueError, OverflowError):  # a row has no token, several tokens, or a token out of range
+        tokens = _all_tokens(lists)
     except TypeError as error:
         raise StepResultError(f"the model runner returned something else than lists of integers: {error}") from None
     return StepResult(tokens, counts=np.fromiter(map(len, lists), dtype=np.int64, count=output.num_rows))
 
 
-def _flat(lists: list[Any]) -> npt.NDArray[np.integer]:
-    """[n] all tokens."""
+def _all_tokens(lists: list[Any]) -> npt.NDArray[np.integer]:
+    """[tokens] the tokens of all rows, one row after the other."""
     try:
         return np.fromiter(chain.from_iterable(lists), dtype=np.int64)
     except (TypeError, ValueError, OverflowError) as error:
@@ -128,18 +130,18 @@ def _flat(lists: list[Any]) -> npt.NDArray[np.integer]:
 class Judge:
     """Finds the errors of a result that does not fit its step, row by row.
 
-    A row that samples may have no token if requests are aborted or preempted in flight. vLLM's own scheduler accepts
-    that: the row samples again. A contradiction to the step is an error of that request alone.
+    A row that samples may have no token if requests are aborted or preempted in flight. vLLM's own scheduler accepts a
+    missing token: the row samples again. A row that contradicts the step is an error of its request alone.
     """
 
     MAX_ATTEMPTS = 4
-    """Number of consecutive steps without a token for a request that is an error."""
+    """Number of consecutive steps without a token for a request after which the request fails."""
 
     def __init__(self) -> None:
-        self._attempts: dict[Request, tuple[int, int]] = {}  # (tokens of the request, steps without a further one)
+        self._attempts: dict[Request, tuple[int, int]] = {}  # (number of tokens, steps without a new token)
 
     def judged(self, output: Output, sampled: Sampled) -> StepResult:
-        """The result, with an error for every row that contradicts the step. Updates `sampled` to match."""
+        """The result of a step, with an error for every row that contradicts the step. Updates `sampled` to match."""
         self._attempts = {request: value for request, value in self._attempts.items() if not request.is_finished}
         errors: dict[int, str] = {}
         unsampled: list[int] = []
@@ -147,19 +149,19 @@ class Judge:
             run = sampled.lists[index]
             is_live = request.row is not None and request.serial == output.serials[index]
             why = _contradiction(run, bool(output.samples[index]), int(output.num_draft_tokens[index]), is_live)
-            if why is None and output.samples[index] and not _length(run):
-                why = self._again(request) if is_live else None
+            if why is None and output.samples[index] and not _num_tokens(run):
+                why = self._sample_again(request) if is_live else None
                 if why is None:
                     unsampled.append(index)
             if why is not None:
                 errors[index] = why
-            if why is not None or not _length(run):
+            if why is not None or not _num_tokens(run):
                 sampled.lists[index] = []
         counts = [len(run) for run in sampled.lists]
         return StepResult(list(chain.from_iterable(sampled.lists)), counts, errors, unsampled=unsampled)
 
-    def _again(self, request: Request) -> str | None:
-        """Let the request sample again, or return why it cannot."""
+    def _sample_again(self, request: Request) -> str | None:
+        """Let a request sample again (None), or return the error after too many attempts."""
         num_tokens, attempts = self._attempts.get(request, (0, 0))
         attempts = attempts + 1 if num_tokens == request.num_tokens else 1
         self._attempts[request] = request.num_tokens, attempts
@@ -168,25 +170,26 @@ class Judge:
         return f"{attempts} steps in a row had no token for it"
 
 
-def _length(run: Any) -> int:
-    return 0 if run is None else len(run)
+def _num_tokens(tokens: Any) -> int:
+    return 0 if tokens is None else len(tokens)
 
 
-def _contradiction(run: Any, samples: bool, num_drafts: int, is_live: bool) -> str | None:
-    """Why the tokens of a row cannot be from this step; None: they can. `is_live`: its request still runs unchanged."""
-    if run is None:
+def _contradiction(tokens: Any, samples: bool, num_drafts: int, is_live: bool) -> str | None:
+    """Why the tokens of a row cannot be from this step; None: they can. `is_live`: whether the row's request still runs
+    as in the step."""
+    if tokens is None:
         return "the model runner returned nothing for it" if is_live else None
     most = 1 + num_drafts if samples else 0
-    if len(run) > most:
-        return f"{len(run)} tokens came from a step that yields at most {most}"
-    for token in run:
+    if len(tokens) > most:
+        return f"{len(tokens)} tokens came from a step that yields at most {most}"
+    for token in tokens:
         if not isinstance(token, (int, np.integer)) or not 0 <= token <= MAX_TOKEN_ID:
             return f"token id {token} was sampled; ids must be between 0 and {MAX_TOKEN_ID}"
     return None
 
 
 def add_missing_vectors(output: Output, sampled: Sampled, pooled: Any, result: StepResult) -> StepResult:
-    """The result, with an error for every prompt that a pooling model completed without returning its output."""
+    """The result of a step, with an error for every completed prompt for which a pooling model returned no output."""
     rows = [index for index in output.completes.tolist() if index not in result.errors]
     missing = [index for index in rows if pooled is None or _vector(pooled, sampled.place(index)) is None]
     if not missing:
@@ -233,13 +236,14 @@ def finish_reason(request: Request) -> FinishReason:
 class Details:
     """Adds the details of an output for a client: events, log probabilities, how the prompt was computed.
 
-    Most outputs have none. The requests whose next output has details are noted here, and only these are visited.
+    Most outputs have no details. The requests whose next output has details are noted in this object, and only their
+    outputs are visited.
 
     Args:
         requests: vLLM's unfinished requests, by id.
         of_id: the core's requests, by vLLM's ids.
-        count_cached: returns the tokens of a request of the core's that can be found again; None: prefix caching is
-            off.
+        count_cached: returns the number of tokens of one of the core's requests that the prefix cache can find; None:
+            prefix caching is off.
     """
 
     def __init__(
@@ -251,12 +255,12 @@ class Details:
         self._requests = requests
         self._of_id = of_id
         self._count_cached = count_cached
-        self._once: set[str] = set()  # details in the next output
-        self._without_blocks: set[str] = set()  # preempted while their samples are in flight
-        self._always: set[str] = set()  # in every output
+        self._once: set[str] = set()  # requests whose next output has details
+        self._without_blocks: set[str] = set()  # requests preempted while their samples are in flight
+        self._always: set[str] = set()  # requests whose every output has details
 
     def add(self, request: VLLMRequest) -> None:
-        """Note a queued request of vLLM's."""
+        """Note whether every output of a queued request of vLLM's has details."""
         sampling = request.sampling_params
         if request.trace_headers or (sampling is not None and sampling.num_logprobs is not None):
             self._always.add(request.request_id)
@@ -267,8 +271,9 @@ class Details:
         self._without_blocks.discard(name)
 
     def preempted(self, name: str) -> None:
-        """Note the same for a request that is preempted while its samples are in flight. It has no blocks when these
-        come, so none of its tokens count as cached then, as in vLLM's own scheduler."""
+        """Note that the next output of a request has details, and that the request was preempted while its samples were
+        in flight. It has no blocks when the samples arrive, so none of its tokens count as cached, as in vLLM's own
+        scheduler."""
         self._once.add(name)
         self._without_blocks.add(name)
 
@@ -281,13 +286,13 @@ class Details:
     def add_to(
         self, outputs: list[EngineCoreOutput], indices: Sequence[int], sampled: Sampled, result: ModelRunnerOutput
     ) -> None:
-        """Add the details to outputs; `indices` are their rows, `result` is the `ModelRunnerOutput`."""
+        """Add the details to outputs; `indices` are the rows of the outputs, `result` is the `ModelRunnerOutput`."""
         masks, nans = result.sampling_masks, result.num_nans_in_logits
         if self._always or nans or masks is not None:
             self._add_tensors(outputs, indices, sampled, result)
         if not self._once:
             return
-        for output in reversed(outputs):  # mostly the last ones: they were admitted in this step
+        for output in reversed(outputs):  # mostly the last outputs, of requests admitted in this step
             name = output.request_id
             if name in self._once:
                 self._once.discard(name)
@@ -300,7 +305,7 @@ class Details:
     def _add_tensors(
         self, outputs: list[EngineCoreOutput], indices: Sequence[int], sampled: Sampled, result: ModelRunnerOutput
     ) -> None:
-        """Add the model runner's tensors."""
+        """Add the model runner's log probabilities, sampling masks and counts of NaN, and the trace headers."""
         masks, nans = result.sampling_masks, result.num_nans_in_logits
         for index, output in zip(indices, outputs, strict=True):
             name = output.request_id

@@ -1,12 +1,12 @@
 """The scheduler that vLLM's engine core constructs and calls: vLLM's `SchedulerInterface`, implemented by the core.
 
-It is not a subclass of vLLM's abstract class, because that class gains abstract methods between versions; vLLM does not
-check the type. vLLM's request objects hold the client's view of a request; the state of a request is in the core. In
-names, `of_vllm` is an object of vLLM's and `ours` an object of the core's.
+`Scheduler` is not a subclass of vLLM's abstract class, because that class gains abstract methods between versions; vLLM
+does not check the type. vLLM's request objects hold the client's view of a request; the state of a request is in the
+core. In names, `of_vllm` is an object of vLLM's and `ours` an object of the core's.
 
-One thread of vLLM calls all methods. Methods that change something hold `lock`, because operators ask from other
-threads (`operation.py`). Methods that only read need no lock: operators change only an idle scheduler, when a recording
-begins, and its readings stay the same.
+One thread of vLLM calls all methods. Methods that change state hold `lock`, because the threads of the control socket
+use the scheduler too (`operation.py`). Methods that only read need no lock: those threads change only an idle
+scheduler, when a recording begins, and the values read from an idle scheduler stay the same.
 """
 
 from __future__ import annotations
@@ -114,26 +114,26 @@ new_outputs = maker(
     ),
 )
 new_ended = maker(EngineCoreOutput, "request_id", "new_token_ids", optional=("error",))
-"""An output that ends its request. Since vLLM 0.33 it has the error for the client."""
+"""Makes an output that ends its request. Since vLLM 0.33 the output has the error for the client."""
 new_error = getattr(vllm.outputs, "RequestError", None)
-"""None before vLLM 0.32, which has the class but not yet the field."""
+"""vLLM's class of an output's error; None before vLLM 0.32. In 0.32 outputs do not have the field for it yet."""
 
 PAUSES = {PauseState.PAUSED_NEW: PauseMode.ADMISSIONS, PauseState.PAUSED_ALL: PauseMode.ALL}
 
 
 @dataclass(slots=True)
 class Step:
-    """A step in flight, in both forms."""
+    """A step in flight, as vLLM's output and as the core's output."""
 
     of_vllm: VLLMOutput
     output: Output | None
-    """None: a policy failed, so nothing was scheduled."""
+    """The core's output; None: a policy failed, so nothing was scheduled."""
     ids: list[str]
-    """[n] vLLM's ids of the rows."""
+    """[rows] vLLM's request id of each row."""
 
 
 class Scheduler:
-    """vLLM's scheduler: `--scheduler-cls pointsman.integrations.vllm.Scheduler`.
+    """Replaces vLLM's own scheduler: `--scheduler-cls pointsman.integrations.vllm.Scheduler`.
 
     Raises:
         UnsupportedVLLM: this version of vLLM, or its configuration, is not supported.
@@ -172,10 +172,10 @@ class Scheduler:
         self.lock = threading.Lock()
         """Held while `core` is used or changed."""
         self.step_seconds = 0.0
-        """Total time in `schedule` and `update_from_output`."""
+        """Total time spent in `schedule` and `update_from_output`, in seconds."""
         self._requests: dict[str, VLLMRequest] = {}
         self.requests = ReadOnlyDict(self._requests)
-        """vLLM's unfinished requests, by id."""
+        """vLLM's unfinished requests, by request id."""
         self.of_id: dict[str, Request] = {}
         """The core's requests, by vLLM's ids."""
         self._source = Source(
@@ -193,11 +193,11 @@ class Scheduler:
         self._sessions = Sessions()
         self._judge = Judge()
         self._refusals: dict[str, str] = {}
-        """The error message for a request in `_unsent` that the client caused, by request id."""
-        self._unsent: list[VLLMRequest] = []  # finished outside `update_from_output`; only its outputs reach clients
+        """By request id: the error message for a request in `_unsent` that ended because of an error of the client."""
+        self._unsent: list[VLLMRequest] = []  # finished outside `update_from_output`, whose outputs alone reach clients
         self._steps: deque[Step] = deque()
         self._max_retention = settings.max_retention
-        self._last_step: Step | None = None  # the step that new drafts are for
+        self._last_step: Step | None = None  # the step whose tokens new drafts follow
         self._speculates = config.num_draft_tokens > 0
         asynchronous = bool(vllm_config.scheduler_config.async_scheduling)
         self._runs_ahead = asynchronous or config.max_steps_in_flight == 1
@@ -228,31 +228,32 @@ class Scheduler:
         self._finished_ids: dict[int, set[str]] | None = defaultdict(set) if include_finished_set else None
         self._clock_offset = time.time() - time.monotonic()  # vLLM's arrival times are in wall-clock time
         self._in_order_of_adding = config.order in ("fcfs", "fcfs-front")
-        """As in vLLM's own "fcfs": front ends have clocks of their own."""
+        """Whether arrival times must not decrease from one added request to the next, as in vLLM's own "fcfs": the
+        clocks of front ends differ."""
         self._newest_arrival = -math.inf
         self.kv_cache_config = kv_cache_config
         self.kv_cache_manager: Any = KVCacheManagerView(self.core, kv_cache_config, block_size, self.of_id)
         if groups is not None:
             self.kv_cache_manager = groups.manager
         self.groups = groups
-        """The KV in groups that vLLM's manager holds; None: the core owns its blocks."""
+        """The KV groups whose blocks vLLM's manager holds; None: the core owns all blocks."""
         self._pause_state = PauseState.UNPAUSED
-        self._has_clients = False  # other clients than the first
+        self._has_clients = False  # whether clients other than the first have sent requests
         self._operation = Operation(self, vllm_config, settings, recording)
 
     def _num_full_prompt_tokens(self, ours: Request) -> int:
-        """Tokens of a prompt in full blocks, which have therefore been published."""
+        """Number of a request's prompt tokens in full blocks, which have all been published to the prefix cache."""
         return ours.num_prompt_tokens - ours.num_prompt_tokens % self.core.config.block_size
 
     def forget_steps(self) -> None:
-        """Drop everything about earlier steps, because a recording begins."""
+        """Drop the state of earlier steps, because a recording begins."""
         self._last_step = None
 
     # ------------------------------------------------------------------ requests
 
     def add_request(self, request: VLLMRequest) -> None:
         """Queue a request of vLLM's; if it has a grammar, park it until the grammar is compiled. A request with the id
-        of a session is the session's next part."""
+        of a session (a prompt that comes in parts) is the session's next part."""
         with self.lock:
             if self._operation.recordings.waiting is not None:
                 self._operation.recordings.try_to_begin()
@@ -271,7 +272,7 @@ class Scheduler:
                 self._next_turn(session)
 
     def _next_turn(self, session: VLLMRequest) -> None:
-        """Continue a session with its waiting part, or end it."""
+        """Queue a session with its next part, or end the session if no part follows."""
         part = self._sessions.take(session.request_id)
         if part is None:
             self._end(session, FinishReason.ABORT)
@@ -313,7 +314,8 @@ class Scheduler:
             request.record_event(EngineCoreEventType.QUEUED)
 
     def _refuse(self, request: VLLMRequest, why: str) -> None:
-        """Report that the client caused the end of a request: since vLLM 0.33 as HTTP status 400 with this message."""
+        """Report that a request ended because of an error of the client: since vLLM 0.33 as HTTP status 400 with the
+        message `why`."""
         self._unsent.append(request)
         self._refusals[request.request_id] = why
 
@@ -321,13 +323,13 @@ class Scheduler:
         """The encoder inputs of a request, or, for a prompt of embeddings, the inputs that identify its blocks.
 
         Raises:
-            RequestRefused: it could never run.
+            RequestRefused: the request could never run.
         """
         if request.prompt_embeds is not None:
             if request.resumable:
                 raise RequestRefused(
                     f"request {request.request_id!r} refused: a prompt that comes in parts cannot be given as "
-                    "embeddings; send it at once, or as tokens"
+                    "embeddings; send it in one piece, or as tokens"
                 )
             if not request.mm_features:
                 is_keyed = self.groups is None and self.core.config.enable_prefix_caching
@@ -335,15 +337,15 @@ class Scheduler:
         return self._encoder_inputs.begin(request) if request.mm_features else ()
 
     def _arrival_time(self, request: VLLMRequest, now: float) -> float:
-        """The arrival time on the core's clock."""
+        """The arrival time of a request, in seconds on the core's clock."""
         arrival = float(request.arrival_time) - self._clock_offset
         if self._in_order_of_adding:
             self._newest_arrival = arrival = max(self._newest_arrival, min(arrival, now))
         return arrival
 
     def _free_id(self, name: str) -> str:
-        """The core's id for a request: vLLM's, or another id until the workers are notified that an earlier request
-        with vLLM's id has finished."""
+        """The core's id for a request: vLLM's id, or another id while the workers have not been notified that an
+        earlier request with vLLM's id has finished."""
         taken = self.core.is_id_in_use
         if not taken(name):
             return name
@@ -352,10 +354,11 @@ class Scheduler:
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[VLLMRequest]:
-        """Finish requests from outside; None: all. Unknown and finished ids are ignored.
+        """Finish requests before their own end; `request_ids` None: all unfinished requests. Ids of unknown or finished
+        requests are ignored.
 
         Returns:
-            vLLM's requests that finished.
+            vLLM's requests that this call has finished.
         """
         with self.lock:
             if request_ids is None:
@@ -392,7 +395,7 @@ class Scheduler:
             self._finished_ids[request.client_index].add(name)
 
     def _forget(self, name: str) -> None:
-        """Forget the core's request for a request of vLLM's."""
+        """Drop the core's request for a request of vLLM's, with the state kept for it."""
         self.of_id.pop(name, None)
         self._structured.discard(name)
         self._details.forget(name)
@@ -446,18 +449,18 @@ class Scheduler:
         return of_vllm
 
     def _step_without_rows(self) -> VLLMOutput:
-        """A step without requests, after a policy failed. The core has undone its decisions, logs the failure, and
-        replaces a policy that keeps failing. The next step tries again.
+        """A step without requests, after a policy failed. The core has undone the decisions of the failed step, logs
+        the failure, and replaces a policy that keeps failing. The next step decides again.
         """
         of_vllm = self._outputs.without_rows()
         self._steps.append(Step(of_vllm, None, []))
         return of_vllm
 
     def _note_changes(self, output: Output, now: float) -> None:
-        """Note the requests that this step admits, preempts or finishes."""
+        """Process the requests that a step admits, preempts or finishes."""
         for ours in output.finished:
             request = ours.metadata
-            if self.of_id.get(request.request_id) is ours:  # not reported by an update
+            if self.of_id.get(request.request_id) is ours:  # no update has reported its end
                 self._end(request, ours.finish_reason or FinishReason.ERROR)
                 request.stop_reason = ours.stop_reason
                 self._unsent.append(request)
@@ -467,7 +470,8 @@ class Scheduler:
             self._note_admissions(output, now)
 
     def _note_admissions(self, output: Output, now: float) -> None:
-        """Note admissions: the next output of each reports its time in the queue and its cached prompt tokens."""
+        """Process admissions: the next output of each admitted request reports its time in the queue and its number of
+        cached prompt tokens."""
         hits, statistics = output.num_cached_tokens.tolist(), self._statistics
         for ours, num_hits, is_resumed in zip(output.admitted, hits, output.is_resumed.tolist(), strict=True):
             request = ours.metadata
@@ -479,22 +483,23 @@ class Scheduler:
                 statistics.looked_up(ours, num_hits, is_resumed)
 
     def _note_preemptions(self, output: Output, now: float) -> None:
-        """Note preemptions. vLLM's metrics count PREEMPTED events once an output has carried them to the client. Their
-        causes in `vllm:num_preemptions` and `vllm:request_num_preemptions` are memory and resets, as vLLM has no other.
-        A priority preemption gets no event; the core counts it (`pointsman:preemptions_total`). Until the request is
-        admitted again, vLLM's count of running requests by adapter still includes it.
+        """Process preemptions. vLLM's metrics count a PREEMPTED event once an output has carried it to the client. The
+        only causes that `vllm:num_preemptions` and `vllm:request_num_preemptions` count are lack of memory and resets,
+        as vLLM has no others. A priority preemption gets no event; the core counts it (`pointsman:preemptions_total`).
+        Until a preempted request is admitted again, vLLM's count of running requests by adapter still includes it.
         """
         for ours in output.preempted:
             request = ours.metadata
             if request.request_id not in self._requests:
                 continue
-            if ours.num_pending:  # otherwise its next output comes after its next admission
+            if ours.num_pending:  # otherwise the next output of the request follows its next admission
                 self._details.preempted(request.request_id)
             if self._statistics is not None and ours.preemption_causes[-1].exists_in_vllm:
                 request.record_event(EngineCoreEventType.PREEMPTED, now)
 
     def _mark_structured(self, of_vllm: VLLMOutput, output: Output, ids: list[str]) -> None:
-        """Mark a step that samples under a grammar, and one whose grammar needs a token that is still in flight."""
+        """Mark a step that samples under a grammar, and a step with a grammar that needs a token that is still in
+        flight."""
         last = output.num_computed_tokens + output.num_scheduled_tokens - output.num_draft_tokens
         for index, name in enumerate(ids):
             if name in self._structured and output.samples[index]:
@@ -524,9 +529,9 @@ class Scheduler:
             raise ValueError("this SchedulerOutput is not from the oldest step in flight; update them in order")
         output, ids = step.output, step.ids
         if output is None:
-            return self._by_client(step, [], [], model_runner_output)
+            return self._outputs_with_statistics(step, [], [], model_runner_output)
         sampled = read_sampled(model_runner_output, ids)
-        result, update = self._take(output, sampled, model_runner_output, now)
+        result, update = self._update_core(output, sampled, model_runner_output, now)
         if self._speculates:
             self._last_step = step
         outputs, indices = plain_outputs(output, update, ids, sampled)
@@ -539,7 +544,7 @@ class Scheduler:
         if result.errors:
             indices = [*indices, *self._add_failed(step, result, update, outputs)]
         if self._structured:
-            self._accept(outputs)
+            self._advance_grammars(outputs)
         if update.finished:
             self._finish(update.finished, ids, outputs, indices)
         if self._kv_events is not None:
@@ -547,12 +552,13 @@ class Scheduler:
                 self._kv_events.publish(self.core.take_kv_events())
             else:
                 self._kv_events.publish_unchanged(self.groups.manager.take_events())
-        return self._by_client(step, outputs, indices, model_runner_output)
+        return self._outputs_with_statistics(step, outputs, indices, model_runner_output)
 
-    def _take(
+    def _update_core(
         self, output: Output, sampled: Sampled, of_vllm: ModelRunnerOutput, now: float
     ) -> tuple[StepResult, StepUpdate]:
-        """Pass the model runner's output to the core. A contradiction to the step fails the requests concerned."""
+        """Pass the model runner's output to the core. A row of the output that contradicts the step fails its
+        request."""
         try:
             result = to_result(output, sampled)
             if len(output.completes):
@@ -583,14 +589,14 @@ class Scheduler:
     def _add_pooled(
         self, step: Step, rows: list[int], sampled: Sampled, pooled: Any, outputs: list[EngineCoreOutput]
     ) -> list[int]:
-        """Add a pooling model's outputs for prompts that are complete now, and return the indices of their rows."""
+        """Add a pooling model's outputs for the prompts that a step completes, and return the indices of their rows."""
         indices = [index for index in rows if step.ids[index] in self._requests]
         outputs += [
             EngineCoreOutput(step.ids[index], [], pooling_output=pooled[sampled.place(index)]) for index in indices
         ]
         return indices
 
-    def _accept(self, outputs: list[EngineCoreOutput]) -> None:
+    def _advance_grammars(self, outputs: list[EngineCoreOutput]) -> None:
         """Advance grammars by the new tokens of their requests."""
         for output in outputs:
             name = output.request_id
@@ -599,7 +605,7 @@ class Scheduler:
             request = self._requests[name]
             request._output_token_ids.extend(output.new_token_ids)  # a reasoning parser reads them here
             request._all_token_ids.extend(output.new_token_ids)
-            if not self._allows(request, output.new_token_ids):
+            if not self._grammar_accepts(request, output.new_token_ids):
                 ours = self.of_id[name]
                 self.core.finish(ours.request_id, FinishReason.ERROR, time.monotonic())
                 self._end(request, FinishReason.ERROR)
@@ -607,8 +613,8 @@ class Scheduler:
                 output.finish_reason = request.get_finished_reason()
                 self._drafts.report(request, output)
 
-    def _allows(self, request: VLLMRequest, token_ids: list[int]) -> bool:
-        """Advance the grammar of a request; return whether that worked."""
+    def _grammar_accepts(self, request: VLLMRequest, token_ids: list[int]) -> bool:
+        """Advance the grammar of a request; return whether the grammar accepts the tokens."""
         try:
             if self._grammars.accept_tokens(request, token_ids):
                 return True
@@ -621,12 +627,12 @@ class Scheduler:
     def _finish(
         self, finished: Iterable[Request], ids: list[str], outputs: list[EngineCoreOutput], indices: Sequence[int]
     ) -> None:
-        """Finish requests that this update finishes."""
+        """Complete the outputs of requests that the core's update has finished, and end the requests or their turns."""
         at_row = None if isinstance(indices, range) else {index: at for at, index in enumerate(indices)}
         for ours in finished:
             request = ours.metadata
             name = request.request_id
-            if name not in self._requests:  # it failed because of its grammar
+            if name not in self._requests:  # the request has failed because of its grammar
                 continue
             index = ids.index(name)
             output = outputs[index if at_row is None else at_row[index]]
@@ -639,7 +645,7 @@ class Scheduler:
                 self._end(request, ours.finish_reason or FinishReason.ERROR)
 
     def _end_turn(self, session: VLLMRequest, ours: Request) -> None:
-        """Handle a complete part of a session."""
+        """Close a part of a session whose output is complete, and begin the next part if it has arrived."""
         name = session.request_id
         if self._sessions.is_over(name):
             self._end(session, ours.finish_reason or FinishReason.STOP)
@@ -652,14 +658,14 @@ class Scheduler:
         else:
             self._sessions.num_idle += 1
 
-    def _by_client(
+    def _outputs_with_statistics(
         self, step: Step, outputs: list[EngineCoreOutput], indices: Sequence[int], result: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """The outputs by client; the first client also gets the statistics."""
+        """The outputs of a step by client index; the first client also gets the statistics."""
         stats = None if self._statistics is None else self._statistics.take(step.of_vllm, result)
         if outputs and not (self._has_clients or self._unsent or self._finished_ids):
             return {0: new_outputs(outputs=outputs, scheduler_stats=stats)}
-        found = self._sorted(step, outputs, indices)
+        found = self._outputs_by_client(step, outputs, indices)
         if stats is not None:
             first = next(iter(found.values()), None)
             if first is None:
@@ -667,10 +673,11 @@ class Scheduler:
             first.scheduler_stats = stats
         return found
 
-    def _sorted(
+    def _outputs_by_client(
         self, step: Step, outputs: list[EngineCoreOutput], indices: Sequence[int]
     ) -> dict[int, EngineCoreOutputs]:
-        """The outputs by client, with the requests that finished outside `update_from_output`, and the finished ids."""
+        """The outputs by client index, including outputs for requests that finished outside `update_from_output`, and
+        the ids of finished requests."""
         by_client: dict[int, list[EngineCoreOutput]] = {}
         for index, output in zip(indices, outputs, strict=True):
             assert step.output is not None
@@ -699,7 +706,7 @@ class Scheduler:
     # ------------------------------------------------------------------ drafts and grammars
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        """Take the drafts of vLLM's proposer for the step that was updated last."""
+        """Pass the drafts of vLLM's proposer to the core: they follow the tokens of the step that was updated last."""
         with self.lock:
             step = self._last_step
             if step is None:
@@ -719,11 +726,11 @@ class Scheduler:
             self.core.propose(step.output, proposed, counts, time.monotonic())
 
     def update_draft_token_ids_in_output(self, draft_token_ids: DraftTokenIds, scheduler_output: VLLMOutput) -> None:
-        """Called by vLLM only with asynchronous speculation, which is refused at the start."""
+        """Called by vLLM only with asynchronous speculation, which is refused when vLLM starts."""
         raise NotImplementedError("asynchronous speculation is not supported; give --no-async-scheduling")
 
     def get_grammar_bitmask(self, scheduler_output: VLLMOutput) -> GrammarOutput | None:
-        """The bitmasks of rows that sample under a grammar; None: no such rows."""
+        """The bitmasks of rows that sample under a grammar; None: the step has no such rows."""
         if not scheduler_output.has_structured_output_requests:
             return None
         step = next(step for step in self._steps if step.of_vllm is scheduler_output)
@@ -751,8 +758,8 @@ class Scheduler:
         """Empty the prefix cache; with `reset_running_requests` running requests are preempted and recomputed.
 
         Returns:
-            True: unlike vLLM's own method, this also succeeds with running requests. They keep their KV, which is not
-                shared.
+            True: unlike vLLM's own method, this also succeeds with running requests. Running requests keep their KV,
+                which new requests cannot share.
         """
         with self.lock:
             self.core.reset_prefix_cache(time.monotonic(), preempt_running=reset_running_requests)
@@ -761,7 +768,7 @@ class Scheduler:
             return True
 
     def reset_encoder_cache(self) -> None:
-        """Forget all embeddings; vLLM's workers do so at the same time."""
+        """Forget all cached encoder embeddings; vLLM's workers drop them at the same time."""
         with self.lock:
             self.core.reset_encoder_cache(time.monotonic())
 
@@ -796,23 +803,23 @@ class Scheduler:
 
     @property
     def running(self) -> ReadOnlyList:
-        """vLLM's running requests, in the order of their admissions, as they are now."""
+        """A snapshot of vLLM's running requests, in the order of their admissions."""
         return ReadOnlyList(ours.metadata for ours in self.core.running)
 
     @property
     def waiting(self) -> ReadOnlyList:
-        """vLLM's other unfinished requests, as they are now: the queue in order, then the requests that do not wait for
-        capacity."""
+        """A snapshot of vLLM's unfinished requests that do not run: the queue in order, then the requests that wait for
+        something other than capacity."""
         queued = [ours.metadata for ours in self.core.waiting]
         return ReadOnlyList(queued + self._others(queued))
 
     @property
     def deferred_waiting(self) -> frozenset[VLLMRequest]:
-        """The waiting requests that wait for something other than capacity: a grammar, a next part."""
+        """The waiting requests that wait for something other than capacity: a grammar, or the next part of a prompt."""
         return frozenset(self._others([ours.metadata for ours in self.core.waiting]))
 
     skipped_waiting = deferred_waiting
-    """Its name in other versions of vLLM."""
+    """The name of `deferred_waiting` in other versions of vLLM."""
 
     @property
     def kv_holding_waiting(self) -> ReadOnlyList:
@@ -841,7 +848,7 @@ class Scheduler:
     num_spec_tokens = ReadOnly(lambda self: self.core.config.num_draft_tokens)
     num_lookahead_tokens = ReadOnly(lambda self: self._vllm_config.num_lookahead_tokens)
     policy = ReadOnly(lambda self: SchedulingPolicy(self._vllm_config.scheduler_config.policy))
-    """The flag's policy; `order` in `--additional-config` does not change it."""
+    """The policy of the flag `--scheduling-policy`; `order` in `--additional-config` does not change it."""
     finished_req_ids = ReadOnly(lambda self: {ours.metadata.request_id for ours in self.core.unreported_ends})
     """The ids of requests whose end the next step reports to the workers."""
 
@@ -852,7 +859,7 @@ class Scheduler:
         return [request for name, request in self._requests.items() if name not in known]
 
     def get_request_counts(self) -> tuple[int, int]:
-        """(running, waiting)."""
+        """The number of running requests, and the number of all other unfinished requests."""
         running = self.core.num_running
         return running, len(self._requests) - running
 

@@ -1,11 +1,11 @@
 """Converts the core's decisions to vLLM's `SchedulerOutput`.
 
-Its lists are made from the core's arrays at once. Values that depend only on the set of running requests are reused
-from the previous step. Python loops visit only rows that got blocks, were admitted, or have a grammar.
+The lists of an output are made from whole arrays of the core. Values that depend only on the set of running requests
+are reused from the previous step. Python loops visit only rows that got blocks, were admitted, or have a grammar.
 
 vLLM has two model runners, which read a resumed request in different ways: the first as a cached request, with all its
-blocks and its tokens; the second as a new request, with its tokens. Both keep the lists that they get, so every output
-gets lists of its own.
+blocks and its tokens; the second as a new request, with its tokens. Both runners keep the lists of an output, so every
+output gets new lists.
 """
 
 from __future__ import annotations
@@ -87,18 +87,18 @@ new_request_data = maker(
 
 
 class OutputMaker:
-    """Makes vLLM's outputs, in order.
+    """Makes vLLM's `SchedulerOutput` of each step, in the order of the steps.
 
     Args:
-        v2_runner: whether vLLM's second model runner reads them.
+        v2_runner: whether vLLM's second model runner reads the outputs.
         sends_tokens: whether workers need the sampled tokens (pipeline parallelism without asynchronous scheduling).
-        runs_ahead: whether steps are scheduled while others are in flight, so that a row may be missing in the next
-            step.
+        runs_ahead: whether steps are scheduled while other steps are in flight, so that a row may be missing in the
+            next step.
         uses_mrope: whether positions depend on the grids of images, so that workers need the grids even without the
             embeddings.
-        groups: the KV blocks, if vLLM's manager holds them; None: the core's outputs have them.
-        num_groups: groups of KV in the core; 0: one of full attention.
-        num_kv_groups: groups of KV in vLLM's workers.
+        groups: the KV groups, if vLLM's manager holds the blocks; None: the core's outputs have the blocks.
+        num_groups: number of KV groups in the core; 0: one group of full attention.
+        num_kv_groups: number of KV groups in vLLM's workers.
         may_fail: whether a policy may fail in the middle of a step.
     """
 
@@ -120,7 +120,7 @@ class OutputMaker:
         self._is_one_group = groups is None and not num_groups and self._reported is None
         """Whether the core's outputs have each block of each row exactly once, in one table."""
         self._new_output = new_output
-        if _NAMES_COMMON_PREFIX:  # one per group; 0: no shared attention over a common prefix
+        if _NAMES_COMMON_PREFIX:  # one number for each group; 0: no shared attention
             self._new_output = partial(new_output, num_common_prefix_blocks=[0] * num_kv_groups)
         self._v2_runner = v2_runner
         self._uses_mrope = uses_mrope
@@ -129,16 +129,16 @@ class OutputMaker:
         # By row of the core's batch: values of the row's request. Both arrays grow with the rows.
         self._id_of: npt.NDArray[np.object_] = np.empty(64, dtype=object)
         self._prompt_end_of: Int64Array = np.zeros(64, dtype=np.int64)
-        # Of the newest output, in its order:
+        # Values of the newest output, in the order of its rows:
         self._requests: Sequence[Request] = ()
         self._ids: list[str] = []
         self._prompt_ends: Int64Array = np.zeros(0, dtype=np.int64)
-        """[n] position of the last prompt token."""
+        """[rows] position of the last prompt token of each row."""
         self._one_each: dict[str, int] = {}
-        """A 1 for each id in `_ones_of`."""
+        """The value 1 for each id in `_ones_of`."""
         self._ones_of: list[str] = []
         self._all_sample: npt.NDArray[np.bool_] | None = None
-        """The last `samples` that were all true."""
+        """The newest array `samples` whose values were all true."""
         self._ids_before: Sequence[str] = ()
 
     def ids(self, output: Output) -> list[str]:
@@ -166,9 +166,9 @@ class OutputMaker:
         """The output for vLLM's workers.
 
         Args:
-            output: the newest one.
-            ids: of its requests.
-            num_drafts: maximum drafts of a request in its next step.
+            output: the core's newest output.
+            ids: vLLM's ids of the output's requests.
+            num_drafts: maximum number of drafts of a request in its next step.
         """
         count, total = output.num_continued, output.total_num_scheduled_tokens
         blocks, block_rows = output.block_ids.tolist(), output.block_rows.tolist()
@@ -217,7 +217,7 @@ class OutputMaker:
     def _new_block_ids(
         self, output: Output, ids: list[str], blocks: list[int], block_rows: list[int]
     ) -> list[tuple[list[int], ...] | None]:
-        """The new blocks of each continued row, by group; None: no new blocks."""
+        """The new blocks of each continued row, by group; None: the row has no new blocks."""
         count = output.num_continued
         if self._groups is not None:
             return self._groups.take_new(ids[:count])
@@ -252,7 +252,7 @@ class OutputMaker:
         return tuple(tables.tolist())
 
     def without_rows(self) -> SchedulerOutput:
-        """The output of a step that runs no request and reports nothing. Continued rows skip it."""
+        """The output of a step that runs no request and reports nothing. Continued rows skip the step."""
         self._ids_before = ()
         return SchedulerOutput.make_empty()
 
@@ -272,15 +272,15 @@ class OutputMaker:
         return total == output.num_rows or total - sum(output.num_scheduled_tokens[count:].tolist()) == count
 
     def _ones(self, output: Output, ids: list[str]) -> dict[str, int]:
-        """1 for each id, in order. Updates the ones of an earlier output, because making all of them takes ten times as
-        long."""
+        """A dictionary with 1 for each id, in order. It is made by updating the dictionary of an earlier output,
+        because a new one takes ten times as long."""
         ones = self._one_each
         if ids is not self._ones_of:
             for request in chain(output.preempted, output.finished):
                 ones.pop(request.metadata.request_id, None)
             for name in ids[output.num_continued :]:
                 ones[name] = 1
-            if list(ones) != ids:  # rows were skipped, or have returned
+            if list(ones) != ids:  # rows were skipped, or run again after that
                 ones = dict.fromkeys(ids, 1)
             self._one_each = ones = ones.copy()  # without gaps, which slow down copies
             self._ones_of = ids
@@ -302,7 +302,7 @@ class OutputMaker:
             if np.count_nonzero(samples) == len(samples):
                 self._all_sample = samples
                 return numbers
-            for index in (~samples[:count]).nonzero()[0].tolist():  # this step ends before the known tokens
+            for index in (~samples[:count]).nonzero()[0].tolist():  # the row's chunk ends before its newest known token
                 numbers[index] = output.requests[index].num_output_tokens
         return numbers
 
@@ -358,8 +358,8 @@ class OutputMaker:
 
     def _inputs(self, features: list[MultiModalFeatureSpec], num_hits: int) -> list[MultiModalFeatureSpec]:
         """The encoder inputs of an admitted request. The second runner gets the inputs within the cached prefix without
-        their payload. The first keeps its inputs as long as the request lives, and needs the payload if the request is
-        preempted and the prefix evicted."""
+        their payload. The first runner keeps the inputs as long as the request lives, and needs their payload if the
+        request is preempted and the prefix evicted."""
         if self._v2_runner:
             return list(strip_covered_mm_data(features, num_hits, uses_mrope=self._uses_mrope))
         return list(features)
@@ -386,16 +386,16 @@ class _ReportedBlocks:
     """The number of blocks of each row that have been reported to the workers. Used only where a policy may fail.
 
     After a step in which a policy failed, the core's output has the whole tables of its rows, because hosts do not know
-    which blocks the rows got in that step. Workers append the blocks that they get.
+    which blocks the rows got in that step. Workers append the blocks that they get, so no block may be reported twice.
     """
 
     def __init__(self) -> None:
         self._places: Int64Array = np.zeros(64, dtype=np.int64)
-        """Length of the tables, by row."""
+        """Number of reported blocks, by row."""
 
     def unreported(self, output: Output) -> list[int] | None:
-        """Indices of the blocks that were not reported, if the output has whole tables; None: all. Call it exactly once
-        for every output."""
+        """Indices of the output's blocks that were not reported, if the output has whole tables; None: no block was
+        reported. Call this exactly once for every output."""
         rows = output.rows
         if len(rows) and (most := int(rows.max())) >= len(self._places):
             self._places.resize(2 * most, refcheck=False)
@@ -421,12 +421,12 @@ def _names(requests: Sequence[Request]) -> set[str]:
 
 
 def _new_block_ids(count: int, blocks: list[int], block_rows: list[int]) -> list[tuple[list[int], ...] | None]:
-    """The new blocks of each of the `count` continued rows; None: no new blocks."""
+    """The new blocks of each of the `count` continued rows; None: the row has no new blocks."""
     found: list[tuple[list[int], ...] | None] = [None] * count
     start, end = 0, bisect_left(block_rows, count)
     while start < end:
         index, stop = block_rows[start], start + 1
-        if stop < end and block_rows[stop] == index:  # a prompt's next chunk
+        if stop < end and block_rows[stop] == index:  # several blocks: the row computes a chunk of a prompt
             stop = bisect_right(block_rows, index, stop, end)
         found[index] = (blocks[start:stop],)
         start = stop
@@ -434,7 +434,7 @@ def _new_block_ids(count: int, blocks: list[int], block_rows: list[int]) -> list
 
 
 def _drafts(output: Output, ids: list[str]) -> dict[str, list[int]]:
-    """The drafts of the rows that have any."""
+    """The drafts of each row that has drafts, by vLLM's request id."""
     drafts = output.draft_token_ids.tolist()
     counts = output.num_draft_tokens.tolist()
     found, start = {}, 0

@@ -46,7 +46,7 @@ FLAGS = {
     "keep_embeddings": "",
     "enable_kv_cache_events": "--kv-events-config",
 }
-"""Knobs that are set by a flag of vLLM. The flags keep their meaning."""
+"""Knobs that a flag of vLLM sets, with the flag; "": the model decides. vLLM's flags keep their meaning."""
 _NOT_HERE = {
     "share_within_step",
     "log_request_events",
@@ -61,19 +61,19 @@ KNOBS = frozenset(field.name for field in fields(SchedulerConfig)) - FLAGS.keys(
 """Knobs that `--additional-config` may set, besides the knobs of the drop-in itself."""
 _OF_DROP_IN = frozenset({"preset", "socket", "record", "max_retention", "untested_version"})
 MAX_RETENTION = 600.0
-"""The default, in seconds."""
+"""Default of `max_retention`, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The content of `--additional-config`."""
+    """The settings for Pointsman in `--additional-config`."""
 
     knobs: Mapping[str, Any]
-    """Fields of `SchedulerConfig`, including the fields of a preset."""
+    """Values of fields of `SchedulerConfig`, including the fields of a preset."""
     socket: str | None
-    """Path of the control socket; "": none, None: a path in a private folder."""
+    """Path of the control socket; "": no socket; None: a new path in a private folder."""
     record: str | None
-    """File of a recording from the start; None: none."""
+    """Path of a recording from vLLM's start; None: no recording."""
     max_retention: float = MAX_RETENTION
     """Maximum retention of a request, in seconds."""
     untested_version: bool = False
@@ -81,17 +81,17 @@ class Settings:
 
 
 def read_settings(additional_config: Any, version: str = NEWEST) -> Settings:
-    """The object under the key "pointsman" in vLLM's `additional_config`.
+    """Read the object under the key "pointsman" in vLLM's `additional_config`.
 
     Args:
-        additional_config: vLLM's.
-        version: of vLLM; the preset "vllm" makes the decisions of this version.
+        additional_config: vLLM's value of `--additional-config`.
+        version: version of vLLM whose decisions the preset "vllm" makes.
 
     Raises:
-        ConfigError: it is not an object, or has a key that is unknown or set by a flag of vLLM; or such a key is
-            outside of the object.
+        ConfigError: the value under "pointsman" is not an object, or has a key that is unknown or that a flag of vLLM
+            sets; or a key for Pointsman is outside of that object.
     """
-    given = _given(additional_config, KNOBS | _OF_DROP_IN)
+    given = _pointsman_section(additional_config, KNOBS | _OF_DROP_IN)
     if not isinstance(given, Mapping):
         raise ConfigError(f"pointsman in --additional-config is {given!r}; it must be an object of knobs")
     knobs = dict(given)
@@ -132,12 +132,14 @@ def read_settings(additional_config: Any, version: str = NEWEST) -> Settings:
 
 
 def read_observer_settings(additional_config: Any) -> str | None:
-    """The file of `Observer`, from the object under the key "pointsman" in vLLM's `additional_config`; None: a default.
+    """The path of `Observer`'s recording, from the object under the key "pointsman" in vLLM's `additional_config`;
+    None: the default path.
 
     Raises:
-        ConfigError: it is not an object, or has a key other than "record"; or that key is outside of the object.
+        ConfigError: the value under "pointsman" is not an object, or has a key other than "record"; or "record" is
+            outside of that object.
     """
-    given = _given(additional_config, {"record"})
+    given = _pointsman_section(additional_config, {"record"})
     if not isinstance(given, Mapping):
         raise ConfigError(
             f'pointsman in --additional-config is {given!r}; it must be an object like {{"record": FILE}}'
@@ -161,11 +163,11 @@ def _is_path(value: Any) -> bool:
         return False
 
 
-def _given(additional_config: Any, keys: Set[str]) -> Any:
-    """The value under the key "pointsman"; an empty object without the key.
+def _pointsman_section(additional_config: Any, keys: Set[str]) -> Any:
+    """The value under the key "pointsman"; an empty mapping if the key is missing.
 
     Raises:
-        ConfigError: the key is missing, and one of `keys` is outside of it, where it has no effect.
+        ConfigError: the key "pointsman" is missing, and one of `keys` is at the top level, where it has no effect.
     """
     if not isinstance(additional_config, Mapping):
         return {}
@@ -185,7 +187,8 @@ def scheduler_config(
     knobs: Mapping[str, Any],
     version: str = NEWEST,
 ) -> SchedulerConfig:
-    """The core's configuration for vLLM's flags and the further knobs. Flags have the meaning of `version`.
+    """The core's configuration for vLLM's flags and the further knobs. The flags have the meaning that they have in
+    `version` of vLLM.
 
     Raises:
         ConfigError: a knob is out of range, or has no effect.
@@ -194,7 +197,7 @@ def scheduler_config(
     budget = scheduler.max_num_scheduled_tokens
     budget = scheduler.max_num_batched_tokens if budget is None else budget
     threshold = scheduler.long_prefill_token_threshold
-    threshold = threshold if threshold < budget else 0  # vLLM accepts it, without effect
+    threshold = threshold if threshold < budget else 0  # vLLM accepts a larger threshold, without effect
     events = vllm_config.kv_events_config
     encoder_budget, encoder_cache_size = encoder_sizes(vllm_config)
     order = "priority" if scheduler.policy == "priority" else "fcfs"
@@ -227,23 +230,24 @@ def scheduler_config(
         "order": order,
     }
     settled = {**values, **knobs}
-    if settled["order"] == "fcfs-front" and order == "priority":  # from the preset "vllm"
+    if settled["order"] == "fcfs-front" and order == "priority":  # "fcfs-front" is from the preset "vllm"
         settled["order"] = "priority-by-arrival"
-    # As in vLLM's own scheduler, for the graphs of decodes that its workers capture.
+    # As in vLLM's own scheduler: its workers capture graphs of decodes in which all rows have equally many tokens.
     settled["pad_first_decodes"] = bool(settled["num_draft_tokens"]) and not settled.get("draft_table")
-    if not settled["full_sequence_must_fit"]:  # from a preset; without effect here
+    if not settled["full_sequence_must_fit"]:  # `count_owed_blocks`, from a preset, has no effect then
         settled.pop("count_owed_blocks", None)
     return SchedulerConfig(**settled)
 
 
 def _splits(vllm_config: VllmConfig, version: str) -> bool | Literal["begun"]:
-    """Whether a chunk of a prompt may end within an image."""
+    """Whether a chunk of a prompt may end within an image, as a value of `split_encoder_inputs`."""
     if not getattr(vllm_config.scheduler_config, "disable_chunked_mm_input", False):
         return True
     return "begun" if is_before(version, "0.33") else False
 
 
 def _watermark(share: float, num_blocks: int) -> float:
-    """The share of the usable blocks that is as many blocks as vLLM's `share` of all `num_blocks`, rounded down."""
+    """Convert vLLM's watermark, a `share` of all `num_blocks`, to the share of the usable blocks that is equally many
+    blocks. vLLM rounds its number of blocks down."""
     blocks = int(share * num_blocks)
     return min(math.nextafter(1.0, 0.0), (blocks + 0.5) / (num_blocks - 1)) if blocks else 0.0

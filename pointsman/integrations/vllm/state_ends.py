@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 
 class StateEnds:
-    """Computes the ends of chunks.
+    """Computes the ends of prefill chunks.
 
     Args:
         managers: vLLM's managers of the states.
         scheduler_block_size: the least common multiple of the groups' block sizes.
-        hash_block_size: tokens covered by a hash.
-        finds_parts: whether a prefix can be found up to a hash inside a block.
-        max_chunk: maximum tokens of a chunk under vLLM's flags.
-        is_before_0_32: whether the workers are of an older vLLM: they store states within chunks at every hash, and a
+        hash_block_size: number of tokens covered by a block hash.
+        finds_parts: whether a cached prefix can end at a hash inside a block.
+        max_chunk: maximum number of tokens of a chunk under vLLM's flags.
+        is_before_0_32: whether vLLM is older than 0.32: its workers store states within chunks at every hash, and a
             prompt that ends at the end of a block is not cut a block earlier.
     """
 
@@ -41,13 +41,13 @@ class StateEnds:
         is_before_0_32: bool,
     ) -> None:
         self.size = int(managers[0].block_size)
-        """Tokens between two stored states."""
+        """Number of tokens between two stored states."""
         self.hash_size = hash_block_size
         self.finds_parts = finds_parts and hash_block_size < scheduler_block_size
         by_hash = self.finds_parts or is_before_0_32
         self._checkpoint_size = hash_block_size if by_hash else scheduler_block_size
         self._num_left = 0 if is_before_0_32 else 1
-        """Prompt tokens after the last end at which other requests can find a state."""
+        """Minimum number of prompt tokens after the last position at which other requests can find a state."""
         self._max_chunk = max_chunk
         specs: list[MambaSpec] = [each.kv_cache_spec for each in managers]
         self._has_checkpoints = all(spec.num_prefill_checkpoint_blocks > 0 for spec in specs)
@@ -57,9 +57,10 @@ class StateEnds:
         """Number of tokens from `start` on that a request may compute in this step, at most `want`.
 
         Args:
-            most: tokens that another step might give it.
-            num_tokens: known tokens of the request: its prompt, and its output before a preemption.
-            junction: end of the prefix that it shares with other requests, if no state is stored there; 0: none.
+            most: maximum number of tokens that another step might give the request.
+            num_tokens: number of known tokens of the request: its prompt, and its output before a preemption.
+            junction: end of the prefix that the request shares with other requests, if no state is stored at this end;
+                0: no such prefix.
 
         Returns:
             0: the request waits for a step with enough tokens to reach a boundary.
@@ -71,12 +72,12 @@ class StateEnds:
         keeps_within = end >= prefill_end and self._keeps_within(start, end, prefill_end)
         if end < prefill_end:
             boundary = end // size * size
-            # A request that never gets tokens for a whole block continues within it, and stops at its end.
+            # A request that never gets tokens for a whole block ends a chunk within the block, then one at its end.
             if boundary > start or size <= min(most, self._max_chunk):
                 end = boundary
         stops = [] if keeps_within else [(num_tokens - self._num_left) // size * size]
         last = stops[0] if stops else 0
-        if start % size:  # unlike vLLM's own, always: the first block would count as full
+        if start % size:  # always, unlike in vLLM's own scheduler: otherwise the first block would count as full
             stops.append((start // size + 1) * size)
         if self.finds_parts and not keeps_within:
             tail = (num_prompt_tokens - self._num_left) // self.hash_size * self.hash_size

@@ -42,11 +42,11 @@ new_stats = maker(
 
 
 class Statistics:
-    """Counts between two reports.
+    """Counts events between two reports to vLLM's loggers.
 
     Args:
-        scheduler: to measure.
-        num_drafts: maximum drafts of a request in a step.
+        scheduler: the scheduler to measure.
+        num_drafts: maximum number of drafts of a request in a step.
         vllm_config: decides whether the work of each step is estimated (`--enable-mfu-metrics`).
     """
 
@@ -61,14 +61,15 @@ class Statistics:
         self._work = work if work is not None and work.is_enabled() else None
 
     def looked_up(self, request: Request, num_hits: int, is_resumed: bool) -> None:
-        """Count an admitted request, with `num_hits` tokens from the prefix cache."""
+        """Count the lookup of an admitted request in the prefix cache, which found `num_hits` tokens."""
         if self._counts_lookups and request.reads_prefix_cache:
             if self._prefix is self._no_lookups:
                 self._prefix = PrefixCacheStats()
             self._prefix.record(request.num_admitted_tokens, num_hits, is_resumed)
 
     def verified(self, proposed: npt.NDArray[np.integer], accepted: npt.NDArray[np.integer]) -> None:
-        """Count verified drafts: [n] drafts of each row, and [n] the accepted drafts of each row."""
+        """Count verified drafts; `proposed` [rows]: number of drafts of each row, `accepted` [rows]: number of accepted
+        drafts."""
         if not len(proposed):
             return
         if self._drafts is None:
@@ -90,8 +91,8 @@ class Statistics:
         """vLLM's `SchedulerStats` since the last call, with the current gauges.
 
         Args:
-            of_vllm: vLLM's `SchedulerOutput` that was updated; None: none.
-            result: its `ModelRunnerOutput`.
+            of_vllm: vLLM's `SchedulerOutput` of the updated step; None: no step was updated.
+            result: `ModelRunnerOutput` of that step.
         """
         num_running, num_queued, num_parked, usage = self._scheduler.gauges()
         prefix, self._prefix = self._prefix, self._no_lookups
@@ -115,10 +116,10 @@ class Drafts:
     """Counts verified drafts, for the statistics and for each request.
 
     Args:
-        num_drafts: maximum drafts of a request in a step.
+        num_drafts: maximum number of drafts of a request in a step.
         detail: the draft metrics in a request's completion (`--per-request-spec-decode-metrics`): "none", "summary" or
             "detailed".
-        statistics: of all requests; None: not logged.
+        statistics: statistics of all requests; None: statistics are not logged.
     """
 
     def __init__(self, num_drafts: int, detail: str, statistics: Statistics | None) -> None:
@@ -127,13 +128,13 @@ class Drafts:
         self._statistics = statistics
 
     def begin(self, request: VLLMRequest) -> None:
-        """Note a queued request of vLLM's, or its next part."""
+        """Begin to count the drafts of a queued request of vLLM's, or of its next part."""
         if self._detail != "none" and request.spec_decode_metrics is None:
             request.spec_decode_metrics = RequestSpecDecodeMetrics.new(self._num_drafts)
 
     def verified(self, output: SchedulerOutput, result: StepResult, update: StepUpdate) -> None:
         """Count the drafts of a step. Drafts after a stop count, as in vLLM; drafts of requests that have finished
-        meanwhile do not."""
+        meanwhile do not count."""
         assert result.counts is not None
         which = ((output.num_draft_tokens > 0) & (update.counts > 0)).nonzero()[0]
         proposed, accepted = output.num_draft_tokens[which], np.asarray(result.counts)[which] - 1

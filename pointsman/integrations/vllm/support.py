@@ -20,11 +20,12 @@ logger = logging.getLogger("vllm.pointsman")  # vLLM's log configuration applies
 
 
 class Refusal(str):
-    """Why something is refused, and its remedy. docs/vllm.md has a line for each `key`.
+    """The reason for which a version or configuration is refused, and the remedy. docs/vllm.md has a line for each
+    `key`.
 
     Args:
-        key: a stable name.
-        text: for the user.
+        key: stable name of the reason.
+        text: the reason and the remedy, for the user.
     """
 
     __slots__ = ("key",)
@@ -88,7 +89,7 @@ def problem_of_version(version: str, *, allows_untested: bool = False) -> Refusa
     which takes seconds.
 
     Args:
-        allows_untested: accept an untested version if no assumption about it is known to be broken.
+        allows_untested: whether to accept an untested version if no assumption about it is known to be broken.
     """
     if is_tested(version):
         return None
@@ -96,12 +97,12 @@ def problem_of_version(version: str, *, allows_untested: bool = False) -> Refusa
 
     try:
         broken = [f"{each.expected} ({each.place})" for each in examine().broken]
-    except NoVLLM:  # the version is not from this environment
+    except NoVLLM:  # `version` is not of a vLLM in this environment
         found = remedy = ""
     else:
         if allows_untested and not broken:
             return None
-        found, remedy = _found_in_sources(broken)
+        found, remedy = _comparison_with_sources(broken)
     return Refusal(
         "version",
         f"vLLM {version} is installed, and pointsman.integrations.vllm supports {', '.join(TESTED)}, as vLLM's "
@@ -109,8 +110,8 @@ def problem_of_version(version: str, *, allows_untested: bool = False) -> Refusa
     )
 
 
-def _found_in_sources(broken: Sequence[str]) -> tuple[str, str]:
-    """The result of a comparison of the interfaces, and its remedy."""
+def _comparison_with_sources(broken: Sequence[str]) -> tuple[str, str]:
+    """Parts of an error message: the result of comparing our assumptions with vLLM's sources, and a remedy."""
     if not broken:
         remedy = ', or try it all the same with {"pointsman": {"untested_version": true}} in --additional-config'
         return " (no assumption about it is known to be broken)", remedy
@@ -123,7 +124,7 @@ def check_version(version: str, *, allows_untested: bool = False) -> None:
     """Check the version of vLLM; arguments as for `problem_of_version`.
 
     Raises:
-        UnsupportedVLLM: it is not supported.
+        UnsupportedVLLM: the version is not supported.
     """
     problem = problem_of_version(version, allows_untested=allows_untested)
     if problem is not None:
@@ -133,18 +134,19 @@ def check_version(version: str, *, allows_untested: bool = False) -> None:
 
 
 def maker(kind: Any, *names: str, optional: Collection[str] = (), left: Collection[str] = ()) -> Callable[..., Any]:
-    """A constructor of one of vLLM's records from the values of these fields, in this order. Positional arguments take
-    half the time of keywords. Further fields are given by name.
+    """A constructor of one of vLLM's records from the values of the fields `names`, in this order. Positional arguments
+    take half the time of keyword arguments. Further fields are given by name.
 
     Args:
-        kind: a dataclass, or a msgspec structure.
+        kind: class of the records: a dataclass, or a msgspec structure.
         names: the fields given by position.
-        optional: given fields that some supported versions lack; they are omitted there.
-        left: fields that keep their defaults on purpose. `pointsman vllm interface` reads them here, and reports any
-            other field with a default that our code does not set as new.
+        optional: given fields that some supported versions lack; such a field is omitted in these versions.
+        left: fields that keep their defaults on purpose. `pointsman vllm interface` reads these names, and reports as
+            new any other field with a default that our code does not set.
 
     Returns:
-        `kind` itself; if the installed version orders its fields differently, a function that passes all by name.
+        `kind` itself; if the installed version orders the fields differently, a function that passes all values by
+            name.
     """
     known = [field.name for field in fields(kind) if field.init] if is_dataclass(kind) else [*kind.__struct_fields__]
     if known[: len(names)] == list(names) and set(optional) <= set(known):
@@ -162,10 +164,10 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | No
 
     Args:
         vllm_config: vLLM's `VllmConfig`.
-        kv_cache_config: its `KVCacheConfig`; None: not known yet, so its groups are not checked.
+        kv_cache_config: vLLM's `KVCacheConfig`; None: not known yet, so the KV groups are not checked.
 
     Raises:
-        UnsupportedVLLM: a part of it is not supported; the message has every reason with its remedy.
+        UnsupportedVLLM: a part of the configuration is not supported; the message has every reason with its remedy.
     """
     problems = problems_of(vllm_config, kv_cache_config)
     if problems:
@@ -413,7 +415,7 @@ _KNOWN_MANAGERS = frozenset(
         "CrossAttentionManager",
     }
 )
-"""vLLM's managers of a group's KV that were tried here."""
+"""Names of vLLM's managers of a group's KV that are supported."""
 
 
 def is_one_full_group(kv_cache_config: KVCacheConfig) -> bool:

@@ -1,11 +1,11 @@
 """Views: the attributes of vLLM's scheduler that loggers, plugins and tests read, such as `scheduler.running` or the
 state of a request.
 
-Nothing here is updated: each value is computed from the core when it is read, and is valid until the next call. Steps
-do no work for it. The values cannot be written, because the core would not notice.
+Nothing here is updated: each value is computed from the core when it is read, and is valid until the next call. So
+steps do no work for these attributes. The values cannot be set, because the core would not notice.
 
-A queued request of vLLM's gets a subclass of its class, whose properties read the core's request. Once it has finished,
-its own attributes are used again, and hold its final state.
+A queued request of vLLM's gets a subclass of its class, whose properties read the core's request. Once the request has
+finished, the attributes of vLLM's class are used again, and hold the final state.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Source:
     """The source of the state of vLLM's requests.
 
     Args:
-        core: the scheduler.
+        core: the core's scheduler.
         of_id: the core's requests by vLLM's ids.
         has_placeholders: whether vLLM's own scheduler would count samples in flight as placeholders: under asynchronous
             scheduling.
@@ -53,7 +53,7 @@ class Source:
 
 
 class _Live:
-    """Base before vLLM's class of requests; reads the state from the core."""
+    """Base class that precedes vLLM's request class; its properties read the state of the request from the core."""
 
     request_id: str
     _all_token_ids: list[int]
@@ -62,7 +62,7 @@ class _Live:
     append_output_token_ids: Any
 
     def _ours(self) -> Request | None:
-        """The core's request; None: it has finished, or waits for the next part of its prompt."""
+        """The core's request; None: the request has finished, or waits for the next part of its prompt."""
         ours = self._source().of_id.get(self.request_id)
         return ours if ours is not None and ours.metadata is self else None
 
@@ -71,7 +71,7 @@ class _Live:
         return source
 
     def _take_tokens(self) -> None:
-        """Update the lists of tokens. For a request with a grammar they are always up to date."""
+        """Update vLLM's lists of tokens. For a request with a grammar these lists are always up to date."""
         if self.use_structured_output:
             return
         ours = self._ours()
@@ -99,7 +99,7 @@ class _Live:
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens whose KV exists once the steps in flight have run."""
+        """Number of tokens whose KV exists once the steps in flight have run."""
         ours = self._ours()
         return int(vars(self)["num_computed_tokens"] if ours is None else ours.num_computed_tokens)
 
@@ -110,7 +110,7 @@ class _Live:
 
     @property
     def num_preemptions(self) -> int:
-        """For all causes."""
+        """Number of preemptions for all causes."""
         ours = self._ours()
         return int(vars(self)["num_preemptions"] + (0 if ours is None else ours.num_preemptions))
 
@@ -120,7 +120,8 @@ class _Live:
 
     @property
     def num_output_placeholders(self) -> int:
-        """Tokens that steps in flight sample, under asynchronous scheduling; 0 while the request does not run."""
+        """Number of tokens that steps in flight sample, under asynchronous scheduling; 0 while the request does not
+        run."""
         ours = self._ours()
         return 0 if ours is None or ours.row is None or not self._source().has_placeholders else ours.num_pending
 
@@ -130,7 +131,7 @@ class _Live:
 
     @property
     def spec_token_ids(self) -> list[int]:
-        """Drafts for its next step, as a new list."""
+        """Drafts for the request's next step, as a new list."""
         ours = self._ours()
         return [] if ours is None else self._source().core.waiting_drafts(ours.request_id)
 
@@ -140,7 +141,8 @@ class _Live:
 
     @property
     def is_prefill_chunk(self) -> bool:
-        """Whether the newest step with tokens of the request left some of its known tokens to compute."""
+        """Whether known tokens of the request were still to compute after the newest step that computed tokens of
+        it."""
         ours = self._ours()
         if ours is None or ours.num_tokens + ours.num_pending != ours.num_admitted_tokens:
             return False
@@ -162,13 +164,13 @@ class _Live:
 
     @property
     def output_token_ids(self) -> Any:
-        """vLLM's constant list."""
+        """The output tokens, in vLLM's list that cannot be changed."""
         self._take_tokens()
         return vars(self)["output_token_ids"]
 
     @property
     def all_token_ids(self) -> Any:
-        """vLLM's constant list."""
+        """The tokens of prompt and output, in vLLM's list that cannot be changed."""
         self._take_tokens()
         return vars(self)["all_token_ids"]
 
@@ -192,7 +194,8 @@ def set_status(request: VLLMRequest, status: RequestStatus) -> None:
 
 
 def keep_last(request: VLLMRequest, ours: Request, *, tokens: bool) -> None:
-    """Keep the final state of the core's request, which has finished and is dropped; `tokens`: including its tokens."""
+    """Keep the final state of the core's request, which has finished and is dropped; `tokens`: whether to keep the
+    request's tokens too."""
     values = vars(request)
     values["num_computed_tokens"] = ours.num_computed_tokens if tokens else 0
     values["num_preemptions"] += ours.num_preemptions
@@ -225,10 +228,10 @@ class ReadOnly:
 
 
 class ReadOnlyList(list["VLLMRequest"]):
-    """Requests in order, at the time of reading; supports the reading methods of vLLM's `RequestQueue`."""
+    """A snapshot of requests, in order; supports the reading methods of vLLM's `RequestQueue`."""
 
     def peek_request(self) -> VLLMRequest:
-        """The first request.
+        """The first request of the list.
 
         Raises:
             IndexError: the list is empty.
@@ -284,7 +287,7 @@ class BlockPoolView:
         self.enable_caching = core.config.enable_prefix_caching
 
     def get_num_free_blocks(self) -> int:
-        """Blocks that no request holds, including cached ones."""
+        """Number of blocks that no request holds, including cached blocks."""
         return self._core.stats().num_free_blocks
 
     def get_usage(self) -> float:
@@ -296,9 +299,9 @@ class KVCacheManagerView:
     """The readable part of vLLM's `KVCacheManager`, if the core owns the blocks.
 
     Args:
-        core: the scheduler.
+        core: the core's scheduler.
         kv_cache_config: vLLM's `KVCacheConfig`.
-        block_size: tokens of a block.
+        block_size: number of tokens in a block.
         of_id: the core's requests by vLLM's ids.
     """
 
@@ -324,7 +327,8 @@ class KVCacheManagerView:
         return self._core.kv_cache_usage
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
-        """The block table of a request in each group, 0 for released blocks; empty: it holds no blocks."""
+        """The block table of a request in each group, 0 for released blocks; empty lists: the request holds no
+        blocks."""
         ours = self._of_id.get(request_id)
         if ours is None:
             return tuple([] for _ in range(self.num_kv_cache_groups))

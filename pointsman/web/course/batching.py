@@ -8,7 +8,7 @@ from pointsman.web.course.lesson import Answer, Figures, Lesson, Moment, Questio
 from pointsman.web.course.stage import Run, Stage
 
 SLOTS, LONG, SHORT, EQUAL = 8, 500, 10, 70
-_GROUPS = 12  # more than the filmed steps can serve
+_GROUPS = 12  # more groups than the filmed steps can serve
 
 
 def _run(batching: str, long: int = LONG, short: int = SHORT) -> Run:
@@ -46,7 +46,7 @@ def _figures(runs: list[Run]) -> Figures:
 
 
 def _served(run: Run) -> int:
-    """Number of requests that have all their tokens."""
+    """Number of requests that have all their output tokens."""
     return sum(request.num_output_tokens == request.max_tokens for request in run.requests.values())
 
 

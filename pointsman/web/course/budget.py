@@ -1,4 +1,4 @@
-"""Lesson: the token budget, with the worked example of a document on vLLM, step by step, and corrections of it."""
+"""Lesson: the token budget, with the worked example of a document on vLLM, step by step, and corrections."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from pointsman.web.course.stage import Run, Stage
 
 BUDGET, SMALL_BUDGET, BLOCKS, DOCUMENT_BLOCKS = 2048, 512, 128, 100
 _OUTPUTS = 50
-"""Output tokens of A before the step of the example."""
+"""Number of output tokens of A before the step of the example."""
 
 
 class _FirstChunk(Limit):
-    """Holds each prompt at 300 tokens a step until it is lifted: C is half computed when the example begins."""
+    """Limits each prompt to 300 tokens a step until the limit is lifted: so C is half computed when the example
+    begins."""
 
     name = "first-chunk"
     most = 300

@@ -42,7 +42,7 @@ LESSONS = tuple(
         explaining,
     )
 )
-"""In the order of the course."""
+"""All lessons, in the order of the course."""
 
 
 def perform_all() -> list[Performed]:

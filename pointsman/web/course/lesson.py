@@ -20,9 +20,9 @@ class Moment(NamedTuple):
 
     step: int
     variant: int = 0
-    """The variant that the film belongs to."""
+    """Index of the variant that the film belongs to."""
     request: str | None = None
-    """The request to follow."""
+    """Id of the request to follow."""
 
 
 Figure: TypeAlias = int | float | str | Moment
@@ -31,21 +31,21 @@ Figures: TypeAlias = Mapping[str, Figure]
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One choice, with the film of its effect."""
+    """One of the choices that a lesson compares, with the film of its effect."""
 
     name: str
     shows: str
-    """Template: what to look for."""
+    """Template of the text that tells what to look for in the film."""
     run: Callable[[], Run]
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One answer of a question."""
+    """One of the answers to choose from in a question."""
 
     text: str
     why: str
-    """Why it is right or wrong; shown when it is chosen."""
+    """Why the answer is right or wrong; shown when the answer is chosen."""
     is_right: bool = False
 
 
@@ -64,10 +64,10 @@ class Lesson:
     title: str
     paragraphs: tuple[str, str, str]
     choice: str
-    """The difference between the variants: the label of the select."""
+    """Label of the variants' select element: what differs between the variants."""
     variants: tuple[Variant, ...]
     figures: Callable[[list[Run]], Figures]
-    """Computed from the runs of the variants, in their order."""
+    """Computes the figures from the runs of the variants, in the order of the variants."""
     questions: tuple[Question, ...]
     stated: tuple[str, ...] = ()
     """Digits in the texts that are quoted from a document, or part of a name."""
@@ -88,7 +88,7 @@ class Performed:
         """A template as text and moments, in order.
 
         Raises:
-            KeyError: it contains a figure that the lesson lacks.
+            KeyError: the template contains a figure that the lesson lacks.
         """
         found: list[Piece] = []
         for text, name, spec, _ in string.Formatter().parse(template):
@@ -104,7 +104,7 @@ class Performed:
 
 
 def label(moment: Moment) -> str:
-    """The text of the button."""
+    """The text of a moment's button."""
     return f"step {moment.step}"
 
 
@@ -119,7 +119,7 @@ def millis(seconds: float) -> str:
 
 
 def perform(lesson: Lesson) -> Performed:
-    """Run every variant, and compute the figures."""
+    """Run every variant of a lesson, and compute the lesson's figures."""
     runs = [variant.run() for variant in lesson.variants]
     return Performed(lesson, runs, lesson.figures(runs))
 

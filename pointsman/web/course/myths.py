@@ -20,7 +20,7 @@ def _run(num_blocks: int) -> Run:
 
 
 def changes(run: Run) -> list[int]:
-    """The steps whose requests differ from those of the step before."""
+    """The steps whose requests differ from the requests of the previous step."""
     return [step for step in range(1, run.num_steps) if run.tokens(step).keys() != run.tokens(step - 1).keys()]
 
 

@@ -37,12 +37,12 @@ class Preemption(NamedTuple):
     """One preemption of a run."""
 
     step: int
-    """The step in whose decision it happened."""
+    """The step in whose decision the request was preempted."""
     request_id: str
     lost: int
-    """Computed tokens whose blocks were released."""
+    """Number of computed tokens whose blocks were released."""
     cached: int
-    """Computed tokens that were still cached at that moment."""
+    """Number of computed tokens that were still cached when the request was preempted."""
 
 
 class Wait(NamedTuple):
@@ -54,7 +54,7 @@ class Wait(NamedTuple):
     missing: int
     """The missing amount of the reason's resource; 0 if nothing is counted."""
     holder: str | None
-    """The request that holds the largest amount of it."""
+    """Id of the request that holds the largest amount of that resource."""
 
 
 class Run:
@@ -72,10 +72,10 @@ class Run:
         self.film = film
         self.config = config
         self.outputs = [output for output, _ in steps]
-        """The output of each step; step i is number i."""
+        """The output of each step, by step number."""
         self.requests = requests
         self.notes = notes
-        """Notes that the lesson made while it ran."""
+        """Values that the lesson noted while it ran."""
         self._steps = steps
         self._times = times
 
@@ -86,7 +86,7 @@ class Run:
 
     @cached_property
     def events(self) -> list[tuple[int, Event]]:
-        """The film's events, each as (step that it led to, event)."""
+        """The film's events, each as (step that the event led to, event)."""
         found: list[tuple[int, Event]] = []
         steps = iter(self.opened.frames)
         step = next(steps, None)
@@ -108,7 +108,7 @@ class Run:
         return self.opened.state_at(self.opened.frame_of_step(step))
 
     def known(self, step: int, request_id: str) -> int:
-        """Known tokens of a request (prompt and output) at the decision of a step."""
+        """Number of known tokens of a request (prompt and output) at the decision of a step."""
         one = self.state(step).requests[self.names.index(request_id)]
         return one.num_prompt_tokens + one.num_generated_tokens
 
@@ -116,38 +116,39 @@ class Run:
         """The blocks of a request after the decision of a step."""
         return self.state(step).requests[self.names.index(request_id)].table
 
-    def _of(self, op: Op, request_id: str | None = None) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    def _request_events(self, op: Op, request_id: str | None = None) -> Iterator[tuple[int, str, dict[str, Any]]]:
         for step, event in self.events:
             if event.op is op and event.request is not None and request_id in (None, self.names[event.request]):
                 yield step, self.names[event.request], event.fields
 
     def starts(self, request_id: str) -> list[int]:
         """The steps in which a request was admitted: the first time, and after each preemption."""
-        return [step for step, _, _ in self._of(Op.ADMITTED, request_id)]
+        return [step for step, _, _ in self._request_events(Op.ADMITTED, request_id)]
 
     def cached(self, request_id: str) -> list[int]:
-        """Tokens that each admission found in the prefix cache."""
-        return [fields["cached"] for _, _, fields in self._of(Op.ADMITTED, request_id)]
+        """Number of tokens that each admission of a request found in the prefix cache."""
+        return [fields["cached"] for _, _, fields in self._request_events(Op.ADMITTED, request_id)]
 
     def end(self, request_id: str) -> int:
-        """The first step that is decided without a request that has finished."""
-        return next(step for step, _, _ in self._of(Op.FINISHED, request_id))
+        """The first step that is decided after a request has finished."""
+        return next(step for step, _, _ in self._request_events(Op.FINISHED, request_id))
 
     def preemptions(self, request_id: str | None = None) -> list[Preemption]:
-        """All preemptions, in order."""
-        found = self._of(Op.PREEMPTED, request_id)
+        """The preemptions of one request, or of all requests, in order."""
+        found = self._request_events(Op.PREEMPTED, request_id)
         return [Preemption(step, name, fields["lost"], fields["cached"]) for step, name, fields in found]
 
     def waits(self, request_id: str | None = None) -> list[Wait]:
-        """The reasons for which requests wait, in order; a reason applies until the next one, or the start."""
+        """The reasons for which one request, or each request, waits, in order. A reason applies until the request's
+        next reason, or until it starts."""
         reasons = self.opened.header["names"]["reasons"]
         return [
             Wait(step, name, reasons[e["reason"]], e["missing"], self.names[e["holder"] - 1] if e["holder"] else None)
-            for step, name, e in self._of(Op.DEFERRED, request_id)
+            for step, name, e in self._request_events(Op.DEFERRED, request_id)
         ]
 
     def tokens(self, step: int) -> dict[str, int]:
-        """The tokens that each request computes in a step."""
+        """The number of tokens that each request computes in a step, by request id."""
         output = self.outputs[step]
         return {
             request.request_id: int(count)
@@ -160,12 +161,12 @@ class Run:
 
     @property
     def num_computed(self) -> int:
-        """Tokens computed over all steps."""
+        """Number of tokens computed in all steps."""
         return sum(output.total_num_scheduled_tokens for output in self.outputs)
 
     @property
     def num_recomputed(self) -> int:
-        """Computed tokens that had been computed before and were lost to a preemption."""
+        """Number of tokens that were computed again because a preemption had lost them."""
         lost: dict[int | None, int] = {}
         total = 0
         for _, event in self.events:
@@ -183,11 +184,11 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """From the first step to the end of the last one."""
+        """Seconds from the beginning of the first step to the end of the last step."""
         return self._times[-1] - self._times[0]
 
     def token_times(self, request_id: str) -> list[float]:
-        """The time at which each of its tokens came back."""
+        """The time at which each token of a request was returned, in seconds."""
         found: list[float] = []
         for (output, update), end in zip(self._steps, self._times[1:], strict=True):
             for request, count in zip(output.requests, update.counts.tolist(), strict=True):
@@ -196,21 +197,21 @@ class Run:
         return found
 
     def ttft(self, request_id: str) -> float:
-        """Seconds from its arrival to its first token."""
+        """Seconds from the arrival of a request to its first token."""
         return self.token_times(request_id)[0] - self.requests[request_id].arrival_time
 
     def longest_itl(self, request_id: str) -> float:
-        """The longest time between two of its tokens, in seconds."""
+        """The longest time between two consecutive tokens of a request, in seconds."""
         return max(after - before for before, after in pairwise(self.token_times(request_id)))
 
 
 class Stage:
-    """A scheduler with its host, filmed.
+    """A scheduler with a simulated host, whose run is filmed.
 
     Args:
         drafter: proposes drafts after each step; None: no drafts.
-        ahead: whether each step is scheduled before the result of the previous one is back.
-        settings: of the `SchedulerConfig`.
+        ahead: whether each step is scheduled before the result of the previous step has returned.
+        settings: fields of the `SchedulerConfig`.
     """
 
     def __init__(self, *, drafter: Drafter | None = None, ahead: bool = False, **settings: Any) -> None:
@@ -232,7 +233,7 @@ class Stage:
     # ------------------------------------------------------------------ the lesson's actions
 
     def prompt(self, length: int) -> list[int]:
-        """Tokens that no other prompt has."""
+        """`length` token ids that no other prompt has."""
         self._next_token += length
         return list(range(self._next_token - length, self._next_token))
 
@@ -250,7 +251,7 @@ class Stage:
         park: ParkReason | None = None,
         **asked: Any,
     ) -> None:
-        """Add a request before a step. A prompt given as a length gets tokens of its own."""
+        """Add a request before a step. A prompt given as a length gets tokens that no other prompt has."""
         tokens = self.prompt(prompt) if isinstance(prompt, int) else prompt
 
         def arrive() -> None:
@@ -263,7 +264,7 @@ class Stage:
     # ------------------------------------------------------------------ running
 
     def run(self, num_steps: int | None = None) -> Run:
-        """Run to the end, or for a number of steps, and close the film.
+        """Run until all requests have finished, or for a number of steps, and close the film.
 
         The film has one more step, which runs nothing: it shows the requests that finished with the last step.
         """
@@ -303,7 +304,7 @@ class Stage:
 
 
 def next_token(tokens: npt.NDArray[np.integer]) -> int:
-    """The model's sample after these tokens: a function of all of them."""
+    """The token that the simulated model samples after `tokens`: a function of all of them."""
     return int(tokens.sum(dtype=np.int64) * 31 + len(tokens)) % 997
 
 

@@ -48,10 +48,10 @@ class Findings:
 
     version: str
     path: str
-    """Folder of its package."""
+    """Folder of vLLM's package."""
     assumptions: Sequence[Assumption]
     new: Sequence[Assumption]
-    """Features that vLLM has and our code does not use; it works without them."""
+    """Features that vLLM has and our code does not use; our code works without them."""
     fallbacks: Sequence[Assumption]
     """Features that vLLM lacks, and for which our code has a fallback."""
 
@@ -69,7 +69,7 @@ class Findings:
         return {kind: counts[kind] for kind in KINDS}
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The findings as data for JSON."""
 
         def listed(found: Sequence[Assumption]) -> list[dict[str, str]]:
             return [
@@ -92,7 +92,7 @@ def examine(folder: Path | None = None) -> Findings:
     """Compare the drop-in with vLLM.
 
     Args:
-        folder: of vLLM's sources: the package, or its parent; None: the installed one.
+        folder: folder of vLLM's sources: the package, or its parent folder; None: the installed package.
 
     Raises:
         NoVLLM: there is no vLLM in the folder.
@@ -150,7 +150,7 @@ def _class(sources: Sources, module: str, name: str) -> Class:
 
 
 def _with_homes(sources: Sources, assumptions: Sequence[Assumption]) -> list[Assumption]:
-    """The assumptions. If an imported name is missing, its entry lists the modules that define it now."""
+    """The same assumptions; if an imported name is missing, `found` also lists the modules that define the name now."""
     found = []
     for each in assumptions:
         if each.kind == "name" and each.holds is False:
@@ -162,7 +162,7 @@ def _with_homes(sources: Sources, assumptions: Sequence[Assumption]) -> list[Ass
 
 
 def _version(package: Path) -> str:
-    """The version in the sources; "?": they have none."""
+    """The version of vLLM in its sources; "?": the sources have no version."""
     path = package / "_version.py"
     if path.is_file():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

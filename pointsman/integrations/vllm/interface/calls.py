@@ -1,6 +1,6 @@
-"""Checks that our scheduler has every attribute and method that vLLM expects of one.
+"""Checks that our scheduler has every attribute and method that vLLM expects of a scheduler.
 
-Expected are the abstract methods of vLLM's scheduler interface, and all uses of a scheduler in its engine core,
+Expected are the abstract methods of vLLM's scheduler interface, and all uses of a scheduler in vLLM's engine core,
 executors and workers.
 """
 
@@ -19,15 +19,15 @@ READERS = ("vllm.v1.engine", "vllm.v1.executor", "vllm.v1.worker")
 
 
 def expected_of_scheduler(sources: Sources, ours: Class) -> Iterator[Assumption]:
-    """vLLM's expectations of a scheduler of this class."""
-    yield from _declared(sources, ours)
+    """vLLM's expectations of a scheduler, checked against our class."""
+    yield from _checked_methods(sources, ours)
     for package in READERS:
         for module in sources.modules_under(package, word="scheduler"):
-            yield from _read(module, ours)
+            yield from _checked_uses(module, ours)
 
 
 def new_arguments(sources: Sources, ours: Class) -> Iterator[Assumption]:
-    """Arguments with defaults that vLLM's interface declares and ours does not accept."""
+    """Arguments with defaults that vLLM's interface declares and our methods do not accept."""
     for name, kind in _methods(sources):
         own, theirs = ours.member(name), kind.member(name)
         if own is None or own.function is None or theirs is None or theirs.function is None or name == "__init__":
@@ -48,7 +48,7 @@ def _methods(sources: Sources) -> Iterator[tuple[str, Class]]:
                 yield name, kind
 
 
-def _declared(sources: Sources, ours: Class) -> Iterator[Assumption]:
+def _checked_methods(sources: Sources, ours: Class) -> Iterator[Assumption]:
     """Check the abstract methods of vLLM's interface."""
     found = False
     for name, kind in _methods(sources):
@@ -58,7 +58,7 @@ def _declared(sources: Sources, ours: Class) -> Iterator[Assumption]:
         if own is None:
             problem = f"abstract in {kind.name}, which ours lacks"
         elif own.function is not None and theirs.function is not None and not theirs.is_property:
-            if name == "__init__":  # vLLM calls it with keywords
+            if name == "__init__":  # vLLM passes all arguments by keyword
                 names = frozenset(each.name for each in Signature.of(theirs.function.node, bound=True).parameters)
                 problem = Signature.of(own.function.node, bound=True).problem(Arguments(0, names))
             else:
@@ -69,35 +69,35 @@ def _declared(sources: Sources, ours: Class) -> Iterator[Assumption]:
         yield Assumption("scheduler", "", ".".join(INTERFACE), False, "it is not there, or has no abstract methods")
 
 
-def _read(module: Module, ours: Class) -> Iterator[Assumption]:
+def _checked_uses(module: Module, ours: Class) -> Iterator[Assumption]:
     """Check a module of vLLM's: its reads and calls of a scheduler."""
     nodes = list(ast.walk(module.tree))
-    asked = {name for node in nodes if isinstance(node, ast.Call) for name in _asked(node)}
+    asked = {name for node in nodes if isinstance(node, ast.Call) for name in _optional_attributes(node)}
     for node in nodes:
         place = _place(module.path, node)
         if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Call):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             if any(isinstance(each, ast.Attribute) and _is_scheduler(each) for each in targets):
-                yield _given(place, ours.name, ours.constructor, Arguments.of(node.value))
+                yield _checked_call(place, ours.name, ours.constructor, Arguments.of(node.value))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _is_scheduler(node.func.value):
             member = ours.member(node.func.attr)
             if member is not None and member.function is not None and not member.is_property:
                 signature = Signature.of(member.function.node, bound=True)
-                yield _given(place, f"{ours.name}.{node.func.attr}", signature, Arguments.of(node))
+                yield _checked_call(place, f"{ours.name}.{node.func.attr}", signature, Arguments.of(node))
         elif isinstance(node, ast.Attribute) and _is_scheduler(node.value) and node.attr not in asked:
             holds = ours.has(node.attr)
             found = "" if holds else f"vLLM reads scheduler.{node.attr}, which ours lacks"
             yield Assumption("scheduler", place, f"{ours.name}.{node.attr}", holds, found)
 
 
-def _given(place: str, name: str, signature: Signature | None, given: Arguments) -> Assumption:
-    """Check that ours accepts the arguments of vLLM."""
+def _checked_call(place: str, name: str, signature: Signature | None, given: Arguments) -> Assumption:
+    """Check that our signature accepts the arguments that vLLM passes."""
     problem = None if signature is None else signature.problem(given)
     found = f"ours {problem}, with {signature}" if problem else ""
     return Assumption("scheduler", place, f"{name}({given})", problem is None, found)
 
 
-def _asked(node: ast.Call) -> Iterator[str]:
+def _optional_attributes(node: ast.Call) -> Iterator[str]:
     """The attribute of a scheduler that a call of `hasattr`, or of `getattr` with a default, reads."""
     name = node.func.id if isinstance(node.func, ast.Name) else ""
     if name == "hasattr" or (name == "getattr" and len(node.args) == 3):

@@ -18,12 +18,12 @@ class Imported:
 
     module: str
     name: str | None
-    """None: the module itself."""
+    """Name within `module`; None: the module itself is imported."""
 
 
 @dataclass(frozen=True, slots=True)
 class External:
-    """An object outside of the packages, or in a file that cannot be read. Nothing is known about it."""
+    """An object outside of the packages, or in a file that cannot be read. Nothing is known about such an object."""
 
     name: str
 
@@ -123,7 +123,7 @@ class Module:
 
 
 Definition = Module | Function | Variable | External
-"""Also `Class`, which is defined below."""
+"""What a name may refer to; `Class`, which is defined below, is a further kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class Member:
     name: str
     node: ast.stmt
     method: Function | None = None
-    """The method that assigns it, if it is an attribute of `self`; a method or property itself."""
+    """For an attribute of `self`, the method that assigns it; for a method or property, the function itself."""
 
     @property
     def function(self) -> Function | None:
@@ -170,10 +170,10 @@ class Class:
     """A class, whose bases may be in other modules.
 
     Args:
-        sources: resolve the bases.
-        module: that defines the class.
-        node: the definition.
-        bases: if they cannot be resolved by their names in the module.
+        sources: the sources in which the bases are resolved.
+        module: module that defines the class.
+        node: syntax node of the definition.
+        bases: the bases, if they cannot be resolved by their names in the module.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class Class:
 
     @cached_property
     def is_open(self) -> bool:
-        """Whether it may have members that the sources do not show."""
+        """Whether the class may have members that the sources do not show."""
         return bool(self.external_bases - _PLAIN.keys()) or self.member("__getattr__") is not None
 
     @cached_property
@@ -248,7 +248,7 @@ class Class:
         return None
 
     def has(self, name: str) -> bool | None:
-        """Whether its instances have an attribute; None: unknown."""
+        """Whether instances of the class have an attribute; None: unknown."""
         if self.member(name) is not None or name in dir(object):
             return True
         if any(name in _PLAIN.get(base, ()) for base in self.external_bases):
@@ -262,7 +262,7 @@ class Class:
 
     @cached_property
     def is_record(self) -> bool:
-        """Whether its annotations are the arguments of its constructor."""
+        """Whether the annotations of the class are the arguments of its constructor."""
         kinds = {_last_name(each) for known in self.lineage for each in known.node.decorator_list}
         return bool(kinds & {"dataclass", "config"} or self.external_bases & {"NamedTuple", "Struct", "BaseModel"})
 
@@ -291,14 +291,14 @@ class Class:
 
     @cached_property
     def constructor(self) -> Signature | None:
-        """The signature of its constructor; None: unknown."""
+        """The signature of the class's constructor; None: unknown."""
         for each in self.lineage:
             made = each.own_members.get("__init__") or each.own_members.get("__new__")
             if made is not None and made.function is not None:
                 return Signature.of(made.function.node, bound=True)
             if each.is_record:
                 return Signature(list(self.fields.values()))
-        if self.external_bases & _ENUMS:  # looks up a member by value
+        if self.external_bases & _ENUMS:  # the constructor looks up a member by value
             return Signature([Parameter("value", has_default=False)])
         return None if self.is_open or self.external_bases - {"object", "ABC"} else Signature([])
 
@@ -403,7 +403,7 @@ class Sources:
     """The modules of packages, each read on first use.
 
     Args:
-        packages: the folder of each, by its name.
+        packages: folder of each package, by the package's name.
     """
 
     packages: Mapping[str, Path]
@@ -425,13 +425,13 @@ class Sources:
             if path.is_file():
                 try:
                     return Module(name, path, path.read_text(encoding="utf-8"))
-                except (SyntaxError, UnicodeDecodeError):  # for a newer Python
+                except (SyntaxError, UnicodeDecodeError):  # the source is for a newer Python
                     return External(name)
         is_compiled = rest and base.parent.is_dir() and any(base.parent.glob(f"{base.name}.*"))
         return External(name) if base.is_dir() or is_compiled else None
 
     def modules_under(self, name: str, word: str = "") -> Iterator[Module]:
-        """The modules below a package, in order; with `word`, only modules whose text has it."""
+        """The modules below a package, in order; with `word`, only modules whose text contains this word."""
         top, *rest = name.split(".")
         folder = self.packages[top]
         for path in sorted(folder.joinpath(*rest).rglob("*.py")):
@@ -451,7 +451,7 @@ class Sources:
         """The definition of a name in a module; None: there is none.
 
         Args:
-            at_runtime: ignore definitions for type checkers only.
+            at_runtime: whether to ignore definitions that only type checkers see.
         """
         return self._find(module, name, at_runtime, frozenset())
 
@@ -504,7 +504,7 @@ class Sources:
         return self._find(target, what.name, at_runtime, seen)
 
     def evaluated(self, module: Module, node: ast.expr) -> Definition | Class | None:
-        """The definition of a name with dots in a module."""
+        """The definition to which a name with dots refers in a module; None: unknown."""
         if isinstance(node, ast.Name):
             return self.find(module, node.id)
         if isinstance(node, ast.Attribute):
@@ -516,7 +516,7 @@ class Sources:
         return None
 
     def defining(self, package: str, name: str) -> list[str]:
-        """The modules of a package that define a class or function of this name. Searches the text of all."""
+        """The modules of a package that define a class or function of this name. Searches the text of all modules."""
         folder = self.packages[package]
         definition = re.compile(rf"^(class|def|async def) {re.escape(name)}\b", re.MULTILINE)
         return [
@@ -542,7 +542,7 @@ def is_for_types(node: ast.If) -> bool:
 
 
 def _bindings(body: list[ast.stmt], for_types_alone: bool = False) -> Iterator[tuple[ast.stmt, bool]]:
-    """The statements that run with a body, also in branches, and whether only type checkers see each."""
+    """The statements that run with a body, including those in branches, each with whether only type checkers see it."""
     for node in body:
         if isinstance(node, ast.If):
             yield from _bindings(node.body, for_types_alone or is_for_types(node))

@@ -75,13 +75,13 @@ class Maker:
 
     kind: Class
     fields: tuple[str, ...]
-    """Given by position."""
+    """Fields given by position."""
     optional: frozenset[str]
-    """Omitted in versions that lack them."""
+    """Fields that are omitted in versions of vLLM that lack them."""
     left: frozenset[str]
-    """Left at their defaults on purpose."""
+    """Fields that keep their defaults on purpose."""
     given: frozenset[str] = frozenset()
-    """Given by `functools.partial`."""
+    """Fields given by `functools.partial`."""
 
 
 Option = Instance | Class | Module | Bound | Container | MethodOf | Attributes | Bases | Maker | External
@@ -98,7 +98,8 @@ Local = Callable[["Scope"], Type]
 
 @dataclass
 class Scope:
-    """Resolves names: a function, a comprehension, or a branch after `isinstance`; without a parent, a module.
+    """Resolves names in a function, a comprehension, or a branch after `isinstance`; a scope without a parent is a
+    module's.
 
     If a name is bound several times in a function, its type has the options of all bindings.
     """
@@ -106,7 +107,7 @@ class Scope:
     module: Module
     parent: Scope | None = None
     owner: Class | None = None
-    """The class, if this is a method's scope."""
+    """The class of the method, if this is a method's scope."""
     names: dict[str, list[Local]] = field(default_factory=dict)
     known: dict[str, Type] = field(default_factory=dict)
 
@@ -116,7 +117,7 @@ class Scope:
 
 
 def joined(types: Iterable[Type]) -> Type:
-    """The options of all types."""
+    """The options of several types, as one type."""
     return tuple(dict.fromkeys(option for each in types for option in each))
 
 
@@ -127,10 +128,10 @@ def instances(kind: Type) -> Iterator[Class]:
 
 
 class Types:
-    """Infers types.
+    """Infers the types of expressions in Python code.
 
     Args:
-        sources: of the code and of all its imports.
+        sources: sources of the code and of all modules that it imports.
     """
 
     def __init__(self, sources: Sources) -> None:
@@ -138,19 +139,20 @@ class Types:
         self.carried: dict[tuple[Class, str], Type] = {}
         """Types of attributes without a usable annotation, from the arguments of constructors."""
         self.mixed_into: dict[Class, Class] = {}
-        """Classes that the code combines with another class at run time, each before it in the bases."""
+        """Classes that the code combines with another class at run time, with that other class, which follows in the
+        bases."""
         self._attributes: dict[tuple[Class, str], Type] = {}
         self._functions: dict[ast.AST, Scope] = {}
 
     def forget(self) -> None:
-        """Drop all inferred types, to infer them again with the knowledge gained since."""
+        """Drop all inferred types, so that they are inferred again with the types learned since."""
         self._attributes.clear()
         self._functions.clear()
 
     # ------------------------------------------------------------------ annotations
 
     def annotated(self, module: Module, node: ast.expr | None, owner: Class | None = None, depth: int = 0) -> Type:
-        """The type in an annotation."""
+        """The type that an annotation names."""
         if node is None or depth > 20:
             return (UNKNOWN,)
         if isinstance(node, ast.Constant):
@@ -297,13 +299,13 @@ class Types:
         return (UNKNOWN,)
 
     def named(self, name: str, scope: Scope) -> Type:
-        """The type of a name."""
+        """The type of a name in a scope."""
         at: Scope | None = scope
         while at is not None:
             if name in at.known:
                 return at.known[name]
             if name in at.names:
-                at.known[name] = ()  # during the lookup
+                at.known[name] = ()  # ends a recursion during the lookup
                 at.known[name] = joined(each(at) for each in at.names[name])
                 return at.known[name]
             at = at.parent
@@ -312,7 +314,7 @@ class Types:
     # ------------------------------------------------------------------ attributes
 
     def attribute(self, kind: Type, name: str) -> Type:
-        """The type of an attribute."""
+        """The type of the attribute `name` of a value of type `kind`."""
         return joined(self._attribute_of(option, name) for option in kind)
 
     def _attribute_of(self, option: Option, name: str) -> Type:
@@ -333,7 +335,7 @@ class Types:
     def _of_instance(self, kind: Class, name: str) -> Type:
         key = kind, name
         if key not in self._attributes:
-            self._attributes[key] = ()  # during the lookup
+            self._attributes[key] = ()  # ends a recursion during the lookup
             found = self._found_in(kind, name)
             if UNKNOWN in found:
                 found = next((self.carried[each, name] for each in kind.lineage if (each, name) in self.carried), found)
@@ -539,7 +541,7 @@ class Types:
         return self.infer(node, scope)
 
     def comprehension(self, generators: list[ast.comprehension], scope: Scope) -> Scope:
-        """The scope within a comprehension."""
+        """The scope inside a comprehension, in which its variables have types."""
         for each in generators:
             kind = self.element(self.infer(each.iter, scope))
             names = {name: part(scope) for name, part in self._targets(each.target, lambda _, kind=kind: kind)}  # type: ignore[misc]

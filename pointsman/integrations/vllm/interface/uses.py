@@ -43,21 +43,21 @@ class Assumption:
     """An assumption of the drop-in about vLLM."""
 
     kind: str
-    """"name", "attribute", "call", "field", "override" or "scheduler"."""
+    """Kind of the assumption: "name", "attribute", "call", "field", "override" or "scheduler"."""
     place: str
-    """File and line."""
+    """File and line of the code that makes the assumption."""
     expected: str
     holds: bool | None
-    """None: unknown."""
+    """Whether the assumption holds; None: unknown."""
     found: str = ""
     """The actual state of vLLM, if it differs."""
 
 
 class Reader:
-    """Reads modules of the drop-in.
+    """Collects the assumptions in modules of the drop-in.
 
     Args:
-        sources: of the drop-in and of vLLM.
+        sources: sources of the drop-in and of vLLM.
     """
 
     def __init__(self, sources: Sources) -> None:
@@ -69,13 +69,13 @@ class Reader:
         self.made: dict[Class, set[str]] = {}
         """Classes of vLLM's that a `maker` constructs, with the fields that our code knows."""
         self.made_at: dict[Class, str] = {}
-        """Place of the `maker`."""
+        """File and line of the `maker` call of each class."""
         self._module: Module
         self._learns = False
         self._guarded: set[tuple[str, str]] = set()
         self._ours: set[str] = set()  # private names that our code sets on vLLM's objects
         self._may_fail = False  # within a `try` that catches a failing import
-        self._has_failed = False  # an import there has failed
+        self._has_failed = False  # an import in that `try` has failed
 
     def read(self, modules: list[Module]) -> None:
         """Read modules twice: first for the types of objects' attributes, which other modules read, then for
@@ -129,7 +129,8 @@ class Reader:
             self._note("name", node, expected, holds, found)
 
     def _note_attribute(self, node: ast.AST, kind: Type, name: str, *, is_set: bool = False) -> None:
-        """Note that an attribute of an object is read or set. It is enough if one of several possible types has it."""
+        """Note that an attribute of an object is read or set. It is enough if one of several possible types has the
+        attribute."""
         if isinstance(node, ast.Attribute) and (ast.unparse(node.value), name) in self._guarded:
             return
         theirs: list[Class] = []
@@ -138,7 +139,7 @@ class Reader:
             if isinstance(option, Module):
                 self._note_import(node, option.name, name, at_runtime=True)
                 return
-            of, has = self._asked(option, name)
+            of, has = self._class_with_attribute(option, name)
             answers.append(has)
             if of is not None:
                 theirs.append(of)
@@ -155,7 +156,7 @@ class Reader:
             found = "; ".join(f"{each.name} has {_similar(name, each.member_names())}" for each in theirs)
         self._note("attribute", node, f"{theirs[0].name}.{name}", holds, found)
 
-    def _asked(self, option: Option, name: str) -> tuple[Class | None, bool | None]:
+    def _class_with_attribute(self, option: Option, name: str) -> tuple[Class | None, bool | None]:
         """The class of vLLM's whose attribute is used, and whether it has the attribute."""
         kind = option.kind if isinstance(option, Instance) else option
         if not isinstance(kind, Class):
@@ -173,12 +174,12 @@ class Reader:
             function, given = node.args[0], Arguments(len(node.args) - 1, frozenset())
         options = self.types.infer(function, scope)
         makers = [(option.kind, self._by_names(node, option, given)) for option in options if isinstance(option, Maker)]
-        if makers:  # with several, each version fits one
+        if makers:  # of several makers, each version of vLLM fits one
             fits = [each for each in makers if each[0].constructor is None or not each[0].constructor.problem(each[1])]
-            self._note_made(node, *(fits or makers)[0])
+            self._note_construction(node, *(fits or makers)[0])
         for option in options:
             if isinstance(option, Class):
-                self._note_made(node, option, given)
+                self._note_construction(node, option, given)
             elif isinstance(option, Bound) and option.function.module.name.partition(".")[0] == VLLM:
                 function_node = option.function.node
                 name = option.function.name
@@ -192,8 +193,8 @@ class Reader:
             self._note_fallback("field", node, f"{maker.kind.name}.{name}", "it is not given")
         return Arguments(0, names - lacking)
 
-    def _note_made(self, node: ast.Call, kind: Class, given: Arguments) -> None:
-        """Note that an object is constructed."""
+    def _note_construction(self, node: ast.Call, kind: Class, given: Arguments) -> None:
+        """Note that our code constructs an object of a class."""
         if not _is_of_vllm(kind):
             return
         if kind in self.made:
@@ -219,7 +220,7 @@ class Reader:
                 if name not in option.optional:
                     self._note_field(node, kind, name)
 
-    def _note_replaced(self, node: ast.Call, scope: Scope) -> None:
+    def _note_replace_fields(self, node: ast.Call, scope: Scope) -> None:
         for kind in filter(_is_of_vllm, instances(self.types.infer(node.args[0], scope))):
             for name in filter(None, (each.arg for each in node.keywords)):
                 self._note_field(node, kind, name)
@@ -230,7 +231,7 @@ class Reader:
         self._note("field", node, f"{kind.name}.{name}", is_there, found)
 
     def _note_overrides(self, node: ast.ClassDef, kind: Class, base: Class) -> None:
-        """Note the public members of a class that precedes `base` in a lineage: they override those of `base`."""
+        """Note the public members of a class that precedes `base` in a lineage: they override the members of `base`."""
         for name, member in kind.own_members.items():
             is_declared = isinstance(member.node, ast.AnnAssign) and member.node.value is None
             if member.owner is not kind or (name.startswith("_") and not is_declared):
@@ -320,7 +321,7 @@ class Reader:
         self._guarded = before
 
     def _guards(self, node: ast.AST, scope: Scope) -> Iterator[tuple[str, str]]:
-        """The attributes that a function tests with `hasattr`, or reads with `getattr` and a default: (object,
+        """The attributes that a function tests with `hasattr`, or reads with `getattr` and a default, as (object,
         attribute).
         """
         for each in ast.walk(node):
@@ -369,7 +370,7 @@ class Reader:
             self._visit_call(node, scope)
 
     def _note_variable(self, node: ast.Subscript, scope: Scope) -> None:
-        """Note that `vars(x)["name"]` is read or set. Private names that our code sets are ours."""
+        """Note that `vars(x)["name"]` is read or set. Private names that our code sets are no assumptions."""
         if not isinstance(node.slice, ast.Constant) or not isinstance(node.slice.value, str):
             return
         name = node.slice.value
@@ -387,19 +388,20 @@ class Reader:
         if name == "maker":
             self._note_maker(node, scope)
         elif name == "replace" and node.args:
-            self._note_replaced(node, scope)
+            self._note_replace_fields(node, scope)
         elif name == "getattr" and len(node.args) == 3 and isinstance(node.args[1], ast.Constant):
             asked = str(node.args[1].value)
             for kind in instances(self.types.infer(node.args[0], scope)):
                 if _is_of_vllm(kind) and kind.has(asked) is False:
                     self._note_fallback("attribute", node, f"{kind.name}.{asked}", "its default is used")
         elif name == "type" and len(node.args) == 3:
-            self._note_mixed(node, scope)
+            self._note_mixin(node, scope)
         else:
             self._note_call(node, scope)
 
-    def _note_mixed(self, node: ast.Call, scope: Scope) -> None:
-        """Note `type(name, (ours, theirs), ...)`: a class that precedes one of vLLM's."""
+    def _note_mixin(self, node: ast.Call, scope: Scope) -> None:
+        """Note `type(name, (ours, theirs), ...)`: our class precedes vLLM's class in the bases, and overrides its
+        members."""
         bases = node.args[1]
         if not isinstance(bases, ast.Tuple):
             return
@@ -422,15 +424,15 @@ def _names(node: ast.expr | None) -> Iterator[str]:
 
 
 def _similar(name: str, names: set[str]) -> str:
-    """The most similar names."""
+    """Those of `names` that are most similar to `name`, as text."""
     return ", ".join(get_close_matches(name, sorted(names), n=3, cutoff=0.6)) or "nothing like it"
 
 
 def misfit(ours: Function, theirs: Function, *, with_defaults: bool) -> str | None:
-    """Why a method of ours cannot be called like one of vLLM's; None: it can.
+    """Why our method cannot be called like vLLM's method; None: it can.
 
     Args:
-        with_defaults: also with the arguments that have defaults in vLLM.
+        with_defaults: whether the call also passes the arguments that have defaults in vLLM.
     """
     signature = Signature.of(ours.node, bound=True)
     wanted = Signature.of(theirs.node, bound="staticmethod" not in theirs.decorators)
@@ -444,6 +446,6 @@ def misfit(ours: Function, theirs: Function, *, with_defaults: bool) -> str | No
 
 
 def now(signature: Signature) -> str:
-    """The arguments of vLLM's signature, if they are few."""
+    """Text with the arguments of vLLM's signature; "": the text would be too long."""
     shown = str(signature)
     return f"; vLLM has {shown}" if len(shown) <= 120 else ""
