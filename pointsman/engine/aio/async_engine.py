@@ -1,4 +1,4 @@
-"""AsyncEngine: serves many requests at once to asyncio, each as a stream of outputs.
+"""AsyncEngine: serves many concurrent requests to asyncio, each as a stream of outputs.
 
     engine = AsyncEngine("demo")
     async for output in engine.generate("The import statement", SamplingParams(max_tokens=32)):

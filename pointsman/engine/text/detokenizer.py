@@ -3,7 +3,7 @@
 Decoding all tokens again at every step would take time quadratic in the length, and decoding each token alone would be
 wrong: a character may be spread over several tokens, and some decoders treat the first token of a text differently. So
 a stream takes tokens one by one and releases text as soon as it is *settled*: no later token can change it. The
-released pieces, joined, equal the result of `tokenizer.decode` for all tokens at once, and a text only grows.
+released pieces, joined, equal the result of one call of `tokenizer.decode` for all tokens, and a text only grows.
 
 `TextDecoder` inspects the tokenizer's decoder once, and makes streams of the matching kind:
 
