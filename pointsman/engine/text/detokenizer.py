@@ -90,7 +90,7 @@ class TextDecoder:
         """Decode all tokens in one call of the tokenizer.
 
         Raises:
-            Exception: the tokenizer fails on the tokens together, although it decodes each alone.
+            Exception: the tokenizer fails on the tokens together, although it decodes each of them alone.
         """
         return self._decode_readable(
             lambda ids: self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens), list(token_ids)
@@ -192,7 +192,7 @@ class TextDecoder:
         """The text of a prompt, including special tokens, without an incomplete character at its end.
 
         Raises:
-            Exception: the tokenizer fails on the tokens together, although it decodes each alone.
+            Exception: the tokenizer fails on the tokens together, although it decodes each of them alone.
         """
         unfinished = self.unfinished(token_ids)
         if self._falls_back and unfinished:  # each byte of the run would become a replacement character
