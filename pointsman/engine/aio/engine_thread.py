@@ -96,7 +96,7 @@ class Abandon:
 
 @dataclass(slots=True, eq=False)
 class Stop:
-    """Message: end the thread."""
+    """Message: end the thread; `drain`: only when all requests have finished."""
 
     drain: bool
 

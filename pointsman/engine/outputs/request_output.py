@@ -38,7 +38,7 @@ class RequestMetrics:
     """Number of prompt tokens that were found in the prefix cache, or outside the pool, at the admission that led to
     the request's first token."""
     num_external_tokens: int = 0
-    """Number of these `num_cached_tokens` whose KV was loaded from host memory or the KV store."""
+    """Part of `num_cached_tokens`: number of tokens whose KV was loaded from host memory or the KV store."""
     num_preemptions: int = 0
     preemption_causes: tuple[PreemptionCause, ...] = ()
     """The cause of each preemption of the request, in order."""

@@ -343,7 +343,7 @@ class Detokenizer:
         self._stream.begin_behind(prompt)
 
     def whole(self, token_ids: Sequence[int]) -> str:
-        """The text of these tokens if they are the next and last ones. Only without stop strings."""
+        """The text of these tokens if they are the next and last ones. Call this only without stop strings."""
         return self._stream.whole(token_ids)
 
     def _search(self, token_id: int) -> str:
