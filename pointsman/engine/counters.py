@@ -13,10 +13,10 @@ class EngineCounters:
     num_prompt_tokens: int = 0
     """Number of prompt tokens of requests that reached their first token, including cached tokens."""
     num_cached_tokens: int = 0
-    """Number of these `num_prompt_tokens` that were found in the prefix cache, or outside the pool, and not
+    """Part of `num_prompt_tokens`: number of tokens that were found in the prefix cache, or outside the pool, and not
     computed."""
     num_external_tokens: int = 0
-    """Number of these `num_cached_tokens` whose KV was loaded from host memory or the KV store."""
+    """Part of `num_cached_tokens`: number of tokens whose KV was loaded from host memory or the KV store."""
     num_generated_tokens: int = 0
     scheduler_time: float = 0.0
     """Seconds in the scheduler's `schedule` and `update`."""
@@ -26,7 +26,7 @@ class EngineCounters:
     """Number of tokens of newly admitted requests that the prefix cache did not have; counted only with KV outside the
     pool."""
     num_external_hits: int = 0
-    """Number of these `num_external_queries` whose KV was loaded from outside the pool."""
+    """Part of `num_external_queries`: number of tokens whose KV was loaded from outside the pool."""
     num_offloaded_blocks: int = 0
     """Number of KV blocks that were copied to host memory."""
     num_restored_blocks: int = 0

@@ -43,7 +43,7 @@ class Deadlines:
         return overdue
 
     def next(self) -> float | None:
-        """The earliest deadline of an unfinished request; None: there is none."""
+        """The earliest deadline of an unfinished request; None: no unfinished request has a deadline."""
         while self._heap and self._heap[0][2].is_finished:
             heappop(self._heap)
         return self._heap[0][0] if self._heap else None

@@ -99,8 +99,8 @@ class Engine:
             float32 on a CPU. Only for a model that is not loaded yet.
         max_model_len: maximum length of a sequence, prompt and output together; None: the model's own maximum.
         seed: the engine's seed, from which the seeds of requests without a seed are derived.
-        recorder: records every call and decision of the scheduler.
-        clock: returns seconds; the core itself never reads a clock.
+        recorder: object that records every call and decision of the scheduler; None: nothing is recorded.
+        clock: function that returns the time in seconds; the core itself never reads a clock.
         kv_cache_dtype: element type of the KV pool: "float32", "bfloat16", or on a GPU "float16"; "auto": the model's
             type.
         device: "cpu", "cuda", "cuda:1", ...; "auto": a GPU if PyTorch sees one. For a model that is not loaded yet.
@@ -108,8 +108,8 @@ class Engine:
         attention: backend of the paged attention: "torch", "numba" (on a CPU), "triton" (on a GPU), a backend class, or
             "auto": the fastest backend; for a model that is loaded already also a backend object.
         fuse: whether modules of the model may be replaced by faster modules with the same results.
-        quantization: "int8" for linear layers in 8 bits: faster, and other outputs; "int4": in addition, 4-bit linear
-            layers of a GGUF file stay in 4 bits (see `model/linear.py`).
+        quantization: form of linear layers: "int8": 8 bits, which is faster and changes outputs; "int4": as "int8", but
+            4-bit layers of a GGUF file stay in 4 bits (see `model/linear.py`); None: as they were loaded.
         num_threads: number of threads of PyTorch and the kernels; None: chosen by `threads.py`.
         grammar_timeout: seconds of processor time that compiling the grammar of a request with structured output may
             take; three times as many seconds may pass.
@@ -120,9 +120,9 @@ class Engine:
         kv_store_bytes: maximum total size of the files in the KV store; None: limited by the disk only.
         kv_events_config: where to publish changes of the prefix cache, see `kv/events.py`; None: they are not
             published.
-        disable_hybrid_kv_cache_manager: True: layers with a sliding window keep the KV of the whole context, like other
-            layers; False: they keep the KV of their window only, see `kv/layout.py`; None: the layout that takes less
-            memory.
+        disable_hybrid_kv_cache_manager: whether layers with a sliding window keep the KV of the whole context, like
+            other layers; False: they keep the KV of their window only, see `kv/layout.py`; None: the layout that takes
+            less memory.
         stream_interval: number of tokens from one output of a request to its next output; the first token and the last
             output are reported without delay.
         prompt_lookup_min, prompt_lookup_max: minimum and maximum length of the n-gram that is looked up: the request's

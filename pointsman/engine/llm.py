@@ -79,7 +79,7 @@ class LLM:
         """Complete all prompts.
 
         Args:
-            prompts: one or many.
+            prompts: one prompt, or a list of prompts.
             sampling_params: parameters for all prompts, or a list with one entry per prompt; None:
                 `get_default_sampling_params`. Their `output_kind` is ignored.
             use_tqdm: whether to show progress on stderr.
@@ -123,7 +123,7 @@ class LLM:
         """Return one vector per prompt, made from the model's last hidden states.
 
         Args:
-            prompts: one or many.
+            prompts: one prompt, or a list of prompts.
             pooling: "last": the vector is the hidden state of the prompt's last token; "mean": the mean of the hidden
                 states of all its tokens.
             use_tqdm: whether to show progress on stderr.
@@ -172,7 +172,7 @@ class LLM:
 
         Args:
             messages: one conversation, or a list of conversations.
-            sampling_params: as for `generate`.
+            sampling_params: parameters as for `generate`.
             use_tqdm: whether to show progress on stderr.
             chat_template: a Jinja template that replaces the tokenizer's chat template; None: the tokenizer's.
             add_generation_prompt: whether the prompt ends with the header of the assistant's next message.

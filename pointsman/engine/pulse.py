@@ -37,8 +37,8 @@ class Pulse:
     """The pulse of one thread.
 
     Args:
-        on_beat: called in the thread at a beat, at most every `SECONDS_BETWEEN_BEATS` and at every announced silence,
-            with the seconds of the silence (0: none is announced). None: beats are not reported.
+        on_beat: function that is called in the thread at a beat, at most every `SECONDS_BETWEEN_BEATS` and at every
+            announced silence, with the seconds of the silence (0: none is announced). None: beats are not reported.
     """
 
     __slots__ = ("_began", "_last", "_longest", "_next_report", "_num_steps", "_on_beat", "_patience", "_step_seconds")

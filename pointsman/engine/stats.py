@@ -119,8 +119,8 @@ class StatsLogger:
     Args:
         engine: the engine to report.
         interval: seconds between two lines.
-        clock: returns real time in seconds; may differ from the engine's clock.
-        emit: called with each line; None: this module's logger, at level INFO.
+        clock: function that returns real time in seconds; it may differ from the engine's clock.
+        emit: function that is called with each line; None: the line goes to this module's logger, at level INFO.
 
     Raises:
         ValueError: the interval is not a positive number.

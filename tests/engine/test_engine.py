@@ -49,7 +49,7 @@ def engine(loaded: LoadedModel, request: pytest.FixtureRequest) -> Engine:
     )  # fmt: skip
 
 
-def test_a_request_from_start_to_end(engine: Engine) -> None:
+def test_each_step_returns_an_output_per_running_request(engine: Engine) -> None:
     engine.add_request("a", "Hello", GREEDY)
     engine.add_request("b", [7, 8, 9], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
     seen: dict[str, list[RequestOutput]] = {"a": [], "b": []}
@@ -122,7 +122,7 @@ def test_invalid_request_ids_are_refused(engine: Engine, request_id: Any, messag
     assert len(drain(engine)) == 1
 
 
-def test_finish_reasons(engine: Engine, loaded: LoadedModel) -> None:
+def test_each_kind_of_finish_has_its_reason(engine: Engine, loaded: LoadedModel) -> None:
     """Stop tokens, EOS, max_tokens=None, the model's length and the pool's capacity."""
     engine.add_request("free", [3, 4, 5], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
     tokens = drain(engine)["free"].token_ids
@@ -151,7 +151,7 @@ def test_finish_reasons(engine: Engine, loaded: LoadedModel) -> None:
     assert len(done["full"].token_ids) == 6 * 4 + 1 - 3
 
 
-def test_abort_returns_every_block(engine: Engine) -> None:
+def test_an_abort_frees_every_block_of_the_request(engine: Engine) -> None:
     before = free_blocks(engine)
     for name in "abc":
         engine.add_request(name, [3] * 20, GREEDY)
@@ -296,7 +296,7 @@ def test_only_the_row_with_nan_ends(engine: Engine) -> None:
     assert all(output.finish_reason == "length" for output in later.values())
 
 
-def test_an_empty_step_runs_no_model(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_without_rows_does_not_run_the_model(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = Scheduler(SchedulerConfig(num_blocks=4, max_model_len=16, max_num_seqs=2, max_num_batched_tokens=8))
     pool = KVPool(loaded.layers, num_blocks=4, block_size=16, dtype=torch.float32)
     runner = ModelRunner(loaded, pool, scheduler)
@@ -324,12 +324,12 @@ def test_an_empty_step_runs_no_model(loaded: LoadedModel, monkeypatch: pytest.Mo
         ({"order": "alphabetic"}, "alphabetic"),
     ],
 )
-def test_invalid_knobs_are_refused(loaded: LoadedModel, knobs: dict[str, Any], message: str) -> None:
+def test_invalid_engine_knobs_are_refused(loaded: LoadedModel, knobs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Engine(loaded, **knobs)
 
 
-def test_a_repeating_output_ends(engine: Engine) -> None:
+def test_repetition_detection_ends_a_repeating_output(engine: Engine) -> None:
     params = SamplingParams(
         allowed_token_ids=[9],
         ignore_eos=True,
@@ -345,7 +345,7 @@ def test_a_repeating_output_ends(engine: Engine) -> None:
     assert output.text == engine.tokenizer.decode([9] * 5), "the repetition is part of the text"
 
 
-def test_the_log_of_a_request_comes_with_its_outputs(loaded: LoadedModel) -> None:
+def test_log_request_events_puts_events_into_outputs(loaded: LoadedModel) -> None:
     engine = Engine(loaded, num_blocks=64, log_request_events=True)
     engine.add_request("a", "Hello", GREEDY)
     output = drain(engine)["a"]
@@ -353,7 +353,7 @@ def test_the_log_of_a_request_comes_with_its_outputs(loaded: LoadedModel) -> Non
     assert output.metrics.events[1].timestamp == output.metrics.first_scheduled_time
 
 
-def test_knobs_reach_the_scheduler(loaded: LoadedModel) -> None:
+def test_scheduler_knobs_of_an_engine_reach_the_scheduler(loaded: LoadedModel) -> None:
     config = Engine(
         loaded, kv_cache_bytes=200_000, block_size=8, max_model_len=100, order="priority", watermark=0.1,
         displace=False, victim="latest", long_prefill_token_threshold=9, full_sequence_must_fit=False,
@@ -396,7 +396,7 @@ def test_invalid_unicode_in_prompts_is_refused() -> None:
     assert not engine.has_unfinished_requests()
 
 
-def test_no_tokenizer(loaded: LoadedModel) -> None:
+def test_an_engine_without_a_tokenizer_accepts_token_ids_only(loaded: LoadedModel) -> None:
     bare = LoadedModel(**{**{name: getattr(loaded, name) for name in LoadedModel.__slots__}, "tokenizer": None})
     engine = Engine(bare, num_blocks=16)
     with pytest.raises(ValueError, match="no tokenizer; give the prompt as token ids"):

@@ -166,7 +166,7 @@ class Watched:
     short_of([*product(FAMILIES, BACKENDS)], [*product(THOROUGH, BACKENDS), *product(FAMILIES, ["fast"])]),
     indirect=True,
 )
-def test_chunks_prefixes_and_preemption_at_once(case: Case, backend: str) -> None:
+def test_chunks_prefixes_and_preemptions_change_no_tokens(case: Case, backend: str) -> None:
     """The short form runs every family with the default backend, and the thorough families with both."""
     seen = Seen()
     watched = Watched(case.loaded[backend].attention)
@@ -184,7 +184,7 @@ thorough = pytest.mark.parametrize("case", THOROUGH, indirect=True)
 
 
 @thorough
-def test_single_requests(case: Case, backend: str) -> None:
+def test_a_single_request_gets_the_reference_tokens(case: Case, backend: str) -> None:
     for prompt, expected in zip(case.prompts[::2], case.expected[::2], strict=True):
         engine = case.engine(backend, num_blocks=64, block_size=4)
         assert tokens(run(engine, [prompt], greedy(case))) == [expected]
@@ -192,7 +192,7 @@ def test_single_requests(case: Case, backend: str) -> None:
 
 @thorough
 @pytest.mark.parametrize("caching", [True, False])
-def test_mixed_batches_with_chunks(case: Case, backend: str, caching: bool) -> None:
+def test_chunked_mixed_batches_get_the_reference_tokens(case: Case, backend: str, caching: bool) -> None:
     engine = case.engine(
         backend, num_blocks=400, block_size=4, max_num_seqs=8, max_num_batched_tokens=12, enable_prefix_caching=caching
     )
@@ -203,7 +203,7 @@ def test_mixed_batches_with_chunks(case: Case, backend: str, caching: bool) -> N
 
 
 @thorough
-def test_prefixes_of_earlier_requests(case: Case, backend: str) -> None:
+def test_requests_with_cached_prefixes_get_the_reference_tokens(case: Case, backend: str) -> None:
     """Run everything twice: the second time, whole blocks of each prompt come from the cache."""
     engine = case.engine(backend, num_blocks=400, block_size=4)
     run(engine, case.prompts, greedy(case))
@@ -215,14 +215,14 @@ def test_prefixes_of_earlier_requests(case: Case, backend: str) -> None:
 
 @thorough
 @pytest.mark.parametrize("knobs", [{"enable_prefix_caching": False}, {"order": "priority"}], ids=str)
-def test_under_memory_pressure(case: Case, backend: str, knobs: dict[str, Any]) -> None:
+def test_preempted_requests_get_the_reference_tokens(case: Case, backend: str, knobs: dict[str, Any]) -> None:
     outputs = run(case.tight_engine(backend, **TIGHT, **knobs), case.prompts, greedy(case))
     assert tokens(outputs) == case.expected
     assert_many_were_preempted(outputs)
 
 
 @thorough
-def test_static_batching_and_whole_prompts(case: Case, backend: str) -> None:
+def test_static_batches_of_whole_prompts_get_the_reference_tokens(case: Case, backend: str) -> None:
     engine = case.engine(
         backend, num_blocks=400, block_size=4, max_num_seqs=4, max_num_batched_tokens=70, batching="static",
         enable_chunked_prefill=False,
@@ -292,7 +292,7 @@ NEUTRAL = {"scale": 1.0}
     ],
     indirect=["case"],
 )
-def test_a_dropped_feature_changes_tokens(case: Case, backend: str, feature: str) -> None:
+def test_attention_without_a_feature_changes_tokens(case: Case, backend: str, feature: str) -> None:
     faulty = Without(case.loaded[backend].attention, feature)
     outputs = run(case.engine(backend, num_blocks=400, block_size=4, attention=faulty), case.prompts, greedy(case))
     wrong = sum(one != other for one, other in zip(tokens(outputs), case.expected, strict=True))

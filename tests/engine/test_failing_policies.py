@@ -47,7 +47,7 @@ def expected(loaded: LoadedModel) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize(("kind", "at", "after"), CASES)
-def test_requests_get_their_tokens(
+def test_a_failing_policy_changes_no_tokens(
     loaded: LoadedModel,
     expected: dict[str, list[int]],
     kind: str,

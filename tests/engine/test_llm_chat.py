@@ -33,7 +33,7 @@ def llm() -> LLM:
     return llm_with(TEMPLATE)
 
 
-def test_one_conversation_and_many(llm: LLM) -> None:
+def test_chat_accepts_one_conversation_or_a_list(llm: LLM) -> None:
     talk = [*HELLO, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "ok"}]
     one = llm.chat(HELLO, GREEDY, use_tqdm=False)
     many = llm.chat([HELLO, talk], GREEDY, use_tqdm=False)
@@ -47,7 +47,7 @@ def test_one_conversation_and_many(llm: LLM) -> None:
     assert llm.chat([], GREEDY, use_tqdm=False) == []
 
 
-def test_options_reach_the_template(llm: LLM) -> None:
+def test_chat_options_reach_the_chat_template(llm: LLM) -> None:
     def prompt(**options: object) -> str | None:
         return llm.chat(HELLO, GREEDY, use_tqdm=False, **options)[0].prompt  # type: ignore[arg-type]
 
@@ -58,7 +58,7 @@ def test_options_reach_the_template(llm: LLM) -> None:
     assert prompt(add_generation_prompt=False, continue_final_message=True) == "u:hi"
 
 
-def test_invalid_conversations_are_refused(llm: LLM) -> None:
+def test_invalid_conversations_are_refused_and_nothing_runs(llm: LLM) -> None:
     with pytest.raises(ValueError, match="conversation 1: the chat template failed: no robots here"):
         llm.chat([HELLO, [{"role": "robot", "content": "x"}]], GREEDY, use_tqdm=False)
     with pytest.raises(ValueError, match="conversation 0: the chat template failed"):

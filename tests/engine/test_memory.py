@@ -71,26 +71,26 @@ def loaded() -> LoadedModel:
         (1000, 0, 0, 1.0, 1000),
     ],
 )
-def test_the_pool_gets_the_share_minus_the_peak(
+def test_kv_pool_gets_the_memory_share_minus_peak_activations(
     total: int, others: int, peak: int, utilization: float, budget: int
 ) -> None:
     assert kv_budget(total, others, peak, utilization) == budget
     assert DeviceBudget(total, others, peak, utilization).kv_bytes == budget
 
 
-def test_the_peak_is_measured_from_the_run_alone() -> None:
+def test_measured_peak_covers_the_run_and_nothing_before() -> None:
     memory = Memory()
     assert measure_peak(lambda: memory.calls.append("run"), memory) == 50 * MIB
     assert memory.calls == ["release_unused", "reset_peak", "run", "release_unused"]
 
 
-def test_memory_reserved_by_the_own_allocator_is_not_others() -> None:
+def test_memory_reserved_by_this_process_is_not_used_by_others() -> None:
     budget = DeviceBudget.measure(lambda: None, Memory(), 0.5)
     assert budget == DeviceBudget(GIB, 100 * MIB, 50 * MIB, 0.5)
     assert budget.kv_bytes == (512 - 50) * MIB
 
 
-def test_figures_of_cuda_are_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_memory_reports_pytorchs_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda", 1)
     for name, value in (
         ("mem_get_info", (7, 9)), ("memory_reserved", 3), ("max_memory_allocated", 2),
@@ -158,9 +158,7 @@ def test_with_a_given_pool_size_nothing_is_measured(
     assert engine.scheduler.config.num_blocks == (num_blocks or 9 * MIB // block)
 
 
-def test_too_little_for_one_request_is_refused_with_figures(
-    monkeypatch: pytest.MonkeyPatch, loaded: LoadedModel
-) -> None:
+def test_memory_below_one_full_length_request_is_refused(monkeypatch: pytest.MonkeyPatch, loaded: LoadedModel) -> None:
     block = bytes_per_block(loaded.layers, 16, torch.float32)
     share = 60 * MIB / GIB
     with pytest.raises(ValueError) as caught:  # 64 tokens take four blocks
@@ -180,7 +178,7 @@ def test_too_little_for_one_request_is_refused_with_figures(
     assert four.scheduler.config.num_blocks == 4
 
 
-def test_eager_steps_are_accepted_and_change_nothing_on_a_cpu(loaded: LoadedModel) -> None:
+def test_enforce_eager_changes_nothing_on_a_cpu(loaded: LoadedModel) -> None:
     plain, eager = (Engine(loaded, num_blocks=9, enforce_eager=eager) for eager in (False, True))
     assert (plain.enforce_eager, eager.enforce_eager) == (False, True)
     assert tokens_of(plain) == tokens_of(eager)

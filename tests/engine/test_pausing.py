@@ -115,7 +115,7 @@ def test_aborts_and_deadlines_also_complete_a_pause(loaded: LoadedModel) -> None
     assert paused.done()
 
 
-def test_mode_abort_ends_requests_at_once_and_the_next_step_reports_it(loaded: LoadedModel) -> None:
+def test_mode_abort_ends_requests_and_the_next_step_returns_outputs(loaded: LoadedModel) -> None:
     engine = Engine(loaded, **{**KNOBS, "max_num_seqs": 1})
     engine.add_request("a", PROMPT, LONG)
     engine.add_request("b", PROMPT, LONG)

@@ -55,7 +55,7 @@ def number_in(line: str, name: str) -> float:
     return float(found[1].replace(",", "").rstrip("."))
 
 
-def test_the_line_about_two_readings(engine: Engine) -> None:
+def test_stats_line_has_the_rates_between_two_readings(engine: Engine) -> None:
     before = read_stats(engine, 100.0)
     after = EngineStats(
         104.0,
@@ -85,7 +85,9 @@ def test_the_line_about_two_readings(engine: Engine) -> None:
         stats_line(later, later)
 
 
-def test_a_line_reports_the_actual_work(engine: Engine, clock: Clock, lines: tuple[list[str], StatsLogger]) -> None:
+def test_a_logged_line_reports_the_work_of_the_interval(
+    engine: Engine, clock: Clock, lines: tuple[list[str], StatsLogger]
+) -> None:
     told, log = lines
     for name in "abc":
         engine.add_request(name, [5] * 20, SIXTEEN)
@@ -141,9 +143,7 @@ def test_waiting_requests_are_reported_even_without_steps(
     assert log.tick() and number_in(told[0], "Waiting") == 1
 
 
-def test_flush_reports_a_part_of_an_interval(
-    engine: Engine, clock: Clock, lines: tuple[list[str], StatsLogger]
-) -> None:
+def test_flush_logs_a_line_before_it_is_due(engine: Engine, clock: Clock, lines: tuple[list[str], StatsLogger]) -> None:
     told, log = lines
     engine.add_request("a", [5] * 8, SIXTEEN)
     steps(engine)
@@ -175,7 +175,7 @@ def test_llm_reports_a_run_shorter_than_the_interval(
     assert caplog.text.count("throughput: ") == 2  # of prompts and of generation, in one line
 
 
-def test_lines_go_to_the_log(engine: Engine, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+def test_stats_lines_go_to_the_log_by_default(engine: Engine, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     log = StatsLogger(engine, 10.0, clock=clock)
     engine.add_request("a", [5] * 8, SIXTEEN)
     clock.now += 10.0
@@ -185,6 +185,6 @@ def test_lines_go_to_the_log(engine: Engine, clock: Clock, caplog: pytest.LogCap
 
 
 @pytest.mark.parametrize("interval", [0, -1.0, float("nan")])
-def test_an_interval_must_be_positive(engine: Engine, interval: float) -> None:
+def test_a_stats_interval_must_be_positive(engine: Engine, interval: float) -> None:
     with pytest.raises(ValueError, match="must be above 0 seconds"):
         StatsLogger(engine, interval)

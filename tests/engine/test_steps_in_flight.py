@@ -206,7 +206,7 @@ def test_any_part_of_a_step_may_be_postponed(
     assert free_blocks(engine) == 22
 
 
-def test_without_a_waiting_moment_no_step_runs_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_never_waits_schedules_no_step_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts that were not done while the model computed are done as with one step in flight."""
     engine = make(wrap_model(build(FAMILIES["qwen3"](), seed=1), fuse=False), attention="torch")
     events = watch(engine, monkeypatch)
@@ -383,7 +383,7 @@ def test_a_pause_completes_with_the_steps_in_flight(loaded: LoadedModel) -> None
     assert drain(engine)["a"].token_ids == tokens
 
 
-def test_a_recording_replays(loaded: LoadedModel) -> None:
+def test_a_recording_with_steps_in_flight_replays(loaded: LoadedModel) -> None:
     file = io.StringIO()
     engine = make(loaded, 3, num_blocks=26, full_sequence_must_fit=False, recorder=Recorder(file))
     add_mixture(engine, structured=False)

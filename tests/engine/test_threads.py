@@ -53,25 +53,25 @@ def test_the_users_own_thread_setting_is_kept(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(("content", "quota"), [("150000 100000\n", 1.5), ("max 100000\n", math.inf), ("", math.inf)])
-def test_quota(tmp_path: Path, content: str, quota: float) -> None:
+def test_cgroup_v2_cpu_quota_limits_the_threads(tmp_path: Path, content: str, quota: float) -> None:
     (tmp_path / "cpu.max").write_text(content)
     assert machine.cpu_quota(tmp_path) == quota
     assert threads.set_num_threads(None, LARGE) == (2 if quota == 1.5 else 8)
 
 
 @pytest.mark.parametrize(("microseconds", "quota"), [("300000", 3.0), ("-1", math.inf)])
-def test_quota_of_the_older_interface(tmp_path: Path, microseconds: str, quota: float) -> None:
+def test_cgroup_v1_cpu_quota_is_read(tmp_path: Path, microseconds: str, quota: float) -> None:
     (tmp_path / "cpu").mkdir()
     (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(microseconds)
     (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000")
     assert machine.cpu_quota(tmp_path) == quota
 
 
-def test_without_a_control_group_there_is_no_quota(tmp_path: Path) -> None:
+def test_without_a_control_group_the_cpu_quota_is_infinite(tmp_path: Path) -> None:
     assert machine.cpu_quota(tmp_path / "absent") == math.inf
 
 
-def test_helpers_of_a_thread_end_and_come_back() -> None:
+def test_released_openmp_threads_start_again_on_demand() -> None:
     """OpenMP's helpers of the calling thread end, and the thread computes as before."""
     if threads.openmp_library() is None:
         pytest.skip("PyTorch does not compute with GNU's OpenMP here")

@@ -91,7 +91,7 @@ def expected() -> list[list[int]]:
     ],
     ids=str,
 )
-def test_tokens_equal_those_without_groups(knobs: dict[str, Any]) -> None:
+def test_tokens_are_equal_with_and_without_kv_groups(knobs: dict[str, Any]) -> None:
     engine = Engine(gemma(attention=knobs.get("attention", "auto")), **{**KNOBS, **knobs})
     assert [group.kind for group in engine.scheduler.config.kv_groups] == ["window", "window", "full"]
     assert tokens_of(engine) == expected()
@@ -215,7 +215,7 @@ def test_blocks_outside_a_window_are_freed_within_a_step(steps_in_flight: int) -
     assert largest > 50
 
 
-def test_with_groups_more_requests_fit() -> None:
+def test_kv_groups_let_more_requests_run() -> None:
     """With five windows per layer of full attention, in the memory of 8 requests of full length without groups."""
     window, length, size = (512, 4096, 32) if is_long() else (32, 256, 4)
     running: dict[bool, int] = {}
@@ -245,7 +245,7 @@ def test_with_groups_more_requests_fit() -> None:
 # ------------------------------------------------------------------------------------------------- around it
 
 
-def test_a_warm_engine_and_a_replay() -> None:
+def test_warm_up_and_replay_work_with_kv_groups() -> None:
     file = io.StringIO()
     engine = Engine(gemma(), recorder=Recorder(file), **{**KNOBS, "num_blocks": TIGHT})
     warm_up(engine)
@@ -316,7 +316,7 @@ def test_preempted_requests_swap_the_blocks_of_every_group(make: Callable[[], Lo
 
 
 @MODELS
-def test_the_store_keeps_the_blocks_of_every_group(make: Callable[[], LoadedModel], tmp_path: Path) -> None:
+def test_the_kv_store_keeps_the_blocks_of_every_group(make: Callable[[], LoadedModel], tmp_path: Path) -> None:
     """An engine reads the KV of another: exactly the blocks to which the next token attends."""
     first = Engine(make(), kv_store=str(tmp_path), **KNOBS)
     assert len(first.scheduler.config.kv_groups) > 1
@@ -362,7 +362,7 @@ def test_lost_files_of_the_store_are_recomputed(make: Callable[[], LoadedModel],
 
 @MODELS
 @pytest.mark.parametrize("eviction", ["retention:share=0.6,default=5", "reuse"])
-def test_retained_blocks_change_no_token(make: Callable[[], LoadedModel], eviction: str) -> None:
+def test_retention_with_kv_groups_changes_no_tokens(make: Callable[[], LoadedModel], eviction: str) -> None:
     engine = Engine(make(), eviction=eviction, count_common_prefix=True, **{**KNOBS, "num_blocks": TIGHT})
     assert len(engine.scheduler.config.kv_groups) > 1
     assert tokens_of(engine) == expected_of(make)

@@ -1,4 +1,4 @@
-"""AsyncEngine: serves many requests at once to asyncio, each as a stream of outputs.
+"""AsyncEngine: serves many concurrent requests to asyncio, each as a stream of outputs.
 
     engine = AsyncEngine("demo")
     async for output in engine.generate("The import statement", SamplingParams(max_tokens=32)):
@@ -349,9 +349,10 @@ class AsyncEngine:
         """End the engine and its thread. Further calls are allowed, also during a shutdown.
 
         Args:
-            drain: True: refuse new requests, and let earlier requests finish, also those whose prompts are still being
-                tokenized. False: abort all requests. Streams of queued or running requests end with finish_reason
-                "abort"; streams whose requests are not queued yet raise `EngineDeadError`.
+            drain: whether requests may finish. True: refuse new requests, and let earlier requests finish, also those
+                whose prompts are still being tokenized. False: abort all requests. Streams of queued or running
+                requests end with finish_reason "abort"; streams whose requests are not queued yet raise
+                `EngineDeadError`.
             timeout: maximum seconds for draining, after which unfinished requests are aborted; None: no limit. The step
                 in progress always completes.
         """
@@ -499,7 +500,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
         if isinstance(prompt, str):
             engine._thread.send(Expect(self.request_id, mailbox))
             text, prompt = prompt, await engine.tokenize(prompt)
-        if self._is_over:  # closed meanwhile
+        if self._is_over:  # the stream was closed meanwhile
             return
         engine._send_request(self.request_id, mailbox, prompt, self._params, {**self._options, "prompt_text": text})
         await mailbox.wait_accepted()

@@ -96,7 +96,7 @@ class Abandon:
 
 @dataclass(slots=True, eq=False)
 class Stop:
-    """Message: end the thread."""
+    """Message: end the thread; `drain`: only when all requests have finished."""
 
     drain: bool
 
@@ -124,9 +124,9 @@ class EngineThread:
         engine: the engine to run; only this thread may use it from now on.
         max_step_retries: maximum number of consecutive retries of a failed step.
         log_stats_interval: seconds between two log lines with statistics; None: no such lines.
-        on_step: called in the thread when the outputs of a step have been delivered, with the scheduler's output of
-            this step.
-        on_beat: called in the thread during a step as a sign of life; see `Pulse`.
+        on_step: function that is called in the thread when the outputs of a step have been delivered, with the
+            scheduler's output of this step.
+        on_beat: function that is called in the thread during a step as a sign of life; see `Pulse`.
     """
 
     def __init__(

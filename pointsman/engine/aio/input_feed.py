@@ -28,9 +28,9 @@ class InputFeed:
 
     Args:
         parts: asynchronous iterator of the prompt's parts.
-        extend: adds a part to the request.
-        on_error: called in the event loop when the iterator or the engine raises; the attribute `error` is then the
-            exception.
+        extend: function that adds a part to the request.
+        on_error: function that is called in the event loop when the iterator or the engine raises; the attribute
+            `error` is then the exception.
     """
 
     def __init__(self, parts: AsyncIterator[Prompt], extend: Extend, on_error: Callable[[], None]) -> None:

@@ -35,8 +35,8 @@ class OutputRouter:
     """The mailboxes of one engine's requests. Only the engine's thread uses it.
 
     Args:
-        abort: aborts the request with an id; the engine then calls `deliver` with the last output of a followed
-            request.
+        abort: function that aborts the request with an id; the engine then calls `deliver` with the last output of a
+            followed request.
     """
 
     def __init__(self, abort: Callable[[str], object]) -> None:

@@ -85,7 +85,7 @@ have a third more. Slow grammars take seconds each, so a longer queue would take
 CACHE_BYTES = 256 * 1024**2
 MAX_FAILURES = 256
 FAILURE_MEMORY = 60.0
-"""Seconds for which a failure is cached."""
+"""Seconds for which the failure of a grammar is cached."""
 
 Outcome: TypeAlias = CompiledGrammar | GrammarError
 

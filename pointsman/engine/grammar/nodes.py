@@ -214,8 +214,8 @@ def _write_class(characters: CharacterSet) -> str:
 
 
 def _write_separate_class(characters: CharacterSet) -> str:
-    """A class in EBNF outside a repetition. A risky one gets an alternative, so that xgrammar makes a rule for it; in a
-    counted repetition a rule would be slow."""
+    """A class in EBNF outside a repetition. A class that lists multi-byte characters gets an alternative, so that
+    xgrammar makes a rule for it; in a counted repetition a rule would be slow."""
     return (
         f"({_write_class(characters)} | {NEVER})"
         if _lists_multibyte_characters(characters)

@@ -161,7 +161,7 @@ class GrammarProcess:
     Args:
         read_vocabulary: function that returns the vocabulary; called once, in the thread that first compiles a grammar;
             may raise GrammarError.
-        limits: for each grammar.
+        limits: limits for each grammar.
     """
 
     def __init__(self, read_vocabulary: Callable[[], GrammarVocabulary], limits: GrammarLimits) -> None:

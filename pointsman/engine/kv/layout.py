@@ -33,7 +33,7 @@ MAX_GROUPS = 8
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """The shape of one attention layer's KV per token, as observed in a trial run of the model."""
+    """The shape of one attention layer's KV per token, as measured in a trial run of the model."""
 
     num_kv_heads: int
     k_dim: int

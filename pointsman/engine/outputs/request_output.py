@@ -38,7 +38,7 @@ class RequestMetrics:
     """Number of prompt tokens that were found in the prefix cache, or outside the pool, at the admission that led to
     the request's first token."""
     num_external_tokens: int = 0
-    """Number of these `num_cached_tokens` whose KV was loaded from host memory or the KV store."""
+    """Part of `num_cached_tokens`: number of tokens whose KV was loaded from host memory or the KV store."""
     num_preemptions: int = 0
     preemption_causes: tuple[PreemptionCause, ...] = ()
     """The cause of each preemption of the request, in order."""
@@ -218,7 +218,7 @@ class Transcript:
         if self.detokenizer is None or self.decoder is None:
             return ""
         if to_the_end and start == 0 and not self.is_eager and not self.texts:
-            if self._final_text is None:  # no text has been read: decoding all tokens at once is fastest
+            if self._final_text is None:  # no text has been read: decoding all tokens in one call is fastest
                 self._begin_text()
                 shown = self.token_ids[:-1] if self.has_hidden_end else self.token_ids
                 self._final_text = self.detokenizer.whole(shown)

@@ -21,7 +21,7 @@ class PoolingParams:
     """Parameters for the vector of a prompt.
 
     Raises:
-        ValueError: there is no such pooling.
+        ValueError: `pooling` is neither "last" nor "mean".
     """
 
     pooling: Pooling = "last"

@@ -39,7 +39,7 @@ def check_may_come_in_parts(request_id: str, params: SamplingParams, *, is_poole
     """Raises ValueError: the request has a parameter that needs the whole prompt when the request is added."""
     what = "embeddings" if is_pooled else "prompt_logprobs" if params.prompt_logprobs is not None else ""
     if what:
-        raise ValueError(f"request {request_id!r}: {what} need the whole prompt at once; leave out more_input")
+        raise ValueError(f"request {request_id!r}: {what} need the whole prompt in one piece; leave out more_input")
 
 
 def checked_token_ids(request_id: str, prompt: Sequence[int], vocab_size: int) -> IntArray | Sequence[int]:

@@ -3,7 +3,7 @@
 Decoding all tokens again at every step would take time quadratic in the length, and decoding each token alone would be
 wrong: a character may be spread over several tokens, and some decoders treat the first token of a text differently. So
 a stream takes tokens one by one and releases text as soon as it is *settled*: no later token can change it. The
-released pieces, joined, equal the result of `tokenizer.decode` for all tokens at once, and a text only grows.
+released pieces, joined, equal the result of one call of `tokenizer.decode` for all tokens, and a text only grows.
 
 `TextDecoder` inspects the tokenizer's decoder once, and makes streams of the matching kind:
 
@@ -90,7 +90,7 @@ class TextDecoder:
         """Decode all tokens in one call of the tokenizer.
 
         Raises:
-            Exception: the tokenizer fails on the tokens together, although it decodes each alone.
+            Exception: the tokenizer fails on the tokens together, although it decodes each of them alone.
         """
         return self._decode_readable(
             lambda ids: self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens), list(token_ids)
@@ -192,7 +192,7 @@ class TextDecoder:
         """The text of a prompt, including special tokens, without an incomplete character at its end.
 
         Raises:
-            Exception: the tokenizer fails on the tokens together, although it decodes each alone.
+            Exception: the tokenizer fails on the tokens together, although it decodes each of them alone.
         """
         unfinished = self.unfinished(token_ids)
         if self._falls_back and unfinished:  # each byte of the run would become a replacement character
@@ -343,7 +343,7 @@ class Detokenizer:
         self._stream.begin_behind(prompt)
 
     def whole(self, token_ids: Sequence[int]) -> str:
-        """The text of these tokens if they are the next and last ones. Only without stop strings."""
+        """The text of these tokens if they are the next and last ones. Call this only without stop strings."""
         return self._stream.whole(token_ids)
 
     def _search(self, token_id: int) -> str:

@@ -62,9 +62,9 @@ class ByteStream:
     """The stream for vocabularies whose tokens are bytes: decodes the bytes as UTF-8.
 
     Args:
-        bytes_of: returns the bytes of a token.
-        skipped: tokens that the text leaves out.
-        unfinished: returns the bytes of an incomplete character at the end of a prompt.
+        bytes_of: function that returns the bytes of a token.
+        skipped: ids of tokens that the text leaves out.
+        unfinished: function that returns the bytes of an incomplete character at the end of a prompt.
     """
 
     __slots__ = ("_bytes_of", "_decoder", "_skipped", "_unfinished")
@@ -108,12 +108,12 @@ class WindowStream:
     context. The context has text, so a decoder that strips the beginning of a text strips only the context.
 
     Args:
-        decode: decodes several tokens, none left out.
-        skipped: tokens that the text leaves out.
-        byte_of: returns the byte of a byte token, b"" for a token that the vocabulary lacks, None for other tokens.
-            None: the decoder has no byte tokens.
-        unfinished: returns the bytes of an incomplete character at the end of a prompt.
-        neutral: returns tokens that have text and are not byte tokens, to serve as context.
+        decode: function that decodes several tokens, special tokens included.
+        skipped: ids of tokens that the text leaves out.
+        byte_of: function that returns the byte of a byte token, b"" for a token that the vocabulary lacks, None for
+            other tokens. None: the decoder has no byte tokens.
+        unfinished: function that returns the bytes of an incomplete character at the end of a prompt.
+        neutral: function that returns tokens that have text and are not byte tokens, to serve as context.
     """
 
     __slots__ = ("_byte_of", "_context", "_context_text", "_decode", "_held", "_neutral", "_skipped", "_unfinished")
@@ -277,8 +277,8 @@ class CleanUpStream:
     Args:
         stream: the stream that makes the text before the cleaning.
         clean: function that cleans up the spaces of a whole text.
-        decode: decodes several tokens, none left out, without cleaning.
-        skipped: tokens that the text leaves out.
+        decode: function that decodes several tokens, special tokens included, without cleaning up spaces.
+        skipped: ids of tokens that the text leaves out.
     """
 
     __slots__ = ("_clean", "_decode", "_prompt", "_raw", "_skipped", "_stream")

@@ -95,7 +95,7 @@ def prompt_of(number: int) -> str:
 # -------------------------------------------------------------------------------------------------------- streams
 
 
-def test_outputs_come_at_the_stream_interval(make: Callable[..., AsyncEngine]) -> None:
+def test_a_stream_yields_an_output_per_stream_interval(make: Callable[..., AsyncEngine]) -> None:
     async def work() -> None:
         engine = make(stream_interval=8)
         params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
@@ -183,7 +183,7 @@ def test_a_slow_consumer_gets_one_merged_snapshot(make: Callable[..., AsyncEngin
     assert (seen[1] == 40) if kind is RequestOutputKind.CUMULATIVE else (sum(seen) == 40)
 
 
-def test_two_event_loops_at_once(make: Callable[..., AsyncEngine]) -> None:
+def test_two_event_loops_share_an_engine(make: Callable[..., AsyncEngine]) -> None:
     engine = make()
     results: dict[str, list[list[int]]] = {}
 
@@ -228,7 +228,7 @@ def test_two_engines_share_a_loaded_model(make: Callable[..., AsyncEngine]) -> N
         (None, ValueError, "the prompt is of type NoneType; give text or token ids"),
     ],
 )
-def test_bad_values_raise_only_in_the_caller(
+def test_invalid_requests_raise_only_in_their_caller(
     make: Callable[..., AsyncEngine], prompt: Any, kind: type[Exception], message: str
 ) -> None:
     engine = make()
@@ -264,7 +264,7 @@ def test_an_invalid_id_raises_only_in_the_caller(make: Callable[..., AsyncEngine
 
 
 @also_with_two_steps_in_flight
-def test_used_ids_are_refused_and_finished_ids_are_free_at_once(make: Callable[..., AsyncEngine]) -> None:
+def test_ids_in_use_are_refused_and_finished_ids_are_free(make: Callable[..., AsyncEngine]) -> None:
     engine = make()
     short = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 
@@ -996,12 +996,12 @@ def test_tenant_and_priority_reach_the_scheduler_and_can_change(make: Callable[.
 
 
 @pytest.mark.parametrize("knobs", [{"max_step_retries": -1}, {"max_step_retries": None}, {"log_stats_interval": 0.0}])
-def test_knobs_are_checked(loaded: LoadedModel, knobs: dict[str, Any]) -> None:
+def test_invalid_async_engine_knobs_are_refused(loaded: LoadedModel, knobs: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="it must be"):
         AsyncEngine(loaded, num_blocks=32, max_model_len=256, **knobs)
 
 
-def test_prompts_are_tokenized_beside_the_detokenizer(make: Callable[..., AsyncEngine]) -> None:
+def test_tokenizing_and_detokenizing_may_run_in_parallel(make: Callable[..., AsyncEngine]) -> None:
     """Both threads use one tokenizer object without affecting each other."""
     engine = make()
     text = " ".join(WORDS * 20)

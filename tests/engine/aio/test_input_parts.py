@@ -115,7 +115,7 @@ def test_parts_give_the_same_output_with_drafts_and_steps_in_flight(
     engine.close()
 
 
-def test_the_next_part_reuses_the_kv_of_the_last(loaded: LoadedModel) -> None:
+def test_the_next_part_reuses_the_kv_of_earlier_parts(loaded: LoadedModel) -> None:
     engine = Engine(loaded, **KNOBS)
     request = engine.add_request("a", PARTS[0], GREEDY, more_input=True)
     found = []
@@ -152,7 +152,7 @@ def run_out_with_grammars(engine: Engine) -> dict[str, Any]:
     return ended
 
 
-def test_a_stop_string_ends_the_output(loaded: LoadedModel) -> None:
+def test_a_stop_string_ends_the_output_after_a_prompt_in_parts(loaded: LoadedModel) -> None:
     engine = Engine(load_model("demo"), num_blocks=64)
     engine.add_request("a", "The import", SamplingParams(temperature=0, max_tokens=40, stop=["e"]), more_input=True)
     engine.extend("a", " statement")
@@ -246,7 +246,7 @@ def test_many_prompts_in_parts_share_a_pool_for_one_of_them(loaded: LoadedModel,
     asyncio.run(asyncio.wait_for(test(), 60))
 
 
-def test_parts_of_text_make_the_prompt_s_text() -> None:
+def test_texts_of_parts_are_joined_to_the_prompts_text() -> None:
     async def test() -> None:
         async with AsyncEngine(load_model("demo"), log_stats_interval=None, num_blocks=64) as engine:
             stream = engine.generate(arriving(["", "The import", "", " statement"]), GREEDY)

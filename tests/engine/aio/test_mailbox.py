@@ -109,7 +109,7 @@ def test_an_error_comes_after_the_last_snapshot() -> None:
     with_port(test)
 
 
-def test_acceptance_is_reported_and_kept() -> None:
+def test_wait_accepted_returns_also_after_the_acceptance() -> None:
     async def test(port: LoopPort) -> None:
         mailbox = LoopMailbox(port)
         waiting = asyncio.ensure_future(mailbox.wait_accepted())

@@ -61,12 +61,12 @@ def test_odds_forget_old_observations() -> None:
     assert PRIOR < MAX_NOTED
 
 
-def test_a_cost_is_the_line_through_the_steps() -> None:
+def test_step_cost_is_the_line_through_the_observed_steps() -> None:
     cost = line(2.0, 0.1)
     assert cost.between(1, 12) == pytest.approx(2.0 + 0.1 * np.arange(1, 13), rel=0.02)
 
 
-def test_costs_depend_on_the_computed_rows() -> None:
+def test_step_cost_depends_on_the_computed_rows() -> None:
     cost = StepCost(lambda size: -(-size // 8) * 8)
     for turn in range(60):
         cost.observe(3 + 10 * (turn % 2), 1.0 + 0.5 * (turn % 2))
@@ -107,7 +107,7 @@ def test_likely_drafts_are_chosen_where_tokens_cost_little() -> None:
     assert best_counts(chances, 2, line(0.0, 1.0)).tolist() == [0, 0], "a draft costs a whole step"
 
 
-def test_best_counts_is_the_best_choice() -> None:
+def test_best_counts_gives_the_most_tokens_per_second() -> None:
     """Compare with every number of drafts, in the order of their chances."""
     rng = np.random.default_rng(1)
     seen = set()

@@ -33,7 +33,7 @@ def test_the_continuation_of_the_longest_suffix_is_expected(tokens: list[int], d
 
 
 @pytest.mark.parametrize("tokens", [[1, 2, 3], [1], [0, 0, 0][:1], []])
-def test_nothing_is_expected_after_new_tokens(tokens: list[int]) -> None:
+def test_no_token_is_expected_after_a_new_ngram(tokens: list[int]) -> None:
     assert lookup_of(tokens).length == 0
 
 
@@ -44,7 +44,7 @@ def test_a_suffix_must_be_long_enough() -> None:
     assert look_up(np.array([9, 1, 2, 7, 9, 1, 2], dtype=np.int32), 2, 2) == (3, 2), "longer suffixes are not looked up"
 
 
-def test_the_place_advances_while_expected_tokens_come() -> None:
+def test_the_match_grows_while_expected_tokens_follow() -> None:
     one = lookup_of([1, 2, 3, 4, 5, 6, 9, 1, 2], 2, 3)
     assert one.length == 2
     assert one.append([3, 4]) == [2, 3]

@@ -206,12 +206,14 @@ def test_the_sampled_distribution_of_an_engine_is_the_same_with_drafts(loaded: L
         ({"num_draft_tokens": 2, "max_steps_in_flight": 2}, "drafts continue the newest token"),
     ],
 )
-def test_knobs_are_checked(loaded: LoadedModel, knobs: dict[str, Any], message: str) -> None:
+def test_invalid_speculation_knobs_are_refused(loaded: LoadedModel, knobs: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Engine(loaded, num_blocks=16, max_num_seqs=6, max_num_batched_tokens=47, **knobs)
 
 
-def test_wrong_drafts_cease(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_that_are_always_wrong_are_no_longer_proposed(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At any cost of steps: with odds below 1 %, five drafts cannot gain 5 %."""
     wrong = loaded.vocab_size - 1
     monkeypatch.setattr(NgramLookup, "expected", lambda self, count: [wrong] * count)
@@ -269,7 +271,7 @@ def test_searches_without_result_become_rare(
     assert searched[-1] - searched[-8] == 7
 
 
-def test_every_step_is_searched_where_steps_take_long(
+def test_long_steps_search_for_drafts_in_every_step(
     loaded: LoadedModel, searched: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prompt_lookup, "SEARCH_SHARE", 1e9)

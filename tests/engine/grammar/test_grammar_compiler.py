@@ -241,7 +241,9 @@ def test_a_failure_is_cached_for_a_while(shared: GrammarCompiler) -> None:
     assert time.monotonic() - started < 0.5
 
 
-def test_memory_is_limited(make: Callable[..., GrammarCompiler], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_for_compiling_a_grammar_is_limited(
+    make: Callable[..., GrammarCompiler], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(grammar_process, "subprocess", subprocess)  # a forked child would inherit its parent's memory
     compiler = make(memory=16 * 1024**2, timeout=30.0)
     error = outcome(compiler, grammar=HOPELESS)
@@ -350,7 +352,7 @@ def test_models_without_structured_output_are_refused_with_a_reason(tokenizer: A
 
 
 @pytest.mark.parametrize("timeout", [0, -1, 3601, float("nan"), "10", None, True])
-def test_the_time_limit_is_checked(tokenizer: Any, timeout: Any) -> None:
+def test_invalid_grammar_timeouts_are_refused(tokenizer: Any, timeout: Any) -> None:
     with pytest.raises(ValueError, match="grammar_timeout is"):
         GrammarCompiler(tokenizer, VOCAB_SIZE, (EOS,), limits=GrammarLimits(timeout=timeout))
 

@@ -140,13 +140,13 @@ def test_json_conforms_to_its_schema(which: str, request: pytest.FixtureRequest)
     assert free_blocks(llm.engine) == llm.engine.scheduler.stats().num_blocks
 
 
-def test_any_json_object(llm: LLM) -> None:
+def test_json_object_outputs_are_json_objects(llm: LLM) -> None:
     outputs = generate(llm, [structured(i, 0.9, 400, json_object=True) for i in range(12)])
     for index in complete(outputs, 0.3):
         assert isinstance(json.loads(outputs[index].text), dict)
 
 
-def test_whitespace_is_limited(tiny: LoadedModel, tiny_compiler: GrammarCompiler) -> None:
+def test_whitespace_in_json_is_limited(tiny: LoadedModel, tiny_compiler: GrammarCompiler) -> None:
     """A random model generates whitespace wherever it is allowed."""
     schema = {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]}
     outputs = generate(llm_with(tiny, tiny_compiler), [structured(i, json=schema, max_tokens=100) for i in range(20)])
@@ -173,7 +173,7 @@ PATTERNS = (
 
 
 @pytest.mark.parametrize("which", ["demo", "tiny"])
-def test_regular_expressions_match(which: str, request: pytest.FixtureRequest) -> None:
+def test_outputs_match_their_regular_expression(which: str, request: pytest.FixtureRequest) -> None:
     llm = llm_with(request.getfixturevalue(which), request.getfixturevalue(f"{which}_compiler"))
     params = [structured(i, 1.0, 120, regex=pattern) for pattern in PATTERNS for i in range(4)]
     outputs = generate(llm, params)
@@ -385,7 +385,7 @@ def test_parked_requests_hold_no_blocks_and_keep_their_places(demo: LoadedModel)
     assert ended == ["first", "structured", "second"]
 
 
-def test_a_step_without_runnable_requests_waits(demo: LoadedModel) -> None:
+def test_a_step_without_runnable_requests_waits_for_grammars(demo: LoadedModel) -> None:
     """An engine whose only request is parked does not spin while the process starts, which takes seconds."""
     engine = Engine(demo, num_blocks=64, max_model_len=256)
     engine.add_request("a", PROMPT, structured(choice=["a"]))
@@ -444,7 +444,7 @@ def test_a_parked_request_that_ends_cancels_its_grammar(demo: LoadedModel) -> No
     assert (ended[-1].request_id, ended[-1].text) == ("a", "again")
 
 
-def test_a_model_without_a_tokenizer_refuses(demo: LoadedModel) -> None:
+def test_a_model_without_a_tokenizer_refuses_structured_output(demo: LoadedModel) -> None:
     bare = replace(demo, tokenizer=None)
     engine = Engine(bare, num_blocks=64, max_model_len=256)
     with pytest.raises(GrammarError, match="needs a tokenizer"):

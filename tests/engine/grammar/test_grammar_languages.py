@@ -140,7 +140,7 @@ def test_texts_are_derived_by_their_grammar(compiler: Compiler, grammar: languag
     choices=st.lists(st.text(languages.characters, min_size=1, max_size=4), min_size=1, max_size=4),
     seed=st.integers(0, 2**32),
 )
-def test_texts_are_choices(compiler: Compiler, choices: list[str], seed: int) -> None:
+def test_generated_texts_are_among_the_choices(compiler: Compiler, choices: list[str], seed: int) -> None:
     assert set(compiler.texts(random.Random(seed), choice=choices)) <= set(choices)
 
 

@@ -203,7 +203,7 @@ def test_constructs_that_the_compiler_misreads_are_refused(schema: dict[str, Any
         Language(json={"type": "array", "items": schema})
 
 
-def test_lengths_may_be_written_as_floats() -> None:
+def test_schema_lengths_may_be_written_as_floats() -> None:
     assert Language(json={"type": "string", "minLength": 2.0, "maxLength": 3.0}).allows('"a"', '"ab"') == ['"ab"']
     assert Language(json={"type": "array", "maxItems": 1.0}).allows("[1]", "[1,1]") == ["[1]"]
 

@@ -190,7 +190,7 @@ def test_published_events_match_the_cached_blocks(loaded: LoadedModel) -> None:
 @pytest.mark.long
 @pytest.mark.e2e
 @VLLM_INSTALLED
-def test_vllms_own_decoder_reads_it(loaded: LoadedModel, tmp_path: Path) -> None:
+def test_vllms_decoder_reads_the_published_messages(loaded: LoadedModel, tmp_path: Path) -> None:
     engine, payloads = published_run(loaded)
     messages = tmp_path / "messages"
     messages.write_text("".join(payload.hex() + "\n" for payload in payloads))
@@ -217,12 +217,12 @@ def test_vllms_own_decoder_reads_it(loaded: LoadedModel, tmp_path: Path) -> None
         ({"endpoint": "tcp://127.0.0.1:1:*"}, "cannot be used"),
     ],
 )
-def test_invalid_values_are_refused(loaded: LoadedModel, value: Any, message: str) -> None:
+def test_invalid_kv_events_configs_are_refused(loaded: LoadedModel, value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Engine(loaded, num_blocks=12, kv_events_config=value)
 
 
-def test_nothing_is_published_by_default(loaded: LoadedModel) -> None:
+def test_no_kv_events_are_published_by_default(loaded: LoadedModel) -> None:
     for value in (None, {"enable_kv_cache_events": False}, {"publisher": "null"}):
         engine = Engine(loaded, num_blocks=12, kv_events_config=value)
         assert engine.kv_events is None and not engine.scheduler.config.enable_kv_cache_events

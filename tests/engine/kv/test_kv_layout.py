@@ -27,7 +27,7 @@ def layout_of(layers: Sequence[LayerShape], windows: Sequence[int | None], **kno
     return layout_in_groups(layers, windows, config(**knobs), only_if_it_saves=True)
 
 
-def test_five_windows_to_one() -> None:
+def test_window_and_full_layers_form_groups_of_equal_size() -> None:
     layout = layout_of([SHAPE] * 34, [32, 32, 32, 32, 32, None] * 5 + [32] * 4)
     assert layout.groups == (WINDOW,) * 6 + (FULL,) and len(layout.slots) == 5
     full = [place for index, place in enumerate(layout.places) if index % 6 == 5 and index < 30]
@@ -81,7 +81,7 @@ def test_a_block_has_memory_for_one_group_at_a_time() -> None:
         assert len(set(places)) == len(places)
 
 
-def test_groups_can_be_turned_off(caplog: pytest.LogCaptureFixture) -> None:
+def test_disabling_the_hybrid_manager_keeps_one_group(caplog: pytest.LogCaptureFixture) -> None:
     assert choose_layout([SHAPE] * 2, [32, None], config(), None).groups == (WINDOW, FULL)
     with caplog.at_level(logging.INFO):
         assert choose_layout([SHAPE] * 2, [32, None], config(), True) == KVLayout.plain([SHAPE] * 2)

@@ -118,7 +118,7 @@ def test_more_saves_than_slots_keep_the_last_ones() -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_random_plans_against_a_dictionary(seed: int) -> None:
+def test_random_copy_plans_equal_a_dictionary(seed: int) -> None:
     """Several steps are planned before they run, some are voided, and the tier is cleared now and then."""
     choose = random.Random(seed)
     pool, tier = make_tier(choose.randint(1, 6))
@@ -165,7 +165,7 @@ def test_too_little_memory_for_a_block_is_refused() -> None:
 
 @pytest.mark.parametrize("steps", short_of([1, 2, 3], [2]))
 @pytest.mark.parametrize("num_bytes", [AMPLE, SCARCE])
-def test_outputs_are_equal_and_fewer_tokens_are_computed(
+def test_offloading_keeps_outputs_and_saves_computation(
     loaded: LoadedModel, expected: dict[str, list[int]], steps: int, num_bytes: int
 ) -> None:
     without = make(loaded, max_steps_in_flight=steps, **TIGHT)
@@ -282,7 +282,7 @@ def test_no_old_kv_is_found_after_a_reset(steps: int) -> None:
     assert engine.counters.num_restored_blocks > 20
 
 
-def test_a_server_offloads_too(loaded: LoadedModel, expected: dict[str, list[int]]) -> None:
+def test_async_engine_offloads_kv_with_equal_outputs(loaded: LoadedModel, expected: dict[str, list[int]]) -> None:
     async def work() -> list[list[int]]:
         engine = AsyncEngine(
             loaded, block_size=4, max_num_seqs=8, max_num_batched_tokens=32, max_model_len=64, kv_offload_bytes=AMPLE,
@@ -318,6 +318,6 @@ def test_a_server_offloads_too(loaded: LoadedModel, expected: dict[str, list[int
         ({"kv_store_bytes": 1 << 20}, "there is no kv_store"),
     ],
 )
-def test_invalid_knobs_are_refused(loaded: LoadedModel, knobs: dict[str, Any], message: str) -> None:
+def test_invalid_offload_knobs_are_refused(loaded: LoadedModel, knobs: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make(loaded, **knobs)

@@ -470,7 +470,7 @@ def change_weights(loaded: LoadedModel, factor: float) -> None:
     loaded.model.model.layers[0].self_attn.v_proj.weight.data.mul_(factor)
 
 
-def test_weights_that_change_are_another_model(tmp_path: Path) -> None:
+def test_stored_kv_of_other_weights_is_not_found(tmp_path: Path) -> None:
     """After a reset no old KV is found or stored as new; with the old weights it is found again."""
     loaded = wrap_model(build(FAMILIES["qwen3"](), seed=1), fuse=False)
     change_weights(loaded, 2.0)
@@ -505,7 +505,7 @@ def test_salted_requests_share_only_with_equal_salts(tmp_path: Path, loaded: Loa
     assert tokens[0] == tokens[1] == tokens[2]
 
 
-def test_a_waiting_server_wakes_when_kv_is_loaded_or_late(tmp_path: Path, loaded: LoadedModel) -> None:
+def test_an_idle_engine_wakes_when_a_load_ends_or_times_out(tmp_path: Path, loaded: LoadedModel) -> None:
     """No other request runs: the end of the load, or its time limit, must wake the thread."""
     run_and_store(loaded, tmp_path)
 

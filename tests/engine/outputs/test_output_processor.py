@@ -51,7 +51,7 @@ def run(engine: Engine, params: SamplingParams, *, prompt: Any = None, eager: bo
 
 @pytest.mark.parametrize("kind", [*KINDS])
 @pytest.mark.parametrize("is_eager", [False, True])
-def test_random_groups_of_tokens(kind: str, is_eager: bool) -> None:
+def test_snapshots_of_random_token_groups_extend_each_other(kind: str, is_eager: bool) -> None:
     """Snapshots after groups of tokens, read late or never: each text extends the last one, and the final one is
     complete."""
     tokenizer, rng = KINDS[kind](), random.Random(kind)
@@ -100,7 +100,7 @@ def test_since_refuses_outputs_that_do_not_match(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("eager", [False, True])
-def test_output_kinds(engine: Engine, eager: bool) -> None:
+def test_each_output_kind_has_its_tokens_and_text(engine: Engine, eager: bool) -> None:
     cumulative = run(engine, GREEDY, eager=eager)
     deltas = run(engine, dataclasses.replace(GREEDY, output_kind=RequestOutputKind.DELTA), eager=eager)
     final = run(engine, dataclasses.replace(GREEDY, output_kind=RequestOutputKind.FINAL_ONLY), eager=eager)
@@ -146,7 +146,7 @@ def test_without_detokenize_there_is_no_text(engine: Engine) -> None:
     assert {one.decoded_token for entry in output.outputs[0].logprobs for one in entry.values()} == {None}
 
 
-def test_special_tokens_in_the_text(loaded: LoadedModel, engine: Engine) -> None:
+def test_special_tokens_are_in_the_text_unless_skipped(loaded: LoadedModel, engine: Engine) -> None:
     """A token that the model often generates is made special."""
     token_id = run(engine, GREEDY)[-1].token_ids[3]
     tokenizer = byte_level()
@@ -270,7 +270,7 @@ def test_a_tokenizer_failure_ends_only_its_request(loaded: LoadedModel, kind: Re
     assert engine.scheduler.stats().num_free_blocks == engine.scheduler.config.num_blocks
 
 
-def test_a_tokenizer_failure_at_the_last_token(loaded: LoadedModel) -> None:
+def test_a_tokenizer_failure_at_the_last_token_is_an_error(loaded: LoadedModel) -> None:
     engine = picky_engine(loaded, (70, 70))
     engine.add_request("bad", PROMPT, dataclasses.replace(only(70, stop="zz"), max_tokens=2))
     engine.add_request("good", PROMPT, dataclasses.replace(only(71, stop="zz"), max_tokens=2))
@@ -301,7 +301,7 @@ def test_the_cumulative_logprob_takes_constant_time() -> None:
     assert RequestOutput(transcript, 10, 20).outputs[0].cumulative_logprob == -10, "of everything so far"
 
 
-def test_logprobs(engine: Engine) -> None:
+def test_logprobs_are_those_of_the_most_likely_tokens(engine: Engine) -> None:
     outputs = run(engine, dataclasses.replace(GREEDY, logprobs=3, max_tokens=6))
     sample = outputs[-1].outputs[0]
     assert sample.logprobs is not None and sample.cumulative_logprob is not None
@@ -321,7 +321,7 @@ def test_logprobs(engine: Engine) -> None:
     assert run(engine, GREEDY)[-1].outputs[0].logprobs is None
 
 
-def test_prompt_logprobs(engine: Engine) -> None:
+def test_prompt_logprobs_equal_those_of_generated_tokens(engine: Engine) -> None:
     """A long prompt is computed in chunks although its prefix is cached, with the same values as for generated
     tokens."""
     prompt = [70 + i % 7 for i in range(50)]
@@ -361,7 +361,7 @@ def test_recomputed_prompt_logprobs_are_equal(engine: Engine) -> None:
 # ------------------------------------------------------------------------------------------------------- counters
 
 
-def test_counters(engine: Engine) -> None:
+def test_counters_count_prompt_cached_and_generated_tokens(engine: Engine) -> None:
     prompt = [70 + i % 7 for i in range(50)]
     first, second = run(engine, GREEDY, prompt=prompt)[-1], run(engine, GREEDY, prompt=prompt)[-1]
     counters = engine.counters
@@ -413,6 +413,6 @@ def test_a_stop_string_and_an_abort_do_not_wait_for_the_interval(loaded: LoadedM
 
 
 @pytest.mark.parametrize("interval", [0, True, 2.0])
-def test_an_invalid_interval_is_refused(loaded: LoadedModel, interval: Any) -> None:
+def test_an_invalid_stream_interval_is_refused(loaded: LoadedModel, interval: Any) -> None:
     with pytest.raises(ValueError, match="stream_interval is"):
         Engine(loaded, num_blocks=64, stream_interval=interval)

@@ -87,7 +87,7 @@ def test_defaults_are_those_of_vllm() -> None:
         ("output_kind", "delta"),
     ],
 )
-def test_an_invalid_value_is_reported_in_one_line(field: str, value: object) -> None:
+def test_an_invalid_sampling_parameter_is_refused_in_one_line(field: str, value: object) -> None:
     with pytest.raises(ValueError) as error:
         SamplingParams(**{field: value})
     message = str(error.value)
@@ -113,7 +113,7 @@ def test_more_logprobs_than_any_vocabulary_are_refused(field: str, value: int) -
 
 
 @pytest.mark.parametrize("field", ["stop", "stop_token_ids", "bad_words", "allowed_token_ids"])
-def test_none_means_no_value(field: str) -> None:
+def test_none_turns_a_sampling_parameter_off(field: str) -> None:
     assert not getattr(SamplingParams(**{field: None}), field)
 
 

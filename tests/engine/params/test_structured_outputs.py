@@ -41,7 +41,7 @@ def test_the_order_of_properties_is_part_of_a_schema() -> None:
     assert first != spec_of(json={"type": "object", "properties": {"b": {}, "a": {}}})
 
 
-def test_parameters_are_values() -> None:
+def test_parameters_compare_hash_and_pickle_by_value() -> None:
     """They are compared, hashed and sent to other processes."""
     one = SamplingParams(structured_outputs=StructuredOutputsParams(json=OBJECT))
     other = SamplingParams(structured_outputs=StructuredOutputsParams(json=dict(OBJECT)))
@@ -91,7 +91,7 @@ def test_parameters_are_values() -> None:
         ({"regex": "a", "disable_any_whitespace": "yes"}, "disable_any_whitespace is 'yes'"),
     ],
 )
-def test_errors_have_one_line(options: dict[str, Any], words: str) -> None:
+def test_structured_output_errors_have_one_line(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=r".") as caught:
         StructuredOutputsParams(**options)
     message = str(caught.value)
@@ -99,7 +99,7 @@ def test_errors_have_one_line(options: dict[str, Any], words: str) -> None:
     assert "\n" not in message and len(message) < 300
 
 
-def test_the_field_accepts_no_other_type() -> None:
+def test_structured_outputs_accepts_no_other_type() -> None:
     with pytest.raises(ValueError, match="structured_outputs is of type dict"):
         SamplingParams(structured_outputs={"regex": "a"})  # type: ignore[arg-type]
 
@@ -191,7 +191,7 @@ def test_constructs_that_the_compiler_misreads_are_rewritten() -> None:
         assert prepare_schema(plain) == plain
 
 
-def test_depth_is_limited() -> None:
+def test_nesting_of_json_schemas_is_limited() -> None:
     schema: dict[str, Any] = {}
     for _ in range(MAX_DEPTH - 1):
         schema = {"items": schema}
@@ -314,7 +314,7 @@ def test_any_schema_passes_or_is_refused_in_one_line(schema: dict[str, Any]) -> 
 
 
 @given(VALUES)
-def test_any_value_in_place_of_a_schema(value: Any) -> None:
+def test_any_value_as_a_schema_passes_or_is_refused(value: Any) -> None:
     try:
         StructuredOutputsParams(json=value)
     except ValueError as error:
@@ -322,7 +322,7 @@ def test_any_value_in_place_of_a_schema(value: Any) -> None:
 
 
 @given(st.text(alphabet='[]^-\\"(){}*+?.|abcsdDSWwxu0127é\n:', max_size=30) | st.text())
-def test_any_text_as_a_pattern(pattern: str) -> None:
+def test_any_text_as_a_pattern_passes_or_is_refused(pattern: str) -> None:
     try:
         prepared = prepare_schema({"type": "string", "pattern": pattern})
     except ValueError as error:

@@ -59,7 +59,7 @@ def test_streamed_text_equals_text_decoded_at_once(kind: str, tokenizer: Any) ->
 
 
 @pytest.mark.parametrize("name", ["byte-level", "byte-fallback", "python", "python-replacing"])
-def test_no_half_characters(name: str) -> None:
+def test_released_text_has_only_whole_characters(name: str) -> None:
     """Whole texts spelled in bytes: all characters are released, and only whole ones."""
     tokenizer = KINDS[name]()
     decoder, rng = TextDecoder(tokenizer), random.Random(1)
@@ -144,7 +144,7 @@ class _Parts:
 @given(st.lists(st.sampled_from(WORDS), max_size=12))
 @example([" n", " ' ", "t"])  # joined twice
 @example([" '", " '", " '", " n", " '", "t", " '", " '", "s"])
-def test_cleaned_up_spaces(words: list[str]) -> None:
+def test_streamed_clean_up_equals_that_of_transformers(words: list[str]) -> None:
     """Against transformers' own clean-up of the whole text."""
     clean = metaspace().clean_up_tokenization
     stream = CleanUpStream(_Parts(words), clean, str, frozenset())
@@ -177,7 +177,7 @@ def test_a_token_that_the_tokenizer_cannot_decode_has_no_text() -> None:
         TextDecoder(PickyTokenizer(inner, frozenset(), (70, 71))).decode([69, 70, 71])
 
 
-def test_a_tokens_own_text() -> None:
+def test_token_text_is_the_text_after_other_text() -> None:
     decoder = TextDecoder(metaspace())
     the, s = (metaspace().convert_tokens_to_ids(token) for token in ("▁the", "</s>"))
     assert (decoder.token_text(the), decoder.token_text(s)) == (" the", "</s>")
@@ -187,7 +187,7 @@ def test_a_tokens_own_text() -> None:
 
 
 @pytest.mark.parametrize("name", list(KINDS))
-def test_the_cost_of_a_token_does_not_grow(name: str) -> None:
+def test_detokenizing_takes_constant_time_per_token(name: str) -> None:
     """A text 16 times as long takes 16 times as long; decoding all tokens at every step would take 256 times."""
     tokenizer = KINDS[name]()
     decoder, rng = TextDecoder(tokenizer), random.Random(2)
@@ -222,7 +222,7 @@ def first_stop(text: str, stop: list[str], floor: int = 0) -> tuple[int, int, st
     return start, end, one
 
 
-def test_random_stop_strings_against_find(kind: str, tokenizer: Any) -> None:
+def test_random_stop_strings_end_the_text_where_find_does(kind: str, tokenizer: Any) -> None:
     decoder, rng = TextDecoder(tokenizer), random.Random(kind)
     num_found = num_strings = 0
     for _ in range(NUM_STRINGS // 2):
@@ -278,7 +278,9 @@ def _random_stop(text: str, rng: random.Random) -> str:
     st.integers(0, 12),
     st.booleans(),
 )
-def test_stop_strings_after_min_tokens(parts: list[str], stop: list[str], min_tokens: int, include: bool) -> None:
+def test_stop_strings_end_the_text_only_after_min_tokens(
+    parts: list[str], stop: list[str], min_tokens: int, include: bool
+) -> None:
     """Two letters only, so that stop strings overlap with themselves, each other and the minimum."""
     detokenizer = Detokenizer(_Parts(parts), stop, include_stop=include, min_tokens=min_tokens)
     text, num_fed = "", 0
@@ -299,7 +301,7 @@ def test_stop_strings_after_min_tokens(parts: list[str], stop: list[str], min_to
 
 
 @pytest.mark.parametrize(("stop", "num_tokens"), [("\n", 3), ("\n\n", 4), (" a\n", 3), ("日", 7), ("\ufffd", 9)])
-def test_a_stop_string_in_byte_tokens_ends_the_text_at_once(stop: str, num_tokens: int) -> None:
+def test_a_stop_string_in_byte_tokens_ends_the_text_immediately(stop: str, num_tokens: int) -> None:
     """The text ends before the run of bytes does; an incomplete character is not yet a replacement character."""
     tokenizer = KINDS["byte-fallback"]()
     tokens = ["b", "▁a", "<0x0A>", "<0x0A>", "<0xE6>", "<0x97>", "<0xA5>", "<0xFF>", "▁a"]
@@ -343,7 +345,7 @@ def test_searching_a_long_run_of_bytes_has_constant_cost_per_token() -> None:
     assert long < 16 * 4 * short + 0.01
 
 
-def test_the_end_may_complete_a_stop_string() -> None:
+def test_the_end_of_the_tokens_may_complete_a_stop_string() -> None:
     """A byte that waits for the rest of its character becomes a replacement character at the end."""
     tokenizer = byte_level()
     token_ids = [byte_token("byte-level", tokenizer, byte) for byte in b"a\xc3"]

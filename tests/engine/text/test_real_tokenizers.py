@@ -48,7 +48,7 @@ def test_prompt_and_output_join_at_every_place(tokenizer: Any) -> None:
         assert text.lstrip(REPLACEMENT) == joined.decode("utf-8", "replace").lstrip(REPLACEMENT)
 
 
-def test_an_engine_continues_prompts(tokenizer: Any) -> None:
+def test_engine_outputs_continue_prompts_cut_anywhere(tokenizer: Any) -> None:
     engine = Engine(wrap_model(build(config_for(tokenizer)), tokenizer=tokenizer), num_blocks=256, block_size=16)
     decoder = TextDecoder(tokenizer)
     token_ids = tokenizer(HARD_TEXT, add_special_tokens=False)["input_ids"]

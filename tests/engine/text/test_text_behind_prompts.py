@@ -211,7 +211,7 @@ def test_spaces_are_cleaned_up_behind_a_prompt(prompt: str, output: str, text: s
     assert text_behind(decoder, tokens_of(tokenizer, *prompt.split()), tokens_of(tokenizer, *output.split())) == text
 
 
-def test_a_long_prompt_without_text_is_fast() -> None:
+def test_only_the_end_of_a_long_prompt_is_decoded() -> None:
     """Only its end is read, unless no token at the end has text."""
     tokenizer = metaspace()
     calls: list[int] = []
@@ -324,7 +324,7 @@ def test_added_texts_have_no_partial_characters(kind: str) -> None:
     assert "".join(added).lstrip(" ") == tokenizer.decode(token_ids)
 
 
-def test_tokens_that_add_to_a_character() -> None:
+def test_a_character_belongs_to_the_token_that_completes_it() -> None:
     for kind in ("byte-level", "byte-fallback", "python-replacing"):
         tokenizer = KINDS[kind]()
         decoder = TextDecoder(tokenizer)

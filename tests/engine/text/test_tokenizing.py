@@ -19,7 +19,7 @@ from pointsman.engine.text.tokenizer import (
 )
 
 
-def test_model_directory(tmp_path: Path) -> None:
+def test_model_directory_is_the_path_or_the_demo_model(tmp_path: Path) -> None:
     assert model_directory(None) == model_directory("demo") == DEMO_MODEL
     assert model_directory(str(tmp_path)) == tmp_path
 
@@ -55,7 +55,7 @@ def test_a_template_cannot_reach_beyond_the_conversation() -> None:
         render_chat(tokenizer, [{"role": "user", "content": "x"}], {"chat_template": template})
 
 
-def test_pytorch_is_not_loaded_for_it() -> None:
+def test_tokenizing_loads_no_pytorch() -> None:
     """An API process holds a tokenizer and no model."""
     loaded = "{'torch', 'numba'} & sys.modules.keys()"
     code = f"import sys, pointsman.server.serve, pointsman.server.api.app; assert not {loaded}"
