@@ -233,7 +233,7 @@ class RequestSpec:
     salt: str | None = None
     adapter: tuple[str, int | str] | None = None
     images: tuple[Image, ...] = ()
-    """The images that fit the prompt."""
+    """Images of the request; images that do not fit the prompt are dropped."""
     use_prefix_cache: bool = True
     runs_ahead: bool = True
     more_input: bool = False
@@ -266,7 +266,7 @@ class RequestSpec:
 
 
 def place_images(images: Sequence[Image], tokens: list[int]) -> list[EncoderInput]:
-    """The images that fit these tokens; their placeholders become zeros."""
+    """The encoder inputs of the images that fit `tokens`; tokens at placeholders become zeros."""
     inputs: list[EncoderInput] = []
     end = 0
     for name, gap, length in images:
