@@ -35,7 +35,7 @@ from tests.mutations import Structure, mutated
 MAX_SECONDS = 10.0
 MAX_BYTES = 10**9
 MAX_MESSAGE = 2_000
-"""Maximum characters of an error."""
+"""Maximum number of characters of an error message."""
 MAX_FAILURES = 30
 RECORDINGS = Path(__file__).parent / "core" / "recordings"
 
@@ -45,9 +45,9 @@ class Reader:
     """A reader of a file format.
 
     Args:
-        structure: of the file.
-        make: writes a valid file into a folder and returns its path.
-        read: is given the path of the file, valid or broken.
+        structure: structure of the file, as `mutated` takes it.
+        make: function that writes a valid file into a folder and returns the path.
+        read: function that reads the file at a path, valid or broken.
         errors: names ("package.module:Name") of its allowed errors.
         place: a pattern that every error must match beside the file's name.
         names_file: whether errors name the file; otherwise their caller adds it.
@@ -68,7 +68,7 @@ class Found:
     longest_seconds: float = 0.0
     slowest: int = -1
     peak_megabytes: int = 0
-    """Memory beyond that of the process before the first mutation."""
+    """Maximum memory of a reader, beyond that of the process before the first mutation."""
     failures: list[str] = field(default_factory=list)
 
 
@@ -375,7 +375,7 @@ def _load_model(path: Path) -> object:
 
 
 def _read_tokenizer(path: Path) -> object:
-    """As the API process does."""
+    """Read the file as the API process does."""
     from pointsman.engine.text.tokenizer import encode, read_tokenizer
 
     tokenizer = read_tokenizer(path.parent)

@@ -27,7 +27,7 @@ def find(name: str) -> Any:
     """The class, function or constant of this name; `Class.attribute` is an attribute of the class.
 
     Raises:
-        LookupError: no module has a global of that name, or two define different things under it.
+        LookupError: no module has a global of that name, or two modules define different objects under this name.
     """
     first, *rest = name.split(".")
     globals_of = {module.__name__: vars(module).get(first, _UNSET) for module in modules()}

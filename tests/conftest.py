@@ -97,7 +97,7 @@ end."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip tests that only the long form has; put long tests first; keep those of the shard."""
+    """Skip tests that only the long form has; put long tests first; keep only the tests of the shard."""
     if not forms.is_long():
         for item in items:
             if item.get_closest_marker("long"):
@@ -242,12 +242,12 @@ def _executed_rules() -> Counter[str]:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A worker of pytest-xdist hands its count to the process that reports."""
+    """In a worker of pytest-xdist: send the counts of executed rules to the process that reports."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["executed_rules"] = dict(_executed_rules())
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
-    """Collect the count of a worker that is done."""
+    """Add the counts of executed rules of a worker that has finished."""
     _rules.update(getattr(node, "workeroutput", {}).get("executed_rules", {}))

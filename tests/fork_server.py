@@ -47,16 +47,16 @@ class ForkedProcess:
         os.close(self._status)
 
     def poll(self) -> int | None:
-        """Its exit code, or None while it runs."""
+        """The exit code of the process, or None while it runs."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.wait(0)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit code, once it has ended.
+        """Wait until the process has ended; returns its exit code.
 
         Raises:
-            subprocess.TimeoutExpired: it has not.
+            subprocess.TimeoutExpired: the process has not ended in time.
         """
         if self.returncode is None:
             if not select.select([self._status], [], [], timeout)[0]:
@@ -67,22 +67,22 @@ class ForkedProcess:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal, if it has not ended."""
+        """Send the process a signal, if it has not ended."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):  # it has ended since
                 os.kill(self.pid, number)
 
     def terminate(self) -> None:
-        """Ask it to end."""
+        """Ask the process to end (SIGTERM)."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it at once."""
+        """End the process immediately (SIGKILL)."""
         self.send_signal(signal.SIGKILL)
 
 
 class ForkServer:
-    """A process that forks others; or a forked process's connection to it (`connection`)."""
+    """A process that forks further processes; or a forked process's connection to that process (`connection`)."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -126,7 +126,7 @@ class ForkServer:
         order of their start.
 
         Raises:
-            ProcessLookupError: there is none.
+            ProcessLookupError: the fork server has no process `pid`.
         """
         self._socket.send(json.dumps({"started_by": pid}).encode())
         found: list[int] = json.loads(self._socket.recv(_MESSAGE))
@@ -204,10 +204,10 @@ def _become(job: dict[str, Any], descriptors: list[int], sock: socket.socket) ->
 
 
 class _Forking:
-    """The fork server's side.
+    """The loop of the fork server, in its own process.
 
     Args:
-        control: to the process that launched it; when that closes, it ends.
+        control: connection to the process that launched the server; when this connection closes, the server ends.
     """
 
     def __init__(self, control: socket.socket) -> None:
@@ -216,7 +216,7 @@ class _Forking:
         self._running: dict[int, tuple[int, int, int]] = {}  # by descriptor: (id, asker, descriptor for the code)
 
     def run(self) -> None:
-        """Fork on request until all clients are gone."""
+        """Fork processes on request until all clients have closed their connections."""
         while True:
             for ready in select.select([*self._askers, *self._running], [], [])[0]:
                 if isinstance(ready, int):
@@ -236,8 +236,8 @@ class _Forking:
         os.close(status)
 
     def _answer(self, sock: socket.socket) -> bool:
-        """Answer one request; False if the client is gone: a process can be killed between its request and the
-        answer."""
+        """Answer one request; returns False if the client has ended: a process can be killed between its request and
+        the answer."""
         try:
             message, received, _, _ = socket.recv_fds(sock, _MESSAGE, 16)
         except ConnectionResetError:
@@ -272,7 +272,7 @@ class _Forking:
         return str(pid).encode()
 
     def _forget(self) -> None:
-        """In the new process: close the descriptors of the others."""
+        """In the new process: close the descriptors of other processes."""
         for sock in self._askers:
             sock.close()
         for process, (_, _, status) in self._running.items():

@@ -73,9 +73,9 @@ def start_command(
     """Start `python -m pointsman ARGUMENTS`.
 
     Args:
-        arguments: of the command.
+        arguments: arguments of the command.
         descriptors: its standard input, output and error output.
-        environment: its variables; None: those of this process.
+        environment: environment variables of the process; None: those of this process.
     """
     environment = os.environ if environment is None else environment
     return fork_server().start(

@@ -16,7 +16,7 @@ class ForkingParent:
     Args:
         python: the interpreter.
         modules: the modules that it imports.
-        environment: its variables, and those of its children.
+        environment: environment variables of the process and of its children.
     """
 
     def __init__(self, python: Path | str, modules: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -32,7 +32,7 @@ class ForkingParent:
         """As `subprocess.run([python, *arguments])`, with further variables in its environment.
 
         Raises:
-            TimeoutExpired: it took more than `timeout` seconds.
+            TimeoutExpired: the forked process took more than `timeout` seconds.
             RuntimeError: the forking process has exited, because a module cannot be imported.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -51,6 +51,6 @@ class ForkingParent:
             return subprocess.CompletedProcess(command, code, out.read_text(), err.read_text())
 
     def close(self) -> None:
-        """End it."""
+        """End the forking process."""
         atexit.unregister(self.close)
         self._process.communicate()

@@ -60,7 +60,7 @@ def become(job: dict[str, Any]) -> int:
 
 
 def wait(pid: int, timeout: float) -> int | None:
-    """The exit code of a child; None: it took too long, and was killed with its children."""
+    """The exit code of a child; None: the child took too long, and was killed with its own children."""
     descriptor = os.pidfd_open(pid)
     in_time = select.select([descriptor], [], [], timeout)[0]
     os.close(descriptor)

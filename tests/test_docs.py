@@ -40,10 +40,10 @@ from tests.sim.observed_logs import write_observed
 
 ROOT = Path(__file__).resolve().parent.parent
 VLLM = ROOT / "docs" / "vllm.md"
-"""Its commands need vLLM: tests/integrations/test_vllm_docs.py runs them."""
+"""Document whose commands need vLLM: tests/integrations/test_vllm_docs.py runs them."""
 DOCUMENTS = [ROOT / "README.md", *sorted(set((ROOT / "docs").glob("*.md")) - {VLLM})]
 ADDRESS = "http://127.0.0.1:8000"
-"""Of the server, in the documents."""
+"""Address of the server in the documents."""
 OPERATING = ROOT / "docs" / "operating.md"
 DECISIONS = ROOT / "docs" / "decisions"
 TEXTS = [*DOCUMENTS, VLLM, ROOT / "CONTRIBUTING.md", *sorted(DECISIONS.glob("*.md"))]

@@ -19,7 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 600.0
-"""For all kernels of a call."""
+"""Time limit for all kernels of one call, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Kernel:
 
     Args:
         module: where the kernel is defined, such as "pointsman.engine.sampling.race_triton".
-        name: of the kernel there.
+        name: name of the kernel in that module.
         signature: the types of its parameters as Triton writes them, such as "*fp32", "i32" or "constexpr", in order.
         constexprs: values of the compile-time parameters, by name.
         options: of the launch, such as num_warps.
@@ -48,14 +48,14 @@ class Resources:
     """Resources of one program of a compiled kernel, by `ptxas -v`."""
 
     registers: int
-    """By thread."""
+    """Number of registers per thread."""
     stack_bytes: int
-    """By thread, in local memory."""
+    """Bytes of stack per thread, in local memory."""
     spill_stores: int
-    """Bytes by thread that are stored because registers run out."""
+    """Bytes per thread that are stored because registers run out."""
     spill_loads: int
     shared_bytes: int
-    """By program."""
+    """Bytes of shared memory per program."""
 
 
 def kernel_of(function: Any, signature: Mapping[str, str], constexprs: Mapping[str, Any], **more: Any) -> Kernel:

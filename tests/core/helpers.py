@@ -73,7 +73,7 @@ class Host:
         park: ParkReason | None = None,
         **fields: Any,
     ) -> Request:
-        """Add a request; a `prompt` given as a length gets tokens of its own. It arrives now by default."""
+        """Add a request, which arrives now by default. A `prompt` that is a length gets unique tokens."""
         now = self._tick()
         tokens = self.prompt(prompt) if isinstance(prompt, int) else prompt
         request = Request(request_id, tokens, **{"arrival_time": now, "max_tokens": max_tokens, **fields})
@@ -111,7 +111,7 @@ class Host:
         return update
 
     def propose(self, output: SchedulerOutput, drafts: Mapping[str, Sequence[int]]) -> int:
-        """Propose drafts for the named requests; returns the number of kept ones."""
+        """Propose drafts for the named requests; returns the number of kept drafts."""
         each = [list(drafts.get(name, ())) for name in names(output.requests)]
         flat = [token for tokens in each for token in tokens]
         kept = self.scheduler.propose(output, flat, [len(tokens) for tokens in each], self._tick())
@@ -155,8 +155,8 @@ class Host:
         self.scheduler.check_invariants()
 
     def extend(self, request_id: str, tokens: int | Sequence[int] = 4, **options: Any) -> Request:
-        """Extend a request by a part; a part given as a length gets tokens of its own. By default the last part, with
-        `max_tokens` 16."""
+        """Extend a request by a part, by default the last part, with `max_tokens` 16. A part that is a length gets
+        unique tokens."""
         part = self.prompt(tokens) if isinstance(tokens, int) else tokens
         request = self.scheduler.extend(request_id, part, self._tick(), **{"max_tokens": 16, **options})
         self.scheduler.check_invariants()
@@ -186,7 +186,7 @@ class Host:
         return self.scheduler.stats()
 
     def run_to_end(self, max_steps: int = 500) -> list[SchedulerOutput]:
-        """Step until no request is left; returns the outputs. More than `max_steps` is a failure."""
+        """Step until all requests have finished; returns the outputs. More than `max_steps` steps are a failure."""
         outputs: list[SchedulerOutput] = []
         while self.scheduler.has_unfinished_requests():
             assert len(outputs) < max_steps, f"{max_steps} steps and still {self.stats()}"
@@ -199,7 +199,7 @@ class Host:
 
 
 class Connector:
-    """Offers the tokens that a test gives it, and records its calls."""
+    """A connector that offers the tokens that a test sets, and records the calls of the scheduler."""
 
     saves_evicted = True
 

@@ -35,13 +35,13 @@ from tests.core.helpers import Host, names
 
 LEAVES = (str, bytes, int, float, bool, complex, type(None), np.generic, type)
 SNAPSHOTS = (SchedulerStats, Explanation)
-"""Objects that are made for the host on request. It owns them, and may change their dictionaries without effect
-elsewhere."""
+"""Types of objects that are created for the host on request. The host owns these objects, and may change their
+dictionaries without effect on the scheduler."""
 PURE = (SchedulerOutput, StepUpdate, Request, SchedulerConfig)
 """Types whose methods without arguments are called too; their results are attacked."""
 
 OLD_NAMES = ("num_seats", "num_overtaken")
-"""Deprecated names, which warn."""
+"""Deprecated attributes, which raise a warning."""
 
 
 class Vandal:

@@ -50,7 +50,7 @@ def test_import_loads_the_scheduler_and_no_host() -> None:
 
 
 def test_every_public_name_of_the_core_is_one_of_the_package() -> None:
-    """But for what only a simulator needs."""
+    """Except names that only a simulator needs."""
     assert set(pointsman.__all__) ^ set(pointsman.core.__all__) == {"StepRun", "__version__"}
     for name in set(pointsman.__all__) - {"__version__"}:
         assert getattr(pointsman, name) is getattr(pointsman.core, name)
@@ -67,7 +67,8 @@ def test_dir_shows_public_names_alone() -> None:
 
 
 def test_names_of_the_engine_are_listed_and_typed() -> None:
-    """`dir` lists them without loading anything; type checkers and editors see them under `TYPE_CHECKING`."""
+    """`dir` lists the names of the engine without an import; type checkers and editors see these names under
+    `TYPE_CHECKING`."""
     assert set(dir(pointsman)) >= ENGINE_NAMES
     source = ast.parse(Path(pointsman.__file__).read_text())
     (typed,) = (node for node in source.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
@@ -76,7 +77,7 @@ def test_names_of_the_engine_are_listed_and_typed() -> None:
 
 
 def test_names_of_the_engine_are_resolved_on_first_use() -> None:
-    """In a new process, in an order that shows what each loads; sampling parameters need no PyTorch."""
+    """In a new process, name after name, with the modules that each name loads; sampling parameters need no PyTorch."""
     program = """
 import sys
 import pointsman

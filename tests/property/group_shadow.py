@@ -25,7 +25,7 @@ def reads_from(group: KVGroup, position: int) -> int:
 
 
 class GroupShadowHost(ShadowHost):
-    """As `ShadowHost`. The table of a sequence is the list of `Placed` that it got, in order."""
+    """As `ShadowHost`, for groups of layers. The table of a sequence is the list of its `Placed` blocks, in order."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         super().__init__(config)
@@ -88,7 +88,7 @@ class GroupShadowHost(ShadowHost):
         require(all(low <= block < high for block in groups), f"{name} got a block outside {low}..{high - 1}: {told}")
 
     def _check_common_prefix(self, output: SchedulerOutput) -> None:
-        """If enabled, it is that of the tables of the first group of full attention."""
+        """The reported common prefix, if enabled, is that of the tables of the first group of full attention."""
         full = next((index for index, group in enumerate(self.config.kv_groups) if group.is_full), None)
         tables = [[block for group, _, block in self.placed(each) if group == full] for each in output.requests]
         same = takewhile(lambda blocks: len(set(blocks)) == 1, zip(*tables, strict=False))

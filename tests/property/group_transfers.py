@@ -29,7 +29,7 @@ class GroupTransfer(Transfer):
 
 
 class GroupDevice(Device):
-    """As `Device`."""
+    """As `Device`, for groups of layers."""
 
     _host: GroupShadowHost
 
@@ -47,7 +47,8 @@ class GroupDevice(Device):
         return [(group, place) for place in range(num_places) for group, first in enumerate(firsts) if place >= first]
 
     def num_usable(self, found: Iterable[Spot], most: int) -> int:
-        """Maximum number of blocks, up to `most`, after which a request can continue with the found ones."""
+        """Maximum number of blocks, up to `most`, after which a request can continue with the blocks that were
+        found."""
         there = set(found)
         return next(count for count in range(most, -1, -1) if there.issuperset(self.needed(count)))
 

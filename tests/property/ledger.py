@@ -1,4 +1,4 @@
-"""The tests' knowledge of one request, from calls and outputs alone."""
+"""The ledger: what the tests know about each request, from calls and outputs alone."""
 
 from __future__ import annotations
 
@@ -80,28 +80,28 @@ class Entry:
 
     @property
     def waits_for_caller(self) -> bool:
-        """Whether it waits for its caller, in truth or by its parking reason."""
+        """Whether the request waits for its caller, in truth or by its parking reason."""
         return self.place is Place.PARKED and self.parked_for == "waiting_for_streaming_req"
 
     @property
     def waits_for_input_alone(self) -> bool:
-        """Whether it is parked only for its next part."""
+        """Whether the request is parked only for the next part of its prompt."""
         return self.waits_for_caller and self.awaits_input
 
     def is_part_over(self) -> bool:
-        """Whether the end of its current output ends a part and not the request."""
+        """Whether the end of the request's current output ends a prompt part and not the request."""
         if not self.more_input and not self.parts:
             return False
         return self.reference.status is not RequestStatus.FINISHED_LENGTH or "max_tokens" in self.reference.details
 
     def runs_since(self, admission: int) -> bool:
-        """Whether it has run without interruption since that admission."""
+        """Whether the request has run without interruption since an admission."""
         return self.place is Place.RUNNING and self.last_admission == admission
 
     def queue_key(self, order: str, loss: int = 0) -> tuple[float, ...]:
-        """Sort key of the queue; `loss`: as if it had just lost its row with that number. Within a class resumed
-        requests come before new ones; resumed ones by their last admission ("fcfs-front": the last to lose its row
-        first; "priority-by-arrival": no difference), new ones by arrival.
+        """Sort key of the queue; `loss`: number of the loss, as if the request had just lost its row. Within a class
+        resumed requests come before new ones; resumed ones by their last admission ("fcfs-front": the last to lose its
+        row first; "priority-by-arrival": no difference), new ones by arrival.
         """
         urgency = self.request.priority if order.startswith("priority") else 0
         arrival = self.request.arrival_time
@@ -150,7 +150,7 @@ class Tally:
     finished: Counter[str] = field(default_factory=Counter)
 
     def admit(self, *, resumed: bool, queried: int, hit: int, recomputed: int) -> None:
-        """Count an admission; negative numbers undo one of a failed step."""
+        """Count an admission; negative numbers undo an admission of a failed step."""
         if resumed:
             self.resumed_prefix_queries += queried
             self.resumed_prefix_hits += hit

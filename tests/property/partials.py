@@ -34,7 +34,7 @@ LACKS_BLOCKS = {
 
 
 def bypass_bound(config: SchedulerConfig) -> int:
-    """How many requests may bypass one that waits for blocks; 0: none."""
+    """Maximum number of requests that may bypass a request that waits for blocks; 0: none."""
     return int(next(iter(parameter(config, "reserve", "bypass", "bound")), 0))
 
 
@@ -44,7 +44,7 @@ def passing(config: SchedulerConfig) -> set[Reason]:
 
 
 def partial(entries: list[Entry]) -> list[Entry]:
-    """Running requests with uncomputed tokens of those known at their admission."""
+    """Running requests that have not computed all tokens that were known at their admission."""
     running = [entry for entry in entries if entry.place is Place.RUNNING]
     return [entry for entry in running if entry.num_computed < entry.request.num_admitted_tokens]
 
@@ -59,7 +59,7 @@ def check_caps(world: World) -> None:
 
 
 def must_wait(world: World, entry: Entry) -> bool:
-    """Whether the caps leave no place for another one like this."""
+    """Whether the caps on partial prefills leave no place for a further request like this one."""
     config, begun = world.config, partial(world.live)
     most, max_long = config.max_num_partial_prefills, config.max_long_partial_prefills
     is_full = most is not None and len(begun) >= most
@@ -73,8 +73,8 @@ def may_lack_place(config: SchedulerConfig) -> bool:
 
 
 def blocks_queue(world: World, entry: Entry) -> bool:
-    """Whether it has reached the bound of bypasses, so that it blocks the queue while it lacks a place, embeddings or
-    blocks."""
+    """Whether a request has reached the bound of bypasses, so that it blocks the queue while it lacks a place,
+    embeddings or blocks."""
     deferral = entry.request._state.deferral
     if deferral is not None and deferral.reason in LACKS_BLOCKS:
         return entry.num_bypassed >= bypass_bound(world.config)
@@ -85,13 +85,14 @@ def blocks_queue(world: World, entry: Entry) -> bool:
 
 
 def lacks_blocks(entry: Entry) -> bool:
-    """Whether its stated reason is missing blocks."""
+    """Whether the stated reason of a waiting request is missing blocks."""
     deferral = entry.request._state.deferral
     return deferral is not None and deferral.reason in LACKS_BLOCKS
 
 
 def says_so(entry: Entry) -> bool:
-    """Whether its stated reason is a missing place; this is verified once the ledger has the step."""
+    """Whether the stated reason of a waiting request is a missing place; the reason is verified after the ledger has
+    recorded the step."""
     deferral = entry.request._state.deferral
     return deferral is not None and deferral.reason is Reason.PARTIAL_PREFILLS
 

@@ -111,6 +111,6 @@ def parameter(config: SchedulerConfig, kind: str, name: str, key: str) -> list[f
 
 
 def has_unknown_reserve(config: SchedulerConfig) -> bool:
-    """Whether the amount that one of the reserves keeps is unknown here."""
+    """Whether a reserve keeps a number of blocks that the checks do not know."""
     understood = {"watermark", "full-sequence", "decode", "mean-decode", "growth", "bypass"}
     return any(parsed(str(spec))[0] not in understood for spec in config.reserves)

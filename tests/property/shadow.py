@@ -421,7 +421,7 @@ class ShadowHost:
         require(len(table) * self.config.block_size >= end, f"{name} has {table} for {end} tokens")
 
     def _check_common_prefix(self, output: SchedulerOutput) -> None:
-        """If enabled, it is that of the host's tables, compared block by block."""
+        """The reported common prefix, if enabled, is that of the host's tables, compared block by block."""
         tables = [self.table(request) for request in output.requests]
         same = takewhile(lambda blocks: len(set(blocks)) == 1, zip(*tables, strict=False))
         common = len(list(same)) if self.config.count_common_prefix else 0

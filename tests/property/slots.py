@@ -20,7 +20,7 @@ class HeldSlots:
         self.order: list[Adapter] = []
 
     def keep(self, running: Iterable[Entry]) -> None:
-        """Keep only the slots of these adapters."""
+        """Release all slots except those of these adapters."""
         left = {entry.request.adapter for entry in running}
         self.order = [adapter for adapter in self.order if adapter in left]
 

@@ -161,7 +161,7 @@ class Pair:
 
 
 class Beside(Pair):
-    """`general` takes no fast path, `steady` does."""
+    """Two schedulers with the same calls: `general` takes no fast path, `steady` takes fast paths."""
 
     def __init__(self, seed: int, **overrides: Any) -> None:
         super().__init__(seed, **overrides)
@@ -215,7 +215,7 @@ def compare_outputs(one: SchedulerOutput, other: SchedulerOutput) -> None:
 
 
 def drive(seed: int, variant: dict[str, Any], num_rounds: int = 25) -> Beside:
-    """A random run of both."""
+    """A random run of both schedulers."""
     pair = Beside(seed, **{**BASE, **variant})
     rng = pair.rng
     for _ in range(num_rounds):

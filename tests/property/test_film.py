@@ -145,7 +145,7 @@ class Filmed:
             same(f"frame {frame}", seen[frame], shown(made, frame, seen[frame]))
 
     def check_within(self, seed: int, witness: Witness, num_steps: int = NUM_FRAMES) -> int:
-        """Compare steps that were done at once with another scheduler's single steps; returns their number."""
+        """Compare steps that `advance` did with another scheduler's single steps; returns the number of steps."""
         made = Film(io.BytesIO(self.finish()))
         seen = {one["step"]: one for one in witness.seen}
         within = [
@@ -160,7 +160,7 @@ class Filmed:
 
 
 def check_each(seed: int, overrides: dict[str, Any], **options: int) -> int:
-    """Check a random run; returns the number of steps that were done at once."""
+    """Check a random run; returns the number of steps that `advance` did."""
     filmed, witnesses = Filmed(), list[Witness]()
 
     def witness(scheduler: Scheduler) -> None:
@@ -251,7 +251,7 @@ def test_a_film_of_advance_shows_each_state(focus: str) -> None:
 
 @pytest.mark.parametrize("focus", short_of(FOCUS, ("few blocks", "evictions", "retention")))
 def test_a_film_shows_each_of_the_steps_of_advance(focus: str) -> None:
-    """One scheduler does at once the other's single steps: the film shows each of them."""
+    """One scheduler does in one `advance` the single steps of another: the film shows each of these steps."""
     count = sum(check_each(300 + seed, FOCUS[focus]) for seed in seeds(2, 4))
     assert count or focus in SELDOM
 

@@ -878,7 +878,7 @@ def partial_load_counts_as_whole(patch: Patch) -> None:
 
 
 def abandoned_blocks_are_free_at_once(patch: Patch) -> None:
-    """The device may still write them."""
+    """The device may still write the blocks of an abandoned load."""
 
     def let_go(original: Any, transfers: Any, request: Any) -> None:
         holding = request._state.holding

@@ -122,5 +122,5 @@ def test_no_request_is_bypassed_beyond_the_bound(order: str, reserves: tuple[str
 
 
 def deadline(request: Request) -> float:
-    """The deadline of its first token, with the default of `earliest-ttft`."""
+    """The deadline of a request's first token, with the default target of `earliest-ttft`."""
     return request.arrival_time + (5.0 if request.ttft_target is None else request.ttft_target)

@@ -200,7 +200,7 @@ class Device:
         return held
 
     def let_go(self, request: Request) -> None:
-        """Release the request: it no longer waits, or runs; it holds no blocks without a row."""
+        """Release the blocks that the request holds without a row, as it no longer waits for a load, or runs."""
         self.holders.pop(request, None)
         for transfer in self.transfers.values():
             if transfer.request is request:
@@ -216,7 +216,7 @@ class Device:
         return held.union(*(transfer.blocks for transfer in self.transfers.values()))
 
     def preload(self, request: Request) -> None:
-        """As if another engine had computed the request's prompt and stored it."""
+        """Store the KV of a request's prompt, as if another engine had computed it."""
         size = self._host.config.block_size
         contents = self._host.contents_for(request, request.prompt_token_ids.tolist())
         for index, key in enumerate(block_keys(request, size)):

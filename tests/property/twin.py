@@ -26,16 +26,16 @@ ANY_NUMBER = 10_000
 
 
 class Twin:
-    """Takes the lines of a recording; `first` is the scheduler that writes them."""
+    """A second scheduler that reads the lines of a recording. `first`: the scheduler that is recorded."""
 
     def __init__(self, seed: int = 0, watch: Callable[[Scheduler], None] | None = None) -> None:
         self.first: Scheduler | None = None
         self.num_advanced = 0
-        """Steps that were done by `advance`."""
+        """Number of steps that were done by `advance`."""
         self.num_stepped = 0
-        """Other steps that ran something."""
+        """Number of other steps that ran a request."""
         self.num_blocked = 0
-        """Advanced steps with a blocked queue."""
+        """Number of steps that were done by `advance` with a blocked queue."""
         self._choose = SeededChooser(seed)
         self._replay = _Replay(watch)
         self._mirror: KVMirror | None = None
@@ -52,7 +52,7 @@ class Twin:
         return scheduler
 
     def write(self, line: str) -> None:
-        """A line of the first one's recording."""
+        """Take a line of the first scheduler's recording."""
         call = json.loads(line)
         if self._number:
             self._take(call)
@@ -85,8 +85,8 @@ class Twin:
         self._compare()
 
     def release(self, *, keep_last: bool = False) -> None:
-        """Do the held-back steps at once; `keep_last`: the last step on its own, if its output is needed, such as for
-        drafts."""
+        """Do the held-back steps in one `advance`. `keep_last`: whether to do the last step separately, because its
+        output is needed, such as for drafts."""
         held, self._held = self._held, []
         single = held[-1:] if keep_last or self.second.config.num_draft_tokens else []
         run = held[: len(held) - len(single)]

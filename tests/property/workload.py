@@ -20,13 +20,14 @@ from .shadow import EOS
 T = TypeVar("T")
 
 ADAPTERS: tuple[tuple[str, int | str], ...] = (("a", 0), ("b", 0), ("a", 1), ("c", "0"))
-"""Names that are salts too, and two versions of one."""
+"""Adapters whose names are also salts, and two versions of one adapter."""
 IMAGE_SIZES = {"p": 0, "q": 0, "r": 2, "s": 4}
-"""Embeddings of each image; 0: one for each placeholder."""
+"""Number of embeddings of each image; 0: one for each placeholder."""
 MASKS = {"q": {3: "010", 5: "00110"}}
-"""By number of placeholders of an image, those that the model reads as embeddings; otherwise all."""
+"""For some numbers of placeholders of an image: the placeholders that the model reads as embeddings; for other numbers
+all placeholders."""
 Image = tuple[str, int, int]
-"""A name, the text before it, and its placeholders."""
+"""An image in a prompt: its name, the text before the image, and its placeholders."""
 EVICTIONS = ("lru", "lru", "retention:share=0.6", "reuse")
 MAX_LIVE = 10  # requests alive at once; more makes runs slower and finds nothing new in pools of 12 blocks
 
@@ -132,7 +133,7 @@ def make_config(choose: Chooser, **overrides: Any) -> SchedulerConfig:
 
 
 def _with_effect(values: dict[str, Any], overrides: dict[str, Any], choose: Chooser) -> dict[str, Any]:
-    """Remove knobs that have no effect beside the others, and add knobs that only some configurations allow."""
+    """Remove knobs that have no effect in a configuration, and add knobs that only some configurations allow."""
     if "max_num_seqs" in overrides:
         values["max_num_active_seqs"] = overrides.get("max_num_active_seqs")
     too_long = values["long_prefill_token_threshold"] >= values["max_num_batched_tokens"]
@@ -189,7 +190,8 @@ def _with_effect(values: dict[str, Any], overrides: dict[str, Any], choose: Choo
 
 
 def make_connector_seed(choose: Chooser, overrides: dict[str, Any]) -> int | None:
-    """The seed of a connector, or None for none: as `overrides` say under "connector", which is taken out of them.
+    """The seed of a connector, or None for no connector, as `overrides` say under "connector"; this key is removed from
+    `overrides`.
 
     A connector wants a pool that holds more than one request of full length, or nothing may be held outside the batch.
     """
@@ -216,7 +218,7 @@ class RequestSpec:
     shared: int = 0
     tail: tuple[int, ...] = (1,)
     continues: int | None = None
-    """Index into the conversations so far, whose tokens then come first (a chat's next turn), or None."""
+    """Index of an earlier conversation whose tokens begin the prompt (the next turn of a chat), or None."""
     arrival: int = 0
     max_tokens: int = 1
     max_total_tokens: int | None = None
@@ -226,20 +228,21 @@ class RequestSpec:
     ignore_eos: bool = False
     stops: tuple[int, ...] = ()
     repetition: tuple[int, int, int] | None = None
-    """Maximum and minimum pattern size, and the number of repetitions that ends it; None: none."""
+    """Maximum and minimum pattern size, and the number of repetitions that ends the request; None: no repetition
+    detection."""
     salt: str | None = None
     adapter: tuple[str, int | str] | None = None
     images: tuple[Image, ...] = ()
-    """The images that fit the prompt."""
+    """Images of the request; images that do not fit the prompt are dropped."""
     use_prefix_cache: bool = True
     runs_ahead: bool = True
     more_input: bool = False
     reuses_id: bool = False
-    """Whether it takes the id of a request whose end has been reported, if there is one."""
+    """Whether the request reuses the id of a request whose end has been reported, if there is one."""
     preloaded: bool = False
-    """Whether a connector, if there is one, has its prompt."""
+    """Whether the connector, if there is one, holds the KV of the request's prompt."""
     park: str | None = None
-    """The reason for which it is parked when it is added, or None."""
+    """Reason for which the request is parked when it is added, or None."""
 
     def build(self, request_id: str, conversations: Sequence[Sequence[int]], longest: int) -> Request:
         """The request, with a prompt of at most `longest` tokens."""
@@ -263,7 +266,7 @@ class RequestSpec:
 
 
 def place_images(images: Sequence[Image], tokens: list[int]) -> list[EncoderInput]:
-    """The images that fit these tokens; their placeholders become zeros."""
+    """The encoder inputs of the images that fit `tokens`; tokens at placeholders become zeros."""
     inputs: list[EncoderInput] = []
     end = 0
     for name, gap, length in images:
@@ -282,7 +285,7 @@ def document(index: int) -> tuple[int, ...]:
 
 
 def make_request_spec(choose: Chooser, config: SchedulerConfig) -> RequestSpec:
-    """A random request. Most fit the pool; the others test refusals."""
+    """A random request. Most random requests fit the pool; the other ones test refusals."""
     room = min(config.max_model_len - 1, config.num_usable_tokens)
     if not config.enable_chunked_prefill:
         room = min(room, config.max_num_batched_tokens)
@@ -317,7 +320,7 @@ def make_request_spec(choose: Chooser, config: SchedulerConfig) -> RequestSpec:
 
 
 def make_images(choose: Chooser, config: SchedulerConfig) -> tuple[Image, ...]:
-    """Usually some if there is an encoder, and none otherwise."""
+    """The images of a random request: usually some if there is an encoder, and none otherwise."""
     if not choose.chance(60 if config.encoder_budget else 3):
         return ()
     names = tuple(IMAGE_SIZES)

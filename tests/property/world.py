@@ -478,7 +478,8 @@ class World:
     # ================================================================ steps
 
     def schedule(self) -> SchedulerOutput | None:
-        """Decide a step and execute it at once; None if as many as allowed are in flight, which must raise."""
+        """Schedule a step and execute it immediately; None if the maximum number of steps is in flight, so that
+        `schedule` must raise."""
         self._tick("schedule")
         if len(self.host.in_flight) >= self.config.max_steps_in_flight:
             snapshot = self._snapshot()
@@ -642,7 +643,7 @@ class World:
         require(list(done.finished) == finished, f"update ended {done.finished}, expected {finished}")
 
     def _sample_again(self, entries: list[Entry], step: ExecutedStep) -> None:
-        """Restart these requests, for which the step has no token."""
+        """Restart the requests for which the step has no token."""
         for entry in reversed([entry for entry in entries if entry.place is Place.RUNNING]):
             self.host.lose_row(entry.request)
             self.unreported_losses.append(entry.request)
@@ -740,7 +741,8 @@ class World:
         self.check()
 
     def update_malformed(self, kind: int) -> None:
-        """A result that does not fit its output: `StepResultError`, and nothing of it is applied."""
+        """Update with a result that does not fit its output: `StepResultError`, and no part of the result is
+        applied."""
         self._tick("update_malformed")
         if not self.host.in_flight:
             return
@@ -753,7 +755,8 @@ class World:
         self.check()
 
     def fail(self, index: int, *, seen: bool) -> None:
-        """Step `index` (modulo those in flight) failed on the host; `seen`: whether the workers got its tables."""
+        """Step `index` (modulo those in flight) failed on the host; `seen`: whether the workers received the block
+        tables of the step."""
         self._tick("fail")
         if not self.host.in_flight:
             return
@@ -823,7 +826,7 @@ class World:
         self.check_recording()
 
     def _propose_some(self, number: int) -> None:
-        """Drafts for all rows of the last update, the first few of them right."""
+        """Drafts for all rows of the last update; the first few drafts of each row are right."""
         most = self.config.num_draft_tokens
         drafts = {}
         for entry in self.live:

@@ -97,7 +97,8 @@ def test_qwen_bailian_counts_seconds_and_16_tokens_a_block(tmp_path: Path) -> No
 
 
 def test_the_unit_of_time_and_the_block_size_are_inferred_separately(tmp_path: Path) -> None:
-    """Each is recognised on its own: a Mooncake line whose ids cover 16 tokens still counts milliseconds."""
+    """The unit and the block size are recognised separately: a Mooncake line whose ids cover 16 tokens still counts
+    milliseconds."""
     lines = [mooncake(input_length=40, hash_ids=[1, 2, 3]), mooncake(timestamp=1500, input_length=16, hash_ids=[1])]
     _, second = read_trace(write(tmp_path, "\n".join(lines)))
     assert (second.arrival_time, second.hash_block_size) == (1.5, 16)

@@ -2,10 +2,10 @@
 
     propose    a host's drafts wait for the next step of the rows that decode
     schedule   a row computes its newest token and its drafts; drafts that are not scheduled are dropped
-    update     the model accepts the drafts up to the first that it would not have chosen, and adds one token of its
-               own: a run of 1 to 1 + drafts tokens from one step (Leviathan et al. 2023, "Fast Inference from
-               Transformers via Speculative Decoding"; Chen et al. 2023, "Accelerating Large Language Model Decoding
-               with Speculative Sampling")
+    update     the model accepts the drafts up to the first draft that it would not have sampled, and adds one token
+               that it samples: a run of 1 to 1 + drafts tokens from one step (Leviathan et al. 2023, "Fast Inference
+               from Transformers via Speculative Decoding"; Chen et al. 2023, "Accelerating Large Language Model
+               Decoding with Speculative Sampling")
 
 While drafts are in flight, the number of accepted drafts is unknown, so the row is not scheduled again before the
 step's result. `num_computed_tokens` is then lowered by the number of rejected drafts. The KV slots of rejected drafts

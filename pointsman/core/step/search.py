@@ -43,7 +43,7 @@ class Search:
     """The search behind the head of the queue in one step, and its result for later steps.
 
     Args:
-        needs: remembered needs of requests; None: none are remembered.
+        needs: remembered needs of requests; None: no needs are remembered.
         first: function that returns the first n requests of the queue, in order; None: the order returns only one
             request at a time.
     """

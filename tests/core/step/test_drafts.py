@@ -138,7 +138,7 @@ def test_drafts_never_exceed_the_token_limit() -> None:
 
 @pytest.mark.parametrize("max_tokens", range(1, 24))
 def test_drafts_are_cut_exactly_at_the_token_limit(max_tokens: int) -> None:
-    """Another request, far from its own limit, is there all the time."""
+    """Another request, far from its own limit, runs during the whole test."""
     host = speculative()
     other, _ = decoding(host, "other", max_tokens=60)
     request, output = decoding(host, max_tokens=max_tokens + 1)
@@ -395,7 +395,7 @@ def test_a_short_budget_cuts_the_drafts_of_all_rows_alike(
 
 
 def padding(output: SchedulerOutput) -> dict[str, list[int]]:
-    """The placeholders of each row that has some."""
+    """The placeholders of each row that has placeholders."""
     return {
         request.request_id: drafts_of(output, index)
         for index, request in enumerate(output.requests)
@@ -457,7 +457,7 @@ def test_a_first_step_waits_for_the_budget_of_its_placeholders() -> None:
 
 
 def test_placeholders_take_no_reserved_block() -> None:
-    """The request starts without them."""
+    """The request starts without placeholders."""
     for watermark, drafts in ((0.0, {"b": [-1] * 3}), (0.3, {})):
         host = speculative(pad_first_decodes=True, block_size=1, num_blocks=11, max_model_len=10, watermark=watermark)
         host.add("a", 4, max_tokens=5)
@@ -468,8 +468,8 @@ def test_placeholders_take_no_reserved_block() -> None:
 
 
 def test_a_first_step_that_samples_nothing_is_not_padded() -> None:
-    """It finishes with its first step, and its placeholders would count as computed: a connector would be asked to send
-    them."""
+    """Such a request finishes with its first step, and its placeholders would count as computed: a connector would be
+    asked to send their KV."""
     host = speculative(pad_first_decodes=True, max_num_batched_tokens=16)
     host.add("a", 1, max_tokens=12)
     host.step()

@@ -1,5 +1,5 @@
 """Fast-forward: the number of guaranteed steps, the state after them, and refused calls.
-`tests/property/test_fast_forward.py` compares it with single steps in any state."""
+`tests/property/test_fast_forward.py` compares `advance` with single steps in any state."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def test_an_abort_in_flight_finishes_a_request_without_samples() -> None:
 
 
 def test_a_request_without_samples_has_no_expected_output() -> None:
-    """The reserve for expected output asks for no block for it."""
+    """The decode reserve keeps no blocks for a request without samples."""
     host = Host(num_blocks=4, max_model_len=16, decode_reserve=4)
     host.add("a", 4, max_tokens=8)
     host.step()

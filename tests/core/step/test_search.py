@@ -1,4 +1,4 @@
-"""The search behind a request that lacks blocks: which requests are looked up again, and the reasons of the others."""
+"""The search behind a request that lacks blocks: which requests are looked up again, and why other requests wait."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ def test_missing_blocks_are_those_of_the_newest_step() -> None:
 
 
 def test_a_request_fits_once_another_one_holds_its_prefix() -> None:
-    """It needs 9 blocks, and "sharer" holds 4 of them once it runs. Then 3 are free, 6 with those of "small"."""
+    """The request needs 9 blocks, and "sharer" holds 4 of these blocks once it runs. Then 3 are free, 6 with those of
+    "small"."""
     host = Host(reserves=("bypass:kept=0",), num_blocks=27, max_num_batched_tokens=500, max_num_seqs=9)
     shared = list(range(16))
     host.add("first", 60, max_tokens=4)

@@ -24,7 +24,7 @@ from tests.core.helpers import EOS, Host, cached_of, names, reference_output, to
 
 
 def run_with(host: Host, request_id: str, tokens: list[int]) -> None:
-    """Sample these tokens for one request, in this order, as long as it runs."""
+    """Sample the given tokens for one request, in this order, while the request runs."""
     for token in tokens:
         if host.scheduler.get_request(request_id) is None:
             return
@@ -361,7 +361,8 @@ BAD_RESULTS = [
 
 
 def refuses(host: Host, fields: dict[str, Any], message: str) -> None:
-    """The next step's result is refused, nothing of it is applied, and the right one is taken afterwards."""
+    """An invalid result of the next step is refused, no part of it is applied, and a valid result is accepted
+    afterwards."""
     output = host.schedule()
     before = (host.stats(), [request.num_tokens for request in output.requests])
     with pytest.raises(StepResultError, match=message):
