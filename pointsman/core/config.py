@@ -502,8 +502,8 @@ class SchedulerConfig(metaclass=Documented):
     def _check_combinations(self) -> None:
         if self.num_usable_blocks < 1:
             raise ConfigError(
-                f"num_reserved_blocks is {self.num_reserved_blocks} of num_blocks {self.num_blocks}: none is left for "
-                "requests; raise num_blocks"
+                f"num_reserved_blocks is {self.num_reserved_blocks} of num_blocks {self.num_blocks}: no block is left "
+                "for requests; raise num_blocks"
             )
         if self.max_num_batched_tokens < self.max_num_seqs and self.batching != "prefill-first":
             raise ConfigError(
@@ -578,7 +578,8 @@ class SchedulerConfig(metaclass=Documented):
         for name, other in (_ENCODER, _ENCODER[::-1]):
             if getattr(self, name) and not getattr(self, other):
                 raise ConfigError(
-                    f"{name} is {getattr(self, name)} and {other} is 0, so none is accepted; set {other} too"
+                    f"{name} is {getattr(self, name)} and {other} is 0, so no encoder input is accepted; set "
+                    f"{other} too"
                 )
         if self.encoder_budget and self.batching == "prefill-first":
             raise ConfigError(

@@ -50,15 +50,17 @@ class AtLeast:
 
 @dataclass(frozen=True, slots=True)
 class ShareOf:
-    """A number of at least 0 and less than 1, a share of `whole`."""
+    """A number from 0 to less than 1, as a share of `whole`."""
 
     whole: str
 
     def check(self, name: str, value: object) -> None:
         if not isinstance(value, (int, float)):
-            raise ConfigError(f"{name} is {value!r}; it must be a number, a share of {self.whole}")
+            raise ConfigError(
+                f"{name} is {value!r}; it must be a number from 0 to less than 1, as a share of {self.whole}"
+            )
         if not 0.0 <= value < 1.0:
-            raise ConfigError(f"{name} is {value}, a share of {self.whole}; choose 0 or more and less than 1")
+            raise ConfigError(f"{name} is {value}; it must be from 0 to less than 1, as a share of {self.whole}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -212,7 +212,7 @@ class FairQueue(Generic[ItemT]):
         self.end(entry)
 
     def end(self, entry: QueuedItem[ItemT]) -> None:
-        """Note that the work on a taken item has ended."""
+        """End the work on a taken item, so that it no longer counts for its tenant."""
         own = self._tenants[entry.tenant]
         own.num_out -= 1
         self._num_out -= 1

@@ -46,7 +46,8 @@ class Interruption:
             self._call_handler(signal.SIGINT, None)
 
     def note(self, signal_number: int, frame: FrameType | None) -> None:
-        """Note Ctrl-C; a second one calls the original handler. This method replaces the original handler."""
+        """Record the first Ctrl-C; a second one calls the original handler. This method replaces the original
+        handler."""
         if self.requested:
             self._call_handler(signal_number, frame)
         self.requested = True
@@ -60,8 +61,8 @@ class Interruption:
 
 @contextmanager
 def noted_interrupts() -> Iterator[Interruption]:
-    """Note the first Ctrl-C within the block, instead of raising KeyboardInterrupt. No effect in a thread that gets no
-    signals, or if the current handler was not installed from Python and so could not be restored.
+    """Record the first Ctrl-C within the block in an `Interruption`, instead of raising KeyboardInterrupt. No effect in
+    a thread that gets no signals, or if the current handler was not installed from Python and so could not be restored.
     """
     previous = signal.getsignal(signal.SIGINT)
     interruption = Interruption(previous)

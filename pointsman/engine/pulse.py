@@ -55,7 +55,7 @@ class Pulse:
         _of_this_thread.set(self)
 
     def begin(self) -> None:
-        """Note that a step begins."""
+        """Start the measurement of a step."""
         self._began = self._last = time.perf_counter()
 
     def beat(self, patience: float = 0.0) -> None:
@@ -71,7 +71,7 @@ class Pulse:
         self._patience = patience
 
     def end(self) -> None:
-        """Note that the step ends."""
+        """End the measurement of the step."""
         self._step_seconds += self._measure() - self._began
         self._num_steps += 1
         self._last, self._patience = None, 0.0

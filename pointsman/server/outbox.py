@@ -120,7 +120,7 @@ class RemotePort(Port["RemoteMailbox"]):
         return False
 
     def note_step(self, note: StepNote) -> None:
-        """Engine's thread: add the figures of a step to the next frame."""
+        """Engine's thread: add the numbers of a step to the next frame."""
         self._steps.append(note)
 
     def ring(self) -> bool:
@@ -166,7 +166,7 @@ class RemoteMailbox(Mailbox):
         self._reported: RequestOutput | None = None
 
     def note_reported(self, output: RequestOutput) -> None:
-        """Note that the API process has this output already, from another engine."""
+        """Set the output that the API process has already, from another engine."""
         self._reported = output
 
     def take_outputs(self, new: EngineOutputs) -> bool:

@@ -158,8 +158,9 @@ def check_memory(options: Mapping[str, Any], num_engines: int, *, on_gpus: bool 
         remedies = [f"lower it to {fitting}"] if fitting else [f"lower {name}" for name in given]
         remedy = ", or ".join(remedies) or "take a smaller model, or more memory"
         raise ValueError(
-            f"data_parallel_size is {num_engines}: the weights of each engine take {weights / 2**20:,.0f} MiB and the "
-            f"KV {kv / 2**20:,.0f} MiB in all, and {free / 2**20:,.0f} MiB of memory are free; {remedy}"
+            f"data_parallel_size is {num_engines}: the weights of each engine take {weights / 2**20:,.0f} MiB, the KV "
+            f"of all engines together takes {kv / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB of memory are free; "
+            f"{remedy}"
         )
 
 
@@ -227,7 +228,8 @@ def check_ports(options: Sequence[Mapping[str, Any]]) -> None:
 
 
 def why_taken(host: str, port: int) -> str | None:
-    """Why a socket cannot be bound to this address; None: it can, or only ZeroMQ can resolve the host."""
+    """Why a socket cannot be bound to this address; None: it can be bound, or this was not checked because only ZeroMQ
+    can resolve the host."""
     host = "" if host == "*" else host
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:

@@ -210,7 +210,7 @@ class StageLimit:
 
     @contextmanager
     def held(self, tenant: str, amount: int, retry_after: Callable[[], int] = _min_wait) -> Iterator[None]:
-        """Context in which a tenant holds an additional amount.
+        """Context in which a tenant holds an additional amount of what the stage limits.
 
         Raises:
             ApiError: as for `take`.

@@ -1,9 +1,9 @@
 """Reads observed recordings: `pointsman.integrations.vllm.Observer` writes such recordings of vLLM's own scheduler.
 
-The format is described in `core/recording.py`. The queue time of a request is the earliest time at which the engine can
-have received it: the request's arrival at the server plus the shortest delay between server and scheduler of all
-requests in the file, but not before the start of the step after which the scheduler got the request. Requests that had
-not finished when the recording ended have no result.
+The format is described in `core/recording.py`. The time at which a request was queued is the earliest time at which the
+engine can have received it. This is the request's arrival at the server plus the shortest delay between server and
+scheduler of all requests in the file. But it is not before the start of the step after which the scheduler got the
+request. Requests that had not finished when the recording ended have no result.
 """
 
 from __future__ import annotations
@@ -244,8 +244,8 @@ class _Reader:
         return found
 
     def _queue_times(self) -> None:
-        """Set the queue time of each request. The engine receives all arrived requests before each step, so a request
-        that it received after a step had not arrived when that step began."""
+        """Set the time at which each request was queued. The engine receives all arrived requests before each step, so
+        a request that it received after a step had not arrived when that step began."""
         requests, steps = self._found.requests, self._found.steps
         if not requests:
             return

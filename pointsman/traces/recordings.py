@@ -160,8 +160,8 @@ class _Reader:
         self.recorded.append(recorded)
 
     def _advance(self, call: dict[str, Any]) -> None:
-        """Count the tokens of several steps that were done in one call: each step appended one token to every row,
-        except tokens of the last step that its update dropped."""
+        """Count the tokens of several steps that were done in one call: each step appended one token to every row, but
+        tokens that the update of the last step dropped are not counted."""
         decision, times = call["decision"], call["times"]
         steps = decision["num_steps"]
         if len(times) != steps + 1:

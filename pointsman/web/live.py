@@ -5,9 +5,9 @@
     live.leave("a")
 
 While there are watchers, one `FilmRecorder` follows the scheduler. At most every `SECONDS_BETWEEN_PARTS` its output is
-cut off as a part. A part and the header that all parts share are a film, so any part may be missing. A later watcher
-begins with the newest part. A slow watcher loses the oldest parts that it did not take, and gets the number of frames
-in these parts. Without watchers the scheduler is not filmed.
+cut off as a part. Each part, together with the shared header, is a complete film, so a watcher can miss parts. A later
+watcher begins with the newest part. A slow watcher loses the oldest parts that it did not take, and gets the number of
+frames in these parts. Without watchers the scheduler is not filmed.
 
 The stream to a watcher is a sequence of records: a letter, a length (4 bytes, little-endian) and the data:
 
@@ -91,7 +91,7 @@ class LiveFilm:
 
     @property
     def interval(self) -> float:
-        """Seconds between two parts."""
+        """Seconds between two parts of the film that are sent to the watchers."""
         usual = sorted(self._costs)[len(self._costs) // 2] if self._costs else 0.0
         return max(SECONDS_BETWEEN_PARTS, usual / SHARE_OF_TIME)
 

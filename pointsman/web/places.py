@@ -45,14 +45,15 @@ class Places:
             return True
 
     def use(self, sock: socket.socket) -> None:
-        """Note that a request of this connection is being processed; no effect if a newer connection has its place."""
+        """Mark this connection as used, because a request on it is being processed; no effect if a newer connection has
+        its place."""
         with self._lock:
             if sock in self._idle:
                 del self._idle[sock]
                 self._used.add(sock)
 
     def wait(self, sock: socket.socket) -> None:
-        """Note that this connection is idle again."""
+        """Mark this connection as idle again."""
         with self._lock:
             if sock in self._used:
                 self._used.remove(sock)

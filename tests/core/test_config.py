@@ -46,7 +46,7 @@ def test_a_count_must_be_an_integer(name: str, value: object) -> None:
 
 @pytest.mark.parametrize("value", [-0.01, 1.0, 1.5, float("nan"), float("inf")])
 def test_the_watermark_is_a_share_of_the_pool(value: float) -> None:
-    with pytest.raises(ConfigError, match=r"watermark is .*, a share of the pool; choose 0 or more and less than 1"):
+    with pytest.raises(ConfigError, match=r"watermark is .*; it must be from 0 to less than 1, as a share of the pool"):
         small_config(watermark=value)
 
 
@@ -54,7 +54,7 @@ def test_the_watermark_is_a_share_of_the_pool(value: float) -> None:
     ("overrides", "message"),
     [
         ({"batching": "dynamic"}, 'batching is \'dynamic\'; choose "mixed", "prefill-first" or "static"'),
-        ({"num_reserved_blocks": 16}, "num_reserved_blocks is 16 of num_blocks 16: none is left.*raise num_blocks"),
+        ({"num_reserved_blocks": 16}, "num_reserved_blocks is 16 of num_blocks 16: no block is left.*raise num_blocks"),
         (
             {"max_num_batched_tokens": 3},
             "max_num_batched_tokens is 3, less than max_num_seqs 4.*raise the budget or lower max_num_seqs",

@@ -75,7 +75,8 @@ class ContentMarks:
 
 
 def _content(item: EncoderInput, given: bytes) -> Content:
-    """The content of an encoder input. `given`: the prompt's int32 tokens."""
+    """The key, number, tokens and mask of an encoder input's placeholders, see `Content`. `given`: the prompt's int32
+    tokens, as bytes."""
     key, start, length, _, mask = item
     tokens = given[start * TOKEN_BYTES : (start + length) * TOKEN_BYTES]
     first = tokens[:TOKEN_BYTES]

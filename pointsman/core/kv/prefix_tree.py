@@ -611,7 +611,7 @@ class PrefixCache:
         return int(self._cell_of[block]) % self.num_groups
 
     def holds(self, block: int, run: Run, cell: int) -> bool:
-        """Whether a block (still) belongs to a cell of a run."""
+        """Whether a block (still) belongs to this cell of this run of nodes."""
         return bool(self._run_of[block] == run.run_id and self._cell_of[block] == cell)
 
     def blocks(self) -> list[int]:

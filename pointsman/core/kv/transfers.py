@@ -339,8 +339,9 @@ def make_transfers(config: SchedulerConfig, kv: KVCacheManager, connector: KVCon
     if connector is not None:
         if config.has_kv_groups and not has_groups(connector):
             raise ConfigError(
-                f"kv_groups has {len(config.kv_groups)} groups, and the connector has no num_tokens_in_groups, so it "
-                "keeps one group of full attention; add the method, or leave one of the two out"
+                f"kv_groups has {len(config.kv_groups)} groups, but the connector supports only one group of full "
+                "attention, because it lacks the method num_tokens_in_groups(); add the method, or remove kv_groups or "
+                "the connector"
             )
         saves = connector.saves_evicted or config.preemption_mode != "recompute"
         kv.connect(saves=saves, saves_all=connector.saves_evicted)

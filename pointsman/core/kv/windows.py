@@ -195,7 +195,7 @@ class Windows:
     # ------------------------------------------------------------------ giving back
 
     def give_back(self, batch: Batch) -> None:
-        """Release the blocks of running rows that no further token of their row reads."""
+        """For each running row, release the blocks that none of its later tokens will read."""
         rows = batch.members.rows
         if len(rows):
             computed = np.minimum(batch.num_computed_tokens[rows], batch.num_tokens[rows])

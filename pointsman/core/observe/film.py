@@ -339,7 +339,8 @@ class FilmRecorder(Listener):
         self._waiting[request] = None
 
     def on_finished(self, request: Request, now: float) -> None:
-        """Keep the end of the request, to be written after the update, or the steps, in which it happens."""
+        """Keep the request's end. It is written after the update (or, if several steps are done in one call, after
+        those steps) in which the request finished."""
         self._ends.append((request, now))
 
     def _flush_ends(self) -> None:

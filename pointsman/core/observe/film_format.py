@@ -441,8 +441,8 @@ def read_chunks(file: BinaryIO) -> Iterator[tuple[str, bytes]]:
         total += size
         if total > MAX_FILM:
             raise FilmError(
-                f"the film has more than {MAX_FILM:,} bytes unpacked, and no more can be shown; record a shorter run, "
-                "or leave out the blocks"
+                f"the film has more than {MAX_FILM:,} bytes unpacked, the maximum that can be shown; record a shorter "
+                "run, or leave out the blocks"
             )
         packed = file.read(length)
         if len(packed) < length:

@@ -394,7 +394,7 @@ class GuardedVictim(Guard):
         self._order = ""
 
     def follow(self, order: str) -> None:
-        """Set the name of the order, which selects the default victim policy."""
+        """Set the name of the order policy. The default victim policy, which replaces a failed one, depends on it."""
         self._order = order
         if self.replaced is not None:
             self._replace(self.replaced.error)

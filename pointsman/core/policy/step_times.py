@@ -51,8 +51,8 @@ MIN_FITTED = 16
 RIDGE, SHARE_RIDGE = 1e-3, 1e-2
 """Ridge of each coefficient, relative to the weight of an observation. A constant load does not separate the
 coefficients; the ridge divides the step time evenly among them. `SHARE_RIDGE` is for the share of decode, which is 1
-unless observations say otherwise: steps that all fill the target take the same time, so nearly any share would explain
-them."""
+unless observations say otherwise: if every step is filled up to the target step time, all step times are equal, and the
+observations fit almost any share."""
 POSITION_SCALE = 4096
 """Number of positions; attending to them takes at most as long as the other work of a token, unless steps with longer
 contexts say otherwise."""

@@ -18,8 +18,8 @@ class View(Protocol):
     """The state that a policy may read: the step so far, running and waiting requests, and free blocks. The view never
     reveals the length of a future output.
 
-    A column has an element for each running request, in admission order. Each read makes a copy: a policy that reads a
-    column twice in a decision should keep the copy.
+    A column is an attribute that is an array with one element for each running request, in admission order. Each read
+    makes a copy: a policy that reads a column twice in a decision should keep the copy.
     """
 
     @property

@@ -82,7 +82,8 @@ class Recovery(NamedTuple):
     swaps: bool
     """Whether the KV is copied to host memory and back; otherwise it is recomputed."""
     num_cached_tokens: int
-    """Number of tokens that were cached when the request was preempted: the maximum to get back."""
+    """Number of tokens that were cached when the request was preempted; at most this many are evicted, and are then to
+    be recomputed or copied back."""
     recompute_seconds: float | None
     """Estimated time to recompute these tokens, in seconds; None: not known, or not estimated."""
     swap_seconds: float | None

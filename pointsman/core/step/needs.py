@@ -33,7 +33,8 @@ Levels = tuple[int, int, int, int]
 
 @dataclass(slots=True, eq=False)
 class Shortfall:
-    """The blocks that a request lacks, as a function of the levels. Many requests share one shortfall."""
+    """The blocks that a request lacks, as a function of the numbers of blocks at the levels. Many requests share one
+    shortfall."""
 
     min_blocks: int
     """Minimum number of blocks at level OPEN_UNOWED for admission."""
@@ -41,7 +42,7 @@ class Shortfall:
     """Entries (level, blocks, reason): the reason to wait is that of the first entry whose level has at least `blocks`
     blocks."""
     levels: Levels | None = None
-    """Levels of the newest scan."""
+    """Numbers of blocks at the levels, at the newest scan of the queue."""
     reason: Reason | None = None
     """Result of `reason_at` for `levels`."""
 
@@ -104,6 +105,7 @@ class Needs:
         self._key: tuple[Any, ...] | None = None
         self._owed = 0
         self.levels: Levels = (0, 0, 0, 0)
+        """Current number of blocks at each level."""
         self.max_num_tokens = MAX_INT
         """Maximum length of a request whose need is valid; longer requests must be checked."""
         kv.track_shared()
@@ -116,7 +118,7 @@ class Needs:
             self.forget()
 
     def measure(self, budget: int, num_running: int, num_owed_blocks: int) -> None:
-        """Measure the current levels, and forget needs that may have changed."""
+        """Set `levels` to the current numbers of blocks, and forget needs that may have changed."""
         kv, prefix = self._kv, self._kv.prefix
         tree = (prefix.epoch, prefix.num_replacements) if prefix is not None else None
         key = (self._reserves.num_changes, num_running > 0, tree)

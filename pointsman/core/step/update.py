@@ -255,7 +255,7 @@ class Update:
         self._table.sample_again([r for r, serial in requests if not r.is_finished and r.serial == serial], now)
 
     def _ends_by_completion(self, output: SchedulerOutput, result: StepResult) -> Ends:
-        """The ends of requests that sample nothing and whose prompts this step completes."""
+        """End records of the requests that sample nothing and whose prompts this step completes."""
         ends: Ends = []
         for index in output.completes.tolist():
             request = output.requests[index]
@@ -269,8 +269,8 @@ class Update:
         return ends
 
     def _ends_by_error(self, output: SchedulerOutput, result: StepResult) -> Ends:
-        """The ends of requests whose rows have an error in the result. The KV that they computed in this and later
-        steps is removed from the caches."""
+        """End records of the requests whose rows failed. Removes the KV of these rows from the caches: of this step,
+        and of later steps that are already scheduled."""
         ends: Ends = []
         holders = [] if self._transfers is None else self._transfers.holders()
         readers = [*self._batch.members.requests, *holders] if result.errors else []

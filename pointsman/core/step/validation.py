@@ -69,7 +69,10 @@ def settle_limits(config: SchedulerConfig, kv: KVCache, request: Request) -> str
             "chunked prefill is off; raise the budget, shorten the prompt or turn chunked prefill on"
         )
     if request.adapter is not None and config.max_loras == 0:
-        return f"it asks for the adapter {request.adapter.name!r} and max_loras is 0: none is accepted; raise max_loras"
+        return (
+            f"it asks for the adapter {request.adapter.name!r} and max_loras is 0, so no adapter is accepted; raise "
+            "max_loras"
+        )
     whole = is_new and not config.enable_chunked_prefill
     if state.encoder_inputs:
         why = encoder_inputs_fit(config, state.encoder_inputs, whole=whole)
@@ -111,8 +114,8 @@ def encoder_inputs_fit(config: SchedulerConfig, inputs: Sequence[EncoderInput], 
     inputs = [item for item in inputs if item.num_embeddings != 0]
     if not config.encoder_budget:
         return (
-            f"it has {len(inputs)} encoder input(s) and encoder_budget is 0: none is accepted; set encoder_budget and "
-            "encoder_cache_size"
+            f"it has {len(inputs)} encoder input(s) and encoder_budget is 0, so no encoder input is accepted; set "
+            "encoder_budget and encoder_cache_size"
         )
     entries = {item.entry for item in inputs}
     largest = max(entries, key=_num_embeddings)

@@ -94,7 +94,7 @@ class Mailbox:
         self._error: BaseException | None = None
 
     def accept(self) -> None:
-        """Note that the request is queued."""
+        """Mark the request as queued."""
         self._accepted = True
         self.port.mark(self)
 

@@ -59,7 +59,7 @@ class OutputRouter:
         return bool(self._expected)
 
     def expect(self, request_id: str, mailbox: Mailbox) -> None:
-        """Note that a request is announced, whose prompt is being tokenized."""
+        """Keep the mailbox of an announced request, whose prompt is being tokenized."""
         self._expected[mailbox] = request_id
 
     def stop_expecting(self, mailbox: Mailbox) -> None:

@@ -251,8 +251,8 @@ def _scale_rope(gguf: GGUFFile, prefix: str, fields: Fields, rope: Fields, num_r
                 raise UnsupportedModel(f"{gguf.path}: {scaling}.attn_factor is {factor}, which is not supported here")
     elif kind != "none":
         raise UnsupportedModel(
-            f"{gguf.path}: {scaling}.type is {represented(kind)}, and the file has no factors for it; none, linear, "
-            "yarn, and longrope with factors are supported"
+            f"{gguf.path}: {scaling}.type is {represented(kind)}, and the file has no rope factors; without them, "
+            "only none, linear and yarn are supported"
         )
 
 

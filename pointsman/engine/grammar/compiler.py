@@ -177,7 +177,7 @@ class _Stage:
         return None
 
     def end(self, entry: QueuedItem[_SharedJob]) -> None:
-        """Note that the compilation of a taken job has ended."""
+        """Remove a taken job whose compilation has ended."""
         self._queue.end(entry)
         self._has_news.notify()  # the next job of the same tenant may run now
 

@@ -48,7 +48,7 @@ class TokenMasks:
         return len(self._rows)
 
     def add(self, row: int) -> None:
-        """Note that the words of a row were written."""
+        """Add a row whose mask words have been written."""
         self._rows.append(row)
 
     def of_row(self, row: int) -> TokenMasks:

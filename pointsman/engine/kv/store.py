@@ -214,8 +214,8 @@ class KVStore:
         return self._folder
 
     def reset(self) -> None:
-        """Note that the weights have changed or will change: the next use of `folder` computes the fingerprint
-        again."""
+        """Forget the folder, because the weights have changed or will change: the next use of `folder` computes the
+        fingerprint again."""
         self._folder = None
 
     def _find_folder(self) -> BlockFolder:

@@ -20,7 +20,7 @@ QUANTIZATIONS = {"int8": (torch.float32,), "int4": (torch.float32, torch.bfloat1
 GROUP = 32
 """Number of weights of one output feature that share a scale and a zero in 4 bits, as in GGUF's Q4_0 and Q4_1."""
 FEATURES_AT_ONCE = 16
-"""Divisor of the number of output features of every 4-bit product."""
+"""The number of output features of every 4-bit product must be a multiple of this."""
 TOLERANCE = 0.1
 """Largest allowed distance of a number from its grid point, in grid steps; rounding to bfloat16 causes up to 0.03."""
 MAX_ROUNDING_ERROR = 0.05

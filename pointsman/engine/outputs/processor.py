@@ -236,7 +236,8 @@ class OutputProcessor:
         return [self._finish(transcript, len(transcript.token_ids), now) for transcript in failed]
 
     def note_scheduled(self, request: Request, now: float, num_external_tokens: int = 0) -> None:
-        """Note an admission of a request: the time of the first one, and the tokens loaded from outside the pool."""
+        """Store, at an admission of a request, the time (if it is the first admission) and the number of tokens loaded
+        from outside the pool."""
         transcript = self._live.get(request)
         if transcript is None:
             return

@@ -228,7 +228,7 @@ class Transcript:
         return text + self.make_rest() if to_the_end else text
 
     def finish(self, finish_reason: str, finish_detail: str, stop_reason: int | str | None) -> None:
-        """Note the reason of the request's finish; no token will follow."""
+        """Set the reason of the request's finish; no token will follow."""
         self.finish_reason = finish_reason
         self.finish_detail = finish_detail
         self.stop_reason = stop_reason

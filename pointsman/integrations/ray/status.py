@@ -52,7 +52,7 @@ class StatusWatch:
 
 
 def is_scaled_down(applications: Mapping[str, Any], app: str, api: str, engines: str) -> bool:
-    """Whether replicas of engines are being stopped while the API, which would end them, is not.
+    """Whether engine replicas are being stopped although the API is not. (An end of the API stops them, too.)
 
     Args:
         applications: status of each application by name, from Serve's `ServeStatus`.

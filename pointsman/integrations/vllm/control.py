@@ -96,7 +96,7 @@ class Client:
         return self._files.pop(0) if self._files else None
 
     def close_files(self) -> None:
-        """Close the file descriptors that no question has taken."""
+        """Close received file descriptors that no control message has claimed."""
         while self._files:
             os.close(self._files.pop())
 

@@ -197,13 +197,13 @@ class _Request:
         self.is_decoding = False
 
     def stop(self, last: int) -> None:
-        """Note that the request does not sample after step `last`."""
+        """End the newest run of decode steps: the request does not sample after step `last`."""
         self.is_decoding = False
         self.steps[-1][1] = last
 
 
 class Observation:
-    """Keeps notes of the actions of one of vLLM's schedulers; the scheduler's methods call the methods of this class.
+    """Records the actions of one of vLLM's schedulers; the scheduler's methods call the methods of this class.
 
     Args:
         scheduler: vLLM's scheduler.
@@ -267,7 +267,7 @@ class Observation:
     # ------------------------------------------------------------------ requests
 
     def added(self, request: VLLMRequest, now: int) -> None:
-        """Note that vLLM queued a request."""
+        """Record that vLLM queued a request."""
         if request.resumable:  # a session: its parts are not requests
             return
         seen = self._requests[request.request_id] = _Request(request, self._num_added)
@@ -284,7 +284,7 @@ class Observation:
         self._events.append((now, "add", {"request": fields, "park": None}, hashes, num_blocks))
 
     def finished(self, request_id: str, now: int) -> None:
-        """Note that a request finished; an unknown id is ignored."""
+        """Record that a request finished; an unknown id is ignored."""
         seen = self._requests.pop(request_id, None)
         if seen is None:
             return
@@ -307,7 +307,7 @@ class Observation:
     # ------------------------------------------------------------------ steps
 
     def scheduled(self, output: SchedulerOutput, now: int) -> None:
-        """Note that vLLM decided a step that begins at `now`."""
+        """Record that vLLM decided a step that begins at `now`."""
         total = output.total_num_scheduled_tokens
         num_rows = len(output.num_scheduled_tokens)
         computed = output.scheduled_cached_reqs.num_computed_tokens
@@ -367,7 +367,7 @@ class Observation:
         return total, num_rows, context, attended, num_samples
 
     def _pause(self, name: str, step: int) -> None:
-        """Note that a request does not run in this step."""
+        """Record that a request does not run in this step."""
         seen = self._requests.get(name)
         if seen is not None:
             self._unsettled[name] = seen
@@ -377,7 +377,7 @@ class Observation:
     def updated(
         self, output: SchedulerOutput, outputs: dict[int, EngineCoreOutputs], now: int, num_before: int
     ) -> None:
-        """Note that vLLM processed the result of a step at `now`; before that vLLM had `num_before` requests."""
+        """Record that vLLM processed the result of a step at `now`; before that vLLM had `num_before` requests."""
         of_step, scheduled, load = self._in_flight.popleft()
         if of_step is not output:
             raise ValueError("steps were updated in another order than they were scheduled")
@@ -400,5 +400,5 @@ class Observation:
             self._put()
 
     def idled(self) -> None:
-        """Note that the engine pauses: the next step does not begin at the end of the previous step."""
+        """Record that the engine pauses: the next step does not begin at the end of the previous step."""
         self._end_before = None

@@ -54,7 +54,7 @@ class Recordings:
         self.current: RecordingFile | None = None
 
     def note(self, file: RecordingFile) -> None:
-        """Note that the scheduler was constructed with a recorder that writes to this file."""
+        """Set the current recording: the file to which the recorder of the scheduler's constructor writes."""
         self.current = file
         file.on_end = self._scheduler.stop_recording
 

@@ -236,8 +236,8 @@ def finish_reason(request: Request) -> FinishReason:
 class Details:
     """Adds the details of an output for a client: events, log probabilities, how the prompt was computed.
 
-    Most outputs have no details. The requests whose next output has details are noted in this object, and only their
-    outputs are visited.
+    Most outputs have no details. The requests whose next output has details are registered in this object, and only
+    their outputs are visited.
 
     Args:
         requests: vLLM's unfinished requests, by id.
@@ -260,25 +260,24 @@ class Details:
         self._always: set[str] = set()  # requests whose every output has details
 
     def add(self, request: VLLMRequest) -> None:
-        """Note whether every output of a queued request of vLLM's has details."""
+        """Register a queued request of vLLM's if each of its outputs has details."""
         sampling = request.sampling_params
         if request.trace_headers or (sampling is not None and sampling.num_logprobs is not None):
             self._always.add(request.request_id)
 
     def admitted(self, name: str) -> None:
-        """Note that the next output of a request has details."""
+        """Register an admitted request; its next output has details."""
         self._once.add(name)
         self._without_blocks.discard(name)
 
     def preempted(self, name: str) -> None:
-        """Note that the next output of a request has details, and that the request was preempted while its samples were
-        in flight. It has no blocks when the samples arrive, so none of its tokens count as cached, as in vLLM's own
-        scheduler."""
+        """Register a request that was preempted while its samples were in flight; its next output has details. It has
+        no blocks when the samples arrive, so none of its tokens count as cached, as in vLLM's own scheduler."""
         self._once.add(name)
         self._without_blocks.add(name)
 
     def forget(self, name: str) -> None:
-        """Note that a request has no further outputs."""
+        """Drop what is kept for a request, because it will have no further outputs."""
         self._once.discard(name)
         self._without_blocks.discard(name)
         self._always.discard(name)

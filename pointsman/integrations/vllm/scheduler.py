@@ -242,7 +242,8 @@ class Scheduler:
         self._operation = Operation(self, vllm_config, settings, recording)
 
     def _num_full_prompt_tokens(self, ours: Request) -> int:
-        """Number of a request's prompt tokens in full blocks, which have all been published to the prefix cache."""
+        """Number of tokens in the full blocks of a request's prompt. All these blocks have been published to the prefix
+        cache."""
         return ours.num_prompt_tokens - ours.num_prompt_tokens % self.core.config.block_size
 
     def forget_steps(self) -> None:
@@ -395,7 +396,7 @@ class Scheduler:
             self._finished_ids[request.client_index].add(name)
 
     def _forget(self, name: str) -> None:
-        """Drop the core's request for a request of vLLM's, with the state kept for it."""
+        """Drop the core request that stands for a vLLM request, and the state kept for it."""
         self.of_id.pop(name, None)
         self._structured.discard(name)
         self._details.forget(name)

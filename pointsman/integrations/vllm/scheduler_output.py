@@ -155,7 +155,7 @@ class OutputMaker:
         return self._ids
 
     def _place(self, row: int, request: Request) -> None:
-        """Note that a request was admitted to this row."""
+        """Store the id and the end of the prompt of a request that was admitted to this row."""
         if row >= len(self._id_of):
             self._id_of.resize(2 * row, refcheck=False)
             self._prompt_end_of.resize(2 * row, refcheck=False)

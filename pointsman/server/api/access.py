@@ -108,10 +108,11 @@ def missing_key(what: str, placeholder: str) -> ApiError:
 
 
 class ServerNames:
-    """The allowed names in `Host`. They protect against pages whose own name resolves to this server (DNS rebinding).
+    """The allowed host names, as sent in `Host`. They protect against pages whose own name resolves to this server (DNS
+    rebinding).
 
     Args:
-        config: the operator's settings, with the names of the server.
+        config: the operator's settings, with the host names of the server.
     """
 
     def __init__(self, config: ServerConfig) -> None:
@@ -152,7 +153,7 @@ class PageMiddleware:
 
     Args:
         app: the app behind this middleware.
-        names: the allowed names of the server.
+        names: the allowed host names of the server.
         answer: makes the response to an error.
     """
 
@@ -205,10 +206,10 @@ class OperatorRules:
     """Checks requests to operators' endpoints. `require` and `viewer` are dependencies of routes.
 
     Args:
-        config: the operator's settings, with the keys and the names of the server.
+        config: the operator's settings, with the keys and the host names of the server.
 
     Attributes:
-        names: the allowed names of the server.
+        names: the allowed host names of the server.
     """
 
     def __init__(self, config: ServerConfig) -> None:

@@ -264,7 +264,7 @@ def _too_many(number: int, what: str, limit: int) -> ApiError:
 
 
 class StrictRequest(Request):
-    """A request that parses its body strictly."""
+    """A request that refuses invalid JSON, NaN and infinity, and bodies with too many texts, lists or token ids."""
 
     async def json(self) -> Any:
         if not hasattr(self, "_json"):

@@ -143,7 +143,7 @@ class Ticket:
         backlog._add(tenant, len(num_tokens))
 
     def first_token(self, prompt: int) -> None:
-        """Note the first token of a prompt, in any sample: the prompt no longer waits. Later calls have no effect."""
+        """End the wait of a prompt, because its first token, in any sample, has arrived. Later calls have no effect."""
         if self._waiting.pop(prompt, None) is None:
             return
         backlog, left = self._backlog, min(self._num_tokens, sum(self._waiting.values()))

@@ -58,7 +58,7 @@ class Heartbeat:
         self._mean_step = 0.0
 
     def hear(self, patience: float = 0.0) -> None:
-        """Note a sign of life.
+        """Set the silence to 0, because the engine has given a sign of life.
 
         Args:
             patience: seconds of silence that the engine announces.
@@ -76,7 +76,7 @@ class Heartbeat:
         return True
 
     def note_answer(self, reading: PulseReading | None) -> None:
-        """Note the answer to the question; None: the engine is ending."""
+        """Take the engine's answer to the question; None: the engine is ending."""
         self._is_asked = False
         if reading is not None:
             kept = self._longest * 0.5 ** (INTERVAL / SECONDS_TO_HALVE)

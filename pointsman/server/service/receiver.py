@@ -38,7 +38,7 @@ class Receiver(asyncio.Protocol):
     Attributes:
         streams: the streams of requests that were sent and have not finished, by their keys.
         last_words: the reason why the engine takes no more requests, if it has reported one.
-        on_steps: called with the figures of steps that ran, in order.
+        on_steps: called with the `StepNote`s of steps that ran, in order.
         on_end: called when a request has finished, with the request, its last delta (with metrics, unless the request
             was abandoned) and its number of output tokens.
     """
@@ -211,12 +211,12 @@ class ClientStream(AsyncIterator[Delta]):
             self.request.resumed = Resumed(known, self._first_token_time, self._num_cached_tokens)
 
     def note_sent(self, key: int = -1) -> None:
-        """Note that the request has been sent, or waits for an engine."""
+        """Mark the request as sent, or as waiting for an engine."""
         self._is_sent = True
         self.key = key
 
     def accept(self) -> None:
-        """Note that the engine has queued the request."""
+        """Mark the request as queued by the engine."""
         self._is_accepted = True
         self._waiter.wake()
 

@@ -115,12 +115,12 @@ class Pool:
         """For each kind of waiting, the connections and the time at which each began to wait, oldest first."""
 
     def begin(self, connection: Connection, wait: Wait, now: float) -> None:
-        """Note that a connection begins to wait."""
+        """Add a connection that begins to wait."""
         if wait is not Wait.NOTHING:
             self._waiting[wait][connection] = now
 
     def end(self, connection: Connection, wait: Wait) -> None:
-        """Note that a connection no longer waits."""
+        """Remove a connection that no longer waits."""
         if wait is not Wait.NOTHING:
             self._waiting[wait].pop(connection, None)
 
@@ -206,7 +206,7 @@ class Connections:
         return True
 
     def remove(self, connection: Connection) -> None:
-        """Note that a connection is closed. A second call does nothing."""
+        """Free the place of a closed connection. A second call does nothing."""
         if (place := connection.place) is None:
             return
         connection.place = None

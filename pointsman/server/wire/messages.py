@@ -171,7 +171,7 @@ class Failed:
 
 
 class StepNote(NamedTuple):
-    """The figures of one step, for the metrics."""
+    """Numbers of tokens and scheduler time of one step, for the metrics."""
 
     num_scheduled_tokens: int
     num_generated_tokens: int

@@ -20,8 +20,8 @@ _OUTPUTS = 50
 
 
 class _FirstChunk(Limit):
-    """Limits each prompt to 300 tokens a step until the limit is lifted: so C is half computed when the example
-    begins."""
+    """Limits each prompt to 300 tokens a step until the limit is lifted. So the lesson's request C is half computed
+    when its example begins."""
 
     name = "first-chunk"
     most = 300

@@ -581,8 +581,8 @@ def test_without_chunked_prefill_all_encoder_inputs_must_fit_together() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"encoder_budget": 4}, "encoder_budget is 4 and encoder_cache_size is 0, so none is accepted"),
-        ({"encoder_cache_size": 4}, "encoder_cache_size is 4 and encoder_budget is 0, so none is accepted"),
+        ({"encoder_budget": 4}, "encoder_budget is 4 and encoder_cache_size is 0, so no encoder input is accepted"),
+        ({"encoder_cache_size": 4}, "encoder_cache_size is 4 and encoder_budget is 0, so no encoder input is accepted"),
         ({"encoder_budget": -1}, "encoder_budget is -1; it must be between 0 and"),
         ({"split_encoder_inputs": False}, "split_encoder_inputs=False has no effect without encoder inputs"),
         ({"keep_embeddings": False}, "keep_embeddings=False has no effect without encoder inputs"),

@@ -178,7 +178,7 @@ def test_a_wrong_field_is_named(fields: dict[str, Any], error: str, model: Any, 
         ({"llama__attention__value_length": 6}, "llama.attention.value_length is 6 and key_length 12"),
         (
             {"llama__rope__scaling__type": "longrope"},
-            "llama.rope.scaling.type is 'longrope', and the file has no factors",
+            "llama.rope.scaling.type is 'longrope', and the file has no rope factors",
         ),
     ],
 )

@@ -129,8 +129,8 @@ class Reader:
             self._note("name", node, expected, holds, found)
 
     def _note_attribute(self, node: ast.AST, kind: Type, name: str, *, is_set: bool = False) -> None:
-        """Note that an attribute of an object is read or set. It is enough if one of several possible types has the
-        attribute."""
+        """Keep the assumption that an object has an attribute, which our code reads or sets. It is enough if one of
+        several possible types has the attribute."""
         if isinstance(node, ast.Attribute) and (ast.unparse(node.value), name) in self._guarded:
             return
         theirs: list[Class] = []
@@ -194,7 +194,7 @@ class Reader:
         return Arguments(0, names - lacking)
 
     def _note_construction(self, node: ast.Call, kind: Class, given: Arguments) -> None:
-        """Note that our code constructs an object of a class."""
+        """Keep the assumption that a class can be constructed with these arguments, as our code does."""
         if not _is_of_vllm(kind):
             return
         if kind in self.made:
@@ -231,7 +231,8 @@ class Reader:
         self._note("field", node, f"{kind.name}.{name}", is_there, found)
 
     def _note_overrides(self, node: ast.ClassDef, kind: Class, base: Class) -> None:
-        """Note the public members of a class that precedes `base` in a lineage: they override the members of `base`."""
+        """Keep the assumptions about the public members of a class that precedes `base` in a lineage: they override the
+        members of `base`."""
         for name, member in kind.own_members.items():
             is_declared = isinstance(member.node, ast.AnnAssign) and member.node.value is None
             if member.owner is not kind or (name.startswith("_") and not is_declared):
@@ -370,7 +371,8 @@ class Reader:
             self._visit_call(node, scope)
 
     def _note_variable(self, node: ast.Subscript, scope: Scope) -> None:
-        """Note that `vars(x)["name"]` is read or set. Private names that our code sets are no assumptions."""
+        """Keep the assumption that x has the attribute that `vars(x)["name"]` reads or sets. Private names that our
+        code sets are no assumptions."""
         if not isinstance(node.slice, ast.Constant) or not isinstance(node.slice.value, str):
             return
         name = node.slice.value
@@ -400,8 +402,8 @@ class Reader:
             self._note_call(node, scope)
 
     def _note_mixin(self, node: ast.Call, scope: Scope) -> None:
-        """Note `type(name, (ours, theirs), ...)`: our class precedes vLLM's class in the bases, and overrides its
-        members."""
+        """Keep the assumptions of `type(name, (ours, theirs), ...)`: our class precedes vLLM's class in the
+        bases, and overrides its members."""
         bases = node.args[1]
         if not isinstance(bases, ast.Tuple):
             return
