@@ -235,7 +235,7 @@ class StepLoop:
         self._steps.append(_Step(self.schedule()))
         self._other_seconds += time.perf_counter() - started
 
-    def _prepare_newest(self) -> None:
+    def _prepare_newest_step(self) -> None:
         self._prepare(self._steps[-1])
 
     def _prepare(self, step: _Step) -> PreparedStep:
@@ -245,7 +245,7 @@ class StepLoop:
             raise _step_error(step, error) from error
         return step.prepared
 
-    def _launch_newest(self) -> None:
+    def _launch_newest_step(self) -> None:
         step = self._steps[-1]
         assert step.prepared is not None
         try:
@@ -295,9 +295,9 @@ class StepLoop:
             return self._report_updated
         newest = self._steps[-1]
         if newest.prepared is None:
-            return self._prepare_newest
+            return self._prepare_newest_step
         if len(self._steps) > 1 and newest.launched is None and self._runner.can_launch_ahead(newest.prepared):
-            return self._launch_newest  # so that a GPU starts this step immediately after the preceding one
+            return self._launch_newest_step  # so that a GPU starts this step immediately after the preceding one
         if self._may_schedule and len(self) < self._max_in_flight and self._scheduler.can_advance():
             return self._schedule_one
         return None

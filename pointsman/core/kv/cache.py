@@ -129,7 +129,7 @@ class KVCache(ABC):
     num_returns: int = 0
     """Counter that changes whenever blocks are released other than by the release of a row."""
     num_saves: int = 0
-    num_sound_tokens: Callable[[Request], int]
+    num_final_tokens: Callable[[Request], int]
     """Function: the number of tokens of a running request whose KV no step in flight may change."""
     num_tokens_in_flight: Callable[[int], Int64Array]
     """Function of a number of rows: the number of tokens of each row that steps in flight compute."""
@@ -371,11 +371,11 @@ class KVCache(ABC):
         broken invariant was found."""
         return None
 
-    def follow(
-        self, num_sound_tokens: Callable[[Request], int], num_tokens_in_flight: Callable[[int], Int64Array]
+    def set_token_counters(
+        self, num_final_tokens: Callable[[Request], int], num_tokens_in_flight: Callable[[int], Int64Array]
     ) -> None:
-        """Set the functions that report the state of the steps in flight."""
-        self.num_sound_tokens, self.num_tokens_in_flight = num_sound_tokens, num_tokens_in_flight
+        """Set the functions that count the tokens that no step in flight may change, and the tokens in flight."""
+        self.num_final_tokens, self.num_tokens_in_flight = num_final_tokens, num_tokens_in_flight
 
     def drop_unpublished(self) -> None:
         """Discard the deferred publications, because the step that is being scheduled is void."""
@@ -405,6 +405,6 @@ class KVCache(ABC):
         self.returned = []
         return returned
 
-    def take_saves(self) -> Sequence[Save]:
+    def take_pending_saves(self) -> Sequence[Save]:
         """Evicted blocks to report in an output: all since the last call."""
         return ()

@@ -844,7 +844,7 @@ class KVCacheManager(KVCache):
                 saves.append(Save(block, key, group))
                 self.num_saves += 1
 
-    def take_saves(self) -> Sequence[Save]:
+    def take_pending_saves(self) -> Sequence[Save]:
         """Evicted blocks to report in an output: all since the last call."""
         if not self.saves:
             return ()

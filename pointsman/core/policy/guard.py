@@ -393,7 +393,7 @@ class GuardedVictim(Guard):
         super().__init__(policy)
         self._order = ""
 
-    def follow(self, order: str) -> None:
+    def set_order(self, order: str) -> None:
         """Set the name of the order policy. The default victim policy, which replaces a failed one, depends on it."""
         self._order = order
         if self.replaced is not None:

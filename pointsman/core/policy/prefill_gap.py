@@ -140,7 +140,7 @@ class PrefillGap(TargetItl):
         fitting = self.times.fitting_tokens(self._left, start)
         if self._left >= self._left_at_first:  # the step has no prompt tokens yet
             fitting = max(fitting, self._least)
-        return self._fitting(request, start, min(want, fitting))
+        return self._num_fitting_tokens(request, start, min(want, fitting))
 
     def commit(self, request: Request, start: int, num_tokens: int) -> None:
         if not self._is_fast:

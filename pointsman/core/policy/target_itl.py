@@ -233,17 +233,17 @@ class TargetItl(Limit):
                 return min(want, max(fitting, self._least))
             self._has_deferred = True
             return Deferral(Reason.STEP_TIME, 0)
-        return self._fitting(request, start, min(want, fitting))
+        return self._num_fitting_tokens(request, start, min(want, fitting))
 
-    def _fitting(self, request: Request, start: int, fitting: int) -> int | Deferral:
-        """The `fitting` tokens, or a deferral: beside a running prefill that is cut, a request starts only if all its
-        tokens fit."""
+    def _num_fitting_tokens(self, request: Request, start: int, upper_bound: int) -> int | Deferral:
+        """`upper_bound`, the number of tokens that fit the step; or a deferral: beside a running prefill that is cut, a
+        request starts only if all its tokens fit."""
         lack = request._state.num_tokens - start if self._is_cut else 1
-        if fitting >= lack:
-            return fitting
+        if upper_bound >= lack:
+            return upper_bound
         if self._kept_seconds and self.times.fitting_tokens(self._kept_seconds, start) < lack:
             self._is_head_long = True
-        return Deferral(Reason.BUDGET, lack - fitting)
+        return Deferral(Reason.BUDGET, lack - upper_bound)
 
     def lacks_step_time(self, request: Request, num_running: int, num_tokens: int) -> bool:
         """Whether `check` would defer the request for step time if no running request were prefilling."""

@@ -126,14 +126,14 @@ def assemble(
     if swap is not None and transfers is not None and swap.compares:
         transfers.compare_with(swap.is_worth_loading)
     steps = StepsInFlight(config.max_steps_in_flight)
-    kv.follow(steps.num_sound_tokens, steps.num_tokens)
+    kv.set_token_counters(steps.num_final_tokens, steps.num_tokens)
     drafts = Drafts(config, batch, events, start.step_id - 1)
     budget = StepBudget(config)
     encoder = EncoderCache(config, budget) if config.encoder_budget else None
     queue = made("order", config.order)
     victim = made("victim", default_victim(queue.name) if config.victim is None else config.victim)
     if isinstance(victim, GuardedVictim):
-        victim.follow(queue.name)
+        victim.set_order(queue.name)
     view = SchedulerView(batch, kv, queue)
     ends = ChunkEnds(kv, budget, view) if kv.cuts_chunks else None
     limits = [made("limit", limit) for limit in limits_of(config, ends, encoder)]

@@ -143,7 +143,7 @@ class Emission:
             tuple(finished) if finished else (),
             self._common_prefix.count(rows) if self._common_prefix is not None else 0,
             record.loads,
-            kv.take_saves() if kv.saves else (),
+            kv.take_pending_saves() if kv.saves else (),
             groups,
             places,
         )

@@ -151,7 +151,7 @@ class StepsInFlight:
                 count[output.rows] += output.num_scheduled_tokens
         return count
 
-    def num_sound_tokens(self, request: Request) -> int:
+    def num_final_tokens(self, request: Request) -> int:
         """Number of leading tokens of a running request whose KV is final. Steps in flight may still fail, and then the
         KV that they load or share with an admission is lost."""
         state = request._state

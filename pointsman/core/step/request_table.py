@@ -272,12 +272,12 @@ class RequestTable:
         if not requests:
             return
         batch, kv = self._batch, self._kv
-        may_be_unsound = kv.saves is not None and len(self._steps.records) > 0
+        may_not_be_final = kv.saves is not None and len(self._steps.records) > 0
         for request in requests:
             row = request._state.row
             assert row is not None
             valid = min(batch.num_computed_tokens.item(row), batch.num_tokens.item(row))
-            final = self._steps.num_sound_tokens(request) if may_be_unsound else valid
+            final = self._steps.num_final_tokens(request) if may_not_be_final else valid
             kv.release(
                 batch,
                 request,
@@ -420,7 +420,7 @@ class RequestTable:
         for request in requests:
             row = request._state.row
             assert row is not None
-            valid = self._steps.num_sound_tokens(request)
+            valid = self._steps.num_final_tokens(request)
             table = self._kv.first_blocks(self._batch, row, -(-valid // self._kv.block_size))
             transfers.hold_if_sending(request, table, valid)
 

@@ -323,7 +323,7 @@ class Detokenizer:
     ) -> None:
         self._stream = stream
         self._stop = tuple(stop)
-        self.feed: Callable[[int], str] = self._search if self._stop else stream.feed
+        self.feed: Callable[[int], str] = self._search_stop_string if self._stop else stream.feed
         """Takes one token; returns newly settled text, without an end that may begin a stop string (unless
         `include_stop`)."""
         self._include_stop = include_stop
@@ -346,7 +346,7 @@ class Detokenizer:
         """The text of these tokens if they are the next and last ones. Call this only without stop strings."""
         return self._stream.whole(token_ids)
 
-    def _search(self, token_id: int) -> str:
+    def _search_stop_string(self, token_id: int) -> str:
         """Take one token; return newly settled text. This is `feed` if there are stop strings."""
         text = self._stream.feed(token_id)
         self._num_tokens += 1

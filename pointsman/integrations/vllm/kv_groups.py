@@ -487,7 +487,7 @@ class KVGroups(KVCache):
         """Number of final tokens of a row before its part of the current step: no step in flight computes them, or may
         have to recompute them."""
         computed = min(batch.num_computed_tokens.item(row), batch.num_tokens.item(row))
-        return min(computed, self.num_sound_tokens(self._row_of[row])) if self._is_ahead else computed
+        return min(computed, self.num_final_tokens(self._row_of[row])) if self._is_ahead else computed
 
     def grow_by_one(self, batch: Batch, rows: Int64Array, num_tokens: int | Int64Array) -> Int32Array | None:
         ends = batch.num_computed_tokens[rows] + num_tokens
