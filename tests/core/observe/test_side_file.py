@@ -305,7 +305,9 @@ def filmed(file: Any) -> None:
     recorder.close()
 
 
-def test_a_film_on_a_full_disk_has_all_steps_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_film_cut_off_by_a_full_disk_is_readable_and_incomplete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("pointsman.core.observe.film.EVENTS_IN_A_CHUNK", 8)
     whole = io.BytesIO()
     filmed(whole)

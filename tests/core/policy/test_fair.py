@@ -152,7 +152,7 @@ def test_idle_tenants_are_removed() -> None:
     assert len(order._heap) <= 130
 
 
-def test_steps_are_guaranteed_while_the_next_tenant_stays_the_next() -> None:
+def test_fair_order_guarantees_steps_until_another_tenant_is_next() -> None:
     host, order = fair_host(max_num_seqs=3, num_blocks=64, max_num_batched_tokens=32)
     for index in range(2):
         host.add(f"a{index}", 4, max_tokens=50, tenant="a")

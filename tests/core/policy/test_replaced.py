@@ -47,7 +47,7 @@ def run(host: Host, max_failures: int = 3) -> list[Request]:
 
 
 @pytest.mark.parametrize(("kind", "at"), WHERE)
-def test_output_tokens_are_the_same_without_the_replaced_policy(
+def test_replacing_a_failing_policy_does_not_change_output_tokens(
     kind: str, at: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     host = Host(**TIGHT, **knob(kind, at))

@@ -310,7 +310,7 @@ def test_growth_counts_the_blocks_of_every_group() -> None:
     )
 
 
-def test_growth_keeps_less_when_few_requests_wait() -> None:
+def test_growth_reserve_is_smaller_when_few_requests_wait() -> None:
     reserve = growth_after([(300, 1000)])  # 2 W / c = 6,600 / 800: 8 requests
     full = kept(reserve)
     assert [kept(reserve, waiting) for waiting in (2, 4, 6, 8, 9)] == [full // 4, full // 2, full * 3 // 4, full, full]
@@ -326,7 +326,7 @@ def test_growth_is_0_when_nothing_runs_or_has_finished() -> None:
     assert names(host.step().admitted) == ["whole"], "all 8 blocks are for it"
 
 
-def test_growth_keeps_blocks_free_and_is_the_reason() -> None:
+def test_growth_reserve_keeps_blocks_free_and_is_the_reason() -> None:
     host = Host(num_blocks=24, reserves=("growth:scale=8",), enable_prefix_caching=False, max_num_batched_tokens=99)
     finish(host, "first", 12)
     host.add("a", 60, max_tokens=40)
@@ -378,7 +378,7 @@ def paced(outputs: list[int], *rows: tuple[int, int]) -> int:
     return kept(reserve)
 
 
-def test_growth_keeps_less_when_running_requests_are_near_their_end() -> None:
+def test_growth_reserve_is_smaller_when_running_requests_near_their_end() -> None:
     outputs = list(range(100, 1_650, 50))
     usual = paced(outputs)
     assert paced(outputs, (320, 1_350), (320, 1_400)) < usual < paced(outputs, (320, 50), (320, 100))

@@ -98,7 +98,7 @@ def test_pointers_may_refer_to_any_part_of_the_schema() -> None:
 
 
 @pytest.mark.parametrize("pointer", ["#/$defs/b", "#/$defs/a/type/x", "#a", "#/$defs/a~1b", "#/x/3"])
-def test_a_pointer_to_nothing_is_refused(pointer: str) -> None:
+def test_a_ref_to_a_missing_part_of_the_schema_is_refused(pointer: str) -> None:
     with pytest.raises(ValueError, match="and there is nothing in this place; describe it there"):
         Language(json={"type": "array", "items": {"$ref": pointer}, "$defs": {"a": {"type": "null"}}, "x": [1]})
 
@@ -119,12 +119,12 @@ def test_targets_of_pointers_are_checked_anywhere() -> None:
         {"type": "string", "pattern": r"^a[^\s\S]$"},
     ],
 )  # fmt: skip
-def test_a_schema_of_endless_values_allows_no_text(schema: dict[str, Any]) -> None:
+def test_a_schema_without_a_finite_value_is_refused(schema: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="it allows no text"):
         Language(json=schema)
 
 
-def test_options_of_endless_values_are_left_out() -> None:
+def test_alternatives_without_a_finite_value_are_left_out() -> None:
     schema = {"anyOf": [{"$ref": "#/$defs/A"}, {"const": 1}], "$defs": {"A": {"$ref": "#/$defs/A"}}}
     assert Language(json=schema).allows("1", "2") == ["1"]
     optional = {"type": "object", "properties": {"x": {"$ref": "#/$defs/A"}, "y": {"const": 1}}}

@@ -41,7 +41,7 @@ def test_the_order_of_properties_is_part_of_a_schema() -> None:
     assert first != spec_of(json={"type": "object", "properties": {"b": {}, "a": {}}})
 
 
-def test_parameters_compare_hash_and_pickle_by_value() -> None:
+def test_parameters_are_compared_hashed_and_pickled_by_value() -> None:
     """They are compared, hashed and sent to other processes."""
     one = SamplingParams(structured_outputs=StructuredOutputsParams(json=OBJECT))
     other = SamplingParams(structured_outputs=StructuredOutputsParams(json=dict(OBJECT)))

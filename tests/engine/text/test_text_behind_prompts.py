@@ -211,7 +211,7 @@ def test_spaces_are_cleaned_up_behind_a_prompt(prompt: str, output: str, text: s
     assert text_behind(decoder, tokens_of(tokenizer, *prompt.split()), tokens_of(tokenizer, *output.split())) == text
 
 
-def test_only_the_end_of_a_long_prompt_is_decoded() -> None:
+def test_only_the_end_of_a_long_prompt_is_detokenized() -> None:
     """Only its end is read, unless no token at the end has text."""
     tokenizer = metaspace()
     calls: list[int] = []

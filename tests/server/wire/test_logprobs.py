@@ -106,7 +106,7 @@ def test_all_logprobs_are_valid_json() -> None:
         assert "-9999.0" in json.dumps(found, allow_nan=False)
 
 
-def test_tokens_without_text_or_by_wish_are_written_by_their_ids() -> None:
+def test_tokens_are_written_as_ids_on_request_or_if_they_lack_text() -> None:
     assert completion(LogprobWriter(1, as_token_ids=True), [7], [SAMPLED_IS_LIKELY])["tokens"] == ["token_id:7"]
     no_text = {7: Logprob(-0.1, 1, None)}
     assert chat(LogprobWriter(1), [no_text])["content"][0]["token"] == "token_id:7"
