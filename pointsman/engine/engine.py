@@ -113,7 +113,7 @@ class Engine:
         num_threads: number of threads of PyTorch and the kernels; None: chosen by `threads.py`.
         grammar_timeout: seconds of processor time that compiling the grammar of a request with structured output may
             take; three times as many seconds may pass.
-        kv_offload_bytes: host memory for KV that the pool evicts, see `kv/offload.py`; None: none.
+        kv_offload_bytes: host memory for KV that the pool evicts, see `kv/offload.py`; None: no host memory.
         kv_store: directory in which KV is kept for other engines and later runs, see `kv/store.py`; None: no KV store.
         kv_store_role: "producer": computed KV is written to the store; "consumer": KV found there is not computed;
             "both".

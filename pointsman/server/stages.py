@@ -1,7 +1,7 @@
 """Stages: limits at each stage of a request, for all tenants together and for one tenant.
 
     limits = StageLimits(config, max_num_running=64)
-    with limits.texts.held("alice", 5000):       # ApiError 429, with the tenant's own figures
+    with limits.texts.held("alice", 5000):       # ApiError 429, with what the tenant holds and its limit
         ...
 
 `STAGES` is the one table of these limits; docs/operating.md shows the same table. Each stage that the API process

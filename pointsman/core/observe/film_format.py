@@ -437,7 +437,7 @@ def read_chunks(file: BinaryIO) -> Iterator[tuple[str, bytes]]:
             return
         letter, length, size = _CHUNK.unpack(head)
         if size > MAX_CHUNK or length > 2 * MAX_CHUNK or letter.decode("latin-1") not in "REBZ":
-            raise FilmError(f"a chunk {letter!r} of {size} bytes is none of a film; it is broken")
+            raise FilmError(f"a chunk {letter!r} of {size} bytes does not belong in a film; it is broken")
         total += size
         if total > MAX_FILM:
             raise FilmError(

@@ -491,7 +491,7 @@ class Request(Sealed, _RequestFields):
         priority: urgency of the request; smaller is more urgent.
         eos_token_ids: tokens that finish the request, unless `ignore_eos`.
         stop_token_ids: further tokens that finish the request; the one that did is the `stop_reason`.
-        repetition_detection: which repetitions at the end of the output finish the request; None: none does.
+        repetition_detection: which repetitions at the end of the output finish the request; None: none of them.
         cache_salt: text that separates caches: only requests with an equal salt share cached prefixes.
         adapter: the LoRA that the request runs with, as an `Adapter` or (name, version); None: the model alone. Only
             requests with an equal adapter share cached prefixes.

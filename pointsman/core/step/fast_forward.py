@@ -237,7 +237,7 @@ class FastForward:
 
     def _wrong_guaranteed_steps(self, head: Request, blocked: Standstill, num_steps: int) -> PolicyError | None:
         """The error if a policy's `guaranteed_steps` was wrong, because the same request no longer blocks the queue.
-        None: it still does."""
+        None: the request still blocks it."""
         table, admission = self._table, self._admission
         queue = table.queue
         found = queue.peek()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def own_groups(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: SchedulerConfig, hash_block_size: int
 ) -> tuple[KVGroup, ...] | None:
-    """The KV groups, if the core can manage all of them itself; None: it cannot."""
+    """The KV groups, if the core can manage all of them itself; None: it cannot manage them."""
     groups = tuple(_own_group(group, config.block_size) for group in kv_cache_config.kv_cache_groups)
     if getattr(kv_cache_config, "needs_kv_cache_zeroing", False) or hash_block_size != config.block_size:
         return None

@@ -175,8 +175,8 @@ def _num_tokens(tokens: Any) -> int:
 
 
 def _contradiction(tokens: Any, samples: bool, num_drafts: int, is_live: bool) -> str | None:
-    """Why the tokens of a row cannot be from this step; None: they can. `is_live`: whether the row's request still runs
-    as in the step."""
+    """Why the tokens of a row cannot be from this step; None: they can be from it. `is_live`: whether the row's request
+    still runs as in the step."""
     if tokens is None:
         return "the model runner returned nothing for it" if is_live else None
     most = 1 + num_drafts if samples else 0

@@ -85,8 +85,8 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def problem_of_version(version: str, *, allows_untested: bool = False) -> Refusal | None:
-    """Why the installed version of vLLM is not supported; None: it is. For an untested version this reads the sources,
-    which takes seconds.
+    """Why the installed version of vLLM is not supported; None: it is supported. For an untested version this reads the
+    sources, which takes seconds.
 
     Args:
         allows_untested: whether to accept an untested version if no assumption about it is known to be broken.

@@ -223,7 +223,7 @@ class Delta:
 
 @dataclass(slots=True)
 class EngineOutputs:
-    """Changes of requests, and figures of steps, since the previous message of this class."""
+    """Changes of requests, and a `StepNote` for each step, since the previous message of this class."""
 
     accepted: list[int] = field(default_factory=list)
     """Keys of requests that the engine has queued."""

@@ -431,7 +431,7 @@ def _similar(name: str, names: set[str]) -> str:
 
 
 def misfit(ours: Function, theirs: Function, *, with_defaults: bool) -> str | None:
-    """Why our method cannot be called like vLLM's method; None: it can.
+    """Why our method cannot be called like vLLM's method; None: it can be called so.
 
     Args:
         with_defaults: whether the call also passes the arguments that have defaults in vLLM.
