@@ -32,9 +32,9 @@ def test_a_replay_shows_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyP
     path = tmp_path / "run.jsonl"
     with path.open("w") as file:
         scheduler = Scheduler(SchedulerConfig(num_blocks=8, max_model_len=32), recorder=Recorder(file))
-        for number in range(3):
-            scheduler.add(Request(f"r{number}", range(6), arrival_time=1.0, max_tokens=1), 1.0)
-            scheduler.update(scheduler.schedule(1.0), StepResult([7]), 2.0)
+        for number in (0.0, 1.0, 2.0):
+            scheduler.add(Request(f"r{number}", range(6), arrival_time=number, max_tokens=1), number)
+            scheduler.update(scheduler.schedule(number), StepResult([7]), number + 1)
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=True, width=100)
     shows_at_once = functools.partial(ProgressBar, console=console, quiet=0.0)

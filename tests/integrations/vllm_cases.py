@@ -632,7 +632,7 @@ def what_others_read_is_true_and_cannot_be_written() -> None:
         ("spec_token_ids", [7]),
         ("is_prefill_chunk", True),
     ):
-        raises(AttributeError, f"{name} of request 'a' is what", setattr, again, name, value)
+        raises(AttributeError, f"{name} of request 'a' is decided by", setattr, again, name, value)
     for call, *arguments in (
         (scheduler.running.append, a),
         (scheduler.running.clear,),

@@ -50,26 +50,28 @@ class Host:
         self.scheduler = Scheduler(config)
         self.sampler = Sampler(V, 7, TOKENIZER)
         self.fail = fail
+        self.now = 0.0
         self.logprobs: dict[str, list[TokenLogprobs]] = {}
 
     def run(self, requests: dict[str, tuple[list[int], SamplingParams]]) -> dict[str, list[int]]:
         added = {}
         for name, (prompt, params) in requests.items():
             added[name] = request_for(name, prompt, params)
-            self.scheduler.add(added[name], 0.0)
+            self.scheduler.add(added[name], self.now)
         step = 0
         while self.scheduler.has_unfinished_requests():
             step += 1
-            output = self.scheduler.schedule(float(step))
+            self.now += 1.0
+            output = self.scheduler.schedule(self.now)
             result = self.sample(output)
             if step % 7 in self.fail:
-                self.scheduler.fail(output, float(step))
+                self.scheduler.fail(output, self.now)
                 continue
             for index, entries in result[1].items():
                 self.logprobs.setdefault(output.requests[index].request_id, []).extend(entries)
-            self.scheduler.update(output, result[0], float(step))
-        last = self.scheduler.schedule(0.0)  # reports finished requests, whose ids are then free
-        self.scheduler.update(last, self.sample(last)[0], 0.0)
+            self.scheduler.update(output, result[0], self.now)
+        last = self.scheduler.schedule(self.now)  # reports finished requests, whose ids are then free
+        self.scheduler.update(last, self.sample(last)[0], self.now)
         self.scheduler.check_invariants()
         return {name: request.output_token_ids.tolist() for name, request in added.items()}
 
