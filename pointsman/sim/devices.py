@@ -54,7 +54,8 @@ class Device:
 
 
 def device(name: str) -> Device:
-    """The device called `name`: a name or alias of the table, in any case, or "cpu" (measured now, about a second).
+    """The device called `name`: a name or alias of the table, in upper or lower case, or "cpu" (measured now, about a
+    second).
 
     Raises:
         UnknownName: no device has that name.
@@ -71,7 +72,7 @@ def measure_cpu(seconds: float = 0.8, memory: int | None = None) -> Device:
     """This machine as a device: bandwidth from copying arrays, FLOP/s from float32 matrix products, both by NumPy.
 
     Each is the best of several repetitions, so that other load on the machine matters little. NumPy uses the threads of
-    its BLAS for products, and one for copies: a program that reads memory with several may be faster.
+    its BLAS for products, and one thread for copies: a program that reads memory with several threads may be faster.
 
     Args:
         seconds: approximate duration of the measurement.
@@ -125,7 +126,7 @@ def _machine_memory() -> int:
 
 
 _PCIE_4, _PCIE_5 = 32, 64
-"""GB/s of 16 lanes in one direction."""
+"""Bandwidth of 16 PCIe lanes in one direction, in GB/s."""
 
 
 def _gpu(
@@ -181,7 +182,7 @@ _TABLE = (
 )  # fmt: skip
 
 DEVICES: Mapping[str, Device] = MappingProxyType({entry.name: entry for entry in _TABLE})
-"""The table by name, without "cpu"."""
+"""The known devices by name, without "cpu"."""
 
 _ALIASES: Mapping[str, str] = {
     "a100-40gb": "A100-40GB-SXM",

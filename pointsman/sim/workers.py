@@ -31,7 +31,7 @@ class Runner(Protocol):
     """Runs simulations."""
 
     def run(self, jobs: Sequence[Job]) -> Iterator[Sample]:
-        """The sample of each job, in their order."""
+        """The sample of each job, in the order of the jobs."""
 
 
 def available_cores() -> int:
@@ -46,12 +46,12 @@ def workers(judge: Judge, num_processes: int = 1, ray_address: str | None = None
     """The runner of simulations, ready for use.
 
     Args:
-        judge: what simulations have in common.
-        num_processes: 1: this process alone. On a Ray cluster, 0: one for each of its CPUs.
+        judge: the data that all simulations share.
+        num_processes: number of processes; 1: this process alone. On a Ray cluster, 0: one for each of its CPUs.
         ray_address: address of a Ray cluster, or "local" for one on this machine; None: no Ray.
 
     Raises:
-        SimulationError: the number is out of range, Ray is not installed, or the cluster cannot be reached.
+        SimulationError: `num_processes` is out of range, Ray is not installed, or the cluster cannot be reached.
     """
     minimum = 1 if ray_address is None else 0
     if not minimum <= num_processes <= (MAX_PROCESSES if ray_address is None else 100_000):
@@ -110,7 +110,7 @@ def _in_processes(judge: Judge, num_processes: int) -> Iterator[Runner]:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Processes that start in this context ignore Ctrl-C, which all processes of a terminal get, from the beginning."""
+    """Context in which started processes ignore Ctrl-C from their beginning; a terminal sends it to all processes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
