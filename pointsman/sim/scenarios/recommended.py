@@ -1,4 +1,5 @@
-"""Scenario of recommended settings: those of a text on vLLM, each on its own workload and on the others."""
+"""Scenario of recommended settings: the presets of a text on vLLM, each on the workload it is meant for and on all
+others."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ _MEANT_FOR = {
 
 
 _GAIN, _HARM = 0.03, 0.05
-"""Relative changes that count as better than the default, and as worse."""
+"""Minimum relative changes that count as better and as worse than the default."""
 
 
 def _better(found: Finding, preset: str, load: str, figure: str) -> float:
