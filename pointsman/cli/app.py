@@ -1,5 +1,5 @@
-"""The commands. Their options are in `options.py`. Their work is done in `generate.py`, `chat.py`, the core's `replay`
-and `pointsman.server.serve`.
+"""The commands of `pointsman`. Their options are in `options.py`; `generate.py`, `chat.py`, the core's `replay` and
+`pointsman.server.serve` do their work.
 """
 
 from __future__ import annotations
@@ -392,7 +392,7 @@ def record(
 
 
 def _default_model() -> str:
-    """The model to serve if none is named."""
+    """The model to serve if the user names no model."""
     model = served_by_default()
     if model == "demo":
         logging.getLogger("pointsman").info(
@@ -442,10 +442,10 @@ def _warn_of_unread_priorities(workload: Workload, order: str | None) -> None:
 
 @contextmanager
 def _recorder(path: str | None) -> Iterator[Recorder | None]:
-    """A recorder whose file is closed with the context; None without a path.
+    """Context with a recorder that writes to `path`; the file is closed at the context's end. `path` None: no recorder.
 
     Raises:
-        CommandError: the file cannot be created; or it ended early, which is reported last.
+        CommandError: the file cannot be created; or the recording ended early, which is reported at the end.
     """
     if path is None:
         yield None

@@ -24,8 +24,9 @@ def serve_command(model: str, config: SchedulerConfig, names: Iterable[str], oth
     Args:
         model: the model to serve.
         config: configuration of the scheduler.
-        names: fields to give if they are not the default; the two that depend on the device are always given.
-        others: other options, by name.
+        names: fields to give if they differ from the default; the two fields that depend on the device are always
+            given.
+        others: further options, by name.
     """
     plain = SchedulerConfig(num_blocks=1, max_model_len=1)
     knobs: dict[str, Any] = {
@@ -60,8 +61,8 @@ def vllm_command(
 
 
 def change_commands(model: str, config: SchedulerConfig, base: SchedulerConfig) -> tuple[str, str] | None:
-    """`vllm serve` with this scheduler, and `pointsman serve`, with only the settings that differ from another
-    configuration, to be added to a complete command line; None: no setting of theirs differs."""
+    """`vllm serve` with this scheduler, and `pointsman serve`, with only the settings that differ from `base`, to be
+    added to a complete command line; None: no setting of either command differs."""
     names = [field.name for field in fields(config) if getattr(config, field.name) != getattr(base, field.name)]
     changed = {name: getattr(config, name) for name in names}
     ours = {name: value for name, value in changed.items() if value is not None and name in KNOBS}

@@ -27,7 +27,7 @@ class CommandError(Exception):
 
 
 def check_writable(path: str | None) -> None:
-    """Refuse a file that cannot be written, before its content is computed. Leaves no file behind.
+    """Refuse a file that cannot be written, before its content is computed. Does not leave a new file.
 
     Raises:
         CommandError: the file cannot be opened.
@@ -52,6 +52,6 @@ def not_installed(command: str, error: ModuleNotFoundError, extra: str) -> Excep
 
 
 def log_to_stderr() -> None:
-    """Show what the package logs."""
+    """Print the log messages of the package to stderr."""
     logging.basicConfig(stream=sys.stderr, format="pointsman: %(message)s")
     logging.getLogger("pointsman").setLevel(logging.INFO)

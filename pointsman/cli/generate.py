@@ -1,7 +1,8 @@
 """The loop around the engine: requests arrive, steps run, and the run ends cleanly in every case.
 
 Prompts are added before anything is shown; a trace's requests are added at their arrival times. Ctrl-C takes effect
-between two steps, so that the scheduler, a recording and the terminal stay consistent; a second one is immediate.
+between two steps, so that the scheduler, a recording and the terminal stay consistent; a second Ctrl-C takes effect
+immediately.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ def run_workload(engine: Engine, workload: Workload, display: Display) -> int:
     """Run every job until it has finished.
 
     Returns:
-        The exit code: 0; 1 if a step or a request failed; 2 if a prompt was bad (the others ran); 130 after Ctrl-C.
+        The exit code: 0; 1 if a step or a request failed; 2 if a prompt was invalid (all other prompts ran); 130 after
+        Ctrl-C.
 
     Raises:
-        CommandError: nothing could run at all.
+        CommandError: no request could run.
     """
     run = _Run(engine, workload, display)
     with noted_interrupts() as interruption:
@@ -52,7 +54,7 @@ def run_workload(engine: Engine, workload: Workload, display: Display) -> int:
 
 
 class _Run:
-    """One run: the jobs that have not arrived, and the progress of the others."""
+    """A run: the jobs that have not arrived, and the progress of all other jobs."""
 
     def __init__(self, engine: Engine, workload: Workload, display: Display) -> None:
         self.engine = engine
@@ -66,7 +68,7 @@ class _Run:
         self._num_added = 0
 
     def report_problems(self) -> None:
-        """Prompts of the workload that could not become jobs."""
+        """Report the prompts of the workload that could not become jobs."""
         for problem in self.workload.problems:
             self.display.ended(self.progress.refused(problem.request_id, problem.message))
             self.had_bad_prompt = True
@@ -79,7 +81,8 @@ class _Run:
             self._add(self.pending.popleft())
 
     def report_refusals(self) -> None:
-        """Report the refusals so far: counted for a trace, otherwise one error each, or one if nothing can run.
+        """Report the refused requests so far: their number for a trace, otherwise one error each, or one error if no
+        request can run.
 
         Raises:
             CommandError: every request was refused.
@@ -124,7 +127,7 @@ class _Run:
                 self.display.ended(self.progress.aborted(output))
 
     def _nothing_runs(self, refusals: list[str]) -> str:
-        """One message for all refusals, which usually share a cause, such as a pool that is too small."""
+        """One message for all refused requests, which usually share a cause, such as a pool that is too small."""
         config = self.engine.scheduler.config
         message = refusals[0]
         if len(refusals) > 1:

@@ -14,7 +14,7 @@ from pointsman.web.page import assemble
 
 
 def live_server(socket: str) -> local.LocalServer:
-    """The server of the page, on loopback.
+    """The server of the live page, on loopback.
 
     Raises:
         CommandError: no scheduler answers on the socket.

@@ -48,18 +48,18 @@ METRICS = (
     "pointsman:replaced_policies",
     "pointsman:scheduler_seconds_total",
 )
-"""Metrics of the scheduler that `metrics` prints, by their names in `SCRAPED`. All others are vLLM's own, or belong to
-the engine."""
+"""Metrics of the scheduler that `metrics` prints, by their names in `SCRAPED`. All other metrics are vLLM's own, or
+belong to the engine."""
 
 NEVER_EMPTY = (
     "A server that is never without requests is recorded from its start: --additional-config "
     '\'{"pointsman": {"record": "FILE"}}\''
 )
-"""The remedy if no recording can begin, or if it begins after the load."""
+"""The remedy if a recording cannot begin, or begins only after the load."""
 
 
 def explain(socket: str, name: str | None, limit: int, *, as_json: bool) -> int:
-    """Show requests: those with the id `name`, or those of the completion `name`; None: the oldest."""
+    """Show the request with the id `name`, or all requests of the completion `name`; None: the oldest requests."""
     with asking(socket) as connection:
         answer = connection.ask("explain", id=name, limit=limit)
     requests = answer["requests"]
@@ -85,7 +85,7 @@ def metrics(socket: str) -> int:
 
 
 def record(socket: str, path: str, seconds: float | None) -> int:
-    """Record to a file until `seconds` after its first step, or until Ctrl-C.
+    """Record to a file until `seconds` after the first recorded step, or until Ctrl-C.
 
     Raises:
         CommandError: `seconds` is not more than 0, the file cannot be written, or no step was recorded.
@@ -235,7 +235,7 @@ def _duration(seconds: float) -> str:
 
 
 def exposition(answer: Mapping[str, Any]) -> str:
-    """Prometheus text of a control socket's answer to "metrics". Names, types and meanings are those of
+    """The metrics in a control socket's answer to "metrics", as Prometheus text. Names, types and meanings are those of
     `pointsman serve`.
 
     Raises:
