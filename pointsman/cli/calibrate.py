@@ -115,7 +115,7 @@ AsJson = Annotated[
 ]
 
 
-def _ignored(given: EngineSettings, recorded: EngineSettings) -> list[str]:
+def _ignored_settings(given: EngineSettings, recorded: EngineSettings) -> list[str]:
     """Given settings that differ from the settings in a recording, and are ignored."""
     asked, own, default = (asdict(each) for each in (given, recorded, type(given)()))
     return [
@@ -189,7 +189,7 @@ def calibrate(
         with _progress() as progress:
             found = fit(log, settings, train=train, estimate=estimate, progress=progress)
         if found.profile.kind == "steps":
-            notes += _ignored(given, found.profile.settings)
+            notes += _ignored_settings(given, found.profile.settings)
         found.profile.notes.extend(notes)
     except OSError as error:
         what = f"the log {log}" if error.filename in (None, log) else error.filename
@@ -206,7 +206,7 @@ def calibrate(
         _draw(found, plot)
     if as_json:
         sys.stderr.flush()
-        print(json.dumps(_line(found, seconds)), flush=True)
+        print(json.dumps(_as_json(found, seconds)), flush=True)
     else:
         _show(found, seconds, output)
     return EXIT_OK
@@ -271,7 +271,7 @@ def _progress() -> Iterator[FitProgress | None]:
 # ---------------------------------------------------------------------- what is printed
 
 
-def _line(found: Calibration, seconds: float) -> dict[str, Any]:
+def _as_json(found: Calibration, seconds: float) -> dict[str, Any]:
     """The result as a JSON object: held-out errors, then the log and the fit they come from."""
     profile = found.profile
     names = ("e2e_mape", "e2e_bias", "ttft_mean_error", "ttft_p50_error", "ttft_p99_error", "tpot_mean_error")

@@ -152,7 +152,7 @@ def choose_model(client: httpx2.Client, model: str | None) -> str:
     Raises:
         TurnError: the server cannot be reached, refuses the key, or does not have the model.
     """
-    place = _place(client.base_url)
+    place = _public_address(client.base_url)
     with _connection_errors():
         response = client.get("/v1/models")
         _check(response)
@@ -249,7 +249,7 @@ def _connection_errors() -> Iterator[None]:
     try:
         yield
     except httpx2.ConnectError as error:
-        where = _place(error.request.url)
+        where = _public_address(error.request.url)
         reason = one_line(str(error)) or "no connection"
         raise TurnError(f"cannot reach {where} ({reason}); start it with pointsman serve, or give --url") from error
     except httpx2.TransportError as error:
@@ -287,7 +287,7 @@ def _message_of(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content.encode("utf-8", "replace").decode("utf-8")}
 
 
-def _place(url: httpx2.URL) -> str:
+def _public_address(url: httpx2.URL) -> str:
     """The server's address without the parts of a URL that may be secret."""
     host = f"[{url.host}]" if ":" in url.host else url.host
     return f"{url.scheme}://{host}" if url.port is None else f"{url.scheme}://{host}:{url.port}"

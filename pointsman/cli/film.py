@@ -64,7 +64,7 @@ def film(
     if not is_film(path):
         made = path.with_suffix(".film") if out is None else Path(out)
         check_is_other(path, made)
-        path = _make(path, made, blocks)
+        path = _make_film(path, made, blocks)
     elif out is not None:
         raise CommandError(f"{file} is a film already; --out applies only to a recording")
     found = read_film(path)
@@ -146,7 +146,7 @@ def _counted_lines(opened: BinaryIO, bar: ProgressBar) -> Iterator[str]:
         bar.update(num_characters // 1_000_000, num_lines)
 
 
-def _make(recording: Path, out: Path, with_blocks: bool) -> Path:
+def _make_film(recording: Path, out: Path, with_blocks: bool) -> Path:
     """Write the film of a recording. The file has another name until it is complete, so that a failure keeps an older
     film."""
     part = out.with_name(out.name + ".part")

@@ -89,7 +89,7 @@ class _Run:
         """
         refusals, self._refusals = self._refusals, []
         if refusals and not self._num_added and not self.pending:
-            raise CommandError(self._nothing_runs(refusals))
+            raise CommandError(self._all_refused_message(refusals))
         if not self.workload.is_trace:
             for refusal in refusals:
                 self.had_bad_prompt = True
@@ -126,7 +126,7 @@ class _Run:
             if (output := self.engine.abort(entry.request_id)) is not None:
                 self.display.ended(self.progress.aborted(output))
 
-    def _nothing_runs(self, refusals: list[str]) -> str:
+    def _all_refused_message(self, refusals: list[str]) -> str:
         """One message for all refused requests, which usually share a cause, such as a pool that is too small."""
         config = self.engine.scheduler.config
         message = refusals[0]

@@ -146,7 +146,7 @@ class Progress:
 
     def stepped(self, outputs: list[RequestOutput], now: float) -> list[Entry]:
         """Record the outputs of a step. Returns the requests that finished in the step."""
-        ended = [entry for output in outputs if (entry := self._take(output)) and output.finished]
+        ended = [entry for output in outputs if (entry := self._update_entry(output)) and output.finished]
         stats = self.engine.scheduler.stats()
         self.peak_blocks = max(self.peak_blocks, stats.num_blocks - stats.num_free_blocks)
         self._rates.append((now, self.num_generated))
@@ -156,7 +156,7 @@ class Progress:
 
     def aborted(self, output: RequestOutput) -> Entry:
         """Record that the run ended before this request; its output so far is kept."""
-        return self._take(output)
+        return self._update_entry(output)
 
     def unfinished(self) -> list[Entry]:
         """The unfinished requests, in the order in which they were added."""
@@ -211,7 +211,7 @@ class Progress:
             "deferrals": {reason: count for reason, count in stats.deferrals.items() if count},
         }
 
-    def _take(self, output: RequestOutput) -> Entry:
+    def _update_entry(self, output: RequestOutput) -> Entry:
         entry = self.entries[output.request_id]
         self.num_generated += output.num_output_tokens - entry.num_output_tokens
         entry.output = output

@@ -356,11 +356,11 @@ def _service(options: Mapping[str, Any], preset: str | None, as_vllm: bool) -> S
     step_time: StepTime
     if shape is None or on is None:
         assert profile is not None
-        step_time, about_times = WatchedStepTime(profile.step_time), _of_profile(profile)
+        step_time, about_times = WatchedStepTime(profile.step_time), _about_profile(profile)
         title = f"the profile {options['profile']}"
     else:
         estimated = RooflineStepTime(shape=shape, device=on, tensor_parallel=parallel)
-        about_times = estimated.caveat() if profile is None else _of_profile(profile)
+        about_times = estimated.caveat() if profile is None else _about_profile(profile)
         step_time = estimated if profile is None else WatchedStepTime(profile.step_time)
         title = f"{shape.name} on {f'{parallel} x ' if parallel > 1 else ''}{on.name}"
 
@@ -446,7 +446,7 @@ def _as_calibrated(settings: EngineSettings, longest: int) -> dict[str, Any]:
     return knobs
 
 
-def _of_profile(profile: Profile) -> str:
+def _about_profile(profile: Profile) -> str:
     error = profile.held_out_errors.get("e2e_mape", profile.held_out_errors.get("step_mape"))
     what = "end-to-end times" if "e2e_mape" in profile.held_out_errors else "steps"
     off = f"; they predict its other {what} to {error:.1%} on average" if error is not None else ""
@@ -480,7 +480,7 @@ def _option(name: str) -> str:
 def names() -> str:
     """The available models, devices, scenarios, routing rules and presets, as text."""
     lines = ["Models (name, parameters, maximum tokens of a sequence, source):"]
-    lines += [f"  {_of_shape(shape)}" for shape in SHAPES.values()]
+    lines += [f"  {_describe_shape(shape)}" for shape in SHAPES.values()]
     lines += ["", "Devices (name, memory, bandwidth, source); cpu measures this machine:"]
     lines += [
         f"  {each.name:24} {each.memory / 2**30:6.1f} GiB {each.bandwidth / 1e12:6.3f} TB/s  {each.source}"
@@ -494,5 +494,5 @@ def names() -> str:
     return "\n".join(lines)
 
 
-def _of_shape(shape: ModelShape) -> str:
+def _describe_shape(shape: ModelShape) -> str:
     return f"{shape.name:36} {shape.num_params / 1e9:6.1f} B {shape.max_model_len:9,}  {shape.source}"

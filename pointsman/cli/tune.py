@@ -295,7 +295,11 @@ class _Tuned:
             main = [f"{value}" for name, value in trial.settings.items() if name in _MAIN]
             share = f"{100 * trial.train.share:.1f} %"
             table.add_row(
-                _others(trial, self._service.config), *main, _rate(trial.goodput), share, *_times(trial.train)[:2]
+                _other_settings(trial, self._service.config),
+                *main,
+                _rate(trial.goodput),
+                share,
+                *_times(trial.train)[:2],
             )
         return table
 
@@ -387,7 +391,7 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _others(trial: Trial, base: SchedulerConfig) -> str:
+def _other_settings(trial: Trial, base: SchedulerConfig) -> str:
     """The settings of a trial that differ from `base` and have no column, as text."""
     return ", ".join(
         f"{name} {_shown(value)}"

@@ -229,7 +229,7 @@ def _texts(prompts: Sequence[tuple[str, int | None, str]], sampling: Sampling) -
         except ValueError as error:
             workload.problems.append(Problem(request_id, f"{place}: {error}"))
         else:
-            workload.jobs.append(Job(request_id, _given(text), sampling.params(length), place))
+            workload.jobs.append(Job(request_id, _constant_prompt(text), sampling.params(length), place))
     return workload
 
 
@@ -246,7 +246,7 @@ def _check_unicode(name: str, text: str) -> None:
         raise ValueError(f"{name} is not Unicode text at character {error.start}; write it in UTF-8") from None
 
 
-def _given(prompt: Prompt) -> Callable[[int], Prompt]:
+def _constant_prompt(prompt: Prompt) -> Callable[[int], Prompt]:
     return lambda vocab_size: prompt
 
 
@@ -319,7 +319,7 @@ def _job(request_id: str, fields: dict[str, Any], place: str, sampling: Sampling
         raise ValueError(f'"stop" is {stop!r}; it must be a string or a list of strings')
     return Job(
         request_id,
-        _given(prompt),
+        _constant_prompt(prompt),
         sampling.params(**own),
         place,
         priority=priority,

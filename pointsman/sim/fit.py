@@ -429,7 +429,7 @@ def search(
     starts = [Start(name, guess, guess) for name, guess in STARTS.items()]
     if estimate is not None:
         starts.insert(0, Start("estimate", estimate, estimate, certainty=2.0))
-    num_first, num_more, num_late = _plan(problem)
+    num_first, num_more, num_late = _plan_iterations(problem)
     max_simulations = len(starts) * NUM_SCALINGS + (num_more * 2 + num_late) * MAX_RUNS
     for _, _, num_kept in ((0, 0, len(starts)), *FIRST[:-1]):
         max_simulations += sum(sorted(len(hadamard_rows(len(each.free), False)) for each in starts)[-num_kept:])
@@ -455,7 +455,7 @@ def search(
     return middle(best.step_time, improve(chosen._replace(at_cost=best._replace(limit=limit))), chosen.free)
 
 
-def _plan(problem: Problem) -> tuple[int, int, int]:
+def _plan_iterations(problem: Problem) -> tuple[int, int, int]:
     """Number of training requests on which starts are tried, iterations of the best starts, further ones of the best
     start."""
     seconds = typical_seconds(problem)

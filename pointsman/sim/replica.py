@@ -256,7 +256,7 @@ class Replica:
             return None
         times = np.empty(num_steps + 1)
         times[0] = self.now
-        self._fill(times, 0, num_steps, len(rows), int(np.add.reduce(known)))
+        self._fill_times(times, 0, num_steps, len(rows), int(np.add.reduce(known)))
         end = times.item(num_steps)
         self._decode_seconds = max(end - times.item(num_steps - 1), MIN_SECONDS)
         return _Decodes(end, times, rows, num_left)
@@ -266,7 +266,7 @@ class Replica:
         shorter."""
         return int(min(MAX_STEPS_AT_ONCE, 2 + MORE_STEPS * max(seconds, 0.0) / self._decode_seconds))
 
-    def _fill(self, times: FloatArray, done: int, end: int, num_rows: int, context: int) -> None:
+    def _fill_times(self, times: FloatArray, done: int, end: int, num_rows: int, context: int) -> None:
         """Set the ends of the decodes after step `done` of a run up to step `end`. In the first step of the run,
         `num_rows` rows read, or would have read, `context` positions."""
         seconds = self._step_time.of_decodes(num_rows, context + num_rows * done, end - done)
@@ -296,7 +296,7 @@ class Replica:
             copying = copies.seconds
         num_rows, total = output.num_rows, output.total_num_scheduled_tokens
         if output.num_continued < num_rows:
-            self._place_admitted(output)
+            self._store_admitted(output)
         if not num_rows:
             return output, copying
         # Sums as dot products, which take a fraction of the time.
@@ -342,15 +342,15 @@ class Replica:
         self._events.append(Event(self.now, num_steps, num_rows, num_steps * num_rows, waiting, usage))
         return self._finished(update.finished) if update.finished else _NONE
 
-    def _place_admitted(self, output: SchedulerOutput) -> None:
+    def _store_admitted(self, output: SchedulerOutput) -> None:
         """Store, by row, the lengths and tokens that the simulator knows of the newly admitted requests."""
         for index in range(output.num_continued, output.num_rows):
             known = self._known[output.requests[index]]
-            self._place(int(output.rows[index]), known)
+            self._store_row(int(output.rows[index]), known)
             cached = int(output.num_cached_tokens[index - output.num_continued])
             self._timings.admitted(known.number, self.now, cached)
 
-    def _place(self, row: int, known: _Known) -> None:
+    def _store_row(self, row: int, known: _Known) -> None:
         while row >= len(self._number):
             for name in ("_last_token", "_filler", "_number"):
                 column = getattr(self, name)

@@ -165,7 +165,7 @@ class Simulation:
             assert first is not None
             for number in first.commit():
                 self._num_finished += 1
-                self._follow(number, first.now)
+                self._schedule_follow_up(number, first.now)
             if first.refused:
                 self._note_refused(first)
             if self._followers:
@@ -208,9 +208,9 @@ class Simulation:
         for number, why in refused:
             self._refused.append((self._requests[number].request_id, why))
             self.timings.refused(number)
-            self._follow(number, replica.now)
+            self._schedule_follow_up(number, replica.now)
 
-    def _follow(self, number: int, now: float) -> None:
+    def _schedule_follow_up(self, number: int, now: float) -> None:
         """Schedule the arrival, if any, that follows the end of a request."""
         follower = self._workload.on_finished(self._requests[number], now)
         if follower is not None:

@@ -147,7 +147,7 @@ class Space:
         values = {**self.settings(self.base), **settings}
         budget = values.get("max_num_batched_tokens", self._base.max_num_batched_tokens)
         if "max_num_seqs" in values and values["max_num_seqs"] > budget and self._base.batching != "prefill-first":
-            values["max_num_seqs"] = self._at_most("max_num_seqs", budget)
+            values["max_num_seqs"] = self._max_value_up_to("max_num_seqs", budget)
         if values.get("long_prefill_token_threshold", 0) >= budget:
             values["long_prefill_token_threshold"] = 0
         return tuple(values[each.name] for each in self.tunables)
@@ -189,6 +189,6 @@ class Space:
                         found.append((each.name, other))
         return found
 
-    def _at_most(self, name: str, limit: int) -> int:
+    def _max_value_up_to(self, name: str, limit: int) -> int:
         (tunable,) = (each for each in self.tunables if each.name == name)
         return int(max((value for value in tunable.values if value <= limit), default=limit))

@@ -58,13 +58,13 @@ def workers(judge: Judge, num_processes: int = 1, ray_address: str | None = None
         raise SimulationError(f"the number of workers is {num_processes}; it must be from {minimum} to {MAX_PROCESSES}")
     if ray_address is not None:
         return _on_ray(judge, num_processes, ray_address)
-    return _here(judge) if num_processes == 1 else _in_processes(judge, num_processes)
+    return _in_this_process(judge) if num_processes == 1 else _in_processes(judge, num_processes)
 
 
 # ---------------------------------------------------------------------- this process
 
 
-class _Here:
+class _InThisProcess:
     def __init__(self, judge: Judge) -> None:
         self._judge = judge
 
@@ -73,8 +73,8 @@ class _Here:
 
 
 @contextmanager
-def _here(judge: Judge) -> Iterator[Runner]:
-    yield _Here(judge)
+def _in_this_process(judge: Judge) -> Iterator[Runner]:
+    yield _InThisProcess(judge)
 
 
 # ---------------------------------------------------------------------- a pool of processes
@@ -97,11 +97,11 @@ class _InProcesses:
 def _in_processes(judge: Judge, num_processes: int) -> Iterator[Runner]:
     context = multiprocessing.get_context("spawn")  # the only way on every system, and safe beside threads
     stop = context.Event()
-    pool = ProcessPoolExecutor(num_processes, context, _start, (judge, stop))
+    pool = ProcessPoolExecutor(num_processes, context, _init_worker, (judge, stop))
     try:
-        with _uninterrupted():
+        with _ignoring_interrupts():
             for _ in range(num_processes):
-                pool.submit(_nothing)  # starts a process
+                pool.submit(_do_nothing)  # starts a process
         yield _InProcesses(pool)
     finally:
         stop.set()
@@ -109,7 +109,7 @@ def _in_processes(judge: Judge, num_processes: int) -> Iterator[Runner]:
 
 
 @contextmanager
-def _uninterrupted() -> Iterator[None]:
+def _ignoring_interrupts() -> Iterator[None]:
     """Context in which started processes ignore Ctrl-C from their beginning; a terminal sends it to all processes."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -121,7 +121,7 @@ def _uninterrupted() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass
 
 
@@ -129,7 +129,7 @@ _judge: Judge  # set in worker processes
 _stop: Event
 
 
-def _start(judge: Judge, stop: Event) -> None:
+def _init_worker(judge: Judge, stop: Event) -> None:
     """Initialise a worker process."""
     global _judge, _stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -178,7 +178,7 @@ def _on_ray(judge: Judge, num_actors: int, address: str) -> Iterator[Runner]:
         ) from None
     was_there = ray.is_initialized()
     if not was_there:
-        _check_that_it_answers(address)
+        _check_cluster_answers(address)
         try:
             ray.init(address, log_to_driver=False, logging_level="ERROR")
         except (ConnectionError, RuntimeError, ValueError) as error:
@@ -199,7 +199,7 @@ def _on_ray(judge: Judge, num_actors: int, address: str) -> Iterator[Runner]:
             ray.shutdown()
 
 
-def _check_that_it_answers(address: str) -> None:
+def _check_cluster_answers(address: str) -> None:
     """Check the address first: Ray itself tries for minutes to reach it, and prints a line every few seconds."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not (host and port.isdecimal()):  # a word, such as auto or local

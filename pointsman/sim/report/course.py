@@ -103,7 +103,7 @@ def levels(course: Course, values: FloatArray | Int64Array, begin: float, end: f
     times = np.concatenate([[begin], course.start, course.end[stops]])
     held = np.concatenate([[0.0], values, np.zeros(np.count_nonzero(stops))])
     order = times.argsort(kind="stable")
-    return _settled(times[order], held[order], end)
+    return _without_empty_levels(times[order], held[order], end)
 
 
 def total(parts: Sequence[Levels]) -> Levels:
@@ -113,7 +113,7 @@ def total(parts: Sequence[Levels]) -> Levels:
     times = np.concatenate([part.times for part in parts])
     changes = np.concatenate([np.diff(part.values, prepend=0.0) for part in parts])
     order = times.argsort(kind="stable")
-    return _settled(times[order], changes[order].cumsum(), parts[0].end)
+    return _without_empty_levels(times[order], changes[order].cumsum(), parts[0].end)
 
 
 def scaled(part: Levels, factor: float) -> Levels:
@@ -144,7 +144,7 @@ def averaged(part: Levels, num_stretches: int) -> Levels:
     return Levels(edges[:-1], np.diff(np.interp(edges, times, area)) / np.diff(edges), part.end)
 
 
-def _settled(times: FloatArray, values: FloatArray, end: float) -> Levels:
+def _without_empty_levels(times: FloatArray, values: FloatArray, end: float) -> Levels:
     """The levels without entries of no duration: of several entries at one time, the last one is kept."""
     is_last = np.append(times[1:] > times[:-1], True)[: len(times)]
     return Levels(times[is_last], values[is_last], end)

@@ -208,8 +208,8 @@ def figures(
     seconds = outcome.seconds
     prompts = int(timings.num_prompt_tokens[:count][~np.isnan(first)].sum())
     targets = Targets(ttft_target, itl_target, e2e_target)
-    steps = _together([run.num_steps for run in runs])
-    rows, tokens = _together([run.num_rows for run in runs]), _together([run.num_tokens for run in runs])
+    steps = _concatenate([run.num_steps for run in runs])
+    rows, tokens = _concatenate([run.num_rows for run in runs]), _concatenate([run.num_tokens for run in runs])
     num_steps, num_tokens = int(steps.sum()), int(tokens.sum())
     looked_up, hits = sum(each.prefix_queries for each in stats), sum(each.prefix_hits for each in stats)
     price = None if price_per_hour is None else price_per_hour * len(runs) * seconds / 3600
@@ -356,9 +356,9 @@ def _gap_blocks(runs: Sequence[Course], num_values: int, num_blocks: int) -> Int
     event has one gap of the first kind for each row that got a token before. Nearly all rows of an event did, so the
     event's place among the values follows from its share of all rows.
     """
-    order = _together([run.end for run in runs]).argsort(kind="stable")
-    steps = _together([run.num_steps for run in runs])[order]
-    rows = _together([run.num_rows for run in runs])[order]
+    order = _concatenate([run.end for run in runs]).argsort(kind="stable")
+    steps = _concatenate([run.num_steps for run in runs])[order]
+    rows = _concatenate([run.num_rows for run in runs])[order]
     num_single = num_values - int(np.maximum(steps - 1, 0).sum())
     num_blocks = max(1, num_blocks)
     if not len(order) or num_single < 0:  # timings without their timelines
@@ -420,7 +420,7 @@ def _notes(outcome: Outcome, counts: Counts, targets: Targets) -> tuple[str, ...
     return tuple(notes)
 
 
-def _together(columns: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+def _concatenate(columns: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
     return np.concatenate(columns) if columns else np.zeros(0)
 
 

@@ -44,7 +44,7 @@ _GAIN, _HARM = 0.03, 0.05
 """Minimum relative changes that count as better and as worse than the default."""
 
 
-def _better(found: Finding, preset: str, load: str, figure: str) -> float:
+def _improvement(found: Finding, preset: str, load: str, figure: str) -> float:
     """Relative improvement over the default; negative: worse; -1: every request was refused."""
     value, default = found.value(figure, preset, load), found.value(figure, _DEFAULT, load)
     if math.isnan(value):
@@ -55,8 +55,8 @@ def _better(found: Finding, preset: str, load: str, figure: str) -> float:
 def _check_settings(found: Finding) -> list[Check]:
     checks = []
     for preset, (load, figure) in _MEANT_FOR.items():
-        gain = _better(found, preset, load, figure)
-        others = {other: _better(found, other, load, figure) for other in _MEANT_FOR if other != preset}
+        gain = _improvement(found, preset, load, figure)
+        others = {other: _improvement(found, other, load, figure) for other in _MEANT_FOR if other != preset}
         best = max(others, key=others.__getitem__)
         checks.append(
             Check(
@@ -68,7 +68,7 @@ def _check_settings(found: Finding) -> list[Check]:
         )
     for preset, (load, _) in _MEANT_FOR.items():
         losses = {
-            other: _better(found, preset, other, figure) for other, figure in _MEANT_FOR.values() if other != load
+            other: _improvement(found, preset, other, figure) for other, figure in _MEANT_FOR.values() if other != load
         }
         worst = min(losses, key=losses.__getitem__)  # all requests refused: -1
         figure = dict(_MEANT_FOR.values())[worst]

@@ -216,7 +216,7 @@ class Scenario:
                     variant.step_time or step_time,
                     num_replicas=variant.num_replicas,
                     host_memory=variant.host_memory,
-                    progress=None if progress is None else _after(num_done, progress),
+                    progress=None if progress is None else _offset_progress(num_done, progress),
                 )
                 if not outcome.is_complete:
                     return Finding(self, tuple(rows), tuple(seeds), is_complete=False)
@@ -227,7 +227,7 @@ class Scenario:
         return Finding(self, tuple(rows), tuple(seeds))
 
 
-def _after(num_done: int, progress: Progress) -> Progress:
+def _offset_progress(num_done: int, progress: Progress) -> Progress:
     """`progress` of a simulation that follows earlier ones, in which `num_done` requests finished."""
     return lambda num_finished, now: progress(num_done + num_finished, now)
 
@@ -255,12 +255,12 @@ class Finding:
     def value(self, figure: str, variant: str, load: str = "") -> float:
         """A figure of a variant; NaN if the variant does not have it."""
         row = next(row for row in self.rows if (row.variant.name, row.variant.load) == (variant, load))
-        found = row.values[self._place(figure)].value
+        found = row.values[self._index_of(figure)].value
         return math.nan if found is None else found
 
     def text(self, figure: str, variant: str, load: str = "") -> str:
         """A figure of a variant as text, with its unit."""
-        return self.scenario.figures[self._place(figure)].of(self.value(figure, variant, load))
+        return self.scenario.figures[self._index_of(figure)].of(self.value(figure, variant, load))
 
     def column(self, figure: str, load: str = "") -> list[float]:
         """A figure of all variants of a workload."""
@@ -299,7 +299,7 @@ class Finding:
             "config": variant.config.to_dict(),
         }
 
-    def _place(self, figure: str) -> int:
+    def _index_of(self, figure: str) -> int:
         return [each.name for each in self.scenario.figures].index(figure)
 
 
