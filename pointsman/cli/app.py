@@ -141,7 +141,7 @@ def serve(config: options.ConfigFile = None, preset: options.Preset = None, **va
     wait_briefly()
     try:
         for name in ("fastapi", "uvicorn", "uvloop", "httptools", "prometheus_client"):
-            import_module(name)  # `run` would notice a missing one only after the model is loaded
+            import_module(name)  # `run` would report a missing library only after loading the model
         from pointsman.server.serve import run
     except ModuleNotFoundError as error:
         raise not_installed("serve", error, "server") from None

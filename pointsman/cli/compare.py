@@ -98,7 +98,7 @@ def compare(
         observed = read_observed(path)
         happened = replayed(observed, path, limit)
         log = observed_steps(observed, path)
-        halves = calibrate_steps(log, path).profile  # its error is that of steps that the fit did not see
+        halves = calibrate_steps(log, path).profile  # its error is the error over steps that the fit did not use
         profile = replace(halves, step_time=fit_steps(log.loads, log.seconds), hull=Hull.of_loads(log.loads))
     except OSError as error:
         raise CommandError(f"cannot read the recording {path}: {error.strerror}") from None

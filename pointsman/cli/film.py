@@ -91,7 +91,7 @@ def is_film(path: Path) -> bool:
         CommandError: the file cannot be read.
     """
     try:
-        with open_regular(path) as opened:  # read again later
+        with open_regular(path) as opened:  # the file is read again later
             return opened.read(len(MAGIC)) == MAGIC
     except OSError as error:
         raise CommandError(f"cannot read {path}: {error.strerror}") from None

@@ -21,7 +21,7 @@ from pointsman.engine.interruption import Interruption, noted_interrupts
 if TYPE_CHECKING:
     from pointsman.engine import Engine
 
-IDLE_SECONDS = 0.05  # between checks of the clock and for Ctrl-C while waiting for the next arrival
+IDLE_SECONDS = 0.05  # seconds between checks of the clock and for Ctrl-C, while waiting for the next arrival
 
 
 def run_workload(engine: Engine, workload: Workload, display: Display) -> int:
@@ -60,7 +60,7 @@ class _Run:
         self.engine = engine
         self.workload = workload
         self.display = display
-        self.pending: deque[Job] = deque(workload.jobs)  # by arrival
+        self.pending: deque[Job] = deque(workload.jobs)  # jobs by arrival
         self.progress = Progress(engine, time.monotonic(), len(workload.jobs) + len(workload.problems))
         self.had_bad_prompt = False
         self.failure = ""
@@ -153,7 +153,7 @@ class _Run:
                 ttft_target=job.ttft_target,
                 retention=job.retention,
             )
-        except ValueError as error:  # refused, or an unknown text or token
+        except ValueError as error:  # the request is refused, or has an invalid text or token
             self._refusals.append(f"{job.place}: {error}")
             self.display.ended(self.progress.refused(job.request_id, str(error)))
         else:

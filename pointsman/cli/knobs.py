@@ -74,7 +74,7 @@ def engine_arguments(knobs: Mapping[str, Any], preset: str | None = None) -> dic
     check_utilization(arguments.get("gpu_memory_utilization"), device_type)
     scheduler = scheduler_defaults(PRESETS[preset] | own, device_type)
     defaults = {name: value for name, value in scheduler.items() if name not in PRESETS[preset]}
-    stand_ins = {"num_blocks": 1, "max_model_len": 1}  # the model decides these
+    stand_ins = {"num_blocks": 1, "max_model_len": 1}  # the model determines these knobs
     config = SchedulerConfig.preset(preset, **(stand_ins | defaults | own))
     kv_knobs = KVKnobs(**{field.name: arguments[field.name] for field in fields(KVKnobs) if field.name in arguments})
     kv_knobs.check(config)

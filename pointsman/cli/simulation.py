@@ -313,7 +313,7 @@ def what_serves(options: Mapping[str, Any], preset: str | None, *, as_vllm: bool
 
 
 def _check_retention_is_read(retention: float, eviction: str) -> None:
-    policy = built_in("eviction", eviction.partition(":")[0])  # another may read it
+    policy = built_in("eviction", eviction.partition(":")[0])  # another policy may read it
     if policy is not None and "retention" not in policy.reads:
         raise CommandError(
             f"--retention is {retention:g}, and the eviction policy {eviction} reads none; leave it out, or give "
@@ -387,7 +387,7 @@ def _service(options: Mapping[str, Any], preset: str | None, as_vllm: bool) -> S
             return config.replace(num_blocks=memory(config).num_blocks)
         return config.replace(
             num_blocks=config.num_sequence_slots * -(-config.max_model_len // config.block_size)
-        )  # enough
+        )  # enough blocks for every request
 
     if "num_blocks" in knobs:
         given_by = "given" if "num_blocks" in options else "the engine of the profile had"

@@ -310,7 +310,7 @@ class _Tuned:
         table.add_row("the best", _rate(best.goodput), "", *_times(best.train)[:2])
         for name, trial in found.neighbours:
             value = f"{name} {_shown(trial.settings[name])}"
-            if trial.is_hopeless:  # its figures come from one stretch
+            if trial.is_hopeless:  # figures of a hopeless trial come from one stretch
                 table.add_row(value, "-", "far less", "-", "-")
                 continue
             change = f"{100 * (trial.goodput / best.goodput - 1):+.1f} %" if best.goodput else ""

@@ -113,7 +113,7 @@ def record(socket: str, path: str, seconds: float | None) -> int:
         if done is None:
             connection.end_input()
             done = connection.next_line()
-            while done["state"] in ("recording", "stepping"):  # it is still starting
+            while done["state"] in ("recording", "stepping"):  # vLLM is still starting
                 done = connection.next_line()
     if done["state"] == "cancelled":
         Path(path).unlink(missing_ok=True)
@@ -207,7 +207,7 @@ def _why(request: Mapping[str, Any]) -> str:
 def _show_one(request: Mapping[str, Any]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     console.print(Text(request["explanation"], style="bold"))
-    apart = ("explanation", "holders", "num_holders", "replaced_policies")  # the explanation has the policies
+    apart = ("explanation", "holders", "num_holders", "replaced_policies")  # the explanation already names the policies
     facts = {key: value for key, value in request.items() if key not in apart}
     width = max(map(len, facts))
     for key, value in facts.items():

@@ -187,7 +187,7 @@ def highest_rate(question: Question, num_replicas: int = 1, *, tolerance: float 
     miss the targets; `misses` is None if the targets are met even if all requests arrive at one time.
 
     Args:
-        tolerance: the bracket is at most this wide, relative to its lower end.
+        tolerance: maximum width of the bracket, relative to the bracket's lower end.
 
     Raises:
         SimulationError: an argument is out of range.

@@ -43,7 +43,7 @@ class Device:
     host_bandwidth: float
     """Bytes/s between the device and the host's memory, in one direction."""
     source: str
-    """Where the figures come from."""
+    """Source of the figures."""
 
     def flops(self, dtype: Dtype) -> float:
         """Peak FLOP/s for operands of `dtype`, or of the next wider dtype where the device lacks it: kernels
@@ -95,7 +95,7 @@ def measure_cpu(seconds: float = 0.8, memory: int | None = None) -> Device:
         bandwidth=2 * source.nbytes / copy,  # a copy reads and writes
         peak_flops={"fp32": 2 * size**3 / multiply},
         link_bandwidth=0.0,
-        host_bandwidth=source.nbytes / copy,  # the pool is in host memory, too
+        host_bandwidth=source.nbytes / copy,  # the KV pool is in host memory, too
         source="measured on this machine: NumPy copies of 64 MiB, float32 products of 1024 x 1024",
     )
 

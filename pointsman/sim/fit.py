@@ -14,8 +14,8 @@ up and down by the rows of a Hadamard matrix, and each slope uses all simulation
 the error at the point itself.
 
 Coefficients are logarithms here. A log cannot separate some of them. A prior decides what the log leaves open: a normal
-distribution about the start. Ratios of the starts are those of transformers on real devices. A coefficient that this
-log does not show therefore still has a value that predicts other loads.
+distribution about the start. The coefficients of the starts have ratios that are typical of transformers on real
+devices. A coefficient that this log does not show therefore still has a value that predicts other loads.
 
 SciPy is imported where it is used: the rest of the simulator does not need it.
 """
@@ -82,8 +82,8 @@ STARTS: dict[str, LinearStepTime] = {
     ),
 }  # fmt: skip
 """Guesses, up to a common factor. A coefficient that is 0 stays 0. `per_token` is 5e-3 of a step: the time for the
-FLOPs of a token relative to that for reading the weights on GPUs; on a CPU it is ten times that. `per_context_token` is
-1e-5: the KV of a position relative to the weights."""
+FLOPs of a token relative to the time for reading the weights on GPUs; the ratio is ten times as high on a CPU.
+`per_context_token` is 1e-5: the KV of a position relative to the weights."""
 
 SLACK = 1.5
 """Multiple of the time at which the last training request finished: a simulation ends at this time at the latest."""
@@ -121,7 +121,7 @@ the best start."""
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """The log, its training requests, and the scheduler's configuration."""
+    """What a candidate is judged on: the log, its training requests, and the scheduler's configuration."""
 
     measured: Sequence[MeasuredRequest]
     """Requests of the log, by arrival. Of requests outside `train`, only arrivals and lengths are read."""
@@ -147,7 +147,7 @@ class _Done(Exception):
 
 
 class LogWorkload:
-    """The requests of a log with their arrivals; prompts are distinct.
+    """A workload of the requests of a log, with their recorded arrivals; all prompts are distinct.
 
     Args:
         measured: the log.
@@ -201,7 +201,7 @@ def run_log(
 
 
 def times_of(timings: Timings, which: Indices, num_output_tokens: npt.NDArray[np.int64], until: float) -> Times:
-    """Simulated times of some requests; an event that has not happened counts as if it did at `until`."""
+    """Simulated times of the requests `which`; an event that has not happened counts as if it happened at `until`."""
     is_finished = timings.reason[which] >= 0
     first, last = timings.first_token[which], timings.last_token[which]
     return Times(
@@ -220,7 +220,7 @@ class Objective:
 
     Args:
         problem: the log and its training requests.
-        num_train: simulate only until this number of training requests have finished, and judge by these.
+        num_train: number of training requests after whose end a simulation stops; only these requests are compared.
     """
 
     def __init__(self, problem: Problem, num_train: int) -> None:
@@ -240,7 +240,7 @@ class Objective:
         return len(self._times)
 
     def simulated(self, step_time: StepTime) -> Times:
-        """The simulated times of the training requests with these step times."""
+        """The times of the training requests in a simulation with `step_time`."""
         problem = self._problem
         timings = run_log(problem.measured, problem.config, step_time, awaited=problem.train, until=self._until)
         return times_of(timings, problem.train, self._times.num_output_tokens, self._until)
@@ -338,7 +338,7 @@ def moved(step_time: LinearStepTime, names: Sequence[str], changes: FloatArray) 
     logarithms = np.clip(_logarithms(step_time, names) + changes, -60, 60)
     values = dict(zip(names, np.exp(logarithms).tolist(), strict=True))
     if "r" in values:
-        values["r"] = 1 + min(values["r"], 50)  # already nearly the maximum of both; a power of large numbers overflows
+        values["r"] = 1 + min(values["r"], 50)  # 51 is nearly the maximum of both times; a larger power overflows
     return replace(step_time, **values)
 
 
@@ -438,7 +438,7 @@ def search(
         for width, limit, num_kept in FIRST:
             starts = simulations.iterate(starts, num_first, width, limit, is_folded=False)
             starts = sorted(starts, key=lambda start: start.cost)[:num_kept]
-        if num_first < len(problem.train):  # costs of other requests do not compare
+        if num_first < len(problem.train):  # costs over different requests are not comparable
             starts = [start._replace(cost=math.inf, at_cost=None) for start in starts]
         for width, limit in MORE[-num_more:]:
             starts = simulations.iterate(starts, len(problem.train), width, limit, is_folded=True)
@@ -498,7 +498,7 @@ class _Simulations:
         self._progress = progress
         self._pool: ProcessPoolExecutor | None = None
         if num_processes > 1:
-            context = get_context("spawn")  # a fork would copy the locks of other threads
+            context = get_context("spawn")  # a fork would copy locks that other threads hold
             self._pool = ProcessPoolExecutor(
                 num_processes, mp_context=context, initializer=_begin_worker, initargs=(problem,)
             )

@@ -1,8 +1,8 @@
-"""Host memory of a simulated replica: which blocks it holds, and how long copies take.
+"""Host memory of a simulated replica: tracks the blocks in it, and computes how long copies take.
 
-`HostMemory` describes it. `HostTier` is the host memory of one replica, and the connector of its scheduler. It uses the
-engine's directory (`core/kv/slots.py`), so the same blocks are copied. Copies are synchronous, as in the engine: a step
-begins with them, and they add to its time.
+`HostMemory` describes it. `HostTier` is the host memory of one replica, and the connector of its scheduler. `HostTier`
+uses the engine's directory (`core/kv/slots.py`), so it copies the same blocks as the engine. Copies are synchronous, as
+in the engine: a step begins with its copies, and they add to the step's time.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from pointsman.sim.step_time import Efficiencies
 
 
 class HostMemory(NamedTuple):
-    """Host memory behind the KV pool of each replica, for all its devices together."""
+    """Host memory behind the KV pool of a replica, for all devices of the replica together."""
 
     num_bytes: int
     bytes_per_token: float
     """Bytes of KV of one token in all layers."""
     bandwidth: float
-    """Bytes a second that copies reach, in one direction."""
+    """Bandwidth that copies reach, in bytes a second in one direction."""
 
     @classmethod
     def of(

@@ -1,6 +1,7 @@
 """KV memory: estimates the number of KV blocks that a device has beside a model's weights.
 
-An engine measures this number when it starts; if its log has the number, use that. The estimate, without an engine:
+An engine measures this number when it starts; if the engine's log has the number, use the measured one. The estimate,
+without an engine:
 
     usable = memory * gpu_memory_utilization
     KV     = usable - weights - activations of the largest step - context and libraries
@@ -73,8 +74,8 @@ def num_kv_blocks(
 ) -> KvMemory:
     """The number of KV blocks on one device, with the breakdown of its memory.
 
-    Activations are those of a step of `max_num_batched_tokens`: hidden states four times; the MLP's two inner ones (for
-    experts, once for each expert that a token uses); float32 logits of `max_num_seqs` rows twice.
+    Activations are those of a step of `max_num_batched_tokens`: hidden states four times; the MLP's two inner
+    activations (with experts, once for each expert that a token uses); float32 logits of `max_num_seqs` rows twice.
 
     Args:
         shape: the model.

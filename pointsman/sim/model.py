@@ -42,7 +42,7 @@ class ModelShape:
     max_model_len: int
     """Maximum number of tokens that the model can hold, prompt and output together."""
     source: str
-    """Where the figures come from."""
+    """Source of the figures."""
     tied_embeddings: bool = False
     """Whether the output head is the embedding matrix."""
     dtype_bytes: int = 2
@@ -176,7 +176,7 @@ class ModelShape:
         return 2 * max(1.0, self.num_kv_heads / tensor_parallel) * self.head_dim * kv_dtype_bytes
 
     def kv_bytes_per_token(self, kv_dtype_bytes: float = 2, tensor_parallel: int = 1) -> tuple[float, float]:
-        """Bytes of KV of one token on one device: in the layers that keep all positions, and in the windowed ones."""
+        """Bytes of KV of one token on one device: in the layers that keep all positions, and in the windowed layers."""
         layer = self.kv_bytes_per_layer(kv_dtype_bytes, tensor_parallel)
         return self.num_full_layers * layer, self.num_windowed_layers * layer
 

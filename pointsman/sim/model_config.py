@@ -136,7 +136,7 @@ class _Reader:
 
     def _dense_intermediate_size(self, experts: dict[str, int]) -> int:
         if experts and not experts["num_dense_layers"]:
-            return 0  # the field belongs to the experts or to a dense sibling
+            return 0  # the field belongs to the experts, or to a dense model of the family
         return self._count("intermediate_size")
 
     def _experts(self) -> dict[str, int]:

@@ -27,7 +27,7 @@ class Replayed:
     config: SchedulerConfig
     """Configuration with vLLM's own settings and decisions."""
     outcome: Outcome
-    """vLLM's outcome; its requests are those of `trace`, in that order."""
+    """Outcome of vLLM's run, with the requests of `trace`, in the order of `trace`."""
     recorded: Trace[ObservedRequest]
     """All requests in the recording that can be simulated, and the number of requests without end or token, which
     cannot."""

@@ -73,7 +73,7 @@ class Timings:
 
     def admitted(self, number: int, now: float, num_cached_tokens: int) -> None:
         """Record that the request was admitted; only its first admission counts."""
-        if self.scheduled[number] != self.scheduled[number]:  # NaN
+        if self.scheduled[number] != self.scheduled[number]:  # NaN: not admitted before
             self.scheduled[number] = now
             self.num_cached_tokens[number] = num_cached_tokens
 

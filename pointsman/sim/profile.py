@@ -1,7 +1,7 @@
 """Profiles: JSON files with step times that were fitted to a log, a description of the log, and prediction errors.
 
 The hull of a profile is the range of each part of a step's load in the log. Step times outside it are extrapolated;
-`warn_outside` reports where a simulation leaves it.
+`warn_outside` reports where a simulation leaves the hull.
 """
 
 from __future__ import annotations

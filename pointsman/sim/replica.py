@@ -47,7 +47,7 @@ Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
 
 MAX_STEPS_AT_ONCE = 4096
-"""Maximum number of steps in one run of decodes; limits the size of its arrays."""
+"""Maximum number of steps in one run of decodes; limits the size of the run's arrays."""
 MORE_STEPS = 1.2
 """Ratio of the step times that a run computes to the expected number of decodes; a second run would cost more."""
 MIN_SECONDS = 1e-9
@@ -79,7 +79,7 @@ class _Decodes(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """What the simulator knows of a request, but its scheduler does not."""
+    """Data of a request that the simulator knows and the scheduler does not."""
 
     number: int
     """Row of the request in the timings."""
@@ -145,13 +145,13 @@ class Replica:
         self._arrived: list[tuple[Request, float]] = []  # requests that arrived during planned decodes
         self.refused: list[tuple[int, str]] = []
         """(number, reason) of each request that can never run; the simulation collects them."""
-        self._copies: dict[int, Copies] = {}  # of the steps in flight, by their ids
-        self._in_flight: deque[tuple[SchedulerOutput, float]] = deque()  # with the end of each
+        self._copies: dict[int, Copies] = {}  # copies of the steps in flight, by step id
+        self._in_flight: deque[tuple[SchedulerOutput, float]] = deque()  # each step with its end
         # Arrays with one entry for each row of the scheduler's batch.
         self._last_token = np.zeros(_ROWS, dtype=np.int64)  # number of tokens at the request's end
-        self._filler = np.zeros(_ROWS, dtype=np.int32)  # the token id of its output
-        self._number = np.zeros(_ROWS, dtype=np.int64)  # of the request, in `timings`
-        self._known: dict[Request, _Known] = {}  # of each unfinished request
+        self._filler = np.zeros(_ROWS, dtype=np.int32)  # token id of the request's output
+        self._number = np.zeros(_ROWS, dtype=np.int64)  # number of the request in `timings`
+        self._known: dict[Request, _Known] = {}  # of each unfinished request; the scheduler does not know it
 
     @property
     def num_unfinished(self) -> int:
@@ -191,7 +191,7 @@ class Replica:
             self.now = max(self.now, now)
         if isinstance(planned, _Decodes):
             self._planned = planned.cut(now)
-            self._arrived.append((made, now))  # the scheduler gets it after these steps
+            self._arrived.append((made, now))  # the scheduler gets the request after these steps
         else:
             self._submit(made, now)
 
@@ -285,10 +285,11 @@ class Replica:
         output, end = steps.popleft()
         return _Step(end, output)
 
-    # ------------------------------------------------------------------ what a step does
+    # ------------------------------------------------------------------ one step
 
     def _schedule(self) -> tuple[SchedulerOutput, float]:
-        """Schedule the next step. Returns it and its duration in seconds; 0 for a step that runs nothing."""
+        """Schedule the next step. Returns its output and its duration in seconds, 0 for a step without rows and
+        copies."""
         output = self.scheduler.schedule_again(self.now)
         copying = 0.0
         if self.host is not None and (copies := self.host.copy(output)) is not None:
@@ -319,7 +320,7 @@ class Replica:
         if self._copies:
             result.copies = self._copies.pop(output.step_id, None)
         update = scheduler.update(output, result, now)
-        if self._max_in_flight > 1:  # requests may have finished since it was scheduled
+        if self._max_in_flight > 1:  # requests may have finished since this step was scheduled
             rows = output.rows[update.counts > 0]
         if len(rows):
             self._timings.token(self._number[rows], now)

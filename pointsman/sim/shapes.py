@@ -22,9 +22,9 @@ def model_shape(name_or_path: str | os.PathLike[str]) -> ModelShape:
     """The shape of the model that `name_or_path` names.
 
     Raises:
-        UnknownName: it is not a path, and neither the cache nor the table has it.
-        UnsupportedModel: its `config.json` cannot be understood.
-        OSError: its `config.json` cannot be read.
+        UnknownName: `name_or_path` is not a path, and neither the cache nor the table has the name.
+        UnsupportedModel: the model's `config.json` cannot be understood.
+        OSError: the model's `config.json` cannot be read.
     """
     text = os.fspath(name_or_path)
     path = Path(text)
@@ -45,7 +45,7 @@ def model_shape(name_or_path: str | os.PathLike[str]) -> ModelShape:
 
 
 def _cache_folder() -> Path:
-    """The folder in which huggingface_hub keeps models, by its own rules."""
+    """The folder in which huggingface_hub keeps models, determined by the library's rules."""
     if folder := os.environ.get("HF_HUB_CACHE"):
         return Path(folder).expanduser()
     if home := os.environ.get("HF_HOME"):

@@ -1,8 +1,7 @@
 """Simulator: sends the requests of a workload to one or several replicas under a virtual clock.
 
 The event that ends first happens first: an arrival, a step of a replica, or a run of its plain decodes. An arrival is
-routed at its own time, with the knowledge of that time. It cuts the current run of the replica that gets it, and no
-other run.
+routed at its own time, with the knowledge of that time. It cuts the current run of only the replica that gets it.
 """
 
 from __future__ import annotations
@@ -119,7 +118,7 @@ class Simulation:
         self._first: Iterator[tuple[float, SimRequest]] = iter(workload.first_arrivals())
         self._next_first = next(self._first, None)
         self._followers: list[tuple[float, int, SimRequest]] = []  # a heap: arrivals that follow a finished request
-        self._requests: list[SimRequest] = []  # by number
+        self._requests: list[SimRequest] = []  # all requests so far, by number
         self._refused: list[tuple[str, str]] = []
         self._num_finished = 0
 

@@ -38,7 +38,7 @@ MAX_HOST = 2.0
 MIN_STEPS = 20
 """Minimum number of steps: fewer steps cannot determine seven coefficients and also judge the fit."""
 ATTENDED_SPREAD = 10.0
-"""Standard deviation of the prior of `per_attended`, in multiples of its mean, `ATTENDED` of `per_token`."""
+"""Standard deviation of the prior of `per_attended`, in multiples of the prior's mean, `ATTENDED * per_token`."""
 NUM_REWEIGHTED, OUTLIER = 4, 10.0
 """Number of rounds of a fit after the first round, and the multiple of its fitted time from which a step is an
 outlier."""
@@ -58,7 +58,7 @@ class StepLog(NamedTuple):
     about_times: str
     """Text about what the step times include."""
     model: str = ""
-    """The model, as `vllm serve` takes it; empty: the recording does not name it."""
+    """Name of the model, as `vllm serve` takes it; empty: the recording does not name the model."""
 
 
 def read_steps(path: str | PathLike[str]) -> StepLog:
@@ -71,10 +71,10 @@ def read_steps(path: str | PathLike[str]) -> StepLog:
 
     loads: list[StepLoad] = []
     seconds: list[float] = []
-    begins: list[tuple[int, float]] = []  # for the same steps: number, and when it was scheduled
+    begins: list[tuple[int, float]] = []  # number and scheduling time of the steps in `seconds`
     planned: dict[int, tuple[StepLoad, float]] = {}
     to_next: dict[int, float] = {}
-    last: int | None = None  # the step that was scheduled last, if there was work ever since
+    last: int | None = None  # the newest scheduled step, if there were always unfinished requests since
     unfinished: set[str] = set()
     config: dict[str, Any] = {}
     num_requests = num_untimed = 0
@@ -180,8 +180,9 @@ def fit_steps(loads: FloatArray, seconds: FloatArray) -> LinearStepTime:
     relative to measured times alone, the fit to scattered times would be too short on average. Steps `OUTLIER` times as
     long as that fit (compilation, a stalled process) are then left out.
 
-    Attention grows with the square of a prompt. Short prompts say nothing of it, and their scatter would be multiplied
-    for long prompts. A prior of `per_attended`, with the weight of one step, decides what the steps leave open.
+    Attention grows with the square of a prompt. Short prompts do not show the time for attention, and their scatter
+    would be multiplied for long prompts. A prior of `per_attended`, with the weight of one step, decides what the steps
+    leave open.
 
     Args:
         loads: loads of the steps, [steps, fields of `StepLoad`].

@@ -24,7 +24,7 @@ FloatArray = npt.NDArray[np.float64]
 
 
 class StepLoad(NamedTuple):
-    """What a step computes, summed over its rows."""
+    """The work of a step, as sums over the step's rows."""
 
     num_tokens: int
     """Number of tokens computed in the step."""
@@ -198,7 +198,7 @@ class LinearStepTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiencies:
-    """The share of its peaks that a device reaches, and the overhead of a step.
+    """The shares of the peak figures that a device reaches, and the overhead of a step.
 
     The defaults are round figures for a tuned engine on a data-centre GPU, not fitted to any one: streams reach 80 to
     90 % of HBM bandwidth, large bf16 products 60 to 75 % of the dense peak, fused attention kernels somewhat less. An
@@ -253,26 +253,26 @@ class _Decodes(NamedTuple):
 
 KNOWN_RUN = "a measured run of vLLM 0.19 with Llama-3.1-8B on an RTX PRO 6000"
 KNOWN_ERRORS = {"TTFT": -0.47, "TPOT": -0.20, "end-to-end times": -0.26}
-"""Predicted / measured - 1, of means (end to end: the mean over requests), of `RooflineStepTime` on the one run that it
-was compared with: 300 ShareGPT requests at about 10 a second, bf16, max_num_seqs 128, max_num_batched_tokens 2048, from
-the LLMServingSim repository (bench/examples). tests/sim/test_calibrate.py computes them again."""
+"""Predicted / measured - 1, of means (end to end: the mean over requests), of `RooflineStepTime` on the one measured
+run that was compared: 300 ShareGPT requests at about 10 a second, bf16, max_num_seqs 128, max_num_batched_tokens 2048,
+from the LLMServingSim repository (bench/examples). tests/sim/test_calibrate.py computes them again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RooflineStepTime:
     """Seconds from what a step reads and computes, on `tensor_parallel` equal devices.
 
-    Memory time: the weights of the layers once; of the routed experts, those expected to be touched if each token draws
-    its experts evenly; the output head if a row samples; the KV of the context read and of the tokens written. Compute
-    time: products with weights and attention. Memory and compute time overlap by an r-norm. Two all-reduces a layer,
-    and overhead by step and by row, are added.
+    Memory time: the weights of the layers once; the weights of the routed experts that are expected to be used if each
+    token draws its experts evenly; the output head if a row samples; the KV of the context read and of the tokens
+    written. Compute time: products with weights and attention. Memory and compute time overlap by an r-norm. Two
+    all-reduces a layer, and overhead by step and by row, are added.
 
     Approximations, because only sums over rows are known:
 
     - A windowed layer reads at most (window - 1) positions for each row and one for each token, and a token attends to
       at most `sliding_window`. The caps are applied to the sums. The result is exact if all rows are within the window
       or all beyond it, and too long for a mix.
-    - Latent attention computes on latents for one token of each row, and on full heads for the others.
+    - Latent attention computes on latents for one token of each row, and on full heads for all other tokens.
 
     Left out: traffic of activations, the tiles of matrix products (steps of a few tokens more cost nothing), kernels
     that are slower for particular shapes, skewed routing of experts, pipeline and expert parallelism.

@@ -1,7 +1,7 @@
 """Stretches: splits a workload into two parts, one to choose settings on, the other to judge the choice on.
 
-A trace is split into an even number of stretches with the same number of requests. Every second one is for training,
-the others are held out, so that both parts have quiet and busy times. A stretch starts with an empty service.
+A trace is split into an even number of stretches with the same number of requests. Every second stretch is for
+training, all others are held out, so that both parts have quiet and busy times. A stretch starts with an empty service.
 """
 
 from __future__ import annotations

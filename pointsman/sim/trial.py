@@ -1,7 +1,7 @@
 """Trials of a search: simulates a configuration on stretches of a workload, and scores it against the targets.
 
-A `Judge` holds everything that trials have in common; each worker gets it once. A `Job` describes one simulation, a
-`Sample` is its result, and a `Score` combines the samples of several stretches.
+A `Judge` holds everything that trials have in common; each worker gets the judge once. A `Job` describes one
+simulation, a `Sample` is its result, and a `Score` combines the samples of several stretches.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Sample:
     num_good: int
     """Number of requests that met all targets."""
     closeness: float
-    """Sum over the requests of their closeness, see `Score.closeness`."""
+    """Sum of the closeness of all requests, see `Score.closeness`."""
     seconds: float
     """Seconds in which `num_requests` requests arrive."""
     ttft: FloatArray
@@ -66,7 +66,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How well a configuration meets the targets. Times are in seconds; None: no request has such a time."""
+    """Figures of how well a configuration meets the targets. Times are in seconds; None: no request has the time."""
 
     num_requests: int
     share: float

@@ -161,7 +161,7 @@ class Space:
         knobs = self.settings(point)
         knobs.pop(REPLICAS, None)
         if knobs.get("full_sequence_must_fit") is False:
-            knobs["count_owed_blocks"] = True  # set by a preset; has no effect then
+            knobs["count_owed_blocks"] = True  # a preset may set it to False, which has no effect here
         return self._base.replace(**knobs)
 
     def num_replicas(self, point: Point) -> int:

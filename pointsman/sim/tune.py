@@ -104,8 +104,8 @@ class Tuning:
 
     @property
     def gain(self) -> float | None:
-        """Relative gain of the chosen trial over the defaults on the held-out part. Infinite if only the defaults have
-        no goodput; None if both have none, or the choice was not judged."""
+        """Relative gain in goodput of the chosen trial over the defaults, on the held-out part. Infinite if only the
+        defaults have no goodput; None if neither has goodput, or the chosen trial was not judged."""
         if self.judged is None or self.judged_defaults is None:
             return None
         mine, theirs = self.judged.goodput, self.judged_defaults.goodput
@@ -184,8 +184,8 @@ class _Tuner:
         self.found = Tuning()
         self._search, self._runner = search, runner
         self._space = search.space
-        self._trials: dict[Point, Trial | None] = {}  # None: it does not fit the device, or contradicts the base
-        self._first: dict[Point, float] = {}  # goodput a replica on the first stretch, of those that are not hopeless
+        self._trials: dict[Point, Trial | None] = {}  # None: the point does not fit the device, or contradicts the base
+        self._first: dict[Point, float] = {}  # goodput per replica on the first stretch, except of hopeless points
         self._names: list[str] = [each.name for each in self._space.tunables]
         self._for_short_pool = [each.name for each in self._space.tunables if each.is_for_short_pool]
         self._num_expected = search.num_trials + 2 * len(self._names)
@@ -206,7 +206,7 @@ class _Tuner:
         replicas = next((each for each in space.tunables if each.name == REPLICAS), None)
         if replicas is not None:
             defaults = [space.point({REPLICAS: number}) for number in replicas.values]
-        self._search.sized(space.config(space.base))  # raises if it does not fit
+        self._search.sized(space.config(space.base))  # raises if the defaults do not fit
         self._try(defaults, is_sparing=False)
         known = [self._trials[point] for point in defaults]
         self.found.defaults = max((trial for trial in known if trial), key=_value)
@@ -231,7 +231,7 @@ class _Tuner:
         searched = [each for each in self._space.tunables if each.name in self._names]
         if not searched:
             return
-        # Notches instead of values: a setting with an order is as far from its neighbours everywhere.
+        # Notches instead of values: all neighbours of an ordered setting are then equally far apart.
         distributions: dict[str, Any] = {
             each.name: IntDistribution(0, len(each.values) - 1)
             if each.is_ordered
@@ -266,7 +266,7 @@ class _Tuner:
             self._try([point for _, point in asked])
             for proposed, point in asked:
                 study.tell(proposed, self._estimate(point, self._trials[point]))
-            if len(self._trials) == before:  # it proposes only known points: the space is exhausted, or nearly
+            if len(self._trials) == before:  # Optuna proposes only known points: the space is (nearly) exhausted
                 return
 
     def _simplify(self) -> None:

@@ -23,8 +23,8 @@ from typing import Any, Protocol
 from pointsman.sim.errors import SimulationError
 from pointsman.sim.trial import Job, Judge, Sample
 
-MAX_PROCESSES = 61  # of a pool on Windows
-CONNECT_SECONDS = 10.0  # until a Ray cluster counts as unreachable
+MAX_PROCESSES = 61  # maximum size of a process pool on Windows
+CONNECT_SECONDS = 10.0  # seconds until a Ray cluster counts as unreachable
 
 
 class Runner(Protocol):
@@ -38,7 +38,7 @@ def available_cores() -> int:
     """Cores that this process may use."""
     try:
         return len(os.sched_getaffinity(0))
-    except AttributeError:  # not on macOS and Windows
+    except AttributeError:  # does not exist on macOS and Windows
         return os.cpu_count() or 1
 
 
@@ -95,7 +95,7 @@ class _InProcesses:
 
 @contextmanager
 def _in_processes(judge: Judge, num_processes: int) -> Iterator[Runner]:
-    context = multiprocessing.get_context("spawn")  # the only way on every system, and safe beside threads
+    context = multiprocessing.get_context("spawn")  # works on every system, and is safe beside threads
     stop = context.Event()
     pool = ProcessPoolExecutor(num_processes, context, _init_worker, (judge, stop))
     try:
@@ -188,7 +188,7 @@ def _on_ray(judge: Judge, num_actors: int, address: str) -> Iterator[Runner]:
     try:
         num_cpus = max(1, int(ray.cluster_resources().get("CPU", 1)))
         count = min(num_actors or num_cpus, num_cpus)  # an actor without a CPU would never start
-        shared = ray.put(judge)  # each node gets it once
+        shared = ray.put(judge)  # each node gets the judge once
         actor_class = ray.remote(num_cpus=1)(_Actor)
         actors += [actor_class.remote(shared) for _ in range(count)]
         yield _OnRay(ActorPool(actors))

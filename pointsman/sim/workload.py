@@ -101,7 +101,7 @@ class Lengths:
     prompt: Distribution
     output: Distribution
     max_tokens: int | None = None
-    """The clients' `max_tokens`; longer drawn outputs are cut to it."""
+    """The clients' `max_tokens`; longer drawn outputs are shortened to this length."""
     priority: int = 0
     tenant: str = ""
 
@@ -258,7 +258,7 @@ class ClosedLoop:
 
     def _begin(self) -> None:
         self._requests = islice(self._all_requests(), self.num_requests)
-        self._users: dict[int, int] = {}  # by unfinished request
+        self._users: dict[int, int] = {}  # users by their unfinished request
         self._thinking: dict[int, Iterator[float]] = {}
 
     def _all_requests(self) -> Iterator[SimRequest]:
@@ -387,7 +387,7 @@ class Sessions:
 
 
 def _generator(seed: int, *purpose: int) -> np.random.Generator:
-    """The generator of one purpose, independent of all others."""
+    """The random generator of one purpose, independent of all other generators."""
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=purpose)))
 
 

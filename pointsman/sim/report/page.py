@@ -31,7 +31,7 @@ _STRETCHES = 150
 """Number of intervals: a line with more than twice this number of points is drawn as its mean in each interval, above
 its extremes."""
 _WIDTH, _HEIGHT = 340, 210
-_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 332, 10, 180  # of the plot, within the picture
+_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 332, 10, 180  # borders of the plot within the picture
 _LOG_FROM = 30.0  # an axis is logarithmic from this ratio of its largest to its smallest value
 
 _TEXT = """

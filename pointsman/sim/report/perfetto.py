@@ -83,7 +83,7 @@ def _slices(outcome: Outcome, shown: int) -> list[dict[str, Any]]:
         last = float(timings.last_token[number])
         if reason == UNFINISHED:
             last = end
-        elif np.isnan(last):  # refused
+        elif np.isnan(last):  # the request was refused
             last = float(stops[0])
         ends = [_microseconds(last if np.isnan(stop) else float(stop), begin) for stop in (*stops, last)]
         track = tracks.take(process, ends[0], ends[-1])

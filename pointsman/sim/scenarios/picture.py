@@ -14,10 +14,10 @@ from pointsman.sim.scenarios.scenario import Bars, Course, Finding, Panel, Point
 
 _WIDTH, _GAP, _MARGIN = 440, 24, 12
 """Width of a panel, gap between panels, and margin around them."""
-_HEAD = 22  # of a panel's caption
+_HEAD = 22  # height of a panel's caption
 _CHART = _HEAD + 205  # height of a panel with axes
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, _WIDTH - 12, _HEAD + 6, _HEAD + 170  # of the plot within such a panel
-_BAR, _BAR_GAP, _LOAD = 12, 6, 20  # heights: a bar, between bars, the name of a workload
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, _WIDTH - 12, _HEAD + 6, _HEAD + 170  # borders of the plot within such a panel
+_BAR, _BAR_GAP, _LOAD = 12, 6, 20  # heights of a bar, of the gap between bars, of a workload's name
 _CHARACTER = 6.9  # width of a wide character
 _LOG_FROM = 30.0
 _MAX_POINTS, _STRETCHES = 400, 120
