@@ -402,7 +402,7 @@ def _default_model() -> str:
 
 
 def _demo_knobs(given: dict[str, Any]) -> dict[str, int]:
-    """The settings of the built-in prompts, except those that given options set or depend on."""
+    """The settings for the built-in prompts, except settings that given options set or depend on."""
     step = {} if given.keys() & DEMO_STEP.keys() else DEMO_STEP
     pool = {} if given.keys() & {"num_blocks", "kv_cache_bytes", "block_size"} else DEMO_POOL
     return step | pool

@@ -21,8 +21,8 @@ from pointsman.cli.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK, CommandEr
 
 PROMPT = "> "
 TIMEOUT = httpx2.Timeout(600.0, connect=10.0)
-"""Timeouts in seconds. The one for reading is long, because a request may wait in the queue before its first token;
-Ctrl-C stops it."""
+"""Timeouts in seconds. The read timeout is long, because a request may wait in the queue before its first token; Ctrl-C
+stops the wait."""
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 ENDS = {
     "length": "the completion reached its maximum number of tokens",

@@ -19,7 +19,7 @@ from pointsman.integrations.vllm.settings import KNOBS as ADDITIONAL
 
 
 def serve_command(model: str, config: SchedulerConfig, names: Iterable[str], others: Mapping[str, Any]) -> str:
-    """`pointsman serve` with a pool and settings.
+    """The command `pointsman serve` with a number of KV blocks and settings.
 
     Args:
         model: the model to serve.
@@ -82,7 +82,8 @@ def change_commands(model: str, config: SchedulerConfig, base: SchedulerConfig) 
 
 
 def _for_vllm(config: SchedulerConfig, names: Iterable[str], preset: str) -> tuple[list[str], dict[str, Any] | None]:
-    """Flags of vLLM, and the object in --additional-config for settings that vLLM itself lacks; None: none."""
+    """Flags of vLLM, and the object in --additional-config for settings that vLLM itself lacks; None: no object is
+    needed."""
     base = preset if preset in SYSTEMS else "default"
     of_preset = SchedulerConfig.preset(base, num_blocks=1, max_model_len=1)
     flags = {"max_num_batched_tokens": config.max_num_batched_tokens, "max_num_seqs": config.max_num_seqs}

@@ -51,8 +51,8 @@ _OF_THE_SERVER = (
     "enable_prefix_caching",
     "enable_chunked_prefill",
 )
-"""Settings of the recording that a compared configuration keeps unless it sets them; it does not keep vLLM's
-decisions."""
+"""Settings of the recording that a compared configuration keeps unless it sets them. A compared configuration does not
+keep vLLM's decisions."""
 QUANTILES = ("p50", "p99")
 
 

@@ -45,7 +45,8 @@ def check_writable(path: str | None) -> None:
 
 
 def not_installed(command: str, error: ModuleNotFoundError, extra: str) -> Exception:
-    """The error for a missing library of a command; a missing module of this package is a bug and stays as it is."""
+    """The error for a missing library of a command; if a module of this package is missing, which is a bug, `error`
+    itself."""
     if (error.name or "").startswith("pointsman"):
         return error
     return CommandError(f"{command} needs {error.name}; install it with: pip install 'pointsman[{extra}]'")

@@ -147,8 +147,8 @@ def _counted_lines(opened: BinaryIO, bar: ProgressBar) -> Iterator[str]:
 
 
 def _make_film(recording: Path, out: Path, with_blocks: bool) -> Path:
-    """Write the film of a recording. The file has another name until it is complete, so that a failure keeps an older
-    film."""
+    """Write the film of a recording. The file has a temporary name until the film is complete, so that a failure keeps
+    an older film."""
     part = out.with_name(out.name + ".part")
     try:
         with part.open("wb") as file:

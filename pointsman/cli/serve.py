@@ -1,4 +1,4 @@
-"""Settings of `pointsman serve`: computes those of its engine and server from the options.
+"""Settings of `pointsman serve`: computes the settings of engine and server from the options.
 
 A value comes from the command line, otherwise from the configuration file, otherwise from the preset, otherwise from
 the
@@ -54,7 +54,8 @@ class ServeSettings:
     """File and line that set a value, by the name that an error message uses (an option, an API key)."""
 
     def placed(self, error: ValueError) -> str:
-        """The error's message. If it names a value from a file, the place of the first such value is prefixed."""
+        """The error's message. If the message names a value from a file, the place of the first such value is
+        prefixed."""
         return _placed(error, self.places)
 
 
@@ -157,7 +158,7 @@ def _keys(kind: str, settings: dict[str, Any], variable: str | None) -> tuple[tu
     """The keys from the command line, otherwise from the file, otherwise from the variable, with their names. Removes
     the keys from `settings`. API keys in a file may have names (`name:key`); all other keys have the name "".
 
-    A file or a variable without a key is an error, because it is set to restrict access.
+    A file or a variable without a key is an error, because the operator set it to restrict access.
 
     Args:
         kind: "api" or "operator".

@@ -44,7 +44,7 @@ from pointsman.sim.workload import (
 from pointsman.traces import Trace, TraceRequest, about_left_out, read_trace, served
 
 DEFAULTS = {"arrivals": "poisson:4", "prompt_tokens": "lognormal:1000,0.8", "output_tokens": "lognormal:130,0.8"}
-"""The built-in example, with lengths about those of a chat service; also the defaults of generated workloads."""
+"""Options of the built-in example, with typical lengths of a chat service; also the defaults of generated workloads."""
 SESSION_DEFAULTS = {"turns": "uniform:2,8", "new_tokens": "lognormal:60,1"}
 NUM_REQUESTS = 1000
 REQUESTS_PER_USER, MAX_OF_USERS = 10, 20_000
@@ -278,7 +278,7 @@ class Service:
     host_memory: HostMemory | None = None
     """Host memory behind the KV pool; None: no host memory."""
     model: str = UNKNOWN_MODEL
-    """The model as in a server's command: a path, or a name with its organisation."""
+    """The model to name in a server's command: a path, or a name with its organisation."""
 
     def extrapolations(self) -> list[str]:
         """One sentence for each part of the load in which simulations since the last call exceeded the profile's

@@ -144,7 +144,7 @@ def asking(socket: str) -> Iterator[Connection]:
 
 @contextmanager
 def _written(path: str) -> Iterator[int]:
-    """A new file that only its owner may read, because it will contain prompts."""
+    """Context with the descriptor of a new file that only its owner may read, because the file will contain prompts."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     except OSError as error:

@@ -1,8 +1,8 @@
 """Host memory of a simulated replica: tracks the blocks in it, and computes how long copies take.
 
-`HostMemory` describes it. `HostTier` is the host memory of one replica, and the connector of its scheduler. `HostTier`
-uses the engine's directory (`core/kv/slots.py`), so it copies the same blocks as the engine. Copies are synchronous, as
-in the engine: a step begins with its copies, and they add to the step's time.
+`HostMemory` has its size and bandwidth. `HostTier` is the host memory of one replica, and the connector of its
+scheduler. `HostTier` uses the engine's directory (`core/kv/slots.py`), so it copies the same blocks as the engine.
+Copies are synchronous, as in the engine: a step begins with its copies, and they add to the step's time.
 """
 
 from __future__ import annotations

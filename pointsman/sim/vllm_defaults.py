@@ -1,7 +1,8 @@
 """vLLM's defaults: the settings that vLLM chooses for a device if no option sets them.
 
-As `vllm serve` of vLLM 0.32.0 resolves them (`vllm/engine/arg_utils.py`, `EngineArgs.get_batch_defaults` for the API
-server, and the limits that follow it). They depend on the device's memory, in one case also on the device's name.
+The rules are those of `vllm serve` in vLLM 0.32.0 (`vllm/engine/arg_utils.py`, `EngineArgs.get_batch_defaults` for the
+API server, and the limits that follow it). The defaults depend on the device's memory, in one case also on the device's
+name.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ class Course:
     """Number of tokens computed in all steps of the event."""
     num_waiting: Int64Array
     kv_cache_usage: FloatArray
-    """The larger of the shares of used blocks before and after the event: a finished request frees its blocks at its
-    end."""
+    """The larger of the shares of used blocks before and after the event: a finished request frees its blocks at the
+    event's end."""
 
 
 @dataclass(frozen=True, slots=True)

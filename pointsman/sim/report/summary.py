@@ -351,10 +351,10 @@ def _goodput(
 def _gap_blocks(runs: Sequence[Course], num_values: int, num_blocks: int) -> Int64Array:
     """The block number of each value of `Timings.gaps`: blocks have about the same number of gaps, in order of time.
 
-    `gaps` first has the gaps of single steps and of the first step of each run of decodes, then those of the later
-    steps of each run, both in the order in which events ended. A run of k steps gives k - 1 gaps of the second kind. An
-    event has one gap of the first kind for each row that got a token before. Nearly all rows of an event did, so the
-    event's place among the values follows from its share of all rows.
+    `gaps` first has the gaps of single steps and of the first step of each run of decodes, then the gaps of the later
+    steps of each run, both kinds in the order in which events ended. A run of k steps gives k - 1 gaps of the second
+    kind. An event has one gap of the first kind for each row that got a token before. Nearly all rows of an event did,
+    so the event's place among the values follows from its share of all rows.
     """
     order = _concatenate([run.end for run in runs]).argsort(kind="stable")
     steps = _concatenate([run.num_steps for run in runs])[order]

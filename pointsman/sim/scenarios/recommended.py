@@ -37,7 +37,7 @@ _MEANT_FOR = {
     "long-context": (_LONG, _TTFT),
     "short-requests": (_SHORT, _RATE),
 }
-"""Each preset with its workload, and the figure that it should improve."""
+"""The workload of each preset, and the figure that the preset should improve."""
 
 
 _GAIN, _HARM = 0.03, 0.05

@@ -102,8 +102,8 @@ class Figure:
     name: str
     unit: Unit
     read: Callable[[Run], float | None]
-    """Function that reads the figure from a simulation, in seconds, as a share of 1, or as a number; None: it has no
-    such figure."""
+    """Function that reads the figure from a simulation, in seconds, as a share of 1, or as a number; None: the
+    simulation has no such figure."""
 
     def text(self, estimate: Estimate) -> str:
         """The value as text, with its unit and, if there is one, its interval."""
@@ -170,7 +170,7 @@ Panel: TypeAlias = Bars | Points | Course
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """A claim, and how it is tested."""
+    """A claim about schedulers, and the simulations and checks that test it."""
 
     name: str
     claim: str
@@ -253,7 +253,7 @@ class Finding:
     """Whether all simulations ran; False: the scenario was interrupted, and rows are missing."""
 
     def value(self, figure: str, variant: str, load: str = "") -> float:
-        """A figure of a variant; NaN if the variant does not have it."""
+        """A figure of a variant; NaN if the variant does not have the figure."""
         row = next(row for row in self.rows if (row.variant.name, row.variant.load) == (variant, load))
         found = row.values[self._index_of(figure)].value
         return math.nan if found is None else found
