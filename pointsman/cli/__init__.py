@@ -1,6 +1,6 @@
 """The command line, `pointsman`: `main` is its entry point. It may import every other package; no package imports it.
 
-Begin at `app.py`, which has the commands; `options.py` has their options and help pages.
+Begin at `app.py`, which has the commands; `options.py` has the commands' options and help pages.
 
     generate        `workload.py` (prompts or a trace), `generate.py` (the loop around the engine), `progress.py` (the
                     state of the run, its summary), `display.py` (live, plain or JSON lines), `demo_prompts.py`
@@ -31,7 +31,7 @@ def main(args: list[str] | None = None) -> NoReturn:
     """Run the command line. Every error that a user can cause is one line on stderr.
 
     Args:
-        args: the arguments; None: those of the process.
+        args: command-line arguments; None: the arguments of the process.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

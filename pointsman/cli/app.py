@@ -1,5 +1,5 @@
-"""The commands. Their options are in `options.py`. Their work is done in `generate.py`, `chat.py`, the core's `replay`
-and `pointsman.server.serve`.
+"""The commands of `pointsman`. Their options are in `options.py`; `generate.py`, `chat.py`, the core's `replay` and
+`pointsman.server.serve` do their work.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def serve(config: options.ConfigFile = None, preset: options.Preset = None, **va
     wait_briefly()
     try:
         for name in ("fastapi", "uvicorn", "uvloop", "httptools", "prometheus_client"):
-            import_module(name)  # `run` would notice a missing one only after the model is loaded
+            import_module(name)  # `run` would report a missing library only after loading the model
         from pointsman.server.serve import run
     except ModuleNotFoundError as error:
         raise not_installed("serve", error, "server") from None
@@ -392,7 +392,7 @@ def record(
 
 
 def _default_model() -> str:
-    """The model to serve if none is named."""
+    """The model to serve if the user names no model."""
     model = served_by_default()
     if model == "demo":
         logging.getLogger("pointsman").info(
@@ -402,7 +402,7 @@ def _default_model() -> str:
 
 
 def _demo_knobs(given: dict[str, Any]) -> dict[str, int]:
-    """The settings of the built-in prompts, except those that given options set or depend on."""
+    """The settings for the built-in prompts, except settings that given options set or depend on."""
     step = {} if given.keys() & DEMO_STEP.keys() else DEMO_STEP
     pool = {} if given.keys() & {"num_blocks", "kv_cache_bytes", "block_size"} else DEMO_POOL
     return step | pool
@@ -442,10 +442,10 @@ def _warn_of_unread_priorities(workload: Workload, order: str | None) -> None:
 
 @contextmanager
 def _recorder(path: str | None) -> Iterator[Recorder | None]:
-    """A recorder whose file is closed with the context; None without a path.
+    """Context with a recorder that writes to `path`; the file is closed at the context's end. `path` None: no recorder.
 
     Raises:
-        CommandError: the file cannot be created; or it ended early, which is reported last.
+        CommandError: the file cannot be created; or the recording ended early, which is reported at the end.
     """
     if path is None:
         yield None

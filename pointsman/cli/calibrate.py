@@ -115,8 +115,8 @@ AsJson = Annotated[
 ]
 
 
-def _ignored(given: EngineSettings, recorded: EngineSettings) -> list[str]:
-    """Given settings that differ from those of a recording, which has its own."""
+def _ignored_settings(given: EngineSettings, recorded: EngineSettings) -> list[str]:
+    """Given settings that differ from the settings in a recording, and are ignored."""
     asked, own, default = (asdict(each) for each in (given, recorded, type(given)()))
     return [
         f"{_as_option(name, asked[name])} has no effect: in the recording {name} is {own[name]}"
@@ -189,7 +189,7 @@ def calibrate(
         with _progress() as progress:
             found = fit(log, settings, train=train, estimate=estimate, progress=progress)
         if found.profile.kind == "steps":
-            notes += _ignored(given, found.profile.settings)
+            notes += _ignored_settings(given, found.profile.settings)
         found.profile.notes.extend(notes)
     except OSError as error:
         what = f"the log {log}" if error.filename in (None, log) else error.filename
@@ -206,7 +206,7 @@ def calibrate(
         _draw(found, plot)
     if as_json:
         sys.stderr.flush()
-        print(json.dumps(_line(found, seconds)), flush=True)
+        print(json.dumps(_as_json(found, seconds)), flush=True)
     else:
         _show(found, seconds, output)
     return EXIT_OK
@@ -252,7 +252,7 @@ def _sized(
 
 @contextmanager
 def _progress() -> Iterator[FitProgress | None]:
-    """A line with the remaining time, if stderr is a terminal."""
+    """A progress bar with the remaining time, if stderr is a terminal."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     if not sys.stderr.isatty():
@@ -271,8 +271,8 @@ def _progress() -> Iterator[FitProgress | None]:
 # ---------------------------------------------------------------------- what is printed
 
 
-def _line(found: Calibration, seconds: float) -> dict[str, Any]:
-    """The JSON object: held-out errors, then their source."""
+def _as_json(found: Calibration, seconds: float) -> dict[str, Any]:
+    """The result as a JSON object: held-out errors, then the log and the fit they come from."""
     profile = found.profile
     names = ("e2e_mape", "e2e_bias", "ttft_mean_error", "ttft_p50_error", "ttft_p99_error", "tpot_mean_error")
     errors = dict.fromkeys(names) | {
@@ -341,7 +341,7 @@ def _percent(value: float | int | None, is_signed: bool) -> str:
 
 
 def _check_plot(path: str) -> None:
-    """Check that the plot can be drawn, before the fit takes its time."""
+    """Check that the plot can be drawn, before the slow fit."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ModuleNotFoundError:

@@ -48,10 +48,10 @@ def run_capacity(
     preset: str | None,
     as_json: bool,
 ) -> int:
-    """Search, and print each probe and the result.
+    """Search for the capacity; print each probe and the result.
 
     Returns:
-        The exit code: 0, or 130 after Ctrl-C, with the bracket so far.
+        The exit code: 0, or 130 after Ctrl-C, which prints the bracket so far.
 
     Raises:
         CommandError: an option, a file or the model is wrong.
@@ -123,7 +123,7 @@ def replica_range(text: str, options: Mapping[str, Any]) -> tuple[int, int]:
     """The minimum and maximum number of replicas in "4" or "1-16".
 
     Raises:
-        CommandError: it is neither a number nor a range, or a routing rule is given for one replica.
+        CommandError: `text` is neither a number nor a range, or a routing rule is given for one replica.
     """
     found = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", text)
     low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
@@ -135,7 +135,7 @@ def replica_range(text: str, options: Mapping[str, Any]) -> tuple[int, int]:
 
 
 class _Search:
-    """A search: its question, and its result so far."""
+    """A search for the capacity: the service, its requests and targets, and the probes so far."""
 
     def __init__(
         self,
@@ -159,13 +159,13 @@ class _Search:
         self._is_shown = is_shown
 
     def remedy(self, misses: Probe) -> str:
-        """The remedy if no load meets the targets."""
+        """The remedy to print if no load meets the targets."""
         if misses.num_refused > (1 - self.share) * misses.num_requests:
             return "shorten the requests that can never run"
         return _FASTER
 
     def question(self, bar: ProgressBar) -> Question:
-        """The question. Prints the heading; each probe then prints a row below it."""
+        """The question of the search. Prints the heading; each probe then prints a row below the heading."""
         arriving, of_users = self.arriving, self.arriving.of_users
         question = Question(
             workload=lambda load: of_users(int(load)) if of_users else arriving.at_speed(load / arriving.rate),
@@ -192,11 +192,11 @@ class _Search:
         return question
 
     def extrapolations(self, probe: Probe | None) -> list[str]:
-        """Where this probe exceeded the loads in the profile's log."""
+        """Warnings where this probe exceeded the loads in the profile's log."""
         return [] if probe is None else self._extrapolations[probe]
 
     def how_to_lengthen(self, probe: Probe) -> str:
-        """The remedy that makes a probe longer than this one."""
+        """The remedy that makes a probe longer than `probe`."""
         return "raise --requests" if probe.num_requests >= self._wanted else "take a longer trace"
 
     def _row(self, probe: Probe) -> None:
@@ -224,12 +224,12 @@ class _Search:
         self.console.print(Text(line.rstrip(), style=style))
 
     def notes(self, meets: Probe | None) -> list[str]:
-        """Remarks beside the result."""
+        """Remarks to print below the result."""
         left_out = [self.arriving.about_left_out] if self.arriving.about_left_out else []
         return [self.service.about_times, *left_out, *self.extrapolations(meets)]
 
     def as_json(self, found: Capacity, answer: list[str], is_complete: bool) -> dict[str, Any]:
-        """The search as one JSON object."""
+        """The search and its result as one JSON object."""
         return {
             **setting_as_json(self.service, self.arriving),
             "targets": {"ttft": self.targets.ttft, "itl": self.targets.itl, "share": self.share},
@@ -297,9 +297,9 @@ def _answer(found: Capacity, search: _Search, low: int, high: int, is_complete: 
 
 
 def _gaps_decide(misses: Probe | None, targets: Targets) -> bool:
-    """Whether the nearest probe that misses the targets misses them only by its gaps between tokens.
+    """Whether the gaps between tokens, not the TTFT, are why the nearest probe misses the targets.
 
-    If both p99 are within their targets, the one that is nearer to its target decides.
+    If the p99 of gaps and of TTFT are both within the targets, the p99 that is nearer to its target is the reason.
     """
     if misses is None or targets.itl is None or misses.longest_gap_p99 is None or misses.ttft_p99 is None:
         return False
@@ -359,7 +359,7 @@ def _figures(probe: Probe) -> str:
 
 
 def targets_text(targets: Targets) -> str:
-    """The targets that are set, in words."""
+    """The given targets as text."""
     limits = {
         "TTFT": targets.ttft,
         "every gap between two tokens": targets.itl,
@@ -369,7 +369,7 @@ def targets_text(targets: Targets) -> str:
 
 
 def time_text(value: float | None) -> str:
-    """Seconds with three digits, or milliseconds; "-": there is no value, or not within the run."""
+    """A duration as text, in seconds or milliseconds with three digits; "-": there is no value, or it is infinite."""
     if value is None or math.isinf(value):
         return "-"
     return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"

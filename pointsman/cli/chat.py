@@ -21,14 +21,15 @@ from pointsman.cli.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK, CommandEr
 
 PROMPT = "> "
 TIMEOUT = httpx2.Timeout(600.0, connect=10.0)
-"""Seconds. Reading gets long, because a request may wait for others before its first token; Ctrl-C stops it."""
+"""Timeouts in seconds. The read timeout is long, because a request may wait in the queue before its first token; Ctrl-C
+stops the wait."""
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 ENDS = {
     "length": "the completion reached its maximum number of tokens",
     "deadline": "the server's deadline has passed",
     "abort": "the server ended the request",
 }
-"""Finish reasons that are shown."""
+"""Texts for the finish reasons that are shown."""
 
 
 class TurnError(Exception):
@@ -36,7 +37,7 @@ class TurnError(Exception):
 
     Args:
         message: one line.
-        exit_code: 2 if the message, the key or the model's name is wrong, 1 if the server failed.
+        exit_code: 2 if the message, the API key or the model's name is wrong, 1 if the server failed.
     """
 
     def __init__(self, message: str, exit_code: int = EXIT_FAILED) -> None:
@@ -56,7 +57,8 @@ def run_chat(
     """Read messages from standard input and show the completions, until the input ends.
 
     Returns:
-        The exit code: 0; from a pipe also 2 if the server refused a message and 1 if it failed at one.
+        The exit code: 0; from a pipe also 2 if the server refused a message and 1 if it failed while completing a
+        message.
 
     Raises:
         CommandError: the server cannot be reached, refuses the key, or does not have the model.
@@ -77,7 +79,7 @@ def run_chat(
 
 
 class Chat:
-    """A conversation: its history, and one turn at a time.
+    """A conversation with a server: keeps the history, and sends one message at a time.
 
     Args:
         client: a client with the server's address.
@@ -88,17 +90,18 @@ class Chat:
     def __init__(self, client: httpx2.Client, parameters: dict[str, Any], system: str | None = None) -> None:
         self.messages = [_message_of("system", system)] if system else []
         self.end: str | None = None
-        """The server's finish reason of the last completion; None: it was stopped from here."""
+        """The server's finish reason of the last completion; None: this client stopped the completion."""
         self._client = client
         self._parameters = parameters
 
     def ask(self, question: str) -> Generator[str]:
         """The pieces of the completion, as they arrive.
 
-        The turn is added to the history when the generator ends; if it is closed early, with the pieces read so far.
+        The turn is added to the history when the generator ends. If the generator is closed early, the turn has the
+        pieces read so far.
 
         Raises:
-            TurnError: there is no completion, or it was cut off; the history is unchanged.
+            TurnError: there is no completion, or the completion was cut off; the history is unchanged.
         """
         messages = [*self.messages, _message_of("user", question)]
         pieces: list[str] = []
@@ -130,7 +133,7 @@ class Chat:
             raise TurnError("the connection ended before the completion; see the server's log")
 
     def _piece(self, data: str) -> Iterator[str]:
-        """The text in an event, if there is any."""
+        """Yield the texts in a server-sent event, if there are any."""
         try:
             chunk = json.loads(data)
             if "error" in chunk:
@@ -144,12 +147,12 @@ class Chat:
 
 
 def choose_model(client: httpx2.Client, model: str | None) -> str:
-    """The model to use: `model`, if the server has it; None: the server's first.
+    """The model to use: `model`, if the server has it; `model` None: the server's first model.
 
     Raises:
         TurnError: the server cannot be reached, refuses the key, or does not have the model.
     """
-    place = _place(client.base_url)
+    place = _public_address(client.base_url)
     with _connection_errors():
         response = client.get("/v1/models")
         _check(response)
@@ -168,7 +171,7 @@ def choose_model(client: httpx2.Client, model: str | None) -> str:
 
 
 def _talk(chat: Chat) -> int:
-    """A conversation on a terminal."""
+    """Run a conversation on a terminal."""
     with suppress(ImportError):
         import readline  # noqa: F401  (lets `input` edit and recall lines)
     print("Ctrl-C stops a completion, Ctrl-D ends the conversation.", file=sys.stderr)
@@ -193,7 +196,7 @@ def _talk(chat: Chat) -> int:
 
 
 def _complete_lines(chat: Chat) -> int:
-    """One message per line; continues after a failed one, unless the server cannot be reached."""
+    """Send one message per line; continue after a failed message, unless the server cannot be reached."""
     worst = EXIT_OK
     for line in sys.stdin:
         if not line.strip():
@@ -242,11 +245,11 @@ def _client(url: str, api_key: str | None) -> httpx2.Client:
 
 @contextmanager
 def _connection_errors() -> Iterator[None]:
-    """Failures of the connection as TurnError."""
+    """Context that raises failures of the connection as TurnError."""
     try:
         yield
     except httpx2.ConnectError as error:
-        where = _place(error.request.url)
+        where = _public_address(error.request.url)
         reason = one_line(str(error)) or "no connection"
         raise TurnError(f"cannot reach {where} ({reason}); start it with pointsman serve, or give --url") from error
     except httpx2.TransportError as error:
@@ -254,7 +257,7 @@ def _connection_errors() -> Iterator[None]:
 
 
 def _check(response: httpx2.Response) -> None:
-    """Raises TurnError if the status is not a success."""
+    """Raise TurnError if the response's status is not a success."""
     if response.is_success:
         return
     response.read()
@@ -272,18 +275,19 @@ def _check(response: httpx2.Response) -> None:
 
 
 def _error_text(body: Any) -> str:
-    """The message of an error's body, on one line."""
+    """The error message in a response's body, on one line."""
     error = body.get("error", body) if isinstance(body, dict) else body
     message = error.get("message", error) if isinstance(error, dict) else error
     return one_line(str(message))[:400]
 
 
 def _message_of(role: str, content: str) -> dict[str, str]:
-    """A message of the history. Lone surrogates, which arguments and models may contain, cannot be encoded."""
+    """A message of the history, without lone surrogates: arguments and models may contain them, but they cannot be
+    encoded."""
     return {"role": role, "content": content.encode("utf-8", "replace").decode("utf-8")}
 
 
-def _place(url: httpx2.URL) -> str:
+def _public_address(url: httpx2.URL) -> str:
     """The server's address without the parts of a URL that may be secret."""
     host = f"[{url.host}]" if ":" in url.host else url.host
     return f"{url.scheme}://{host}" if url.port is None else f"{url.scheme}://{host}:{url.port}"

@@ -19,13 +19,14 @@ from pointsman.integrations.vllm.settings import KNOBS as ADDITIONAL
 
 
 def serve_command(model: str, config: SchedulerConfig, names: Iterable[str], others: Mapping[str, Any]) -> str:
-    """`pointsman serve` with a pool and settings.
+    """The command `pointsman serve` with a number of KV blocks and settings.
 
     Args:
         model: the model to serve.
         config: configuration of the scheduler.
-        names: fields to give if they are not the default; the two that depend on the device are always given.
-        others: other options, by name.
+        names: fields to give if they differ from the default; the two fields that depend on the device are always
+            given.
+        others: further options, by name.
     """
     plain = SchedulerConfig(num_blocks=1, max_model_len=1)
     knobs: dict[str, Any] = {
@@ -60,8 +61,8 @@ def vllm_command(
 
 
 def change_commands(model: str, config: SchedulerConfig, base: SchedulerConfig) -> tuple[str, str] | None:
-    """`vllm serve` with this scheduler, and `pointsman serve`, with only the settings that differ from another
-    configuration, to be added to a complete command line; None: no setting of theirs differs."""
+    """`vllm serve` with this scheduler, and `pointsman serve`, with only the settings that differ from `base`, to be
+    added to a complete command line; None: no setting of either command differs."""
     names = [field.name for field in fields(config) if getattr(config, field.name) != getattr(base, field.name)]
     changed = {name: getattr(config, name) for name in names}
     ours = {name: value for name, value in changed.items() if value is not None and name in KNOBS}
@@ -81,7 +82,8 @@ def change_commands(model: str, config: SchedulerConfig, base: SchedulerConfig) 
 
 
 def _for_vllm(config: SchedulerConfig, names: Iterable[str], preset: str) -> tuple[list[str], dict[str, Any] | None]:
-    """Flags of vLLM, and the object in --additional-config for settings that vLLM itself lacks; None: none."""
+    """Flags of vLLM, and the object in --additional-config for settings that vLLM itself lacks; None: no object is
+    needed."""
     base = preset if preset in SYSTEMS else "default"
     of_preset = SchedulerConfig.preset(base, num_blocks=1, max_model_len=1)
     flags = {"max_num_batched_tokens": config.max_num_batched_tokens, "max_num_seqs": config.max_num_seqs}

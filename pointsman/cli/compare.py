@@ -38,7 +38,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "decode_reserve=mean": {"decode_reserve": "mean"},
     **{name: PRESETS[name] for name in ("low-latency", "high-throughput", "long-context", "short-requests")},
 }
-"""Compared configurations, on top of the server's settings: Pointsman's own decisions, and presets."""
+"""Configurations to compare, by name: values that replace settings of the server (Pointsman's own decisions,
+presets)."""
 _OF_THE_SERVER = (
     "num_blocks",
     "num_reserved_blocks",
@@ -50,7 +51,8 @@ _OF_THE_SERVER = (
     "enable_prefix_caching",
     "enable_chunked_prefill",
 )
-"""Settings of the recording that other configurations keep unless they set them; they do not keep its decisions."""
+"""Settings of the recording that a compared configuration keeps unless it sets them. A compared configuration does not
+keep vLLM's decisions."""
 QUANTILES = ("p50", "p99")
 
 
@@ -61,7 +63,7 @@ class Row:
     name: str
     report: Report
     outside: Mapping[str, int] = field(default_factory=dict)
-    """Parts of a step's load that exceed the recording, with their sizes."""
+    """Parts of a step's load that exceed the loads of the recording, with their sizes."""
 
 
 def compare(
@@ -77,12 +79,12 @@ def compare(
 
     Args:
         path: the recording.
-        ttft_target, itl_target: for the goodput, as "500ms".
-        settings: more configurations to compare, as "max_num_seqs=64,decode_reserve=mean" or "preset=low-latency".
-        limit: number of requests, from the first on; None: all.
+        ttft_target, itl_target: targets for the goodput, as "500ms".
+        settings: further configurations to compare, as "max_num_seqs=64,decode_reserve=mean" or "preset=low-latency".
+        limit: maximum number of requests, from the first on; None: all requests.
 
     Raises:
-        CommandError: the recording or an option is wrong, or the simulator lacks something of the server.
+        CommandError: the recording or an option is wrong, or the simulator lacks a feature of the server.
     """
     if limit is not None and limit < 1:
         raise CommandError(f"--limit is {limit}; it must be at least 1")
@@ -96,7 +98,7 @@ def compare(
         observed = read_observed(path)
         happened = replayed(observed, path, limit)
         log = observed_steps(observed, path)
-        halves = calibrate_steps(log, path).profile  # its error is that of steps that the fit did not see
+        halves = calibrate_steps(log, path).profile  # its error is the error over steps that the fit did not use
         profile = replace(halves, step_time=fit_steps(log.loads, log.seconds), hull=Hull.of_loads(log.loads))
     except OSError as error:
         raise CommandError(f"cannot read the recording {path}: {error.strerror}") from None
@@ -149,7 +151,7 @@ def _parsed(text: str) -> dict[str, Any]:
 def _configs(
     own: SchedulerConfig, others: Mapping[str, Mapping[str, Any]]
 ) -> tuple[dict[str, SchedulerConfig], list[str]]:
-    """The configurations by name, vLLM's own first; and the reasons why some are impossible."""
+    """The configurations by name, vLLM's own first; and, for each impossible configuration, the reason."""
     configs, problems = {SIMULATED: own}, []
     server = {name: getattr(own, name) for name in _OF_THE_SERVER}
     if str(own.order).startswith("priority"):
@@ -181,7 +183,7 @@ def _simulated(
 
 
 def _errors(happened: Replayed, outcome: Outcome) -> RequestErrors:
-    """Errors of the simulation of what vLLM did."""
+    """Errors of the simulation with vLLM's own settings, relative to vLLM's measured times."""
     lengths = [request.num_output_tokens for request in happened.trace]
     predicted, measured = times_of(outcome, lengths), times_of(happened.outcome, lengths)
     has_run = np.isfinite(predicted.last_token).nonzero()[0]

@@ -32,18 +32,18 @@ SECRETS = {
     "api_key": "api_key_file (a file of keys, one a line) or the variable POINTSMAN_API_KEY",
     "operator_key": "operator_key_file (a file of keys, one a line) or the variable POINTSMAN_OPERATOR_KEY",
 }
-"""Secrets, which the file must not contain, and what to use instead."""
+"""Options with secrets, which the file must not contain, and what to use instead: another option or a variable."""
 
 
 def read_config(path: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values of the file by option, and the place of each, as "FILE, line 5".
+    """The values of the file by option, and the place of each value, as "FILE, line 5".
 
     Args:
         path: the file, UTF-8.
-        options: the options that it may set: name -> annotation, as in `pointsman.cli.options`.
+        options: the options that the file may set: name -> annotation, as in `pointsman.cli.options`.
 
     Raises:
-        CommandError: it cannot be read, is not YAML, or has an invalid key or value; with the line.
+        CommandError: the file cannot be read, is not YAML, or has an invalid key or value; the message names the line.
     """
     try:
         import yaml

@@ -42,17 +42,17 @@ class Display(Protocol):
     def __exit__(self, *exc_info: object) -> None: ...
 
     def refresh(self, progress: Progress, now: float) -> None:
-        """Called after every step; limits how often it redraws."""
+        """Redraw the display, at limited frequency. Called after every step."""
 
     def ended(self, entry: Entry) -> None:
-        """A request has finished or was refused."""
+        """Show a request that has finished or was refused."""
 
     def summary(self, summary: dict[str, Any]) -> None:
-        """The run has ended. Called after the context was left."""
+        """Show the summary of the run. Called after the end of the context."""
 
 
 def choose_display(*, as_json: bool, texts: bool) -> Display:
-    """The display for standard output; `texts`: whether prompts and outputs are text worth showing."""
+    """The display for standard output; `texts`: whether to show the texts of prompts and outputs."""
     if as_json:
         return JsonDisplay()
     console = Console(highlight=False)
@@ -60,7 +60,7 @@ def choose_display(*, as_json: bool, texts: bool) -> Display:
 
 
 class JsonDisplay:
-    """One JSON line for each finished request and one for the summary."""
+    """Prints one JSON line for each finished request and one for the summary."""
 
     shows_progress = False
 
@@ -84,7 +84,7 @@ class JsonDisplay:
 
 
 class PlainDisplay:
-    """A status line per second and a line for each finished request."""
+    """Prints a status line per second and a line for each finished request."""
 
     shows_progress = True
 
@@ -115,7 +115,7 @@ class PlainDisplay:
 
 
 class LiveDisplay:
-    """A table that is redrawn: the scheduler's current state, and every request's text as it grows."""
+    """Shows a table that is redrawn: the scheduler's current state, and every request's text as it grows."""
 
     shows_progress = True
 
@@ -179,7 +179,8 @@ class LiveDisplay:
 
 
 def printable(text: str) -> str:
-    """`text` without control characters: a model may generate any, and a terminal interprets them."""
+    """`text` without control characters: a model may generate any character, and a terminal interprets control
+    characters."""
     return "".join(char if char.isprintable() or char in "\n\t" else "�" for char in text)
 
 
@@ -238,7 +239,7 @@ def _bar(status: Status, width: int) -> Text:
 
 
 def _why(progress: Progress, entry: Entry, state: str) -> str:
-    """The state, with the reason of a waiting request."""
+    """The state of a request in words; for a waiting request, with the reason."""
     if state not in ("waiting", "preempted"):
         return state
     reason = progress.engine.scheduler.explain(entry.request_id).reason

@@ -27,7 +27,7 @@ class CommandError(Exception):
 
 
 def check_writable(path: str | None) -> None:
-    """Refuse a file that cannot be written, before its content is computed. Leaves no file behind.
+    """Refuse a file that cannot be written, before its content is computed. Does not leave a new file.
 
     Raises:
         CommandError: the file cannot be opened.
@@ -45,13 +45,14 @@ def check_writable(path: str | None) -> None:
 
 
 def not_installed(command: str, error: ModuleNotFoundError, extra: str) -> Exception:
-    """The error for a missing library of a command; a missing module of this package is a bug and stays as it is."""
+    """The error for a missing library of a command; if a module of this package is missing, which is a bug, `error`
+    itself."""
     if (error.name or "").startswith("pointsman"):
         return error
     return CommandError(f"{command} needs {error.name}; install it with: pip install 'pointsman[{extra}]'")
 
 
 def log_to_stderr() -> None:
-    """Show what the package logs."""
+    """Print the log messages of the package to stderr."""
     logging.basicConfig(stream=sys.stderr, format="pointsman: %(message)s")
     logging.getLogger("pointsman").setLevel(logging.INFO)

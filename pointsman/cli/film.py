@@ -30,7 +30,7 @@ from pointsman.web.words import counted
 MAX_ROWS = 40
 """Maximum number of requests in a table."""
 MAX_REASONS = 3
-"""Maximum number of reasons of a wait, in a table."""
+"""Maximum number of reasons of one wait in a table."""
 
 
 def film(
@@ -64,7 +64,7 @@ def film(
     if not is_film(path):
         made = path.with_suffix(".film") if out is None else Path(out)
         check_is_other(path, made)
-        path = _make(path, made, blocks)
+        path = _make_film(path, made, blocks)
     elif out is not None:
         raise CommandError(f"{file} is a film already; --out applies only to a recording")
     found = read_film(path)
@@ -85,13 +85,13 @@ def film(
 
 
 def is_film(path: Path) -> bool:
-    """Whether a file is a film; otherwise it may be a recording.
+    """Whether a file is a film; if not, the file may be a recording.
 
     Raises:
         CommandError: the file cannot be read.
     """
     try:
-        with open_regular(path) as opened:  # read again later
+        with open_regular(path) as opened:  # the file is read again later
             return opened.read(len(MAGIC)) == MAGIC
     except OSError as error:
         raise CommandError(f"cannot read {path}: {error.strerror}") from None
@@ -99,7 +99,7 @@ def is_film(path: Path) -> bool:
 
 @contextmanager
 def broken_films(path: Path) -> Iterator[None]:
-    """Raise CommandError if a film contradicts itself."""
+    """Context that raises CommandError if a film contradicts itself."""
     try:
         yield
     except FilmError as error:
@@ -107,22 +107,22 @@ def broken_films(path: Path) -> Iterator[None]:
 
 
 def read_film(path: Path) -> Film:
-    """Raises CommandError if the file is not a film that can be read."""
+    """Read a film. Raises CommandError if the file is not a film that can be read."""
     with broken_films(path):
         return Film.read(path)
 
 
 def check_is_other(source: Path, out: Path) -> None:
-    """Raises CommandError if the output would replace the input."""
+    """Check the output's path. Raises CommandError if the output would replace the input."""
     if out.exists() and out.samefile(source):
         raise CommandError(f"{out} is the input file; give --out another name")
 
 
 def film_recording(recording: Path, file: BinaryIO, *, with_blocks: bool = True) -> FilmRecorder:
-    """Replay a recording, and write its film; the recorder knows the film's size.
+    """Replay a recording, and write its film. Returns the recorder, which knows the film's size.
 
     Raises:
-        CommandError: it is not a recording, or the replay decides differently.
+        CommandError: the file is not a recording, or the replay decides differently.
     """
     recorder = FilmRecorder(SideFile(file, raises=True), with_blocks=with_blocks)
     try:
@@ -146,8 +146,9 @@ def _counted_lines(opened: BinaryIO, bar: ProgressBar) -> Iterator[str]:
         bar.update(num_characters // 1_000_000, num_lines)
 
 
-def _make(recording: Path, out: Path, with_blocks: bool) -> Path:
-    """The film of a recording. It has another name until it is complete, so that a failure keeps an older film."""
+def _make_film(recording: Path, out: Path, with_blocks: bool) -> Path:
+    """Write the film of a recording. The file has a temporary name until the film is complete, so that a failure keeps
+    an older film."""
     part = out.with_name(out.name + ".part")
     try:
         with part.open("wb") as file:
@@ -226,8 +227,8 @@ def _print_rest(count: int) -> None:
 
 
 def _print_life(found: Film, request_id: str) -> None:
-    """Print the request with this id. If there is none, print those of the completion with it: a server appends to
-    it."""
+    """Print the life of the request with this id. If there is none, print all requests of the completion with this id:
+    a server appends to the completion's id."""
     ids = [one.request_id for one in found.requests]
     numbers = [number for number, each in enumerate(ids) if each == request_id]
     numbers = numbers or [number for number, each in enumerate(ids) if each.startswith(f"{request_id}-")]
@@ -252,7 +253,7 @@ def _shown(reason: str) -> str:
 
 
 def _print_waits(found: Film, limit: int) -> None:
-    """The requests that waited longest, with their longest reasons."""
+    """Print the requests that waited longest, with the reasons of most of each wait."""
     lives = sorted(lives_of(found), key=lambda life: -life.total_waited)
     table = Table(box=None, padding=(0, 2, 0, 0))
     for header in ("request", "waited, s", "ran, s", "most of it for"):

@@ -1,7 +1,8 @@
 """The loop around the engine: requests arrive, steps run, and the run ends cleanly in every case.
 
 Prompts are added before anything is shown; a trace's requests are added at their arrival times. Ctrl-C takes effect
-between two steps, so that the scheduler, a recording and the terminal stay consistent; a second one is immediate.
+between two steps, so that the scheduler, a recording and the terminal stay consistent; a second Ctrl-C takes effect
+immediately.
 """
 
 from __future__ import annotations
@@ -20,17 +21,18 @@ from pointsman.engine.interruption import Interruption, noted_interrupts
 if TYPE_CHECKING:
     from pointsman.engine import Engine
 
-IDLE_SECONDS = 0.05  # between checks of the clock and for Ctrl-C while waiting for the next arrival
+IDLE_SECONDS = 0.05  # seconds between checks of the clock and for Ctrl-C, while waiting for the next arrival
 
 
 def run_workload(engine: Engine, workload: Workload, display: Display) -> int:
     """Run every job until it has finished.
 
     Returns:
-        The exit code: 0; 1 if a step or a request failed; 2 if a prompt was bad (the others ran); 130 after Ctrl-C.
+        The exit code: 0; 1 if a step or a request failed; 2 if a prompt was invalid (all other prompts ran); 130 after
+        Ctrl-C.
 
     Raises:
-        CommandError: nothing could run at all.
+        CommandError: no request could run.
     """
     run = _Run(engine, workload, display)
     with noted_interrupts() as interruption:
@@ -52,13 +54,13 @@ def run_workload(engine: Engine, workload: Workload, display: Display) -> int:
 
 
 class _Run:
-    """One run: the jobs that have not arrived, and the progress of the others."""
+    """A run: the jobs that have not arrived, and the progress of all other jobs."""
 
     def __init__(self, engine: Engine, workload: Workload, display: Display) -> None:
         self.engine = engine
         self.workload = workload
         self.display = display
-        self.pending: deque[Job] = deque(workload.jobs)  # by arrival
+        self.pending: deque[Job] = deque(workload.jobs)  # jobs by arrival
         self.progress = Progress(engine, time.monotonic(), len(workload.jobs) + len(workload.problems))
         self.had_bad_prompt = False
         self.failure = ""
@@ -66,7 +68,7 @@ class _Run:
         self._num_added = 0
 
     def report_problems(self) -> None:
-        """Prompts of the workload that could not become jobs."""
+        """Report the prompts of the workload that could not become jobs."""
         for problem in self.workload.problems:
             self.display.ended(self.progress.refused(problem.request_id, problem.message))
             self.had_bad_prompt = True
@@ -79,14 +81,15 @@ class _Run:
             self._add(self.pending.popleft())
 
     def report_refusals(self) -> None:
-        """Report the refusals so far: counted for a trace, otherwise one error each, or one if nothing can run.
+        """Report the refused requests so far: their number for a trace, otherwise one error each, or one error if no
+        request can run.
 
         Raises:
             CommandError: every request was refused.
         """
         refusals, self._refusals = self._refusals, []
         if refusals and not self._num_added and not self.pending:
-            raise CommandError(self._nothing_runs(refusals))
+            raise CommandError(self._all_refused_message(refusals))
         if not self.workload.is_trace:
             for refusal in refusals:
                 self.had_bad_prompt = True
@@ -123,8 +126,8 @@ class _Run:
             if (output := self.engine.abort(entry.request_id)) is not None:
                 self.display.ended(self.progress.aborted(output))
 
-    def _nothing_runs(self, refusals: list[str]) -> str:
-        """One message for all refusals, which usually share a cause, such as a pool that is too small."""
+    def _all_refused_message(self, refusals: list[str]) -> str:
+        """One message for all refused requests, which usually share a cause, such as a pool that is too small."""
         config = self.engine.scheduler.config
         message = refusals[0]
         if len(refusals) > 1:
@@ -150,7 +153,7 @@ class _Run:
                 ttft_target=job.ttft_target,
                 retention=job.retention,
             )
-        except ValueError as error:  # refused, or an unknown text or token
+        except ValueError as error:  # the request is refused, or has an invalid text or token
             self._refusals.append(f"{job.place}: {error}")
             self.display.ended(self.progress.refused(job.request_id, str(error)))
         else:

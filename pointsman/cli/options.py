@@ -2,7 +2,7 @@
 
 A command has its own options in its signature. Options that commands share are declared here once; the decorator
 `takes` adds them. The default None means that the option was not given: the default of the engine or the server then
-applies. It is written where it is used, and the help text repeats it in brackets.
+applies. That default is defined where it is used, and the help text repeats it in brackets.
 
 `GENERATE_HELP` and `SERVE_HELP` are the pages of the two commands with many options: the ten main options first, then
 panels by subject. The pages are plain text, because Typer's framed panels cut off long option names at 80 columns.
@@ -221,7 +221,7 @@ KNOBS: dict[str, Any] = {
     ],
     **served_options(),
 }
-"""Arguments of `Engine` by name, except `threads`, which is `num_threads` there."""
+"""Arguments of `Engine` by name, except `threads`, whose argument is `num_threads`."""
 
 # ---------------------------------------------------------------------- serve
 
@@ -408,7 +408,7 @@ SERVER: dict[str, Any] = {
     ],
     "seed": Annotated[int | None, typer.Option(help="Seed of requests without one [default: 0].")],
 }
-"""Options of serve other than knobs. Its configuration file may set all of these and all knobs."""
+"""Options of serve other than knobs. The configuration file of serve may set all these options and all knobs."""
 
 SIZES = frozenset({"kv_cache_bytes", "max_request_bytes", "max_total_request_bytes"})
 """Options whose value is a number of bytes, written like 64MiB."""
@@ -429,7 +429,8 @@ ChatMaxTokens = Annotated[int | None, typer.Option("--max-tokens", help="Maximum
 # ---------------------------------------------------------------------- help pages
 
 Panels = Mapping[str, tuple[str, ...]]
-"""Titles of a help page, each with the names of its options, in order. An option is in its first panel."""
+"""Panels of a help page, in order: each title with the names of the panel's options. An option is shown in the first
+panel that names it."""
 
 ENGINE_PANELS: Panels = {
     "Model and device": (
@@ -575,7 +576,8 @@ def grouped(panels: Panels) -> type[TyperCommand]:
 
 
 def takes(*groups: Mapping[str, Any]) -> Callable[[Command], Command]:
-    """Decorator: the command takes the options of `groups`, by name in its `**` parameter, None if not given."""
+    """Decorator: the command takes the options of `groups`, by name in the command's `**` parameter, None if not
+    given."""
 
     def decorate(command: Command) -> Command:
         signature = inspect.signature(command, eval_str=True)
@@ -592,5 +594,6 @@ def takes(*groups: Mapping[str, Any]) -> Callable[[Command], Command]:
 
 
 def given(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that were given on the command line. (A repeatable option that was not may be an empty list.)"""
+    """The options that were given on the command line. (The value of a repeatable option that was not given may be an
+    empty list.)"""
     return {name: value for name, value in values.items() if value is not None and value != []}

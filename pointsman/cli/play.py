@@ -93,7 +93,7 @@ def _serve(server: LocalServer, *, open_page: bool) -> int:
 
 
 def _film_of(source: Path) -> bytes:
-    """The film in a file, or the film of a recording."""
+    """The bytes of the film in `source`, or of a film made from the recording in `source`."""
     if is_film(source):
         if (size := source.stat().st_size) > MAX_FILM:
             raise CommandError(too_large(source.name, size))

@@ -21,11 +21,11 @@ OPTION_OF = {
     "limit": "--token-limit",
     "eviction": "--eviction",
 }
-"""The option that takes a policy of each kind."""
+"""The command-line option that takes a policy, by the policy's kind."""
 
 
 def run_policies(kind: str | None, *, as_json: bool) -> int:
-    """Print the policies of a kind; None: of all kinds.
+    """Print the policies of `kind`; None: the policies of all kinds.
 
     Raises:
         CommandError: there is no such kind, or an installed package's policy cannot be loaded.
@@ -57,7 +57,7 @@ def _table(kind: str, policies: dict[str, type[Policy]]) -> Table:
 
 
 def _summary(policy: type[Policy]) -> str:
-    """The first paragraph of its docstring, without marks."""
+    """The first paragraph of the policy's docstring, without markup."""
     text = (inspect.getdoc(policy) or "").split("\n\n")[0]
     return " ".join(text.split()).replace("`", "")
 

@@ -18,21 +18,21 @@ RATE_WINDOW = 2.0  # seconds over which tokens per second are averaged
 
 @dataclass(slots=True)
 class Entry:
-    """One request of the run, for the display."""
+    """A request of the run, for the display."""
 
     request_id: str
     request: Request | None = None
-    """None: it was refused."""
+    """The engine's request; None: it was refused."""
     prompt: str = ""
-    """Its text; empty if it was given as token ids."""
+    """Text of the prompt; empty if the prompt was given as token ids."""
     output: RequestOutput | None = None
-    """The last one; None before the first token."""
+    """The request's newest output; None before the first token."""
     error: str = ""
-    """Why it was refused."""
+    """The reason if the request was refused; otherwise empty."""
 
     @property
     def text(self) -> str:
-        """The text generated so far; decoded when it is read."""
+        """The text generated so far; decoded when this property is read."""
         return self.output.text if self.output is not None else ""
 
     @property
@@ -41,7 +41,7 @@ class Entry:
 
     @property
     def end(self) -> str:
-        """Its finish reason: stop, length, abort, refused or error; empty while unfinished."""
+        """The request's finish reason: stop, length, abort, refused or error; empty while unfinished."""
         if self.request is None:
             return "refused"
         if self.output is not None and self.output.finish_reason is not None:
@@ -59,20 +59,20 @@ class Entry:
 
     @property
     def first_token_time(self) -> float | None:
-        """Seconds from its arrival to its first token."""
+        """Seconds from the request's arrival to its first token."""
         if self.output is None or self.output.metrics.first_token_time is None:
             return None
         return self.output.metrics.first_token_time - self.output.metrics.arrival_time
 
     @property
     def latency(self) -> float | None:
-        """Seconds from its arrival to its end."""
+        """Seconds from the request's arrival to its end."""
         if self.output is None or self.output.metrics.finished_time is None:
             return None
         return self.output.metrics.finished_time - self.output.metrics.arrival_time
 
     def state(self) -> str:
-        """Its state in one word."""
+        """The request's state in one word."""
         if self.request is None or self.request.is_finished:
             return self.end
         if self.request.status is RequestStatus.PREEMPTED:
@@ -101,11 +101,11 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The figures at one time."""
+    """The figures of a run at one time."""
 
     seconds: float
     expected: int
-    """Requests of the workload that have not arrived."""
+    """Number of requests of the workload that have not arrived."""
     waiting: int
     running: int
     ended: int
@@ -114,10 +114,10 @@ class Status:
     used_blocks: int
     num_blocks: int
     tokens_per_second: float
-    """Generated tokens a second, over the last seconds."""
+    """Generated tokens a second, over the most recent seconds."""
     preemptions: int
     hit_rate: float
-    """Share of the looked-up prompt tokens that the prefix cache had."""
+    """Share of the looked-up prompt tokens that the prefix cache contained."""
 
 
 class Progress:
@@ -135,18 +135,18 @@ class Progress:
         self._rates: deque[tuple[float, int]] = deque([(start, 0)])
 
     def added(self, request: Request, prompt: str) -> None:
-        """A job became a request."""
+        """Record that a job became a request."""
         self.entries[request.request_id] = Entry(request.request_id, request, prompt=prompt)
         self.num_prompt_tokens += request.num_prompt_tokens
 
     def refused(self, request_id: str, error: str) -> Entry:
-        """A prompt was refused."""
+        """Record that a prompt was refused."""
         self.ends["refused"] += 1
         return Entry(request_id, error=error)
 
     def stepped(self, outputs: list[RequestOutput], now: float) -> list[Entry]:
-        """Take the outputs of a step. Returns the requests that finished in it."""
-        ended = [entry for output in outputs if (entry := self._take(output)) and output.finished]
+        """Record the outputs of a step. Returns the requests that finished in the step."""
+        ended = [entry for output in outputs if (entry := self._update_entry(output)) and output.finished]
         stats = self.engine.scheduler.stats()
         self.peak_blocks = max(self.peak_blocks, stats.num_blocks - stats.num_free_blocks)
         self._rates.append((now, self.num_generated))
@@ -155,11 +155,11 @@ class Progress:
         return ended
 
     def aborted(self, output: RequestOutput) -> Entry:
-        """The run ends before this request; its output so far stays."""
-        return self._take(output)
+        """Record that the run ended before this request; its output so far is kept."""
+        return self._update_entry(output)
 
     def unfinished(self) -> list[Entry]:
-        """The unfinished requests, in the order of adding."""
+        """The unfinished requests, in the order in which they were added."""
         return [entry for entry in self.entries.values() if not entry.end]
 
     def status(self, now: float) -> Status:
@@ -211,7 +211,7 @@ class Progress:
             "deferrals": {reason: count for reason, count in stats.deferrals.items() if count},
         }
 
-    def _take(self, output: RequestOutput) -> Entry:
+    def _update_entry(self, output: RequestOutput) -> Entry:
         entry = self.entries[output.request_id]
         self.num_generated += output.num_output_tokens - entry.num_output_tokens
         entry.output = output
@@ -221,7 +221,7 @@ class Progress:
 
 
 def _percentiles(values: list[float | None]) -> dict[str, float | None]:
-    """The median and the 99th percentile of the known values."""
+    """The median and the 99th percentile of the values that are not None."""
     known = [value for value in values if value is not None]
     if not known:
         return {"p50": None, "p99": None}
@@ -230,5 +230,5 @@ def _percentiles(values: list[float | None]) -> dict[str, float | None]:
 
 
 def _rounded(value: float | None) -> float | None:
-    """Rounded to microseconds."""
+    """`value` in seconds, rounded to microseconds."""
     return None if value is None else round(value, 6)

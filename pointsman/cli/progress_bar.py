@@ -20,11 +20,11 @@ class ProgressBar(AbstractContextManager["ProgressBar"]):
     """A progress bar with the remaining time, on stderr if that is a terminal, for work that takes over two seconds.
 
     Args:
-        verb: what is done with requests, or with another `noun`.
-        expected: their number; None: not known.
+        verb: participle of the work, such as "simulated", shown after the number and the `noun`.
+        expected: expected number of requests (or of `noun`); None: not known.
         console: where the bar is shown; None: on stderr.
         quiet: seconds before the bar is shown.
-        figure: text for the second number of `update`, with its format.
+        figure: format string of the text that shows the second argument of `update`.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class ProgressBar(AbstractContextManager["ProgressBar"]):
         self._task = TaskID(0)
 
     def expect(self, expected: int) -> None:
-        """Set the expected number."""
+        """Set the expected number of requests (or of `noun`)."""
         self._expected = expected
 
     def update(self, num_finished: int, now: float) -> None:
-        """Called often; redraws now and then."""
+        """Show the progress. May be called often: redraws at limited frequency."""
         if time.monotonic() < self._next:
             return
         if self._bar is None:
@@ -60,7 +60,7 @@ class ProgressBar(AbstractContextManager["ProgressBar"]):
         self._next = time.monotonic() + _REFRESH_SECONDS
 
     def after(self, num_before: int) -> Callable[[int, float], None]:
-        """`update` for a simulation that follows others, in which `num_before` requests are done."""
+        """`update` for a simulation that follows earlier ones, in which `num_before` requests finished."""
         return lambda num_finished, now: self.update(num_before + num_finished, now)
 
     def __enter__(self) -> Self:

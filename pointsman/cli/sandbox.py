@@ -29,8 +29,8 @@ def open_sandbox(file: str | None, port: int) -> LocalServer:
     """The server of a sandbox.
 
     Args:
-        file: a film or a recording to start from; None: none.
-        port: 0: a free one.
+        file: a film or a recording to start from; None: start without requests.
+        port: port of the server; 0: a free port.
 
     Raises:
         CommandError: the file cannot be used, or the port is taken.
@@ -47,8 +47,8 @@ def open_sandbox(file: str | None, port: int) -> LocalServer:
 
 
 def commands(config: SchedulerConfig, base: SchedulerConfig) -> Mapping[str, str]:
-    """The command lines that serve with these settings: under "change" with those that differ from `base`, under "all"
-    with all of them. Lines that begin with # are remarks."""
+    """The command lines that serve with these settings: under "change" with the settings that differ from `base`, under
+    "all" with all settings. Lines that begin with # are remarks."""
     changed = change_commands(MODEL, config, base)
     if changed is None:
         change = "# no setting of a server differs from the start\n"
@@ -81,7 +81,7 @@ def _every_setting(config: SchedulerConfig) -> str:
 
 
 def scene_of(path: Path) -> tuple[Scene, str]:
-    """The scene of a film or of a recording, and a text about how closely it matches."""
+    """The scene of a film or of a recording, and a text about how closely the scene matches the film."""
     if is_film(path):
         data = path.read_bytes()
     else:

@@ -21,7 +21,7 @@ from pointsman.sim.scenarios import Figure, Finding, scenario
 from pointsman.sim.scenarios.picture import verdict, write_page
 
 TAKES = ("model", "device", "profile", "tensor_parallel", "seed")
-"""Options that a scenario takes; it sets all others itself."""
+"""Options that a scenario takes; the scenario itself sets all other options."""
 
 
 def run_scenario(
@@ -30,12 +30,12 @@ def run_scenario(
     """Run a scenario and print its result.
 
     Args:
-        options: those of `simulator_options` that were given, by name.
-        seeds: number of seeds, from `--seed` on.
-        others: other given options, which no scenario takes.
+        options: the given options of `simulator_options`, by name.
+        seeds: number of consecutive seeds, from `--seed` on.
+        others: names of further given options, which no scenario takes.
 
     Returns:
-        The exit code: 0, or 130 after Ctrl-C, with the rows so far.
+        The exit code: 0, or 130 after Ctrl-C, which prints the rows so far.
 
     Raises:
         CommandError: no scenario has that name, or an option is wrong.
@@ -117,7 +117,7 @@ def _table(found: Finding) -> Table:
 
 
 def _cell(figure: Figure, estimate: Estimate) -> Text:
-    """A figure, and its interval on a line of its own."""
+    """The text of a table cell: a figure, and its interval on a separate line."""
     value, interval = figure.text(replace(estimate, low=None, high=None)), figure.interval(estimate)
     return Text.assemble(value, (f"\n{interval}" if interval else "", "dim"))
 

@@ -35,7 +35,7 @@ def flag(name: str) -> str:
 
 
 def of_panel(title: str) -> tuple[str, ...]:
-    """The knobs in the part `title` of a help page."""
+    """The knobs in the panel `title` of a help page."""
     return tuple(name for name, option in OPTIONS.items() if option.panel == title)
 
 
@@ -69,7 +69,7 @@ def simulated_options(defaults: Mapping[str, str]) -> dict[str, Any]:
     """The options of the simulator by name.
 
     Args:
-        defaults: in words, for knobs whose default differs from `SchedulerConfig`.
+        defaults: defaults in words, of the knobs whose default differs from `SchedulerConfig`.
     """
     return {
         name: _annotation(name, defaults[name] if name in defaults else default_in_words(name))
@@ -79,7 +79,8 @@ def simulated_options(defaults: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _annotation(name: str, default: str) -> Any:
-    """The annotation for Typer. A value that is neither a number nor a flag is text, which `cli/knobs.py` parses."""
+    """The annotation of the option for Typer. A value that is neither a number nor a flag is text, which `cli/knobs.py`
+    parses."""
     knob, option = scheduler_knobs()[name], OPTIONS[name]
     kind: Any = str if knob.words else next((each for each in (bool, int, float) if each in knob.kinds), str)
     names, metavar = flag(name), option.metavar

@@ -1,4 +1,4 @@
-"""Settings of `pointsman serve`: computes those of its engine and server from the options.
+"""Settings of `pointsman serve`: computes the settings of engine and server from the options.
 
 A value comes from the command line, otherwise from the configuration file, otherwise from the preset, otherwise from
 the
@@ -27,7 +27,7 @@ API_KEY_VARIABLE = "POINTSMAN_API_KEY"
 OPERATOR_KEY_VARIABLE = "POINTSMAN_OPERATOR_KEY"
 KEY_FILES = {"API": "api_key_file", "operator": "operator_key_file"}
 FILE_OPTIONS = {"preset": options.Preset, **options.SERVER, **options.KNOBS}
-"""Options that a configuration file may set, beside secrets."""
+"""Options that a configuration file may set, except secrets."""
 RUN_OPTIONS = (
     "data_parallel_size",
     "engine_timeout",
@@ -51,10 +51,11 @@ class ServeSettings:
     options: dict[str, Any]
     """The other arguments of `pointsman.server.serve.run`."""
     places: Mapping[str, str]
-    """By the name in an error (an option, an API key): the file, and the line, that set the value."""
+    """File and line that set a value, by the name that an error message uses (an option, an API key)."""
 
     def placed(self, error: ValueError) -> str:
-        """The error's message, behind the place of the first value from a file that it names."""
+        """The error's message. If the message names a value from a file, the place of the first such value is
+        prefixed."""
         return _placed(error, self.places)
 
 
@@ -68,9 +69,9 @@ def serve_settings(
 
     Args:
         values: options of the command line by name; None or an empty list if not given.
-        config_path: the configuration file; None: none.
+        config_path: path of the configuration file; None: there is no file.
         environment: environment variables, which may hold secrets.
-        default_model: called for the model if neither the command line nor the file names one.
+        default_model: function that returns the model if neither the command line nor the file names one.
 
     Raises:
         CommandError: a value or a file cannot be used.
@@ -107,10 +108,11 @@ def _placed(error: ValueError, places: Mapping[str, str]) -> str:
 
 
 def _check_run_options(values: dict[str, Any]) -> None:
-    """Check the options that belong neither to the engine nor to `ServerConfig`; 0 seconds between lines become None.
+    """Check the options that belong neither to the engine nor to `ServerConfig`; an interval of 0 seconds between
+    statistics lines becomes None.
 
     Raises:
-        CommandError, ValueError: one is out of range, or the recording cannot be written.
+        CommandError, ValueError: an option is out of range, or the recording cannot be written.
     """
     interval, retries, record = (values.get(name) for name in ("log_stats_interval", "max_step_retries", "record"))
     if interval is not None:
@@ -153,15 +155,15 @@ def _server_config(settings: dict[str, Any], environment: Mapping[str, str]) -> 
 
 
 def _keys(kind: str, settings: dict[str, Any], variable: str | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The keys of the command line, otherwise of the file, otherwise of the variable, and their names; removed from the
-    settings. API keys in a file may have names (`name:key`); all other keys have the name "".
+    """The keys from the command line, otherwise from the file, otherwise from the variable, with their names. Removes
+    the keys from `settings`. API keys in a file may have names (`name:key`); all other keys have the name "".
 
-    A file or a variable without a key is an error, because it is set to restrict access.
+    A file or a variable without a key is an error, because the operator set it to restrict access.
 
     Args:
         kind: "api" or "operator".
         settings: settings of the server.
-        variable: the value of the variable; None: it is not set.
+        variable: value of the environment variable; None: it is not set.
     """
     name = "API key" if kind == "api" else "operator key"
     given, path = settings.pop(f"{kind}_key", []), settings.pop(f"{kind}_key_file", None)
@@ -214,7 +216,7 @@ def _read(what: str, path: str, max_bytes: int) -> str:
 
 
 def _check_writable(path: str) -> None:
-    """Raise if a recording cannot be written, before a model is loaded. The file keeps its content for now."""
+    """Raise if a recording cannot be written, before a model is loaded. The content of the file is not changed yet."""
     try:
         with Path(path).open("a", encoding="utf-8"):
             pass

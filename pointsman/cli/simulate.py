@@ -26,7 +26,7 @@ from pointsman.sim.report.table import print_report
 from pointsman.sim.simulator import Outcome, simulate
 
 MAX_NAMED = 3
-"""Maximum number of refused requests that are named with the reason."""
+"""Maximum number of refused requests that are printed with the reason."""
 
 
 def run_simulation(
@@ -44,13 +44,13 @@ def run_simulation(
     """Simulate what the options describe, and print the report.
 
     Args:
-        options: those of `simulator_options` that were given, by name.
+        options: the given options of `simulator_options`, by name.
         seeds: number of seeds of a generated workload, from `--seed` on.
-        price_per_hour: of one replica.
-        html, perfetto, film: files to write; with several seeds, about the first.
+        price_per_hour: price of one replica.
+        html, perfetto, film: files to write; with several seeds, they show the first seed.
 
     Returns:
-        The exit code: 0, or 130 after Ctrl-C, with the report so far.
+        The exit code: 0, or 130 after Ctrl-C, which prints the report so far.
 
     Raises:
         CommandError: an option, a file or the model is wrong, or every request was refused.
@@ -134,7 +134,7 @@ def run_simulation(
 
 @contextmanager
 def _film(path: str | None) -> Iterator[Sequence[FilmRecorder]]:
-    """Recorders that film the first replica into a file; none without a path."""
+    """Recorders that film the first replica into a file; no recorder if `path` is None."""
     if path is None:
         yield ()
         return
@@ -159,7 +159,7 @@ def check_seeds(seeds: int, options: Mapping[str, Any]) -> None:
     """Check that several seeds make sense.
 
     Raises:
-        CommandError: the number is out of range, or the workload is a trace.
+        CommandError: the number of seeds is out of range, or the workload is a trace.
     """
     if seeds < 1:
         raise CommandError(f"--seeds is {seeds}; it must be at least 1")
@@ -172,9 +172,10 @@ def check_seeds(seeds: int, options: Mapping[str, Any]) -> None:
 def print_setting(
     service: Service, arriving: Arriving, replicas: int, speed: float = 1.0, *, is_searched: bool = False
 ) -> None:
-    """Print what is simulated. KV blocks come first, because an error in their number spoils everything else.
+    """Print the simulated service and workload. KV blocks come first, because a wrong number of blocks makes all
+    results wrong.
 
-    `is_searched`: the limits of a step are searched, and not printed.
+    `is_searched`: a search sets the limits of a step, so they are not printed.
     """
     console = stdout_console()
     several = f", {replicas} replicas" if replicas > 1 else ""

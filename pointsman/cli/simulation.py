@@ -44,12 +44,12 @@ from pointsman.sim.workload import (
 from pointsman.traces import Trace, TraceRequest, about_left_out, read_trace, served
 
 DEFAULTS = {"arrivals": "poisson:4", "prompt_tokens": "lognormal:1000,0.8", "output_tokens": "lognormal:130,0.8"}
-"""The built-in example, with lengths about those of a chat service; also the defaults of generated workloads."""
+"""Options of the built-in example, with typical lengths of a chat service; also the defaults of generated workloads."""
 SESSION_DEFAULTS = {"turns": "uniform:2,8", "new_tokens": "lognormal:60,1"}
 NUM_REQUESTS = 1000
 REQUESTS_PER_USER, MAX_OF_USERS = 10, 20_000
-"""For a search for a number of users with generated requests: the minimum number of requests of each, and the maximum
-in all to reach that minimum. The search ends at one user for each request."""
+"""For a search for a number of users with generated requests: the minimum number of requests of each user, and the
+maximum number of all requests to reach this minimum. The search ends at one user for each request."""
 MODEL, DEVICE = "Llama-3.1-8B", "h100"
 UNKNOWN_MODEL = "MODEL"
 """Placeholder in a command, if neither an option nor the profile names the model."""
@@ -67,17 +67,18 @@ class Arriving:
 
     title: str
     at_speed: Callable[[float], Workload]
-    """The workload at this multiple of its speed."""
+    """Function from a factor to the workload, sped up by this factor."""
     rate: float
-    """Requests a second at speed 1; infinity: all at once, or not known in advance."""
+    """Requests a second at speed 1; infinity: all requests arrive at one time, or the rate is not known in advance."""
     trace: Trace[TraceRequest] | None = None
-    """All requests of a trace that can be served, and the number left out; None: there is no trace."""
+    """All requests of the trace that can be served, and the number of rows left out; None: there is no trace."""
     of_users: Callable[[int], Workload] | None = None
-    """The same requests from a number of users, who begin within their first thinking time; None: no users."""
+    """Function from a number of users to the workload in which they send the requests, each beginning within its first
+    thinking time; None: there are no users."""
     num_left_out: int = 0
-    """Requests of a trace after those that are used."""
+    """Number of requests of the trace after the used part."""
     about_trace: str = ""
-    """Which part of a trace is used, in words; empty: there is no trace."""
+    """Text about the used part of the trace; empty: there is no trace."""
 
     @property
     def about_left_out(self) -> str:
@@ -90,7 +91,7 @@ def what_arrives(options: Mapping[str, Any], num_requests: int | None = None, *,
 
     Args:
         options: the given options, by name.
-        num_requests: maximum number from the start, whatever the options say; None: as in the options.
+        num_requests: maximum number of requests from the start, overrides the options; None: as in the options.
         asks_users: the requests come from users, whose number is searched.
 
     Raises:
@@ -139,7 +140,7 @@ _NOT_WITH: dict[str, tuple[str, ...]] = {
     "sessions": ("users", "requests", "limit"),
     "users": ("arrivals", "rate"),
 }
-"""Options with the same meaning, or without effect beside the other."""
+"""Options that each option excludes, because they have the same meaning or no effect together."""
 _NEEDS: dict[str, tuple[str, ...]] = {
     "limit": ("trace",),
     "think": ("users", "sessions"),
@@ -240,7 +241,7 @@ def _sessions(options: Mapping[str, Any], num_requests: int | None, seed: int) -
 
 
 def _parsed(parse: Callable[[str], T], name: str, options: Mapping[str, Any]) -> T:
-    """The value of an option's short form, or of its default."""
+    """The value that the text of an option, or of its default, stands for."""
     try:
         return parse(options.get(name, {**DEFAULTS, **SESSION_DEFAULTS, "think": "0"}[name]))
     except WorkloadError as error:
@@ -264,22 +265,24 @@ class Service:
     step_time: StepTime
     routing: Callable[[], Routing]
     kv: KvMemory | None
-    """The breakdown of the number of blocks; None: it was given, or the pool is never short."""
+    """The estimate of memory that gives the number of blocks; None: the number was given, or the pool is never
+    short."""
     kv_text: str
     about_times: str
-    """Source of the step times, and their known error."""
+    """Text about the source of the step times, and their known error."""
     profile: Profile | None = None
     sized: Callable[[SchedulerConfig], SchedulerConfig] = lambda config: config
-    """A configuration with the number of blocks that fit the device; may raise `ModelTooLarge`."""
+    """Function that sets in a configuration the number of blocks that fit the device; may raise `ModelTooLarge`."""
     settings_of: str = ""
     """Source of the settings that were not given, for display."""
     host_memory: HostMemory | None = None
-    """Host memory behind the pool; None: none."""
+    """Host memory behind the KV pool; None: no host memory."""
     model: str = UNKNOWN_MODEL
-    """The model as in a server's command: a path, or a name with its organisation."""
+    """The model to name in a server's command: a path, or a name with its organisation."""
 
     def extrapolations(self) -> list[str]:
-        """Where the simulations since the last call exceeded the loads of the profile's log, one sentence each."""
+        """One sentence for each part of the load in which simulations since the last call exceeded the profile's
+        log."""
         watched = self.step_time
         if self.profile is None or not isinstance(watched, WatchedStepTime):
             return []
@@ -291,8 +294,8 @@ def what_serves(options: Mapping[str, Any], preset: str | None, *, as_vllm: bool
     """The service that the options describe.
 
     Args:
-        as_vllm: token budget and sequence limit that are not given are vLLM's on the device; if only a profile is
-            known, those of its engine.
+        as_vllm: if token budget or sequence limit is not given, use vLLM's default on the device; if only a profile is
+            known, the value of its engine.
 
     Raises:
         CommandError: a name or a value is wrong, or the model does not fit the device.
@@ -310,7 +313,7 @@ def what_serves(options: Mapping[str, Any], preset: str | None, *, as_vllm: bool
 
 
 def _check_retention_is_read(retention: float, eviction: str) -> None:
-    policy = built_in("eviction", eviction.partition(":")[0])  # another may read it
+    policy = built_in("eviction", eviction.partition(":")[0])  # another policy may read it
     if policy is not None and "retention" not in policy.reads:
         raise CommandError(
             f"--retention is {retention:g}, and the eviction policy {eviction} reads none; leave it out, or give "
@@ -353,11 +356,11 @@ def _service(options: Mapping[str, Any], preset: str | None, as_vllm: bool) -> S
     step_time: StepTime
     if shape is None or on is None:
         assert profile is not None
-        step_time, about_times = WatchedStepTime(profile.step_time), _of_profile(profile)
+        step_time, about_times = WatchedStepTime(profile.step_time), _about_profile(profile)
         title = f"the profile {options['profile']}"
     else:
         estimated = RooflineStepTime(shape=shape, device=on, tensor_parallel=parallel)
-        about_times = estimated.caveat() if profile is None else _of_profile(profile)
+        about_times = estimated.caveat() if profile is None else _about_profile(profile)
         step_time = estimated if profile is None else WatchedStepTime(profile.step_time)
         title = f"{shape.name} on {f'{parallel} x ' if parallel > 1 else ''}{on.name}"
 
@@ -384,7 +387,7 @@ def _service(options: Mapping[str, Any], preset: str | None, as_vllm: bool) -> S
             return config.replace(num_blocks=memory(config).num_blocks)
         return config.replace(
             num_blocks=config.num_sequence_slots * -(-config.max_model_len // config.block_size)
-        )  # enough
+        )  # enough blocks for every request
 
     if "num_blocks" in knobs:
         given_by = "given" if "num_blocks" in options else "the engine of the profile had"
@@ -414,7 +417,7 @@ def _service(options: Mapping[str, Any], preset: str | None, as_vllm: bool) -> S
 
 
 def _served_model(options: Mapping[str, Any], shape: ModelShape | None, profile: Profile | None) -> str:
-    """The model in a server's command: the given one, or the profile's."""
+    """The model to name in a server's command: the given model, or the profile's model."""
     given = options.get("model", MODEL)
     if shape is not None:
         return given if Path(given).exists() else shape.name
@@ -422,13 +425,14 @@ def _served_model(options: Mapping[str, Any], shape: ModelShape | None, profile:
 
 
 def _largest_step(config: SchedulerConfig) -> dict[str, int]:
-    """The sizes of a step that the estimate of memory needs; presets without a limit get its defaults."""
+    """The sizes of a step that the estimate of memory needs; for presets without a limit, the estimate uses its
+    defaults."""
     sizes = {"max_num_batched_tokens": config.max_num_batched_tokens, "max_num_seqs": config.max_num_seqs}
     return {name: size for name, size in sizes.items() if size < NO_LIMIT}
 
 
 def _as_calibrated(settings: EngineSettings, longest: int) -> dict[str, Any]:
-    """Scheduler knobs of a profile's engine: its step times hold for these."""
+    """Scheduler knobs of a profile's engine: the profile's step times hold for these knobs."""
     knobs: dict[str, Any] = {
         "max_num_seqs": settings.max_num_seqs,
         "max_num_batched_tokens": settings.max_num_batched_tokens,
@@ -442,7 +446,7 @@ def _as_calibrated(settings: EngineSettings, longest: int) -> dict[str, Any]:
     return knobs
 
 
-def _of_profile(profile: Profile) -> str:
+def _about_profile(profile: Profile) -> str:
     error = profile.held_out_errors.get("e2e_mape", profile.held_out_errors.get("step_mape"))
     what = "end-to-end times" if "e2e_mape" in profile.held_out_errors else "steps"
     off = f"; they predict its other {what} to {error:.1%} on average" if error is not None else ""
@@ -459,7 +463,7 @@ def seconds(option: str, text: str | None) -> float | None:
     """Seconds of "500ms", "2s", "1.5" (seconds) or "1m"; None stays None.
 
     Raises:
-        CommandError: it is not a duration above 0.
+        CommandError: `text` is not a duration above 0.
     """
     if text is None:
         return None
@@ -476,7 +480,7 @@ def _option(name: str) -> str:
 def names() -> str:
     """The available models, devices, scenarios, routing rules and presets, as text."""
     lines = ["Models (name, parameters, maximum tokens of a sequence, source):"]
-    lines += [f"  {_of_shape(shape)}" for shape in SHAPES.values()]
+    lines += [f"  {_describe_shape(shape)}" for shape in SHAPES.values()]
     lines += ["", "Devices (name, memory, bandwidth, source); cpu measures this machine:"]
     lines += [
         f"  {each.name:24} {each.memory / 2**30:6.1f} GiB {each.bandwidth / 1e12:6.3f} TB/s  {each.source}"
@@ -490,5 +494,5 @@ def names() -> str:
     return "\n".join(lines)
 
 
-def _of_shape(shape: ModelShape) -> str:
+def _describe_shape(shape: ModelShape) -> str:
     return f"{shape.name:36} {shape.num_params / 1e9:6.1f} B {shape.max_model_len:9,}  {shape.source}"

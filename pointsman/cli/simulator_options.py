@@ -81,7 +81,7 @@ SIMULATED: dict[str, Any] = {
     "limit": Annotated[int | None, typer.Option(help="Number of requests from the start of the trace.")],
     "requests": Annotated[int | None, typer.Option(help="Number of generated requests [default: 1000].")],
 }
-"""Options of the workload in one simulation, in addition to `ARRIVING`."""
+"""Workload options of `pointsman simulate`, in addition to `ARRIVING`."""
 
 SERVED_BY: dict[str, Any] = {
     "model": Annotated[
@@ -122,7 +122,8 @@ SCHEDULER: dict[str, Any] = {
         ),
     ],
 }
-"""Fields of `SchedulerConfig`; the other knobs of `pointsman serve` have no meaning without a model that runs."""
+"""Knobs that are fields of `SchedulerConfig`; all other knobs of `pointsman serve` have no meaning without a running
+model."""
 
 TARGETS: dict[str, Any] = {
     "ttft_target": Annotated[
@@ -177,7 +178,7 @@ TUNED: dict[str, Any] = {
         typer.Option("--e2e-p99", "--e2e-target", metavar="TIME", help="Maximum time to the last token for 99 %."),
     ],
 }
-"""Options of the workload and the targets in a search of settings."""
+"""Options of `pointsman tune` for the workload and the targets."""
 
 SimulatedPreset = Annotated[
     str | None,

@@ -32,15 +32,15 @@ from pointsman.sim.workers import available_cores, workers
 PRESET = "vllm"
 """The search decides as vLLM's own scheduler, so a result is a command line of vLLM if vLLM has the settings."""
 _SMALL = 20_000
-"""Number of simulated requests below which starting processes takes longer than they save."""
+"""Number of simulated requests below which starting worker processes takes more time than they save."""
 _ENOUGH = 0.99
 _MAX_ROWS = 12
 _MAIN = {"max_num_batched_tokens": "budget", "max_num_seqs": "seqs", REPLICAS: "replicas"}
-"""Settings with a column of their own."""
+"""Settings with their own column in the table, and the column's title."""
 _SERVED_AS = ("gpu_memory_utilization", "max_model_len", "block_size")
-"""Options that both commands get if they were given to `tune`."""
+"""Options that the commands of both servers get if they were given to `tune`."""
 _SWAPPED_AS = ("kv_offload_bytes", "preemption_mode")
-"""Such options of `pointsman serve` alone."""
+"""Options that only the command of `pointsman serve` gets if they were given to `tune`."""
 
 
 def run_tune(
@@ -54,10 +54,10 @@ def run_tune(
     preset: str | None,
     as_json: bool,
 ) -> int:
-    """Search, and print the result.
+    """Search for the best settings, and print the result.
 
     Returns:
-        The exit code: 0, or 130 after Ctrl-C, with the best so far.
+        The exit code: 0, or 130 after Ctrl-C, which prints the best settings so far.
 
     Raises:
         CommandError: an option, a file or the model is wrong.
@@ -106,7 +106,7 @@ def run_tune(
 
 
 class _Tuned:
-    """A search of settings, with its texts and tables."""
+    """A search for settings, with the texts and tables that describe its result."""
 
     parts: Parts
 
@@ -125,10 +125,10 @@ class _Tuned:
         self.varied: frozenset[str] = frozenset()
 
     def divide(self, num_requests: int) -> None:
-        """Split the workload into its two parts.
+        """Split the workload into a training part and a held-out part.
 
         Raises:
-            WorkloadError: it is too short, or all requests arrive at once.
+            WorkloadError: the workload is too short, or all requests arrive at one time.
         """
         arrivals = list(self._arriving.at_speed(self._speed).first_arrivals())
         self.parts = split(arrivals, num_requests)
@@ -219,7 +219,7 @@ class _Tuned:
         return [f"Gain: a goodput of {_rate(mine)} on the held-out part, {more} the {_rate(theirs)} of {defaults}."]
 
     def notes(self, found: Tuning) -> list[str]:
-        """Remarks beside the result."""
+        """Remarks to print below the result."""
         notes = [self._service.about_times]
         if found.not_searched:
             notes.append(f"The KV pool is never short, so these have no effect: {', '.join(found.not_searched)}.")
@@ -295,7 +295,11 @@ class _Tuned:
             main = [f"{value}" for name, value in trial.settings.items() if name in _MAIN]
             share = f"{100 * trial.train.share:.1f} %"
             table.add_row(
-                _others(trial, self._service.config), *main, _rate(trial.goodput), share, *_times(trial.train)[:2]
+                _other_settings(trial, self._service.config),
+                *main,
+                _rate(trial.goodput),
+                share,
+                *_times(trial.train)[:2],
             )
         return table
 
@@ -306,7 +310,7 @@ class _Tuned:
         table.add_row("the best", _rate(best.goodput), "", *_times(best.train)[:2])
         for name, trial in found.neighbours:
             value = f"{name} {_shown(trial.settings[name])}"
-            if trial.is_hopeless:  # its figures come from one stretch
+            if trial.is_hopeless:  # figures of a hopeless trial come from one stretch
                 table.add_row(value, "-", "far less", "-", "-")
                 continue
             change = f"{100 * (trial.goodput / best.goodput - 1):+.1f} %" if best.goodput else ""
@@ -333,7 +337,7 @@ class _Tuned:
     # ------------------------------------------------------------------ JSON
 
     def as_json(self, found: Tuning) -> dict[str, Any]:
-        """The search as one JSON object."""
+        """The search and its result as one JSON object."""
         gain, recommended = found.gain, found.recommended
         return {
             **setting_as_json(self._service, self._arriving),
@@ -387,8 +391,8 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _others(trial: Trial, base: SchedulerConfig) -> str:
-    """The settings without a column that differ from `base`."""
+def _other_settings(trial: Trial, base: SchedulerConfig) -> str:
+    """The settings of a trial that differ from `base` and have no column, as text."""
     return ", ".join(
         f"{name} {_shown(value)}"
         for name, value in trial.settings.items()
@@ -397,7 +401,7 @@ def _others(trial: Trial, base: SchedulerConfig) -> str:
 
 
 def _shown(value: object) -> str:
-    """The value of a setting; for several policies their names."""
+    """The value of a setting as text; for several policies, their names."""
     return (" + ".join(value) or "none") if isinstance(value, tuple) else f"{value}"
 
 

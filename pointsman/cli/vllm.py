@@ -48,18 +48,18 @@ METRICS = (
     "pointsman:replaced_policies",
     "pointsman:scheduler_seconds_total",
 )
-"""Metrics of the scheduler that `metrics` prints, by their names in `SCRAPED`. All others are vLLM's own, or belong to
-the engine."""
+"""Metrics of the scheduler that `metrics` prints, by their names in `SCRAPED`. All other metrics are vLLM's own, or
+belong to the engine."""
 
 NEVER_EMPTY = (
     "A server that is never without requests is recorded from its start: --additional-config "
     '\'{"pointsman": {"record": "FILE"}}\''
 )
-"""The remedy if no recording can begin, or if it begins after the load."""
+"""The remedy if a recording cannot begin, or begins only after the load."""
 
 
 def explain(socket: str, name: str | None, limit: int, *, as_json: bool) -> int:
-    """Show requests: those with the id `name`, or those of the completion `name`; None: the oldest."""
+    """Show the request with the id `name`, or all requests of the completion `name`; None: the oldest requests."""
     with asking(socket) as connection:
         answer = connection.ask("explain", id=name, limit=limit)
     requests = answer["requests"]
@@ -85,7 +85,7 @@ def metrics(socket: str) -> int:
 
 
 def record(socket: str, path: str, seconds: float | None) -> int:
-    """Record to a file until `seconds` after its first step, or until Ctrl-C.
+    """Record to a file until `seconds` after the first recorded step, or until Ctrl-C.
 
     Raises:
         CommandError: `seconds` is not more than 0, the file cannot be written, or no step was recorded.
@@ -113,7 +113,7 @@ def record(socket: str, path: str, seconds: float | None) -> int:
         if done is None:
             connection.end_input()
             done = connection.next_line()
-            while done["state"] in ("recording", "stepping"):  # it is still starting
+            while done["state"] in ("recording", "stepping"):  # vLLM is still starting
                 done = connection.next_line()
     if done["state"] == "cancelled":
         Path(path).unlink(missing_ok=True)
@@ -144,7 +144,7 @@ def asking(socket: str) -> Iterator[Connection]:
 
 @contextmanager
 def _written(path: str) -> Iterator[int]:
-    """A new file that only its owner may read, because it will contain prompts."""
+    """Context with the descriptor of a new file that only its owner may read, because the file will contain prompts."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     except OSError as error:
@@ -207,7 +207,7 @@ def _why(request: Mapping[str, Any]) -> str:
 def _show_one(request: Mapping[str, Any]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     console.print(Text(request["explanation"], style="bold"))
-    apart = ("explanation", "holders", "num_holders", "replaced_policies")  # the explanation has the policies
+    apart = ("explanation", "holders", "num_holders", "replaced_policies")  # the explanation already names the policies
     facts = {key: value for key, value in request.items() if key not in apart}
     width = max(map(len, facts))
     for key, value in facts.items():
@@ -235,7 +235,7 @@ def _duration(seconds: float) -> str:
 
 
 def exposition(answer: Mapping[str, Any]) -> str:
-    """Prometheus text of a control socket's answer to "metrics". Names, types and meanings are those of
+    """The metrics in a control socket's answer to "metrics", as Prometheus text. Names, types and meanings are those of
     `pointsman serve`.
 
     Raises:

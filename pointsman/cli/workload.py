@@ -1,7 +1,7 @@
 """The workload: the built-in prompts, prompts from the command line or a file, or the requests of a trace.
 
-All of them become one list of `Job`s. A prompt that cannot be read becomes a `Problem` with its place, and the others
-run.
+All prompts become one list of `Job`s. A prompt that cannot be read becomes a `Problem` with its place; all other
+prompts run.
 """
 
 from __future__ import annotations
@@ -61,22 +61,23 @@ PROMPT_FIELDS = (
 
 @dataclass(slots=True)
 class Job:
-    """One request of the workload."""
+    """A request of the workload, before its arrival."""
 
     request_id: str
     prompt: Callable[[int], Prompt]
-    """Called with the vocabulary's size at the arrival: a trace's prompts are generated one at a time."""
+    """Function from the vocabulary's size to the prompt, called at the arrival: a trace's prompts are generated one at
+    a time."""
     params: SamplingParams
     place: str
-    """Its source, for messages."""
+    """Source of the prompt, for messages."""
     arrival_time: float = 0.0
-    """Seconds after the start of the run."""
+    """Arrival in seconds after the start of the run."""
     priority: int = 0
     tenant: str = ""
     ttft_target: float | None = None
-    """Target in seconds from its arrival to its first token."""
+    """Target for the TTFT, in seconds; None: no target."""
     retention: float | None = None
-    """Seconds after its end for which its prefix should stay cached."""
+    """Seconds after the request's end for which its prefix should stay cached."""
 
 
 @dataclass(slots=True)
@@ -89,14 +90,15 @@ class Problem:
 
 @dataclass(slots=True)
 class Workload:
-    """The jobs by arrival, and the prompts that could not become one."""
+    """The jobs by arrival, and the prompts that could not become jobs."""
 
     jobs: list[Job]
     problems: list[Problem] = field(default_factory=list)
     is_trace: bool = False
-    """Prompts are generated, so their texts are not shown, and refusals are counted, not errors."""
+    """Whether the workload is a trace: prompts are generated, so texts are not shown; refused requests are counted
+    instead of reported as errors."""
     about_left_out: str = ""
-    """The number of rows of the trace that were left out, and why; empty: none."""
+    """Text about the number of rows of the trace that were left out, and the reasons; empty: no row was left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +106,7 @@ class Sampling:
     """The sampling options of the command, as defaults for every prompt that does not set its own."""
 
     max_tokens: int | None
-    """None: 64, or the lengths of the built-in prompts or of the trace."""
+    """Maximum number of output tokens; None: 64, or the lengths of the built-in prompts or of the trace."""
     temperature: float
     top_p: float
     top_k: int
@@ -136,12 +138,12 @@ class Sampling:
 
 
 def demo_workload(sampling: Sampling) -> Workload:
-    """The built-in prompts, all arriving at once."""
+    """The built-in prompts, which all arrive at the start."""
     return _texts([(text, length, "the built-in prompts") for text, length in DEMO_PROMPTS], sampling)
 
 
 def text_workload(prompts: Sequence[str], sampling: Sampling) -> Workload:
-    """Prompts given on the command line."""
+    """The prompts from the command line."""
     return _texts([(text, None, "--prompt") for text in prompts], sampling)
 
 
@@ -182,10 +184,10 @@ def trace_workload(path: str, speed: float, limit: int | None, seed: int, sampli
 
     Args:
         path: a trace of any format that `read_trace` reads.
-        speed: factor by which requests arrive faster than recorded; 0: all at once.
-        limit: number of requests from the start; None: all.
-        seed: of the generated tokens.
-        sampling: its `max_tokens` shortens the traced outputs, which EOS and stop strings never end.
+        speed: factor by which requests arrive faster than recorded; 0: all requests arrive at the start.
+        limit: maximum number of requests, from the first on; None: all requests.
+        seed: seed of the generated tokens.
+        sampling: sampling options; `max_tokens` shortens the traced outputs, which EOS and stop strings never end.
 
     Raises:
         CommandError: the trace cannot be read, or none of its requests has output.
@@ -218,7 +220,7 @@ def _generated(request: TraceRequest, seed: int, index: int) -> Callable[[int], 
 
 
 def _texts(prompts: Sequence[tuple[str, int | None, str]], sampling: Sampling) -> Workload:
-    """A workload of (text, max_tokens or None, place)."""
+    """The workload of prompts given as (text, max_tokens or None, place)."""
     workload = Workload(jobs=[])
     for index, (text, length, place) in enumerate(prompts):
         request_id = f"prompt-{index}"
@@ -227,7 +229,7 @@ def _texts(prompts: Sequence[tuple[str, int | None, str]], sampling: Sampling) -
         except ValueError as error:
             workload.problems.append(Problem(request_id, f"{place}: {error}"))
         else:
-            workload.jobs.append(Job(request_id, _given(text), sampling.params(length), place))
+            workload.jobs.append(Job(request_id, _constant_prompt(text), sampling.params(length), place))
     return workload
 
 
@@ -244,12 +246,12 @@ def _check_unicode(name: str, text: str) -> None:
         raise ValueError(f"{name} is not Unicode text at character {error.start}; write it in UTF-8") from None
 
 
-def _given(prompt: Prompt) -> Callable[[int], Prompt]:
+def _constant_prompt(prompt: Prompt) -> Callable[[int], Prompt]:
     return lambda vocab_size: prompt
 
 
 def _lines(path: str) -> Iterator[tuple[int, str]]:
-    """(line number, text) of the lines that are not blank."""
+    """(line number, text) of each line that is not blank."""
     try:
         with nullcontext(sys.stdin.buffer) if path == "-" else BufferedReader(open_input(path)) as file:
             for number, line in enumerate(lines_of(file), start=1):
@@ -317,7 +319,7 @@ def _job(request_id: str, fields: dict[str, Any], place: str, sampling: Sampling
         raise ValueError(f'"stop" is {stop!r}; it must be a string or a list of strings')
     return Job(
         request_id,
-        _given(prompt),
+        _constant_prompt(prompt),
         sampling.params(**own),
         place,
         priority=priority,
@@ -332,7 +334,7 @@ def _is_finite(value: object) -> bool:
 
 
 def _token_ids_as_keys(bias: Any) -> dict[int, Any]:
-    """Integer keys, because JSON has only strings as keys."""
+    """`bias` with its keys converted to integers, because JSON keys are strings."""
     try:
         return {int(token_id): value for token_id, value in bias.items()}
     except (AttributeError, ValueError):

@@ -23,7 +23,8 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """When each request was queued, got its first and its last token, in seconds; and its number of output tokens."""
+    """One entry for each request: when it was queued and got its first and last token, in seconds; its number of output
+    tokens."""
 
     queued: FloatArray
     first_token: FloatArray
@@ -62,13 +63,13 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class RequestErrors:
-    """Errors over some requests, as fractions; None if no request has such a time."""
+    """Errors of predicted request times, as fractions; None: no request has at least two output tokens."""
 
     num_requests: int
     e2e_mape: float
-    """Mean over requests of |predicted / measured - 1|."""
+    """Mean over requests of |predicted / measured - 1| of the end-to-end time."""
     e2e_bias: float
-    """Mean over requests of predicted / measured - 1."""
+    """Mean over requests of predicted / measured - 1 of the end-to-end time."""
     ttft_mean_error: float
     ttft_p50_error: float
     ttft_p99_error: float
@@ -76,7 +77,7 @@ class RequestErrors:
 
     @classmethod
     def between(cls, predicted: Times, measured: Times) -> RequestErrors:
-        """The errors of a prediction."""
+        """The errors of `predicted`, relative to `measured`."""
         relative = predicted.e2e / measured.e2e - 1
         has_tpot = (measured.num_output_tokens > 1) & (measured.tpot > 0)
         return cls(
@@ -92,13 +93,13 @@ class RequestErrors:
         )
 
     def to_dict(self) -> dict[str, float | int | None]:
-        """Values for JSON."""
+        """The errors by field name, for JSON."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class StepErrors:
-    """Errors of the seconds of single steps, as fractions."""
+    """Errors of predicted step times, as fractions."""
 
     num_steps: int
     step_mape: float
@@ -106,11 +107,11 @@ class StepErrors:
     step_bias: float
     """Mean over steps of predicted / measured - 1."""
     total_error: float
-    """Error of the summed seconds of all steps."""
+    """Error of the sum of all step times."""
 
     @classmethod
     def between(cls, predicted: FloatArray, measured: FloatArray) -> StepErrors:
-        """The errors of a prediction."""
+        """The errors of `predicted`, relative to `measured`."""
         relative = predicted / measured - 1
         return cls(
             num_steps=len(measured),
@@ -120,5 +121,5 @@ class StepErrors:
         )
 
     def to_dict(self) -> dict[str, float | int | None]:
-        """Values for JSON."""
+        """The errors by field name, for JSON."""
         return asdict(self)

@@ -1,11 +1,11 @@
 """Calibration: turns a log of what an engine did into a profile that predicts what it will do.
 
     calibrate(path, settings, train)       reads the log and finds out which kind it is
-        timings of requests                `fit.py`: the simulator in the loop of a search
         timings of requests                `fit.py`: a search that runs the simulator
+        a recording with step times        `step_log.py`: a linear fit
     Calibration                            the profile (`profile.py`), and the predictions behind its errors
 
-The log is split in time: the fit uses the requests that finish first, and is judged by its prediction of the others.
+The log is split in time: the requests that finish first are fitted; the predictions for all other requests are judged.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ from pointsman.sim.step_time import RooflineStepTime
 from pointsman.traces import MeasuredRequest, about_left_out, read_measurements
 
 POOR_FIT = 0.05
-"""A larger mean error of end-to-end times seldom comes from step times; fits to sound logs reach 0.02."""
+"""Mean error of end-to-end times above which wrong settings are likelier than wrong step times; sound logs reach
+0.02."""
 POOR_STEPS = 0.2
-"""A larger error of the total time of all held-out steps. Single steps scatter, but their sum should not."""
+"""Error of the total time of all held-out steps above which a fit is poor. Single steps scatter, but their sum should
+not."""
 MIN_TRAIN = 10
 """Minimum number of requests for a fit. Fewer do not determine five coefficients."""
 MIN_HELD_OUT = 1
@@ -45,13 +47,13 @@ MAX_DEFAULT_TRAIN = 300
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A profile, and its prediction for each request or step of its log."""
+    """A profile, and its prediction for each request or step of the log."""
 
     profile: Profile
     training: RequestErrors | StepErrors
     held_out: RequestErrors | StepErrors
     is_training: npt.NDArray[np.bool_]
-    """One value for each request, by arrival, or for each step."""
+    """Whether the fit used a request or step; one value for each request, by arrival, or for each step."""
     measured: npt.NDArray[np.float64]
     """End-to-end seconds of each request, or seconds of each step."""
     predicted: npt.NDArray[np.float64]
@@ -72,9 +74,10 @@ def calibrate(
 
     Args:
         path: measured JSON lines, a result of `vllm bench serve`, a guidellm report, or a recording with step times.
-        settings: the settings of the engine that wrote the log; None: vLLM's defaults. A recording has its own.
-        train: fit to this number of requests, in the order in which they finish (or to the first steps), and predict
-            the others; None: half of them, at most `MAX_DEFAULT_TRAIN` requests.
+        settings: the settings of the engine that wrote the log; None: vLLM's defaults. A recording contains its own
+            settings.
+        train: number of requests to fit to, in the order in which they finish (or number of first steps); all others
+            are predicted. None: half of them, at most `MAX_DEFAULT_TRAIN` requests.
         estimate: step times of the log's model and device, where they are known: an additional start of the search.
         num_processes: for the fit to requests; None: one for each CPU.
         progress: see `fit.Progress`.
@@ -153,7 +156,7 @@ def calibrate_steps(log: StepLog, path: str | PathLike[str], *, train: int | Non
     """As `calibrate`, for the steps of the recording in `path`.
 
     Without `train` the errors are those of a fit to the first half. The profile is then fitted to all steps, because
-    late loads matter as much as early ones.
+    loads late in the recording matter as much as early ones.
     """
     num_steps = len(log.seconds)
     num_train = _num_train(train, num_steps, "steps with a time", MIN_STEPS, num_steps)

@@ -37,30 +37,31 @@ DENSE_GAP = 1e-6
 """Mean seconds between requests at the highest rate that is probed: all requests arrive at once."""
 _STEP_DOWN, _STEP_UP, _FARTHEST_DOWN = 0.7, 1.4, 0.1
 _SHORT_SPANS = 20
-"""Minimum duration of a probe's arrivals, in multiples of the TTFT target. Shorter ones show no growing queue."""
+"""Minimum duration of a probe's arrivals, in multiples of the TTFT target. A shorter probe shows no growing queue."""
 _SHORT_LIVES = 5
-"""Minimum duration in multiples of the time of a request. A shorter probe ends before the empty service is full."""
+"""Minimum duration of a probe's arrivals, in multiples of a request's mean end-to-end time. A shorter probe ends before
+the empty service is full."""
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One simulation."""
+    """The result of one simulation."""
 
     rate: float
-    """Requests a second. For users: the requests sent after all users had begun and before the first had finished."""
+    """Arrivals a second. With users: the rate between the first tenth and the last fifth of the arrivals."""
     num_replicas: int
     share: float
     """Share of the requests that met all targets."""
     ttft_p99: float | None
-    """99th percentile in seconds; None: no request got a token."""
+    """99th percentile of the TTFT, in seconds; None: no request got a token."""
     itl_p99: float | None
-    """99th percentile of the gaps between two tokens of a request, over the gaps of all requests."""
+    """99th percentile of the seconds between two tokens of a request, over the gaps of all requests."""
     e2e_mean: float | None
-    """Seconds from the arrival of a request to its last token."""
+    """Mean seconds from the arrival of a request to its last token."""
     longest_gap_p99: float | None
-    """99 % of the requests had no longer gap between two of their tokens, in seconds."""
+    """99th percentile, over the requests, of a request's longest gap between two tokens, in seconds."""
     requests_per_second: float
-    """Requests that finished."""
+    """Finished requests a second."""
     num_requests: int
     num_refused: int
     meets: bool
@@ -73,10 +74,10 @@ class Question:
     """All that a probe needs except the load and the number of replicas."""
 
     workload: Callable[[float], Workload]
-    """Makes the requests of a load: arriving at a mean rate, in requests a second, or sent by a number of users.
-    Each call gives the same requests."""
+    """Makes the workload of a load. The load is a mean rate, in requests a second, or a number of users. Every call
+    gives the same requests."""
     is_of_users: bool = False
-    """Whether a load is a number of users."""
+    """Whether a load is a number of users; otherwise it is a rate."""
     config: SchedulerConfig
     """Configuration of each replica's scheduler."""
     step_time: StepTime
@@ -86,11 +87,11 @@ class Question:
     routing: Callable[[], Routing] = RoundRobin
     seed: int = 0
     host_memory: HostMemory | None = None
-    """Host memory behind the pool of each replica; None: none."""
+    """Host memory behind the KV pool of each replica; None: no host memory."""
     on_probe: Callable[[Probe], None] | None = None
-    """Called with each probe when it is done."""
+    """Function that is called with each finished probe."""
     progress: Progress | None = None
-    """Progress of the running simulation, see `simulate`."""
+    """Function that gets the progress of each simulation, see `simulate`."""
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
@@ -155,9 +156,10 @@ class Capacity:
     """The result: the best probe that meets the targets and the nearest probe that misses them."""
 
     meets: Probe | None = None
-    """The probe with the highest rate, or the fewest replicas; None: none of the probes meets the targets."""
+    """The probe that meets the targets with the highest load, or with the fewest replicas; None: no probe meets
+    them."""
     misses: Probe | None = None
-    """The nearest probe to `meets`; None: none of the probes misses them."""
+    """The probe nearest to `meets` that misses the targets; None: no probe misses them."""
     probes: list[Probe] = field(default_factory=list)
     """All probes, in the order in which they were made."""
 
@@ -179,13 +181,13 @@ class Capacity:
 
 
 def highest_rate(question: Question, num_replicas: int = 1, *, tolerance: float = 0.02) -> Capacity:
-    """The highest rate that `num_replicas` serve within the targets.
+    """Search for the highest rate that `num_replicas` replicas serve within the targets.
 
     Three outcomes are possible: both sides of the bracket exist; `meets` is None if even requests that arrive far apart
-    miss the targets; `misses` is None if all requests at once meet them.
+    miss the targets; `misses` is None if the targets are met even if all requests arrive at one time.
 
     Args:
-        tolerance: the bracket is at most this wide, relative to its lower end.
+        tolerance: maximum width of the bracket, relative to the bracket's lower end.
 
     Raises:
         SimulationError: an argument is out of range.
@@ -197,7 +199,7 @@ def highest_rate(question: Question, num_replicas: int = 1, *, tolerance: float 
     at_once = found.add(question.probe(1 / DENSE_GAP, num_replicas))
     if at_once.meets:
         return found
-    # The throughput under overload is near the rate that is served in time.
+    # The throughput under overload is near the highest rate that meets the targets.
     rate = max(at_once.requests_per_second, 2 / SPARSE_GAP)
     step = _STEP_UP if found.add(question.probe(rate, num_replicas)).meets else _STEP_DOWN
     while (step > 1) == found.probes[-1].meets:
@@ -210,7 +212,7 @@ def highest_rate(question: Question, num_replicas: int = 1, *, tolerance: float 
 
 
 def max_users(question: Question, num_replicas: int = 1, *, tolerance: float = 0.02) -> Capacity:
-    """The most users that `num_replicas` serve within the targets.
+    """Search for the maximum number of users that `num_replicas` replicas serve within the targets.
 
     As `highest_rate`: `meets` is None if a single user is not served in time, `misses` is None if one user
     for each request is served in time.
@@ -231,9 +233,9 @@ def max_users(question: Question, num_replicas: int = 1, *, tolerance: float = 0
 
 
 def fewest_replicas(question: Question, load: float, low: int, high: int) -> Capacity:
-    """The fewest replicas, from `low` to `high`, that serve `load` within the targets.
+    """Search for the fewest replicas, from `low` to `high`, that serve `load` within the targets.
 
-    `meets` is None if `high` are too few, `misses` is None if `low` are enough.
+    `meets` is None if `high` replicas are too few; `misses` is None if `low` replicas are enough.
 
     Raises:
         SimulationError: an argument is out of range.
@@ -269,7 +271,7 @@ def _bracket(found: Capacity) -> tuple[float, float]:
 
 def _steady_rate(arrivals: npt.NDArray[np.float64], throughput: float) -> float:
     """Requests a second between the first tenth and the last fifth of the arrivals; later some users have no more
-    requests. Returns the throughput if all arrive at once."""
+    requests. If all requests arrive at one time: the throughput."""
     first, last = (int(share * (len(arrivals) - 1)) for share in (0.1, 0.8))
     seconds = float(arrivals[last] - arrivals[first])
     return (last - first) / seconds if seconds > 0 else throughput

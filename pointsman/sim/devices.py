@@ -43,7 +43,7 @@ class Device:
     host_bandwidth: float
     """Bytes/s between the device and the host's memory, in one direction."""
     source: str
-    """Where the figures come from."""
+    """Source of the figures."""
 
     def flops(self, dtype: Dtype) -> float:
         """Peak FLOP/s for operands of `dtype`, or of the next wider dtype where the device lacks it: kernels
@@ -54,7 +54,8 @@ class Device:
 
 
 def device(name: str) -> Device:
-    """The device called `name`: a name or alias of the table, in any case, or "cpu" (measured now, about a second).
+    """The device called `name`: a name or alias of the table, in upper or lower case, or "cpu" (measured now, about a
+    second).
 
     Raises:
         UnknownName: no device has that name.
@@ -71,7 +72,7 @@ def measure_cpu(seconds: float = 0.8, memory: int | None = None) -> Device:
     """This machine as a device: bandwidth from copying arrays, FLOP/s from float32 matrix products, both by NumPy.
 
     Each is the best of several repetitions, so that other load on the machine matters little. NumPy uses the threads of
-    its BLAS for products, and one for copies: a program that reads memory with several may be faster.
+    its BLAS for products, and one thread for copies: a program that reads memory with several threads may be faster.
 
     Args:
         seconds: approximate duration of the measurement.
@@ -94,7 +95,7 @@ def measure_cpu(seconds: float = 0.8, memory: int | None = None) -> Device:
         bandwidth=2 * source.nbytes / copy,  # a copy reads and writes
         peak_flops={"fp32": 2 * size**3 / multiply},
         link_bandwidth=0.0,
-        host_bandwidth=source.nbytes / copy,  # the pool is in host memory, too
+        host_bandwidth=source.nbytes / copy,  # the KV pool is in host memory, too
         source="measured on this machine: NumPy copies of 64 MiB, float32 products of 1024 x 1024",
     )
 
@@ -125,7 +126,7 @@ def _machine_memory() -> int:
 
 
 _PCIE_4, _PCIE_5 = 32, 64
-"""GB/s of 16 lanes in one direction."""
+"""Bandwidth of 16 PCIe lanes in one direction, in GB/s."""
 
 
 def _gpu(
@@ -181,7 +182,7 @@ _TABLE = (
 )  # fmt: skip
 
 DEVICES: Mapping[str, Device] = MappingProxyType({entry.name: entry for entry in _TABLE})
-"""The table by name, without "cpu"."""
+"""The known devices by name, without "cpu"."""
 
 _ALIASES: Mapping[str, str] = {
     "a100-40gb": "A100-40GB-SXM",

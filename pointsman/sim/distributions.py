@@ -1,10 +1,10 @@
 """Distributions of lengths and times, arrival processes, and their short names.
 
 constant:512               always 512; a plain number means the same
-uniform:100,200            evenly between the two
+uniform:100,200            uniform between 100 and 200
 exponential:5              mean 5
 lognormal:150,0.8          median 150; the logarithm's standard deviation is 0.8
-values:10,20,500           one of these, with equal probability
+values:10,20,500           10, 20 or 500, with equal probability
 mix:0.7*lognormal:150,0.6+0.3*constant:3000
 
 constant:4                 4 arrivals a second, evenly spaced
@@ -38,7 +38,7 @@ class Distribution(Protocol):
     """A distribution of numbers that are at least 0."""
 
     def sample(self, rng: np.random.Generator, n: int) -> Floats:
-        """[n] independent draws."""
+        """An array [n] of independent draws."""
 
     def mean(self) -> float: ...
 
@@ -51,7 +51,7 @@ class Arrivals(Protocol):
         """Mean arrivals a second."""
 
     def gaps(self, rng: np.random.Generator, n: int) -> Floats:
-        """[n] seconds between an arrival and the one before it; n is a multiple of the size of bursts."""
+        """An array [n]: seconds between each arrival and the arrival before it; n is a multiple of the burst size."""
 
 
 # ---------------------------------------------------------------------- distributions
@@ -121,7 +121,7 @@ class LogNormal:
 @dataclass(frozen=True, slots=True)
 class Empirical:
     values: tuple[float, ...]
-    """All have the same probability."""
+    """Values to draw from, all with the same probability."""
 
     def __post_init__(self) -> None:
         if not self.values or not all(math.isfinite(value) and value >= 0 for value in self.values):
@@ -137,7 +137,7 @@ class Empirical:
 @dataclass(frozen=True, slots=True)
 class Mixture:
     parts: tuple[tuple[float, Distribution], ...]
-    """(probability, distribution); the probabilities add up to 1."""
+    """Pairs (probability, distribution); the probabilities add up to 1."""
 
     def __post_init__(self) -> None:
         weights = [weight for weight, _ in self.parts]
@@ -158,7 +158,7 @@ class Mixture:
 
 
 def sample_lengths(distribution: Distribution, rng: np.random.Generator, n: int) -> npt.NDArray[np.int64]:
-    """[n] draws as numbers of tokens: rounded, at least 1."""
+    """An array [n] of draws as numbers of tokens: rounded, at least 1."""
     drawn = np.rint(np.clip(distribution.sample(rng, n), 1, 2**31 - 1))
     return drawn.astype(np.int64)
 
@@ -207,7 +207,7 @@ class GammaArrivals:
 class BurstArrivals:
     rate: float
     size: int
-    """Requests that arrive at one time; bursts are independent of each other."""
+    """Number of requests that arrive at one time; bursts are independent of each other."""
 
     def __post_init__(self) -> None:
         _check(self, "rate", above=0)
@@ -243,7 +243,7 @@ def parse_distribution(text: str) -> Distribution:
     """The distribution that a short name stands for; the names are in the module docstring.
 
     Raises:
-        WorkloadError: it is not the name of a distribution.
+        WorkloadError: `text` is not the name of a distribution.
     """
     name, colon, rest = text.strip().partition(":")
     name = name.strip().lower()
@@ -260,7 +260,7 @@ def parse_arrivals(text: str) -> Arrivals:
     """The arrival process that a short name stands for; the names are in the module docstring.
 
     Raises:
-        WorkloadError: it is not the name of an arrival process.
+        WorkloadError: `text` is not the name of an arrival process.
     """
     name, _, rest = text.strip().partition(":")
     return _named(_ARRIVALS, name.strip().lower(), rest, text, "")

@@ -5,17 +5,17 @@ times of the training requests are compared with the measured ones. Each simulat
 
     STARTS      guesses of different character: bound by weights, overhead, compute, or all of them
     Objective   errors of a simulation, each divided by the error that chance alone would make
-    search      every start gets a scale and a few iterations, the best starts get more; then the start with the lowest
+    search      every start gets a scale and a few iterations, the best starts more iterations. The start with lowest
                 training error is iterated until that error falls no more
 
 An iteration is Gauss-Newton with slopes by regression. A step's decision is discrete, so errors jump where coefficients
-move a little, and the difference of two simulations is mostly noise. All coefficients therefore move at a time, up and
-down by the rows of a Hadamard matrix, and each slope uses all simulations. The mean over these simulations is the error
-at the point itself.
+move a little, and the difference of two simulations is mostly noise. Each simulation therefore moves all coefficients,
+up and down by the rows of a Hadamard matrix, and each slope uses all simulations. The mean over these simulations is
+the error at the point itself.
 
 Coefficients are logarithms here. A log cannot separate some of them. A prior decides what the log leaves open: a normal
-distribution about the start. Ratios of the starts are those of transformers on real devices. A coefficient that this
-log does not show therefore still has a value that predicts other loads.
+distribution about the start. The coefficients of the starts have ratios that are typical of transformers on real
+devices. A coefficient that this log does not show therefore still has a value that predicts other loads.
 
 SciPy is imported where it is used: the rest of the simulator does not need it.
 """
@@ -45,7 +45,7 @@ from pointsman.traces import MeasuredRequest
 FloatArray = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
 Progress = Callable[[int, int], None]
-"""Called now and then with the number of finished simulations, and their maximum number."""
+"""Function that gets the number of finished simulations and the maximum number, from time to time."""
 
 SPREADS = {
     "per_step": 1.0,
@@ -81,57 +81,61 @@ STARTS: dict[str, LinearStepTime] = {
         per_step=1, per_row=1e-2, per_token=5e-2, per_context_token=1e-5, per_attended=ATTENDED * 5e-2
     ),
 }  # fmt: skip
-"""Guesses up to a common factor. A coefficient that is 0 stays 0. Per token 5e-3 of a step: the FLOPs of a token beside
-the bytes of the weights on GPUs; a CPU has ten times that. Per position of context 1e-5: its KV beside the weights."""
+"""Guesses, up to a common factor. A coefficient that is 0 stays 0. `per_token` is 5e-3 of a step: the time for the
+FLOPs of a token relative to the time for reading the weights on GPUs; the ratio is ten times as high on a CPU.
+`per_context_token` is 1e-5: the KV of a position relative to the weights."""
 
 SLACK = 1.5
-"""A simulation ends at this multiple of the time at which the last training request finished, if not before."""
+"""Multiple of the time at which the last training request finished: a simulation ends at this time at the latest."""
 PHASE, RELATIVE, TTFT_RELATIVE = 0.5, 0.01, 0.03
-"""Errors from chance: a share of a typical step, because a request arrives at any time within one, and of the time."""
+"""Expected errors from chance: the share `PHASE` of a typical step, because a request arrives at any time within a
+step, and the share `RELATIVE` of the measured time (`TTFT_RELATIVE` of a TTFT)."""
 TPOT_WEIGHT, TTFT_WEIGHT = 0.5, 0.5
-"""Weights relative to the end-to-end error of a request, whose weight is 1."""
+"""Weights of the TPOT and TTFT errors of a request; the end-to-end error has weight 1."""
 SOFT = 3.0
-"""Errors well above this multiple of chance count linearly, so that a few outliers do not decide."""
+"""Multiple of the error from chance above which errors count linearly, so that a few outliers do not decide."""
 NUM_SCALINGS, NEAR = 6, 0.02
-"""Simulations for the scale of a start, and an acceptable error of the mean end-to-end time."""
+"""Maximum number of simulations that find the scale of a start, and an acceptable error of the mean end-to-end time."""
 FIRST = ((0.05, 0.7, 6), (0.05, 0.7, 4), (0.03, 0.5, 3), (0.02, 0.5, 2))
 MORE = ((0.02, 0.3), (0.01, 0.3), (0.01, 0.2))
-"""Iterations of the starts, and of the best ones: how far a coefficient moves for its slope, as a share of a typical
-step; the maximum change of its logarithm; how many starts are kept."""
+"""Iterations of all starts (`FIRST`), and of the best starts (`MORE`). Values of an iteration: how far a coefficient
+moves for its slope, as a share of a typical step; the maximum change of its logarithm; in `FIRST`, the number of starts
+to keep."""
 MAX_LATE, CONVERGED = 8, 0.95
-"""Maximum number of further iterations of the best one. The search stops if one leaves more than this share of
-the cost."""
+"""Maximum number of further iterations of the best start. The search stops if an iteration leaves more than the share
+`CONVERGED` of the cost."""
 BY_CHANCE = 2 * (1 + TPOT_WEIGHT**2 + TTFT_WEIGHT**2)
-"""A cost that chance alone may make, about: a search beyond it would fit noise."""
+"""Approximate cost that chance alone may cause: a search for a lower cost would fit noise."""
 MAX_MOVE = 0.4
-"""Maximum move of a coefficient for its slope, relative to itself; for coefficients that hardly matter."""
+"""Maximum move of a coefficient for its slope, relative to the coefficient; limits coefficients that hardly matter."""
 
 MAX_RUNS = 32
-"""Simulations of an iteration of the best ones."""
+"""Maximum number of simulations in one iteration of one of the best starts."""
 
 FIRST_STEPS, MORE_STEPS, MIN_FIRST = 4000, 800_000, 20
 """The cost of a simulation is its number of steps, and a log of few, long requests has many. The starts are then tried
-on fewer training requests, which take about `FIRST_STEPS`, but at least `MIN_FIRST`. The best starts get the iterations
-that `MORE_STEPS` allow, at least one. The best one then gets that number again."""
+on fewer training requests: those of about `FIRST_STEPS` steps, but at least `MIN_FIRST` requests. The best starts get
+the iterations for which `MORE_STEPS` steps suffice, at least one. `MORE_STEPS` also limits the further iterations of
+the best start."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """The log, its training requests, and the scheduler's configuration."""
+    """What a candidate is judged on: the log, its training requests, and the scheduler's configuration."""
 
     measured: Sequence[MeasuredRequest]
-    """By arrival. Of requests outside `train`, only arrivals and lengths are read."""
+    """Requests of the log, by arrival. Of requests outside `train`, only arrivals and lengths are read."""
     train: Indices
-    """In the order in which they finished."""
+    """Indices of the training requests, in the order in which they finished."""
     config: SchedulerConfig
 
     @property
     def end(self) -> float:
-        """When the last training request finished."""
+        """Time at which the last training request finished."""
         return self.measured[int(self.train[-1])].last_token
 
     def first(self, num_train: int) -> Problem:
-        """The same problem with fewer training requests."""
+        """The same problem with the first `num_train` training requests only."""
         return replace(self, train=self.train[:num_train])
 
 
@@ -139,15 +143,15 @@ class Problem:
 
 
 class _Done(Exception):
-    """All awaited requests have finished."""
+    """Ends a simulation: all awaited requests have finished."""
 
 
 class LogWorkload:
-    """The requests of a log with their arrivals; prompts are distinct.
+    """A workload of the requests of a log, with their recorded arrivals; all prompts are distinct.
 
     Args:
         measured: the log.
-        awaited: the simulation may end when these requests have finished; None: when all have.
+        awaited: indices of the requests after whose end the simulation may end; None: all requests.
     """
 
     def __init__(self, measured: Sequence[MeasuredRequest], awaited: Indices | None = None) -> None:
@@ -179,7 +183,7 @@ def run_log(
     awaited: Indices | None = None,
     until: float = math.inf,
 ) -> Timings:
-    """The timings of a simulation of the log, a row for each request, until all awaited ones have finished."""
+    """Simulate the log until all awaited requests have finished. Returns timings with a row for each request."""
     simulation = Simulation(
         LogWorkload(measured, awaited),
         config,
@@ -197,7 +201,7 @@ def run_log(
 
 
 def times_of(timings: Timings, which: Indices, num_output_tokens: npt.NDArray[np.int64], until: float) -> Times:
-    """Simulated times of some requests; an event that has not happened counts as if it did at `until`."""
+    """Simulated times of the requests `which`; an event that has not happened counts as if it happened at `until`."""
     is_finished = timings.reason[which] >= 0
     first, last = timings.first_token[which], timings.last_token[which]
     return Times(
@@ -216,7 +220,7 @@ class Objective:
 
     Args:
         problem: the log and its training requests.
-        num_train: simulate only until this number of training requests have finished, and judge by these.
+        num_train: number of training requests after whose end a simulation stops; only these requests are compared.
     """
 
     def __init__(self, problem: Problem, num_train: int) -> None:
@@ -236,13 +240,13 @@ class Objective:
         return len(self._times)
 
     def simulated(self, step_time: StepTime) -> Times:
-        """The simulated times of the training requests with these step times."""
+        """The times of the training requests in a simulation with `step_time`."""
         problem = self._problem
         timings = run_log(problem.measured, problem.config, step_time, awaited=problem.train, until=self._until)
         return times_of(timings, problem.train, self._times.num_output_tokens, self._until)
 
     def errors(self, step_time: StepTime) -> FloatArray:
-        """[3 * requests]: end to end, per output token, and to the first token, in multiples of chance."""
+        """An array [3 * requests]: errors of end-to-end time, TPOT and TTFT, in multiples of the error from chance."""
         found, times = self.simulated(step_time), self._times
         return np.concatenate(
             [
@@ -253,7 +257,7 @@ class Objective:
         )
 
     def excess(self, step_time: StepTime) -> float:
-        """Logarithm of the mean end-to-end time, relative to the log's."""
+        """Logarithm of the simulated mean end-to-end time, relative to the measured one."""
         return float(np.log(self.simulated(step_time).e2e.mean() / self._times.e2e.mean()))
 
     def cost(self, errors: FloatArray) -> float:
@@ -269,7 +273,8 @@ def typical_seconds(problem: Problem) -> float:
 
 
 def typical_load(problem: Problem) -> StepLoad:
-    """Approximate load of a step of the log. Untrained requests count only as unfinished until the end."""
+    """Approximate load of a step of the log. Requests outside `train` count as unfinished until the end of the training
+    requests."""
     seconds, end, finished = typical_seconds(problem), problem.end, set(problem.train.tolist())
     arrived = [(index, each) for index, each in enumerate(problem.measured) if each.queued < end] or [
         (0, problem.measured[0])
@@ -289,38 +294,38 @@ def typical_load(problem: Problem) -> StepLoad:
 
 
 class Slopes(NamedTuple):
-    """The result of the simulations about a point."""
+    """A point of the search, with the mean errors and slopes of the simulations around it."""
 
     step_time: LinearStepTime
     errors: FloatArray
-    """[errors] means."""
+    """Mean of each error over the simulations, [errors]."""
     slopes: FloatArray
-    """[errors, free]"""
+    """Slope of each error over the logarithm of each fitted coefficient, [errors, fitted coefficients]."""
     limit: float
-    """Maximum change of a logarithm from here."""
+    """Maximum change of a coefficient's logarithm in the move from this point."""
 
 
 class Start(NamedTuple):
-    """A point of the search, and what is known of its coefficients."""
+    """A start of the search: its current point, its best point, and the prior of its coefficients."""
 
     name: str
     step_time: LinearStepTime
     prior: LinearStepTime
-    """The prior pulls coefficients towards these."""
+    """Center of the prior, which pulls coefficients towards these values."""
     certainty: float = 1.0
-    """Divides `SPREADS`."""
+    """Divisor of the standard deviations in `SPREADS`."""
     cost: float = math.inf
-    """The lowest cost on the way here; from errors that are means over simulations."""
+    """Lowest cost of the points so far, computed from errors that are means over simulations."""
     at_cost: Slopes | None = None
-    """The point with that cost."""
+    """The point with the lowest cost; None: no point has a cost yet."""
 
     @property
     def free(self) -> list[str]:
-        """Coefficients that are fitted."""
+        """Names of the fitted coefficients."""
         return [name for name in SPREADS if getattr(self.prior, name) > (1 if name == "r" else 0)]
 
     def spreads(self) -> FloatArray:
-        """[free] standard deviations of the prior."""
+        """Standard deviations of the prior, one for each fitted coefficient."""
         return np.array([SPREADS[name] for name in self.free]) / self.certainty
 
 
@@ -329,11 +334,11 @@ def _logarithms(step_time: LinearStepTime, names: Sequence[str]) -> FloatArray:
 
 
 def moved(step_time: LinearStepTime, names: Sequence[str], changes: FloatArray) -> LinearStepTime:
-    """The step times with these changes of the coefficients' logarithms."""
+    """`step_time` with `changes` added to the logarithms of the coefficients `names`."""
     logarithms = np.clip(_logarithms(step_time, names) + changes, -60, 60)
     values = dict(zip(names, np.exp(logarithms).tolist(), strict=True))
     if "r" in values:
-        values["r"] = 1 + min(values["r"], 50)  # already nearly the maximum of both; a power of large numbers overflows
+        values["r"] = 1 + min(values["r"], 50)  # 51 is nearly the maximum of both times; a larger power overflows
     return replace(step_time, **values)
 
 
@@ -342,13 +347,13 @@ def _times_factor(step_time: LinearStepTime, factor: float) -> LinearStepTime:
 
 
 def middle(one: LinearStepTime, other: LinearStepTime, names: Sequence[str]) -> LinearStepTime:
-    """The point halfway between both, by the coefficients' logarithms."""
+    """The point halfway between two step times, by the logarithms of the coefficients `names`."""
     return moved(one, names, (_logarithms(other, names) - _logarithms(one, names)) / 2)
 
 
 def moves(start: Start, typical: StepLoad, width: float) -> FloatArray:
-    """[free] how far each coefficient moves for its slope, relative to itself: so far that a step changes by the share
-    `width`, within limits. Uses a typical step or one of its rows alone, whichever changes more."""
+    """Relative move of each fitted coefficient for its slope: so far that a step changes by the share `width`, within
+    limits. The step is a typical one or one row of it alone, whichever changes more."""
     rows = typical.num_rows
     alone = StepLoad(1, 1, max(1, typical.num_context_tokens // rows), max(1, typical.num_context_tokens // rows), 1)
     effects = np.zeros(len(start.free))
@@ -360,9 +365,10 @@ def moves(start: Start, typical: StepLoad, width: float) -> FloatArray:
 
 
 def hadamard_rows(num_factors: int, is_folded: bool) -> FloatArray:
-    """[runs, factors] of 1 and -1: columns are orthogonal to each other and to the mean.
+    """Matrix [simulations, factors] of 1 and -1: columns are orthogonal to each other and to the mean.
 
-    Folded, each row has its opposite, so that products of two factors do not appear as a third factor.
+    If folded, each row also occurs with opposite signs, so that products of two factors do not appear as a third
+    factor.
     """
     from scipy.linalg import hadamard
 
@@ -372,12 +378,12 @@ def hadamard_rows(num_factors: int, is_folded: bool) -> FloatArray:
 
 
 def slopes(rows: FloatArray, far: FloatArray, errors: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """([errors], [errors, free]) mean and slopes by regression.
+    """Mean of each error, [errors], and its slopes by regression, [errors, fitted coefficients].
 
     Args:
-        rows: [runs, free] of `hadamard_rows`.
-        far: [free] of `moves`.
-        errors: [runs, errors] of the simulations of `rows`.
+        rows: result of `hadamard_rows`, [simulations, fitted coefficients].
+        far: result of `moves`, one value for each fitted coefficient.
+        errors: errors in the simulations of `rows`, [simulations, errors].
     """
     mean = errors.mean(axis=0)
     return mean, (rows.T @ (errors - mean) / len(rows) / far[:, None]).T
@@ -412,18 +418,18 @@ def search(
     num_processes: int | None = None,
     progress: Progress | None = None,
 ) -> LinearStepTime:
-    """The step times with the lowest training error that the starts lead to.
+    """Search from every start. Returns the step times with the lowest training error.
 
     Args:
         problem: the log and its training requests.
-        estimate: an additional start, from a model and a device; it is trusted more than the others.
+        estimate: an additional start, from a model and a device; it is trusted more than the other starts.
         num_processes: number of parallel simulations; None: one for each CPU.
         progress: see `Progress`.
     """
     starts = [Start(name, guess, guess) for name, guess in STARTS.items()]
     if estimate is not None:
         starts.insert(0, Start("estimate", estimate, estimate, certainty=2.0))
-    num_first, num_more, num_late = _plan(problem)
+    num_first, num_more, num_late = _plan_iterations(problem)
     max_simulations = len(starts) * NUM_SCALINGS + (num_more * 2 + num_late) * MAX_RUNS
     for _, _, num_kept in ((0, 0, len(starts)), *FIRST[:-1]):
         max_simulations += sum(sorted(len(hadamard_rows(len(each.free), False)) for each in starts)[-num_kept:])
@@ -432,7 +438,7 @@ def search(
         for width, limit, num_kept in FIRST:
             starts = simulations.iterate(starts, num_first, width, limit, is_folded=False)
             starts = sorted(starts, key=lambda start: start.cost)[:num_kept]
-        if num_first < len(problem.train):  # costs of other requests do not compare
+        if num_first < len(problem.train):  # costs over different requests are not comparable
             starts = [start._replace(cost=math.inf, at_cost=None) for start in starts]
         for width, limit in MORE[-num_more:]:
             starts = simulations.iterate(starts, len(problem.train), width, limit, is_folded=True)
@@ -444,12 +450,14 @@ def search(
             num_late -= 1
     best = chosen.at_cost
     assert best is not None
-    # Where the search has converged, both estimate the same minimum; their mean is nearer.
+    # Where the search has converged, the best point and its improvement estimate the same minimum; their mean is
+    # nearer.
     return middle(best.step_time, improve(chosen._replace(at_cost=best._replace(limit=limit))), chosen.free)
 
 
-def _plan(problem: Problem) -> tuple[int, int, int]:
-    """Training requests on which starts are tried, iterations for the best starts, and then for the best one."""
+def _plan_iterations(problem: Problem) -> tuple[int, int, int]:
+    """Number of training requests on which starts are tried, iterations of the best starts, further ones of the best
+    start."""
     seconds = typical_seconds(problem)
     ends = np.array([problem.measured[index].last_token for index in problem.train])
     steps = np.minimum(
@@ -462,7 +470,7 @@ def _plan(problem: Problem) -> tuple[int, int, int]:
 
 
 _problem: Problem | None = None
-"""The problem of a worker process."""
+"""The problem that this worker process simulates."""
 
 
 def _begin_worker(problem: Problem) -> None:
@@ -481,7 +489,7 @@ def _excess(step_time: LinearStepTime, num_train: int) -> float:
 
 
 class _Simulations:
-    """Worker processes that simulate; with one CPU, this process simulates."""
+    """Runs simulations in worker processes; with one CPU, in this process."""
 
     def __init__(self, problem: Problem, num_processes: int, max_simulations: int, progress: Progress | None) -> None:
         self._problem = problem
@@ -490,7 +498,7 @@ class _Simulations:
         self._progress = progress
         self._pool: ProcessPoolExecutor | None = None
         if num_processes > 1:
-            context = get_context("spawn")  # a fork would copy the locks of other threads
+            context = get_context("spawn")  # a fork would copy locks that other threads hold
             self._pool = ProcessPoolExecutor(
                 num_processes, mp_context=context, initializer=_begin_worker, initargs=(problem,)
             )
@@ -555,7 +563,7 @@ class _Simulations:
     def _run(
         self, what: Callable[[LinearStepTime, int], Any], points: list[LinearStepTime], num_train: int
     ) -> list[Any]:
-        """The result of each point, in order."""
+        """The result of `what` at each point, in the order of the points."""
         if self._pool is None:
             results: Iterator[Any] = map(what, points, [num_train] * len(points))
         else:

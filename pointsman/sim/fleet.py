@@ -2,7 +2,7 @@
 
 round robin      each replica in turn
 least loaded     the replica with the fewest unfinished requests
-prefix affinity  the replica that was sent most of the prompt before, unless it has more load: the server's rule
+prefix affinity  the replica that got most of the prompt before, unless its load is too high: the server's rule
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pointsman.sim.request import VOCAB_SIZE, SimRequest, prompt_tokens
 
 
 class Routed(Protocol):
-    """What a rule may read of a replica."""
+    """The part of a replica that a routing rule may read."""
 
     @property
     def config(self) -> SchedulerConfig:
-        """The configuration of its scheduler, equal on all replicas."""
+        """The configuration of the replica's scheduler, equal on all replicas."""
 
     @property
     def num_unfinished(self) -> int:
@@ -47,15 +47,15 @@ class RoundRobin:
 
 
 class LeastLoaded:
-    """The replica with the fewest unfinished requests; of several, the first."""
+    """The replica with the fewest unfinished requests; of several such replicas, the first."""
 
     def choose(self, request: SimRequest, replicas: Sequence[Routed]) -> int:
         return min(range(len(replicas)), key=lambda index: (replicas[index].num_unfinished, index))
 
 
 class PrefixAffinity:
-    """The rule of a server with several engines (`pointsman/routing.py`): the replica that computes least for the
-    request, given the earlier prompts that its pool can hold, within a bound on its load."""
+    """The rule of a server with several engines (`pointsman/routing.py`): the replica that computes the fewest tokens
+    of the request, given the earlier prompts that its pool can hold, within a bound on its load."""
 
     def __init__(self) -> None:
         self._router: Router | None = None
@@ -74,4 +74,4 @@ ROUTINGS: Mapping[str, Callable[[], Routing]] = {
     "least-loaded": LeastLoaded,
     "prefix-affinity": PrefixAffinity,
 }
-"""The rules by name."""
+"""The routing rules by name."""

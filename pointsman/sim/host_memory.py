@@ -1,8 +1,8 @@
-"""Host memory of a simulated replica: which blocks it holds, and how long copies take.
+"""Host memory of a simulated replica: tracks the blocks in it, and computes how long copies take.
 
-`HostMemory` describes it. `HostTier` is the host memory of one replica, and the connector of its scheduler. It uses the
-engine's directory (`core/kv/slots.py`), so the same blocks are copied. Copies are synchronous, as in the engine: a step
-begins with them, and they add to its time.
+`HostMemory` has its size and bandwidth. `HostTier` is the host memory of one replica, and the connector of its
+scheduler. `HostTier` uses the engine's directory (`core/kv/slots.py`), so it copies the same blocks as the engine.
+Copies are synchronous, as in the engine: a step begins with its copies, and they add to the step's time.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from pointsman.sim.step_time import Efficiencies
 
 
 class HostMemory(NamedTuple):
-    """Host memory behind the KV pool of each replica, for all its devices together."""
+    """Host memory behind the KV pool of a replica, for all devices of the replica together."""
 
     num_bytes: int
     bytes_per_token: float
-    """KV of a token in all layers."""
+    """Bytes of KV of one token in all layers."""
     bandwidth: float
-    """Bytes a second that copies reach, in one direction."""
+    """Bandwidth that copies reach, in bytes a second in one direction."""
 
     @classmethod
     def of(
@@ -44,7 +44,7 @@ class HostMemory(NamedTuple):
     ) -> HostMemory:
         """The host memory of a model on `tensor_parallel` equal devices, each with its own link.
 
-        `efficiencies` None: the defaults.
+        `efficiencies`: shares of the peaks that are reached; None: the defaults of `Efficiencies`.
         """
         share = (efficiencies or Efficiencies()).host_link
         bytes_per_token = tensor_parallel * sum(shape.kv_bytes_per_token(kv_dtype_bytes, tensor_parallel))
@@ -56,9 +56,9 @@ class CopyTotals:
     """Copies of a replica so far, in blocks and seconds."""
 
     num_offloaded: int = 0
-    """Blocks copied to host memory."""
+    """Number of blocks copied to host memory."""
     num_restored: int = 0
-    """Blocks copied back to the pool."""
+    """Number of blocks copied back to the pool."""
     seconds: float = 0.0
 
 
@@ -66,8 +66,8 @@ def check_host_memory(memory: HostMemory | None, config: SchedulerConfig) -> Non
     """Check that the host memory fits the scheduler's configuration.
 
     Raises:
-        SimulationError: less than one block fits, the bandwidth is not above 0, it would have no effect, or there is
-            none and the configuration needs some.
+        SimulationError: less than one block fits, the bandwidth is not above 0, host memory would have no effect, or it
+            is missing and the configuration needs it.
     """
     if memory is None:
         if config.preemption_mode != "recompute":
@@ -97,7 +97,8 @@ def check_host_memory(memory: HostMemory | None, config: SchedulerConfig) -> Non
 
 
 class HostTier:
-    """Both sides of a `pointsman.core.KVConnector`; the memory fits the configuration (`check_host_memory`)."""
+    """Scheduler's and host's side of a `pointsman.core.KVConnector`; the memory fits the configuration
+    (`check_host_memory`)."""
 
     def __init__(self, memory: HostMemory, config: SchedulerConfig) -> None:
         block_bytes = config.block_size * memory.bytes_per_token
@@ -128,7 +129,8 @@ class HostTier:
     # ------------------------------------------------------------------ the host's side
 
     def copy(self, output: SchedulerOutput) -> Copies | None:
-        """The copies of a step that was scheduled now, before it computes; None: none."""
+        """Copy the blocks of a newly scheduled step, before it computes. Returns the copies; None: the step has
+        none."""
         copies = self._copy(output) if output.loads or output.saves else None
         if self._is_for_swap:
             for request in output.finished:

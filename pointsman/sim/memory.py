@@ -1,6 +1,7 @@
 """KV memory: estimates the number of KV blocks that a device has beside a model's weights.
 
-An engine measures this number when it starts; if its log has the number, use that. The estimate, without an engine:
+An engine measures this number when it starts; if the engine's log has the number, use the measured one. The estimate,
+without an engine:
 
     usable = memory * gpu_memory_utilization
     KV     = usable - weights - activations of the largest step - context and libraries
@@ -33,14 +34,14 @@ class KvMemory:
     block_bytes: int
     """Bytes of one block in all layers."""
     block_size: int
-    """Tokens of one block."""
+    """Number of tokens in one block."""
     num_blocks: int
     note: str
     """The assumption about windowed layers."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens whose KV the blocks hold."""
+        """Number of tokens whose KV the blocks hold."""
         return self.num_blocks * self.block_size
 
     def __str__(self) -> str:
@@ -73,20 +74,21 @@ def num_kv_blocks(
 ) -> KvMemory:
     """The number of KV blocks on one device, with the breakdown of its memory.
 
-    Activations are those of a step of `max_num_batched_tokens`: hidden states four times; the MLP's two inner ones (for
-    experts, once for each expert that a token uses); float32 logits of `max_num_seqs` rows twice.
+    Activations are those of a step of `max_num_batched_tokens`: hidden states four times; the MLP's two inner
+    activations (with experts, once for each expert that a token uses); float32 logits of `max_num_seqs` rows twice.
 
     Args:
         shape: the model.
         device: one of `tensor_parallel` equal devices.
-        block_size: tokens of a block.
+        block_size: number of tokens in a block.
         gpu_memory_utilization: share of the memory that the engine may use, as vLLM's option of that name.
-        tensor_parallel: devices that share the model.
+        tensor_parallel: number of devices that share the model.
         kv_dtype_bytes: bytes of a KV element: 2, or 1 for an fp8 cache.
-        max_num_batched_tokens: tokens of the largest step.
-        max_num_seqs: rows of the largest step.
-        sequence_tokens: expected tokens of a sequence. A windowed layer then keeps at most its window of them, as in
-            engines with a separate pool for such layers. None: every layer keeps all, as in other engines.
+        max_num_batched_tokens: number of tokens in the largest step.
+        max_num_seqs: number of rows in the largest step.
+        sequence_tokens: expected number of tokens in a sequence. A windowed layer then keeps the KV of at most its
+            window, as in engines with a separate pool for such layers. None: every layer keeps the KV of all tokens, as
+            in other engines.
 
     Raises:
         ModelTooLarge: there is no memory for a single block.

@@ -16,12 +16,12 @@ class Quantization:
     """Storage of a model's quantised weights."""
 
     method: str
-    """As in the config's `quant_method`: "awq", "fp8", ..."""
+    """Name of the method, as in the config's `quant_method`: "awq", "fp8", ..."""
     bits: float
     """Bits per quantised weight, scales and zero points included."""
     covers: Literal["linear", "experts"] = "linear"
-    """"linear": all matrices of the layers. "experts": only those of routed experts. Embeddings and output head are
-    never quantised."""
+    """Which matrices are quantised. "linear": all matrices of the layers. "experts": only the matrices of routed
+    experts. Embeddings and output head are never quantised."""
     computes_in: Literal["bf16", "fp8", "int8"] = "bf16"
     """Dtype of the products. "bf16": weights are converted as they are read."""
 
@@ -42,7 +42,7 @@ class ModelShape:
     max_model_len: int
     """Maximum number of tokens that the model can hold, prompt and output together."""
     source: str
-    """Where the figures come from."""
+    """Source of the figures."""
     tied_embeddings: bool = False
     """Whether the output head is the embedding matrix."""
     dtype_bytes: int = 2
@@ -52,20 +52,20 @@ class ModelShape:
     """Parameters that occupy memory but that a text step does not read, such as a vision encoder's."""
 
     num_experts: int = 0
-    """Routed experts of a layer; 0: the layers are dense."""
+    """Number of routed experts of a layer; 0: the layers are dense."""
     experts_per_token: int = 0
     expert_intermediate_size: int = 0
     """Inner size of a routed expert, and of a shared one."""
     num_shared_experts: int = 0
-    """Experts of a layer that every token uses."""
+    """Number of experts of a layer that every token uses."""
     num_dense_layers: int = 0
-    """Layers with a dense MLP in a mixture of experts."""
+    """Number of layers with a dense MLP in a mixture of experts."""
 
     kv_lora_rank: int = 0
     """Multi-head latent attention: size of the latent in the KV cache; 0: grouped-query attention. The three sizes
     below apply only with it, and `num_kv_heads` only without it."""
     q_lora_rank: int = 0
-    """0: queries have no low-rank projection."""
+    """Rank of the queries' low-rank projection; 0: queries have none."""
     qk_rope_head_dim: int = 0
     qk_nope_head_dim: int = 0
     v_head_dim: int = 0
@@ -126,8 +126,8 @@ class ModelShape:
 
     @property
     def num_active_params(self) -> int:
-        """Parameters that one token's forward pass multiplies with, output head included. The embedding matrix is not:
-        a token only looks up one row of it."""
+        """Parameters that one token's forward pass multiplies with, output head included. The embedding matrix is not
+        included: a token only looks up one row of it."""
         routed = self.num_expert_layers * self.experts_per_token * self.expert_params
         return self.common_params + routed + self.head_params
 
@@ -163,7 +163,7 @@ class ModelShape:
 
     @property
     def num_full_layers(self) -> int:
-        """Layers that attend to every earlier position."""
+        """Number of layers that attend to every earlier position."""
         return self.num_layers - self.num_windowed_layers
 
     def kv_bytes_per_layer(self, kv_dtype_bytes: float = 2, tensor_parallel: int = 1) -> float:
@@ -176,7 +176,7 @@ class ModelShape:
         return 2 * max(1.0, self.num_kv_heads / tensor_parallel) * self.head_dim * kv_dtype_bytes
 
     def kv_bytes_per_token(self, kv_dtype_bytes: float = 2, tensor_parallel: int = 1) -> tuple[float, float]:
-        """Bytes of KV of one token on one device: in the layers that keep all positions, and in the windowed ones."""
+        """Bytes of KV of one token on one device: in the layers that keep all positions, and in the windowed layers."""
         layer = self.kv_bytes_per_layer(kv_dtype_bytes, tensor_parallel)
         return self.num_full_layers * layer, self.num_windowed_layers * layer
 

@@ -20,10 +20,11 @@ from pointsman.sim.model import ModelShape, Quantization
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What a model type implies where its config lacks a field."""
+    """A model type: the values that apply where its config lacks a field."""
 
     windows: Literal["none", "all", "pattern"] = "none"
-    """Layers to which `sliding_window` applies, if no field says so. "none": the model has no such field."""
+    """Layers to which `sliding_window` applies, if no field of the config names them. "none": the model type has no
+    `sliding_window`."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of optional fields, as in the type's class in transformers."""
     experts: bool = False
@@ -59,7 +60,7 @@ _FAMILIES: Mapping[str, _Family] = {
     "granite": _Family(defaults=_UNTIED),
 }
 MAX = 2**40
-"""Maximum of any count; products of two counts are numbers that floats hold."""
+"""Maximum of any count, so that a float can hold the product of two counts."""
 _OTHER_CACHES = re.compile(r"^(mamba|ssm|rwkv|linear_(attn|attention|num|key|value)|conv_|time_|recurrent|lru_)")
 """Fields of state-space and linear-attention layers, whose state is no KV cache."""
 
@@ -72,8 +73,8 @@ def read_config(path: Path, name: str) -> ModelShape:
         name: the name of the shape.
 
     Raises:
-        UnsupportedModel: it is not JSON, a field is missing or makes no sense, or the step-time model does not know a
-            feature of the model.
+        UnsupportedModel: the file is not JSON, a field is missing or makes no sense, or the step-time model does not
+            know a feature of the model.
         OSError: the file cannot be read.
     """
     try:
@@ -135,7 +136,7 @@ class _Reader:
 
     def _dense_intermediate_size(self, experts: dict[str, int]) -> int:
         if experts and not experts["num_dense_layers"]:
-            return 0  # the field belongs to the experts or to a dense sibling
+            return 0  # the field belongs to the experts, or to a dense model of the family
         return self._count("intermediate_size")
 
     def _experts(self) -> dict[str, int]:
@@ -163,7 +164,7 @@ class _Reader:
         }
 
     def _windows(self, max_model_len: int) -> tuple[int, int]:
-        """The window, and the number of layers with it; (0, 0) if no layer has one."""
+        """The size of the sliding window, and the number of layers that have it; (0, 0) if no layer has a window."""
         window, layers = self._get("sliding_window", default=None), self._count("num_hidden_layers")
         if window is None or self._get("use_sliding_window", default=True) is False:
             return 0, 0
@@ -183,7 +184,7 @@ class _Reader:
         return (window, windowed) if windowed else (0, 0)
 
     def _dtype_bytes(self) -> tuple[int, str]:
-        """Bytes of a weight that is not quantised, and an addition to the source."""
+        """Bytes of a weight that is not quantised, and a text to add to `ModelShape.source`."""
         for config in (self._text, self._outer):
             dtype = config.get("dtype") or config.get("torch_dtype")
             if dtype in ("bfloat16", "float16"):
@@ -247,7 +248,7 @@ class _Reader:
         return bits
 
     def _vision_params(self) -> int:
-        """Weights of a vision encoder beside the text model, whose layers have an ungated MLP."""
+        """Weights of a vision encoder beside the text model. The encoder's layers have an ungated MLP."""
         vision = self._outer.get("vision_config")
         if self._text is self._outer or not isinstance(vision, dict):
             return 0

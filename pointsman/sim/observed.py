@@ -23,22 +23,23 @@ class Replayed:
     """The requests of an observed recording that can be simulated, and how vLLM ran them."""
 
     trace: list[TraceRequest]
-    """By arrival, the first one at 0 seconds; with a limit, fewer than in the recording."""
+    """The requests to simulate, by arrival, the first one at 0 seconds; with a limit, fewer than in the recording."""
     config: SchedulerConfig
-    """vLLM's own settings, with its decisions."""
+    """Configuration with vLLM's own settings and decisions."""
     outcome: Outcome
-    """vLLM's outcome; its requests are those of `trace`, in that order."""
+    """Outcome of vLLM's run, with the requests of `trace`, in the order of `trace`."""
     recorded: Trace[ObservedRequest]
-    """Number of all requests in the recording that can be simulated, and of those that cannot: without end or token."""
+    """All requests in the recording that can be simulated, and the number of requests without end or token, which
+    cannot."""
 
 
 def replayed(observed: Observed, source: str, limit: int | None = None) -> Replayed:
-    """What happened, and the requests to simulate.
+    """The outcome of vLLM's run, and the requests to simulate.
 
     Args:
         observed: the recording.
-        source: its name, for messages.
-        limit: take only this number of requests, in the order of arrival.
+        source: name of the recording, for messages.
+        limit: maximum number of requests, in the order of arrival; None: all.
 
     Raises:
         SimulationError: the simulator lacks an observed feature, or no request finished.
@@ -77,7 +78,7 @@ def replayed(observed: Observed, source: str, limit: int | None = None) -> Repla
 
 
 def times_of(outcome: Outcome, num_output_tokens: Sequence[int]) -> Times:
-    """When the outcome's requests were queued, got their first token and their last one."""
+    """When each request of the outcome was queued and got its first and last token."""
     timings = outcome.timings
     count = timings.count
     lengths = np.array(num_output_tokens, dtype=np.int64)

@@ -1,8 +1,8 @@
 """Outcome of a simulation: when each request got its tokens, and what each replica did over time.
 
 `Timings` has a row for each request, in the order of arrival. `Timeline` has an entry for each event of a replica: one
-step, or a run of plain decodes. While time passes, an event only notes which requests got tokens, and when. All other
-figures are computed once, at the end, for all events together (`Timings.close`).
+step, or a run of plain decodes. During the simulation, an event only records which requests got tokens, and when. All
+other figures are computed once, at the end, for all events together (`Timings.close`).
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class Timings:
         self._events: list[tuple[Int64Array, float | FloatArray]] = []  # events of one request are in order
         self._gaps: tuple[FloatArray, Int64Array] = (_NO_TIMES, _NO_NUMBERS)
 
-    # ------------------------------------------------------------------ while time passes
+    # ------------------------------------------------------------------ during the simulation
 
     def add(self, arrival: float, num_prompt_tokens: int, replica: int) -> int:
-        """A request arrives; returns its number."""
+        """Add a row for a request that arrives. Returns the request's number."""
         number = self.count
         if number == len(self.arrival):
             self._grow()
@@ -72,21 +72,21 @@ class Timings:
         return number
 
     def admitted(self, number: int, now: float, num_cached_tokens: int) -> None:
-        """The request was admitted; only its first admission counts."""
-        if self.scheduled[number] != self.scheduled[number]:  # NaN
+        """Record that the request was admitted; only its first admission counts."""
+        if self.scheduled[number] != self.scheduled[number]:  # NaN: not admitted before
             self.scheduled[number] = now
             self.num_cached_tokens[number] = num_cached_tokens
 
     def token(self, numbers: Int64Array, now: float) -> None:
-        """Each of these requests got a token at `now`."""
+        """Record that each of these requests got a token at `now`."""
         self._events.append((numbers, now))
 
     def tokens(self, numbers: Int64Array, times: FloatArray) -> None:
-        """Each of these requests got a token at the end of each of some steps, `times[1:]`."""
+        """Record that each of these requests got a token at the end of every step of a run, `times[1:]`."""
         self._events.append((numbers, times))
 
     def finished(self, number: int, request: Request) -> None:
-        """The request finished."""
+        """Record that the request finished."""
         reason = request.finish_reason
         assert reason is not None
         self.reason[number] = _CODES[reason]
@@ -94,7 +94,7 @@ class Timings:
         self.num_preemptions[number] = request.num_preemptions
 
     def refused(self, number: int) -> None:
-        """The request can never run."""
+        """Record that the request can never run."""
         self.reason[number] = _CODES[FinishReason.REFUSED]
 
     # ------------------------------------------------------------------ at the end
@@ -111,8 +111,8 @@ class Timings:
         return self._gaps
 
     def _read_events(self) -> None:
-        """Read all events. Those of one request are in order of time, so sorting by request gives its times in
-        order."""
+        """Read all events. The events of a request are in order of time, so a stable sort by request keeps each
+        request's times in order."""
         events, self._events = self._events, []
         if not events:
             return
@@ -149,8 +149,8 @@ class Timings:
 
 
 def _stable_order(numbers: Int64Array, count: int) -> Int64Array:
-    """Indices that sort numbers below `count`, equal ones in their order. NumPy sorts 16-bit numbers by radix, in a
-    fraction of the time."""
+    """Indices that sort numbers below `count`; equal numbers keep their order. NumPy sorts 16-bit numbers by radix, in
+    a fraction of the time."""
     order = numbers.astype(np.uint16).argsort(kind="stable")
     if count > 1 << 16:
         order = order[(numbers >> 16)[order].argsort(kind="stable")]
@@ -158,10 +158,10 @@ def _stable_order(numbers: Int64Array, count: int) -> Int64Array:
 
 
 class _Within:
-    """The gaps between the tokens of runs. All runs are handled together, as most are short.
+    """The gaps between tokens within runs of decodes. All runs are handled together, as most runs are short.
 
     Args:
-        runs: for each run its start, and the end of each step.
+        runs: for each run, its start and the end of each of its steps.
     """
 
     def __init__(self, runs: list[FloatArray]) -> None:
@@ -169,10 +169,10 @@ class _Within:
         starts = lengths.cumsum() - lengths
         times = np.concatenate([_NO_TIMES, *runs])
         self.first: FloatArray = times[starts + 1]
-        """[runs] end of the first step."""
+        """End of the first step of each run, [runs]."""
         self.last: FloatArray = times[starts + lengths - 1]
         self.sizes = lengths - 2
-        """[runs] number of gaps: the number of steps minus one."""
+        """Number of gaps in each run: its number of steps minus one, [runs]."""
         is_gap = np.ones(max(len(times) - 1, 0), dtype=np.bool_)
         is_gap[starts] = False  # from the start to the end of the first step
         is_gap[starts[1:] - 1] = False  # from one run to the next
@@ -180,7 +180,7 @@ class _Within:
         """The gaps of all runs, in order."""
 
     def longest(self) -> FloatArray:
-        """[runs] the longest gap of each run, 0 for a run without gaps."""
+        """The longest gap of each run, [runs]; 0 for a run without gaps."""
         found = np.zeros(len(self.sizes))
         filled = self.sizes.nonzero()[0]
         if len(filled):
@@ -195,11 +195,11 @@ class Event(NamedTuple):
     end: float
     num_steps: int
     num_rows: int
-    """Requests in each step."""
+    """Number of requests in each step."""
     num_tokens: int
-    """Tokens computed in all of the steps."""
+    """Number of tokens computed in all steps of the event."""
     num_waiting: int
-    """Requests in the queue after the event."""
+    """Number of requests in the queue after the event."""
     kv_cache_usage: float
     """Share of the blocks that requests hold after the event, 0 to 1."""
 
@@ -212,5 +212,5 @@ class Timeline:
 
     @property
     def num_steps(self) -> int:
-        """Steps that ran something."""
+        """Number of steps that computed a token."""
         return sum(event.num_steps for event in self.events)

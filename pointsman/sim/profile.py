@@ -1,7 +1,7 @@
 """Profiles: JSON files with step times that were fitted to a log, a description of the log, and prediction errors.
 
 The hull of a profile is the range of each part of a step's load in the log. Step times outside it are extrapolated;
-`warn_outside` reports where a simulation leaves it.
+`warn_outside` reports where a simulation leaves the hull.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ PARTS = {
     "num_attended": "positions attended to in a step",
     "num_samples": "sampled tokens in a step",
 }
-"""The parts of a step's load, as messages name them."""
+"""Names of the parts of a step's load in messages."""
 MIN_DISTANCE = 0.01
-"""A load below the smallest of a log by more than this share of its largest is worth a warning."""
+"""Distance below a log's smallest load from which a load causes a warning, as a share of the log's largest load."""
 
 
 # ---------------------------------------------------------------------- settings of the engine
@@ -45,21 +45,21 @@ MIN_DISTANCE = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """The settings that the log's engine had. The defaults are vLLM's."""
+    """The settings of the engine that wrote the log. The defaults are vLLM's."""
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     num_blocks: int | None = None
-    """None: the pool is never short of blocks."""
+    """Number of KV blocks; None: the pool is never short of blocks."""
     block_size: int = 16
     max_model_len: int | None = None
-    """None: the longest request of the log."""
+    """Maximum number of tokens of a request; None: the length of the log's longest request."""
     async_scheduling: bool = True
     kv_groups: tuple[KVGroup, ...] = ()
-    """Groups of the engine's KV layers, as in `SchedulerConfig`: `num_blocks` are blocks of these."""
+    """Groups of the engine's KV layers, as in `SchedulerConfig`; `num_blocks` counts blocks of these groups."""
 
     def config(self, longest: int, num_requests: int) -> SchedulerConfig:
-        """vLLM's scheduler with these settings.
+        """The configuration of vLLM's scheduler with these settings.
 
         Args:
             longest: maximum number of tokens of a request of the workload, output included.
@@ -95,7 +95,7 @@ class Hull:
 
     def __init__(self, ranges: Mapping[str, tuple[int, int]] | None = None) -> None:
         self.ranges: dict[str, tuple[int, int]] = dict(ranges or {})
-        """(minimum, maximum) by the fields of `StepLoad`."""
+        """(minimum, maximum) of each field of `StepLoad`, by its name."""
 
     def __eq__(self, other: object) -> bool:
         return self.ranges == other.ranges if isinstance(other, Hull) else NotImplemented
@@ -103,20 +103,20 @@ class Hull:
     __hash__ = None  # type: ignore[assignment]  # it is mutable
 
     def add(self, load: StepLoad) -> None:
-        """Extend it to contain a load."""
+        """Extend this hull to contain a load."""
         for part, value in zip(StepLoad._fields, load, strict=True):
             low, high = self.ranges.get(part, (value, value))
             self.ranges[part] = (min(low, value), max(high, value))
 
     def include(self, other: Hull) -> None:
-        """Extend it to contain another hull."""
+        """Extend this hull to contain another hull."""
         for part, (low, high) in other.ranges.items():
             known = self.ranges.get(part, (low, high))
             self.ranges[part] = (min(low, known[0]), max(high, known[1]))
 
     @classmethod
     def of_loads(cls, loads: npt.NDArray[np.float64]) -> Hull:
-        """The hull of [steps, 5] loads."""
+        """The hull of an array of loads, [steps, fields of `StepLoad`]."""
         hull = cls()
         hull.add(StepLoad(*map(int, loads.min(axis=0))))
         hull.add(StepLoad(*map(int, loads.max(axis=0))))
@@ -155,11 +155,11 @@ class Profile:
     source: str
     """Name of the log."""
     model: str = ""
-    """Name of the model as the engine got it; empty: the log does not name it."""
+    """Name of the model as given to the engine; empty: the log does not name it."""
     kind: str
     """Basis of the fit: "requests" or "steps"."""
     num_requests: int
-    """Requests in the log."""
+    """Number of requests in the log."""
     num_train: int
     """Number of the log's requests or steps that the fit used."""
     training_errors: dict[str, float | int | None] = field(default_factory=dict)
@@ -223,7 +223,7 @@ class Profile:
             raise CalibrationError(f"{error}; calibrate again") from None
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write it as JSON."""
+        """Write the profile as JSON."""
         Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
 
 
@@ -231,8 +231,7 @@ def load_profile(path: str | PathLike[str]) -> Profile:
     """The profile in a file.
 
     Raises:
-        CalibrationError: it is no profile; the message names the file and the field.
-        CalibrationError: it is not a profile; the message names the file and the field.
+        CalibrationError: the file is not a profile; the message names the file and the field.
     """
     try:
         values = json.loads(read_input(path).decode("utf-8"))
@@ -247,7 +246,7 @@ def load_profile(path: str | PathLike[str]) -> Profile:
 
 
 def warn_outside(profile: Profile, hull: Hull) -> list[str]:
-    """Where the loads of a simulation leave the hull of a profile's log, one sentence each; empty: nowhere.
+    """One sentence for each part of the load in which a simulation leaves the hull of the profile's log.
 
     Args:
         profile: the profile whose step times were used.

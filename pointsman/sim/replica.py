@@ -1,14 +1,14 @@
-"""Replica: runs one scheduler under a virtual clock. The scheduler is that of every other host, and a step-time model
-takes the place of a device.
+"""Replica: runs one scheduler under a virtual clock. The scheduler is the same as in every other host; a step-time
+model replaces the device.
 
-    replica.plan(until)                  plan the next event: one step, or all guaranteed decodes at once; when it ends
+    replica.plan(until)                  plan the next event (one step, or all guaranteed decodes); returns its end
     replica.add(number, request, now)    a request arrives: planned decodes that have not begun are dropped
     replica.commit()                     the event has happened; returns the requests that it finished
 
-With host memory (`host_memory.py`) a step begins with its copies, which add to its time.
+With host memory (`host_memory.py`) a step begins with its block copies, which add to its time.
 
 A step that decides anything is scheduled when it begins and updated when it ends. Between such steps every running
-request decodes, and `Scheduler.advance` runs all these steps at once, up to the first request that ends. Only the
+request decodes, and one call of `Scheduler.advance` runs all these steps, up to the first request that ends. Only the
 simulator knows the end of an output: a request ends with an end-of-sequence token that the scheduler cannot foresee.
 
 With asynchronous scheduling (`max_steps_in_flight=2`) a step is scheduled when the step before it begins, as in vLLM.
@@ -47,13 +47,13 @@ Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
 
 MAX_STEPS_AT_ONCE = 4096
-"""Bounds the arrays of one run of decodes."""
+"""Maximum number of steps in one run of decodes; limits the size of the run's arrays."""
 MORE_STEPS = 1.2
-"""A run computes the times of this multiple of the expected number of decodes; a second run would cost more."""
+"""Ratio of the step times that a run computes to the expected number of decodes; a second run would cost more."""
 MIN_SECONDS = 1e-9
-"""Minimum seconds of a step, where the number of steps until a time is estimated."""
+"""Minimum seconds of a step in an estimate of the number of steps until a time."""
 MAX_BUILT = 2**24
-"""Tokens built for a prompt that is too long for the model, so that the scheduler refuses and reports it."""
+"""Maximum length of a prompt that is built although it is too long for the model, so that the scheduler refuses it."""
 _ROWS = 64
 _ONE: Int64Array = np.array(1)
 _NONE: list[int] = []
@@ -64,14 +64,14 @@ class _Decodes(NamedTuple):
 
     end: float
     times: FloatArray
-    """[steps + 1] seconds: the start, and the end of each step."""
+    """Start of the run and end of each step, in seconds, [steps + 1]."""
     rows: Int64Array
-    """[rows] rows of the running requests."""
+    """Batch rows of the running requests."""
     num_left: Int64Array
-    """[rows] tokens that each request will still generate."""
+    """Number of tokens that the request of each row will still generate."""
 
     def cut(self, time: float) -> _Decodes:
-        """Only the steps that begin before `time`, at least one."""
+        """The run with only the steps that begin before `time`, at least one."""
         if self.end <= time:
             return self
         num_steps = int(self.times[1:].searchsorted(time)) + 1
@@ -79,14 +79,14 @@ class _Decodes(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """What the simulator knows of a request, but its scheduler does not."""
+    """Data of a request that the simulator knows and the scheduler does not."""
 
     number: int
-    """Its row in the timings."""
+    """Row of the request in the timings."""
     num_tokens: int
-    """Tokens of prompt and output at its end."""
+    """Number of tokens, prompt and output, at the end of the request."""
     filler: int
-    """The token that it generates until its end."""
+    """The token that the request generates until its end."""
 
 
 class _Step(NamedTuple):
@@ -103,11 +103,11 @@ class Replica:
         config: configuration of the scheduler.
         step_time: how long a step takes.
         timings: receives the times of requests.
-        is_stepping: decide every step on its own; for comparisons.
-        seed: of the prompts' tokens, where prefixes may be cached.
+        is_stepping: schedule every step separately, for comparisons.
+        seed: seed of the prompts' tokens; used if prefix caching is enabled.
         vocab_size: number of token ids in prompts.
-        listeners: of the scheduler's events.
-        host_memory: where evicted KV is kept; None: evicted KV is lost.
+        listeners: listeners to the scheduler's events.
+        host_memory: host memory that keeps evicted KV; None: evicted KV is lost.
 
     Raises:
         SimulationError: the host memory does not fit the configuration.
@@ -130,7 +130,7 @@ class Replica:
         self.scheduler = Scheduler(config, connector=self.host, listeners=listeners)
         self.timeline = Timeline()
         self.now = 0.0
-        """The end of its last event, in seconds."""
+        """End of the replica's last event, in seconds."""
         self.config = config
         self._step_time = step_time
         self._timings = timings
@@ -144,14 +144,14 @@ class Replica:
         self._planned: _Decodes | _Step | None = None
         self._arrived: list[tuple[Request, float]] = []  # requests that arrived during planned decodes
         self.refused: list[tuple[int, str]] = []
-        """Requests that can never run, by number, and why; the simulation collects them."""
-        self._copies: dict[int, Copies] = {}  # of the steps in flight, by their ids
-        self._in_flight: deque[tuple[SchedulerOutput, float]] = deque()  # with the end of each
-        # By row of the scheduler's batch.
+        """(number, reason) of each request that can never run; the simulation collects them."""
+        self._copies: dict[int, Copies] = {}  # copies of the steps in flight, by step id
+        self._in_flight: deque[tuple[SchedulerOutput, float]] = deque()  # each step with its end
+        # Arrays with one entry for each row of the scheduler's batch.
         self._last_token = np.zeros(_ROWS, dtype=np.int64)  # number of tokens at the request's end
-        self._filler = np.zeros(_ROWS, dtype=np.int32)  # the token id of its output
-        self._number = np.zeros(_ROWS, dtype=np.int64)  # of the request, in `timings`
-        self._known: dict[Request, _Known] = {}  # of each unfinished request
+        self._filler = np.zeros(_ROWS, dtype=np.int32)  # token id of the request's output
+        self._number = np.zeros(_ROWS, dtype=np.int64)  # number of the request in `timings`
+        self._known: dict[Request, _Known] = {}  # of each unfinished request; the scheduler does not know it
 
     @property
     def num_unfinished(self) -> int:
@@ -191,7 +191,7 @@ class Replica:
             self.now = max(self.now, now)
         if isinstance(planned, _Decodes):
             self._planned = planned.cut(now)
-            self._arrived.append((made, now))  # the scheduler gets it after these steps
+            self._arrived.append((made, now))  # the scheduler gets the request after these steps
         else:
             self._submit(made, now)
 
@@ -204,7 +204,7 @@ class Replica:
     # ------------------------------------------------------------------ events
 
     def plan(self, until: float = math.inf) -> float | None:
-        """Plan the next event. Returns when it ends; None: nothing to do until a request arrives.
+        """Plan the next event. Returns its end in seconds; None: there is no event until a request arrives.
 
         `until`: a run of decodes may end at this time.
         """
@@ -214,7 +214,7 @@ class Replica:
         return None if planned is None else planned.end
 
     def commit(self) -> list[int]:
-        """The planned event has happened. Returns the numbers of the requests that it finished."""
+        """Complete the planned event. Returns the numbers of the requests that finished in it."""
         planned = self._planned
         assert planned is not None
         self._planned = None
@@ -256,24 +256,25 @@ class Replica:
             return None
         times = np.empty(num_steps + 1)
         times[0] = self.now
-        self._fill(times, 0, num_steps, len(rows), int(np.add.reduce(known)))
+        self._fill_times(times, 0, num_steps, len(rows), int(np.add.reduce(known)))
         end = times.item(num_steps)
         self._decode_seconds = max(end - times.item(num_steps - 1), MIN_SECONDS)
         return _Decodes(end, times, rows, num_left)
 
     def _num_steps_until(self, seconds: float) -> int:
-        """Approximate number of decodes in this time, rather too many: decodes behind a finish are shorter."""
+        """Approximate number of decodes within `seconds`, rather too high: decodes after a finished request are
+        shorter."""
         return int(min(MAX_STEPS_AT_ONCE, 2 + MORE_STEPS * max(seconds, 0.0) / self._decode_seconds))
 
-    def _fill(self, times: FloatArray, done: int, end: int, num_rows: int, context: int) -> None:
-        """Set the ends of the decodes after step `done` of a run up to step `end`. In the first step of the run these
-        rows read, or would have read, `context` positions."""
+    def _fill_times(self, times: FloatArray, done: int, end: int, num_rows: int, context: int) -> None:
+        """Set the ends of the decodes after step `done` of a run up to step `end`. In the first step of the run,
+        `num_rows` rows read, or would have read, `context` positions."""
         seconds = self._step_time.of_decodes(num_rows, context + num_rows * done, end - done)
         seconds[0] += times[done]
         np.add.accumulate(seconds, 0, None, times[done + 1 : end + 1])
 
     def _plan_ahead(self) -> _Step | None:
-        """Plan the end of the oldest step in flight, and schedule the step after it, which happens at its start."""
+        """Schedule steps up to the maximum in flight, and plan the end of the oldest one as the next event."""
         steps = self._in_flight
         while len(steps) < self._max_in_flight and self.scheduler.can_advance():
             output, seconds = self._schedule()
@@ -284,10 +285,11 @@ class Replica:
         output, end = steps.popleft()
         return _Step(end, output)
 
-    # ------------------------------------------------------------------ what a step does
+    # ------------------------------------------------------------------ one step
 
     def _schedule(self) -> tuple[SchedulerOutput, float]:
-        """Schedule the next step. Returns it and its duration in seconds; 0 for a step that runs nothing."""
+        """Schedule the next step. Returns its output and its duration in seconds, 0 for a step without rows and
+        copies."""
         output = self.scheduler.schedule_again(self.now)
         copying = 0.0
         if self.host is not None and (copies := self.host.copy(output)) is not None:
@@ -295,7 +297,7 @@ class Replica:
             copying = copies.seconds
         num_rows, total = output.num_rows, output.total_num_scheduled_tokens
         if output.num_continued < num_rows:
-            self._place_admitted(output)
+            self._store_admitted(output)
         if not num_rows:
             return output, copying
         # Sums as dot products, which take a fraction of the time.
@@ -318,7 +320,7 @@ class Replica:
         if self._copies:
             result.copies = self._copies.pop(output.step_id, None)
         update = scheduler.update(output, result, now)
-        if self._max_in_flight > 1:  # requests may have finished since it was scheduled
+        if self._max_in_flight > 1:  # requests may have finished since this step was scheduled
             rows = output.rows[update.counts > 0]
         if len(rows):
             self._timings.token(self._number[rows], now)
@@ -341,15 +343,15 @@ class Replica:
         self._events.append(Event(self.now, num_steps, num_rows, num_steps * num_rows, waiting, usage))
         return self._finished(update.finished) if update.finished else _NONE
 
-    def _place_admitted(self, output: SchedulerOutput) -> None:
-        """Note what the simulator knows of the requests that got a row."""
+    def _store_admitted(self, output: SchedulerOutput) -> None:
+        """Store, by row, the lengths and tokens that the simulator knows of the newly admitted requests."""
         for index in range(output.num_continued, output.num_rows):
             known = self._known[output.requests[index]]
-            self._place(int(output.rows[index]), known)
+            self._store_row(int(output.rows[index]), known)
             cached = int(output.num_cached_tokens[index - output.num_continued])
             self._timings.admitted(known.number, self.now, cached)
 
-    def _place(self, row: int, known: _Known) -> None:
+    def _store_row(self, row: int, known: _Known) -> None:
         while row >= len(self._number):
             for name in ("_last_token", "_filler", "_number"):
                 column = getattr(self, name)

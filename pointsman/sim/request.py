@@ -3,7 +3,7 @@
 No model reads the tokens. They only show which prompts share a prefix, at the lowest possible cost.
 
     first n tokens of `content`   digits of a number that names the content, so that different content differs there
-    the others                    one token, repeated
+    all other tokens              one token, repeated
 
 Content is a shared block (named by its hash id) or the text of one request (named by its index). A request generates
 `filler_token(index)`, repeated. The next prompt of its session contains this output, so that the prefix cache finds it.
@@ -27,7 +27,7 @@ EOS_TOKEN = 2**31 - 1
 VOCAB_SIZE = 100_000
 """Default number of token ids in prompts."""
 MAX_INDEX = 2**30
-"""Filler tokens are between 2**30 and 2**31 - 2, above the vocabulary of any model."""
+"""Limit of the index of a request. Filler tokens are between 2**30 and 2**31 - 2, above the vocabulary of any model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Turn:
 
     index: int
     num_new_tokens: int
-    """New tokens of its prompt."""
+    """Number of new tokens in the prompt of the earlier request."""
     num_output_tokens: int
 
 
@@ -47,28 +47,27 @@ class SimRequest:
     request_id: str
     num_prompt_tokens: int
     num_output_tokens: int
-    """Known only to the simulator, never to a policy."""
+    """Length of the output; known only to the simulator, never to a policy."""
     block_hash_ids: tuple[int, ...] = ()
-    """Blocks at the beginning of the prompt, as `TraceRequest.block_hash_ids`."""
+    """Hash ids of the blocks at the beginning of the prompt, as in `TraceRequest.block_hash_ids`."""
     hash_block_size: int = 512
     max_tokens: int | None = None
     """The limit that the client set; None: only the model's limit."""
     priority: int = 0
     tenant: str = ""
     ttft_target: float | None = None
-    """The client's target in seconds until the first token; None: no own target."""
+    """The client's target for the TTFT, in seconds; None: the client sets no target."""
     retention: float | None = None
-    """Seconds after its end within which the client expects to reuse its prefix; None: unknown."""
+    """Seconds after the request's end within which the client expects to reuse its prefix; None: unknown."""
     session: str | None = None
     index: int = 0
-    """Distinct in a workload: the order in which it made its requests, from 0. Determines the tokens of this
-    request."""
+    """Number of the request in its workload, in the order of generation, from 0. Determines the request's tokens."""
     turns: tuple[Turn, ...] = ()
-    """The session so far, oldest first; its tokens follow those of `block_hash_ids`."""
+    """The earlier requests of the session, oldest first. Their tokens follow those of `block_hash_ids`."""
 
     @property
     def num_generated_tokens(self) -> int:
-        """The output tokens that it gets; `max_tokens` may limit them."""
+        """Number of output tokens that the request gets; `max_tokens` may limit it."""
         return self.num_output_tokens if self.max_tokens is None else min(self.num_output_tokens, self.max_tokens)
 
 
@@ -124,7 +123,7 @@ def _token(token: int) -> bytes:
 
 
 def _own_text(index: int, length: int, vocab_size: int, seed: int) -> bytes:
-    """Text of one request: the digits of an odd number, and one of them repeated."""
+    """Text of one request: the digits of an odd number, then one of these digits, repeated."""
     key, digits = 2 * index + 1, list[int]()
     for _ in range(min(_num_digits(vocab_size), length)):
         digits.append((key + seed) % vocab_size)
@@ -134,7 +133,7 @@ def _own_text(index: int, length: int, vocab_size: int, seed: int) -> bytes:
 
 
 def _shared_text(request: SimRequest, vocab_size: int, seed: int) -> bytes:
-    """Text of shared blocks: the digits of an even number at the start of each, and one of them repeated."""
+    """Text of shared blocks: each block has the digits of an even number, then one of these digits, repeated."""
     ids, size = request.block_hash_ids, request.hash_block_size
     length = min(len(ids) * size, request.num_prompt_tokens)
     if not length:
@@ -155,5 +154,5 @@ def _shared_text(request: SimRequest, vocab_size: int, seed: int) -> bytes:
 
 @lru_cache(maxsize=16)
 def _num_digits(vocab_size: int) -> int:
-    """The number of digits that distinguish 2**64 numbers."""
+    """The number of digits, in base `vocab_size`, that distinguish 2**64 numbers."""
     return math.ceil(64 / math.log2(vocab_size))

@@ -22,9 +22,9 @@ def model_shape(name_or_path: str | os.PathLike[str]) -> ModelShape:
     """The shape of the model that `name_or_path` names.
 
     Raises:
-        UnknownName: it is not a path, and neither the cache nor the table has it.
-        UnsupportedModel: its `config.json` cannot be understood.
-        OSError: its `config.json` cannot be read.
+        UnknownName: `name_or_path` is not a path, and neither the cache nor the table has the name.
+        UnsupportedModel: the model's `config.json` cannot be understood.
+        OSError: the model's `config.json` cannot be read.
     """
     text = os.fspath(name_or_path)
     path = Path(text)
@@ -45,7 +45,7 @@ def model_shape(name_or_path: str | os.PathLike[str]) -> ModelShape:
 
 
 def _cache_folder() -> Path:
-    """The folder in which huggingface_hub keeps models, by its own rules."""
+    """The folder in which huggingface_hub keeps models, determined by the library's rules."""
     if folder := os.environ.get("HF_HUB_CACHE"):
         return Path(folder).expanduser()
     if home := os.environ.get("HF_HOME"):
@@ -54,8 +54,8 @@ def _cache_folder() -> Path:
 
 
 def _cached_config(name: str) -> Path | None:
-    """`config.json` of the model `name` in the cache: of the revision "main", otherwise of the latest one; None:
-    none."""
+    """`config.json` of the model `name` in the cache: of the revision "main", otherwise of the latest revision; None:
+    the model is not cached."""
     if name.count("/") > 1 or ".." in name:
         return None
     folder = _cache_folder() / f"models--{name.replace('/', '--')}"
@@ -172,11 +172,11 @@ _SAME_SHAPE: Mapping[str, str] = {
     "mistralai/Mixtral-8x7B": "mistralai/Mixtral-8x7B-v0.1",
     "deepseek-ai/DeepSeek-R1": "deepseek-ai/DeepSeek-V3",
 }
-"""Names of models with the dimensions of a built-in one."""
+"""Names of models that have the dimensions of a built-in model."""
 
 
 def _by_key() -> dict[str, ModelShape]:
-    """Lower-case names, with and without organisation."""
+    """The built-in shapes by lower-case name, with and without organisation."""
     names = {**{name: name for name in SHAPES}, **_SAME_SHAPE}
     return {key.lower(): SHAPES[shape] for name, shape in names.items() for key in (name, name.partition("/")[2])}
 

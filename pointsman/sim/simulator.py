@@ -1,7 +1,7 @@
 """Simulator: sends the requests of a workload to one or several replicas under a virtual clock.
 
 The event that ends first happens first: an arrival, a step of a replica, or a run of its plain decodes. An arrival is
-routed when it comes, with the knowledge of that time. It cuts the current run of its own replica, and no other.
+routed at its own time, with the knowledge of that time. It cuts the current run of only the replica that gets it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pointsman.sim.step_time import StepTime
 from pointsman.sim.workload import Workload
 
 Progress = Callable[[int, float], None]
-"""Called now and then with the number of finished requests, and the virtual time."""
+"""Function that gets the number of finished requests and the virtual time, from time to time."""
 _PROGRESS_EVERY = 256  # events
 
 
@@ -37,11 +37,11 @@ class Outcome:
     seconds: float
     """Virtual time from the first arrival to the last event."""
     requests: list[SimRequest] = field(default_factory=list, repr=False)
-    """In the order of arrival: request i has row i of `timings`."""
+    """All requests in the order of arrival: request i has row i of `timings`."""
     refused: list[tuple[str, str]] = field(default_factory=list)
-    """Requests that could never run, and why."""
+    """(request id, reason) of each request that could never run."""
     is_complete: bool = True
-    """False: the simulation was interrupted."""
+    """Whether the simulation ran to its end; False: it was interrupted."""
     copies: list[CopyTotals] = field(default_factory=list)
     """Copies between each replica's pool and its host memory; empty without host memory."""
 
@@ -66,13 +66,12 @@ def simulate(
         config: configuration of each replica's scheduler.
         step_time: step times of each replica's device.
         routing: the rule that chooses a replica for each request; None: each replica in turn.
-        is_stepping: decide every step on its own, with the same result but more slowly.
-        host_memory: behind each replica's KV pool; None: none.
-        progress: see `Progress`.
-        films: record the decisions of the replicas, one film for each, from the first replica on; the caller closes
-            them.
+        is_stepping: schedule every step separately, with the same result but more slowly.
+        host_memory: host memory behind each replica's KV pool; None: no host memory.
+        progress: function that gets the progress, see `Progress`.
+        films: recorders of the replicas' decisions, one for each replica from the first on; the caller closes them.
 
-    Ctrl-C ends it with the results so far.
+    Ctrl-C ends the simulation; the outcome then contains the results so far.
     """
     return Simulation(
         workload,
@@ -119,12 +118,12 @@ class Simulation:
         self._first: Iterator[tuple[float, SimRequest]] = iter(workload.first_arrivals())
         self._next_first = next(self._first, None)
         self._followers: list[tuple[float, int, SimRequest]] = []  # a heap: arrivals that follow a finished request
-        self._requests: list[SimRequest] = []  # by number
+        self._requests: list[SimRequest] = []  # all requests so far, by number
         self._refused: list[tuple[str, str]] = []
         self._num_finished = 0
 
     def run(self, until: float, progress: Progress | None) -> Outcome:
-        """See `simulate`."""
+        """Run the workload; see `simulate`."""
         is_complete = True
         try:
             self._run(until, progress)
@@ -165,7 +164,7 @@ class Simulation:
             assert first is not None
             for number in first.commit():
                 self._num_finished += 1
-                self._follow(number, first.now)
+                self._schedule_follow_up(number, first.now)
             if first.refused:
                 self._note_refused(first)
             if self._followers:
@@ -175,7 +174,7 @@ class Simulation:
                 progress(self._num_finished, first.now)
 
     def _first_to_end(self) -> tuple[Replica | None, float | None]:
-        """The replica whose event ends first; of several, the first."""
+        """The replica whose event ends first; of several such replicas, the first."""
         found: Replica | None = None
         first = math.inf
         for replica in self.replicas:
@@ -189,7 +188,7 @@ class Simulation:
         return min(first, self._followers[0][0]) if self._followers else first
 
     def _arrive(self, time: float) -> None:
-        """The next request arrives, and is routed."""
+        """Route the next request, which arrives at `time`, to a replica."""
         if self._next_first is not None and self._next_first[0] <= time:
             request = self._next_first[1]
             self._next_first = next(self._first, None)
@@ -208,9 +207,9 @@ class Simulation:
         for number, why in refused:
             self._refused.append((self._requests[number].request_id, why))
             self.timings.refused(number)
-            self._follow(number, replica.now)
+            self._schedule_follow_up(number, replica.now)
 
-    def _follow(self, number: int, now: float) -> None:
+    def _schedule_follow_up(self, number: int, now: float) -> None:
         """Schedule the arrival, if any, that follows the end of a request."""
         follower = self._workload.on_finished(self._requests[number], now)
         if follower is not None:

@@ -1,10 +1,10 @@
 """Step logs: fits step times to the load and the seconds of each step in a log.
 
 The log is a recording of a host that measures its steps (`StepResult.step_time`; the bundled engine does), or an
-observed recording of vLLM. A host measures the time of the device. If requests were there until the next step was
-scheduled, the time from one `schedule` to the next is also known. It includes the host's work in between, and is the
-duration of a step from the view of a request. Seconds are linear in a step's load, so non-negative least squares over
-relative errors fits them directly.
+observed recording of vLLM. A host measures the time of the device. If there were unfinished requests until the next
+step was scheduled, the time from one `schedule` to the next is also known. This time includes the host's work in
+between; for a request it is the duration of a step. Seconds are linear in a step's load, so non-negative least squares
+over relative errors fits them directly.
 """
 
 from __future__ import annotations
@@ -34,30 +34,31 @@ FloatArray = npt.NDArray[np.float64]
 
 COEFFICIENTS = ("per_step", "per_row", "per_token", "per_context_token", "per_attended", "per_sample", "per_prefill")
 MAX_HOST = 2.0
-"""A host whose `schedule` comes later than this multiple of the step's time waited for something else."""
+"""Multiple of the step's time after which the next `schedule` is too late: the host then waited for something else."""
 MIN_STEPS = 20
-"""Minimum number of steps: fewer do not determine seven coefficients and leave some for the judgement."""
+"""Minimum number of steps: fewer steps cannot determine seven coefficients and also judge the fit."""
 ATTENDED_SPREAD = 10.0
-"""Standard deviation of the prior of `per_attended`, in multiples of its mean, `ATTENDED` of `per_token`."""
+"""Standard deviation of the prior of `per_attended`, in multiples of the prior's mean, `ATTENDED * per_token`."""
 NUM_REWEIGHTED, OUTLIER = 4, 10.0
-"""Rounds of a fit after the first one; a step longer than this multiple of its fit is an outlier."""
+"""Number of rounds of a fit after the first round, and the multiple of its fitted time from which a step is an
+outlier."""
 
 
 class StepLog(NamedTuple):
     """The measured steps of a recording, in order."""
 
     loads: FloatArray
-    """[steps, 5]: the fields of `StepLoad`."""
+    """Loads of the steps, [steps, fields of `StepLoad`]."""
     seconds: FloatArray
-    """[steps] from its `schedule` to the next one, if the host was busy; otherwise the measured time, and the usual
-    difference."""
+    """Seconds of each step: from its `schedule` to the next one, if the host was busy; otherwise the measured time plus
+    the median difference between the two."""
     config: dict[str, Any]
     """The configuration of the scheduler."""
     num_requests: int
     about_times: str
-    """What the step times include, as text."""
+    """Text about what the step times include."""
     model: str = ""
-    """The model, as `vllm serve` takes it; empty: the recording does not name it."""
+    """Name of the model, as `vllm serve` takes it; empty: the recording does not name the model."""
 
 
 def read_steps(path: str | PathLike[str]) -> StepLog:
@@ -70,10 +71,10 @@ def read_steps(path: str | PathLike[str]) -> StepLog:
 
     loads: list[StepLoad] = []
     seconds: list[float] = []
-    begins: list[tuple[int, float]] = []  # for the same steps: number, and when it was scheduled
+    begins: list[tuple[int, float]] = []  # number and scheduling time of the steps in `seconds`
     planned: dict[int, tuple[StepLoad, float]] = {}
     to_next: dict[int, float] = {}
-    last: int | None = None  # the step that was scheduled last, if there was work ever since
+    last: int | None = None  # the newest scheduled step, if there were always unfinished requests since
     unfinished: set[str] = set()
     config: dict[str, Any] = {}
     num_requests = num_untimed = 0
@@ -175,16 +176,17 @@ def _load(decision: dict[str, Any]) -> StepLoad:
 def fit_steps(loads: FloatArray, seconds: FloatArray) -> LinearStepTime:
     """The step times with the smallest relative squared errors among those whose coefficients are not negative.
 
-    Errors are relative to the fit of the round before, in the first round to the measured times. Relative to measured
-    times alone, a fit to times that scatter would be too short on average. Steps `OUTLIER` times as long as that fit
-    (compilation, a stalled process) are then left out.
+    Errors are relative to the fit of the round before, in the first round to the measured times. If errors were
+    relative to measured times alone, the fit to scattered times would be too short on average. Steps `OUTLIER` times as
+    long as that fit (compilation, a stalled process) are then left out.
 
-    Attention grows with the square of a prompt. Short prompts say nothing of it, and their scatter would be multiplied
-    for long prompts. A prior decides what the steps leave open, with the weight of one step.
+    Attention grows with the square of a prompt. Short prompts do not show the time for attention, and their scatter
+    would be multiplied for long prompts. A prior of `per_attended`, with the weight of one step, decides what the steps
+    leave open.
 
     Args:
-        loads: [steps, 5] the fields of `StepLoad`.
-        seconds: [steps] measured seconds.
+        loads: loads of the steps, [steps, fields of `StepLoad`].
+        seconds: measured seconds of each step.
     """
     columns = _columns(loads)
     found = _weighted_fit(columns, seconds, seconds)
@@ -198,7 +200,8 @@ def fit_steps(loads: FloatArray, seconds: FloatArray) -> LinearStepTime:
 
 
 def _weighted_fit(columns: FloatArray, seconds: FloatArray, scale: FloatArray) -> FloatArray:
-    """[7] coefficients, none negative, with the smallest squares of errors divided by `scale`, and of the prior's."""
+    """The seven non-negative coefficients that minimise the squared errors, each divided by `scale`, plus the squared
+    deviation from the prior."""
     weighted, measured = columns / scale[:, None], seconds / scale
     token, attended = COEFFICIENTS.index("per_token"), COEFFICIENTS.index("per_attended")
     found = _least_squares(weighted, measured)
@@ -226,16 +229,16 @@ def _least_squares(columns: FloatArray, values: FloatArray) -> FloatArray:
 
 
 def predict_steps(step_time: LinearStepTime, loads: FloatArray) -> FloatArray:
-    """[steps] seconds."""
+    """Predicted seconds of each step."""
     return np.array([step_time.of_step(StepLoad(*map(int, load))) for load in loads])
 
 
 def step_errors(step_time: LinearStepTime, loads: FloatArray, seconds: FloatArray) -> StepErrors:
-    """The errors over these steps."""
+    """The errors of the predicted step times, relative to `seconds`."""
     return StepErrors.between(predict_steps(step_time, loads), seconds)
 
 
 def _columns(loads: FloatArray) -> FloatArray:
-    """[steps, 7] the factor of each coefficient."""
+    """The factor of each coefficient in each step's seconds, [steps, 7 coefficients]."""
     tokens, rows, context, attended, samples = loads.T
     return np.stack([np.ones(len(loads)), rows, tokens, context, attended, samples, tokens > rows], axis=1)

@@ -24,22 +24,23 @@ FloatArray = npt.NDArray[np.float64]
 
 
 class StepLoad(NamedTuple):
-    """What a step computes, summed over its rows."""
+    """The work of a step, as sums over the step's rows."""
 
     num_tokens: int
-    """Tokens computed in the step."""
+    """Number of tokens computed in the step."""
     num_rows: int
-    """Requests in the step."""
+    """Number of requests in the step."""
     num_context_tokens: int
-    """Positions whose KV is read: for each row, those computed before and in the step."""
+    """Number of positions whose KV is read: in each row, the positions computed before and in the step."""
     num_attended: int
-    """Sum over the computed tokens: positions that each attends to, its own included."""
+    """Sum over the computed tokens of the number of positions that a token attends to, its own included."""
     num_samples: int
-    """Rows that sample a token."""
+    """Number of rows that sample a token."""
 
     @classmethod
     def of_rows(cls, rows: list[tuple[int, int]], num_samples: int | None = None) -> StepLoad:
-        """The load of rows given as (tokens computed before, tokens computed in the step); all sample if None."""
+        """The load of rows given as (tokens computed before, tokens computed in the step); `num_samples` None: all rows
+        sample."""
         return cls(
             num_tokens=sum(new for _, new in rows),
             num_rows=len(rows),
@@ -63,7 +64,7 @@ class StepTime(Protocol):
         later step reads `num_rows` more. Equals `of_step` on the same loads to 1e-12 relative.
 
         Returns:
-            [num_steps] float64, the caller's own.
+            Array [num_steps] of float64, which the caller may modify.
         """
         ...
 
@@ -72,7 +73,7 @@ class StepTime(Protocol):
 _NUMBERS: FloatArray = np.arange(4096, dtype=np.float64)
 _NUMBERS.flags.writeable = False
 _MAX_SCALAR_STEPS = 4
-"""Number of steps up to which floats are faster than arrays."""
+"""Maximum number of steps for which floats are faster than arrays."""
 
 
 def _step_numbers(num_steps: int) -> FloatArray:
@@ -82,7 +83,8 @@ def _step_numbers(num_steps: int) -> FloatArray:
 # ---------------------------------------------------------------------- fitted
 
 ATTENDED = 1e-4
-"""Ratio to `per_token`: an attended position in all layers, 4 * layers * hidden FLOPs, to 2 * parameters of a token."""
+"""Typical `per_attended / per_token`: FLOPs of an attended position in all layers, 4 * layers * hidden, relative to
+those of a token, 2 * parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +171,7 @@ class LinearStepTime:
         return self.per_step - self.expert_weights * math.expm1(-num_tokens * self.expert_share)
 
     def to_dict(self) -> dict[str, Any]:
-        """Values for JSON; `from_dict` reads them."""
+        """The coefficients by name, for JSON; `from_dict` reads them."""
         return asdict(self)
 
     @classmethod
@@ -196,7 +198,7 @@ class LinearStepTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiencies:
-    """The share of its peaks that a device reaches, and the overhead of a step.
+    """The shares of the peak figures that a device reaches, and the overhead of a step.
 
     The defaults are round figures for a tuned engine on a data-centre GPU, not fitted to any one: streams reach 80 to
     90 % of HBM bandwidth, large bf16 products 60 to 75 % of the dense peak, fused attention kernels somewhat less. An
@@ -234,7 +236,7 @@ class Efficiencies:
 
 
 class _Decodes(NamedTuple):
-    """A decode step of a number of rows as a function of its context c, all in seconds.
+    """Seconds of a decode step with a fixed number of rows, as a function of the step's context c.
 
     memory m = m0 + m1 * c + m2 * min(c, cap), compute k likewise; the step takes norm(m, k) + rest.
     """
@@ -251,26 +253,26 @@ class _Decodes(NamedTuple):
 
 KNOWN_RUN = "a measured run of vLLM 0.19 with Llama-3.1-8B on an RTX PRO 6000"
 KNOWN_ERRORS = {"TTFT": -0.47, "TPOT": -0.20, "end-to-end times": -0.26}
-"""Predicted / measured - 1, of means (end to end: the mean over requests), of `RooflineStepTime` on the one run that it
-was compared with: 300 ShareGPT requests at about 10 a second, bf16, max_num_seqs 128, max_num_batched_tokens 2048, from
-the LLMServingSim repository (bench/examples). tests/sim/test_calibrate.py computes them again."""
+"""Predicted / measured - 1, of means (end to end: the mean over requests), of `RooflineStepTime` on the one measured
+run that was compared: 300 ShareGPT requests at about 10 a second, bf16, max_num_seqs 128, max_num_batched_tokens 2048,
+from the LLMServingSim repository (bench/examples). tests/sim/test_calibrate.py computes them again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RooflineStepTime:
     """Seconds from what a step reads and computes, on `tensor_parallel` equal devices.
 
-    Memory time: the weights of the layers once; of the routed experts, those expected to be touched if each token draws
-    its experts evenly; the output head if a row samples; the KV of the context read and of the tokens written. Compute
-    time: products with weights and attention. Both overlap by an r-norm. Two all-reduces a layer, and overhead by step
-    and by row, are added.
+    Memory time: the weights of the layers once; the weights of the routed experts that are expected to be used if each
+    token draws its experts evenly; the output head if a row samples; the KV of the context read and of the tokens
+    written. Compute time: products with weights and attention. Memory and compute time overlap by an r-norm. Two
+    all-reduces a layer, and overhead by step and by row, are added.
 
     Approximations, because only sums over rows are known:
 
     - A windowed layer reads at most (window - 1) positions for each row and one for each token, and a token attends to
-      at most `sliding_window`. The caps are applied to the sums: exact if all rows are within the window or all beyond
-      it, too long for a mix.
-    - Latent attention computes on latents for one token of each row, and on full heads for the others.
+      at most `sliding_window`. The caps are applied to the sums. The result is exact if all rows are within the window
+      or all beyond it, and too long for a mix.
+    - Latent attention computes on latents for one token of each row, and on full heads for all other tokens.
 
     Left out: traffic of activations, the tiles of matrix products (steps of a few tokens more cost nothing), kernels
     that are slower for particular shapes, skewed routing of experts, pipeline and expert parallelism.
@@ -285,7 +287,7 @@ class RooflineStepTime:
     kv_dtype_bytes: float = 2
     efficiencies: Efficiencies = field(default_factory=Efficiencies)
     _decodes: dict[int, _Decodes] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Cache by number of rows."""
+    """Cache of decode steps by number of rows."""
 
     def __post_init__(self) -> None:
         check_parallel(self.shape, self.device, self.tensor_parallel)
@@ -367,7 +369,7 @@ class RooflineStepTime:
         than the load has, and head FLOPs of prompts.
 
         Args:
-            load: of a typical step; determines which share of the context lies within windows.
+            load: load of a typical step; determines the share of the context within windows.
         """
         shape, window = self.shape, self.shape.sliding_window
         full_kv, windowed_kv = shape.kv_bytes_per_token(self.kv_dtype_bytes, self.tensor_parallel)
@@ -420,7 +422,7 @@ class RooflineStepTime:
 
     @property
     def _seconds_per_attention_flop(self) -> float:
-        """Seconds of FLOPs of the whole model; each device has a share of the heads."""
+        """Seconds of one attention FLOP of the whole model; each device has a share of the heads."""
         return 1 / (self.device.flops(self._plain_dtype) * self.efficiencies.attention * self.tensor_parallel)
 
     @property
@@ -464,7 +466,7 @@ def check_parallel(shape: ModelShape, device: Device, tensor_parallel: int) -> N
     """Check that `tensor_parallel` devices can share the model.
 
     Raises:
-        SimulationError: the number is below 1, it does not divide the heads, or the device has no link to peers.
+        SimulationError: `tensor_parallel` is below 1 or does not divide the heads, or the device has no link to peers.
     """
     if tensor_parallel < 1 or shape.num_heads % tensor_parallel:
         raise SimulationError(

@@ -1,7 +1,7 @@
-"""Stretches: splits a workload into parts, one to choose settings on, the other to judge the choice on.
+"""Stretches: splits a workload into two parts, one to choose settings on, the other to judge the choice on.
 
-A trace is split into an even number of stretches with the same number of requests. Every second one is for training,
-the others are held out, so that both parts have quiet and busy times. A stretch starts with an empty service.
+A trace is split into an even number of stretches with the same number of requests. Every second stretch is for
+training, all others are held out, so that both parts have quiet and busy times. A stretch starts with an empty service.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pointsman.sim.workload import Arrival
 MIN_REQUESTS = 10
 """Minimum number of requests of a stretch."""
 _WANTED = 500
-"""A part has several stretches if each gets this many requests, and at most `_MAX_STRETCHES`."""
+"""Minimum number of requests of a stretch if a part has several stretches; it has at most `_MAX_STRETCHES`."""
 _MAX_STRETCHES = 3
 
 
@@ -26,7 +26,7 @@ class Stretch:
 
     arrivals: tuple[Arrival, ...]
     seconds: float
-    """Seconds in which this number of requests arrives, on average."""
+    """Seconds in which the stretch's number of requests arrives, on average."""
 
     @property
     def num_requests(self) -> int:
@@ -34,7 +34,7 @@ class Stretch:
 
     @property
     def load(self) -> float:
-        """Tokens a second, of prompts and outputs."""
+        """Tokens of prompts and outputs that arrive in a second."""
         tokens = sum(request.num_prompt_tokens + request.num_generated_tokens for _, request in self.arrivals)
         return tokens / self.seconds
 
@@ -50,7 +50,7 @@ class Parts:
     """The training part and the held-out part of a workload."""
 
     train: tuple[Stretch, ...]
-    """The stretch with the middling load is first."""
+    """Stretches of the training part; the one with the median load is first."""
     held_out: tuple[Stretch, ...]
 
     @property
@@ -67,7 +67,7 @@ def split(arrivals: Sequence[Arrival], num_requests: int) -> Parts:
         num_requests: maximum number of requests of each part; the first ones of each stretch are taken.
 
     Raises:
-        WorkloadError: there are too few requests, or too many of them arrive at once.
+        WorkloadError: there are too few requests, or too many of them arrive at one time.
     """
     if len(arrivals) < 2 * MIN_REQUESTS:
         raise WorkloadError(

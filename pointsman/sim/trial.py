@@ -1,7 +1,7 @@
 """Trials of a search: simulates a configuration on stretches of a workload, and scores it against the targets.
 
-A `Judge` holds everything that trials have in common; each worker gets it once. A `Job` describes one simulation, a
-`Sample` is its result, and a `Score` combines the samples of several stretches.
+A `Judge` holds everything that trials have in common; each worker gets the judge once. A `Job` describes one
+simulation, a `Sample` is its result, and a `Score` combines the samples of several stretches.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One simulation."""
+    """The description of one simulation."""
 
     config: SchedulerConfig
     num_replicas: int
     stretch: int
     """Index into the stretches of the judge."""
     is_watched: bool = False
-    """Whether to record the hull of the loads of its steps."""
+    """Whether to record the hull of the loads of the simulation's steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,40 +46,40 @@ class Sample:
     num_good: int
     """Number of requests that met all targets."""
     closeness: float
-    """Sum over the requests, see `Score`."""
+    """Sum of the closeness of all requests, see `Score.closeness`."""
     seconds: float
-    """Seconds in which this number of requests arrives."""
+    """Seconds in which `num_requests` requests arrive."""
     ttft: FloatArray
     longest_gaps: FloatArray
-    """TTFT of each request with a token, as the field before."""
+    """Longest gap between two tokens, of each request with a token, like `ttft`."""
     e2e: FloatArray
-    """Seconds from arrival to the last token."""
+    """Seconds from arrival to the last token, of each request with a token."""
     gaps: FloatArray
     gap_counts: Int64Array
     kv_cache_usage: float
-    """Maximum share of a replica's blocks that requests held."""
+    """Maximum share of a replica's blocks that requests held at one time."""
     num_preemptions: int
     num_refused: int
     hull: Hull | None
-    """Hull of the loads of its steps; None: not recorded."""
+    """Hull of the loads of the simulation's steps; None: not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How well a configuration meets the targets. Times are in seconds; None: no request has such a time."""
+    """Figures of how well a configuration meets the targets. Times are in seconds; None: no request has the time."""
 
     num_requests: int
     share: float
     """Share of the requests that met all targets."""
     goodput: float
-    """Requests a second that met the targets: `share` of the arrivals."""
+    """Requests a second that met all targets: `share` of the arrival rate."""
     closeness: float
     """Mean over the requests of the minimum of target / value, at most 1. Ranks configurations that meet no target."""
     ttft_p99: float | None
     itl_p99: float | None
     """99th percentile of all gaps between two tokens."""
     longest_gap_p99: float | None
-    """99 % of the requests have no longer gap."""
+    """99th percentile, over the requests, of a request's longest gap between two tokens."""
     e2e_p99: float | None
     kv_cache_usage: float
     num_preemptions: int
@@ -88,7 +88,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judge:
-    """Everything that simulations have in common."""
+    """Everything that the simulations of a search have in common."""
 
     stretches: tuple[Stretch, ...]
     step_time: StepTime
@@ -96,13 +96,13 @@ class Judge:
     routing: Callable[[], Routing] = RoundRobin
     seed: int = 0
     host_memory: HostMemory | None = None
-    """Host memory behind the pool of each replica; None: none."""
+    """Host memory behind the KV pool of each replica; None: no host memory."""
 
     def measure(self, job: Job, progress: Progress | None = None) -> Sample:
         """Simulate a job.
 
         Raises:
-            KeyboardInterrupt: it was interrupted; a partial simulation has no result.
+            KeyboardInterrupt: the simulation was interrupted; a partial one has no result.
         """
         stretch = self.stretches[job.stretch]
         watched = WatchedStepTime(self.step_time) if job.is_watched else None

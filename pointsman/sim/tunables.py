@@ -17,9 +17,9 @@ from pointsman.core.config import scheduler_knobs
 from pointsman.core.policy.registry import known
 
 REPLICAS = "replicas"
-"""Name of the only setting that is not the scheduler's."""
+"""Name of the setting for the number of replicas, the only one that is not a setting of the scheduler."""
 Point: TypeAlias = tuple[Any, ...]
-"""A value for each setting of a space, in its order."""
+"""A point of a space: a value for each of its settings, in the space's order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +32,10 @@ class Tunable:
     is_ordered: bool = True
     """Whether neighbouring values are similar."""
     is_for_short_pool: bool = False
-    """Whether it makes a difference only if KV blocks run out."""
+    """Whether the setting makes a difference only if KV blocks run out."""
 
     def beside(self, value: Any) -> list[Any]:
-        """The values one notch below and above; without an order, all others."""
+        """The values one notch below and above `value`; without an order, all other values."""
         if not self.is_ordered:
             return [other for other in self.values if other != value]
         at = self.values.index(value)
@@ -52,7 +52,7 @@ class Tunable:
 
 
 HAVE_KNOBS = frozenset({"watermark", "full-sequence", "decode", "mean-decode", "prefill-threshold"})
-"""Reserves and limits that have settings of their own."""
+"""Reserves and limits that have their own knobs."""
 _TRIED = sorted(
     ((name, knob.tried) for name, knob in scheduler_knobs().items() if knob.tried is not None),
     key=lambda each: each[1].rank,
@@ -60,7 +60,7 @@ _TRIED = sorted(
 NAMES = tuple(name for name, _ in _TRIED)
 """Fields of `SchedulerConfig` that a search may set, those with the largest effect first."""
 DESIGN = {name: tried.first for name, tried in _TRIED if tried.first}
-"""A search begins with all combinations of these."""
+"""First values of some settings; a search begins with all their combinations."""
 
 
 def tunables(varied: frozenset[str]) -> tuple[Tunable, ...]:
@@ -92,10 +92,10 @@ def _policies(name: str, varied: frozenset[str]) -> tuple[Any, ...]:
 
 
 def specs(kind: str, varied: frozenset[str]) -> list[str]:
-    """Every policy of a kind as it is written: with its defaults, and with each other value that it declares to try."""
+    """Every policy of a kind in its text form: with its defaults, and with each other value that it declares to try."""
     found = []
     for name, policy in known(kind).items():
-        # An equal TTFT target for all requests makes a difference too: a late request is preempted.
+        # Even a TTFT target that is equal for all requests makes a difference: a request past its target is preempted.
         if name in HAVE_KNOBS or not policy.reads - {"ttft_target"} <= varied:
             continue
         found.append(name)
@@ -111,7 +111,7 @@ class Space:
     Args:
         base: the start of a search; its values are among those to try.
         fixed: settings that keep the value of `base`.
-        replicas: minimum and maximum number.
+        replicas: minimum and maximum number of replicas.
         varied: request fields that differ between requests, see `tunables`.
     """
 
@@ -136,7 +136,7 @@ class Space:
         """The values of the base configuration, on the fewest replicas."""
 
     def settings(self, point: Point) -> dict[str, Any]:
-        """The values by name."""
+        """The values of a point by setting name."""
         return {each.name: value for each, value in zip(self.tunables, point, strict=True)}
 
     def point(self, settings: Mapping[str, Any]) -> Point:
@@ -147,21 +147,21 @@ class Space:
         values = {**self.settings(self.base), **settings}
         budget = values.get("max_num_batched_tokens", self._base.max_num_batched_tokens)
         if "max_num_seqs" in values and values["max_num_seqs"] > budget and self._base.batching != "prefill-first":
-            values["max_num_seqs"] = self._at_most("max_num_seqs", budget)
+            values["max_num_seqs"] = self._max_value_up_to("max_num_seqs", budget)
         if values.get("long_prefill_token_threshold", 0) >= budget:
             values["long_prefill_token_threshold"] = 0
         return tuple(values[each.name] for each in self.tunables)
 
     def config(self, point: Point) -> SchedulerConfig:
-        """The configuration of a point, with the blocks of the base.
+        """The configuration of a point, with the base's number of blocks.
 
         Raises:
-            ConfigError: the base has a setting that contradicts it.
+            ConfigError: the base has a setting that contradicts the point.
         """
         knobs = self.settings(point)
         knobs.pop(REPLICAS, None)
         if knobs.get("full_sequence_must_fit") is False:
-            knobs["count_owed_blocks"] = True  # set by a preset; has no effect then
+            knobs["count_owed_blocks"] = True  # a preset may set it to False, which has no effect here
         return self._base.replace(**knobs)
 
     def num_replicas(self, point: Point) -> int:
@@ -189,6 +189,6 @@ class Space:
                         found.append((each.name, other))
         return found
 
-    def _at_most(self, name: str, limit: int) -> int:
+    def _max_value_up_to(self, name: str, limit: int) -> int:
         (tunable,) = (each for each in self.tunables if each.name == name)
         return int(max((value for value in tunable.values if value <= limit), default=limit))

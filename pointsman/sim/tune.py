@@ -10,8 +10,8 @@ A search has five phases. Each simulates batches of points of a space (`tunables
     climb      moves to the best neighbour, as long as there is a better one
     judge      the choice and the defaults, on the held-out part
 
-A hopeless point on the first stretch is not simulated on the others. The simulated points depend only on earlier
-results and the seed, so any number of workers finds the same.
+A point that is hopeless on the first stretch is not simulated on the others. The simulated points depend only on
+earlier results and the seed, so any number of workers finds the same settings.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from pointsman.sim.tunables import DESIGN, REPLICAS, Point, Space
 from pointsman.sim.workers import Runner
 
 MIN_GAIN = 0.03
-"""A smaller gain over the defaults, on the held-out part, does not count."""
+"""Minimum relative gain over the defaults, on the held-out part, that counts."""
 NUM_TRIALS = 48
 _BATCH = 8
-"""Points that Optuna proposes before it gets their results. Part of the meaning of a seed; the number of workers is
-not."""
+"""Number of points that Optuna proposes before it gets their results. Another number changes the result of a seed;
+another number of workers does not."""
 _HOPELESS = 0.75
-"""A point with less than this share of the best goodput on the first stretch is not simulated on the others."""
+"""Share of the best goodput on the first stretch below which a point is not simulated on the other stretches."""
 _SHORT = 0.8
 """Share of used blocks from which the pool may be short."""
 _MAX_CLIMBS = 3
 _AS_GOOD = 0.995
-"""Points with at least this share of the best goodput count as equal: the simplest of them is chosen."""
+"""Share of the best goodput from which points count as equal: the simplest of them is chosen."""
 _TIE = 1e-3
 """Weight of closeness beside the share of good requests: it decides only between equal shares."""
 
@@ -55,11 +55,11 @@ class Trial:
     """A point and its score on the training part."""
 
     settings: dict[str, Any]
-    """Settings by name."""
+    """Values of the point by setting name."""
     config: SchedulerConfig
     num_replicas: int
     train: Score
-    """On the first stretch alone, if the point was hopeless on it."""
+    """Score on the training part; on its first stretch alone, if the point was hopeless there."""
     is_hopeless: bool
 
     @property
@@ -86,26 +86,26 @@ class Tuning:
     """The result of a search; after an interruption, the result so far."""
 
     trials: list[Trial] = field(default_factory=list)
-    """In the order in which they were made; the first has the defaults, on the fewest replicas."""
+    """All trials in the order of the search; the first has the defaults, on the fewest replicas."""
     defaults: Trial | None = None
     """The defaults on the number of replicas that suits them best."""
     chosen: Trial | None = None
     """The best trial on the training part."""
     judged_defaults: Judged | None = None
     judged: Judged | None = None
-    """The chosen trial."""
+    """The chosen trial with its score on the held-out part; None: not judged yet."""
     neighbours: list[tuple[str, Trial]] = field(default_factory=list)
     """(setting, trial) of the trials that differ from the chosen one by a notch of one setting."""
     not_searched: list[str] = field(default_factory=list)
-    """Settings that make no difference because the pool is never short."""
+    """Settings that make no difference because the KV pool is never short of blocks."""
     hull: Hull | None = None
     """Hull of the loads in the steps of the chosen trial, on the held-out part."""
     is_complete: bool = False
 
     @property
     def gain(self) -> float | None:
-        """Relative gain of the chosen trial over the defaults on the held-out part. Infinite if only the defaults have
-        no goodput; None if both have none, or the choice was not judged."""
+        """Relative gain in goodput of the chosen trial over the defaults, on the held-out part. Infinite if only the
+        defaults have no goodput; None if neither has goodput, or the chosen trial was not judged."""
         if self.judged is None or self.judged_defaults is None:
             return None
         mine, theirs = self.judged.goodput, self.judged_defaults.goodput
@@ -144,15 +144,15 @@ class Search:
 
     space: Space
     parts: Parts
-    """Parts of the workload. Their stretches, training ones first, are those of the judge."""
+    """Training and held-out part of the workload; the judge has the same stretches, training stretches first."""
     targets: Targets
     sized: Callable[[SchedulerConfig], SchedulerConfig] = lambda config: config
-    """Completes a configuration with its number of blocks; may raise `ModelTooLarge`."""
+    """Function that adds the number of blocks to a configuration; may raise `ModelTooLarge`."""
     num_trials: int = NUM_TRIALS
     """Number of points in the first two phases."""
     seed: int = 0
     progress: Callable[[int, int, float], None] | None = None
-    """Called with the number of tried points, the expected number, and the best goodput."""
+    """Function that gets the number of tried points, the expected number, and the best goodput."""
 
     def __post_init__(self) -> None:
         if not self.targets:
@@ -184,8 +184,8 @@ class _Tuner:
         self.found = Tuning()
         self._search, self._runner = search, runner
         self._space = search.space
-        self._trials: dict[Point, Trial | None] = {}  # None: it does not fit the device, or contradicts the base
-        self._first: dict[Point, float] = {}  # goodput a replica on the first stretch, of those that are not hopeless
+        self._trials: dict[Point, Trial | None] = {}  # None: the point does not fit the device, or contradicts the base
+        self._first: dict[Point, float] = {}  # goodput per replica on the first stretch, except of hopeless points
         self._names: list[str] = [each.name for each in self._space.tunables]
         self._for_short_pool = [each.name for each in self._space.tunables if each.is_for_short_pool]
         self._num_expected = search.num_trials + 2 * len(self._names)
@@ -206,7 +206,7 @@ class _Tuner:
         replicas = next((each for each in space.tunables if each.name == REPLICAS), None)
         if replicas is not None:
             defaults = [space.point({REPLICAS: number}) for number in replicas.values]
-        self._search.sized(space.config(space.base))  # raises if it does not fit
+        self._search.sized(space.config(space.base))  # raises if the defaults do not fit
         self._try(defaults, is_sparing=False)
         known = [self._trials[point] for point in defaults]
         self.found.defaults = max((trial for trial in known if trial), key=_value)
@@ -231,7 +231,7 @@ class _Tuner:
         searched = [each for each in self._space.tunables if each.name in self._names]
         if not searched:
             return
-        # Notches instead of values: a setting with an order is as far from its neighbours everywhere.
+        # Notches instead of values: all neighbours of an ordered setting are then equally far apart.
         distributions: dict[str, Any] = {
             each.name: IntDistribution(0, len(each.values) - 1)
             if each.is_ordered
@@ -266,7 +266,7 @@ class _Tuner:
             self._try([point for _, point in asked])
             for proposed, point in asked:
                 study.tell(proposed, self._estimate(point, self._trials[point]))
-            if len(self._trials) == before:  # it proposes only known points: the space is exhausted, or nearly
+            if len(self._trials) == before:  # Optuna proposes only known points: the space is (nearly) exhausted
                 return
 
     def _simplify(self) -> None:
@@ -322,7 +322,8 @@ class _Tuner:
     # ------------------------------------------------------------------ points
 
     def _try(self, points: Iterable[Point], *, is_sparing: bool = True) -> None:
-        """Simulate the points that are not known. If `is_sparing`, simulate hopeless ones only on the first stretch."""
+        """Simulate the points that were not simulated before. If `is_sparing`, simulate hopeless ones only on the first
+        stretch."""
         configs: dict[Point, SchedulerConfig] = {}
         for point in points:
             if point in self._trials or point in configs:
@@ -375,7 +376,8 @@ class _Tuner:
         return -1.0 if trial is None or trial.is_hopeless else _value(trial)
 
     def _estimate(self, point: Point, trial: Trial | None) -> float:
-        """The value for Optuna: a hopeless point is below the best by the same factor as on the first stretch."""
+        """The value reported to Optuna: a hopeless point is below the best by the same factor as on the first
+        stretch."""
         if trial is None:
             return 0.0
         if not trial.is_hopeless:
@@ -387,8 +389,8 @@ class _Tuner:
         return max(self._trials, key=self._score)
 
     def _chosen(self) -> Point:
-        """Of the points that count as equal to the best: one with the fewest changes, and of these the one farthest
-        from the edge."""
+        """Of the points that count as equal to the best: one with the fewest changes, and of several such points the
+        one with the largest margin to the targets."""
         min_score = _AS_GOOD * self._score(self._best())
         as_good = [point for point in self._trials if self._score(point) >= min_score]
         changes = {point: len(self._space.changed(point)) for point in as_good}
@@ -419,7 +421,7 @@ def _per_replica(samples: Sequence[Sample], num_replicas: int) -> float:
 
 
 def _merits(trial: Trial) -> tuple[float, ...]:
-    """The trial's values for a comparison; larger is better."""
+    """Goodput and negative p99 times of a trial, for a comparison; larger is better."""
     times = (trial.train.ttft_p99, trial.train.itl_p99)
     return (trial.goodput, *(-math.inf if time is None else -time for time in times))
 

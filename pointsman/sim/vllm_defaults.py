@@ -1,7 +1,8 @@
-"""vLLM's defaults: the settings that vLLM chooses for a device if they are not given.
+"""vLLM's defaults: the settings that vLLM chooses for a device if no option sets them.
 
-As `vllm serve` of vLLM 0.32.0 resolves them (`vllm/engine/arg_utils.py`, `EngineArgs.get_batch_defaults` for the API
-server, and the limits that follow it): by the device's memory, and by its name in one case.
+The rules are those of `vllm serve` in vLLM 0.32.0 (`vllm/engine/arg_utils.py`, `EngineArgs.get_batch_defaults` for the
+API server, and the limits that follow it). The defaults depend on the device's memory, in one case also on the device's
+name.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ class VllmDefaults(NamedTuple):
 
 
 def vllm_defaults(device: Device, max_model_len: int, tensor_parallel: int = 1) -> VllmDefaults:
-    """The defaults of `vllm serve` on `tensor_parallel` such devices, with chunked prefill and without a mode."""
+    """The defaults of `vllm serve` on `tensor_parallel` devices of this type, with chunked prefill and without a
+    mode."""
     if device.name == "cpu":
         budget, num_seqs = 2048 * tensor_parallel, 128 * tensor_parallel
     elif device.memory >= 160 * GIB:

@@ -23,22 +23,22 @@ from typing import Any, Protocol
 from pointsman.sim.errors import SimulationError
 from pointsman.sim.trial import Job, Judge, Sample
 
-MAX_PROCESSES = 61  # of a pool on Windows
-CONNECT_SECONDS = 10.0  # until a Ray cluster counts as unreachable
+MAX_PROCESSES = 61  # maximum size of a process pool on Windows
+CONNECT_SECONDS = 10.0  # seconds until a Ray cluster counts as unreachable
 
 
 class Runner(Protocol):
     """Runs simulations."""
 
     def run(self, jobs: Sequence[Job]) -> Iterator[Sample]:
-        """The sample of each job, in their order."""
+        """The sample of each job, in the order of the jobs."""
 
 
 def available_cores() -> int:
     """Cores that this process may use."""
     try:
         return len(os.sched_getaffinity(0))
-    except AttributeError:  # not on macOS and Windows
+    except AttributeError:  # does not exist on macOS and Windows
         return os.cpu_count() or 1
 
 
@@ -46,25 +46,25 @@ def workers(judge: Judge, num_processes: int = 1, ray_address: str | None = None
     """The runner of simulations, ready for use.
 
     Args:
-        judge: what simulations have in common.
-        num_processes: 1: this process alone. On a Ray cluster, 0: one for each of its CPUs.
+        judge: the data that all simulations share.
+        num_processes: number of processes; 1: this process alone. On a Ray cluster, 0: one for each of its CPUs.
         ray_address: address of a Ray cluster, or "local" for one on this machine; None: no Ray.
 
     Raises:
-        SimulationError: the number is out of range, Ray is not installed, or the cluster cannot be reached.
+        SimulationError: `num_processes` is out of range, Ray is not installed, or the cluster cannot be reached.
     """
     minimum = 1 if ray_address is None else 0
     if not minimum <= num_processes <= (MAX_PROCESSES if ray_address is None else 100_000):
         raise SimulationError(f"the number of workers is {num_processes}; it must be from {minimum} to {MAX_PROCESSES}")
     if ray_address is not None:
         return _on_ray(judge, num_processes, ray_address)
-    return _here(judge) if num_processes == 1 else _in_processes(judge, num_processes)
+    return _in_this_process(judge) if num_processes == 1 else _in_processes(judge, num_processes)
 
 
 # ---------------------------------------------------------------------- this process
 
 
-class _Here:
+class _InThisProcess:
     def __init__(self, judge: Judge) -> None:
         self._judge = judge
 
@@ -73,8 +73,8 @@ class _Here:
 
 
 @contextmanager
-def _here(judge: Judge) -> Iterator[Runner]:
-    yield _Here(judge)
+def _in_this_process(judge: Judge) -> Iterator[Runner]:
+    yield _InThisProcess(judge)
 
 
 # ---------------------------------------------------------------------- a pool of processes
@@ -95,13 +95,13 @@ class _InProcesses:
 
 @contextmanager
 def _in_processes(judge: Judge, num_processes: int) -> Iterator[Runner]:
-    context = multiprocessing.get_context("spawn")  # the only way on every system, and safe beside threads
+    context = multiprocessing.get_context("spawn")  # works on every system, and is safe beside threads
     stop = context.Event()
-    pool = ProcessPoolExecutor(num_processes, context, _start, (judge, stop))
+    pool = ProcessPoolExecutor(num_processes, context, _init_worker, (judge, stop))
     try:
-        with _uninterrupted():
+        with _ignoring_interrupts():
             for _ in range(num_processes):
-                pool.submit(_nothing)  # starts a process
+                pool.submit(_do_nothing)  # starts a process
         yield _InProcesses(pool)
     finally:
         stop.set()
@@ -109,8 +109,8 @@ def _in_processes(judge: Judge, num_processes: int) -> Iterator[Runner]:
 
 
 @contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Processes that start in this context ignore Ctrl-C, which all processes of a terminal get, from the beginning."""
+def _ignoring_interrupts() -> Iterator[None]:
+    """Context in which started processes ignore Ctrl-C from their beginning; a terminal sends it to all processes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -121,7 +121,7 @@ def _uninterrupted() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass
 
 
@@ -129,7 +129,7 @@ _judge: Judge  # set in worker processes
 _stop: Event
 
 
-def _start(judge: Judge, stop: Event) -> None:
+def _init_worker(judge: Judge, stop: Event) -> None:
     """Initialise a worker process."""
     global _judge, _stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -178,7 +178,7 @@ def _on_ray(judge: Judge, num_actors: int, address: str) -> Iterator[Runner]:
         ) from None
     was_there = ray.is_initialized()
     if not was_there:
-        _check_that_it_answers(address)
+        _check_cluster_answers(address)
         try:
             ray.init(address, log_to_driver=False, logging_level="ERROR")
         except (ConnectionError, RuntimeError, ValueError) as error:
@@ -188,7 +188,7 @@ def _on_ray(judge: Judge, num_actors: int, address: str) -> Iterator[Runner]:
     try:
         num_cpus = max(1, int(ray.cluster_resources().get("CPU", 1)))
         count = min(num_actors or num_cpus, num_cpus)  # an actor without a CPU would never start
-        shared = ray.put(judge)  # each node gets it once
+        shared = ray.put(judge)  # each node gets the judge once
         actor_class = ray.remote(num_cpus=1)(_Actor)
         actors += [actor_class.remote(shared) for _ in range(count)]
         yield _OnRay(ActorPool(actors))
@@ -199,7 +199,7 @@ def _on_ray(judge: Judge, num_actors: int, address: str) -> Iterator[Runner]:
             ray.shutdown()
 
 
-def _check_that_it_answers(address: str) -> None:
+def _check_cluster_answers(address: str) -> None:
     """Check the address first: Ray itself tries for minutes to reach it, and prints a line every few seconds."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not (host and port.isdecimal()):  # a word, such as auto or local

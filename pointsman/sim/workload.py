@@ -5,9 +5,8 @@
     Sessions     conversations: the next prompt is the last prompt, its output and new text
 
 Requests are made lazily. `first_arrivals` restarts the workload, and the same seed gives the same requests. Each
-purpose
-has its own generator, made of (seed, purpose, user or session). Another draw for one purpose therefore changes no other
-purpose, and a user's requests do not depend on when the server finishes those of others.
+purpose has its own generator, made of (seed, purpose, user or session). Another draw for one purpose therefore changes
+no other purpose, and a user's requests do not depend on when the server finishes other users' requests.
 """
 
 from __future__ import annotations
@@ -71,17 +70,17 @@ __all__ = [
 ]
 
 Arrival: TypeAlias = tuple[float, SimRequest]
-"""Seconds on the virtual clock, and the request that arrives then."""
+"""A time in seconds on the virtual clock, and the request that arrives at this time."""
 
 CHUNK = 1024
-"""Numbers drawn at a time. Part of the meaning of a seed: another size gives other workloads."""
+"""Number of values drawn in one call. Another size gives other workloads for the same seed."""
 
 _ARRIVALS, _PROMPTS, _OUTPUTS, _THINKING, _TURNS, _STARTS = range(6)
-"""Purposes of generators. A new one gets a new number, so that it changes no other."""
+"""Numbers of the generators' purposes. A new purpose gets a new number, so that no other generator changes."""
 
 
 class Workload(Protocol):
-    """Requests, and when they arrive."""
+    """A source of requests and of their arrival times."""
 
     @property
     def num_requests(self) -> int | None:
@@ -91,7 +90,8 @@ class Workload(Protocol):
         """The arrivals from the beginning that depend on no other request, in order of time."""
 
     def on_finished(self, request: SimRequest, now: float) -> Arrival | None:
-        """The arrival that follows a finished request, at `now` or later; None: none. Called once for each request."""
+        """The arrival that follows a finished request, at `now` or later; None: no request follows. Called once for
+        each request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class Lengths:
     prompt: Distribution
     output: Distribution
     max_tokens: int | None = None
-    """The clients' `max_tokens`; longer drawn outputs are cut to it."""
+    """The clients' `max_tokens`; longer drawn outputs are shortened to this length."""
     priority: int = 0
     tenant: str = ""
 
@@ -132,7 +132,7 @@ class Generated:
     arrivals: Arrivals
     lengths: Lengths
     num_requests: int | None = None
-    """None: endless; the simulation determines when to stop."""
+    """Number of requests; None: endless, the simulation determines when to stop."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -199,11 +199,11 @@ class ClosedLoop:
     ) -> None:
         """
         Args:
-            users: the maximum number of requests at a time.
+            users: the number of users, so the maximum number of requests at a time.
             source: lengths to draw, or a trace; its arrival times and requests without output are ignored.
             think: seconds between the end of a request and the next one of its user.
-            num_requests: stop after this number; None: at the end of the trace, or never.
-            seed: of lengths and thinking times.
+            num_requests: number of requests after which to stop; None: stop at the end of the trace, or never.
+            seed: seed of lengths and thinking times.
             is_spread: each user begins at a random time within its first thinking time, as in a steady state;
                 otherwise all begin at once.
 
@@ -258,7 +258,7 @@ class ClosedLoop:
 
     def _begin(self) -> None:
         self._requests = islice(self._all_requests(), self.num_requests)
-        self._users: dict[int, int] = {}  # by unfinished request
+        self._users: dict[int, int] = {}  # users by their unfinished request
         self._thinking: dict[int, Iterator[float]] = {}
 
     def _all_requests(self) -> Iterator[SimRequest]:
@@ -275,7 +275,7 @@ class _Session:
 
     name: str
     new_lens: list[int]
-    """New prompt tokens of each turn."""
+    """Number of new prompt tokens of each turn."""
     output_lens: list[int]
     think_times: list[float]
     """Seconds before each turn but the first."""
@@ -289,21 +289,22 @@ class Sessions:
     arrivals: Arrivals
     """Arrivals of sessions; the first one is at 0 seconds."""
     num_turns: Distribution
-    """Requests of a session: rounded, at least 1."""
+    """Number of requests of a session: rounded, at least 1."""
     first_prompt: Distribution
-    """Tokens of the first prompt after the system prompt."""
+    """Number of tokens of the first prompt after the system prompt."""
     new_text: Distribution
-    """Tokens that each later prompt adds."""
+    """Number of tokens that each later prompt adds."""
     output: Distribution
     think: Distribution = field(default_factory=lambda: Constant(0.0))
     """Seconds from the end of an output to the next request."""
     system_prompt: int = 0
     """Length of the common prefix of all prompts, in tokens."""
     num_sessions: int | None = None
-    """None: endless; the simulation determines when to stop."""
+    """Number of sessions; None: endless, the simulation determines when to stop."""
     max_tokens: int | None = None
     max_total_tokens: int | None = None
-    """A session ends before a request whose prompt and output would be longer; None: no limit."""
+    """Maximum tokens of a prompt and its output: a session ends before a request that would exceed it; None: no
+    limit."""
     priority: int = 0
     tenant: str = ""
     retention: float | None = None
@@ -320,7 +321,8 @@ class Sessions:
 
     @property
     def num_requests(self) -> int | None:
-        """None without `num_sessions`, and with a `max_total_tokens` that may end a session early."""
+        """The total number of requests. None: there is no `num_sessions`, or `max_total_tokens` may end a session
+        early."""
         if self.num_sessions is None or self.max_total_tokens is not None:
             return None
         return sum(self._turns_of(number) for number in range(self.num_sessions))
@@ -385,7 +387,7 @@ class Sessions:
 
 
 def _generator(seed: int, *purpose: int) -> np.random.Generator:
-    """The generator of one purpose, independent of all others."""
+    """The random generator of one purpose, independent of all other generators."""
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=purpose)))
 
 
@@ -395,7 +397,7 @@ def _draws(distribution: Distribution, rng: np.random.Generator) -> Iterator[flo
 
 
 def _arrival_times(arrivals: Arrivals, seed: int) -> Iterator[float]:
-    """An endless iterator of seconds; the first one is 0."""
+    """An endless iterator of arrival times in seconds; the first one is 0."""
     rng = _generator(seed, _ARRIVALS)
     size = CHUNK
     if isinstance(arrivals, BurstArrivals):  # a chunk holds whole bursts
@@ -412,7 +414,7 @@ def _arrival_times(arrivals: Arrivals, seed: int) -> Iterator[float]:
 
 
 def _traced(trace: Sequence[TraceRequest]) -> Iterator[tuple[int, TraceRequest]]:
-    """(index, request) of the requests that have output."""
+    """(index, request) of each request of the trace that has output."""
     return enumerate(request for request in trace if request.num_output_tokens)
 
 

@@ -47,15 +47,15 @@ def check_refused(finished: Finished, *words: str) -> None:
         (["--record", "/nowhere/at/all"], ["/nowhere/at/all", "No such file"]),
     ],
 )
-def test_options(pointsman: Run, args: list[str], words: list[str]) -> None:
+def test_invalid_options_of_generate_are_refused(pointsman: Run, args: list[str], words: list[str]) -> None:
     check_refused(pointsman("generate", *args), *words)
 
 
-def test_an_unknown_command(pointsman: Run) -> None:
+def test_an_unknown_command_is_refused(pointsman: Run) -> None:
     check_refused(pointsman("generat"), "generat")
 
 
-def test_a_trace_with_a_broken_line(pointsman: Run, tmp_path: Path) -> None:
+def test_a_trace_with_a_broken_line_is_refused(pointsman: Run, tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,5,5\n2023-11-16 18:15:47,five,5\n")
     check_refused(pointsman("generate", "--trace", trace), f"{trace}, line 3: ", "'five'")
@@ -68,7 +68,7 @@ def test_stop_strings_have_no_effect_on_a_trace(pointsman: Run, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("speed", ["-1", "nan", "inf"])
-def test_an_invalid_speed(pointsman: Run, tmp_path: Path, speed: str) -> None:
+def test_an_invalid_speed_is_refused(pointsman: Run, tmp_path: Path, speed: str) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,5,5\n")
     check_refused(pointsman("generate", "--trace", trace, "--speed", speed), "--speed is")
@@ -77,14 +77,14 @@ def test_an_invalid_speed(pointsman: Run, tmp_path: Path, speed: str) -> None:
 @pytest.mark.parametrize(
     ("content", "words"), [(b"", ["no prompts"]), (b"\n \n", ["no prompts"]), (b"ok\n\xff\xfe\n", ["line 2", "UTF-8"])]
 )
-def test_a_file_without_prompts(pointsman: Run, tmp_path: Path, content: bytes, words: list[str]) -> None:
+def test_a_file_without_prompts_is_refused(pointsman: Run, tmp_path: Path, content: bytes, words: list[str]) -> None:
     path = tmp_path / "prompts.txt"
     path.write_bytes(content)
     check_refused(pointsman("generate", "--prompts", path), str(path), *words)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may read and write everything")
-def test_files_without_permission(pointsman: Run, tmp_path: Path) -> None:
+def test_files_without_permission_are_refused(pointsman: Run, tmp_path: Path) -> None:
     path = tmp_path / "locked"
     path.write_text("a prompt")
     path.chmod(0)
@@ -92,7 +92,7 @@ def test_files_without_permission(pointsman: Run, tmp_path: Path) -> None:
     check_refused(pointsman("generate", "--record", path), "Permission denied")
 
 
-def test_a_file_that_is_not_a_recording(pointsman: Run, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_recording_is_refused(pointsman: Run, tmp_path: Path) -> None:
     path = tmp_path / "recording"
     check_refused(pointsman("replay", path), str(path), "No such file")
     for content in (b"hello\n", b"\xff\n", b"{}\n", b""):
@@ -103,28 +103,28 @@ def test_a_file_that_is_not_a_recording(pointsman: Run, tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- the model
 
 
-def test_a_missing_model_directory(pointsman: Run, tmp_path: Path) -> None:
+def test_a_missing_model_directory_is_named(pointsman: Run, tmp_path: Path) -> None:
     check_refused(pointsman("generate", "--model", tmp_path / "absent"), str(tmp_path / "absent"))
 
 
-def test_a_model_directory_without_weights(pointsman: Run, model: str, tmp_path: Path) -> None:
+def test_a_model_directory_without_weights_is_refused(pointsman: Run, model: str, tmp_path: Path) -> None:
     path = shutil.copytree(model, tmp_path / "model")
     (path / "model.safetensors").unlink()
     check_refused(pointsman("generate", "--model", path), str(path), "weights")
 
 
-def test_truncated_weights(pointsman: Run, model: str, tmp_path: Path) -> None:
+def test_truncated_weights_are_refused(pointsman: Run, model: str, tmp_path: Path) -> None:
     path = shutil.copytree(model, tmp_path / "model")
     weights = path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
     check_refused(pointsman("generate", "--model", path), "model.safetensors")
 
 
-def test_an_unknown_dtype(pointsman: Run, model: str) -> None:
+def test_an_unknown_dtype_is_refused(pointsman: Run, model: str) -> None:
     check_refused(pointsman("generate", "--model", model, "--dtype", "float8"), "float8", "bfloat16")
 
 
-def test_an_unknown_kv_dtype_or_device(pointsman: Run, model: str) -> None:
+def test_an_unknown_kv_dtype_or_device_is_refused(pointsman: Run, model: str) -> None:
     command = ("generate", "--model", model, "--prompt", "a")
     check_refused(pointsman(*command, "--kv-cache-dtype", "fp8"), "fp8", "auto, float32, bfloat16")
     check_refused(pointsman(*command, "--device", "abacus"), "abacus", "use cpu or auto")
@@ -133,14 +133,14 @@ def test_an_unknown_kv_dtype_or_device(pointsman: Run, model: str) -> None:
 # ---------------------------------------------------------------------- prompts
 
 
-def test_an_empty_prompt(pointsman: Run, model: str) -> None:
+def test_an_empty_prompt_is_refused(pointsman: Run, model: str) -> None:
     finished = pointsman("generate", "--model", model, "--prompt", "", "--json")
     assert finished.code == 2
     assert len(finished.errors) == 1 and "the prompt is empty" in finished.errors[0]
     assert finished.summary["finished"]["refused"] == 1
 
 
-def test_a_prompt_longer_than_the_model(pointsman: Run, model: str) -> None:
+def test_a_prompt_longer_than_the_model_is_refused(pointsman: Run, model: str) -> None:
     finished = pointsman("generate", "--model", model, "--prompt", "x" * MAX_MODEL_LEN)
     check_refused(finished, f"{MAX_MODEL_LEN} tokens", "max_model_len", "shorten the prompt")
 

@@ -46,7 +46,9 @@ def known(monkeypatch: pytest.MonkeyPatch, estimates: list[LinearStepTime | None
     return given
 
 
-def test_tables(pointsman: Callable[..., Any], log: Path, known: list[fit.Problem], tmp_path: Path) -> None:
+def test_calibrate_prints_errors_coefficients_and_notes(
+    pointsman: Callable[..., Any], log: Path, known: list[fit.Problem], tmp_path: Path
+) -> None:
     ended = pointsman("calibrate", log, *OPTIONS, "--output", tmp_path / "profile.json")
     assert (ended.code, ended.err) == (0, "")
     lines = [line.rstrip() for line in ended.out.splitlines()]
@@ -61,7 +63,7 @@ def test_tables(pointsman: Callable[..., Any], log: Path, known: list[fit.Proble
     assert known[0].config.max_num_seqs == 24 and known[0].config.max_steps_in_flight == 2
 
 
-def test_the_last_line_is_json(pointsman: Callable[..., Any], log: Path, known: list[fit.Problem]) -> None:
+def test_the_last_line_of_calibrate_is_json(pointsman: Callable[..., Any], log: Path, known: list[fit.Problem]) -> None:
     ended = pointsman("calibrate", log, *OPTIONS, "--json", "--no-async-scheduling", "--num-blocks", 5000)
     assert (ended.code, ended.err) == (0, "")
     found = json.loads(ended.out.splitlines()[-1])
@@ -109,7 +111,9 @@ def test_model_and_device_size_the_pool_and_start_the_search(
 
 
 @pytest.mark.long
-def test_a_plot(pointsman: Callable[..., Any], log: Path, known: list[fit.Problem], tmp_path: Path) -> None:
+def test_calibrate_draws_a_plot_of_the_errors(
+    pointsman: Callable[..., Any], log: Path, known: list[fit.Problem], tmp_path: Path
+) -> None:
     pytest.importorskip("matplotlib")
     assert pointsman("calibrate", log, *OPTIONS, "--plot", tmp_path / "errors.svg").code == 0
     assert "<svg" in (tmp_path / "errors.svg").read_text()
@@ -117,7 +121,7 @@ def test_a_plot(pointsman: Callable[..., Any], log: Path, known: list[fit.Proble
     assert ended.code == 2 and "its name must end with one of" in ended.err
 
 
-def test_errors_are_one_line(pointsman: Callable[..., Any], log: Path, tmp_path: Path) -> None:
+def test_calibrate_reports_errors_in_one_line(pointsman: Callable[..., Any], log: Path, tmp_path: Path) -> None:
     for words, wrong in (
         (["calibrate", tmp_path / "none"], "cannot read the log"),
         (["calibrate", log, "--train", 30], "train is 30 and the log has 30 requests; some must be left"),
@@ -136,7 +140,7 @@ def test_errors_are_one_line(pointsman: Callable[..., Any], log: Path, tmp_path:
 
 
 @pytest.mark.long
-def test_the_search_uses_processes_and_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_find_the_same_fit_and_report_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes find the same as one."""
     monkeypatch.setattr(fit, "STARTS", dict(list(fit.STARTS.items())[:2]))
     monkeypatch.setattr(fit, "FIRST", fit.FIRST[:1])

@@ -57,7 +57,7 @@ def test_the_result_has_a_bracket_and_a_row_for_each_probe(pointsman: Run) -> No
     assert max(map(len, finished.out.splitlines())) <= 100
 
 
-def test_json_has_the_bracket_and_the_probes(pointsman: Run) -> None:
+def test_json_has_the_search_interval_and_the_probes(pointsman: Run) -> None:
     given = (*SMALL, "--ttft-target", "1s", "--itl-target", "2s", "--share", 0.9)
     first, second = (pointsman("capacity", *given, "--json") for _ in range(2))
     assert first.code == 0, first.err
@@ -83,7 +83,7 @@ def test_extrapolation_at_the_result_gives_a_warning(pointsman: Run, tmp_path: P
     assert "extrapolated" not in words(pointsman(*given))
 
 
-def test_the_fewest_replicas_for_a_rate(pointsman: Run) -> None:
+def test_the_fewest_replicas_for_a_rate_are_printed(pointsman: Run) -> None:
     given = ("--replicas", "1-4", "--requests-per-second", 60, "--requests", 150, "--ttft-target", "1s", "--json")
     finished = pointsman("capacity", *given)
     assert finished.code == 0, finished.err
@@ -92,13 +92,13 @@ def test_the_fewest_replicas_for_a_rate(pointsman: Run) -> None:
     assert f"{found['meets']['num_replicas']} replicas meet the targets at 60 requests/s" in found["answer"]
 
 
-def test_replicas_that_are_too_few_or_more_than_enough(pointsman: Run) -> None:
+def test_too_few_and_more_than_enough_replicas_are_reported(pointsman: Run) -> None:
     given = ("--requests", 60, "--ttft-target", "500ms", "--replicas", "2-3", "--requests-per-second")
     assert "Even 3 replicas miss the targets at 1e+04 requests/s" in words(pointsman("capacity", *given, 10_000))
     assert "2 replicas are enough at 1 requests/s, the fewest of 2 to 3" in words(pointsman("capacity", *given, 1))
 
 
-def test_the_most_users_and_the_fewest_replicas_for_them(pointsman: Run) -> None:
+def test_the_maximum_users_and_their_fewest_replicas_are_found(pointsman: Run) -> None:
     lengths = ("--requests", 40, "--prompt-tokens", 4000, "--output-tokens", 20, "--ttft-target", "1s")
     finished = pointsman("capacity", *lengths, "--think", "exponential:2", "--tolerance", 0.2)
     printed = words(finished)
@@ -120,7 +120,7 @@ def test_the_search_for_users_ends_where_all_targets_are_met(pointsman: Run, mon
     assert "At least 64 users meet the targets" in found and "raise --requests" in found
 
 
-def test_impossible_and_trivial_targets(pointsman: Run) -> None:
+def test_targets_that_no_or_every_rate_meets_are_reported(pointsman: Run) -> None:
     given = ("--requests", 20, "--prompt-tokens", 1000, "--output-tokens", 10)
     nothing = words(pointsman("capacity", *given, "--ttft-target", "1ms"))
     assert "Nothing meets the targets: even with one request each 1,000 s, 0.00 %" in nothing
@@ -191,7 +191,7 @@ def test_refused_requests_are_named_as_the_reason(pointsman: Run, tmp_path: Path
         (0.15, 0.2, 1, True),
     ],
 )
-def test_the_metric_nearest_to_its_target_decides(
+def test_the_metric_nearest_to_its_target_selects_the_remedy(
     longest_gap: float, ttft: float, num_refused: int, is_said: bool
 ) -> None:
     """TTFT at most 500 ms, gaps at most 100 ms."""
@@ -239,11 +239,11 @@ def test_ctrl_c_prints_the_bracket_so_far(pointsman: Run, monkeypatch: pytest.Mo
         (["--model", "Llama-3.1-70B"], ["Llama-3.1-70B needs", "tensor parallelism"]),
     ],
 )
-def test_bad_options(pointsman: Run, args: list[str], words: list[str]) -> None:
+def test_bad_capacity_options_are_refused(pointsman: Run, args: list[str], words: list[str]) -> None:
     check_refused(pointsman("capacity", *args), *words)
 
 
-def test_a_trace_whose_requests_have_one_time(pointsman: Run, tmp_path: Path) -> None:
+def test_a_trace_whose_requests_have_one_time_is_refused(pointsman: Run, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text('{"timestamp": 5, "input_length": 20, "output_length": 6}\n' * 3)
     check_refused(pointsman("capacity", "--trace", path), str(path), "all arrive at once", "--arrivals")

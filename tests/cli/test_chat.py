@@ -65,7 +65,7 @@ def complete(server: ServerProcess, messages: list[dict[str, str]], max_tokens: 
 
 
 @pytest.mark.e2e
-def test_each_line_is_a_turn_and_the_history_is_kept(server: ServerProcess) -> None:
+def test_each_input_line_is_a_turn_and_the_history_is_kept(server: ServerProcess) -> None:
     questions = ["What is a list?", "And a tuple, naïvely?"]
     finished = talk(
         server.url + "/v1/",
@@ -95,7 +95,7 @@ def test_a_wrong_key_model_or_address_fails_before_the_first_turn(server: Server
 
 
 @pytest.mark.e2e
-def test_a_missing_server() -> None:
+def test_a_missing_server_is_an_error_without_secrets() -> None:
     with socketserver.TCPServer(("127.0.0.1", 0), socketserver.BaseRequestHandler) as taken:
         port = taken.server_address[1]
     finished = talk(f"http://user:hidden@127.0.0.1:{port}", lines="hello\n")

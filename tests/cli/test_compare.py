@@ -62,7 +62,7 @@ def test_steps_are_fitted_and_the_profile_has_the_servers_settings(pointsman: Ru
     assert found["step_time"]["per_token"] == pytest.approx(STEP_TIME.per_token, rel=0.01)
 
 
-def test_readers_see_arrivals_prefixes_and_times(recording: Path, lines: list[dict[str, Any]]) -> None:
+def test_trace_readers_get_arrivals_prefixes_and_times(recording: Path, lines: list[dict[str, Any]]) -> None:
     observed, trace = read_observed(recording), read_trace(recording)
     added = [line for line in lines if line.get("call") == "add"]
     assert len(trace) == len(read_measurements(recording)) == len(added) == 60
@@ -116,7 +116,7 @@ BROKEN: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_line_is_named(tmp_path: Path, name: str) -> None:
+def test_a_broken_line_of_an_observed_recording_is_named(tmp_path: Path, name: str) -> None:
     change, message = BROKEN[name]
     lines = observed_lines(3)
     change(lines)
@@ -124,7 +124,7 @@ def test_a_broken_line_is_named(tmp_path: Path, name: str) -> None:
         read_observed(write_observed(tmp_path / "r.jsonl", lines))
 
 
-def test_wrong_options_are_refused(pointsman: Run, recording: Path, tmp_path: Path) -> None:
+def test_wrong_compare_options_are_refused(pointsman: Run, recording: Path, tmp_path: Path) -> None:
     for given, message in {
         ("--setting", "no_such=1"): "'no_such', which is not a knob",
         ("--setting", "preset=other"): "no preset is called 'other'",

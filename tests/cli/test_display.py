@@ -27,7 +27,7 @@ def show(model: str, tmp_path: Path, display: Display) -> None:
     assert run_workload(Engine(model, num_blocks=64), prompts_workload(str(path), sampling), display) == 0
 
 
-def test_ids_and_prompts_on_a_terminal(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_and_prompts_are_escaped_on_a_terminal(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pointsman.cli.display.REFRESH_SECONDS", 0.0)  # every step
     screen = io.StringIO()
     show(
@@ -40,7 +40,7 @@ def test_ids_and_prompts_on_a_terminal(model: str, tmp_path: Path, monkeypatch: 
         assert command not in shown
 
 
-def test_ids_and_prompts_in_a_log(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ids_and_prompts_are_escaped_in_a_log(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     show(model, tmp_path, PlainDisplay(texts=True))
     shown = capsys.readouterr().out
     ends = [line for line in shown.splitlines() if ", 3 tokens" in line]

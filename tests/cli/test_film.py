@@ -41,7 +41,7 @@ def test_a_recording_becomes_a_film_beside_it(pointsman: Run, recording: Path) -
     assert "blocks" not in pointsman("film", recording.with_name("other.film"), "--step", "1").out
 
 
-def test_the_state_at_one_step(pointsman: Run, recording: Path) -> None:
+def test_the_state_at_one_step_is_printed(pointsman: Run, recording: Path) -> None:
     pointsman("film", recording, "-o", recording.with_name("other.film"))
     shown = pointsman("film", recording.with_name("other.film"), "--step", "1")
     assert shown.code == 0, shown.err
@@ -49,7 +49,7 @@ def test_the_state_at_one_step(pointsman: Run, recording: Path) -> None:
     assert "  [bold]second[/bold]: sequence limit, most of it held by first" in shown.out
 
 
-def test_the_life_of_one_request(pointsman: Run, recording: Path) -> None:
+def test_the_life_of_one_request_is_printed(pointsman: Run, recording: Path) -> None:
     shown = pointsman("film", recording, "--request", "[bold]second[/bold]")
     assert shown.out.splitlines()[-2:] == [
         "ran 2.000 s, waited 2.000 s:",
@@ -57,7 +57,7 @@ def test_the_life_of_one_request(pointsman: Run, recording: Path) -> None:
     ]
 
 
-def test_a_life_by_the_id_that_the_client_knows(pointsman: Run, tmp_path: Path) -> None:
+def test_a_life_is_found_by_the_id_that_the_client_knows(pointsman: Run, tmp_path: Path) -> None:
     """A server runs the completion cmpl-a as the request cmpl-a-1f, or cmpl-a-0-1f and cmpl-a-1-1f."""
     path = tmp_path / "run.jsonl"
     with path.open("w") as file:
@@ -71,7 +71,7 @@ def test_a_life_by_the_id_that_the_client_knows(pointsman: Run, tmp_path: Path) 
     check_refused(pointsman("film", film, "--request", "cmpl-ac"), "no request 'cmpl-ac'")
 
 
-def test_the_longest_waits_and_the_preemptions(pointsman: Run, recording: Path) -> None:
+def test_the_longest_waits_and_the_preemptions_are_printed(pointsman: Run, recording: Path) -> None:
     shown = pointsman("film", recording, "--waits", "5")
     rows = [" ".join(line.split()) for line in shown.out.splitlines()]
     assert rows[2] == "[bold]second[/bold] 2.000 2.000 sequence limit 2.000"
@@ -95,7 +95,7 @@ def test_the_longest_waits_and_the_preemptions(pointsman: Run, recording: Path) 
     check_refused(pointsman("film", film, "--waits", "1", "--preemptions"), "--waits and --preemptions", "one of them")
 
 
-def test_nothing_was_scheduled(pointsman: Run, tmp_path: Path) -> None:
+def test_a_film_without_steps_has_nothing_to_print_or_draw(pointsman: Run, tmp_path: Path) -> None:
     path = tmp_path / "idle.jsonl"
     with path.open("w") as file:
         scheduler = Scheduler(SchedulerConfig(num_blocks=8, max_model_len=32), recorder=Recorder(file))
@@ -135,7 +135,7 @@ def test_invalid_options_and_files_are_refused(pointsman: Run, recording: Path, 
     assert film.exists() and len(list(recording.parent.glob("*.part"))) == 0
 
 
-def test_a_picture_of_a_recording_and_of_a_film(pointsman: Run, recording: Path, tmp_path: Path) -> None:
+def test_a_picture_is_drawn_of_a_recording_and_of_a_film(pointsman: Run, recording: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     drawn = pointsman("plot", recording)
     assert drawn.code == 0 and recording.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
@@ -148,7 +148,7 @@ def test_a_picture_of_a_recording_and_of_a_film(pointsman: Run, recording: Path,
     check_refused(pointsman("plot", tmp_path / "nothing.film"), "cannot read")
 
 
-def test_a_page_of_a_recording_and_of_a_film(pointsman: Run, recording: Path, tmp_path: Path) -> None:
+def test_a_page_is_made_of_a_recording_and_of_a_film(pointsman: Run, recording: Path, tmp_path: Path) -> None:
     made = pointsman("play", recording)
     assert made.code == 0 and made.out == f"{recording.with_suffix('.html')}\n"
     page = recording.with_suffix(".html").read_text()
@@ -172,7 +172,7 @@ def test_files_too_large_for_memory_are_refused_early(pointsman: Run, tmp_path: 
         check_refused(pointsman(command, endless), "line 1: longer than 16,777,216 bytes")
 
 
-def test_a_page_of_two_runs(pointsman: Run, recording: Path, tmp_path: Path) -> None:
+def test_a_page_compares_two_runs(pointsman: Run, recording: Path, tmp_path: Path) -> None:
     again = tmp_path / "again.jsonl"
     again.write_bytes(recording.read_bytes())
     made = pointsman("play", recording, again)

@@ -35,7 +35,7 @@ def prompts_file(tmp_path: Path, count: int = 6) -> Path:
     return path
 
 
-def test_version_and_help(pointsman: Run) -> None:
+def test_version_and_help_are_printed(pointsman: Run) -> None:
     assert pointsman("--version").out == f"pointsman {package.__version__}\n"
     assert "generate" in pointsman().out
     help_text = pointsman("generate", "--help").out
@@ -82,7 +82,7 @@ def test_the_same_seed_gives_the_same_text_under_pressure(pointsman: Run, model:
     assert texts[0] != texts[2]
 
 
-def test_json_and_nothing_else_on_stdout(pointsman: Run, model: str, tmp_path: Path) -> None:
+def test_with_json_stdout_has_only_json_lines(pointsman: Run, model: str, tmp_path: Path) -> None:
     finished = pointsman("generate", "--model", model, "--prompts", prompts_file(tmp_path), "--json", *PRESSURE)
     assert finished.code == 0 and not finished.errors
     assert [line["type"] for line in finished.json_lines] == ["request"] * 6 + ["summary"]
@@ -95,7 +95,7 @@ def test_json_and_nothing_else_on_stdout(pointsman: Run, model: str, tmp_path: P
     assert finished.summary["prompt_tokens"] == 6 * 40
 
 
-def test_a_shared_prefix_is_found(pointsman: Run, model: str) -> None:
+def test_a_shared_prefix_is_found_in_the_prefix_cache(pointsman: Run, model: str) -> None:
     shared = "the same beginning of both prompts, long enough for three blocks"
     prompts = ["--prompt", shared + " one", "--prompt", shared + " two"]
     args = ["generate", "--model", model, "--max-tokens", 4, "--json", *prompts]
@@ -103,7 +103,7 @@ def test_a_shared_prefix_is_found(pointsman: Run, model: str) -> None:
     assert pointsman(*args, "--no-enable-prefix-caching").summary["prefix_hits"] == 0
 
 
-def test_plain_lines_if_the_output_is_not_a_terminal(pointsman: Run, model: str, tmp_path: Path) -> None:
+def test_plain_lines_are_printed_if_stdout_is_not_a_terminal(pointsman: Run, model: str, tmp_path: Path) -> None:
     finished = pointsman("generate", "--model", model, "--prompts", prompts_file(tmp_path), *PRESSURE)
     assert finished.code == 0
     lines = finished.out.splitlines()
@@ -116,7 +116,7 @@ def test_plain_lines_if_the_output_is_not_a_terminal(pointsman: Run, model: str,
     assert "\x1b" not in finished.out
 
 
-def test_prompts_from_standard_input(pointsman_process: Callable[..., Finished], model: str) -> None:
+def test_prompts_are_read_from_standard_input(pointsman_process: Callable[..., Finished], model: str) -> None:
     args = ["generate", "--model", model, "--prompts", "-", "--max-tokens", 3, "--ignore-eos", "--json"]
     finished = pointsman_process(*args, stdin="one\r\n\ntwo\n")
     assert finished.code == 0, finished.err
@@ -228,7 +228,7 @@ def test_a_recording_replays_without_a_difference(pointsman: Run, recording: Pat
     assert finished.out.startswith(f"{steps} steps replayed")
 
 
-def test_an_altered_decision_is_caught_at_its_step(pointsman: Run, recording: Path) -> None:
+def test_replay_reports_an_altered_decision_at_its_step(pointsman: Run, recording: Path) -> None:
     lines = [json.loads(line) for line in recording.read_text().splitlines()]
     schedules = [index for index, line in enumerate(lines) if line.get("call") == "schedule"]
     at = schedules[len(schedules) // 2]
@@ -245,7 +245,7 @@ def test_an_altered_decision_is_caught_at_its_step(pointsman: Run, recording: Pa
     assert finished.err == ""
 
 
-def test_a_recording_that_was_cut_short(pointsman: Run, recording: Path) -> None:
+def test_a_truncated_recording_is_replayed_up_to_its_last_line(pointsman: Run, recording: Path) -> None:
     recording.write_text(recording.read_text()[:-20])
     finished = pointsman("replay", recording)
     assert finished.code == 0
@@ -257,7 +257,7 @@ def test_a_recording_that_was_cut_short(pointsman: Run, recording: Path) -> None
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device here is always full")
-def test_a_recording_on_a_full_disk(pointsman: Run, model: str) -> None:
+def test_a_recording_on_a_full_disk_fails_after_the_output(pointsman: Run, model: str) -> None:
     finished = pointsman("generate", "--model", model, "--prompt", "a", "--record", "/dev/full")
     assert finished.code == 1
     assert "No space left" in finished.errors[-1] and finished.out
@@ -267,7 +267,7 @@ def test_a_recording_on_a_full_disk(pointsman: Run, model: str) -> None:
 
 
 @pytest.mark.e2e
-def test_a_closed_output_prints_no_error(model: str) -> None:
+def test_a_closed_stdout_prints_no_error(model: str) -> None:
     command = ["generate", "--model", model, "--prompt", "a", "--prompt", "b"]
     command += ["--json", "--ignore-eos", "--batching", "static"]
     unread, out = os.pipe()

@@ -61,7 +61,7 @@ def test_only_given_options_are_passed_on() -> None:
     assert engine_arguments({"decode_reserve": "mean"}) == {"decode_reserve": "mean"}
 
 
-def test_none_turns_all_token_limits_off() -> None:
+def test_the_word_none_turns_all_token_limits_off() -> None:
     assert engine_arguments({"token_limits": ["none"]}) == {"token_limits": []}
     assert engine_arguments({"token_limits": ["none"]}, "auto")["token_limits"] == []
     assert engine_arguments({"token_limits": ["prefill-gap:seconds=0.2"]}) == {
@@ -117,7 +117,9 @@ def test_given_knobs_override_a_preset(name: str) -> None:
         ({}, "quick", "no preset is called 'quick'"),
     ],
 )
-def test_impossible_knobs_are_refused_at_once(knobs: dict[str, Any], preset: str | None, message: str) -> None:
+def test_impossible_knobs_are_refused_before_a_model_is_loaded(
+    knobs: dict[str, Any], preset: str | None, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         engine_arguments(knobs, preset)
 

@@ -32,7 +32,7 @@ def test_the_course_is_written_and_opened(pointsman: Run, opened: list[str], tmp
     assert opened == [page.as_uri()] and "Content-Security-Policy" in page.read_text()
 
 
-def test_an_export_is_not_opened(pointsman: Run, opened: list[str], tmp_path: Path) -> None:
+def test_a_course_written_with_out_is_not_opened(pointsman: Run, opened: list[str], tmp_path: Path) -> None:
     """A folder, new or not, gets an index.html."""
     assert pointsman("learn", "--out", "sub/new/").out == "sub/new/index.html\n"
     assert pointsman("learn", "--out", tmp_path).out == f"{tmp_path / 'index.html'}\n"
@@ -42,7 +42,7 @@ def test_an_export_is_not_opened(pointsman: Run, opened: list[str], tmp_path: Pa
     assert opened == [(tmp_path / "course.html").as_uri()]
 
 
-def test_an_unwritable_path_is_refused(pointsman: Run, opened: list[str], tmp_path: Path) -> None:
+def test_an_unwritable_path_of_the_course_is_refused(pointsman: Run, opened: list[str], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     check_refused(pointsman("learn", "--out", "file/course.html"), "cannot write file/course.html: ")
     assert opened == []

@@ -49,7 +49,7 @@ def test_a_part_of_a_trace_counts_only_served_requests(pointsman: Run, trace: Pa
     assert "taken are the first 20" in words and "--requests 48 takes all." in words
 
 
-def test_generate(pointsman: Run, model: str, trace: Path) -> None:
+def test_generate_reports_rows_left_out_of_a_trace(pointsman: Run, model: str, trace: Path) -> None:
     given = ("generate", "--model", model, "--trace", trace, "--speed", 0, "--max-tokens", 1)
     finished = pointsman(*given)
     assert finished.code == 0, finished.err
@@ -58,7 +58,7 @@ def test_generate(pointsman: Run, model: str, trace: Path) -> None:
     assert (summary["left_out"], summary["requests"], summary["finished"]["refused"]) == (LEFT_OUT, 48, 0)
 
 
-def test_calibrate(pointsman: Run, tmp_path: Path) -> None:
+def test_calibrate_reports_rows_left_out_of_a_log(pointsman: Run, tmp_path: Path) -> None:
     log = write_log(tmp_path / "log.jsonl", measured_log(40, output=20))
     row = json.loads(log.read_text().splitlines()[0])
     with log.open("a") as file:
@@ -68,7 +68,7 @@ def test_calibrate(pointsman: Run, tmp_path: Path) -> None:
     assert found["num_requests"] == 40
 
 
-def test_compare(pointsman: Run, tmp_path: Path) -> None:
+def test_compare_reports_requests_left_out_of_a_recording(pointsman: Run, tmp_path: Path) -> None:
     lines = observed_lines(60, num_blocks=90, rate=30.0)
     last = max(at for at, line in enumerate(lines) if line.get("call") == "result")
     recording = write_observed(tmp_path / "recording.jsonl", [*lines[:last], *lines[last + 1 :]])

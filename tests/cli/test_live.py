@@ -16,7 +16,7 @@ from pointsman.web.live import read_records
 from tests.integrations.vllm_operated import operated, stepping
 
 
-def test_the_page_and_its_film(tmp_path: Path) -> None:
+def test_the_live_page_gets_the_film_of_a_running_scheduler(tmp_path: Path) -> None:
     with operated(tmp_path / "s") as host:
         server = live_server(host.control.path)
         thread = threading.Thread(target=server.serve)
@@ -53,7 +53,7 @@ def test_the_page_and_its_film(tmp_path: Path) -> None:
         ([], "there is nothing to play"),
     ],
 )
-def test_wrong_options_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_live_options_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["play", *words])
     assert ended.value.code

@@ -122,7 +122,7 @@ def test_a_gguf_file_is_exported_as_a_directory(pointsman: Run, tmp_path: Path) 
         assert refused.code == 2 and said in refused.errors[0]
 
 
-def test_an_unknown_name(pointsman: Run) -> None:
+def test_an_unknown_model_name_is_refused(pointsman: Run) -> None:
     for command in ("get", "remove"):
         refused = pointsman("models", command, "big")
         assert refused.code == 2 and "choose smollm2 or gemma3-270m" in refused.errors[0]

@@ -71,7 +71,7 @@ def printed(parent: ForkingParent, program: str) -> Any:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_help_of_every_command_has_it_in_its_panel(parent: ForkingParent, command: str) -> None:
+def test_the_help_of_every_command_shows_a_new_knob_in_its_panel(parent: ForkingParent, command: str) -> None:
     help_text = pointsman(parent, command, "--help").stdout
     (steps,) = re.findall(r"^Steps:\n((?:  .*\n)+)", help_text, re.MULTILINE)
     assert re.search(r"  --patience <int> +Steps that a request waits for company \[default: 5: five steps\]\.", steps)
@@ -81,7 +81,7 @@ def test_the_help_of_every_command_has_it_in_its_panel(parent: ForkingParent, co
     assert "unseen" not in help_text
 
 
-def test_its_range_is_checked_before_a_model_is_loaded(parent: ForkingParent) -> None:
+def test_range_of_a_new_knob_is_checked_before_a_model_is_loaded(parent: ForkingParent) -> None:
     for command in ("generate", "serve", "simulate"):
         run = pointsman(parent, command, "--patience", 1)
         assert run.returncode == 2 and "patience is 1; it must be between 2 and" in run.stderr
@@ -89,7 +89,7 @@ def test_its_range_is_checked_before_a_model_is_loaded(parent: ForkingParent) ->
     assert run.returncode == 2 and "tempers is 'often'; give a number of steps, or \"mean\"" in run.stderr
 
 
-def test_the_engine_runs_with_it(parent: ForkingParent, tmp_path: Path) -> None:
+def test_the_engine_runs_with_a_new_knob(parent: ForkingParent, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     record = tmp_path / "run.jsonl"
     knobs = ("--patience", 7, "--temper", "mean", "--attention", "torch", "--no-fuse")  # without kernels to compile
@@ -100,14 +100,14 @@ def test_the_engine_runs_with_it(parent: ForkingParent, tmp_path: Path) -> None:
     assert (config["patience"], config["tempers"]) == (7, "mean")
 
 
-def test_a_simulation_runs_with_it(parent: ForkingParent) -> None:
+def test_a_simulation_runs_with_a_new_knob(parent: ForkingParent) -> None:
     for given, expected in ((("--patience", 9), 9), ((), 5)):
         run = pointsman(parent, "simulate", "--requests", 4, "--json", *given)
         assert run.returncode == 0, run.stderr
         assert json.loads(run.stdout)["config"]["patience"] == expected
 
 
-def test_a_search_tries_its_values_unless_it_is_given(parent: ForkingParent) -> None:
+def test_a_search_tries_values_of_a_new_knob_unless_it_is_given(parent: ForkingParent) -> None:
     pytest.importorskip("optuna")
     small = ("--arrivals", "poisson:12", "--output-tokens", 20, "--requests", 16, "--trials", 10, "--json")
     targets = ("--ttft-p99", "1s", "--itl-p99", "30ms", "--workers", 1)
@@ -125,7 +125,7 @@ print(json.dumps([DESIGN["patience"], found.values, found.is_ordered]))
     assert printed(parent, program) == [[5, 9], [5, 7, 9], True]
 
 
-def test_the_drop_in_for_vllm_takes_it(parent: ForkingParent) -> None:
+def test_the_scheduler_for_vllm_takes_a_new_knob(parent: ForkingParent) -> None:
     program = """
 from types import SimpleNamespace
 from pointsman.integrations.vllm.settings import read_settings, scheduler_config
@@ -137,7 +137,7 @@ print(json.dumps([config.patience, config.tempers, config.unseen]))
     assert printed(parent, program) == [8, "mean", True]
 
 
-def test_ray_and_the_configuration_file_take_it(parent: ForkingParent, tmp_path: Path) -> None:
+def test_ray_and_the_configuration_file_take_a_new_knob(parent: ForkingParent, tmp_path: Path) -> None:
     file = tmp_path / "pointsman.yaml"
     file.write_text("patience: 8\ntempers: 4\n")
     program = f"""
@@ -152,7 +152,7 @@ print(json.dumps([[engine["patience"], engine["tempers"]] for engine in engines]
     assert printed(parent, program) == [[8, "mean"], [8, 4]]
 
 
-def test_the_table_of_the_docs_has_a_row_for_it(parent: ForkingParent) -> None:
+def test_the_table_of_the_docs_has_a_row_for_a_new_knob(parent: ForkingParent) -> None:
     script = str(ROOT / "scripts" / "write_knobs.py")
     table = printed(parent, f"print(json.dumps(runpy.run_path({script!r})['table']()))").splitlines()
     assert (

@@ -16,7 +16,7 @@ def run(*arguments: str) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
-def test_all_are_listed_with_the_option_that_takes_them() -> None:
+def test_all_policies_are_listed_with_the_option_that_takes_them() -> None:
     code, output = run()
     assert code == 0
     for kind in KINDS:
@@ -29,7 +29,7 @@ def test_all_are_listed_with_the_option_that_takes_them() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_kind_as_json(kind: str) -> None:
+def test_policies_of_one_kind_are_listed_as_json(kind: str) -> None:
     code, output = run(kind, "--json")
     found = json.loads(output)
     assert (code, list(found)) == (0, [kind])

@@ -29,7 +29,7 @@ Run = Callable[..., Finished]
 
 
 @pytest.mark.e2e
-def test_it_serves_until_ctrl_c(pointsman: Run, tmp_path: Path) -> None:
+def test_the_sandbox_serves_until_ctrl_c(pointsman: Run, tmp_path: Path) -> None:
     """With the requests of a film."""
     film = tmp_path / "run.film"
     assert pointsman("simulate", "--requests", 7, "--seed", 1, "--film", film).code == 0
@@ -50,7 +50,7 @@ def test_it_serves_until_ctrl_c(pointsman: Run, tmp_path: Path) -> None:
     assert (process.returncode, error) == (0, "")
 
 
-def test_wrong_options_are_refused(pointsman: Run, tmp_path: Path) -> None:
+def test_wrong_sandbox_options_are_refused(pointsman: Run, tmp_path: Path) -> None:
     check_refused(pointsman("play"), "nothing to play", "--sandbox")
     check_refused(pointsman("play", "run.film", "--port", 8000), "--port is 8000", "--sandbox")
     check_refused(pointsman("play", "--sandbox", "--out", "x.html"), "--out", "leave one of them out")
@@ -89,7 +89,7 @@ def test_copied_commands_contain_only_the_change() -> None:
     assert "# the pool" not in commands(base.replace(num_blocks=2560), base)["all"]
 
 
-def test_the_text_about_a_film(pointsman: Run, tmp_path: Path) -> None:
+def test_a_text_says_how_closely_the_scene_matches_its_film(pointsman: Run, tmp_path: Path) -> None:
     film = tmp_path / "run.film"
     assert pointsman("simulate", "--requests", 20, "--seed", 1, "--film", film).code == 0
     scene, about = scene_of(film)

@@ -39,7 +39,7 @@ def test_a_scenario_prints_its_claim_figures_and_verdicts(pointsman: Run, tmp_pa
 
 
 @pytest.mark.usefixtures("tiny")
-def test_json_is_one_object_with_seeds_figures_and_checks(pointsman: Run) -> None:
+def test_scenario_json_is_one_object_with_figures_and_checks(pointsman: Run) -> None:
     (found,) = pointsman("simulate", "--scenario", "tiny", "--seed", 3, "--seeds", 2, "--json").json_lines
     assert found["seeds"] == [3, 4]
     first, second = found["rows"]
@@ -90,7 +90,7 @@ def test_the_list_has_the_scenarios_with_their_claims(pointsman: Run) -> None:
         (["watermark", "--html", "/nowhere/at/all"], ["/nowhere/at/all", "No such file"]),
     ],
 )
-def test_bad_options(pointsman: Run, args: list[str], words: list[str]) -> None:
+def test_bad_scenario_options_are_refused(pointsman: Run, args: list[str], words: list[str]) -> None:
     check_refused(pointsman("simulate", "--scenario", *args), *words)
 
 
@@ -112,7 +112,7 @@ def test_several_seeds_give_means_with_intervals(pointsman: Run) -> None:
     assert "Student's t" in found["method"]
 
 
-def test_several_seeds_are_printed(pointsman: Run) -> None:
+def test_the_seeds_of_several_runs_are_printed(pointsman: Run) -> None:
     finished = pointsman("simulate", *SHORT_RUN, "--users", 3, "--seeds", 2)
     assert finished.code == 0, finished.err
     assert "seeds 0 to 1" in " ".join(finished.out.split())

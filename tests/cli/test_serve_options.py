@@ -88,7 +88,7 @@ def test_every_setting_of_the_server_is_an_option() -> None:
     assert {"api_key", "api_key_file", "operator_key", "operator_key_file"} <= SERVER.keys()
 
 
-def test_both_commands_have_every_knob() -> None:
+def test_generate_and_serve_have_every_knob() -> None:
     commands: Any = get_command(app)
     for name in ("generate", "serve"):
         options = {option.name: option for option in commands.commands[name].params}
@@ -100,7 +100,7 @@ def test_both_commands_have_every_knob() -> None:
             assert option in options[knob].opts
 
 
-def test_the_help_has_the_defaults() -> None:
+def test_the_help_of_serve_shows_the_defaults() -> None:
     defaults = engine_defaults()
     defaults |= {field.name: field.default for field in fields(ServerConfig)}
     told = 0
@@ -279,7 +279,7 @@ def test_a_file_may_set_every_option_except_secrets(tmp_path: Path) -> None:
     assert found.engine.keys() == {"model", "seed", "num_threads"} | (KNOBS.keys() & lines.keys()) - {"threads"}
 
 
-def test_hyphens_null_single_names_and_plain_bytes_in_a_file(tmp_path: Path) -> None:
+def test_a_file_may_use_hyphens_null_single_names_and_bytes(tmp_path: Path) -> None:
     found = settings(tmp_path, "max-num-seqs: 9\nport: null\nserved-model-name: x\nkv-cache-bytes: 4096\n")
     assert found.engine == {"model": "demo", "max_num_seqs": 9, "kv_cache_bytes": 4096}
     assert found.server == ServerConfig(served_model_name=("x",))
@@ -287,7 +287,7 @@ def test_hyphens_null_single_names_and_plain_bytes_in_a_file(tmp_path: Path) -> 
     assert settings(tmp_path, "# nothing\n").engine == {"model": "demo"}
 
 
-def test_speculation_in_vllms_form(tmp_path: Path) -> None:
+def test_speculation_may_be_given_in_vllms_form(tmp_path: Path) -> None:
     config = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}'
     expected = {"model": "demo", "num_draft_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
     assert settings(tmp_path, f"speculative-config: '{config}'\n").engine == expected
@@ -390,7 +390,7 @@ def test_every_preset_can_be_served(tmp_path: Path, name: str) -> None:
         ("preset: fast\n", ["'fast'", "low-latency"]),
     ],
 )
-def test_a_wrong_file_is_refused(tmp_path: Path, file: str, words: list[str]) -> None:
+def test_a_wrong_configuration_file_is_refused(tmp_path: Path, file: str, words: list[str]) -> None:
     with pytest.raises(CommandError) as raised:
         settings(tmp_path, file)
     assert raised.value.exit_code == 2
@@ -399,7 +399,7 @@ def test_a_wrong_file_is_refused(tmp_path: Path, file: str, words: list[str]) ->
     assert "hidden" not in str(raised.value)
 
 
-def test_a_file_that_is_not_text(tmp_path: Path) -> None:
+def test_a_missing_or_binary_configuration_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "serve.yaml"
     with pytest.raises(CommandError, match="No such file"):
         serve_settings({}, str(path), {})
@@ -431,7 +431,7 @@ def test_a_file_that_is_not_text(tmp_path: Path) -> None:
         (["--kv-cache-bytes", "1MiB", "--num-blocks", "5"], ["--num-blocks", "--kv-cache-bytes"]),
     ],
 )
-def test_wrong_options_are_refused(pointsman: Run, args: list[str], words: list[str]) -> None:
+def test_wrong_serve_options_are_refused(pointsman: Run, args: list[str], words: list[str]) -> None:
     check_refused(pointsman("serve", *args), *words)
 
 
@@ -461,7 +461,7 @@ def test_a_missing_model_is_named(pointsman_process: Run, tmp_path: Path) -> Non
 
 
 @pytest.mark.e2e
-def test_a_knob_that_only_the_model_can_refuse(pointsman_process: Run, model: str) -> None:
+def test_a_knob_that_contradicts_the_model_is_refused(pointsman_process: Run, model: str) -> None:
     pytest.importorskip("fastapi")
     finished = pointsman_process("serve", "--port", 0, "--model", model, "--max-model-len", 10**6)
     check_refused(finished, "max_model_len is 1000000", "lower it")

@@ -61,7 +61,7 @@ def test_a_report_begins_with_kv_blocks_and_warns_if_uncalibrated(pointsman: Run
     assert max(map(len, lines)) <= 100
 
 
-def test_json_is_one_line(pointsman: Run, trace: Path) -> None:
+def test_the_json_report_is_one_line(pointsman: Run, trace: Path) -> None:
     found = report(pointsman("simulate", "--trace", trace, "--json", "--num-blocks", 500, "--ttft-target", "2s"))
     assert next(iter(found)) == "kv_blocks"
     assert found["kv_blocks"]["number"] == found["config"]["num_blocks"] == 500
@@ -83,7 +83,7 @@ def test_extrapolation_gives_a_warning(pointsman: Run, trace: Path, tmp_path: Pa
     assert not any("extrapolated" in note for note in report(pointsman(*given))["notes"])
 
 
-def test_files_are_written(pointsman: Run, tmp_path: Path) -> None:
+def test_html_and_perfetto_files_are_written(pointsman: Run, tmp_path: Path) -> None:
     page, perfetto = tmp_path / "page.html", tmp_path / "trace.json"
     finished = pointsman("simulate", *SHORT_RUN, "--html", page, "--perfetto", perfetto)
     assert finished.code == 0, finished.err
@@ -112,14 +112,14 @@ def test_help_has_the_main_options_first(pointsman: Run) -> None:
 # ---------------------------------------------------------------------- what arrives, and what serves it
 
 
-def test_rate_and_limit_of_a_trace(pointsman: Run, trace: Path) -> None:
+def test_a_trace_is_sped_up_and_limited(pointsman: Run, trace: Path) -> None:
     found = report(pointsman("simulate", "--trace", trace, "--rate", 4, "--limit", 13, "--json"))
     assert found["counts"]["arrived"] == 13
     assert 3 < found["seconds"]["value"] < 3.5
     assert found["speed"] == 4
 
 
-def test_the_scheduler_has_the_knobs(pointsman: Run, trace: Path) -> None:
+def test_the_simulated_scheduler_has_the_given_knobs(pointsman: Run, trace: Path) -> None:
     given = ("--preset", "vllm", "--max-num-seqs", 3, "--decode-reserve", "mean", "--no-enable-prefix-caching")
     config = report(pointsman("simulate", "--trace", trace, "--json", *given))["config"]
     assert config["order"] == "fcfs-front"
@@ -150,7 +150,7 @@ def test_sessions_find_their_own_prefixes(pointsman: Run) -> None:
     assert found["prefix_hit_rate"]["value"] > 0.5
 
 
-def test_a_fleet(pointsman: Run, trace: Path) -> None:
+def test_a_fleet_with_a_routing_rule_is_simulated(pointsman: Run, trace: Path) -> None:
     found = report(pointsman("simulate", "--trace", trace, "--replicas", 3, "--routing", "least-loaded", "--json"))
     assert found["num_replicas"] == 3
     assert found["counts"]["finished"] == 20
@@ -164,7 +164,7 @@ def test_more_devices_have_more_blocks() -> None:
     assert what_serves({}, "textbook").config.num_blocks == one.config.num_blocks  # a preset without limits of a step
 
 
-def test_a_workload_of_a_smaller_number_of_requests() -> None:
+def test_a_workload_can_be_cut_to_fewer_requests() -> None:
     assert what_arrives({}, 7).at_speed(1).num_requests == 7
     sessions = what_arrives({"sessions": 1000, "turns": "4"}, 80)
     assert sessions.at_speed(1).num_requests == 80
@@ -176,7 +176,7 @@ def test_a_workload_of_a_smaller_number_of_requests() -> None:
 @pytest.mark.parametrize(
     ("text", "value"), [("500ms", 0.5), ("2s", 2), ("1.5", 1.5), ("250us", 25e-5), (" 2 M", 120), ("1h", 3600)]
 )
-def test_times(text: str, value: float) -> None:
+def test_durations_are_parsed_with_their_units(text: str, value: float) -> None:
     assert seconds("ttft_target", text) == pytest.approx(value)
 
 
@@ -214,17 +214,17 @@ def test_times(text: str, value: float) -> None:
         (["--price-per-hour", "nan"], ["--price-per-hour is nan"]),
     ],
 )
-def test_bad_options(pointsman: Run, args: list[str], words: list[str]) -> None:
+def test_bad_simulate_options_are_refused(pointsman: Run, args: list[str], words: list[str]) -> None:
     check_refused(pointsman("simulate", *args), *words)
 
 
-def test_a_broken_line_of_a_trace(pointsman: Run, tmp_path: Path) -> None:
+def test_a_broken_line_of_a_trace_is_named(pointsman: Run, tmp_path: Path) -> None:
     path = tmp_path / "broken.csv"
     path.write_text(HEADER + "2023-11-16 18:00:00.0,100,10\n2023-11-16 18:00:01.0,many,10\n")
     check_refused(pointsman("simulate", "--trace", path), str(path), "line 3", "'many'", "whole number")
 
 
-def test_a_trace_without_output(pointsman: Run, tmp_path: Path) -> None:
+def test_a_trace_without_output_is_refused(pointsman: Run, tmp_path: Path) -> None:
     path = tmp_path / "failed.csv"
     path.write_text(HEADER + "2023-11-16 18:00:00.0,100,0\n")
     check_refused(

@@ -122,13 +122,13 @@ def test_commands_name_the_model_of_the_recording(pointsman: Run, tmp_path: Path
     assert shlex.split(commands["vllm"])[:3] == ["vllm", "serve", "MODEL"]
 
 
-def test_no_gain_where_the_defaults_meet_the_targets(pointsman: Run) -> None:
+def test_no_gain_is_reported_if_the_defaults_meet_the_targets(pointsman: Run) -> None:
     printed = words(pointsman("tune", *SMALL, "--ttft-p99", "10s"))
     assert "No gain: the defaults of vLLM 0.32.0 on H100-SXM have a goodput of" in printed
     assert "--max-num-batched-tokens 8192 --max-num-seqs 1024" in printed
 
 
-def test_impossible_targets(pointsman: Run) -> None:
+def test_targets_that_no_settings_meet_are_reported(pointsman: Run) -> None:
     finished = pointsman("tune", *SMALL, "--ttft-p99", "1ms")
     printed = words(finished)
     assert "Nothing meets the targets" in printed and "The lowest TTFT p99 of any is" in printed
@@ -176,11 +176,11 @@ def test_ctrl_c_prints_the_best_so_far(pointsman: Run, monkeypatch: pytest.Monke
         (["--trace", "/nowhere/at/all"], ["/nowhere/at/all", "No such file"]),
     ],
 )
-def test_bad_options(pointsman: Run, args: list[str], words: list[str]) -> None:
+def test_bad_tune_options_are_refused(pointsman: Run, args: list[str], words: list[str]) -> None:
     check_refused(pointsman("tune", *args), *words)
 
 
-def test_a_trace_too_short_to_cut(pointsman: Run, tmp_path: Path) -> None:
+def test_a_trace_too_short_to_split_is_refused(pointsman: Run, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text("".join(f'{{"timestamp": {n}, "input_length": 20, "output_length": 6}}\n' for n in range(7)))
     check_refused(pointsman("tune", "--trace", path), "7 requests", "at least 20", "longer trace")

@@ -20,7 +20,7 @@ from pointsman.cli.knobs import size as parse_size
         ("2T", 2 * 1024**4),
     ],
 )
-def test_sizes(text: str, size: int) -> None:
+def test_sizes_are_parsed_with_their_units(text: str, size: int) -> None:
     assert parse_size(text, "kv_cache_bytes") == size
 
 
@@ -30,7 +30,7 @@ def test_invalid_sizes_are_refused(text: str) -> None:
         parse_size(text, "kv_cache_bytes")
 
 
-def test_control_characters_are_removed() -> None:
+def test_control_characters_are_removed_from_displayed_text() -> None:
     assert printable("a\x1b[2Jb\x07\nc\td") == "a�[2Jb�\nc\td"
     assert one_line("  a\n\n b\r\tc ") == "a b c"
 

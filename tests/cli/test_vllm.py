@@ -46,7 +46,7 @@ def host(tmp_path: Path) -> Iterator[Operated]:
         yield host
 
 
-def test_all_requests_are_a_table(host: Operated, run: Run) -> None:
+def test_explain_shows_all_requests_as_a_table(host: Operated, run: Run) -> None:
     code, out, _ = run("explain", "--socket", host.control.path)
     assert code == 0
     first, header, *rows = [line.rstrip() for line in out.splitlines()]
@@ -60,13 +60,13 @@ def test_all_requests_are_a_table(host: Operated, run: Run) -> None:
     assert re.search(r"  behind for 0\.\ds$", rows[3])
 
 
-def test_a_table_that_is_cut_says_so(host: Operated, run: Run) -> None:
+def test_a_truncated_table_reports_the_number_of_shown_requests(host: Operated, run: Run) -> None:
     _, out, _ = run("explain", "--socket", host.control.path, "--limit", "3")
     assert "cmpl-b-0-z" in out and "cmpl-c-0-w" not in out
     assert out.splitlines()[-1] == "only the 3 oldest are shown; --limit shows more"
 
 
-def test_a_scheduler_without_requests(tmp_path: Path, run: Run) -> None:
+def test_explain_of_a_scheduler_without_requests_is_one_line(tmp_path: Path, run: Run) -> None:
     with operated(tmp_path / "s") as idle:
         assert run("explain", "--socket", idle.control.path)[:2] == (0, "0 running, 0 waiting, 0 parked\n")
 
@@ -87,7 +87,7 @@ def test_one_request_is_shown_in_full(host: Operated, run: Run) -> None:
     ]
 
 
-def test_several_samples_of_a_completion_are_a_table(host: Operated, run: Run) -> None:
+def test_explain_shows_samples_of_a_completion_as_a_table(host: Operated, run: Run) -> None:
     _, out, _ = run("explain", "--socket", host.control.path, "cmpl-a")
     assert [line.split()[0] for line in out.splitlines()[2:]] == ["cmpl-a-0-x", "cmpl-a-1-y"]
 
@@ -113,7 +113,7 @@ def test_a_replaced_policy_is_named_with_its_replacement(tmp_path: Path, run: Ru
     assert re.search(r'pointsman:replaced_policies\{.*kind="victim"\} 1', metrics)
 
 
-def test_as_json_each_request_is_a_line(host: Operated, run: Run) -> None:
+def test_explain_as_json_prints_each_request_as_a_line(host: Operated, run: Run) -> None:
     _, out, _ = run("explain", "--socket", host.control.path, "--json")
     assert [json.loads(line)["id"] for line in out.splitlines()] == list(host.of_id)
 

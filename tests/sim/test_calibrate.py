@@ -57,7 +57,7 @@ def held_out(found: Calibration) -> RequestErrors:
 # ---------------------------------------------------------------------- timings of requests
 
 
-def test_a_small_log_is_predicted(small: Calibration) -> None:
+def test_a_fit_predicts_held_out_requests_of_a_small_log(small: Calibration) -> None:
     errors = held_out(small)
     assert errors.num_requests == 20
     assert errors.e2e_mape < 0.03
@@ -88,7 +88,9 @@ def test_a_poor_fit_suspects_the_settings(small: Calibration) -> None:
     ],
     ids=["low", "roofline", "burst", "sync", "cpu"],
 )  # fmt: skip
-def test_logs_of_other_engines(rate: float, step_time: Any, settings: EngineSettings, options: dict[str, Any]) -> None:
+def test_a_fit_predicts_logs_of_different_engines(
+    rate: float, step_time: Any, settings: EngineSettings, options: dict[str, Any]
+) -> None:
     log = measured_log(160, rate, step_time, settings, **options)
     errors = held_out(from_requests(log, settings))
     assert errors.e2e_mape < 0.03
@@ -120,7 +122,7 @@ DEVICES: dict[str, tuple[RooflineStepTime, float, EngineSettings, dict[str, Any]
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", DEVICES)
-def test_other_models_and_devices_at_any_rate(name: str) -> None:
+def test_a_fit_predicts_different_models_devices_and_rates(name: str) -> None:
     """Steps vary by 2.5 %, so the true step times have errors too, and hardly smaller ones."""
     truth, rate, settings, options = DEVICES[name]
     log = measured_log(300, rate, truth, settings, noise=0.025, **{"output": 150, **options})
@@ -137,7 +139,7 @@ def test_other_models_and_devices_at_any_rate(name: str) -> None:
 
 
 @pytest.mark.long
-def test_the_shared_log_of_vllm(tmp_path: Path) -> None:
+def test_a_fit_predicts_the_shared_log_of_vllm(tmp_path: Path) -> None:
     if not SHARED_LOG.exists():
         pytest.skip(f"{SHARED_LOG.name} is not in {SHARED_LOG.parent}")
     settings = EngineSettings(max_num_seqs=128, max_num_batched_tokens=2048)
@@ -181,7 +183,7 @@ def test_no_timing_of_a_held_out_request_reaches_the_fit() -> None:
     np.testing.assert_array_equal(one.errors(candidate), other.errors(candidate))
 
 
-def test_equal_times_have_no_error() -> None:
+def test_errors_are_0_if_predicted_and_measured_times_are_equal() -> None:
     log = measured_log(30)
     times = Times.of(log)
     errors = RequestErrors.between(times, times)
@@ -212,7 +214,7 @@ def test_outputs_of_one_token_have_no_tpot() -> None:
         (30, 3, "train is 3; a fit needs at least 10 requests"),
     ],
 )
-def test_too_few_requests_are_refused(count: int, train: int | None, wrong: str) -> None:
+def test_logs_with_too_few_requests_are_refused(count: int, train: int | None, wrong: str) -> None:
     with pytest.raises(CalibrationError, match=wrong):
         from_requests(measured_log(count), SETTINGS, train=train)
 
@@ -246,7 +248,7 @@ def test_settings_that_contradict_the_log_are_refused(changes: dict[str, Any], w
 # ---------------------------------------------------------------------- steps
 
 
-def test_steps_are_fitted_at_once() -> None:
+def test_step_times_of_a_recording_are_fitted_in_one_pass() -> None:
     pytest.importorskip("scipy")
     rng = np.random.default_rng(3)
     truth = LinearStepTime(per_step=5e-3, per_row=1e-4, per_token=5e-5, per_context_token=3e-8)
@@ -347,7 +349,7 @@ def recording(tmp_path: Path, *, is_timed: bool, **knobs: Any) -> Path:
     return path
 
 
-def test_a_recording_with_step_times(tmp_path: Path) -> None:
+def test_a_recording_with_step_times_is_fitted(tmp_path: Path) -> None:
     pytest.importorskip("scipy")
     found = calibrate(recording(tmp_path, is_timed=True))
     assert found.profile.kind == "steps" and found.profile.num_requests == 4
@@ -386,7 +388,7 @@ def test_steps_that_become_slower_are_noted(tmp_path: Path) -> None:
     assert "together by -6" in note and "Record longer" in note
 
 
-def test_a_profile_includes_late_loads_of_its_recording(tmp_path: Path) -> None:
+def test_a_profile_fits_loads_late_in_its_recording(tmp_path: Path) -> None:
     """A server is measured from idle to busy; a profile of the first half alone would lack the busy steps."""
     pytest.importorskip("scipy")
     rng = np.random.default_rng(5)
@@ -414,7 +416,7 @@ def test_a_profile_includes_late_loads_of_its_recording(tmp_path: Path) -> None:
     assert first_half.profile.step_time.of_step(busy) < 0.6 * seconds_of(busy)
 
 
-def test_host_time_between_steps_counts(tmp_path: Path) -> None:
+def test_host_time_between_steps_is_part_of_the_step_time(tmp_path: Path) -> None:
     """The host is busy for a fifth of each step here. A pause between two steps does not count."""
     pytest.importorskip("scipy")
     plain = calibrate(recording(tmp_path, is_timed=True))
@@ -434,12 +436,12 @@ def test_host_time_between_steps_counts(tmp_path: Path) -> None:
     assert any(note.startswith("times between steps are not in step times") for note in plain.profile.notes)
 
 
-def test_a_recording_without_step_times(tmp_path: Path) -> None:
+def test_a_recording_without_step_times_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CalibrationError, match=r"none of its \d+ steps has a step_time; record with a host that sets"):
         calibrate(recording(tmp_path, is_timed=False))
 
 
-def test_a_broken_line_of_a_recording(tmp_path: Path) -> None:
+def test_a_broken_line_of_a_recording_is_named(tmp_path: Path) -> None:
     path = recording(tmp_path, is_timed=True)
     lines = path.read_text().splitlines()
     lines[5] = lines[5][:20]
@@ -527,7 +529,7 @@ def test_extrapolation_gives_a_warning() -> None:
     assert any(warning.startswith("positions read") for warning in warn_outside(profile(), watched.hull))
 
 
-def test_a_written_log_is_read(tmp_path: Path) -> None:
+def test_a_log_is_read_as_it_was_written(tmp_path: Path) -> None:
     log = measured_log(12)
     read = read_measurements(write_log(tmp_path / "log.jsonl", log))
     np.testing.assert_allclose(Times.of(read).e2e, Times.of(log).e2e, atol=1e-9)

@@ -66,7 +66,7 @@ def nested(found: Capacity) -> tuple[Probe, Probe]:
 
 
 @pytest.mark.parametrize("num_replicas", [1, 3])
-def test_the_highest_rate_of_replicas_that_serve_ten_a_second_each(num_replicas: int) -> None:
+def test_the_highest_rate_of_replicas_is_the_sum_of_their_rates(num_replicas: int) -> None:
     meets, misses = nested(highest_rate(question(0.15), num_replicas, tolerance=0.01))
     assert meets.rate <= misses.rate <= meets.rate * 1.01
     # A queue that grows by less than half a request in 100 arrivals does not show.
@@ -75,7 +75,7 @@ def test_the_highest_rate_of_replicas_that_serve_ten_a_second_each(num_replicas:
     assert meets.ttft_p99 == pytest.approx(SECONDS, abs=0.05)
 
 
-def test_a_rate_far_below_the_throughput() -> None:
+def test_a_highest_rate_far_below_the_throughput_is_found() -> None:
     """Random arrivals, and a target that leaves no time to wait: at most two of a hundred requests may meet."""
     found = highest_rate(question(0.1001, arriving=at_random))
     meets, _ = nested(found)
@@ -88,7 +88,7 @@ def test_equal_questions_have_equal_results() -> None:
     assert first.probes == second.probes
 
 
-def test_nothing_meets_and_everything_meets() -> None:
+def test_a_side_of_the_bracket_is_none_if_no_or_every_rate_meets() -> None:
     nothing = highest_rate(question(SECONDS / 2))
     assert nothing.meets is None
     assert [probe.share for probe in nothing.probes] == [0]
@@ -110,7 +110,7 @@ def of_prompts(*lengths: float) -> Question:
     )
 
 
-def test_refused_requests_are_misses() -> None:
+def test_refused_requests_count_as_missing_the_targets() -> None:
     found = highest_rate(of_prompts(10, 100))
     assert found.meets is None
     (probe,) = found.probes
@@ -123,7 +123,7 @@ def test_an_error_says_why_all_requests_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("rate", "wanted"), [(8, 1), (35, 4), (45, 5), (72, 8)])
-def test_the_fewest_replicas(rate: float, wanted: int) -> None:
+def test_the_fewest_replicas_for_a_rate_are_found(rate: float, wanted: int) -> None:
     found = fewest_replicas(question(0.15, count=200), rate, 1, 9)
     assert found.meets is not None and found.meets.num_replicas == wanted
     if wanted > 1:
@@ -131,7 +131,7 @@ def test_the_fewest_replicas(rate: float, wanted: int) -> None:
     assert len(found.probes) <= 6
 
 
-def test_ranges_that_are_too_low_or_too_high() -> None:
+def test_ranges_of_replicas_may_be_too_low_or_too_high() -> None:
     too_few = fewest_replicas(question(0.15), 35, 1, 3)
     assert too_few.meets is None
     assert [probe.num_replicas for probe in too_few.probes] == [3]
@@ -140,7 +140,7 @@ def test_ranges_that_are_too_low_or_too_high() -> None:
     assert enough.meets.num_replicas == 6
 
 
-def test_a_short_probe_is_recognised() -> None:
+def test_a_probe_too_short_to_show_a_queue_is_recognised() -> None:
     targets = Targets(ttft=0.15)
     assert not highest_rate(question(0.15)).is_short(targets)
     assert highest_rate(question(0.15, count=20)).is_short(targets)
@@ -168,7 +168,7 @@ def test_each_probe_is_reported_as_it_is_made() -> None:
     assert seen == found.probes
 
 
-def test_arguments_out_of_range_are_refused() -> None:
+def test_search_arguments_out_of_range_are_refused() -> None:
     with pytest.raises(SimulationError, match="share is 0"):
         question(1, share=0)
     with pytest.raises(SimulationError, match="no target"):
@@ -239,7 +239,7 @@ def test_even_one_user_may_miss_the_targets() -> None:
     assert found.meets is None and len(found.probes) == 1
 
 
-def test_the_fewest_replicas_for_users() -> None:
+def test_the_fewest_replicas_for_a_number_of_users_are_found() -> None:
     found = fewest_replicas(of_users(0.35), 16, 1, 8)
     assert found.meets is not None and found.misses is not None
     assert found.meets.num_replicas == found.misses.num_replicas + 1

@@ -22,11 +22,11 @@ from pointsman.sim.errors import SimulationError, UnknownName
         ("mi300x", "MI300X"),
     ],
 )
-def test_names_are_found_as_people_write_them(name: str, found: str) -> None:
+def test_device_names_are_found_in_different_spellings(name: str, found: str) -> None:
     assert device(name).name == found
 
 
-def test_an_unknown_name_lists_the_nearest_and_a_command() -> None:
+def test_an_unknown_device_lists_the_nearest_names_and_a_command() -> None:
     with pytest.raises(UnknownName, match=r"'h10'.*nearest: .*h100.*pointsman simulate --list") as caught:
         device("h10")
     assert isinstance(caught.value, ValueError)
@@ -67,5 +67,5 @@ def test_an_unreported_memory_size_must_be_given(monkeypatch: pytest.MonkeyPatch
         measure_cpu()
 
 
-def test_memory_that_is_given_is_kept() -> None:
+def test_a_given_memory_size_overrides_the_measured_one() -> None:
     assert measure_cpu(seconds=0, memory=2**33).memory == 2**33

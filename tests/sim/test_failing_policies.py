@@ -31,7 +31,9 @@ def check_same_lengths(kind: str, at: str, after: int) -> None:
 
 
 @pytest.mark.parametrize(("kind", "at", "after"), CASES)
-def test_requests_have_their_lengths(kind: str, at: str, after: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_requests_have_their_lengths_despite_a_failing_policy(
+    kind: str, at: str, after: int, caplog: pytest.LogCaptureFixture
+) -> None:
     check_same_lengths(kind, at, after)
     check_log(formatted(caplog.records), kind, at_start=at == "constructor")
 

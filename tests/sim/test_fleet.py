@@ -31,7 +31,7 @@ class Noting(PrefixAffinity):
         return chosen
 
 
-def test_it_is_the_servers_rule_for_the_same_tokens() -> None:
+def test_prefix_affinity_routes_equal_tokens_as_the_server_does() -> None:
     """Conversations have a common system prompt, and their prompts contain earlier outputs. The server's rule gets
     tokens that are equal in the same places, made here without the simulator."""
     config = SchedulerConfig(num_blocks=60, block_size=16, max_model_len=2048, max_num_seqs=4)
@@ -69,7 +69,7 @@ def test_it_is_the_servers_rule_for_the_same_tokens() -> None:
 
 
 @pytest.mark.parametrize("per_step", [4e-4, 2e-3, 1e-2])
-def test_two_replicas_have_the_hit_rate_that_two_engines_have(per_step: float) -> None:
+def test_two_simulated_replicas_have_the_hit_rate_of_two_engines(per_step: float) -> None:
     """Two real engines had 0.82 (docs/scaling.md), whatever a step takes. No cache exceeds `IDEAL_HIT_RATE`. A request
     that is routed away from its prefix costs twice, because the pools are tight."""
     rate = simulated_hit_rate(2, POOL, 96, step_time=LinearStepTime(per_step=per_step, per_token=5e-5))
@@ -77,7 +77,7 @@ def test_two_replicas_have_the_hit_rate_that_two_engines_have(per_step: float) -
     assert abs(rate - 0.825) <= 0.03
 
 
-def test_other_rules_have_lower_hit_rates() -> None:
+def test_round_robin_has_a_lower_hit_rate_than_one_large_pool() -> None:
     """A real router had 0.57 with each replica in turn."""
     assert abs(simulated_hit_rate(2, POOL, 96, "round-robin") - 0.57) <= 0.03
     assert simulated_hit_rate(1, 2 * POOL, 96) > 0.8

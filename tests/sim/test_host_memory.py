@@ -34,7 +34,7 @@ SHORT = {"num_blocks": 33, "full_sequence_must_fit": False}
     [MEMORY, MEMORY._replace(num_bytes=100_000), MEMORY._replace(bandwidth=2e7)],
     ids=["ample", "little", "slow"],
 )
-def test_decodes_at_once_change_nothing(mode: str, memory: HostMemory) -> None:
+def test_decodes_in_one_run_and_single_steps_have_equal_outcomes(mode: str, memory: HostMemory) -> None:
     """With ample memory, with little, and over a slow link, where neither choice is clearly cheaper."""
     settings = config(**SHORT, preemption_mode=mode)
     for seed in seeds(2, 10):
@@ -100,7 +100,7 @@ def long_outputs(memory: HostMemory | None, mode: str = "recompute") -> tuple[Ou
     return simulate(load, settings, step_time, host_memory=memory), settings
 
 
-def test_long_outputs_recompute_little_and_a_slow_link_costs_little() -> None:
+def test_swapping_long_outputs_recomputes_few_tokens() -> None:
     """At most 5 % of all tokens are recomputed. A hundredth of the bandwidth is like no host memory."""
     memory = HostMemory.of(64 * 2**30, LLAMA, RTX_4090)
     plain, swapped, slow = (
@@ -139,6 +139,8 @@ def test_kv_size_and_bandwidth_follow_from_model_and_device() -> None:
         (MEMORY, {"enable_prefix_caching": False}, "enable_prefix_caching is off; switch it on"),
     ],
 )
-def test_impossible_settings_are_refused(memory: HostMemory | None, overrides: dict[str, Any], words: str) -> None:
+def test_impossible_host_memory_settings_are_refused(
+    memory: HostMemory | None, overrides: dict[str, Any], words: str
+) -> None:
     with pytest.raises(SimulationError, match=words):
         simulate(workload(1), config(**overrides), STEP_TIME, host_memory=memory)

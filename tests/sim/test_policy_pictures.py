@@ -36,7 +36,7 @@ FROM_TRACES = ("least-cost", "eviction")
 
 
 @pytest.mark.parametrize("name", DRAWINGS)
-def test_a_picture_is_shown_and_can_be_drawn(name: str, tmp_path: Path) -> None:
+def test_each_policy_picture_is_documented_and_can_be_drawn(name: str, tmp_path: Path) -> None:
     """The long form draws the whole picture and compares it with the documentation's file; the short form uses few
     requests."""
     shown = ROOT / "docs" / "policies" / f"{name}.svg"
@@ -59,6 +59,6 @@ def test_a_picture_is_shown_and_can_be_drawn(name: str, tmp_path: Path) -> None:
         assert drawn == shown.read_text(), "run scripts/draw_policies.py"
 
 
-def test_an_unknown_name_is_refused() -> None:
+def test_an_unknown_picture_name_is_refused() -> None:
     with pytest.raises(SystemExit, match="no picture is called 'victims'; choose from growth"):
         script().main(["victims"])

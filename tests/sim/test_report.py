@@ -152,7 +152,7 @@ def test_too_few_values_have_no_interval(outcome: Outcome) -> None:
     assert "fewer than the 100" in figures(single(), config()).method
 
 
-def test_students_t() -> None:
+def test_percentiles_of_students_t_match_the_table() -> None:
     for degrees, expected in {1: 12.706, 4: 2.776, 5: 2.571, 6: 2.447, 9: 2.262, 39: 2.023}.items():
         assert student(degrees) == pytest.approx(expected, rel=1e-3)
 
@@ -166,7 +166,7 @@ def test_the_same_seed_gives_the_same_report(outcome: Outcome) -> None:
 
 
 @pytest.mark.parametrize("name", ["outcome", "fleet"])
-def test_latencies_are_those_of_the_timings(name: str, request: pytest.FixtureRequest) -> None:
+def test_latencies_in_the_report_match_the_timings(name: str, request: pytest.FixtureRequest) -> None:
     outcome: Outcome = request.getfixturevalue(name)
     timings, report = outcome.timings, figures(outcome, config())
     is_as_numpy(report.ttft, timings.first_token - timings.arrival)
@@ -179,7 +179,7 @@ def test_latencies_are_those_of_the_timings(name: str, request: pytest.FixtureRe
     is_as_numpy(report.itl, values.repeat(counts))
 
 
-def test_decodes_at_once_and_single_steps_have_the_same_report() -> None:
+def test_decodes_in_one_run_and_single_steps_have_equal_reports() -> None:
     fast = figures(simulate(workload(6, 30), config(), STEP_TIME), config(), num_bootstrap=0)
     slow = figures(simulate(workload(6, 30), config(), STEP_TIME, is_stepping=True), config(), num_bootstrap=0)
     for name in ("counts", "seconds", "ttft", "e2e", "itl", "rows_per_step", "tokens_per_step", "busy", "slots_used"):
@@ -187,7 +187,7 @@ def test_decodes_at_once_and_single_steps_have_the_same_report() -> None:
     assert _numbers(fast.running) == pytest.approx(_numbers(slow.running), rel=1e-9)
 
 
-def test_one_request() -> None:
+def test_figures_of_a_single_request_match_its_steps() -> None:
     report = figures(single(), config(), ttft_target=3.0, itl_target=1.1, price_per_hour=3600.0)
     assert report.ttft.p99.value == pytest.approx(3.0)
     assert report.tpot.mean.value == report.itl.p50.value == pytest.approx(1.01)
@@ -206,7 +206,7 @@ def test_one_request() -> None:
     assert report.goodput.share.value == 1.0
 
 
-def test_idle_time_counts() -> None:
+def test_idle_time_lowers_means_over_time() -> None:
     """Two requests of two steps, four seconds apart: four of six seconds are busy."""
     two = Listed([(1.0, SimRequest("a", 4, 2)), (5.0, SimRequest("b", 4, 2))], {})
     report = figures(simulate(two, config(), LinearStepTime(per_step=1.0)), config())
@@ -255,7 +255,7 @@ def test_unfinished_and_refused_requests_miss_the_targets() -> None:
     assert refused.goodput.share.value == 0.0
 
 
-def test_preemptions_and_the_prefix_cache() -> None:
+def test_report_counts_preemptions_and_prefix_cache_hits() -> None:
     settings = config(num_blocks=33, full_sequence_must_fit=False, order="priority")
     outcome = simulate(workload(3), settings, STEP_TIME)
     (stats,), report = outcome.stats, figures(outcome, settings)
@@ -268,7 +268,7 @@ def test_preemptions_and_the_prefix_cache() -> None:
 
 
 @pytest.mark.parametrize("name", ["outcome", "fleet"])
-def test_blocks_of_gaps_hold_gaps_of_one_time(name: str, request: pytest.FixtureRequest) -> None:
+def test_bootstrap_blocks_contain_gaps_of_nearby_times(name: str, request: pytest.FixtureRequest) -> None:
     """Each block has its share of the gaps, and runs of decodes count at the time when they happened."""
     outcome: Outcome = request.getfixturevalue(name)
     values, counts = outcome.timings.gaps()
@@ -359,7 +359,7 @@ def _page(outcome: Outcome, report: Report, path: Path, **options: Any) -> tuple
 
 
 @pytest.mark.parametrize("name", ["outcome", "fleet"])
-def test_the_page_needs_nothing_else(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_the_report_page_is_self_contained(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     outcome: Outcome = request.getfixturevalue(name)
     report = figures(outcome, config(), ttft_target=0.5)
     page, tags = _page(outcome, report, tmp_path / "report.html")
@@ -374,7 +374,7 @@ def test_the_page_needs_nothing_else(name: str, request: pytest.FixtureRequest, 
     assert "prefers-color-scheme: dark" in page
 
 
-def test_hostile_names_are_text(tmp_path: Path) -> None:
+def test_hostile_names_are_escaped_on_the_report_page(tmp_path: Path) -> None:
     name = "<script>alert('\u202e\x00\ud800')</script>\" onload=x"
     outcome = simulate(Listed([(0.0, SimRequest(name, 300, 3))], {}), config(), STEP_TIME)
     page, tags = _page(outcome, figures(outcome, config()), tmp_path / "report.html", title="<img src=x>")
@@ -463,7 +463,7 @@ def test_downsampling_keeps_the_extremes() -> None:
     assert downsampled(kept, 200) is kept
 
 
-def test_averages_keep_the_mean() -> None:
+def test_averages_over_intervals_keep_the_mean() -> None:
     course = Levels(np.array([0.0, 1.0, 4.0]), np.array([2.0, 0.0, 6.0]), 6.0)
     assert averaged(course, 3).values.tolist() == pytest.approx([1.0, 0.0, 6.0])
     assert averaged(course, 7).mean == pytest.approx(course.mean)

@@ -93,7 +93,7 @@ class First:
 
 
 @pytest.mark.parametrize("name", [name for name in SCENARIOS if name not in CHEAP])
-def test_the_others_run_with_fewer_requests(name: str) -> None:
+def test_long_scenarios_run_with_fewer_requests(name: str) -> None:
     whole = scenario(name)
     small = [
         replace(variant, workload=lambda seed, variant=variant: First(variant.workload(seed), 4))
@@ -114,7 +114,7 @@ def test_another_device_may_come_to_another_conclusion() -> None:
     assert "whole prompt" in near.figures
 
 
-def test_an_unknown_name_lists_the_nearest() -> None:
+def test_an_unknown_scenario_name_lists_the_nearest_names() -> None:
     assert scenario("Chunk-Size") is SCENARIOS["chunk-size"]
     with pytest.raises(UnknownName, match="no scenario is called 'watermarks'; nearest: watermark"):
         scenario("watermarks")
@@ -148,7 +148,7 @@ TINY = Scenario(
 )
 
 
-def test_figures_are_means_over_the_seeds() -> None:
+def test_figures_of_a_scenario_are_means_over_the_seeds() -> None:
     single = [TINY.run(CONSTANT, seeds=[seed]).value("end-to-end", "one slot") for seed in (3, 4)]
     found = TINY.run(CONSTANT, seeds=[3, 4])
     estimate = found.rows[0].values[1]
@@ -210,7 +210,7 @@ def test_the_picture_shows_every_variant_and_escapes_names(tmp_path: Path) -> No
     assert "<slots>" not in page
 
 
-def test_streams_come_together_in_the_order_of_their_times() -> None:
+def test_requests_of_several_streams_are_merged_by_arrival_time() -> None:
     streams = Streams(
         (
             Stream("first", 3, "10", "lognormal:50,1", "constant:1"),

@@ -99,7 +99,7 @@ def test_checkpoints_are_as_large_as_published() -> None:
     assert model_shape("Llama-3.1-8B").weight_bytes == pytest.approx(16.06e9, rel=0.01)
 
 
-def test_kv_bytes() -> None:
+def test_kv_bytes_per_token_match_the_published_dimensions() -> None:
     assert model_shape("Llama-3.1-8B").kv_bytes_per_token() == (131072, 0)
     assert model_shape("Llama-3.1-8B").kv_bytes_per_token(1, tensor_parallel=4) == (16384, 0)
     # Fewer KV heads than devices: each has one.
@@ -113,11 +113,11 @@ def test_kv_bytes() -> None:
 @pytest.mark.parametrize(
     "name", ["meta-llama/Llama-3.1-8B", "llama-3.1-8b", "META-LLAMA/llama-3.1-8b-instruct", "Meta-Llama-3.1-8B"]
 )
-def test_names_with_and_without_organisation_in_any_case(name: str, cache: Path) -> None:
+def test_names_are_found_without_organisation_and_in_any_case(name: str, cache: Path) -> None:
     assert model_shape(name) is SHAPES["meta-llama/Llama-3.1-8B"]
 
 
-def test_an_unknown_name_lists_the_nearest(cache: Path) -> None:
+def test_an_unknown_model_lists_the_nearest_names(cache: Path) -> None:
     with pytest.raises(UnknownName, match=r"'Qwen3-9B'.*nearest: .*Qwen3-8B.*pointsman simulate --list"):
         model_shape("Qwen3-9B")
     with pytest.raises(UnknownName, match="known: "):
@@ -141,7 +141,7 @@ def test_a_directory_without_config_is_named(tmp_path: Path) -> None:
         model_shape(tmp_path)
 
 
-def test_the_cache_precedes_the_table_and_main_other_revisions(cache: Path) -> None:
+def test_cached_models_precede_the_table_and_main_other_revisions(cache: Path) -> None:
     folder = "models--meta-llama--Llama-3.1-8B"
     cached(cache, folder, "aaa", vocab_size=10)
     cached(cache, folder, "bbb", vocab_size=20)
@@ -202,12 +202,14 @@ def test_text_config_is_read_with_the_defaults_of_its_class(write: Write) -> Non
         ({"model_type": "gemma3_text", "sliding_window": 256, "sliding_window_pattern": 4}, (256, 3)),
     ],
 )
-def test_sliding_windows(config: dict[str, Any], expected: tuple[int, int], write: Write) -> None:
+def test_sliding_windows_are_read_from_each_form_of_config(
+    config: dict[str, Any], expected: tuple[int, int], write: Write
+) -> None:
     shape = model_shape(write(LLAMA | config))
     assert (shape.sliding_window, shape.num_windowed_layers) == expected
 
 
-def test_experts_of_each_family(write: Write) -> None:
+def test_experts_are_read_from_the_config_of_each_family(write: Write) -> None:
     moe = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
     mixtral = model_shape(write(LLAMA | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}))
     assert (mixtral.num_experts, mixtral.expert_intermediate_size, mixtral.intermediate_size) == (8, 512, 0)
@@ -241,7 +243,9 @@ def test_experts_of_each_family(write: Write) -> None:
         ),
     ],
 )
-def test_quantisation(quantization: dict[str, Any], bits: float, computes_in: str, write: Write) -> None:
+def test_quantised_weights_are_counted_with_their_bits(
+    quantization: dict[str, Any], bits: float, computes_in: str, write: Write
+) -> None:
     plain = model_shape(write(LLAMA))
     shape = model_shape(write(LLAMA | {"quantization_config": quantization}))
     assert shape.quantization is not None

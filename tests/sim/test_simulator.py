@@ -112,7 +112,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_decodes_at_once_change_nothing(name: str) -> None:
+def test_decodes_in_one_run_and_single_steps_have_equal_outcomes(name: str) -> None:
     settings = config(**CONFIGS[name])
     for seed in seeds(2, 20):
         fast = simulate(workload(seed), settings, STEP_TIME)
@@ -123,7 +123,7 @@ def test_decodes_at_once_change_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ROUTINGS)
-def test_decodes_at_once_change_nothing_in_a_fleet(rule: str) -> None:
+def test_decodes_in_one_run_and_single_steps_are_equal_in_a_fleet(rule: str) -> None:
     for seed in seeds(2, 14):
         fast = simulate(workload(seed), config(), STEP_TIME, num_replicas=3, routing=ROUTINGS[rule]())
         slow = simulate(workload(seed), config(), STEP_TIME, num_replicas=3, routing=ROUTINGS[rule](), is_stepping=True)
@@ -198,7 +198,7 @@ def test_zero_replicas_are_refused() -> None:
         simulate(workload(1), config(), STEP_TIME, num_replicas=0)
 
 
-def test_a_fleet_shares_the_load() -> None:
+def test_replicas_of_a_fleet_share_the_load() -> None:
     burst = Listed([(0.0, SimRequest(f"r{index}", 20, 20)) for index in range(12)], {})
     outcome = simulate(burst, config(), STEP_TIME, num_replicas=3, routing=LeastLoaded())
     assert [stats.num_added for stats in outcome.stats] == [4, 4, 4]
@@ -207,7 +207,7 @@ def test_a_fleet_shares_the_load() -> None:
 
 
 @pytest.mark.skipif(not AZURE_TRACE.exists(), reason=f"{AZURE_TRACE} is not there")
-def test_a_real_trace() -> None:
+def test_a_published_trace_has_one_outcome_in_runs_and_steps() -> None:
     trace = read_trace(AZURE_TRACE, limit=short_or_long(150, 2000))
     arrivals = [
         (

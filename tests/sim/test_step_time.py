@@ -63,7 +63,7 @@ def decode_load(rows: int, context: int) -> StepLoad:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("num_steps", [0, 1, 3, 50, 5000])
-def test_decodes_equal_single_steps(name: str, num_steps: int) -> None:
+def test_times_of_consecutive_decodes_equal_those_of_single_steps(name: str, num_steps: int) -> None:
     model = MODELS[name]
     for rows, before in itertools.product((1, 7, 128), (1, 90, 1000, 3000)):  # before, across and beyond the windows
         first = rows * before
@@ -75,7 +75,7 @@ def test_decodes_equal_single_steps(name: str, num_steps: int) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_seconds_of_decodes_are_the_callers_own(name: str) -> None:
+def test_callers_may_modify_the_returned_decode_times(name: str) -> None:
     model = MODELS[name]
     first = model.of_decodes(4, 4000, 10)
     kept = first.copy()
@@ -99,14 +99,14 @@ def test_a_longer_step_takes_more_time(name: str, load: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_models_can_be_pickled(name: str) -> None:
+def test_step_time_models_can_be_pickled(name: str) -> None:
     model = pickle.loads(pickle.dumps(MODELS[name]))
     assert model == MODELS[name]
     assert hash(model) == hash(MODELS[name])
     assert model.of_step(LOADS["mixed"]) == MODELS[name].of_step(LOADS["mixed"])
 
 
-def test_the_load_of_rows() -> None:
+def test_the_load_of_a_step_is_the_sum_over_its_rows() -> None:
     assert StepLoad.of_rows([(10, 1), (5, 3)]) == (4, 2, 19, 11 + 6 + 7 + 8, 2)
     assert StepLoad.of_rows([(10, 1)] * 3) == decode_load(3, 33)
 
@@ -114,7 +114,7 @@ def test_the_load_of_rows() -> None:
 # ---------------------------------------------------------------------- linear
 
 
-def test_linear_is_the_weighted_sum() -> None:
+def test_linear_step_time_is_the_weighted_sum_of_the_load() -> None:
     load = StepLoad(30, 3, 2000, 50_000, 2)
     expected = 1e-3 + 30 * 2e-5 + 3 * 1e-5 + 2000 * 3e-9 + 50_000 * 1e-10 + 2 * 1e-6
     assert LINEAR.of_step(load) == pytest.approx(expected, rel=1e-12)
@@ -134,7 +134,7 @@ def test_an_asynchronous_host_overlaps_with_the_device() -> None:
     assert replace(hidden, host_overhead=9.0).of_step(load) == 9.0
 
 
-def test_linear_survives_json() -> None:
+def test_linear_step_time_survives_a_json_round_trip() -> None:
     model = replace(LINEAR, host_overhead=1e-4, asynchronous=True)
     assert LinearStepTime.from_dict(json.loads(json.dumps(model.to_dict()))) == model
 
@@ -181,7 +181,7 @@ def test_few_tokens_touch_few_experts_and_many_all() -> None:
     assert many > (QWEN_MOE.weight_bytes - QWEN_MOE.head_bytes) / H100.bandwidth
 
 
-def test_windowed_layers_stop_growing() -> None:
+def test_time_of_windowed_layers_stops_growing_beyond_the_window() -> None:
     model = RooflineStepTime(shape=GEMMA, device=H100)
     full = RooflineStepTime(shape=replace(GEMMA, sliding_window=0, num_windowed_layers=0), device=H100)
 
@@ -242,7 +242,7 @@ def test_the_fitted_form_is_near_the_roofline(shape: ModelShape) -> None:
 # ---------------------------------------------------------------------- KV blocks
 
 
-def test_kv_blocks_of_llama_8b() -> None:
+def test_kv_blocks_of_llama_8b_match_the_known_number() -> None:
     memory = num_kv_blocks(LLAMA, H100)
     assert memory.num_tokens == pytest.approx(447_000, rel=0.03)
     assert memory.weights + memory.activations + memory.context + memory.kv == memory.usable
@@ -259,7 +259,7 @@ def test_a_model_too_large_names_sizes_and_remedies() -> None:
     assert num_kv_blocks(LLAMA_70B, H100, tensor_parallel=4).num_blocks > 10_000
 
 
-def test_windowed_layers_keep_less_if_the_engine_lets_them() -> None:
+def test_windowed_layers_keep_less_kv_in_separate_pools() -> None:
     all_kept = num_kv_blocks(GEMMA, H100)
     assert "with a window" in all_kept.note
     short, long = (num_kv_blocks(GEMMA, H100, sequence_tokens=tokens) for tokens in (1000, 8192))
@@ -270,6 +270,6 @@ def test_windowed_layers_keep_less_if_the_engine_lets_them() -> None:
 @pytest.mark.parametrize(
     "wrong", [{"gpu_memory_utilization": 1.5}, {"block_size": 0}, {"sequence_tokens": 0}, {"tensor_parallel": 0}]
 )
-def test_arguments_out_of_range_are_named(wrong: dict[str, Any]) -> None:
+def test_kv_memory_arguments_out_of_range_are_named(wrong: dict[str, Any]) -> None:
     with pytest.raises(SimulationError, match=next(iter(wrong))):
         num_kv_blocks(LLAMA, H100, **wrong)

@@ -128,7 +128,7 @@ def test_no_trial_beats_a_trial_of_the_frontier(tuning: Tuning) -> None:
         assert is_beaten == (mine not in frontier)
 
 
-def test_the_best_defaults_are_kept() -> None:
+def test_defaults_are_kept_if_nothing_is_better() -> None:
     tuning = searched(parts(rate=2, count=30, output=5), targets=Targets(ttft=30.0), num_trials=13)
     assert tuning.gain == 0 and not tuning.is_gain
     assert tuning.chosen is tuning.defaults
@@ -147,13 +147,13 @@ def test_a_choice_worse_on_held_out_requests_is_not_recommended(tuning: Tuning) 
     assert Tuning(judged=useless, judged_defaults=useless).gain is None
 
 
-def test_impossible_targets() -> None:
+def test_impossible_targets_are_reported_as_met_by_nothing() -> None:
     tuning = searched(parts(count=20), targets=Targets(ttft=1e-4), num_trials=10)
     assert tuning.meets_nothing and tuning.is_complete and not tuning.is_gain
     assert tuning.gain is None
 
 
-def test_replicas_are_searched_for_the_goodput_of_one() -> None:
+def test_replicas_are_searched_for_the_goodput_per_replica() -> None:
     """One replica is overloaded, and three are more than enough."""
     requests = parts(rate=40, count=60, output=3)
     tuning = searched(requests, targets=Targets(ttft=0.4), replicas=(1, 3), num_trials=8)
@@ -188,11 +188,11 @@ def test_settings_that_are_fixed_or_do_not_fit_are_not_tried() -> None:
 # ---------------------------------------------------------------------- where simulations run
 
 
-def test_any_number_of_workers_finds_the_same(tuning: Tuning) -> None:
+def test_any_number_of_workers_finds_the_same_settings(tuning: Tuning) -> None:
     assert searched(parts(), num_workers=2) == tuning
 
 
-def test_an_interruption_keeps_the_results() -> None:
+def test_an_interrupted_search_keeps_its_results() -> None:
     def interrupt(num_tried: int, expected: int, best: float) -> None:
         assert num_tried <= expected
         if num_tried >= 12:
@@ -203,7 +203,7 @@ def test_an_interruption_keeps_the_results() -> None:
     assert tuning.chosen in tuning.trials and tuning.judged is None and tuning.recommended is None
 
 
-def test_arguments_out_of_range_are_refused() -> None:
+def test_search_arguments_out_of_range_are_refused() -> None:
     judge = Judge(stretches=parts().train, step_time=STEP_TIME, targets=TARGETS)
     with pytest.raises(SimulationError, match="number of workers is 0"):
         workers(judge, 0)
@@ -306,11 +306,11 @@ def test_requests_without_tokens_score_lower_than_late_ones() -> None:
         ("MI300X", (16384, 1024)),
     ],
 )
-def test_vllms_defaults_by_device(device: str, expected: tuple[int, int]) -> None:
+def test_vllms_defaults_depend_on_the_device(device: str, expected: tuple[int, int]) -> None:
     assert vllm_defaults(DEVICES[device], 131_072) == expected
 
 
-def test_vllms_defaults_on_a_cpu_and_for_short_models() -> None:
+def test_vllms_defaults_are_known_for_a_cpu_and_for_short_models() -> None:
     cpu = Device(
         name="cpu",
         memory=2**38,

@@ -103,7 +103,7 @@ def by_length(request: SimRequest) -> float:
         ),
     ],
 )
-def test_distributions(text: str, expected: Distribution, mean: float) -> None:
+def test_a_short_name_gives_its_distribution(text: str, expected: Distribution, mean: float) -> None:
     distribution = parse_distribution(text)
     assert distribution == expected
     assert distribution.mean() == pytest.approx(mean)
@@ -112,7 +112,7 @@ def test_distributions(text: str, expected: Distribution, mean: float) -> None:
     assert drawn.mean() == pytest.approx(mean, rel=0.03)
 
 
-def test_the_quantiles_of_a_lognormal_and_the_shares_of_a_mixture() -> None:
+def test_samples_have_lognormal_quantiles_and_mixture_shares() -> None:
     drawn = LogNormal(150, 0.8).sample(np.random.default_rng(2), 50_000)
     assert np.median(drawn) == pytest.approx(150, rel=0.02)
     assert np.log(drawn).std() == pytest.approx(0.8, rel=0.02)
@@ -131,7 +131,7 @@ def test_the_quantiles_of_a_lognormal_and_the_shares_of_a_mixture() -> None:
         ("bursts:4,10", BurstArrivals(4, 10), math.sqrt(19)),  # gaps: one exponential of mean 10/4, then nine of 0
     ],
 )
-def test_arrivals(text: str, expected: Arrivals, cv: float) -> None:
+def test_a_short_name_gives_its_arrival_process(text: str, expected: Arrivals, cv: float) -> None:
     assert parse_arrivals(text) == expected
     generated = Generated(expected, Lengths(Constant(1), Constant(1)), num_requests=10_000, seed=5)
     times = np.array([time for time, _ in OpenLoop(generated).first_arrivals()])
@@ -141,7 +141,7 @@ def test_arrivals(text: str, expected: Arrivals, cv: float) -> None:
     assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.1, abs=1e-6)
 
 
-def test_bursts_arrive_together() -> None:
+def test_requests_of_a_burst_arrive_at_one_time() -> None:
     generated = Generated(BurstArrivals(5, 7), LENGTHS, num_requests=7 * 300)
     times = [time for time, _ in OpenLoop(generated).first_arrivals()]
     assert len(set(times)) == 300
@@ -188,7 +188,7 @@ def test_invalid_arrival_processes_are_refused(text: str, wrong: str) -> None:
 # ---------------------------------------------------------------------- open loop
 
 
-def test_a_trace_faster_and_without_failed_requests() -> None:
+def test_a_trace_is_sped_up_and_failed_requests_are_left_out() -> None:
     trace = [TraceRequest(0.0, 5, 2), TraceRequest(1.0, 6, 0), TraceRequest(4.0, 7, 3, (1,), 16, 9, -1)]
     workload = OpenLoop(trace, rate=2)
     (_, first), (time, second) = workload.first_arrivals()
@@ -210,7 +210,7 @@ def test_generated_requests_are_lazy_and_reproducible() -> None:
     assert [time for time, _ in other] != [time for time, _ in first]
 
 
-def test_each_purpose_has_its_own_generator() -> None:
+def test_other_draws_for_one_purpose_change_no_other_purpose() -> None:
     """Other prompts, or other arrivals, change nothing else."""
     base = Generated(PoissonArrivals(3), LENGTHS, num_requests=2000)
     changed = replace(base, lengths=replace(LENGTHS, prompt=parse_distribution("mix:0.5*10+0.5*lognormal:9,1")))
@@ -247,12 +247,12 @@ def test_a_closed_loop_has_at_most_n_in_flight(think: Distribution) -> None:
     assert done == run(workload, by_length), "the workload is reproducible"
 
 
-def test_thinking_takes_time() -> None:
+def test_thinking_times_delay_the_requests_of_users() -> None:
     busy, idle = (run(ClosedLoop(4, LENGTHS, think=Constant(t), num_requests=200), by_length) for t in (0, 10))
     assert idle[-1][0] == pytest.approx(busy[-1][0] + 490, abs=20)  # 49 pauses of each of four users
 
 
-def test_a_closed_loop_over_a_trace_ends_with_it() -> None:
+def test_a_closed_loop_over_a_trace_ends_after_its_last_request() -> None:
     trace = [TraceRequest(float(i), 10 + i, i % 3) for i in range(30)]
     workload = ClosedLoop(3, trace)
     done = run(workload, by_length)
@@ -331,7 +331,7 @@ def test_endless_sessions_are_lazy() -> None:
 # ---------------------------------------------------------------------- tokens
 
 
-def test_prompts_are_taken_without_a_copy() -> None:
+def test_a_scheduler_request_uses_a_prompt_without_a_copy() -> None:
     shared = SimRequest("s", 1000, 1, block_hash_ids=(3, 4), turns=(Turn(7, 10, 5),))
     for prompt in (prompt_tokens(shared, 0, VOCABULARY), prompt_tokens(SimRequest("a", 70, 1), 1, 50), blank_prompt(9)):
         assert prompt.dtype == np.int32 and not prompt.flags.writeable
@@ -352,7 +352,7 @@ def test_different_requests_have_different_prompts(vocab_size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 16, 512])
-def test_only_equal_ids_give_equal_tokens(size: int) -> None:
+def test_only_equal_block_hash_ids_give_equal_tokens(size: int) -> None:
     a = SimRequest("a", 3 * size - 1, 1, (5, 2**62 - 1, 7), size)
     b = SimRequest("b", 4 * size, 1, (5, 2**62 - 1, 8), size)
     first, second = prompt_tokens(a, 0, VOCABULARY), prompt_tokens(b, 1, VOCABULARY)
@@ -387,7 +387,7 @@ def test_filler_tokens_are_distinct_and_outside_the_vocabulary() -> None:
         ("vllm_0.19_rtxpro6000_llama31_8b.jsonl", None),
     ],
 )
-def test_published_traces(name: str, limit: int | None) -> None:
+def test_published_traces_can_be_read_and_sent(name: str, limit: int | None) -> None:
     path = TRACES / name
     if not path.exists():
         pytest.skip(f"{name} is not in {TRACES}")
@@ -399,7 +399,7 @@ def test_published_traces(name: str, limit: int | None) -> None:
     assert max_at_once(run(ClosedLoop(16, trace), by_length)) == 16
 
 
-def test_prompts_of_the_mooncake_trace_share_prefixes_as_their_ids() -> None:
+def test_mooncake_prompts_share_prefixes_as_their_hash_ids_do() -> None:
     path = TRACES / "mooncake_synthetic.jsonl"
     if not path.exists():
         pytest.skip(f"{path.name} is not in {TRACES}")

@@ -60,7 +60,7 @@ class Axis:
         return self.start + (values - low) / (high - low) * (self.stop - self.start)
 
     def ticks(self) -> list[float]:
-        """At most about six round values."""
+        """Round values on the axis, at most about six."""
         if self.is_log:
             first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
             for digits in ((1, 2, 5), (1,)):
@@ -76,7 +76,8 @@ class Axis:
 
 
 def steps(x: FloatArray, y: FloatArray, *, from_y: float) -> str:
-    """A line that is level until the next point, in tenths of a unit; points that change nothing are left out."""
+    """The path of a line that is level until the next point, in tenths of a unit; points without a change are left
+    out."""
     x, y = x.round(1), y.round(1)
     path, last = [f"M{x[0]:.1f} {from_y:.1f}"], (float(x[0]), float(from_y))
     for point in zip(x.tolist(), y.tolist(), strict=True):
@@ -89,7 +90,7 @@ def steps(x: FloatArray, y: FloatArray, *, from_y: float) -> str:
 
 
 def grid(across: Axis, up: Axis, x_unit: str, y_unit: str) -> str:
-    """Lines and numbers at the ticks of both axes, and the unit of the lower one."""
+    """Lines and numbers at the ticks of both axes, and the unit of the horizontal axis."""
     left, right, top, bottom = across.start, across.stop, up.stop, up.start
     parts = []
     for tick, y in zip(up.ticks(), up.place(up.ticks()), strict=True):

@@ -28,12 +28,13 @@ class Course:
     end: FloatArray
     num_steps: Int64Array
     num_rows: Int64Array
-    """Requests in each step of the event."""
+    """Number of requests in each step of the event."""
     num_tokens: Int64Array
-    """Tokens computed in all of its steps."""
+    """Number of tokens computed in all steps of the event."""
     num_waiting: Int64Array
     kv_cache_usage: FloatArray
-    """The larger of before and after: a finished request frees its blocks at the end of an event."""
+    """The larger of the shares of used blocks before and after the event: a finished request frees its blocks at the
+    event's end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class Levels:
 
     @property
     def mean(self) -> float | None:
-        """The mean weighted by time, from the first entry on."""
+        """The mean of the levels, weighted by time, from the first entry on."""
         if not len(self.times) or self.end <= self.times[0]:
             return None
         return float(np.diff(self.times, append=self.end) @ self.values / (self.end - self.times[0]))
@@ -58,7 +59,7 @@ class Levels:
 
 
 def span(outcome: Outcome) -> tuple[float, float]:
-    """The first arrival, and the end of the run."""
+    """Time of the first arrival, and the end of the simulation, in virtual seconds."""
     timings = outcome.timings
     begin = float(timings.arrival[0]) if timings.count else 0.0
     return begin, begin + outcome.seconds
@@ -97,12 +98,12 @@ def _course(timeline: Timeline, timings: Timings, is_own: npt.NDArray[np.bool_])
 
 
 def levels(course: Course, values: FloatArray | Int64Array, begin: float, end: float) -> Levels:
-    """The levels during each event; 0 while the replica was idle."""
+    """The levels over time of `values`, one value for each event of `course`; 0 while the replica was idle."""
     stops = np.append(course.start[1:] > course.end[:-1], True)[: len(course.end)]
     times = np.concatenate([[begin], course.start, course.end[stops]])
     held = np.concatenate([[0.0], values, np.zeros(np.count_nonzero(stops))])
     order = times.argsort(kind="stable")
-    return _settled(times[order], held[order], end)
+    return _without_empty_levels(times[order], held[order], end)
 
 
 def total(parts: Sequence[Levels]) -> Levels:
@@ -112,16 +113,16 @@ def total(parts: Sequence[Levels]) -> Levels:
     times = np.concatenate([part.times for part in parts])
     changes = np.concatenate([np.diff(part.values, prepend=0.0) for part in parts])
     order = times.argsort(kind="stable")
-    return _settled(times[order], changes[order].cumsum(), parts[0].end)
+    return _without_empty_levels(times[order], changes[order].cumsum(), parts[0].end)
 
 
 def scaled(part: Levels, factor: float) -> Levels:
-    """The same levels, multiplied."""
+    """The levels multiplied by `factor`."""
     return Levels(part.times, part.values * factor, part.end)
 
 
 def downsampled(part: Levels, max_points: int) -> Levels:
-    """At most `max_points` of the entries, with the minimum and maximum of each interval."""
+    """At most `max_points` entries of `part`, among them the minimum and maximum of each interval."""
     times, values = part.times, part.values
     num_stretches = max(1, max_points // 2)
     if len(times) <= max_points:
@@ -136,14 +137,14 @@ def downsampled(part: Levels, max_points: int) -> Levels:
 
 
 def averaged(part: Levels, num_stretches: int) -> Levels:
-    """The mean over each of `num_stretches` equal intervals."""
+    """The mean of the levels in each of `num_stretches` intervals of equal duration."""
     times, values = np.append(part.times, part.end), part.values
     area = np.concatenate([[0.0], (values * np.diff(times)).cumsum()])
     edges = np.linspace(times[0], times[-1], num_stretches + 1)
     return Levels(edges[:-1], np.diff(np.interp(edges, times, area)) / np.diff(edges), part.end)
 
 
-def _settled(times: FloatArray, values: FloatArray, end: float) -> Levels:
-    """The levels without those of no duration: of several entries at one time, the last is kept."""
+def _without_empty_levels(times: FloatArray, values: FloatArray, end: float) -> Levels:
+    """The levels without entries of no duration: of several entries at one time, the last one is kept."""
     is_last = np.append(times[1:] > times[:-1], True)[: len(times)]
     return Levels(times[is_last], values[is_last], end)

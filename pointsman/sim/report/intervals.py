@@ -30,14 +30,14 @@ MAX_BLOCKS = 40
 MIN_BLOCKS = 10
 """Minimum number of blocks for an interval."""
 MIN_BEYOND = 5
-"""Minimum number of values beyond a percentile for an interval: fewer say little of their own spread."""
+"""Minimum number of values beyond a percentile for an interval: fewer values do not show their spread."""
 _Z = 1.959964  # 97.5 % of a normal distribution lie below
 _STUDENT = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 5: 2.5706}  # the same of Student's t, by degrees of freedom
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A figure with its 95 % interval; None: there is no value."""
+    """A figure with its 95 % interval; None: there is no value or no interval."""
 
     value: float | None = None
     low: float | None = None
@@ -46,7 +46,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """The figures of `count` values of one kind."""
+    """Mean and percentiles of `count` values of one kind."""
 
     count: int
     mean: Estimate
@@ -72,7 +72,7 @@ class Draws:
         rng = np.random.default_rng(seed)
         blocks = max(1, num_blocks)
         self.times = rng.multinomial(blocks, np.full(blocks, 1 / blocks), size=num_resamples).astype(np.float64)
-        """[resamples, blocks]"""
+        """How often each resample contains each block, [resamples, blocks]."""
         # A resample of n blocks spreads like n - 1 blocks, and the spread of few blocks is less certain.
         self._widening = student(blocks - 1) / _Z * math.sqrt(blocks / (blocks - 1)) if blocks > 1 else 1.0
 
@@ -87,12 +87,13 @@ class Draws:
 
 
 def choose_num_blocks(num_values: int) -> int:
-    """The number of blocks for this number of requests: blocks get longer and more numerous, up to a limit."""
+    """The number of blocks for `num_values` requests: with more requests, blocks are longer and, up to a limit, more
+    numerous."""
     return min(MAX_BLOCKS, math.isqrt(num_values))
 
 
 def consecutive_blocks(num_values: int, num_blocks: int) -> Int64Array:
-    """The block of each of some values in order: blocks have the same number of values."""
+    """The block number of each of `num_values` values in order: all blocks have about the same number of values."""
     return np.arange(num_values, dtype=np.int64) * max(1, num_blocks) // max(1, num_values)
 
 
@@ -102,10 +103,10 @@ def weighted_percentiles(values: FloatArray, counts: Int64Array, shares: Sequenc
 
 
 def distribution(values: FloatArray, counts: Int64Array | None, blocks: Int64Array, draws: Draws) -> Distribution:
-    """The figures of values that occur `counts` times each (None: once); NaN is left out.
+    """Mean and percentiles of values that occur `counts` times each (None: once); NaN is left out.
 
     Args:
-        blocks: the block of each value.
+        blocks: the block number of each value.
     """
     is_there = ~np.isnan(values)
     if not is_there.all():
@@ -131,7 +132,7 @@ def distribution(values: FloatArray, counts: Int64Array | None, blocks: Int64Arr
 
 
 def share(flags: npt.NDArray[np.bool_], blocks: Int64Array, draws: Draws) -> Estimate:
-    """The share of requests with this flag."""
+    """The share of requests whose flag is True."""
     if not len(flags):
         return NONE
     value = float(flags.mean())
@@ -143,7 +144,7 @@ def share(flags: npt.NDArray[np.bool_], blocks: Int64Array, draws: Draws) -> Est
 
 
 def over_seeds(estimates: Sequence[Estimate]) -> Estimate:
-    """The mean of a figure over independent runs, with Student's interval; no value if a run lacks the figure.
+    """The mean of a figure over independent runs, with Student's interval; no value if one run lacks the figure.
 
     Figures are not negative, so intervals begin at 0 or above.
     """
@@ -171,7 +172,7 @@ def student(degrees: int) -> float:
 
 
 def _percentiles(values: FloatArray, below: Int64Array, shares: Sequence[float]) -> FloatArray:
-    """As `weighted_percentiles`; `below`: the accumulated counts."""
+    """As `weighted_percentiles`; `below`: the cumulative counts of the values."""
     place = (below[-1] - 1) * np.asarray(shares)
     first = np.floor(place)
     low = values[below.searchsorted(first, side="right")]

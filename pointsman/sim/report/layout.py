@@ -27,14 +27,14 @@ class LatencyRow(NamedTuple):
 
 
 class Fact(NamedTuple):
-    """A figure with its name."""
+    """A figure that is not a latency, with its name."""
 
     name: str
     text: str
 
 
 def latency_rows(report: Report) -> list[LatencyRow]:
-    """Latencies, each in milliseconds or in seconds."""
+    """The rows of the latencies, each row in milliseconds or in seconds."""
     kinds = {
         "TTFT": report.ttft,
         "TPOT, per request": report.tpot,

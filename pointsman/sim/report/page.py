@@ -28,10 +28,10 @@ MAX_REFUSED = 20
 """Maximum number of refused requests in the list."""
 _CDF_POINTS = 800
 _STRETCHES = 150
-"""A line with more than twice this number of points is drawn as its mean in this number of intervals, above its
-extremes."""
+"""Number of intervals: a line with more than twice this number of points is drawn as its mean in each interval, above
+its extremes."""
 _WIDTH, _HEIGHT = 340, 210
-_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 332, 10, 180  # of the plot, within the picture
+_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 332, 10, 180  # borders of the plot within the picture
 _LOG_FROM = 30.0  # an axis is logarithmic from this ratio of its largest to its smallest value
 
 _TEXT = """
@@ -63,7 +63,7 @@ def write_html(report: Report, outcome: Outcome, path: Path | str, *, title: str
 
 
 def document(title: str, parts: Iterable[str]) -> str:
-    """A page of these parts, with the style sheet and a policy that allows only this style sheet."""
+    """An HTML page of the given parts, with the style sheet and a content policy that allows only this style sheet."""
     digest = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
     return "\n".join(
@@ -157,7 +157,7 @@ def _charts(report: Report, outcome: Outcome) -> list[str]:
 
 
 def _cdf(name: str, values: FloatArray, counts: Int64Array, target: float | None) -> str:
-    """The share of the values up to each value."""
+    """A chart of the share of values that are at most as large as each value."""
     caption = f"{name}: share of values up to a duration"
     if not len(values):
         return _figure(caption, "", "nothing to show")

@@ -42,7 +42,7 @@ def write_trace(
 
 
 def write_events(path: Path | str, about: dict[str, object], events: list[dict[str, Any]]) -> None:
-    """Write the file; `about` is metadata beside the events."""
+    """Write the trace file; `about` is metadata beside the events."""
     trace = {"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}
     Path(path).write_text(json.dumps(trace, allow_nan=False, separators=(",", ":")), encoding="utf-8")
 
@@ -83,7 +83,7 @@ def _slices(outcome: Outcome, shown: int) -> list[dict[str, Any]]:
         last = float(timings.last_token[number])
         if reason == UNFINISHED:
             last = end
-        elif np.isnan(last):  # refused
+        elif np.isnan(last):  # the request was refused
             last = float(stops[0])
         ends = [_microseconds(last if np.isnan(stop) else float(stop), begin) for stop in (*stops, last)]
         track = tracks.take(process, ends[0], ends[-1])
@@ -120,5 +120,5 @@ class Tracks:
 
 
 def _microseconds(time: float, begin: float) -> int:
-    """Whole microseconds, so that slices nest exactly."""
+    """Whole microseconds from `begin` to `time`: integers, so that slices nest exactly."""
     return round((time - begin) * 1e6)

@@ -56,23 +56,23 @@ DEFINITIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Numbers of events; totals over the seeds."""
+    """Numbers of events in a simulation; totals if several seeds are combined."""
 
     arrived: int
     finished: int
-    """For any reason; see `finish_reasons`."""
+    """Number of requests that finished for any reason; see `finish_reasons`."""
     refused: int
     unfinished: int
     finish_reasons: Mapping[str, int]
     num_steps: int
     generated_tokens: int
     preemptions: Mapping[str, int]
-    """Preemptions by cause."""
+    """Number of preemptions by cause."""
     recomputed_tokens: int
     preemption_decisions: Mapping[str, int] = field(default_factory=dict)
-    """Preemptions by the decision of `preemption_mode`; empty if the mode decides nothing."""
+    """Number of preemptions by the decision of `preemption_mode`; empty if the mode makes no decisions."""
     copied_blocks: Mapping[str, int] = field(default_factory=dict)
-    """Blocks copied to host memory ("offloaded") and back ("restored"); empty without host memory."""
+    """Number of blocks copied to host memory ("offloaded") and back ("restored"); empty without host memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """Requests that met all targets."""
+    """The requests that met all targets."""
 
     share: Estimate
     requests_per_second: Estimate
@@ -116,11 +116,11 @@ class Report:
 
     counts: Counts
     seconds: Estimate
-    """From the first arrival to the last event."""
+    """Virtual seconds from the first arrival to the last event."""
     num_replicas: int
     num_seeds: int
     is_complete: bool
-    """False: it was interrupted."""
+    """Whether the simulation ran to its end; False: it was interrupted."""
     requests_per_second: Estimate
     """Finished requests a second."""
     output_tokens_per_second: Estimate
@@ -132,13 +132,13 @@ class Report:
     queue: Distribution
     targets: Targets
     goodput: Goodput | None
-    """None: no target was given."""
+    """Goodput for the targets; None: no target was given."""
     kv_cache_usage: Level
     """Share of the blocks that requests hold, over time: the mean over the replicas, the maximum of any."""
     running: Level
-    """Requests in the steps of all replicas, over time."""
+    """Number of requests in the steps of all replicas, over time."""
     waiting: Level
-    """Requests in the queues of all replicas, over time."""
+    """Number of requests in the queues of all replicas, over time."""
     busy: Estimate
     """Share of the time in which a replica ran a step, mean over the replicas."""
     rows_per_step: Level
@@ -149,18 +149,18 @@ class Report:
     slots_used: Estimate
     """Share of the sequence slots that steps used."""
     recomputed_share: Estimate
-    """Recomputed tokens, as a share of all that steps computed."""
+    """Recomputed tokens, as a share of all computed tokens."""
     prefix_hit_rate: Estimate
     """Share of the prompt tokens of fresh requests found in the prefix cache; no value: no lookup was made."""
     price_per_million_output_tokens: Estimate
-    """In the currency of the price; no value: no price was given, or no token was generated."""
+    """Price in the currency of `price_per_hour`; no value: no price was given, or no token was generated."""
     method: str
-    """Method of the intervals."""
+    """Text about the method of the intervals."""
     notes: tuple[str, ...]
     """Remarks to read before the figures."""
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: None for a missing figure, never NaN."""
+        """The report for JSON: None for a missing figure, never NaN."""
         return {**_jsonable(asdict(self)), "definitions": dict(DEFINITIONS)}
 
 
@@ -179,10 +179,10 @@ def figures(
 
     Args:
         config: configuration of each replica's scheduler.
-        ttft_target, itl_target, e2e_target: in seconds, for the goodput; `itl_target` holds for every gap.
-        price_per_hour: of one replica.
+        ttft_target, itl_target, e2e_target: targets in seconds, for the goodput; `itl_target` holds for every gap.
+        price_per_hour: price of one replica.
         num_bootstrap: number of resamples for the intervals; 0: no intervals.
-        seed: of the resamples.
+        seed: seed of the resamples.
 
     TPOT is per request, (end-to-end - TTFT) / (output tokens - 1); ITL is per gap, all requests pooled.
     """
@@ -208,8 +208,8 @@ def figures(
     seconds = outcome.seconds
     prompts = int(timings.num_prompt_tokens[:count][~np.isnan(first)].sum())
     targets = Targets(ttft_target, itl_target, e2e_target)
-    steps = _together([run.num_steps for run in runs])
-    rows, tokens = _together([run.num_rows for run in runs]), _together([run.num_tokens for run in runs])
+    steps = _concatenate([run.num_steps for run in runs])
+    rows, tokens = _concatenate([run.num_rows for run in runs]), _concatenate([run.num_tokens for run in runs])
     num_steps, num_tokens = int(steps.sum()), int(tokens.sum())
     looked_up, hits = sum(each.prefix_queries for each in stats), sum(each.prefix_hits for each in stats)
     price = None if price_per_hour is None else price_per_hour * len(runs) * seconds / 3600
@@ -246,7 +246,7 @@ def figures(
 
 
 def met(timings: Timings, targets: Targets) -> npt.NDArray[np.bool_]:
-    """[requests] whether each finished and met every target, as for the goodput; after `Timings.close`."""
+    """Whether each request finished and met every target, as for the goodput, [requests]. `timings` must be closed."""
     count = timings.count
     arrival, is_good = timings.arrival[:count], _is_finished(timings)
     with np.errstate(invalid="ignore"):  # NaN (has not happened) meets no target
@@ -266,7 +266,7 @@ def _is_finished(timings: Timings) -> npt.NDArray[np.bool_]:
 
 
 def combine(reports: Sequence[Report]) -> Report:
-    """Several reports of workloads that differ in their seed alone: the mean of each figure, with Student's interval.
+    """Combine reports of workloads that differ only in their seeds: the mean of each figure, with Student's interval.
 
     Counts are totals. A figure that a run lacks is left out.
     """
@@ -327,7 +327,7 @@ def _counts(
 
 
 def _totals(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Sums by name; empty if all are 0."""
+    """Sum of the counts of each name; empty if all sums are 0."""
     found = Counter[str]()
     for each in counts:
         found.update(each)
@@ -349,16 +349,16 @@ def _goodput(
 
 
 def _gap_blocks(runs: Sequence[Course], num_values: int, num_blocks: int) -> Int64Array:
-    """The block of each value of `Timings.gaps`: blocks have about the same number of gaps, in order of time.
+    """The block number of each value of `Timings.gaps`: blocks have about the same number of gaps, in order of time.
 
-    `gaps` first has the gaps of single steps and of the first step of each run of decodes, then those of the later
-    steps of each run, both in the order in which events ended. A run of k steps gives k - 1 of the second kind. Of the
-    first kind an event has one for each row that got a token before. These are nearly all of its rows, so the place of
-    an event among the values follows from its share of all rows.
+    `gaps` first has the gaps of single steps and of the first step of each run of decodes, then the gaps of the later
+    steps of each run, both kinds in the order in which events ended. A run of k steps gives k - 1 gaps of the second
+    kind. An event has one gap of the first kind for each row that got a token before. Nearly all rows of an event did,
+    so the event's place among the values follows from its share of all rows.
     """
-    order = _together([run.end for run in runs]).argsort(kind="stable")
-    steps = _together([run.num_steps for run in runs])[order]
-    rows = _together([run.num_rows for run in runs])[order]
+    order = _concatenate([run.end for run in runs]).argsort(kind="stable")
+    steps = _concatenate([run.num_steps for run in runs])[order]
+    rows = _concatenate([run.num_rows for run in runs])[order]
     num_single = num_values - int(np.maximum(steps - 1, 0).sum())
     num_blocks = max(1, num_blocks)
     if not len(order) or num_single < 0:  # timings without their timelines
@@ -420,7 +420,7 @@ def _notes(outcome: Outcome, counts: Counts, targets: Targets) -> tuple[str, ...
     return tuple(notes)
 
 
-def _together(columns: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+def _concatenate(columns: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
     return np.concatenate(columns) if columns else np.zeros(0)
 
 
@@ -437,7 +437,8 @@ def _times(value: float | None, factor: float) -> float | None:
 
 
 def _merge(values: list[Any]) -> Any:
-    """Merge values: estimates over the seeds, counts as totals, and containers member by member."""
+    """Merge the values of a figure: estimates become means over the seeds, counts totals; containers are merged by
+    member."""
     first = values[0]
     if any(value is None for value in values):
         return None
@@ -458,7 +459,7 @@ def _keys(values: list[Any]) -> dict[str, None]:
 
 
 def _jsonable(value: Any) -> Any:
-    """The value without NaN, infinity and tuples."""
+    """The value for JSON, without NaN, infinity and tuples."""
     if isinstance(value, Mapping):
         return {name: _jsonable(part) for name, part in value.items()}
     if isinstance(value, list | tuple):

@@ -1,9 +1,9 @@
 """Claims about schedulers, tested with the real one: `pointsman simulate --scenario NAME`.
 
-`scenario.py` says what a scenario is and runs it. The scenarios are in `batching.py` (how steps are filled),
-`pressure.py` (what if blocks run out), `sharing.py` (the prefix cache), `urgency.py` (priorities) and `recommended.py`
-(settings for workloads); what they send, in `workloads.py`. `picture.py` draws what one found. `catalogue.py` has them
-by name.
+`scenario.py` defines and runs a scenario. The scenarios are in `batching.py` (filling steps), `pressure.py` (a pool
+short of blocks), `sharing.py` (the prefix cache), `urgency.py` (priorities) and `recommended.py` (settings for
+workloads); their requests are in `workloads.py`. `picture.py` draws the findings of a scenario. `catalogue.py` has all
+scenarios by name.
 """
 
 from pointsman.sim.scenarios.catalogue import SCENARIOS, scenario

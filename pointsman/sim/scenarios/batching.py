@@ -36,7 +36,7 @@ _USED, _RATE, _MEAN_E2E = "slots used", "requests/s", "mean end-to-end"
 
 
 def _one_long_seven_short(seed: int) -> Workload:
-    """Forty times: one request of 500 output tokens, then seven of 10; all arrive at the start."""
+    """Forty times, one request with 500 output tokens and seven requests with 10; all arrive at the start."""
     return OpenLoop([TraceRequest(0.0, 100, 10 if index % _SLOTS else 500) for index in range(40 * _SLOTS)])
 
 
@@ -115,7 +115,7 @@ _LONG, _SHORT, _DECODES = "long", "short", "decodes"
 
 
 def _beside_decodes(seed: int) -> Workload:
-    """32 requests decode when a prompt of 30,000 tokens arrives, and 50 ms later one of 100."""
+    """32 requests decode when a prompt of 30,000 tokens arrives; a prompt of 100 tokens arrives 50 ms later."""
     streams = (
         Stream(_DECODES, 32, "100", "1200", "constant:20"),
         Stream(_LONG, 1, "30000", "100", start=4.0),

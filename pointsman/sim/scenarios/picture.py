@@ -13,11 +13,11 @@ from pointsman.sim.report.page import document
 from pointsman.sim.scenarios.scenario import Bars, Course, Finding, Panel, Points, Row
 
 _WIDTH, _GAP, _MARGIN = 440, 24, 12
-"""Sizes of a panel, between panels, and around them."""
-_HEAD = 22  # of a panel's caption
+"""Width of a panel, gap between panels, and margin around them."""
+_HEAD = 22  # height of a panel's caption
 _CHART = _HEAD + 205  # height of a panel with axes
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, _WIDTH - 12, _HEAD + 6, _HEAD + 170  # of the plot within such a panel
-_BAR, _BAR_GAP, _LOAD = 12, 6, 20  # heights: a bar, between bars, the name of a workload
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, _WIDTH - 12, _HEAD + 6, _HEAD + 170  # borders of the plot within such a panel
+_BAR, _BAR_GAP, _LOAD = 12, 6, 20  # heights of a bar, of the gap between bars, of a workload's name
 _CHARACTER = 6.9  # width of a wide character
 _LOG_FROM = 30.0
 _MAX_POINTS, _STRETCHES = 400, 120
@@ -42,7 +42,7 @@ def picture(finding: Finding) -> str:
 
 
 def write_svg(finding: Finding, path: Path | str) -> None:
-    """Write the picture as a file of its own."""
+    """Write the picture as an SVG file with its style sheet."""
     drawing = picture(finding)
     end = drawing.index(">") + 1
     Path(path).write_text(
@@ -99,7 +99,7 @@ def _name(row: Row) -> str:
 
 
 def _panel(finding: Finding, panel: Panel) -> tuple[str, int]:
-    """The drawing, which begins at (0, 0), and its height."""
+    """The drawing of a panel, which begins at (0, 0), and its height."""
     if isinstance(panel, Bars):
         return _bars(finding, panel)
     return _points(finding, panel) if isinstance(panel, Points) else _course(finding, panel)
@@ -160,7 +160,7 @@ def _points(finding: Finding, panel: Points) -> tuple[str, int]:
 
 
 def _axis(finding: Finding, panel: Points, name: str, start: int, stop: int) -> tuple[Axis, list[float], str]:
-    """The axis of a figure, the positions of the variants on it, and its unit."""
+    """The axis of the figure `name`, the positions of the variants on the axis, and the axis' unit."""
     unit = next(figure.unit for figure in finding.scenario.figures if figure.name == name)
     values = np.array([finding.value(name, variant, panel.load) for variant in panel.variants])
     is_log = values.min() > 0 and values.max() / values.min() > _LOG_FROM

@@ -1,4 +1,4 @@
-"""Scenarios of KV pressure: watermarks, full-sequence admission, recovery, and responses of an operator."""
+"""Scenarios of KV pressure: watermarks, full-sequence admission, recovery, and countermeasures of an operator."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ _ADMISSIONS: dict[str, dict[str, Any]] = {
     _GROWTH: {"reserves": ("growth",)},
     _BYPASS: {"reserves": ("growth", "bypass")},
 }
-"""The last two are the check, with policies beside it."""
+"""Variants of admission and their settings. The last two use the full-sequence check together with reserve policies."""
 _THRASH = 0.1  # share of recomputed tokens
 
 
@@ -221,7 +221,7 @@ def _found_each(run: Run) -> float | None:
 
 
 def _generated_twice(run: Run) -> float:
-    """Output tokens beyond those that the requests have."""
+    """Number of generated output tokens beyond the lengths of the requests' outputs."""
     wanted = sum(request.num_generated_tokens for request in run.outcome.requests)
     return run.report.counts.generated_tokens - wanted
 

@@ -1,4 +1,5 @@
-"""Scenario of recommended settings: those of a text on vLLM, each on its own workload and on the others."""
+"""Scenario of recommended settings: the presets of a text on vLLM, each on the workload it is meant for and on all
+others."""
 
 from __future__ import annotations
 
@@ -36,14 +37,14 @@ _MEANT_FOR = {
     "long-context": (_LONG, _TTFT),
     "short-requests": (_SHORT, _RATE),
 }
-"""Each preset with its workload, and the figure that it should improve."""
+"""The workload of each preset, and the figure that the preset should improve."""
 
 
 _GAIN, _HARM = 0.03, 0.05
-"""Relative changes that count as better than the default, and as worse."""
+"""Minimum relative changes that count as better and as worse than the default."""
 
 
-def _better(found: Finding, preset: str, load: str, figure: str) -> float:
+def _improvement(found: Finding, preset: str, load: str, figure: str) -> float:
     """Relative improvement over the default; negative: worse; -1: every request was refused."""
     value, default = found.value(figure, preset, load), found.value(figure, _DEFAULT, load)
     if math.isnan(value):
@@ -54,8 +55,8 @@ def _better(found: Finding, preset: str, load: str, figure: str) -> float:
 def _check_settings(found: Finding) -> list[Check]:
     checks = []
     for preset, (load, figure) in _MEANT_FOR.items():
-        gain = _better(found, preset, load, figure)
-        others = {other: _better(found, other, load, figure) for other in _MEANT_FOR if other != preset}
+        gain = _improvement(found, preset, load, figure)
+        others = {other: _improvement(found, other, load, figure) for other in _MEANT_FOR if other != preset}
         best = max(others, key=others.__getitem__)
         checks.append(
             Check(
@@ -67,7 +68,7 @@ def _check_settings(found: Finding) -> list[Check]:
         )
     for preset, (load, _) in _MEANT_FOR.items():
         losses = {
-            other: _better(found, preset, other, figure) for other, figure in _MEANT_FOR.values() if other != load
+            other: _improvement(found, preset, other, figure) for other, figure in _MEANT_FOR.values() if other != load
         }
         worst = min(losses, key=losses.__getitem__)  # all requests refused: -1
         figure = dict(_MEANT_FOR.values())[worst]

@@ -1,6 +1,6 @@
 """Scenarios: a scenario is a claim about schedulers, with the simulations and checks that test it.
 
-    Scenario   the claim; its variants; their figures; the checks, each a part of the claim
+    Scenario   the claim; the variants to compare; figures; the checks, each a part of the claim
     Variant    one simulation: a workload and the settings of the scheduler
     Finding    the figures of each variant, over one or several seeds, and whether each part of the claim holds
 
@@ -34,11 +34,11 @@ MAX_MODEL_LEN = 131_072
 H100_BLOCKS = 28_048
 """The estimate of `memory.py` for Llama 3.1 8B on an H100 of 80 GB, in blocks of 16 tokens."""
 RTX_4090_BLOCKS = 2_395
-"""The same for an RTX 4090 of 24 GB: a small pool."""
+"""The same estimate for an RTX 4090 of 24 GB: a small pool."""
 
 
 def settings(num_blocks: int = H100_BLOCKS, **values: Any) -> SchedulerConfig:
-    """The scheduler's defaults with these values."""
+    """The scheduler's default configuration with the given values."""
     return SchedulerConfig(num_blocks=num_blocks, max_model_len=MAX_MODEL_LEN, **values)
 
 
@@ -49,14 +49,14 @@ class Variant:
     name: str
     config: SchedulerConfig
     workload: Callable[[int], Workload]
-    """Makes the workload of a seed."""
+    """Function that makes the workload of a seed."""
     load: str = ""
     """The name of the workload, in a scenario with several workloads."""
     num_replicas: int = 1
     step_time: StepTime | None = None
-    """Step times of this variant's devices; None: those of the run."""
+    """Step times of this variant's devices; None: the step times given to `Scenario.run`."""
     host_memory: HostMemory | None = None
-    """Host memory behind the KV pool of each replica; None: none."""
+    """Host memory behind the KV pool of each replica; None: no host memory."""
 
 
 class Run(NamedTuple):
@@ -71,22 +71,22 @@ class Run(NamedTuple):
         return self.outcome.stats
 
     def total(self, counter: str) -> int:
-        """A counter of the schedulers, over all replicas."""
+        """The sum of a scheduler counter over all replicas."""
         return sum(getattr(stats, counter) for stats in self.stats)
 
     def of(self, *streams: str) -> npt.NDArray[np.bool_]:
-        """[requests] whether each belongs to these streams."""
+        """Whether each request belongs to one of these streams, [requests]."""
         return np.array([request.tenant in streams for request in self.outcome.requests], dtype=bool)
 
     @property
     def ttft(self) -> FloatArray:
-        """[requests] seconds; NaN for a request without a token."""
+        """TTFT of each request in seconds, [requests]; NaN for a request without a token."""
         seconds: FloatArray = self.outcome.timings.first_token - self.outcome.timings.arrival
         return seconds
 
     @property
     def e2e(self) -> FloatArray:
-        """[requests] seconds; NaN for a request without a token."""
+        """End-to-end time of each request in seconds, [requests]; NaN for a request without a token."""
         seconds: FloatArray = self.outcome.timings.last_token - self.outcome.timings.arrival
         return seconds
 
@@ -102,16 +102,17 @@ class Figure:
     name: str
     unit: Unit
     read: Callable[[Run], float | None]
-    """Its value for a simulation, in seconds, as a share of 1, or a number; None: the simulation has no such figure."""
+    """Function that reads the figure from a simulation, in seconds, as a share of 1, or as a number; None: the
+    simulation has no such figure."""
 
     def text(self, estimate: Estimate) -> str:
-        """The value as text, with its interval if it has one."""
+        """The value as text, with its unit and, if there is one, its interval."""
         interval = self.interval(estimate)
         value = NOTHING if estimate.value is None else self.of(estimate.value)
         return f"{value} ({interval})" if interval else value
 
     def interval(self, estimate: Estimate) -> str:
-        """The interval in the unit of the value; empty if there is none."""
+        """The interval as text, in the unit of the value; empty if there is no interval."""
         if estimate.value is None or estimate.low is None or estimate.high is None:
             return ""
         factor = 1.0
@@ -120,7 +121,7 @@ class Figure:
         return f"{number(factor * estimate.low)}-{number(factor * estimate.high)}"
 
     def of(self, value: float) -> str:
-        """One value with its unit; NaN: there is no value."""
+        """A value as text, with its unit; NaN: there is no value."""
         if math.isnan(value):
             return NOTHING
         if self.unit == "s":
@@ -135,7 +136,7 @@ class Check:
     claim: str
     holds: bool
     figures: str
-    """The figures that decide it, as text."""
+    """The figures that decide the check, as text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,11 +170,11 @@ Panel: TypeAlias = Bars | Points | Course
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """A claim, and how it is tested."""
+    """A claim about schedulers, and the simulations and checks that test it."""
 
     name: str
     claim: str
-    """One sentence."""
+    """The claim in one sentence."""
     source: str
     """The text that makes the claim."""
     setting: str
@@ -190,17 +191,17 @@ class Scenario:
 
     @property
     def num_requests(self) -> int | None:
-        """Number of requests of all its simulations with one seed; None: not known."""
+        """Number of requests of all simulations of the scenario with one seed; None: not known."""
         counts = [variant.workload(0).num_requests for variant in self.variants]
         return sum(each for each in counts if each is not None) if None not in counts else None
 
     def run(self, step_time: StepTime, *, seeds: Sequence[int] = (0,), progress: Progress | None = None) -> Finding:
-        """Simulate every variant with every seed. Ctrl-C ends it with the rows so far.
+        """Simulate every variant with every seed. Ctrl-C ends the simulations; the finding then has the rows so far.
 
         Args:
             step_time: step times of each replica's device, unless a variant has its own.
             seeds: seeds of the workloads; with several, figures are means with Student's 95 % interval.
-            progress: as that of `simulate`, with the requests of all simulations so far.
+            progress: as in `simulate`, with the number of finished requests of all simulations so far.
         """
         if not seeds:
             raise ValueError("no seeds; give at least one")
@@ -215,7 +216,7 @@ class Scenario:
                     variant.step_time or step_time,
                     num_replicas=variant.num_replicas,
                     host_memory=variant.host_memory,
-                    progress=None if progress is None else _after(num_done, progress),
+                    progress=None if progress is None else _offset_progress(num_done, progress),
                 )
                 if not outcome.is_complete:
                     return Finding(self, tuple(rows), tuple(seeds), is_complete=False)
@@ -226,19 +227,19 @@ class Scenario:
         return Finding(self, tuple(rows), tuple(seeds))
 
 
-def _after(num_done: int, progress: Progress) -> Progress:
-    """`progress` of a simulation that follows others, with `num_done` requests in all."""
+def _offset_progress(num_done: int, progress: Progress) -> Progress:
+    """`progress` of a simulation that follows earlier ones, in which `num_done` requests finished."""
     return lambda num_finished, now: progress(num_done + num_finished, now)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A variant and its figures, in the order of the scenario's."""
+    """A variant and its figures, in the order of `Scenario.figures`."""
 
     variant: Variant
     values: tuple[Estimate, ...]
     outcome: Outcome = field(repr=False)
-    """The run with the first seed, for lines over time."""
+    """Outcome of the simulation with the first seed, for lines over time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,17 +250,17 @@ class Finding:
     rows: tuple[Row, ...]
     seeds: tuple[int, ...]
     is_complete: bool = True
-    """False: it was interrupted, and rows are missing."""
+    """Whether all simulations ran; False: the scenario was interrupted, and rows are missing."""
 
     def value(self, figure: str, variant: str, load: str = "") -> float:
-        """A figure of a variant; NaN if the variant does not have it."""
+        """A figure of a variant; NaN if the variant does not have the figure."""
         row = next(row for row in self.rows if (row.variant.name, row.variant.load) == (variant, load))
-        found = row.values[self._place(figure)].value
+        found = row.values[self._index_of(figure)].value
         return math.nan if found is None else found
 
     def text(self, figure: str, variant: str, load: str = "") -> str:
-        """The same figure with its unit."""
-        return self.scenario.figures[self._place(figure)].of(self.value(figure, variant, load))
+        """A figure of a variant as text, with its unit."""
+        return self.scenario.figures[self._index_of(figure)].of(self.value(figure, variant, load))
 
     def column(self, figure: str, load: str = "") -> list[float]:
         """A figure of all variants of a workload."""
@@ -267,11 +268,11 @@ class Finding:
 
     @property
     def checks(self) -> list[Check]:
-        """The checks with their verdicts; none if rows are missing."""
+        """The checks with their verdicts; no checks if rows are missing."""
         return self.scenario.checks(self) if self.is_complete else []
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The finding for JSON."""
         scenario = self.scenario
         return {
             "scenario": scenario.name,
@@ -298,7 +299,7 @@ class Finding:
             "config": variant.config.to_dict(),
         }
 
-    def _place(self, figure: str) -> int:
+    def _index_of(self, figure: str) -> int:
         return [each.name for each in self.scenario.figures].index(figure)
 
 
@@ -306,7 +307,7 @@ class Finding:
 
 
 def preemptions(run: Run) -> float:
-    """Preemptions for any cause."""
+    """Number of preemptions for any cause."""
     return run.total("num_preemptions")
 
 
@@ -316,7 +317,7 @@ def recomputed(run: Run) -> float | None:
 
 
 def output_rate(run: Run) -> float | None:
-    """Output tokens a second."""
+    """Generated output tokens a second."""
     return run.report.output_tokens_per_second.value
 
 
@@ -333,11 +334,11 @@ def mean_e2e(run: Run) -> float | None:
 
 
 def quantile(values: FloatArray, share: float) -> float | None:
-    """The quantile of the values that are not NaN."""
+    """The quantile at `share` of the values that are not NaN."""
     values = values[~np.isnan(values)]
     return float(np.quantile(values, share)) if len(values) else None
 
 
 def times(value: float) -> str:
-    """A ratio as text."""
+    """A ratio as text, such as "1.5 times"."""
     return f"{number(value)} times"

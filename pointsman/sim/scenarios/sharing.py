@@ -70,12 +70,13 @@ def _found_share(run: Run) -> float | None:
 
 
 def _computed(run: Run) -> float:
-    """Prompt tokens computed, including those recomputed after a preemption."""
+    """Number of computed prompt tokens, including tokens recomputed after a preemption."""
     return run.total("num_scheduled_tokens") - run.report.counts.generated_tokens + run.report.counts.arrived
 
 
 def _prefix_times(run: Run) -> float | None:
-    """How often the tokens of the system prompt were computed, if nothing else is shared."""
+    """How often the tokens of the system prompt were computed; None: some requests have several turns, or no system
+    prompt."""
     requests = run.outcome.requests
     if any(request.turns or not request.block_hash_ids for request in requests):
         return None

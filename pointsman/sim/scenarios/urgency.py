@@ -27,7 +27,7 @@ _PREEMPTED, _RECOMPUTED, _RATE = "preempted", "recomputed", "output tok/s"
 
 
 def _batch_and_urgent(seed: int) -> Workload:
-    """A backlog that always fills all slots, and urgent requests one after the other."""
+    """A backlog that always fills all sequence slots, and urgent requests that arrive one after the other."""
     streams = (
         Stream(_BATCH, 120, "lognormal:300,0.5", "lognormal:800,0.5", priority=10),
         Stream(_URGENT, 30, "lognormal:300,0.5", "lognormal:100,0.5", "poisson:2", start=2.0),

@@ -16,7 +16,7 @@ from pointsman.sim.request import SimRequest
 from pointsman.sim.workload import Arrival, Generated, Lengths, OpenLoop, Sessions, Workload
 
 AT_ONCE = "constant:1e9"
-"""Arrivals of a backlog."""
+"""Arrival process of a backlog: all requests arrive at one time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """Several streams together, as one open loop."""
+    """Several streams combined into one open-loop workload."""
 
     streams: tuple[Stream, ...]
     seed: int = 0
