@@ -445,7 +445,8 @@ def _recorder(path: str | None) -> Iterator[Recorder | None]:
     """Context with a recorder that writes to `path`; the file is closed at the context's end. `path` None: no recorder.
 
     Raises:
-        CommandError: the file cannot be created; or the recording ended early, which is reported at the end.
+        CommandError: the file cannot be created; or recording stopped before the end of the run (raised when the
+        context is left).
     """
     if path is None:
         yield None

@@ -239,7 +239,7 @@ def _bar(status: Status, width: int) -> Text:
 
 
 def _why(progress: Progress, entry: Entry, state: str) -> str:
-    """The state of a request in words; for a waiting request, with the reason."""
+    """The request's state and, if it waits, the reason."""
     if state not in ("waiting", "preempted"):
         return state
     reason = progress.engine.scheduler.explain(entry.request_id).reason

@@ -22,7 +22,7 @@ def learn(
         bool | None, typer.Option("--open/--no-open", help="Open it in a browser; by default, unless --out is given.")
     ] = None,
 ) -> int:
-    """Make the course on what a scheduler does: lessons with films of the real one, things to change, and questions.
+    """Make the course on what a scheduler does: lessons with films of the real scheduler, settings to try, questions.
 
     It is one HTML file that needs nothing else, neither Python nor a network, so it can be put on any web server.
     """

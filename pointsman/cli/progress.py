@@ -101,7 +101,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The figures of a run at one time."""
+    """Counts and rates of a run at one time."""
 
     seconds: float
     expected: int

@@ -95,8 +95,8 @@ class Workload:
     jobs: list[Job]
     problems: list[Problem] = field(default_factory=list)
     is_trace: bool = False
-    """Whether the workload is a trace: prompts are generated, so texts are not shown; refused requests are counted
-    instead of reported as errors."""
+    """Whether the workload is a trace. Prompts of a trace are generated, so texts are not shown. A refused request of a
+    trace is only counted, and is not an error."""
     about_left_out: str = ""
     """Text about the number of rows of the trace that were left out, and the reasons; empty: no row was left out."""
 

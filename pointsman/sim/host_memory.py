@@ -79,7 +79,7 @@ def check_host_memory(memory: HostMemory | None, config: SchedulerConfig) -> Non
     if config.has_kv_groups:
         raise SimulationError(
             f"kv_offload_bytes is {memory.num_bytes}, and the KV is in {len(config.kv_groups)} kv_groups: host memory "
-            "is simulated for one group of full attention; leave one of the two out"
+            "is simulated only for one group of full attention; remove kv_offload_bytes or kv_groups"
         )
     if not config.enable_prefix_caching:
         raise SimulationError(

@@ -236,9 +236,11 @@ def load_profile(path: str | PathLike[str]) -> Profile:
     try:
         values = json.loads(read_input(path).decode("utf-8"))
     except (ValueError, RecursionError) as error:  # ValueError: no JSON, or no UTF-8
-        raise CalibrationError(f"{path}: not JSON ({error}); pointsman calibrate writes profiles") from None
+        raise CalibrationError(
+            f"{path} is not a profile: it is not JSON ({error}); pointsman calibrate writes profiles"
+        ) from None
     if not isinstance(values, dict):
-        raise CalibrationError(f"{path}: not a JSON object; pointsman calibrate writes profiles")
+        raise CalibrationError(f"{path} is not a profile: it is not a JSON object; pointsman calibrate writes profiles")
     try:
         return Profile.from_dict(values)
     except CalibrationError as error:

@@ -74,7 +74,8 @@ class Score:
     goodput: float
     """Requests a second that met all targets: `share` of the arrival rate."""
     closeness: float
-    """Mean over the requests of the minimum of target / value, at most 1. Ranks configurations that meet no target."""
+    """Mean closeness of the requests to the targets. It ranks configurations with which no request meets all targets. A
+    request's closeness is the minimum, over the targets, of target / measured time, at most 1."""
     ttft_p99: float | None
     itl_p99: float | None
     """99th percentile of all gaps between two tokens."""

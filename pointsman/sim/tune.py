@@ -59,7 +59,8 @@ class Trial:
     config: SchedulerConfig
     num_replicas: int
     train: Score
-    """Score on the training part; on its first stretch alone, if the point was hopeless there."""
+    """Score on the training part; if the point was hopeless on the first stretch of this part, the score on that
+    stretch."""
     is_hopeless: bool
 
     @property

@@ -127,7 +127,8 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """Requests of drawn lengths that arrive by a process; the first one at 0 seconds."""
+    """Requests of drawn lengths, whose arrival times follow an arrival process; the first request arrives at 0
+    seconds."""
 
     arrivals: Arrivals
     lengths: Lengths

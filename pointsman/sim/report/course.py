@@ -122,7 +122,8 @@ def scaled(part: Levels, factor: float) -> Levels:
 
 
 def downsampled(part: Levels, max_points: int) -> Levels:
-    """At most `max_points` entries of `part`, among them the minimum and maximum of each interval."""
+    """At most `max_points` entries of `part`: the minimum and maximum of each of `max_points` / 2 intervals of equal
+    duration."""
     times, values = part.times, part.values
     num_stretches = max(1, max_points // 2)
     if len(times) <= max_points:

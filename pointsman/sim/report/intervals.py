@@ -46,7 +46,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Mean and percentiles of `count` values of one kind."""
+    """Summary statistics of `count` values of one kind."""
 
     count: int
     mean: Estimate
@@ -172,7 +172,7 @@ def student(degrees: int) -> float:
 
 
 def _percentiles(values: FloatArray, below: Int64Array, shares: Sequence[float]) -> FloatArray:
-    """As `weighted_percentiles`; `below`: the cumulative counts of the values."""
+    """As `weighted_percentiles`; `below`: cumulative sums of the counts, in the order of the values."""
     place = (below[-1] - 1) * np.asarray(shares)
     first = np.floor(place)
     low = values[below.searchsorted(first, side="right")]

@@ -155,7 +155,7 @@ class Report:
     price_per_million_output_tokens: Estimate
     """Price in the currency of `price_per_hour`; no value: no price was given, or no token was generated."""
     method: str
-    """Text about the method of the intervals."""
+    """How the confidence intervals were computed, as text."""
     notes: tuple[str, ...]
     """Remarks to read before the figures."""
 
@@ -175,7 +175,7 @@ def figures(
     num_bootstrap: int = NUM_BOOTSTRAP,
     seed: int = 0,
 ) -> Report:
-    """The figures of one simulation.
+    """The report of one simulation.
 
     Args:
         config: configuration of each replica's scheduler.
