@@ -4,10 +4,10 @@
 static batch runs; after priority preemption only the preemptor is admitted. Otherwise `check` decides about one request
 after the other, by the following conditions in this order:
 
-    without a lookup    a free sequence slot, a token of budget, no own samples in flight, a slot for its adapter, and
-                        the verdict of an earlier step if it is kept
-    after the lookup    the connector's answer, budget for padding, and the gates (`policy/gate.py`): token budget,
-                        limits, partial prefills, and the blocks with every reserve
+    without a lookup    a free sequence slot, a token of budget, no sample of the request in flight, a slot for its
+                        adapter, and the verdict of an earlier step if it is kept
+    after the lookup    the connector's answer, budget for placeholder drafts, and the gates (`policy/gate.py`): token
+                        budget, limits, partial prefills, and the blocks with every reserve
 
 The first condition that fails is the reason that is reported.
 
@@ -69,7 +69,8 @@ class Standstill(NamedTuple):
 
 
 class Gates:
-    """All gates of a scheduler, in the order in which an admission checks the gates."""
+    """All gates of a scheduler (checks that an admission must pass, see `policy/gate.py`), in the order in which an
+    admission calls them."""
 
     def __init__(
         self,
@@ -167,7 +168,7 @@ class Admission:
         """Admit the requests that fit into `step` beside the advancing rows. Each admission is final, and its prompt
         blocks are published immediately.
 
-        After priority preemption only the `preemptor` is admitted.
+        After priority preemption only `step.preemptor` is admitted.
         """
         table, search = self._table, self._search
         queue = table.queue
@@ -279,7 +280,7 @@ class Admission:
             request._state.was_bypassed(num_admitted - num_before)
 
     def _note(self, request: Request, verdict: Deferral, now: float) -> None:
-        """Record why a request waits, and the time if the reason changed."""
+        """Record why a request waits, and since when: since `now` if the reason has changed."""
         if verdict.reason is Reason.PAUSED:
             return  # the request keeps its own reason until after the pause
         if request._state.defer(verdict, now) and self._events.deferred:
@@ -316,9 +317,9 @@ class Admission:
     # ------------------------------------------------------------------ one request
 
     def check(self, request: Request, budget: int, num_running: int, num_owed_blocks: int) -> Grant | Deferral:
-        """The grant of a request beside `num_running` running requests, with `budget` remaining tokens in the step; or
-        the reason why the request must wait. `num_owed_blocks`: number of blocks that running requests still need for
-        known tokens."""
+        """Decide whether a request can be admitted beside `num_running` running requests, with `budget` remaining
+        tokens in the step. Returns the request's grant, or the reason why it must wait. `num_owed_blocks`: number of
+        blocks that running requests still need for known tokens."""
         deferral = self._deferral_before_lookup(request, budget, num_running, num_owed_blocks)
         if deferral is not None:
             return deferral
@@ -370,9 +371,9 @@ class Admission:
     # ------------------------------------------------------------------ behind a head that lacks blocks
 
     def _make_search(self, config: SchedulerConfig) -> Search | None:
-        """The search of a scheduler whose reserve allows bypasses; None: no reserve does. The search remembers the
-        needs of requests only if the gates just compare and cut: no gate defers for anything but blocks, and no gate
-        must see every check."""
+        """Create the search for requests behind a head that lacks blocks; None: no reserve allows bypasses. The search
+        remembers the needs of requests only if no gate must be called at every check, and no gate defers a request for
+        anything but blocks."""
         gates, kv, queue = self.gates, self._kv, self._table.queue
         reserves = gates.reserves
         if reserves.bypass is None:
@@ -392,7 +393,7 @@ class Admission:
         return Search(reserves.bypass, kv.pool, self._table, needs, first)
 
     def _is_predictable(self, limit: Limit) -> bool:
-        """Whether the limit does not change the blocks that a request needs."""
+        """Whether the limit never changes the number of blocks that a request needs."""
         return limit.only_cuts and (not self._depends_on_chunk or type(limit).check is Gate.check)
 
     def _none_passes(
@@ -444,7 +445,7 @@ class Admission:
         self, search: Search, request: Request, budget: int, num_running: int, num_owed_blocks: int
     ) -> tuple[Grant | Deferral, int | None]:
         """As `check`, for a request behind the head. The second result is the number of blocks that the request would
-        take, if it lacks blocks. A request whose need is remembered is not looked up."""
+        take; None: it does not lack blocks. A request whose need is remembered is not looked up in the prefix cache."""
         needs = search.needs
         if needs is not None and num_running < self.max_num_active_seqs and budget > 0:
             is_blocking = request._state.num_bypassed >= search.bound
@@ -462,8 +463,9 @@ class Admission:
     # ------------------------------------------------------------------ while nothing changes
 
     def standstill(self, num_running: int) -> Standstill | None:
-        """Reason why the head of the queue stays blocked, the same as now, in a step in which all running requests only
-        decode one token; None: the head may not stay blocked, or only a lookup could prove that it does."""
+        """The current reason why the head of the queue is blocked, if it is still valid in a step in which each running
+        request only decodes one token. None: the head may be admitted then, or only a lookup could prove that it stays
+        blocked."""
         head = self._table.queue.peek()
         state, closed = head._state, self._closed(False)
         if closed is Reason.PAUSED:
@@ -557,8 +559,9 @@ class Admission:
         return Grant(match, want, start, charge + padding, loaded, padding)
 
     def _padding_of(self, request: Request, start: int, want: int) -> int:
-        """Number of placeholders that a request verifies in its first step: all or 0. It is 0 if a limit on drafts cuts
-        the placeholders, or if the request samples nothing: its KV would seem to hold the placeholders too."""
+        """Number of placeholder drafts that a request verifies in its first step: `_padding` or 0. It is 0 if a limit
+        on drafts cuts the placeholders. It is also 0 if the request samples nothing, because its KV would seem to
+        include the placeholders."""
         may_pad = start > 0 if self._may_pad is None else self._may_pad
         if want != 1 or not may_pad or start >= self._max_padded or request._state.max_tokens == 0:
             return 0
@@ -567,8 +570,8 @@ class Admission:
         return self._padding if is_allowed else 0
 
     def _check_load(self, request: Request, start: int, match: Match, external: External) -> Grant | Deferral:
-        """Decide about an asynchronous load: whether the loaded blocks fit, with every reserve. A load takes no
-        sequence slot and no token."""
+        """Decide whether an asynchronous load may begin: whether the loaded blocks fit, with every reserve. A load
+        takes no sequence slot and no token."""
         reserves = self.gates.reserves
         answer = reserves.check(request, start, 0, self._view)
         if isinstance(answer, Deferral):
@@ -594,8 +597,8 @@ class Admission:
         return len(self._table.queue)
 
     def lacks_step_time(self, request: Request, rows: Int64Array) -> bool:
-        """Whether a policy that sets the budget would defer the request even if only these rows ran; then preempting
-        the other running requests would not help."""
+        """Whether a policy that sets the token budget would defer the request even if only `rows` ran. If so,
+        preempting the other running requests would not help."""
         policies = self.budget.policies
         if not policies:
             return False
@@ -603,7 +606,8 @@ class Admission:
         return any(policy.lacks_step_time(request, len(rows), num_tokens) for policy in policies)
 
     def would_be_partial(self, request: Request, budget: int) -> bool:
-        """Whether the prefill of a request, if nothing is cached, may not fit a step with `budget` remaining tokens."""
+        """Whether the prefill of a request would be cut if nothing of it is cached: by a limit, or by the `budget`
+        remaining tokens of the step."""
         want = request._state.num_tokens
         for limit in self.gates.limits:
             allowed = limit.check(request, 0, want, self._view)
@@ -612,5 +616,6 @@ class Admission:
 
 
 def _closed_for(reason: Reason) -> Deferral:
-    """The deferral of a closed step; only a missing sequence slot has a count."""
+    """The deferral of each request in a step that is closed for `reason`. Its missing amount is 1 if the reason is a
+    missing sequence slot, otherwise 0."""
     return Deferral(reason, 1 if reason is Reason.SEQUENCE_LIMIT else 0)

@@ -39,8 +39,9 @@ set_writeable(NO_ROWS, False)
 
 
 class Equal:
-    """The counts of a proposal with equally many drafts for every row, the common case. Consecutive steps share the
-    arrays, so a comparison by `is` finds that counts are equal."""
+    """The number of drafts (`counts`) and of tokens (`granted`) of each row, for a proposal with equally many drafts
+    for every row (the common case). Consecutive steps share the arrays, so a comparison by `is` finds that counts are
+    equal."""
 
     def __init__(self, num_rows: int, num_drafts: int) -> None:
         self.num_drafts = num_drafts
@@ -73,7 +74,7 @@ class Drafts:
         self._token_ids: Int32Array = NO_TOKENS
 
     def updated(self, step_id: int) -> None:
-        """Set the newest updated step: drafts for an earlier step are stale."""
+        """Set the newest step that was updated, after which drafts for an earlier step are stale."""
         self.last_updated_step = step_id
 
     def forget(self) -> None:

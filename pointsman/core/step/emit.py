@@ -81,8 +81,9 @@ class Emission:
         self.last_output = None
 
     def keep(self, step_id: int, advance: Advance, num_steps: int) -> None:
-        """Set `last_output` for the last of several steps that were done in one call, in which the rows advanced by
-        `advance`. These steps have no outputs, and explanations of waiting requests need the newest output."""
+        """Set `last_output` after `num_steps` steps that were done in one call. These steps have no outputs, and
+        explanations of waiting requests need the output of the last step. `advance`: work of the rows in these
+        steps."""
         self.last_output = None
         if len(self._table.queue):
             requests, rows, serials, computed, _, samples, num_drafts, drafts = advance[:8]
@@ -167,8 +168,8 @@ class Emission:
         return output
 
     def _without_completions(self, advance: Advance) -> tuple[npt.NDArray[np.bool_], Int64Array]:
-        """`samples` without the rows of requests that sample nothing, and the indices of such rows that complete their
-        prompt."""
+        """Returns `advance.samples` with False for requests that sample nothing, and the row indices of such requests
+        that complete their prompt in this step."""
         is_done = advance.samples & ((self._batch.flags[advance.rows] & NO_SAMPLE) != 0)
         return advance.samples & ~is_done, is_done.nonzero()[0]
 
@@ -229,8 +230,9 @@ class Emission:
         self._resync = bool(self._serials_to_resync)
 
     def _blocks_of_groups(self, advance: Advance, whole: bool) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-        """The blocks of an output when each row has several tables: their ids, row indices, groups and places in the
-        tables."""
+        """The blocks that an output reports when each row has one block table per group of KV. Returns four arrays
+        [blocks]: block ids, row indices, group indices and positions in the block tables. `whole`: whether to report
+        the full tables instead of only new blocks."""
         if whole:
             self._note_sent_tables(advance)
         new = self._kv.new_blocks(self._batch, advance.rows, advance.block_rows, whole=whole)
@@ -251,7 +253,7 @@ def _joined(array: Int64Array, more: Int64Array | list[int]) -> Int64Array:
 
 
 class LeftOut:
-    """Times since which running rows have been left out of consecutive steps."""
+    """Stores, for each running row that the newest step left out, since when every step has left it out."""
 
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
@@ -260,8 +262,8 @@ class LeftOut:
         self._step_id = 0
 
     def note(self, step_id: int, rows: IntArray, now: float, *, continues: bool) -> None:
-        """Record that a step runs only these running rows. `continues`: whether rows left out of the step before may
-        still be left out; False: no row counts as left out before."""
+        """Record that a step runs only `rows` and leaves out the other running rows. `continues`: whether rows left out
+        of the step before may still be left out; False: no row counts as left out before."""
         members, num_rows = self._batch.members, len(self._batch.serial)
         if not continues or step_id != self._step_id + 1:
             self._serials[:] = 0
@@ -278,8 +280,8 @@ class LeftOut:
         self._serials[left] = serials
 
     def since(self, request: Request) -> float | None:
-        """Time of the first of the consecutive newest steps that left out a request; None: the newest step did not
-        leave it out."""
+        """Time of the first step from which on every step has left out the request; None: the newest step did not leave
+        it out."""
         row = request.row
         if row is None or row >= len(self._since) or self._serials[row] != request.serial:
             return None

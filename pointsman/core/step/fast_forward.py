@@ -1,11 +1,11 @@
 """Fast-forward: does several plain decode steps in one call.
 
     k = scheduler.guaranteed_steps(limit)   in each of the next k steps every running request decodes one token
-    scheduler.advance(times, token_ids)     does len(times) - 1 of these steps at once
+    scheduler.advance(times, token_ids)     does len(times) - 1 of these steps in one call
 
 In most steps of a simulation the running requests only decode: no request arrives or finishes, and the free blocks
 suffice. Such steps need not be decided one by one. `guaranteed_steps` proves their number from token limits, free
-blocks, and the reason why the head of the queue is blocked. It is 0, and the host schedules a single step, where a
+blocks, and the reason why the head of the queue is blocked. The number is 0, and the host schedules a single step, if a
 proof would need a decision: a lookup, a dry run, drafts, an encoder, a transfer under way, an eviction that a connector
 needs. `advance` leaves the same state as single calls of `schedule` and `update`: columns, block ids, the order of the
 free blocks, the prefix tree, counters.
@@ -296,7 +296,8 @@ class FastForward:
 
 
 def _no_guaranteed_steps(num_steps: int) -> int:
-    """`guaranteed_steps` for an order that has none: the head of the queue may change at any step."""
+    """The method `guaranteed_steps` for an order policy that lacks it: 0, as the head of the queue may change at any
+    step."""
     return 0
 
 

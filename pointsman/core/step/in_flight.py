@@ -100,7 +100,8 @@ class StepRecord(StepDecision):
         self.advance = advance
 
     def emitted(self, output: SchedulerOutput, members: Members, returned: Sequence[npt.NDArray[np.int64]]) -> None:
-        """Set the step's output. `members`: the running rows; `returned`: the value of `returned_blocks`."""
+        """Set the step's output. `members`: the running rows; `returned`: the new value of `returned_blocks`, see
+        `StepDecision`."""
         self.output = output
         self.returned_blocks = returned
         samples = output.samples

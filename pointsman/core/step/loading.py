@@ -41,7 +41,7 @@ class Loading:
         self._events = events
 
     def open(self, preemptor: Request | None, now: float) -> None:
-        """Begin the checks of the queue in a step."""
+        """Begin the checks of the queue in a step: pass the step's preemptor and time to the transfers."""
         self._transfers.open(preemptor, now)
 
     def admit(self, request: Request, grant: Grant, record: StepRecord, blocks: Int64Array) -> None:

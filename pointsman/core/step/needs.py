@@ -33,8 +33,8 @@ Levels = tuple[int, int, int, int]
 
 @dataclass(slots=True, eq=False)
 class Shortfall:
-    """The blocks that a request lacks, as a function of the numbers of blocks at the levels. Many requests share one
-    shortfall."""
+    """The blocks that a request lacks, as a function of the number of blocks at each level (FREE, OPEN, ...). Many
+    requests share one shortfall."""
 
     min_blocks: int
     """Minimum number of blocks at level OPEN_UNOWED for admission."""
@@ -42,22 +42,23 @@ class Shortfall:
     """Entries (level, blocks, reason): the reason to wait is that of the first entry whose level has at least `blocks`
     blocks."""
     levels: Levels | None = None
-    """Numbers of blocks at the levels, at the newest scan of the queue."""
+    """Number of blocks at each level (FREE, OPEN, ...) at the newest scan of the queue."""
     reason: Reason | None = None
     """Result of `reason_at` for `levels`."""
 
     def move_to(self, levels: Levels) -> None:
-        """Set the levels of a new scan, and the reason at these levels."""
+        """Set the numbers of blocks at a new scan, and the reason to wait with these numbers."""
         self.levels, self.reason = levels, self.reason_at(levels)
 
     def reason_at(self, levels: Levels) -> Reason | None:
-        """Reason why a request with this shortfall waits at these levels; None: it is admitted."""
+        """Reason why a request with this shortfall waits, given the number of blocks at each level; None: the request
+        is admitted."""
         if levels[OPEN_UNOWED] >= self.min_blocks:
             return None
         return next(reason for level, blocks, reason in self.rungs if levels[level] >= blocks)
 
     def deferral(self, reason: Reason, levels: Levels, blocks_queue: bool) -> Deferral:
-        """The deferral that a check at these levels would return."""
+        """The deferral that a check would return, given the number of blocks at each level."""
         return Deferral(reason, self.min_blocks - levels[OPEN_UNOWED], blocks_queue)
 
 
@@ -118,7 +119,8 @@ class Needs:
             self.forget()
 
     def measure(self, budget: int, num_running: int, num_owed_blocks: int) -> None:
-        """Set `levels` to the current numbers of blocks, and forget needs that may have changed."""
+        """Set `levels` to the current numbers of free blocks, open blocks, and both minus owed blocks. Forget needs
+        that may have changed."""
         kv, prefix = self._kv, self._kv.prefix
         tree = (prefix.epoch, prefix.num_replacements) if prefix is not None else None
         key = (self._reserves.num_changes, num_running > 0, tree)
@@ -134,8 +136,8 @@ class Needs:
         self.set_free(free, self._bypass.num_open(free))
 
     def set_free(self, free: int, num_open: int) -> None:
-        """Set the levels: requests behind the head may take `num_open` of the `free` blocks. The number of owed blocks
-        stays the same."""
+        """Set `levels` for `free` free blocks, of which requests behind the head may take `num_open`. The number of
+        owed blocks stays the same."""
         self.levels = (free, num_open, free - self._owed, num_open - self._owed)
 
     # ------------------------------------------------------------------ a request
@@ -160,8 +162,8 @@ class Needs:
         return shortfall.deferral(reason, levels, blocks_queue), shortfall.min_blocks + self._owed
 
     def keep(self, request: Request, shortage: Shortage) -> Need | None:
-        """Remember that a check found the request short of blocks; returns the need. None: the need is unpredictable
-        and not kept."""
+        """Remember that a check found the request short of blocks; returns the need. None: the need cannot be
+        predicted, and is not remembered."""
         state, owed = request._state, self._owed
         if request.adapter is not None or state.encoder_inputs:  # other gates apply to such a request
             return None
@@ -178,7 +180,7 @@ class Needs:
         return need
 
     def _shortfall(self, shortage: Shortage) -> Shortfall:
-        """A shortage at the current levels as a function of the levels."""
+        """Convert a shortage, which was found with the current `levels`, to a function of the levels."""
         owed, levels, kept = self._owed, self._levels_of_rungs, shortage.required - shortage.own
         less = (0, kept, owed, kept + owed)
         least, rungs = shortage.own - owed, shortage.rungs

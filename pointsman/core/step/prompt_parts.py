@@ -71,7 +71,7 @@ class PromptParts:
         return part
 
     def is_part(self, end: End) -> bool:
-        """Whether `end` is the end of a prompt part, after which the request continues."""
+        """Whether `end` ends only a prompt part, so that the request continues with the next part."""
         request = end.request
         if not request.more_input and not request._state.parts:
             return False
@@ -90,8 +90,8 @@ class PromptParts:
             self._take(request, now)
 
     def ready(self, request: Request, now: float) -> bool:
-        """Whether a parked request may be queued when its reason to wait no longer applies; if not, it waits for a
-        prompt part.
+        """Whether a parked request may be queued, now that its reason to wait no longer applies. False: the request
+        also waits for a prompt part, and stays parked for this reason.
 
         Raises:
             InvalidTransition: the request waits only for a prompt part.

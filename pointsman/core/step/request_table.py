@@ -106,7 +106,7 @@ class RequestTable:
         return request
 
     def require_parked(self, request_id: str) -> Request:
-        """The parked request with this id, for which `ready` may be called.
+        """The parked request with this id, after a check that `ready` may be called for it.
 
         Raises:
             UnknownRequest: no unfinished request has this id.
@@ -154,8 +154,8 @@ class RequestTable:
         self._enqueue(request, now)
 
     def park(self, request: Request, reason: ParkReason, now: float, *, is_done: bool = False) -> None:
-        """Move a request out of the queue, or off its row, until `ready`. If the request is already parked, only the
-        reason changes.
+        """Move a request out of the queue, or off its row, until `ready` is called. If the request is already parked,
+        only the reason changes.
 
         `is_done`: whether the row had no more tokens to compute, so that parking is not a preemption.
         """
@@ -216,7 +216,7 @@ class RequestTable:
         return row
 
     def preempt(self, request: Request, cause: PreemptionCause, need: Need, now: float) -> None:
-        """Move a request from its row to the front of the queued requests of its class."""
+        """Move a request from its row to the front of the queued requests of its class (see `policy/order.py`)."""
         self._lose_rows([request], cause, now, need=need)
         self._queue_again(request, now)
 

@@ -7,8 +7,8 @@ A step does this in one of two ways:
     steady    every row decodes one token and verifies its drafts, if any: no flags, enough budget and blocks
     general   limits, the budget by one cumulative sum, and blocks for all rows that lack some
 
-When blocks run out, one request is preempted, and tokens and blocks are distributed again among the others. The victim
-policy chooses the request (`policy/victim.py`); `RequestTable.preempt` takes it off its row.
+When blocks run out, one request is preempted, and tokens and blocks are distributed again among the other requests. The
+victim policy chooses the request (`policy/victim.py`); `RequestTable.preempt` takes it off its row.
 
 If `shortage` is "in-order" or "look-ahead", `InOrder` handles the shortage: rows get their tokens and blocks one after
 the other, as in the systems that the presets are named after. Rows keep the tokens and blocks that they got. Blocks
@@ -137,8 +137,8 @@ class Running:
     def wants(
         self, *, with_drafts: bool, alone: bool = False, only_prefills: bool = False
     ) -> tuple[Int64Array, Int64Array]:
-        """[rows] number of tokens that each row has yet to compute, and [rows] number of tokens that the limits allow
-        the row, before the budget.
+        """Returns two arrays [rows]: the number of tokens that each row has yet to compute ("lacks"), and the number of
+        tokens that the limits allow each row, before the budget cuts it ("want").
 
         `with_drafts`: whether the second array includes waiting drafts. `alone`: whether to ignore shared limits, which
         gives an upper bound. `only_prefills`: whether decoding rows get 0, so that no limit reserves tokens for
@@ -257,7 +257,7 @@ class Running:
         return not (expected >= members.token_limit).any()
 
     def _free_blocks(self, preempt: Preempt) -> None:
-        """Preempt one row, when every row decodes one token and some rows lack a block."""
+        """Preempt one request, in a step in which every row decodes one token and some rows lack a block."""
         batch, rows = self._batch, self._batch.members.rows
         end = np.add.accumulate(self.blocks_needed(batch.ones[: len(rows)], rows))
         free = self._kv.pool.num_free
@@ -277,8 +277,8 @@ class Running:
     # ------------------------------------------------------------------ general
 
     def _distribute_and_commit(self, lacks: Int64Array, want: Int64Array, preempt: Preempt) -> Advance:
-        """Cut `want` to the budget and the free blocks, and commit the result. Victims are preempted before the
-        commit."""
+        """Cut `want` to the budget and the free blocks, and commit the result. Victims are preempted before the commit.
+        `lacks`, `want`: the arrays that `wants` returns."""
         batch, members = self._batch, self._batch.members
         granted, needed, block_ids, preempted = self._distribute(lacks, want, preempt)
         requests, rows, serials = members.requests, members.rows, members.serials
@@ -320,8 +320,8 @@ class Running:
     def _distribute(
         self, lacks: Int64Array, want: Int64Array, preempt: Preempt
     ) -> tuple[Int64Array, Int64Array, IntArray, bool]:
-        """Distribute tokens and blocks. Returns [rows] tokens, [rows] number of new blocks, the new blocks, and whether
-        a request was preempted."""
+        """Distribute tokens and blocks to all rows. Returns [rows] number of granted tokens, [rows] number of new
+        blocks, the ids of the new blocks row after row, and whether a request was preempted."""
         members = self._batch.members
         preempted = False
         while True:
@@ -351,7 +351,8 @@ class Running:
         return bool(lower.any())
 
     def _grow(self, members: Members, needed: Int64Array, granted: Int64Array) -> IntArray:
-        """Allocate new blocks to rows that need some for their granted tokens, in row order. The pool has enough."""
+        """Allocate `needed` [rows] new blocks for the granted tokens of each row; returns their ids, row after row. The
+        pool has enough free blocks."""
         short = needed.nonzero()[0]
         if not len(short):
             return NO_BLOCKS
@@ -360,7 +361,8 @@ class Running:
         return self._kv.grow(self._batch, rows, needed[short], ends)
 
     def _with_fewer_drafts(self, lacks: Int64Array, want: Int64Array) -> Int64Array:
-        """[rows] `want` with the number of drafts per row capped, so that every row gets a token of the budget."""
+        """[rows] `want` with a cap on the number of drafts per row, so that the budget suffices for one token of every
+        row."""
         if not self._drafts.waiting:
             return want
         known = np.minimum(lacks, want)
@@ -443,8 +445,8 @@ class InOrder(Running):
     def _distribute_row_by_row(
         self, want: Int64Array, preempt: Preempt
     ) -> tuple[Int64Array, Int64Array, IntArray, bool]:
-        """Distribute tokens and blocks row by row, in admission order, while budget remains. Each row takes its blocks
-        before the next row is considered."""
+        """As `_distribute`, but row by row, in admission order, while budget remains. Each row takes its blocks before
+        the next row is considered."""
         batch, kv, members = self._batch, self._kv, self._batch.members
         position = {row: index for index, row in enumerate(members.rows.tolist())}
         granted = np.zeros_like(want)

@@ -30,7 +30,8 @@ queue."""
 
 @dataclass(slots=True)
 class KeptVerdict:
-    """The reason why a request was blocked, and the state that must change before the request is checked again."""
+    """The verdict on a request that blocked the queue, with the state (`key`) that must change before the request is
+    checked again."""
 
     request: Request
     key: tuple[Any, ...]
@@ -103,8 +104,8 @@ class Search:
         check: Callable[[Request, int], Need | None],
         defer: Callable[[Request, Deferral], None],
     ) -> bool:
-        """Compare remembered needs with the free blocks. Returns whether no request behind the head and the `popped`
-        requests is admitted, so that the search is done. `kept`: the verdict by which the head lacks blocks.
+        """Compare remembered needs with the free blocks. Returns True if the search is done, because no request behind
+        the head and the `popped` requests is admitted. `kept`: the verdict by which the head lacks blocks.
 
         `check` checks a request at its place in the queue. It returns None if the request would be admitted, or lacks
         something other than blocks. `defer` records why a request waits.
@@ -167,7 +168,8 @@ class Search:
         self._shortfalls = []
 
     def is_spent(self, num_admitted: int) -> bool:
-        """Whether a skipped request that lacks blocks has reached the bound of bypasses."""
+        """Whether a skipped request that lacks blocks has been bypassed `bound` times, so that no further request may
+        bypass it."""
         return any(
             request._state.num_bypassed + num_admitted - num_before >= self._bypass.bound
             for request, num_before in self._passed

@@ -78,8 +78,8 @@ class Update:
     def append(
         self, step: StepRecord, output: SchedulerOutput, result: StepResult, now: float
     ) -> tuple[UpdateFields, Ends]:
-        """Parts 1 and 2: check the result of the oldest step in flight, append the sampled tokens, and find requests
-        that stop.
+        """Parts 1 and 2 of `Scheduler.update`: check the result of the oldest step in flight, append the sampled
+        tokens, and find requests that stop.
 
         Raises:
             StepResultError: the result does not fit the output; nothing was applied.
@@ -127,8 +127,8 @@ class Update:
         return UpdateFields(sampled, members.ones, members.requests), ends
 
     def finish(self, update: UpdateFields, ends: Ends, now: float) -> None:
-        """Part 3: finish requests that stop, and free their blocks; requests that expect further prompt parts
-        continue."""
+        """Part 3 of `Scheduler.update`: finish requests that stop, and free their blocks. Requests whose prompt has
+        further parts continue."""
         ends.sort(key=_row_index)
         over: list[End] = []
         parts: list[Request] = []
@@ -183,8 +183,8 @@ class Update:
         runs: Runs,
         newest: Int64Array | None = None,
     ) -> tuple[Runs, Ends]:
-        """Append the runs of `live` rows, each up to the token that stops its request. Returns the appended runs, and
-        the requests that stop.
+        """Append the run of each row in `live`, up to the token that stops the row's request. Returns the appended
+        runs, and the ends of the requests that stop.
 
         Args:
             drafts: [live rows] number of drafts that each row verified; None: no row of the step verified drafts.
@@ -208,8 +208,8 @@ class Update:
         return runs, ends
 
     def _up_to_stops(self, live: Members, runs: Runs, newest: Int64Array, most: int) -> tuple[Runs, Ends]:
-        """The runs of live rows, each cut at the token that stops its request, and the requests that stop. The runs
-        follow the tokens at positions `newest` [live rows].
+        """Cut each row's run of sampled tokens after the token that stops the row's request. Returns the cut runs, and
+        the ends of the requests that stop. `newest`: [live rows] position of the last token before each run.
 
         `most`: maximum distance, in tokens, from the newest known token to the end of a run.
         """
@@ -287,10 +287,11 @@ class Update:
 def _cut_at_stops(
     requests: Sequence[Request], newest: Int64Array, runs: Runs, done: npt.NDArray[np.bool_]
 ) -> tuple[Runs, Ends]:
-    """The runs, each cut at the token that stops its request, and the requests that stop. Only rows marked in `done`
-    may stop.
+    """Cut the run of sampled tokens of each request in `done` after the token that stops the request. Returns all runs,
+    and the ends of the requests that stop.
 
-    `newest`: [requests] position of the newest token of each request before its run.
+    `newest`: [requests] position of the last token before each run. `done`: [requests] mask of the requests that may
+    stop.
     """
     ends: Ends = []
     shorter: dict[int, int] = {}
@@ -310,8 +311,8 @@ def _cut_at_stops(
 
 
 def _cut_at_stop(request: Request, num_tokens: int, run: list[int]) -> tuple[int, End | None]:
-    """The number of tokens of a run up to the one that stops the request, and the end of the request; None: it
-    continues. `num_tokens`: number of tokens of the request before the run."""
+    """Returns the number of tokens of a run up to the token that stops the request, and the end of the request (None:
+    the request continues). `num_tokens`: number of tokens of the request before the run."""
     for length, token_id in enumerate(run, start=1):
         end = stop_condition(request, num_tokens + length, token_id)
         if end is not None:
@@ -327,7 +328,8 @@ SAMPLED = "was sampled"
 
 
 def checked_tokens(result: StepResult, expected: int, wanted: str = ROW_TOKENS) -> Int32Array:
-    """The result's `expected` tokens as a new array. `wanted`: text of an error that explains the expected number."""
+    """The tokens of a result as a new array, after a check that there are `expected` tokens. `wanted`: template that
+    explains this number in the error message."""
     return flat_tokens(result.token_ids, expected, wanted, SAMPLED, StepResultError)
 
 
@@ -361,7 +363,7 @@ def checked_runs(output: SchedulerOutput, result: StepResult, drafts: IntArray |
 def _checked_run_per_row(
     members: Members, output: SchedulerOutput, result: StepResult, drafts: IntArray | None
 ) -> Runs:
-    """The runs of `checked_runs`, for a step in which every row samples and no row has an error."""
+    """The runs that `checked_runs` returns, for a step in which every row samples and no row has an error."""
     given = np.asarray(result.counts)
     if drafts is not None and given.shape == drafts.shape and given.dtype.kind in "iu":
         counts: Int64Array = given.astype(INT64)

@@ -1,5 +1,5 @@
-"""Validation: refuses, when they are added, requests that could never run; the message has the numbers and the
-remedy."""
+"""Validation: checks each request when it is added, and refuses a request that could never run. The error message has
+the numbers and the remedy."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _NO_ROOM = ", which leaves no room for a generated token"
 
 
 def too_long(config: SchedulerConfig, kv: KVCache, request: Request, length: int, max_tokens: int) -> str | None:
-    """The reason why a prompt of `length` tokens, with one generated token unless `max_tokens` is 0, would never fit;
-    None: it fits."""
+    """Reason why a prompt of `length` tokens would never fit into the model's length, the pool of KV blocks or the
+    request's `max_total_tokens`; None: it fits. One generated token must fit too, unless `max_tokens` is 0."""
     num_generated = 1 if max_tokens else 0
     if length + num_generated > config.max_model_len:
         return longer_than_model(config, length, num_generated)
@@ -54,8 +54,8 @@ def longer_than_model(config: SchedulerConfig, length: int, num_generated: int) 
 
 
 def settle_limits(config: SchedulerConfig, kv: KVCache, request: Request) -> str | None:
-    """Set the token limit of a request, and its repetition watch. Returns the reason why the request can never run, or
-    None."""
+    """Set the token limit of a request, and the `RepetitionWatch` that ends its output at a repetition. Returns the
+    reason why the request can never run; None: it can run."""
     state = request._state
     prompt, max_tokens = state.num_prompt_tokens, state.max_tokens
     why = too_long(config, kv, request, prompt, max_tokens)
