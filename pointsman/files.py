@@ -119,7 +119,7 @@ def lines_of(file: BinaryIO) -> Iterator[str]:
 
 
 def shown(text: str, length: int = 80) -> str:
-    """A text as one line of at most `length` characters."""
+    """Convert a text to one line of at most `length` characters, for messages."""
     text = " ".join(text[: 20 * length].split())
     return text if len(text) <= length else text[: length - 3] + "..."
 

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 MAX_LEAD = 4
-"""Maximum number of open requests, beyond 5/4 of the least load, of an engine that is preferred for its cache."""
+"""Maximum number by which the open requests of a chosen engine may exceed 5/4 of those of the least loaded engine."""
 TOKENS_PER_REQUEST = 32
 """Cost of one open request of an engine, in prompt tokens to compute."""
 
@@ -75,8 +75,8 @@ class Router:
         return best[2]
 
     def forget(self, engine: int | None = None) -> None:
-        """Clear the index of an engine whose cache is empty, because it was reset or the engine is new. None: clear all
-        indexes."""
+        """Clear the index of an engine whose cache is empty because the cache was reset or the engine is new. `engine`
+        None: clear the indexes of all engines."""
         for index, sent in enumerate(self._sent):
             if engine is None or index == engine:
                 sent.clear()
@@ -98,7 +98,7 @@ def full_blocks(token_ids: Sequence[int] | npt.NDArray[np.integer], block_size: 
 
 
 class _Run:
-    """A node of the index: one or more consecutive blocks that were sent.
+    """A node of the index: one or more consecutive blocks of tokens that were sent to the engine.
 
     Args:
         parent: the run before this run; None: this run is at the start of prompts.
@@ -153,7 +153,7 @@ class SentBlocks:
         return start // self._num_bytes
 
     def note(self, blocks: bytes, namespace: str) -> None:
-        """Add the blocks of a prompt to the index, as sent now."""
+        """Add the blocks of a prompt to the index, and make them the most recently sent blocks."""
         blocks = blocks[: self._capacity]
         start, runs = 0, self._first
         parent: _Run | None = None

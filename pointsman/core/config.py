@@ -387,7 +387,8 @@ class SchedulerConfig(metaclass=Documented):
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> Self:
-        """The configuration called `name`, a key of `PRESETS` or `SYSTEMS`, with `overrides` on top.
+        """The configuration of the preset `name`, a key of `PRESETS` or `SYSTEMS`; `overrides` replace the preset's
+        values.
 
         Raises:
             ConfigError: no preset has that name.
@@ -403,7 +404,7 @@ class SchedulerConfig(metaclass=Documented):
         return cls(**values)
 
     def replace(self, **overrides: Any) -> Self:
-        """A copy of the configuration with `overrides`, validated again."""
+        """A copy of the configuration with the values of the knobs in `overrides`; the copy is validated as a whole."""
         return replace(self, **overrides)
 
     @property

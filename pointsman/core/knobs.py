@@ -126,9 +126,11 @@ class Tried:
     is_for_short_pool: bool = False
     """Whether the knob matters only if KV blocks run out."""
     rank: float = math.inf
-    """Position of the knob among the settings of a search, which tries the settings with the largest effect first."""
+    """Position of the knob in the order in which a search tries settings; the settings with the largest effect are
+    tried first."""
     first: tuple[Any, ...] = ()
-    """Values that a search first tries in all combinations with those of other settings; (): only the default."""
+    """Values that a search tries first, in all combinations with the `first` values of other settings; (): only the
+    default."""
 
 
 # ---------------------------------------------------------------------- knobs
@@ -142,7 +144,7 @@ class Knob:
     default: Any
     """Default value; `dataclasses.MISSING`: the field is required."""
     kinds: tuple[Any, ...]
-    """Types of the knob's values, except None and words: `(int,)`."""
+    """Types of the knob's values, except None and words; for example `(int,)`."""
     words: tuple[str, ...]
     """Allowed words: the choices of the field's `Literal`."""
     is_optional: bool

@@ -9,8 +9,8 @@ decisions about rows.
 
     add       a request by its number: lengths, and its prompt's full blocks as [parent, first, count], or null where
               blocks have no hashes; block ids first to first + count - 1 are new here, and follow block `parent`
-    steps     columns of consecutive steps (`OBSERVED_STEPS`) result    the end of a request, and the steps in which it
-    got a token: `steps` is a list of [first, last]
+    steps     columns of consecutive steps (`OBSERVED_STEPS`)
+    result    the end of a request, and the steps in which the request got a token: `steps` is a list of [first, last]
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from pointsman.version import __version__
 FORMAT = "pointsman-recording"
 FORMAT_VERSION = 1
 MAX_BLOCKS = 2**25
-"""Maximum number of KV blocks in the configuration of a file that is replayed or simulated. This number takes about 0.5
-GB of memory, and four seconds.
+"""Maximum number of KV blocks in the configuration of a file that is replayed or simulated. A pool of this size takes
+about 0.5 GB of memory, and four seconds to create.
 """
 
 OBSERVED_STEPS = (
@@ -278,7 +278,7 @@ _FIELDS: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def _plain(value: object) -> object:
-    """The JSON value of a NumPy scalar or of a dataclass."""
+    """Convert a NumPy scalar or a dataclass, which `json` cannot write, to a JSON value."""
     if isinstance(value, np.generic):
         return value.item()
     if is_dataclass(value) and not isinstance(value, type):
@@ -313,7 +313,7 @@ def output_decision(output: SchedulerOutput) -> dict[str, Any]:
 
 
 def run_decision(run: StepRun) -> dict[str, Any]:
-    """All decisions of steps that `advance` does in one call, as JSON-ready values."""
+    """All decisions of the steps that one call of `advance` does, as JSON-ready values."""
     arrays = ("rows", "serials", "num_computed_tokens", "block_ids", "block_rows", "block_steps")
     return {
         "num_steps": run.num_steps,

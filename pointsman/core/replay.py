@@ -51,7 +51,7 @@ class ReplayDifference(PointsmanError):
 
 @dataclass(frozen=True, slots=True)
 class ReplayReport:
-    """The counts of a replay that found no difference."""
+    """Counts of what a replay repeated without finding a difference."""
 
     num_calls: int
     num_steps: int

@@ -2,7 +2,7 @@
 
     output = scheduler.schedule(now)                 decide, and commit the decision
     result = host.execute(output)                    the only part that differs between hosts
-    done   = scheduler.update(output, result, now)   append tokens, stop conditions, free
+    done   = scheduler.update(output, result, now)   append tokens, test stop conditions, free blocks
              scheduler.propose(output, ...)          optional: drafts, to be verified in the next step
 
 `schedule` and `update` are here, with their parts in order. The parts are in `step/`, the choice of requests in
@@ -215,8 +215,8 @@ class Scheduler:
         return output
 
     def schedule_again(self, now: float) -> SchedulerOutput:
-        """Call `schedule` until no policy fails in it, for a host that can repeat a failed step immediately. A policy
-        that keeps failing is replaced.
+        """Call `schedule` repeatedly until a call ends without a policy failure, for a host that can repeat a failed
+        step immediately. A policy that keeps failing is replaced.
 
         Raises:
             StepOrderError: as in `schedule`.
@@ -234,7 +234,7 @@ class Scheduler:
             send(self._events.called, Call("schedule_failed", now, {"error": str(error)}))
 
     def _mixed_step(self, step: StepRecord) -> SchedulerOutput:
-        """The five parts of a step that holds prompts and decodes together ("mixed" and "static")."""
+        """The five parts of a step that computes prompts and decodes together (`batching` is "mixed" or "static")."""
         if self._kv.gives_back and len(self._table.queue):
             self._kv.give_back(self._batch)
         # 1. Preempt: a more urgent waiting request preempts running ones (`step/priority_preemption.py`).
@@ -254,7 +254,8 @@ class Scheduler:
         return self._emission.emit(step)
 
     def _prefill_first_step(self, step: StepRecord) -> SchedulerOutput:
-        """A step holds prompts or decodes: decodes advance only if no prompt does."""
+        """A step that computes either prompts or decodes: decoding requests advance only if the step computes no
+        prompt."""
         running, table = self._running, self._table
         assert isinstance(running, InOrder), "checked by the configuration"
         if self._kv.gives_back and len(table.queue):
@@ -358,7 +359,8 @@ class Scheduler:
             send(self._events.called, Call("fail", now, {"output": output}))
 
     def _void(self, void: list[StepRecord], now: float) -> None:
-        """Roll back steps, newest first, that were removed from the steps in flight or never entered them."""
+        """Roll back the steps in `void`, newest first. These steps were removed from the steps in flight, or never were
+        in flight."""
         roll_back(void, self._steps, self._batch, self._kv, self._table, self._encoder, self._loading, now)
         self._kv.drop_unpublished()
         self._admission.forget()
@@ -546,7 +548,8 @@ class Scheduler:
         unfinished request has this id.
 
         The request is in `finished` of the next output, and in no `StepUpdate.finished`. Its id is in use until then.
-        If a step in flight has a row of it, the result still has tokens for that row, and they are dropped.
+        If a step in flight has a row of the request, the step's result still has tokens for that row, and these tokens
+        are dropped.
 
         `keep_tokens`: number of output tokens to keep; None: all.
         """
@@ -689,8 +692,8 @@ class Scheduler:
     # ------------------------------------------------------------------ reports
 
     def stalled(self, now: float, seconds: float) -> list[Stall]:
-        """Requests without progress for `seconds` or longer; call this method a few times in that span (see
-        `watchdog.py`)."""
+        """Requests without progress for `seconds` or longer. Progress is only noticed by calls of this method, so call
+        it a few times in every `seconds` (see `watchdog.py`)."""
         return self._watchdog.stalled(self._parts, self.explain, now, seconds)
 
     def take_kv_events(self) -> list[KVEvent]:
@@ -710,7 +713,7 @@ class Scheduler:
         self._kv.track_returned(self._events.wants_blocks)
 
     def remove_listener(self, listener: Listener) -> None:
-        """Stop reporting to a listener; no effect on a listener that was not added."""
+        """Stop reporting decisions to a listener; no effect on a listener that was not added."""
         self._listeners = tuple(other for other in self._listeners if other is not listener)
         self._events.set([other for other in self._events.listeners if other is not listener])
         self._kv.track_returned(self._events.wants_blocks)
@@ -768,7 +771,7 @@ class Scheduler:
             self._recorder = None
 
     def start_film(self, film: FilmRecorder) -> None:
-        """Film every decision, see `observe/film.py`, until `remove_listener(film)` and `film.close()`."""
+        """Record every decision in a film (`observe/film.py`), until `remove_listener(film)` and `film.close()`."""
         film.start(self.config, self.policies, max(self._now, 0.0), lambda: self._parts)
         self.add_listener(film)
 
@@ -807,8 +810,8 @@ class Scheduler:
         return bool(self._guards)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether any request is queued, parked or running. `is_idle` also waits for the ends that no output has
-        reported yet."""
+        """Whether any request is queued, parked or running. `is_idle` also considers finished requests that no output
+        has reported yet."""
         return bool(len(self._batch) or len(self._table.queue) or self._table.parked)
 
     def has_runnable_requests(self) -> bool:
@@ -877,7 +880,7 @@ class Scheduler:
 
     @property
     def kv_cache_usage(self) -> float:
-        """Share of the blocks that requests hold, 0 to 1."""
+        """Number of KV blocks that requests hold, as a share of the pool's usable blocks: 0 to 1."""
         return self._kv.pool.usage
 
     def gauges(self) -> tuple[int, int, int, float]:
@@ -965,8 +968,8 @@ class Scheduler:
         """[total_num_scheduled_tokens] int32: the tokens that a step computes, row after row, drafts included.
 
         Args:
-            allow_unsampled: whether to put `UNSAMPLED` for tokens that an earlier step in flight has yet to sample; the
-                host knows these tokens when it executes the step.
+            allow_unsampled: whether the array contains `UNSAMPLED` in place of tokens that an earlier step in flight
+                has yet to sample; the host knows these tokens when it executes the step.
 
         Raises:
             StepOrderError: an earlier step in flight has yet to sample a token, and `allow_unsampled` is False.
@@ -987,8 +990,8 @@ class Scheduler:
         return self._statistics.snapshot(self._parts)
 
     def check_invariants(self) -> None:
-        """Verify the invariants of blocks, of requests' places and of counters, in any state. O(requests + blocks): for
-        tests and sampling.
+        """Verify the invariants of blocks, of requests' places and of counters. Can be called in any state. O(requests
+        + blocks): for tests and sampling.
 
         Raises:
             InvariantError: naming the invariant ("promise") that is broken.

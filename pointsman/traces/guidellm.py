@@ -85,8 +85,8 @@ def _num_successful(stream: JsonStream) -> int:
 
 
 def _request(stream: JsonStream, place: str, successful: bool) -> TraceRequest | MeasuredRequest | LeftOut:
-    """The request at the position of the stream. A request that was never sent, or that failed and has no length, is
-    left out."""
+    """Read the request at the current position of the stream. A request is left out if it was never sent, or if it
+    failed and has no length."""
     fields = stream.value()
     try:
         if not isinstance(fields, dict):

@@ -133,7 +133,7 @@ class JsonStream:
         self._at += 1
 
     def _pass_string(self) -> None:
-        """Skip the remainder of a string after its first quote."""
+        """Skip the remainder of a string, whose opening quote was already read."""
         while True:
             found = _STRING_END.search(self._text, self._at)
             if found is None:

@@ -30,7 +30,7 @@ LineReader: TypeAlias = Callable[[str], TraceRequest | MeasuredRequest]
 
 
 def numbered_lines(file: BinaryIO, *, of_recording: bool = False) -> Iterator[tuple[int, str]]:
-    """(line number, text) of the lines that are not blank.
+    """The lines of a file that are not blank, as (line number, text) pairs.
 
     Args:
         of_recording: whether to leave out an incomplete last line.
@@ -123,7 +123,8 @@ def read_hashed(file: BinaryIO) -> Iterator[TraceRequest]:
 
 
 def _hashed_request(fields: dict[str, Any], line_number: int, units: float, block_size: _BlockSize) -> TraceRequest:
-    """The request of a line. Its timestamp counts `units` per second."""
+    """Create the trace request from the fields of a JSON line. `units`: number of units per second in which the line's
+    timestamp counts."""
     length = tokens("input_length", field(fields, "input_length"), 0)
     hash_ids = fields.get("hash_ids", [])
     if not isinstance(hash_ids, list) or not all(type(i) is int and 0 <= i < MAX_HASH_ID for i in hash_ids):
@@ -154,7 +155,8 @@ class _BlockSize:
         self._against: dict[int, str] = {}  # for each excluded size, the first line that excludes it, in words
 
     def of(self, num_ids: int, length: int, line_number: int) -> int:
-        """The block size that fits all lines so far. `length`: number of prompt tokens of this line.
+        """The block size that fits all lines so far, this line included. `num_ids`, `length`: number of hash ids and of
+        prompt tokens of this line.
 
         Raises:
             Broken: this line excludes the last remaining size.

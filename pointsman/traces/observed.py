@@ -2,8 +2,8 @@
 
 The format is described in `core/recording.py`. The time at which a request was queued is the earliest time at which the
 engine can have received it. This is the request's arrival at the server plus the shortest delay between server and
-scheduler of all requests in the file. But it is not before the start of the step after which the scheduler got the
-request. Requests that had not finished when the recording ended have no result.
+scheduler of all requests in the file. But the time is never earlier than the start of the step after which the
+scheduler got the request. Requests that had not finished when the recording ended have no result.
 """
 
 from __future__ import annotations
@@ -266,7 +266,8 @@ class _Chains:
         self._next = 0
 
     def take(self, parent: int | None, first: int, num_new: int, *, max_blocks: int) -> tuple[int, ...]:
-        """The ids of all blocks of a prompt: `num_new` new ids from `first` on, after the blocks up to `parent`.
+        """Return the ids of all full blocks of a prompt: the block `parent` with all blocks before it (None: no
+        blocks), then `num_new` new ids, which begin with `first`.
 
         Raises:
             Broken: lines are missing, or the prompt has more than `max_blocks` ids.
@@ -284,7 +285,7 @@ class _Chains:
         return tuple(each for piece in reversed(pieces) for each in piece)
 
     def _chain(self, last: int | None) -> list[range]:
-        """The ids of the blocks up to the block `last`, as ranges, the last range first."""
+        """The ids of a prompt's blocks up to and including the block `last`, as ranges, the last range first."""
         pieces = []
         while last is not None:
             if not (isinstance(last, int) and 0 <= last < self._next):

@@ -100,14 +100,15 @@ def _open(path: str | PathLike[str]) -> io.BufferedReader:
 
 
 def _shifted(each: MeasuredRequest, start: float) -> MeasuredRequest:
-    """The measured request, with times on a clock that was 0 at `start`."""
+    """The measured request with `start` subtracted from all of its times."""
     queued = each.queued - start
     request = replace(each.request, arrival_time=queued)
     return MeasuredRequest(request, each.request_id, queued, each.first_token - start, each.last_token - start)
 
 
 def _read(file: io.BufferedReader, name: str, timed: bool) -> Iterator[Row]:
-    """The rows in the file's order; times are on the file's own clock, in seconds.
+    """Read the rows of a trace file, in the file's order: requests, and rows that are left out. Times are seconds on
+    the file's own clock.
 
     Args:
         timed: whether measured JSON lines must have measured times.
@@ -126,7 +127,8 @@ def _has_no_prompt(row: Row) -> bool:
 
 
 def _recognise(head: bytes, timed: bool) -> Reader:
-    """The function that reads files of the format in which `head` begins. `timed`: as in `_read`."""
+    """Recognise a trace format by `head`, the first bytes of a file; returns the function that reads files of this
+    format. `timed`: as in `_read`."""
     begin = head.decode("utf-8-sig", errors="replace").lstrip()
     if not begin.startswith("{"):
         return read_csv

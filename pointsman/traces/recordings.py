@@ -25,8 +25,8 @@ from pointsman.traces.values import Broken, json_object, measured, number, token
 
 @dataclass(slots=True)
 class _Recorded:
-    """A request, as known from the lines so far. Of its prompt tokens, only those of the last, partial block are
-    kept."""
+    """A request, as known from the lines of the recording that were read so far. Of its prompt tokens, only those of
+    the last, partial block are kept."""
 
     request_id: str
     queued: float

@@ -41,7 +41,7 @@ class TraceRequest:
     num_prompt_tokens: int
     """Number of prompt tokens, at least 1."""
     num_output_tokens: int
-    """Number of tokens that the traced service generated; 0 for a request that failed there."""
+    """Number of tokens that the traced service generated; 0 for a request that failed in the traced service."""
     block_hash_ids: tuple[int, ...] = ()
     """Hash ids of the prompt, one id for each `hash_block_size` tokens. Blocks with equal ids have equal content from
     the start of their prompts. Prompt tokens beyond the last id are not shared."""
@@ -101,7 +101,7 @@ class Trace(list[T]):
 
 
 def about_left_out(num_rows: int, left_out: Mapping[LeftOut, int]) -> str:
-    """One sentence about how many rows were left out, and why; empty if no row was left out."""
+    """One sentence that states how many of the `num_rows` rows were left out, and why; empty if no row was left out."""
     if not left_out:
         return ""
     reasons, total = ", ".join(f"{count:,} {reason}" for reason, count in left_out.items()), sum(left_out.values())

@@ -42,7 +42,8 @@ def prompt_token_ids(request: TraceRequest, vocab_size: int, seed: int, index: i
 
 
 def _mix(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """A bijection of 64-bit words that maps neighbours to unrelated words (the step of the SplitMix64 generator)."""
+    """Map each 64-bit word to another word, so that neighbouring words become unrelated words (a bijection, the step of
+    the SplitMix64 generator)."""
     words = keys + np.uint64(0x9E3779B97F4A7C15)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

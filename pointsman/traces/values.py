@@ -35,7 +35,7 @@ def measured(request: TraceRequest, request_id: str, first_token: float, last_to
 
 
 def json_object(line: str) -> dict[str, Any]:
-    """Parse a line that is one JSON object."""
+    """Parse a line that must be one JSON object."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
@@ -52,7 +52,8 @@ def field(fields: dict[str, Any], name: str) -> Any:
 
 
 def tokens(name: str, value: object, least: int) -> int:
-    """Check a number of tokens: an integer from `least` to `MAX_TOKENS`. `name`: the field, for the error."""
+    """Return `value` after a check that it is a number of tokens: an integer from `least` to `MAX_TOKENS`. `name`: name
+    of the field, for the error message."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise Broken(f"{name} is {represented(value)}; it must be a whole number")
     if not least <= value <= MAX_TOKENS:
@@ -61,7 +62,8 @@ def tokens(name: str, value: object, least: int) -> int:
 
 
 def whole(name: str, value: object) -> int:
-    """Check a whole number that fits a column of 64-bit integers. `name`: the field, for the error."""
+    """Return `value` after a check that it is an integer from -2**62 to 2**62. `name`: name of the field, for the error
+    message."""
     if not isinstance(value, int) or isinstance(value, bool) or abs(value) > MAX_HASH_ID:
         raise Broken(f"{name} is {represented(value)}; it must be a whole number of at most 2**62")
     return value
@@ -73,7 +75,8 @@ def integer(text: str) -> int | str:
 
 
 def number(name: str, value: object) -> float:
-    """Check a finite number, such as seconds: at most `MAX_NUMBER`, so that squares and quotients are finite too."""
+    """Return `value` as a float after a check that its absolute value is at most `MAX_NUMBER`, so that squares and
+    quotients are finite too. `name`: name of the field, for the error message."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER:
         return float(value)
     raise Broken(f"{name} is {represented(value)}; it must be a finite number of at most {MAX_NUMBER:g}")

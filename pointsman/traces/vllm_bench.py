@@ -47,7 +47,8 @@ def read_vllm_bench(file: BinaryIO) -> Iterator[TraceRequest | MeasuredRequest |
 
 
 def _columns(stream: JsonStream) -> dict[str, array[float]]:
-    """The checked lists, keyed by name; `itls` is summed for each request."""
+    """Read and check the lists of a benchmark result; returns the lists keyed by name. `itls` has the sum for each
+    request."""
     columns: dict[str, array[float]] = {}
     for key in stream.members():
         if key in COLUMNS:

@@ -495,8 +495,8 @@ class Admission:
         return Standstill(reason, None, shortage, min_free, outlasts_evictions)
 
     def stand_still(self, blocked: Standstill | None, now: float, num_free: int) -> None:
-        """Account for steps in which the queue was blocked, or empty (None); the last of these steps was scheduled at
-        `now`, with `num_free` free blocks."""
+        """Account for several steps in which the same request blocked the queue, for the reason `blocked`; None: the
+        queue was empty. The last of these steps was scheduled at `now`, with `num_free` free blocks."""
         self._view.pass_time(now)
         self._batch_forms = blocked is not None and blocked.reason is Reason.BUDGET
         head = None if blocked is None else self._table.queue.peek()

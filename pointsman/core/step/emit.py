@@ -303,8 +303,8 @@ class CommonPrefix:
         self._count = 0
 
     def count(self, rows: npt.NDArray[np.integer]) -> int:
-        """The number of leading blocks that some or all running rows share: 0 for no row, the length of the table for
-        one row."""
+        """Number of leading blocks that the block tables of `rows` (some or all running rows) share. It is 0 if there
+        is no row, and the length of the table if there is one row."""
         members = self._batch.members
         if len(rows) != len(members) or len(rows) == 1:
             return self._kv.num_common_blocks(rows)

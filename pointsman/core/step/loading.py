@@ -52,8 +52,8 @@ class Loading:
             record.loaded(self._load(request, grant, blocks, record.now))
 
     def _load(self, request: Request, grant: Grant, blocks: Int64Array, now: float) -> Load:
-        """The output's load for the external tokens of a grant. `blocks`: the first blocks of the request, which its
-        admission allocated or found."""
+        """Create the `Load` with which the output asks the host to load the external tokens of a grant. `blocks`: the
+        first blocks of the request, which its admission allocated or found."""
         kv, match = self._kv, grant.match
         table, is_local = self._external_table(grant, blocks)
         is_new = ~is_local & (table != kv.pool.num_blocks)

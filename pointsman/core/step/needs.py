@@ -72,8 +72,8 @@ class Need(NamedTuple):
     num_waiting: int
     """Number of queued requests from the checked request on, at the time of the check."""
     watched: tuple[int, int] | None
-    """Number of leading blocks up to the next block that the request could share, and the hash of their tokens; None:
-    the request cannot share more blocks."""
+    """Number of leading blocks up to the next block that the request could share, and the hash of the tokens of these
+    blocks; None: the request cannot share more blocks."""
 
 
 class Needs:

@@ -410,12 +410,12 @@ class InOrder(Running):
         self.steady_rows = min(self.steady_rows, self._max_rows)
 
     def advance_prefills(self, preempt: Preempt) -> Advance:
-        """As `advance`, only for rows with a partial prefill."""
+        """As `advance`, but only rows with a partial prefill advance."""
         return self._distribute_and_commit(*self.wants(with_drafts=False, only_prefills=True), preempt)
 
     def advance_decodes(self, in_flight: bool, preempt: Preempt, *, was_preempted: bool) -> Advance:
-        """As `advance`, only for rows without a partial prefill. No drafts are verified if a request was preempted in
-        this step."""
+        """As `advance`, but only rows without a partial prefill advance. No drafts are verified if a request was
+        preempted in this step."""
         batch = self._batch
         if batch.num_prefilling == 0 and not was_preempted:
             return self.advance(in_flight, preempt)

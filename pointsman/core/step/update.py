@@ -38,8 +38,8 @@ _row_index = itemgetter(0)
 
 
 def stop_condition(request: Request, num_tokens: int, token_id: int) -> End | None:
-    """The end of a request by `token_id`, its `num_tokens`th token: by a stop token, else by length, else by a
-    repetition. None: the request continues."""
+    """The end of a request by `token_id`, its `num_tokens`th token: a stop token is tested first, then the length, then
+    repetitions. None: the request continues."""
     state = request._state
     watch = state.repetition_watch
     pattern_size = watch.observe(token_id) if watch is not None else None
