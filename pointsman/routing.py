@@ -199,7 +199,7 @@ class SentBlocks:
 
     def _forget_oldest(self, num_bytes: int) -> None:
         """Remove the last blocks of the least recently sent run, at most `num_bytes` bytes."""
-        run = next(iter(self._recent))  # no run is behind this one: such a run would be before it
+        run = next(iter(self._recent))  # no run is behind this one: such a run would be removed first
         if len(run.tokens) > num_bytes:
             run.tokens = run.tokens[:-num_bytes]
             self._size -= num_bytes

@@ -14,7 +14,7 @@ NO_LIMIT = 2**31 - 1
 
 PRESETS: dict[str, dict[str, Any]] = {
     "default": {},
-    # Batches without joining requests, for comparison.
+    # Static batches, which no request joins while they run; for comparison.
     "static": {"batching": "static"},
     # Short steps: few requests share a step, and a prompt's chunk delays other requests' next tokens only a little.
     "low-latency": {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "enable_chunked_prefill": True},
@@ -29,7 +29,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "long-context": {"max_num_seqs": 128, "max_num_batched_tokens": 8192, "enable_chunked_prefill": True},
     # Many small requests: each prompt is computed in one step or waits, so that there are no partial prefills.
     "short-requests": {"max_num_seqs": 512, "max_num_batched_tokens": 4096, "enable_chunked_prefill": False},
-    # The most requests with a first token within 2 s and no long gaps: `benchmarks/auto.py` chose it.
+    # Most requests with a first token within 2 s and no long gaps between tokens: chosen by `benchmarks/auto.py`.
     "auto": {
         "order": "earliest-ttft:default=2.0",
         "reserves": ("growth",),

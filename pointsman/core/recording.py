@@ -179,7 +179,7 @@ class Recorder(Listener):
         header |= {"config": config.to_dict(), "policies": policies}
         numbers = start._asdict()
         replaced = [list(each) for each in numbers.pop("replaced")]
-        if replaced:  # earlier versions lack this field, and read all recordings without it
+        if replaced:  # earlier versions can only read recordings without this field
             numbers["replaced"] = replaced
         self._write({**header, "start": numbers, "connector": connector})
 

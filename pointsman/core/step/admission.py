@@ -121,7 +121,7 @@ class Admission:
         self._charges_whole = config.admission_charge == "whole"
         # If the full sequence must fit, the required blocks do not depend on the size of the first chunk.
         self._depends_on_chunk = not config.full_sequence_must_fit
-        # Then they do not depend on unreferenced cached blocks either: a hit takes these from the free blocks too.
+        # Then the required blocks do not depend on unreferenced cached blocks either: a hit on one takes a free block.
         self._depends_on_found = (
             self._depends_on_chunk
             or not config.enable_chunked_prefill
@@ -211,7 +211,7 @@ class Admission:
                 else:
                     verdict = self.check(head, budget, num_running, num_owed_blocks)
                 if isinstance(verdict, Deferral):
-                    if not skipped:  # count only the head of the queue: one reason per step
+                    if not skipped:  # count one reason per step, that of the head of the queue
                         step.blocked(verdict.reason)
                     self._note(head, verdict, step.now)
                     if verdict.blocks_queue or len(skipped) >= MAX_SKIPPED:
@@ -282,7 +282,7 @@ class Admission:
     def _note(self, request: Request, verdict: Deferral, now: float) -> None:
         """Record why a request waits, and since when: since `now` if the reason has changed."""
         if verdict.reason is Reason.PAUSED:
-            return  # the request keeps its own reason until after the pause
+            return  # the request keeps its earlier reason during a pause
         if request._state.defer(verdict, now) and self._events.deferred:
             self._newly_deferred.append((request, verdict))
 

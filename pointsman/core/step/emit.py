@@ -257,7 +257,7 @@ class LeftOut:
 
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
-        self._since = np.zeros(0)  # [rows] time of the first such step
+        self._since = np.zeros(0)  # [rows] time of the first step that left out the row
         self._serials = np.zeros(0, dtype=np.int64)  # [rows] serial of the left-out request; 0: not left out
         self._step_id = 0
 

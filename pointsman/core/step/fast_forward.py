@@ -174,7 +174,7 @@ class FastForward:
 
         if needed(limit) <= free:
             return limit
-        low, high = 0, limit  # low fits, high does not
+        low, high = 0, limit  # `low` steps fit the free blocks, `high` steps do not
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if needed(middle) <= free else (low, middle)

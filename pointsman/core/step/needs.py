@@ -91,7 +91,7 @@ class Needs:
         self._kv = kv
         self._view = view
         self._needs_whole = needs_whole
-        # The levels of a shortage's entries, in the order of `Reserves.check`.
+        # The levels to which the entries of a `Shortage` refer, in the order of the checks in `Reserves.check`.
         self._levels_of_rungs = [
             UNOWED if each is bypass else OPEN if each is reserves.counts_owed else OPEN_UNOWED
             for each in reserves.policies
@@ -202,7 +202,7 @@ class Needs:
         kv = self._kv
         if kv.prefix is None or not request.reads_prefix_cache:
             return None
-        # With duplicates, a referenced block may come after one that is not.
+        # If blocks have duplicates, a referenced block may follow an unreferenced block.
         num_blocks = 1 if kv.has_duplicates else self._view.num_shared_blocks + 1
         if num_blocks * kv.block_size >= request._state.num_tokens:  # one token must be computed
             return None

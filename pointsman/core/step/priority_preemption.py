@@ -67,12 +67,12 @@ class PriorityPreemption:
             return []
         if self._admission.lacks_step_time(head, members.rows[priority <= head.priority]):
             return []
-        # Least urgent first; among equals, the request admitted last first.
+        # Least urgent first; among equally urgent requests, the last admitted first.
         candidates = less_urgent[np.lexsort((less_urgent, priority[less_urgent]))][::-1]
         vacate = self._admission.gates.adapters.to_vacate(head, members.requests, candidates.tolist())
         if vacate is None:
             return self._note_failed_attempt(head)
-        if vacate:  # all requests of the adapter are preempted, first
+        if vacate:  # preempt all requests of this adapter before any other
             others = candidates[~np.isin(candidates, vacate)]
             candidates = np.concatenate([np.array(vacate, dtype=np.int64), others])
         trial = Trial(self._config, batch, self._kv, self._running, self._admission, head)
@@ -101,7 +101,7 @@ class PriorityPreemption:
         return self._is_futile(head, (self._batch.priority[self._batch.members.rows] > head.priority).nonzero()[0])
 
     def _is_futile(self, head: Request, less_urgent: Int64Array) -> bool:
-        # More requests may run than a cap that was lowered allows: no request starts until fewer run.
+        # After the cap was lowered, more requests may run than it allows: no request starts until fewer run.
         is_crowded = len(self._batch.members) > self._admission.max_num_active_seqs
         return len(less_urgent) == 0 or bool(head.num_pending) or is_crowded or self._failed_before(head)
 
@@ -192,7 +192,7 @@ class Trial:
             most = min(head.num_tokens, self._match.num_tokens + self._config.max_num_batched_tokens)
             full = max(full, kv.num_blocks_to_start(head, self._match, most))
         full -= 0 if self._admission.gates.budget.asks_whole else self._still_held(blocks, dropped)
-        # The first chunk is assumed to be the whole prompt: blocks that victims publish may make it larger than now.
+        # The first chunk is assumed to be the whole prompt, as blocks that victims publish may make the chunk larger.
         demand = Demand(full, full, self._owed(is_remaining), num_running > 0, self._num_waiting + len(victims))
         return free >= self._admission.gates.reserves.required_blocks(head, demand)
 

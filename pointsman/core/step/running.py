@@ -53,7 +53,7 @@ class Preempt(Protocol):
 
 
 class Advance(NamedTuple):
-    """The work of the running rows in a step: the first part of a `SchedulerOutput`, field by field."""
+    """The work of the running rows in a step, from which the first fields of the step's `SchedulerOutput` are made."""
 
     requests: tuple[Request, ...]
     rows: Int64Array
@@ -372,7 +372,7 @@ class Running:
             return want
         ends = np.minimum(drafts, np.arange(int(drafts.max()))[:, None]).sum(
             axis=1
-        )  # [maximum per row] drafts of all rows
+        )  # [maximum per row] number of drafts of all rows
         known += np.minimum(drafts, ends.searchsorted(left, side="right") - 1)
         return known
 

@@ -66,10 +66,10 @@ class Search:
         self.head: KeptVerdict | None = None
         """Verdict on the head, if the head and all skipped requests lack blocks; otherwise None."""
         self._min_blocks = 0  # minimum number of open blocks with which a skipped request would be admitted
-        self._num_arrivals = -1  # the table's counter at the end of a search without admissions; -1: there is none
+        self._num_arrivals = -1  # `table.num_arrivals` after a search without admissions; -1: no such search
         self._skipped: list[Request] = []
         self._blocker: Request | None = None
-        self._passed: list[tuple[Request, int]] = []  # lacking blocks; with the number of earlier admissions
+        self._passed: list[tuple[Request, int]] = []  # skipped, lack blocks; number of admissions before
         self._checked: Sequence[Request] = ()  # skipped requests that were checked before the scan
         self._shortfalls: list[Shortfall] = []  # shortfalls that the newest search compared, if it was a scan
         self._same: tuple[int, int, int, int] | None = None  # ranges of free and open blocks that keep all reasons

@@ -38,8 +38,8 @@ _row_index = itemgetter(0)
 
 
 def stop_condition(request: Request, num_tokens: int, token_id: int) -> End | None:
-    """The end of a request by `token_id`, its `num_tokens`th token: a stop token is tested first, then the length, then
-    repetitions. None: the request continues."""
+    """The end of a request after `token_id`, its `num_tokens`th token. The first condition that applies decides: a stop
+    token, the length, a repetition. None: the request continues."""
     state = request._state
     watch = state.repetition_watch
     pattern_size = watch.observe(token_id) if watch is not None else None
@@ -367,7 +367,7 @@ def _checked_run_per_row(
     given = np.asarray(result.counts)
     if drafts is not None and given.shape == drafts.shape and given.dtype.kind in "iu":
         counts: Int64Array = given.astype(INT64)
-        rejected = drafts - counts  # rejected drafts, minus 1
+        rejected = drafts - counts  # number of rejected drafts, minus 1
         # `argmin` takes a fraction of the time of `any`.
         if rejected.item(rejected.argmin()) >= -1 and counts.item(counts.argmin()) >= 1:
             ends = np.add.accumulate(counts)
