@@ -3,7 +3,7 @@
 A log of requests contains no steps, so a candidate is judged by a simulation: the requests arrive as they did, and the
 times of the training requests are compared with the measured ones. Each simulation ends when these requests are done.
 
-    STARTS      guesses of different character: bound by weights, overhead, compute, or all of them
+    STARTS      guesses of step times that are bound by weights, overhead, compute, or all of these
     Objective   errors of a simulation, each divided by the error that chance alone would make
     search      every start gets a scale and a few iterations, the best starts more iterations. The start with lowest
                 training error is iterated until that error falls no more
