@@ -3,7 +3,7 @@
     calibrate(path, settings, train)       reads the log and finds out which kind it is
         timings of requests                `fit.py`: a search that runs the simulator
         a recording with step times        `step_log.py`: a linear fit
-    Calibration                            the profile (`profile.py`), and the predictions that its errors compare
+    Calibration                            the profile (`profile.py`), and its predictions for the log
 
 The log is split in time: the requests that finish first are fitted; the predictions for all other requests are judged.
 """
