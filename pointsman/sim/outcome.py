@@ -100,7 +100,7 @@ class Timings:
     # ------------------------------------------------------------------ at the end
 
     def close(self) -> None:
-        """Compute the figures from the events, after the last one, and drop unused rows."""
+        """Compute first_token, last_token and max_gap from the events, after the last event, and drop unused rows."""
         for name, column in vars(self).items():
             if isinstance(column, np.ndarray):
                 setattr(self, name, column[: self.count])
