@@ -213,8 +213,8 @@ def calibrate(
 
 
 def _estimate(model: str | None, device: str | None, tensor_parallel: int) -> RooflineStepTime | None:
-    """Step times computed from the dimensions of the model and the figures of the device; None: one of the two is not
-    known."""
+    """Step times computed from the dimensions of the model and the figures of the device; None: neither model nor
+    device was given."""
     if model is None and device is None:
         if tensor_parallel != 1:
             raise CommandError("--tensor-parallel has no effect without --model and --device; give both")

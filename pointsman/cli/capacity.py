@@ -159,7 +159,7 @@ class _Search:
         self._is_shown = is_shown
 
     def remedy(self, misses: Probe) -> str:
-        """The remedy to print if no load meets the targets, not even the load of the probe `misses`."""
+        """The remedy to print if no load meets the targets. `misses`: the probe nearest to meeting them."""
         if misses.num_refused > (1 - self.share) * misses.num_requests:
             return "shorten the requests that can never run"
         return _FASTER
