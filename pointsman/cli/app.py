@@ -1,5 +1,5 @@
-"""The commands of `pointsman`. Their options are in `options.py`; `generate.py`, `chat.py`, the core's `replay` and
-`pointsman.server.serve` do their work.
+"""The commands of `pointsman`. The commands' options are in `options.py`; the commands call `generate.py`, `chat.py`,
+the core's `replay`, `pointsman.server.serve` and others.
 """
 
 from __future__ import annotations

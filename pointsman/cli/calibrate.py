@@ -213,7 +213,8 @@ def calibrate(
 
 
 def _estimate(model: str | None, device: str | None, tensor_parallel: int) -> RooflineStepTime | None:
-    """The step times of the datasheet, if the model and the device are known."""
+    """Step times computed from the dimensions of the model and the figures of the device; None: neither model nor
+    device was given."""
     if model is None and device is None:
         if tensor_parallel != 1:
             raise CommandError("--tensor-parallel has no effect without --model and --device; give both")
@@ -272,7 +273,8 @@ def _progress() -> Iterator[FitProgress | None]:
 
 
 def _as_json(found: Calibration, seconds: float) -> dict[str, Any]:
-    """The result as a JSON object: held-out errors, then the log and the fit they come from."""
+    """The result as a JSON object: errors of the held-out predictions, then the log and the fit from which these errors
+    come."""
     profile = found.profile
     names = ("e2e_mape", "e2e_bias", "ttft_mean_error", "ttft_p50_error", "ttft_p99_error", "tpot_mean_error")
     errors = dict.fromkeys(names) | {

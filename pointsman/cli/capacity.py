@@ -31,7 +31,7 @@ from pointsman.sim.report.summary import Targets
 
 DEFAULT_TARGETS = Targets(ttft=2.0)
 PER_REPLICA, AT_MOST = 2000, 10_000
-"""Default and maximum number of requests of a probe."""
+"""Default number of requests of a probe, for each replica, and the maximum of this default for all replicas."""
 _FASTER = "set longer targets, or take a faster device"
 _COLUMNS = ("users", "requests/s", "replicas", "within targets", "TTFT p99", "ITL p99", "longest gap p99", "")
 _WIDTHS = (7, *(max(10, len(column)) for column in _COLUMNS[1:]))
@@ -159,13 +159,14 @@ class _Search:
         self._is_shown = is_shown
 
     def remedy(self, misses: Probe) -> str:
-        """The remedy to print if no load meets the targets."""
+        """The remedy to print if no load meets the targets. `misses`: the probe nearest to meeting them."""
         if misses.num_refused > (1 - self.share) * misses.num_requests:
             return "shorten the requests that can never run"
         return _FASTER
 
     def question(self, bar: ProgressBar) -> Question:
-        """The question of the search. Prints the heading; each probe then prints a row below the heading."""
+        """The `Question` of this search: its workload, service and targets. Prints the heading; each probe then prints
+        a row below the heading."""
         arriving, of_users = self.arriving, self.arriving.of_users
         question = Question(
             workload=lambda load: of_users(int(load)) if of_users else arriving.at_speed(load / arriving.rate),
@@ -192,11 +193,12 @@ class _Search:
         return question
 
     def extrapolations(self, probe: Probe | None) -> list[str]:
-        """Warnings where this probe exceeded the loads in the profile's log."""
+        """Warnings about steps of this probe whose loads exceed the loads in the profile's log; empty if `probe` is
+        None."""
         return [] if probe is None else self._extrapolations[probe]
 
     def how_to_lengthen(self, probe: Probe) -> str:
-        """The remedy that makes a probe longer than `probe`."""
+        """The remedy to print if `probe` was too short: how to give a probe more requests."""
         return "raise --requests" if probe.num_requests >= self._wanted else "take a longer trace"
 
     def _row(self, probe: Probe) -> None:

@@ -33,7 +33,7 @@ ENDS = {
 
 
 class TurnError(Exception):
-    """A message without a complete completion.
+    """Raised if the server gives no complete completion for a message.
 
     Args:
         message: one line.

@@ -19,7 +19,7 @@ from pointsman.integrations.vllm.settings import KNOBS as ADDITIONAL
 
 
 def serve_command(model: str, config: SchedulerConfig, names: Iterable[str], others: Mapping[str, Any]) -> str:
-    """The command `pointsman serve` with a number of KV blocks and settings.
+    """The command line of `pointsman serve` with the number of KV blocks and the settings of `config`.
 
     Args:
         model: the model to serve.
@@ -46,7 +46,8 @@ def serve_command(model: str, config: SchedulerConfig, names: Iterable[str], oth
 def vllm_command(
     model: str, config: SchedulerConfig, names: Iterable[str], others: Mapping[str, Any], preset: str
 ) -> str:
-    """`vllm serve` with settings; with this scheduler if vLLM itself lacks one of the settings.
+    """The command line of `vllm serve` with the settings of `config`. It selects this scheduler if vLLM itself lacks
+    one of the settings.
 
     Args:
         model, config, names, others: see `serve_command`.
@@ -61,8 +62,8 @@ def vllm_command(
 
 
 def change_commands(model: str, config: SchedulerConfig, base: SchedulerConfig) -> tuple[str, str] | None:
-    """`vllm serve` with this scheduler, and `pointsman serve`, with only the settings that differ from `base`, to be
-    added to a complete command line; None: no setting of either command differs."""
+    """The command lines of `vllm serve` with this scheduler, and of `pointsman serve`. They have only the settings that
+    differ from `base`, to be added to a complete command line. None: no setting of either command differs."""
     names = [field.name for field in fields(config) if getattr(config, field.name) != getattr(base, field.name)]
     changed = {name: getattr(config, name) for name in names}
     ours = {name: value for name, value in changed.items() if value is not None and name in KNOBS}

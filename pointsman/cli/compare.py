@@ -63,7 +63,7 @@ class Row:
     name: str
     report: Report
     outside: Mapping[str, int] = field(default_factory=dict)
-    """Parts of a step's load that exceed the loads of the recording, with their sizes."""
+    """Fields of a step's load (`StepLoad`) that exceed the loads of the recording, with their largest values."""
 
 
 def compare(

@@ -228,7 +228,7 @@ def _print_rest(count: int) -> None:
 
 def _print_life(found: Film, request_id: str) -> None:
     """Print the life of the request with this id. If there is none, print all requests of the completion with this id:
-    a server appends to the completion's id."""
+    a server makes the ids of requests by appending to the completion's id."""
     ids = [one.request_id for one in found.requests]
     numbers = [number for number, each in enumerate(ids) if each == request_id]
     numbers = numbers or [number for number, each in enumerate(ids) if each.startswith(f"{request_id}-")]
@@ -253,7 +253,7 @@ def _shown(reason: str) -> str:
 
 
 def _print_waits(found: Film, limit: int) -> None:
-    """Print the requests that waited longest, with the reasons of most of each wait."""
+    """Print the requests that waited longest, with the reasons that explain most of each wait's duration."""
     lives = sorted(lives_of(found), key=lambda life: -life.total_waited)
     table = Table(box=None, padding=(0, 2, 0, 0))
     for header in ("request", "waited, s", "ran, s", "most of it for"):

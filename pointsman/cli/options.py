@@ -576,8 +576,8 @@ def grouped(panels: Panels) -> type[TyperCommand]:
 
 
 def takes(*groups: Mapping[str, Any]) -> Callable[[Command], Command]:
-    """Decorator: the command takes the options of `groups`, by name in the command's `**` parameter, None if not
-    given."""
+    """Decorator that adds the options of `groups` to a command. The command gets their values by name in its `**`
+    parameter; None: the option was not given."""
 
     def decorate(command: Command) -> Command:
         signature = inspect.signature(command, eval_str=True)

@@ -21,7 +21,7 @@ OPTION_OF = {
     "limit": "--token-limit",
     "eviction": "--eviction",
 }
-"""The command-line option that takes a policy, by the policy's kind."""
+"""The command-line option that sets a policy, by the policy's kind."""
 
 
 def run_policies(kind: str | None, *, as_json: bool) -> int:

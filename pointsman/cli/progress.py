@@ -163,7 +163,7 @@ class Progress:
         return [entry for entry in self.entries.values() if not entry.end]
 
     def status(self, now: float) -> Status:
-        """The current figures."""
+        """The counts and rates of the run at `now`."""
         stats = self.engine.scheduler.stats()
         used = stats.num_blocks - stats.num_free_blocks
         (since, before), ended = self._rates[0], sum(self.ends.values())

@@ -21,7 +21,7 @@ from pointsman.sim.scenarios import Figure, Finding, scenario
 from pointsman.sim.scenarios.picture import verdict, write_page
 
 TAKES = ("model", "device", "profile", "tensor_parallel", "seed")
-"""Options that a scenario takes; the scenario itself sets all other options."""
+"""Options that may be given with a scenario; the scenario itself sets all other options."""
 
 
 def run_scenario(

@@ -134,7 +134,8 @@ def run_simulation(
 
 @contextmanager
 def _film(path: str | None) -> Iterator[Sequence[FilmRecorder]]:
-    """Recorders that film the first replica into a file; no recorder if `path` is None."""
+    """Context with a list of recorders: one that writes the film of the first replica to `path`, or none if `path` is
+    None."""
     if path is None:
         yield ()
         return

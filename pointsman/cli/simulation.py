@@ -92,7 +92,7 @@ def what_arrives(options: Mapping[str, Any], num_requests: int | None = None, *,
     Args:
         options: the given options, by name.
         num_requests: maximum number of requests from the start, overrides the options; None: as in the options.
-        asks_users: the requests come from users, whose number is searched.
+        asks_users: whether the requests come from users, whose number is searched.
 
     Raises:
         CommandError: options contradict each other, or a value or a file is wrong.
@@ -281,8 +281,8 @@ class Service:
     """The model to name in a server's command: a path, or a name with its organisation."""
 
     def extrapolations(self) -> list[str]:
-        """One sentence for each part of the load in which simulations since the last call exceeded the profile's
-        log."""
+        """One sentence for each field of `StepLoad` in which simulations since the last call exceeded the loads in the
+        profile's log."""
         watched = self.step_time
         if self.profile is None or not isinstance(watched, WatchedStepTime):
             return []
@@ -425,8 +425,8 @@ def _served_model(options: Mapping[str, Any], shape: ModelShape | None, profile:
 
 
 def _largest_step(config: SchedulerConfig) -> dict[str, int]:
-    """The sizes of a step that the estimate of memory needs; for presets without a limit, the estimate uses its
-    defaults."""
+    """Arguments of `num_kv_blocks`: the token budget and the sequence limit of a step. A preset without one of these
+    limits leaves it out, and the estimate of memory then uses its own default."""
     sizes = {"max_num_batched_tokens": config.max_num_batched_tokens, "max_num_seqs": config.max_num_seqs}
     return {name: size for name, size in sizes.items() if size < NO_LIMIT}
 

@@ -55,7 +55,7 @@ NEVER_EMPTY = (
     "A server that is never without requests is recorded from its start: --additional-config "
     '\'{"pointsman": {"record": "FILE"}}\''
 )
-"""The remedy if a recording cannot begin, or begins only after the load."""
+"""Remedy to print if a recording cannot begin, or begins only when the requests of interest have finished."""
 
 
 def explain(socket: str, name: str | None, limit: int, *, as_json: bool) -> int:

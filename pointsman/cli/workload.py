@@ -150,7 +150,8 @@ def text_workload(prompts: Sequence[str], sampling: Sampling) -> Workload:
 def prompts_workload(path: str, sampling: Sampling) -> Workload:
     """The prompts of a file; "-" is standard input.
 
-    A file whose first line is a JSON object is read as JSON lines, any other as a prompt a line, without blank lines.
+    A file whose first line is a JSON object is read as JSON lines. In any other file each line is a prompt, except
+    blank lines.
 
     Raises:
         CommandError: the file cannot be read, or has no prompt in it.

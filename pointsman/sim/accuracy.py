@@ -4,7 +4,7 @@
     E2E  = last token - queued
     TPOT = (E2E - TTFT) / (output tokens - 1), of requests with at least two output tokens
 
-Errors are fractions, predicted / measured - 1: 0.01 is 1 % too long.
+Errors are fractions, predicted / measured - 1: 0.01 means that the prediction is 1 % too long.
 """
 
 from __future__ import annotations

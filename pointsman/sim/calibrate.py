@@ -3,7 +3,7 @@
     calibrate(path, settings, train)       reads the log and finds out which kind it is
         timings of requests                `fit.py`: a search that runs the simulator
         a recording with step times        `step_log.py`: a linear fit
-    Calibration                            the profile (`profile.py`), and the predictions behind its errors
+    Calibration                            the profile (`profile.py`), and its predictions for the log
 
 The log is split in time: the requests that finish first are fitted; the predictions for all other requests are judged.
 """
@@ -33,8 +33,8 @@ from pointsman.sim.step_time import RooflineStepTime
 from pointsman.traces import MeasuredRequest, about_left_out, read_measurements
 
 POOR_FIT = 0.05
-"""Mean error of end-to-end times above which wrong settings are likelier than wrong step times; sound logs reach
-0.02."""
+"""Mean error of end-to-end times above which the given settings are probably wrong, rather than the fitted step times.
+With correct settings, logs reach 0.02."""
 POOR_STEPS = 0.2
 """Error of the total time of all held-out steps above which a fit is poor. Single steps scatter, but their sum should
 not."""
@@ -42,7 +42,7 @@ MIN_TRAIN = 10
 """Minimum number of requests for a fit. Fewer do not determine five coefficients."""
 MIN_HELD_OUT = 1
 MAX_DEFAULT_TRAIN = 300
-"""Default maximum number of training requests: enough for a fit, whose duration grows with it."""
+"""Maximum number of training requests if `train` is None: enough for a fit, and more requests make the fit slower."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +76,12 @@ def calibrate(
         path: measured JSON lines, a result of `vllm bench serve`, a guidellm report, or a recording with step times.
         settings: the settings of the engine that wrote the log; None: vLLM's defaults. A recording contains its own
             settings.
-        train: number of requests to fit to, in the order in which they finish (or number of first steps); all others
-            are predicted. None: half of them, at most `MAX_DEFAULT_TRAIN` requests.
-        estimate: step times of the log's model and device, where they are known: an additional start of the search.
-        num_processes: for the fit to requests; None: one for each CPU.
+        train: number of training requests, which are those that finish first; for a recording, number of training
+            steps, from the first on. All other requests or steps are predicted. None: half of the requests, at most
+            `MAX_DEFAULT_TRAIN`, or half of the steps.
+        estimate: step times computed from the log's model and device, as an additional start of the search; None: not
+            known.
+        num_processes: number of parallel simulations in a fit to requests; None: one for each CPU.
         progress: see `fit.Progress`.
 
     Raises:

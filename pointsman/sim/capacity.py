@@ -9,8 +9,9 @@ requests do: the goodput of `report/summary.py`. Bisection finds three limits:
     fewest_replicas   for a load: between a number that misses the targets and one that meets them
 
 All assume that a higher load, or fewer replicas, never serve more requests in time. Near the limit this holds within
-the noise of a workload of some thousand requests. The bracket is therefore as exact as `tolerance`, and the result is
-as exact as the workload is long: a queue that grows slowly needs time to show.
+the noise of a workload of some thousand requests. The search ends when the two rates or numbers (the bracket) are as
+close as `tolerance`. The result is also only as exact as the workload is long: a queue that grows slowly needs time to
+show.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Probe:
     """The result of one simulation."""
 
     rate: float
-    """Arrivals a second. With users: the rate between the first tenth and the last fifth of the arrivals."""
+    """Arrivals a second. With users: the rate without the first tenth and the last fifth of the arrivals."""
     num_replicas: int
     share: float
     """Share of the requests that met all targets."""
@@ -183,11 +184,11 @@ class Capacity:
 def highest_rate(question: Question, num_replicas: int = 1, *, tolerance: float = 0.02) -> Capacity:
     """Search for the highest rate that `num_replicas` replicas serve within the targets.
 
-    Three outcomes are possible: both sides of the bracket exist; `meets` is None if even requests that arrive far apart
+    Three outcomes are possible: both `meets` and `misses` exist; `meets` is None if even requests that arrive far apart
     miss the targets; `misses` is None if the targets are met even if all requests arrive at one time.
 
     Args:
-        tolerance: maximum width of the bracket, relative to the bracket's lower end.
+        tolerance: maximum difference between the rates of `misses` and `meets`, relative to the rate of `meets`.
 
     Raises:
         SimulationError: an argument is out of range.
@@ -254,8 +255,8 @@ def fewest_replicas(question: Question, load: float, low: int, high: int) -> Cap
 
 
 def _bisect(meets_at: Callable[[int], bool], meets: int, misses: int, tolerance: float = 0.0) -> None:
-    """Halve the interval between a number that meets the targets and one that misses them, until they are neighbours or
-    closer than `tolerance`, relative to the number that meets them."""
+    """Halve the interval between an integer that meets the targets and one that misses them. The search ends when their
+    difference is 1, or at most the share `tolerance` of the integer that meets the targets."""
     while abs(meets - misses) > max(1, tolerance * meets):
         middle = (meets + misses) // 2
         if meets_at(middle):
@@ -270,8 +271,8 @@ def _bracket(found: Capacity) -> tuple[float, float]:
 
 
 def _steady_rate(arrivals: npt.NDArray[np.float64], throughput: float) -> float:
-    """Requests a second between the first tenth and the last fifth of the arrivals; later some users have no more
-    requests. If all requests arrive at one time: the throughput."""
+    """Requests a second without the first tenth and the last fifth of the arrivals, because some users have no more
+    requests at the end. If all requests arrive at one time: the throughput."""
     first, last = (int(share * (len(arrivals) - 1)) for share in (0.1, 0.8))
     seconds = float(arrivals[last] - arrivals[first])
     return (last - first) / seconds if seconds > 0 else throughput

@@ -1,8 +1,8 @@
-"""Devices: figures of known accelerators, and a measurement of this CPU.
+"""Devices: memory, bandwidth and FLOP/s of known accelerators, and a measurement of this CPU.
 
-`device("h100")` looks a device up; `device("cpu")` measures this machine. Figures are the vendor's for dense arithmetic
-(datasheets often print those with 2:4 sparsity, twice as high). Memory is the size that a process sees, a few percent
-below the datasheet: an engine divides this memory into weights and KV blocks.
+`device("h100")` looks a device up; `device("cpu")` measures this machine. FLOP/s are the vendor's figures for dense
+arithmetic (datasheets often print the figures with 2:4 sparsity, which are twice as high). Memory is the size that a
+process sees, a few percent below the datasheet: an engine divides this memory into weights and KV blocks.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Device:
     host_bandwidth: float
     """Bytes/s between the device and the host's memory, in one direction."""
     source: str
-    """Source of the figures."""
+    """Source of these values, such as a datasheet."""
 
     def flops(self, dtype: Dtype) -> float:
-        """Peak FLOP/s for operands of `dtype`, or of the next wider dtype where the device lacks it: kernels
-        convert."""
+        """Peak FLOP/s for operands of `dtype`. If the device has no arithmetic for `dtype`: peak FLOP/s of the next
+        wider dtype, to which kernels convert the operands."""
         while dtype not in self.peak_flops:
             dtype = _WIDER[dtype]
         return self.peak_flops[dtype]
@@ -71,8 +71,9 @@ def device(name: str) -> Device:
 def measure_cpu(seconds: float = 0.8, memory: int | None = None) -> Device:
     """This machine as a device: bandwidth from copying arrays, FLOP/s from float32 matrix products, both by NumPy.
 
-    Each is the best of several repetitions, so that other load on the machine matters little. NumPy uses the threads of
-    its BLAS for products, and one thread for copies: a program that reads memory with several threads may be faster.
+    Each value is the best of several repetitions, so that other load on the machine matters little. NumPy uses the
+    threads of its BLAS for products, and one thread for copies: a program that reads memory with several threads may be
+    faster.
 
     Args:
         seconds: approximate duration of the measurement.

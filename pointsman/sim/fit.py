@@ -3,7 +3,7 @@
 A log of requests contains no steps, so a candidate is judged by a simulation: the requests arrive as they did, and the
 times of the training requests are compared with the measured ones. Each simulation ends when these requests are done.
 
-    STARTS      guesses of different character: bound by weights, overhead, compute, or all of them
+    STARTS      guesses of step times that are bound by weights, overhead, compute, or all of these
     Objective   errors of a simulation, each divided by the error that chance alone would make
     search      every start gets a scale and a few iterations, the best starts more iterations. The start with lowest
                 training error is iterated until that error falls no more
@@ -95,33 +95,36 @@ TPOT_WEIGHT, TTFT_WEIGHT = 0.5, 0.5
 SOFT = 3.0
 """Multiple of the error from chance above which errors count linearly, so that a few outliers do not decide."""
 NUM_SCALINGS, NEAR = 6, 0.02
-"""Maximum number of simulations that find the scale of a start, and an acceptable error of the mean end-to-end time."""
+"""Maximum number of simulations that find the scale of a start, and the relative error of the mean end-to-end time at
+which a scale is accepted."""
 FIRST = ((0.05, 0.7, 6), (0.05, 0.7, 4), (0.03, 0.5, 3), (0.02, 0.5, 2))
 MORE = ((0.02, 0.3), (0.01, 0.3), (0.01, 0.2))
 """Iterations of all starts (`FIRST`), and of the best starts (`MORE`). Values of an iteration: how far a coefficient
-moves for its slope, as a share of a typical step; the maximum change of its logarithm; in `FIRST`, the number of starts
-to keep."""
+moves when its slope is measured, as a share of a typical step; the maximum change of its logarithm; in `FIRST`, the
+number of starts to keep."""
 MAX_LATE, CONVERGED = 8, 0.95
-"""Maximum number of further iterations of the best start. The search stops if an iteration leaves more than the share
-`CONVERGED` of the cost."""
+"""Maximum number of further iterations of the best start. The search stops if the cost after an iteration is more than
+the share `CONVERGED` of the cost before it."""
 BY_CHANCE = 2 * (1 + TPOT_WEIGHT**2 + TTFT_WEIGHT**2)
 """Approximate cost that chance alone may cause: a search for a lower cost would fit noise."""
 MAX_MOVE = 0.4
-"""Maximum move of a coefficient for its slope, relative to the coefficient; limits coefficients that hardly matter."""
+"""Maximum move of a coefficient when its slope is measured, relative to the coefficient. It limits the move of
+coefficients that hardly change the errors."""
 
 MAX_RUNS = 32
 """Maximum number of simulations in one iteration of one of the best starts."""
 
 FIRST_STEPS, MORE_STEPS, MIN_FIRST = 4000, 800_000, 20
 """The cost of a simulation is its number of steps, and a log of few, long requests has many. The starts are then tried
-on fewer training requests: those of about `FIRST_STEPS` steps, but at least `MIN_FIRST` requests. The best starts get
-the iterations for which `MORE_STEPS` steps suffice, at least one. `MORE_STEPS` also limits the further iterations of
-the best start."""
+on fewer training requests: as many as take about `FIRST_STEPS` steps, but at least `MIN_FIRST` requests. The best
+starts get the iterations for which `MORE_STEPS` steps suffice, at least one. `MORE_STEPS` also limits the further
+iterations of the best start."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What a candidate is judged on: the log, its training requests, and the scheduler's configuration."""
+    """The data on which candidate step times are judged: the log, its training requests, and the scheduler's
+    configuration."""
 
     measured: Sequence[MeasuredRequest]
     """Requests of the log, by arrival. Of requests outside `train`, only arrivals and lengths are read."""
@@ -143,7 +146,7 @@ class Problem:
 
 
 class _Done(Exception):
-    """Ends a simulation: all awaited requests have finished."""
+    """Raised to end a simulation when all awaited requests have finished."""
 
 
 class LogWorkload:
@@ -261,7 +264,8 @@ class Objective:
         return float(np.log(self.simulated(step_time).e2e.mean() / self._times.e2e.mean()))
 
     def cost(self, errors: FloatArray) -> float:
-        """Mean over requests of the soft squared errors; the starts are compared by it."""
+        """The cost of `errors`, by which starts are compared: mean over requests of the squared errors, linear above
+        `SOFT`."""
         return float(2 * SOFT**2 * (np.sqrt(1 + (errors / SOFT) ** 2) - 1).sum() / len(self))
 
 
@@ -352,8 +356,9 @@ def middle(one: LinearStepTime, other: LinearStepTime, names: Sequence[str]) -> 
 
 
 def moves(start: Start, typical: StepLoad, width: float) -> FloatArray:
-    """Relative move of each fitted coefficient for its slope: so far that a step changes by the share `width`, within
-    limits. The step is a typical one or one row of it alone, whichever changes more."""
+    """Relative move of each fitted coefficient when its slope is measured: the move that changes the duration of a step
+    by the share `width`, limited to `width` to `MAX_MOVE`. The step is a typical step, or a step with one of its rows,
+    whichever changes more."""
     rows = typical.num_rows
     alone = StepLoad(1, 1, max(1, typical.num_context_tokens // rows), max(1, typical.num_context_tokens // rows), 1)
     effects = np.zeros(len(start.free))
@@ -365,10 +370,10 @@ def moves(start: Start, typical: StepLoad, width: float) -> FloatArray:
 
 
 def hadamard_rows(num_factors: int, is_folded: bool) -> FloatArray:
-    """Matrix [simulations, factors] of 1 and -1: columns are orthogonal to each other and to the mean.
+    """Matrix [simulations, factors] of 1 and -1: columns are orthogonal to each other and to a column of ones.
 
-    If folded, each row also occurs with opposite signs, so that products of two factors do not appear as a third
-    factor.
+    If folded, each row also occurs with opposite signs, so that the joint effect of two factors is not attributed to a
+    third factor.
     """
     from scipy.linalg import hadamard
 
@@ -456,8 +461,8 @@ def search(
 
 
 def _plan_iterations(problem: Problem) -> tuple[int, int, int]:
-    """Number of training requests on which starts are tried, iterations of the best starts, further ones of the best
-    start."""
+    """(number of training requests on which starts are tried, number of iterations of the best starts, maximum number
+    of further iterations of the best start)."""
     seconds = typical_seconds(problem)
     ends = np.array([problem.measured[index].last_token for index in problem.train])
     steps = np.minimum(
@@ -541,7 +546,8 @@ class _Simulations:
     def iterate(
         self, starts: Sequence[Start], num_train: int, width: float, limit: float, *, is_folded: bool
     ) -> list[Start]:
-        """Iterate each start once. A start whose errors rose returns to its best point, with a smaller limit."""
+        """Run one iteration of each start. If the errors of a start rose, it returns to its best point, with a smaller
+        `limit`."""
         objective = Objective(self._problem, num_train)
         designs, points = [], []
         for start in starts:
@@ -563,7 +569,7 @@ class _Simulations:
     def _run(
         self, what: Callable[[LinearStepTime, int], Any], points: list[LinearStepTime], num_train: int
     ) -> list[Any]:
-        """The result of `what` at each point, in the order of the points."""
+        """The result of the function `what` at each point, in the order of the points."""
         if self._pool is None:
             results: Iterator[Any] = map(what, points, [num_train] * len(points))
         else:

@@ -2,7 +2,7 @@
 
 round robin      each replica in turn
 least loaded     the replica with the fewest unfinished requests
-prefix affinity  the replica that got most of the prompt before, unless its load is too high: the server's rule
+prefix affinity  the replica that got most of the prompt in earlier requests, unless the replica's load is too high
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pointsman.sim.request import VOCAB_SIZE, SimRequest, prompt_tokens
 
 
 class Routed(Protocol):
-    """The part of a replica that a routing rule may read."""
+    """The attributes of a replica that a routing rule may read."""
 
     @property
     def config(self) -> SchedulerConfig:
@@ -54,8 +54,9 @@ class LeastLoaded:
 
 
 class PrefixAffinity:
-    """The rule of a server with several engines (`pointsman/routing.py`): the replica that computes the fewest tokens
-    of the request, given the earlier prompts that its pool can hold, within a bound on its load."""
+    """The rule of a server with several engines (`pointsman/routing.py`): among the replicas whose load is not too
+    high, the replica that must compute the fewest prompt tokens. A replica is assumed to still hold as many of its
+    latest prompts as fit its pool."""
 
     def __init__(self) -> None:
         self._router: Router | None = None

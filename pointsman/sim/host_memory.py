@@ -1,8 +1,8 @@
 """Host memory of a simulated replica: tracks the blocks in it, and computes how long copies take.
 
-`HostMemory` has its size and bandwidth. `HostTier` is the host memory of one replica, and the connector of its
-scheduler. `HostTier` uses the engine's directory (`core/kv/slots.py`), so it copies the same blocks as the engine.
-Copies are synchronous, as in the engine: a step begins with its copies, and they add to the step's time.
+`HostMemory` describes the memory's size and bandwidth. `HostTier` is the host memory of one replica, and the connector
+of its scheduler. `HostTier` uses the engine's table of host slots (`core/kv/slots.py`), so it copies the same blocks as
+the engine. Copies are synchronous, as in the engine: a step begins with its copies, and they add to the step's time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class HostMemory(NamedTuple):
     ) -> HostMemory:
         """The host memory of a model on `tensor_parallel` equal devices, each with its own link.
 
-        `efficiencies`: shares of the peaks that are reached; None: the defaults of `Efficiencies`.
+        `efficiencies`: shares of the peak bandwidths that copies reach; None: the defaults of `Efficiencies`.
         """
         share = (efficiencies or Efficiencies()).host_link
         bytes_per_token = tensor_parallel * sum(shape.kv_bytes_per_token(kv_dtype_bytes, tensor_parallel))
@@ -66,8 +66,8 @@ def check_host_memory(memory: HostMemory | None, config: SchedulerConfig) -> Non
     """Check that the host memory fits the scheduler's configuration.
 
     Raises:
-        SimulationError: less than one block fits, the bandwidth is not above 0, host memory would have no effect, or it
-            is missing and the configuration needs it.
+        SimulationError: less than one block fits, the bandwidth is not above 0, host memory would have no effect, or
+            the configuration needs host memory and `memory` is None.
     """
     if memory is None:
         if config.preemption_mode != "recompute":
@@ -97,8 +97,8 @@ def check_host_memory(memory: HostMemory | None, config: SchedulerConfig) -> Non
 
 
 class HostTier:
-    """Scheduler's and host's side of a `pointsman.core.KVConnector`; the memory fits the configuration
-    (`check_host_memory`)."""
+    """The host memory of one replica: a `pointsman.core.KVConnector`, and the copies that a host would make for it. The
+    memory must have passed `check_host_memory`."""
 
     def __init__(self, memory: HostMemory, config: SchedulerConfig) -> None:
         block_bytes = config.block_size * memory.bytes_per_token

@@ -72,7 +72,7 @@ def num_kv_blocks(
     max_num_seqs: int = 256,
     sequence_tokens: int | None = None,
 ) -> KvMemory:
-    """The number of KV blocks on one device, with the breakdown of its memory.
+    """The number of KV blocks on one device, with the breakdown of the device's memory.
 
     Activations are those of a step of `max_num_batched_tokens`: hidden states four times; the MLP's two inner
     activations (with experts, once for each expert that a token uses); float32 logits of `max_num_seqs` rows twice.

@@ -42,7 +42,7 @@ class ModelShape:
     max_model_len: int
     """Maximum number of tokens that the model can hold, prompt and output together."""
     source: str
-    """Source of the figures."""
+    """Source of these values, such as the model's `config.json`."""
     tied_embeddings: bool = False
     """Whether the output head is the embedding matrix."""
     dtype_bytes: int = 2
@@ -63,7 +63,7 @@ class ModelShape:
 
     kv_lora_rank: int = 0
     """Multi-head latent attention: size of the latent in the KV cache; 0: grouped-query attention. The three sizes
-    below apply only with it, and `num_kv_heads` only without it."""
+    below apply only to latent attention, and `num_kv_heads` only to grouped-query attention."""
     q_lora_rank: int = 0
     """Rank of the queries' low-rank projection; 0: queries have none."""
     qk_rope_head_dim: int = 0
@@ -78,7 +78,7 @@ class ModelShape:
 
     @property
     def attention_params(self) -> int:
-        """Weights of one layer's attention."""
+        """Number of weights in one layer's attention."""
         hidden, heads = self.hidden_size, self.num_heads
         if not self.kv_lora_rank:
             return hidden * self.head_dim * 2 * (heads + self.num_kv_heads)
@@ -97,12 +97,13 @@ class ModelShape:
 
     @property
     def expert_params(self) -> int:
-        """Weights of one routed expert of one layer."""
+        """Number of weights in one routed expert of one layer."""
         return 3 * self.hidden_size * self.expert_intermediate_size
 
     @property
     def common_params(self) -> int:
-        """Weights of all layers that every token uses: all but the routed experts, embeddings and output head."""
+        """Number of weights that every token uses, in all layers: without routed experts, embeddings and output
+        head."""
         dense = (self.num_layers - self.num_expert_layers) * 3 * self.hidden_size * self.intermediate_size
         router = self.hidden_size * self.num_experts
         shared = self.num_shared_experts * self.expert_params
@@ -110,24 +111,24 @@ class ModelShape:
 
     @property
     def routed_params(self) -> int:
-        """Weights of all routed experts of all layers."""
+        """Number of weights in all routed experts of all layers."""
         return self.num_expert_layers * self.num_experts * self.expert_params
 
     @property
     def head_params(self) -> int:
-        """Weights of the output head; the embedding matrix has the same number."""
+        """Number of weights in the output head; the embedding matrix has the same number."""
         return self.vocab_size * self.hidden_size
 
     @property
     def num_params(self) -> int:
-        """All parameters, embeddings and `num_other_params` included."""
+        """Number of all parameters, embeddings and `num_other_params` included."""
         embeddings = self.head_params * (1 if self.tied_embeddings else 2)
         return self.common_params + self.routed_params + embeddings + self.num_other_params
 
     @property
     def num_active_params(self) -> int:
-        """Parameters that one token's forward pass multiplies with, output head included. The embedding matrix is not
-        included: a token only looks up one row of it."""
+        """Number of parameters that one token's forward pass multiplies with, output head included. The embedding
+        matrix is not included: a token only looks up one row of it."""
         routed = self.num_expert_layers * self.experts_per_token * self.expert_params
         return self.common_params + routed + self.head_params
 
@@ -158,7 +159,8 @@ class ModelShape:
 
     @property
     def _quantised_bytes(self) -> float:
-        """Bytes of a weight of a routed expert, or of any layer's matrix if all matrices ("linear") are quantised."""
+        """Bytes of one quantised weight; if the model is not quantised, of any weight. `Quantization.covers` names the
+        quantised matrices."""
         return self.dtype_bytes if self.quantization is None else self.quantization.bits / 8
 
     @property

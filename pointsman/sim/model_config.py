@@ -283,7 +283,7 @@ class _Reader:
         raise self._error(f"no field {' or '.join(names)!r} in it, which a {self._type!r} needs")
 
     def _count(self, *names: str, minimum: int = 1, **default: int) -> int:
-        """The whole number in the first of `names` that the config has."""
+        """The whole number, at least `minimum`, in the first of the fields `names` that the config has."""
         value = self._get(*names, **default)
         if value is None and "default" in default:
             return default["default"]

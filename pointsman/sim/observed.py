@@ -1,4 +1,4 @@
-"""Observed recordings: presents what vLLM did as the outcome that a simulation of the same requests would have."""
+"""Observed recordings: converts what vLLM did to an `Outcome`, as a simulation of the same requests would return."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Replayed:
     outcome: Outcome
     """Outcome of vLLM's run, with the requests of `trace`, in the order of `trace`."""
     recorded: Trace[ObservedRequest]
-    """All requests in the recording that can be simulated, and the number of requests without end or token, which
-    cannot."""
+    """All requests in the recording that can be simulated, and the number of requests that cannot, because they have no
+    end or no token."""
 
 
 def replayed(observed: Observed, source: str, limit: int | None = None) -> Replayed:

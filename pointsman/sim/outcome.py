@@ -29,7 +29,7 @@ class Timings:
 
     arrival        when the request arrived
     scheduled      when the step that admitted it first was scheduled
-    first_token    when its first token was sampled (set by `close`, as the next two)
+    first_token    when its first token was sampled (set by `close`, as are last_token and max_gap)
     last_token     when its newest token was sampled
     max_gap        the longest time between two of its tokens
     num_prompt_tokens, num_output_tokens   its lengths; of the output, the generated tokens
@@ -100,7 +100,7 @@ class Timings:
     # ------------------------------------------------------------------ at the end
 
     def close(self) -> None:
-        """Compute the figures from the events, after the last one, and drop unused rows."""
+        """Compute first_token, last_token and max_gap from the events, after the last event, and drop unused rows."""
         for name, column in vars(self).items():
             if isinstance(column, np.ndarray):
                 setattr(self, name, column[: self.count])

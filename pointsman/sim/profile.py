@@ -1,7 +1,7 @@
 """Profiles: JSON files with step times that were fitted to a log, a description of the log, and prediction errors.
 
-The hull of a profile is the range of each part of a step's load in the log. Step times outside it are extrapolated;
-`warn_outside` reports where a simulation leaves the hull.
+The hull of a profile has the minimum and maximum, in the log, of each field of a step's load (`StepLoad`). Step times
+of loads outside the hull are extrapolated; `warn_outside` reports where a simulation leaves the hull.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PARTS = {
     "num_attended": "positions attended to in a step",
     "num_samples": "sampled tokens in a step",
 }
-"""Names of the parts of a step's load in messages."""
+"""Names, in messages, of the fields of a step's load (`StepLoad`)."""
 MIN_DISTANCE = 0.01
 """Distance below a log's smallest load from which a load causes a warning, as a share of the log's largest load."""
 
@@ -89,7 +89,7 @@ class EngineSettings:
 
 
 class Hull:
-    """The range of each part of a step's load; empty at first."""
+    """The minimum and maximum of each field of a step's load (`StepLoad`); empty at first."""
 
     __slots__ = ("ranges",)
 
@@ -248,7 +248,7 @@ def load_profile(path: str | PathLike[str]) -> Profile:
 
 
 def warn_outside(profile: Profile, hull: Hull) -> list[str]:
-    """One sentence for each part of the load in which a simulation leaves the hull of the profile's log.
+    """One sentence for each field of `StepLoad` in which a simulation leaves the hull of the profile's log.
 
     Args:
         profile: the profile whose step times were used.

@@ -49,7 +49,8 @@ Int32Array = npt.NDArray[np.int32]
 MAX_STEPS_AT_ONCE = 4096
 """Maximum number of steps in one run of decodes; limits the size of the run's arrays."""
 MORE_STEPS = 1.2
-"""Ratio of the step times that a run computes to the expected number of decodes; a second run would cost more."""
+"""Ratio of the number of step times that a run computes to the expected number of decodes. With too few step times a
+second run would be necessary, which costs more."""
 MIN_SECONDS = 1e-9
 """Minimum seconds of a step in an estimate of the number of steps until a time."""
 MAX_BUILT = 2**24
@@ -161,7 +162,7 @@ class Replica:
     # ------------------------------------------------------------------ requests
 
     def add(self, number: int, request: SimRequest, now: float) -> None:
-        """A request arrives at `now`, during the planned event if there is one."""
+        """Add a request that arrives at `now`, during the planned event if there is one."""
         length = request.num_prompt_tokens
         if length > max(self.config.max_model_len, MAX_BUILT):
             why = longer_than_model(self.config, length, 1)
@@ -262,13 +263,13 @@ class Replica:
         return _Decodes(end, times, rows, num_left)
 
     def _num_steps_until(self, seconds: float) -> int:
-        """Approximate number of decodes within `seconds`, rather too high: decodes after a finished request are
-        shorter."""
+        """Approximate number of decode steps within `seconds`. It is too high rather than too low, because steps after
+        a finished request are shorter."""
         return int(min(MAX_STEPS_AT_ONCE, 2 + MORE_STEPS * max(seconds, 0.0) / self._decode_seconds))
 
     def _fill_times(self, times: FloatArray, done: int, end: int, num_rows: int, context: int) -> None:
-        """Set the ends of the decodes after step `done` of a run up to step `end`. In the first step of the run,
-        `num_rows` rows read, or would have read, `context` positions."""
+        """Set the end times of the steps `done` + 1 to `end` of a run of decodes, in which `num_rows` rows decode.
+        `context`: number of positions that these rows would read in the first step of the run."""
         seconds = self._step_time.of_decodes(num_rows, context + num_rows * done, end - done)
         seconds[0] += times[done]
         np.add.accumulate(seconds, 0, None, times[done + 1 : end + 1])

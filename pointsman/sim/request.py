@@ -93,7 +93,7 @@ def prompt_tokens(request: SimRequest, index: int, vocab_size: int, seed: int = 
         seed: another seed changes the tokens of all text.
 
     Returns:
-        [num_prompt_tokens] int32, read-only, over a bytes object: a `Request` takes it without a copy.
+        [num_prompt_tokens] int32, read-only, over a bytes object: a `Request` uses it without a copy.
 
     Raises:
         ValueError: `vocab_size` is below 2 or above `MAX_INDEX`.

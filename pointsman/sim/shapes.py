@@ -1,7 +1,8 @@
 """Built-in model shapes, and their lookup by name or path.
 
-`model_shape("meta-llama/Llama-3.1-8B")` accepts, in this order: a directory with a `config.json`, such a file, a name
-in the Hugging Face cache of this machine, a built-in name with or without its organisation. Nothing is downloaded.
+`model_shape("meta-llama/Llama-3.1-8B")` accepts, in this order: a directory with a `config.json`, the path of a
+`config.json`, a name in the Hugging Face cache of this machine, a built-in name with or without its organisation.
+Nothing is downloaded.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Simulator: sends the requests of a workload to one or several replicas under a virtual clock.
 
 The event that ends first happens first: an arrival, a step of a replica, or a run of its plain decodes. An arrival is
-routed at its own time, with the knowledge of that time. It cuts the current run of only the replica that gets it.
+routed at its own time, with the knowledge of that time. Only the replica that gets the request ends its current run of
+decodes early.
 """
 
 from __future__ import annotations

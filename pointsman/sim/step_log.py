@@ -51,7 +51,7 @@ class StepLog(NamedTuple):
     """Loads of the steps, [steps, fields of `StepLoad`]."""
     seconds: FloatArray
     """Seconds of each step: from its `schedule` to the next one, if the host was busy; otherwise the measured time plus
-    the median difference between the two."""
+    the median difference between such intervals and the measured times."""
     config: dict[str, Any]
     """The configuration of the scheduler."""
     num_requests: int
@@ -181,8 +181,8 @@ def fit_steps(loads: FloatArray, seconds: FloatArray) -> LinearStepTime:
     long as that fit (compilation, a stalled process) are then left out.
 
     Attention grows with the square of a prompt. Short prompts do not show the time for attention, and their scatter
-    would be multiplied for long prompts. A prior of `per_attended`, with the weight of one step, decides what the steps
-    leave open.
+    would be multiplied for long prompts. A prior of `per_attended`, with the weight of one step, determines this
+    coefficient where the steps do not.
 
     Args:
         loads: loads of the steps, [steps, fields of `StepLoad`].

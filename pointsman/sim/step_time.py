@@ -73,7 +73,7 @@ class StepTime(Protocol):
 _NUMBERS: FloatArray = np.arange(4096, dtype=np.float64)
 _NUMBERS.flags.writeable = False
 _MAX_SCALAR_STEPS = 4
-"""Maximum number of steps for which floats are faster than arrays."""
+"""Maximum number of steps whose seconds are computed as floats, which is faster than arrays for few steps."""
 
 
 def _step_numbers(num_steps: int) -> FloatArray:
@@ -238,7 +238,8 @@ class Efficiencies:
 class _Decodes(NamedTuple):
     """Seconds of a decode step with a fixed number of rows, as a function of the step's context c.
 
-    memory m = m0 + m1 * c + m2 * min(c, cap), compute k likewise; the step takes norm(m, k) + rest.
+    Memory time m = m0 + m1 * c + m2 * min(c, cap); compute time k has the same form. The step takes the r-norm of m and
+    k, plus `rest`.
     """
 
     memory: float
@@ -253,9 +254,10 @@ class _Decodes(NamedTuple):
 
 KNOWN_RUN = "a measured run of vLLM 0.19 with Llama-3.1-8B on an RTX PRO 6000"
 KNOWN_ERRORS = {"TTFT": -0.47, "TPOT": -0.20, "end-to-end times": -0.26}
-"""Predicted / measured - 1, of means (end to end: the mean over requests), of `RooflineStepTime` on the one measured
-run that was compared: 300 ShareGPT requests at about 10 a second, bf16, max_num_seqs 128, max_num_batched_tokens 2048,
-from the LLMServingSim repository (bench/examples). tests/sim/test_calibrate.py computes them again."""
+"""Errors (predicted / measured - 1) of `RooflineStepTime` on the only measured run that it was compared with. TTFT and
+TPOT: errors of the mean time; end-to-end times: mean of the requests' errors. The run: 300 ShareGPT requests at about
+10 a second, bf16, max_num_seqs 128, max_num_batched_tokens 2048, from the LLMServingSim repository (bench/examples).
+tests/sim/test_calibrate.py computes them again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -363,10 +365,10 @@ class RooflineStepTime:
         return memory
 
     def near(self, load: StepLoad) -> LinearStepTime:
-        """The same model in the form that is fitted to logs, as a start of a search.
+        """This model as a `LinearStepTime`, the form that is fitted to logs; used as a start of a search.
 
-        Equal near a load except for the parts that the other form lacks: KV that is written, all-reduces of more tokens
-        than the load has, and head FLOPs of prompts.
+        Both forms give the same seconds near `load`, except for the costs that `LinearStepTime` lacks: KV that is
+        written, all-reduces of more tokens than the load has, and head FLOPs of prompts.
 
         Args:
             load: load of a typical step; determines the share of the context within windows.

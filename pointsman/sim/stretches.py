@@ -64,7 +64,7 @@ def split(arrivals: Sequence[Arrival], num_requests: int) -> Parts:
 
     Args:
         arrivals: all arrivals of the workload, in order of time.
-        num_requests: maximum number of requests of each part; the first ones of each stretch are taken.
+        num_requests: maximum number of requests of each part; only the first requests of each stretch are used.
 
     Raises:
         WorkloadError: there are too few requests, or too many of them arrive at one time.

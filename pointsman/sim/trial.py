@@ -51,7 +51,8 @@ class Sample:
     """Seconds in which `num_requests` requests arrive."""
     ttft: FloatArray
     longest_gaps: FloatArray
-    """Longest gap between two tokens, of each request with a token, like `ttft`."""
+    """Longest gap between two tokens of each request with a token; the requests are those of `ttft`, in the same
+    order."""
     e2e: FloatArray
     """Seconds from arrival to the last token, of each request with a token."""
     gaps: FloatArray
@@ -166,7 +167,8 @@ def score(samples: Sequence[Sample]) -> Score:
 
 
 def slack(found: Score, targets: Targets) -> float:
-    """Distance of the slowest requests from the targets: the minimum of target / p99, above 1 if all are met."""
+    """Distance of the slowest requests from the targets: the minimum, over the targets, of target / p99; above 1 if all
+    targets are met."""
     pairs = ((targets.ttft, found.ttft_p99), (targets.itl, found.longest_gap_p99), (targets.e2e, found.e2e_p99))
     ratios = [target / value for target, value in pairs if target is not None and value]
     return min(ratios, default=0.0)

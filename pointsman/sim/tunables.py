@@ -30,7 +30,7 @@ class Tunable:
     """Name of a field of `SchedulerConfig`, or `REPLICAS`."""
     values: tuple[Any, ...]
     is_ordered: bool = True
-    """Whether neighbouring values are similar."""
+    """Whether the values are sorted, so that neighbouring values have similar effects."""
     is_for_short_pool: bool = False
     """Whether the setting makes a difference only if KV blocks run out."""
 
@@ -52,7 +52,7 @@ class Tunable:
 
 
 HAVE_KNOBS = frozenset({"watermark", "full-sequence", "decode", "mean-decode", "prefill-threshold"})
-"""Reserves and limits that have their own knobs."""
+"""Reserve and limit policies that are set by knobs of their own, so a search does not try them as policies."""
 _TRIED = sorted(
     ((name, knob.tried) for name, knob in scheduler_knobs().items() if knob.tried is not None),
     key=lambda each: each[1].rank,

@@ -11,7 +11,7 @@ A search has five phases. Each simulates batches of points of a space (`tunables
     judge      the choice and the defaults, on the held-out part
 
 A point that is hopeless on the first stretch is not simulated on the others. The simulated points depend only on
-earlier results and the seed, so any number of workers finds the same settings.
+earlier results and the seed, so the result does not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -377,8 +377,8 @@ class _Tuner:
         return -1.0 if trial is None or trial.is_hopeless else _value(trial)
 
     def _estimate(self, point: Point, trial: Trial | None) -> float:
-        """The value reported to Optuna: a hopeless point is below the best by the same factor as on the first
-        stretch."""
+        """The value reported to Optuna. For a hopeless point: the best point's score, multiplied by the ratio of the
+        two points' scores on the first stretch."""
         if trial is None:
             return 0.0
         if not trial.is_hopeless:
@@ -405,7 +405,7 @@ class _Tuner:
         return max((point for point in as_good if changes[point] == fewest), key=margin)
 
     def note_best(self) -> None:
-        """Choose the best point so far."""
+        """Set `found.chosen` to the trial of the best point so far."""
         if self.found.trials:
             self.found.chosen = self._trials[self._chosen()]
 
@@ -422,7 +422,7 @@ def _per_replica(samples: Sequence[Sample], num_replicas: int) -> float:
 
 
 def _merits(trial: Trial) -> tuple[float, ...]:
-    """Goodput and negative p99 times of a trial, for a comparison; larger is better."""
+    """Goodput, negative TTFT p99 and negative ITL p99 of a trial, to compare it with other trials; larger is better."""
     times = (trial.train.ttft_p99, trial.train.itl_p99)
     return (trial.goodput, *(-math.inf if time is None else -time for time in times))
 

@@ -200,7 +200,8 @@ def _on_ray(judge: Judge, num_actors: int, address: str) -> Iterator[Runner]:
 
 
 def _check_cluster_answers(address: str) -> None:
-    """Check the address first: Ray itself tries for minutes to reach it, and prints a line every few seconds."""
+    """Check that a cluster answers at the address. Ray itself would try for minutes, and print a line every few
+    seconds."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not (host and port.isdecimal()):  # a word, such as auto or local
         return

@@ -96,7 +96,7 @@ class Workload(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Distributions of prompt and output tokens, and common fields of requests."""
+    """Distributions of the numbers of prompt and output tokens, and the fields that all requests share."""
 
     prompt: Distribution
     output: Distribution
@@ -206,7 +206,7 @@ class ClosedLoop:
             num_requests: number of requests after which to stop; None: stop at the end of the trace, or never.
             seed: seed of lengths and thinking times.
             is_spread: each user begins at a random time within its first thinking time, as in a steady state;
-                otherwise all begin at once.
+                otherwise all users begin at 0 seconds.
 
         Raises:
             WorkloadError: there are no users or no requests.
@@ -234,7 +234,7 @@ class ClosedLoop:
             yield time, request
 
     def _starts(self) -> list[tuple[int, float]]:
-        """The users in the order in which they begin, and when."""
+        """(user, time in seconds at which the user begins) of all users, in order of time."""
         users = range(self._num_users)
         if not self._is_spread:
             return [(user, 0.0) for user in users]

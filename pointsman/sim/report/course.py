@@ -1,4 +1,4 @@
-"""Course of a replica's load over time: turns events into levels that hold until the next event.
+"""Course of a replica's load over time: turns events into quantities (levels) that are constant until the next event.
 
 A timeline has the end of each event. An event begins at the end of the event before it, unless the replica was idle. A
 replica is idle when no request holds blocks or waits. The next event then begins when its first request is scheduled.
@@ -22,7 +22,7 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """The events of one replica as columns, with the levels during each event."""
+    """The events of one replica as arrays with one element for each event, and the replica's load during the event."""
 
     start: FloatArray
     end: FloatArray
@@ -39,8 +39,8 @@ class Course:
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """Levels over time: `values[i]` holds from `times[i]` to `times[i + 1]`, the last one until `end`, in virtual
-    seconds."""
+    """A quantity over time: its value is `values[i]` from `times[i]` to `times[i + 1]`, the last one until `end`, in
+    virtual seconds."""
 
     times: FloatArray
     values: FloatArray
@@ -107,7 +107,7 @@ def levels(course: Course, values: FloatArray | Int64Array, begin: float, end: f
 
 
 def total(parts: Sequence[Levels]) -> Levels:
-    """The sum of several replicas' levels."""
+    """The sum of a quantity over several replicas."""
     if len(parts) == 1:
         return parts[0]
     times = np.concatenate([part.times for part in parts])

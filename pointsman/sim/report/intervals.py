@@ -62,7 +62,7 @@ EMPTY = Distribution(0, NONE, NONE, NONE, NONE, NONE, NONE)
 
 
 class Draws:
-    """The blocks in each resample, and the width of an interval."""
+    """The resamples: how often each contains each block. Computes intervals from the values of a figure in them."""
 
     def __init__(self, num_blocks: int, num_resamples: int, seed: int) -> None:
         if num_blocks < MIN_BLOCKS:
@@ -77,7 +77,8 @@ class Draws:
         self._widening = student(blocks - 1) / _Z * math.sqrt(blocks / (blocks - 1)) if blocks > 1 else 1.0
 
     def interval(self, value: float, resampled: FloatArray, lowest: float, highest: float) -> Estimate:
-        """`value` with the middle 95 % of the resampled values, clipped to the possible range."""
+        """`value` with an interval: the middle 95 % of the resampled values, widened for few blocks and clipped to
+        `lowest` and `highest`."""
         resampled = resampled[~np.isnan(resampled)]
         if not len(resampled):
             return Estimate(value)
@@ -172,7 +173,7 @@ def student(degrees: int) -> float:
 
 
 def _percentiles(values: FloatArray, below: Int64Array, shares: Sequence[float]) -> FloatArray:
-    """As `weighted_percentiles`; `below`: cumulative sums of the counts, in the order of the values."""
+    """The percentiles `shares` of the sorted `values`; `below`: cumulative sums of the values' counts."""
     place = (below[-1] - 1) * np.asarray(shares)
     first = np.floor(place)
     low = values[below.searchsorted(first, side="right")]

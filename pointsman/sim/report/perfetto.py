@@ -109,7 +109,8 @@ class Tracks:
         self._busy: dict[int, list[tuple[int, int]]] = {}  # by process, a heap of (end, track)
 
     def take(self, process: int, start: int, end: int) -> int:
-        """The track that has been free for longest, or a new one. Called in the order of `start`."""
+        """The track for a slice from `start` to `end`: the track that has been free for longest, or a new one. Calls
+        must be in the order of `start`."""
         busy = self._busy.setdefault(process, [])
         if busy and busy[0][0] <= start:
             track = heapq.heappop(busy)[1]

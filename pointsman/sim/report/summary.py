@@ -437,8 +437,8 @@ def _times(value: float | None, factor: float) -> float | None:
 
 
 def _merge(values: list[Any]) -> Any:
-    """Merge the values of a figure: estimates become means over the seeds, counts totals; containers are merged by
-    member."""
+    """Merge the values of a figure: estimates become means over the seeds, and counts become totals; mappings and
+    dataclasses are merged entry by entry."""
     first = values[0]
     if any(value is None for value in values):
         return None

@@ -1,4 +1,5 @@
-"""Views of a finding: an SVG picture of its panels, and a page with figures, checks and picture."""
+"""Shows the result of a scenario (a `Finding`): as an SVG picture of charts (panels), or as an HTML page with the
+figures, the checks and the picture."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from pointsman.sim.report.page import document
 from pointsman.sim.scenarios.scenario import Bars, Course, Finding, Panel, Points, Row
 
 _WIDTH, _GAP, _MARGIN = 440, 24, 12
-"""Width of a panel, gap between panels, and margin around them."""
+"""Width of a chart (panel), gap between panels, and margin around all panels, in SVG units."""
 _HEAD = 22  # height of a panel's caption
 _CHART = _HEAD + 205  # height of a panel with axes
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, _WIDTH - 12, _HEAD + 6, _HEAD + 170  # borders of the plot within such a panel
@@ -25,7 +26,7 @@ _STANDALONE = "svg { background: var(--paper); }"
 
 
 def picture(finding: Finding) -> str:
-    """All panels, two in a row, as an SVG element without a style sheet."""
+    """The charts (panels) of the finding's scenario, two in a row, as an SVG element without a style sheet."""
     panels = [_panel(finding, panel) for panel in finding.scenario.panels]
     parts, y = [], _MARGIN
     for first in range(0, len(panels), 2):

@@ -45,7 +45,8 @@ _GAIN, _HARM = 0.03, 0.05
 
 
 def _improvement(found: Finding, preset: str, load: str, figure: str) -> float:
-    """Relative improvement over the default; negative: worse; -1: every request was refused."""
+    """Relative improvement of `figure` with `preset`, compared with the default settings; negative: worse; -1: every
+    request was refused."""
     value, default = found.value(figure, preset, load), found.value(figure, _DEFAULT, load)
     if math.isnan(value):
         return -1.0

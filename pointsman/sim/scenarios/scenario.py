@@ -4,8 +4,8 @@
     Variant    one simulation: a workload and the settings of the scheduler
     Finding    the figures of each variant, over one or several seeds, and whether each part of the claim holds
 
-Every simulation is one of `simulate`: the real scheduler under the virtual clock. A check is computed from the figures,
-so another model, device or seed may lead to another conclusion.
+Every simulation is a call of `simulate`: the real scheduler under the virtual clock. A check is computed from the
+figures, so another model, device or seed may lead to another conclusion.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FloatArray = npt.NDArray[np.float64]
 
 MAX_MODEL_LEN = 131_072
 H100_BLOCKS = 28_048
-"""The estimate of `memory.py` for Llama 3.1 8B on an H100 of 80 GB, in blocks of 16 tokens."""
+"""Number of KV blocks that `memory.py` estimates for Llama 3.1 8B on an H100 of 80 GB, with 16 tokens a block."""
 RTX_4090_BLOCKS = 2_395
 """The same estimate for an RTX 4090 of 24 GB: a small pool."""
 
@@ -75,7 +75,7 @@ class Run(NamedTuple):
         return sum(getattr(stats, counter) for stats in self.stats)
 
     def of(self, *streams: str) -> npt.NDArray[np.bool_]:
-        """Whether each request belongs to one of these streams, [requests]."""
+        """Whether each request belongs to one of the streams with these names, [requests]."""
         return np.array([request.tenant in streams for request in self.outcome.requests], dtype=bool)
 
     @property
@@ -148,7 +148,8 @@ class Bars:
 
 @dataclass(frozen=True, slots=True)
 class Points:
-    """A part of the picture: one figure over another, a point for each of some variants, connected in their order."""
+    """A part of the picture: one figure over another, a point for each of some variants, connected in the order of the
+    variants."""
 
     across: str
     up: str

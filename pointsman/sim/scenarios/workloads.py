@@ -89,7 +89,7 @@ def conversations(
     think: str,
     seed: int,
 ) -> Workload:
-    """Sessions behind a shared system prompt."""
+    """Sessions whose prompts all begin with the same system prompt."""
     return Sessions(
         arrivals=parse_arrivals(arrivals),
         num_turns=parse_distribution(turns),
