@@ -21,7 +21,8 @@ class NormKernel(Protocol):
 
 
 class GateKernel(Protocol):
-    """out [n, width] = activation(both[:, :width]) * both[:, width:], where `both` [n, 2 * width] is gate and up."""
+    """out [n, width] = activation(both[:, :width]) * both[:, width:], where a row of `both` [n, 2 * width] has gate,
+    then up."""
 
     def __call__(self, both: Tensor, out: Tensor) -> None: ...
 
@@ -36,7 +37,7 @@ class LayerKernels(Protocol):
         """Make the kernel of an RMS norm."""
 
     def gate(self, width: int, activation: str) -> GateKernel:
-        """Make the kernel of a gate; `activation` is a name in `ACTIVATIONS` (`kernels/layers.py`)."""
+        """Make the kernel of an MLP's gate; `activation` is a name in `ACTIVATIONS` (`kernels/layers.py`)."""
 
 
 @dataclass(slots=True)
