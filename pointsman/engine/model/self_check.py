@@ -31,8 +31,8 @@ In bfloat16, rounding alone causes an error of 0.01 in two layers and 0.015 to 0
 ignored sinks cause at least 0.17. Some models have larger rounding errors: 0.2 in Gemma 3 270M.
 """
 MAX_RATIO_OF_ERRORS = 1.25
-"""Limit for a 16-bit model whose error exceeds `TOLERANCE`: the maximum of the paged path's error against float32,
-divided by the plain pass's error against float32."""
+"""For a 16-bit model whose error exceeds `TOLERANCE`: maximum ratio of the paged path's error against float32 to the
+plain pass's error against float32."""
 
 
 @dataclass(slots=True)
