@@ -42,7 +42,8 @@ class LayerKernels(Protocol):
 
 @dataclass(slots=True)
 class HeadNorms:
-    """The RMS norms of each head's queries and keys. Only the weights, `query` and `key` [k_dim], differ."""
+    """The RMS norms of each head's queries and keys. The two norms differ only in their weights, `query` and `key`
+    [k_dim]."""
 
     query: Tensor
     key: Tensor
@@ -57,9 +58,10 @@ class Heads:
     shape: LayerShape
     norms: HeadNorms | None
     key_at: int
-    """Index of the first key element in a token's projections, which are queries, keys, values."""
+    """Index of the first key element in a token's row of projections, which has queries, keys and values in this
+    order."""
     value_at: int
-    """Index of the first value element in a token's projections."""
+    """Index of the first value element in a token's row of projections."""
     kept: Any = None
     """Data that the backend caches for the layer."""
 

@@ -225,7 +225,7 @@ class NumbaAttention:
         if plan.batch.meanwhile.do_part is None or not plan.takes_long(num_heads * (k_dim + values.shape[-1])):
             run(arguments, num_threads)
         else:
-            # In every layer, this thread does other work until half of the items are taken, and then takes items.
+            # In every layer, this thread does other work until half of the work items are taken, then computes items.
             few = int(arguments[kernel.NUM_TILES] * arguments[kernel.NUM_KV_HEADS]) // 2
             run.beside(lambda: plan.batch.do_meanwhile(lambda: arguments[0] <= few), arguments, num_threads)
         if num_tokens > plan.batch.num_tokens:

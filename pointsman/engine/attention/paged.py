@@ -42,8 +42,8 @@ _HANDLER = "pointsman_attention"  # key of the handler in a module's __dict__
 
 @dataclass(slots=True)
 class Meanwhile:
-    """Work for the step's thread while other threads or a device compute. The batches of all groups of layers share
-    it."""
+    """Work that the step's thread does while other threads or a device compute. The batches of all groups of layers
+    share one `Meanwhile`."""
 
     do_part: Callable[[], bool] | None = None
     """Function that does one part of the work, and returns whether there is another part; None: there is no work."""
@@ -76,7 +76,7 @@ class PagedBatch:
     """[T] number of slots after each token's slot that are set to zero. For a row's last token: the rest of its block,
     if the row begins the block in this step. Otherwise 0."""
     meanwhile: Meanwhile = field(default_factory=Meanwhile)
-    """Work for the step's thread while other threads or a device compute the step."""
+    """Work that the step's thread does while other threads or a device compute the step."""
     of_lengths: dict[Any, Any] = field(default_factory=dict)
     """Cache for a backend: values that depend only on the rows' numbers of tokens, under keys that the backend
     chooses."""

@@ -132,7 +132,7 @@ def make_config(gguf: GGUFFile) -> Any:
 
 
 def config_fields(gguf: GGUFFile) -> Fields:
-    """The fields of the model's config.json. Raises the errors of `make_config`."""
+    """The fields of a config.json for the model in a GGUF file. Raises the errors of `make_config`."""
     architecture = architecture_of(gguf)
     prefix = gguf.text("general.architecture")
     for key, value in NEUTRAL.items():
@@ -161,10 +161,11 @@ def config_fields(gguf: GGUFFile) -> Fields:
 
 
 def generation_fields(gguf: GGUFFile) -> Fields:
-    """The fields of the model's generation_config.json: the tokens that end a text, and sampling parameters.
+    """The fields of a generation_config.json for the model in a GGUF file: the tokens that end a text, and sampling
+    parameters.
 
     Raises:
-        ModelLoadError: the value of an id is no token id, or the tokens or their types are wrong.
+        ModelLoadError: an id in the metadata is no token id, or the tokens or their types are wrong.
     """
     ends = [end for end in (token_id(gguf, key) for key in ENDS) if end is not None]
     if "tokenizer.ggml.token_type" in gguf.metadata:

@@ -63,7 +63,7 @@ def _attend_tile(
 
     Args:
         q: [M, padded_k] queries.
-        table: address of the row's block table.
+        table: address of the row's block table; head: index of the KV head.
         places: [N] positions of the tile's keys in the row; is_read: [N] whether each key exists; is_seen: [M, N]
             whether a query attends to a key.
         top, total: [M] maximum and sum of the softmax so far; mixed: [M, padded_v] its output so far, not divided by
@@ -93,8 +93,8 @@ def _attend_tile(
 
 @jit
 def _divide_by_sum(top, total, mixed, sinks, heads, is_row, has_sinks: tl.constexpr):
-    """Outputs [M, padded_v] of an online softmax, divided by the sum, which includes the heads' sinks [M]; zeros for a
-    row that attends to no token."""
+    """Final outputs [M, padded_v] of an online softmax: `mixed` divided by the sum of the softmax and of the heads'
+    sinks [M]; zeros for a row that attends to no token."""
     if has_sinks:
         sink = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
         new_top = tl.maximum(top, sink)

@@ -157,7 +157,7 @@ def _check_fixed(name: str, module: nn.Module, original: int, config: Any) -> No
 
 @dataclass(slots=True)
 class ProbedLayer:
-    """One attention module, with the shape and the window that `probe_layers` recorded."""
+    """One attention module, with the shape of its KV and its sliding window, as `probe_layers` recorded them."""
 
     module: nn.Module
     shape: LayerShape

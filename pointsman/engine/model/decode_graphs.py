@@ -69,7 +69,7 @@ class DeviceTokens:
         return len(self.tokens) - 1
 
     def has(self, places: Int64Array) -> bool:
-        """Whether all places in `places` exist."""
+        """Whether all `places` are within the current memory."""
         return int(places.max(initial=-1)) < self.padding_place
 
     def grow(self, num_places: int) -> None:

@@ -52,7 +52,7 @@ SMALL_BATCH = 4
 
 
 def rounded_up_rows(num_rows: int) -> int:
-    """The number of rows to pad `num_rows` to, so that products have few different sizes.
+    """The number of rows to which `num_rows` rows are padded, so that products have few different sizes.
 
     oneDNN compiles a program for each number of rows, which takes half a millisecond and half a MiB, and caches many
     programs.

@@ -47,13 +47,13 @@ class SamplingBatch:
     keys: UInt64Array
     edits: LogitEdits | None = None
     logprobs: list[tuple[int, int, int]] = field(default_factory=list)
-    """(row of the logits, row index of the output, number of most likely tokens) for each row with log
-    probabilities."""
+    """(row of the logits, row index of the output, number of most likely tokens) for each row whose request has
+    `logprobs`."""
     errors: dict[int, str] = field(default_factory=dict)
     """Row of the logits -> reason why no token can be sampled from the row; the error ends only that row's request."""
     prompt_logprobs: list[tuple[int, int]] = field(default_factory=list)
-    """(row index of the output, number of most likely tokens) for each row with prompt log probabilities, including
-    rows that do not sample."""
+    """(row index of the output, number of most likely tokens) for each row whose request has `prompt_logprobs`, also if
+    the row does not sample."""
 
     def of_row(self, row: int) -> SamplingBatch:
         """The parameters of one row of the logits, as a batch of one row."""
@@ -99,11 +99,11 @@ class SamplingColumns:
         self.logprobs = np.zeros(0, dtype=np.int64)
         self.prompt_logprobs = np.zeros(0, dtype=np.int64)
         self.failures: dict[Request, str] = {}
-        """Request -> reason why its parameters could not be written. Such requests have the flag EDITED."""
+        """Request -> reason why the request's parameters could not be written. Such requests have the flag EDITED."""
 
     def admit(self, output: SchedulerOutput) -> list[int]:
-        """Write the columns of requests that are new in their rows; returns the row indices of these requests in the
-        output."""
+        """Write the parameters of requests that are new in their rows to the columns; returns the indices of these
+        requests in the output."""
         rows = output.rows
         most = int(rows.max(initial=-1))
         if most >= len(self.serial):

@@ -123,7 +123,8 @@ class EditedRow:
         self._params = params
         self._vocab_size = vocab_size
         self._bad_words = bad_words
-        self._num_starting = max((len(word) - 1 for word in bad_words), default=0)  # of the longest bad word
+        # Number of tokens before the last token of the longest bad word.
+        self._num_starting = max((len(word) - 1 for word in bad_words), default=0)
         self._allowed = None if params.allowed_token_ids is None else _valid_ids(params.allowed_token_ids, vocab_size)
         self._stop_ids = _valid_ids(sorted(request.stop_set.union(request.eos_token_ids)), vocab_size)
         self._eos_ids = _valid_ids(request.eos_token_ids, vocab_size)

@@ -598,7 +598,8 @@ def _search(
         thresholds = tl.minimum(low + (steps + 1) * step, high).to(tl.int32)
         amounts = _amounts(source, floor, lowest, thresholds, BY_WEIGHT)
         num_reached = tl.sum((amounts >= wanted).to(tl.int32), 0)
-        is_exact = tl.max((amounts == wanted).to(tl.int32), 0) > 0  # then no token is between it and the highest one
+        # If one threshold has exactly the amount, no token is between this threshold and the highest such threshold.
+        is_exact = tl.max((amounts == wanted).to(tl.int32), 0) > 0
         high = tl.minimum(low + (num_reached + 1) * step, high)
         low += num_reached * step
         high = tl.where(is_exact, low + 1, high)

@@ -97,7 +97,8 @@ class Sampler:
             bad_word_sequences(self._tokenizer, params.bad_words)
 
     def use_grammar(self, request: Request, grammar: CompiledGrammar) -> None:
-        """Set the grammar of a request's text. The grammar must be set before the request is scheduled.
+        """Set the grammar that the generated text of a request must match. The grammar must be set before the request
+        is scheduled.
 
         Raises:
             GrammarError: the grammar cannot be used.
