@@ -25,8 +25,8 @@ from pointsman.engine.kv.layout import LayerShape
 logger = logging.getLogger(__name__)
 
 BackendFactory: TypeAlias = Callable[[Sequence[LayerShape], torch.device], AttentionBackend]
-"""Function that makes an attention backend from the shapes of a model's layers and its device. Backend classes are such
-functions."""
+"""Function that makes an attention backend from the shapes of a model's layers and the model's device. Backend classes
+are such functions."""
 AttentionChoice: TypeAlias = str | BackendFactory
 ATTENTION_NAMES = ("auto", "numba", "torch", "triton")
 
@@ -52,7 +52,7 @@ def choose_device(name: str) -> torch.device:
 def choose_attention(
     choice: AttentionChoice, layers: Sequence[LayerShape], device: torch.device, dtype: torch.dtype
 ) -> AttentionBackend:
-    """The attention backend for a model, from the user's choice, the shapes of its layers, its device and its type.
+    """Make the attention backend that `choice` names, or, for "auto", the fastest that can run the model here.
 
     Raises:
         ValueError: an unknown name, or a backend that cannot run on this device.

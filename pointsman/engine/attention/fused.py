@@ -21,7 +21,8 @@ class NormKernel(Protocol):
 
 
 class GateKernel(Protocol):
-    """out [n, width] = activation(both[:, :width]) * both[:, width:], where `both` [n, 2 * width] is gate and up."""
+    """out [n, width] = activation(both[:, :width]) * both[:, width:], where a row of `both` [n, 2 * width] has gate,
+    then up."""
 
     def __call__(self, both: Tensor, out: Tensor) -> None: ...
 
@@ -36,12 +37,13 @@ class LayerKernels(Protocol):
         """Make the kernel of an RMS norm."""
 
     def gate(self, width: int, activation: str) -> GateKernel:
-        """Make the kernel of a gate; `activation` is a name in `ACTIVATIONS` (`kernels/layers.py`)."""
+        """Make the kernel of an MLP's gate; `activation` is a name in `ACTIVATIONS` (`kernels/layers.py`)."""
 
 
 @dataclass(slots=True)
 class HeadNorms:
-    """The RMS norms of each head's queries and keys. Only the weights, `query` and `key` [k_dim], differ."""
+    """The RMS norms of each head's queries and keys. The two norms differ only in their weights, `query` and `key`
+    [k_dim]."""
 
     query: Tensor
     key: Tensor
@@ -56,9 +58,10 @@ class Heads:
     shape: LayerShape
     norms: HeadNorms | None
     key_at: int
-    """Index of the first key element in a token's projections, which are queries, keys, values."""
+    """Index of the first key element in a token's row of projections, which has queries, keys and values in this
+    order."""
     value_at: int
-    """Index of the first value element in a token's projections."""
+    """Index of the first value element in a token's row of projections."""
     kept: Any = None
     """Data that the backend caches for the layer."""
 

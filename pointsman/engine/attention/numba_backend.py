@@ -1,7 +1,7 @@
 """The fast attention backend for CPUs: a compiled kernel (`kernels/attention.py`) on PyTorch's own threads.
 
-A step is planned once for all layers: rows are cut into tiles, longest first. Threads take one tile after the other, so
-they finish at about the same time. A window changes the keys that a tile reads, and not how rows are cut.
+A step is planned once for all layers: rows are cut into tiles, longest first. Each thread computes one tile after the
+other, so all threads finish at about the same time. A window changes the keys that a tile reads, but not the tiles.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pointsman.engine.kernels.attention import attention_kernel
 from pointsman.engine.kv.layout import LayerShape
 
 LONG = 300_000
-"""Minimum number of multiplications of a layer, 50 to 100 us, to run other work beside it; starting a thread takes 15
-us."""
+"""Minimum number of multiplications in a layer's attention for which the step's thread does other work beside the
+kernel. This many take 50 to 100 us; starting a thread takes 15 us."""
 
 _NO_SCALARS = np.zeros(2, dtype=np.float32)
 
@@ -45,9 +45,10 @@ class NumbaPlan:
     """Approximate number of pairs of a query and a key to which the query attends; None: not counted yet."""
 
     def takes_long(self, pair_size: int) -> bool:
-        """Whether a layer takes long enough to run other work beside it.
+        """Whether a layer's attention takes long enough (`LONG`) for the step's thread to do other work beside the
+        kernel.
 
-        `pair_size`: number of multiplications for one pair of query and key, in all heads.
+        `pair_size`: number of multiplications for one pair of a query and a key, in all heads.
         """
         if self.num_pairs is None:
             self.num_pairs = int(self.batch.query_lens @ self.batch.kv_lens)
@@ -104,8 +105,8 @@ def cut_tiles(batch: PagedBatch, max_queries: int) -> Int64Array:
 
 
 def _make_heads_arguments(heads: Heads, num_features: int) -> tuple[Int64Array, Float32Array]:
-    """The arguments of `heads_kernel` that depend only on the layer, and the array to which the argument SCALARS
-    points."""
+    """The arguments of `heads_kernel` that depend only on the layer, and the array of floats to which the argument with
+    index SCALARS points."""
     norms, shape = heads.norms, heads.shape
     scalars = np.array([norms.epsilon, norms.offset] if norms else [0, 0], dtype=np.float32)
     arguments = np.zeros(layers.HEADS_ARGUMENTS, dtype=np.int64)
@@ -137,14 +138,15 @@ class NumbaAttention:
         self.layers = tuple(layers)
 
     def plan(self, batch: PagedBatch) -> NumbaPlan:
-        """See `AttentionBackend.plan`. Rows are cut into tiles when the first layer runs."""
+        """Make the step's plan; see `AttentionBackend.plan`. Rows are cut into tiles later, when the first layer
+        runs."""
         places = (batch.slot_blocks, batch.slot_offsets, batch.tails)
         slots = np.array([*(one.ctypes.data for one in places), batch.num_tokens], dtype=np.int64)
         scalars = np.zeros(2, dtype=np.float32)
         return NumbaPlan(batch, np.ascontiguousarray(batch.block_tables), slots, scalars)
 
     def write(self, plan: NumbaPlan, key: Tensor, value: Tensor, keys: Tensor, values: Tensor) -> None:
-        """See `AttentionBackend.write`."""
+        """Write keys and values to the slots of the batch; see `AttentionBackend.write`."""
         key, value = (one if one.stride(-1) == 1 else one.contiguous() for one in (key, value.to(key.dtype)))
         arguments = np.zeros(layers.HEADS_ARGUMENTS, dtype=np.int64)
         arguments[layers.KEY], arguments[layers.VALUE] = key.data_ptr(), value.data_ptr()
@@ -164,7 +166,7 @@ class NumbaAttention:
         keys: Tensor,
         values: Tensor,
     ) -> Tensor:
-        """See `FusedAttentionBackend.write_heads`."""
+        """Norm and rotate heads, and write keys and values to the pool; see `FusedAttentionBackend.write_heads`."""
         if heads.kept is None:
             heads.kept = _make_heads_arguments(heads, qkv.shape[-1])
         arguments: Int64Array = heads.kept[0]
@@ -205,7 +207,7 @@ class NumbaAttention:
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """See `AttentionBackend.attend`."""
+        """Compute the attention outputs of the batch; see `AttentionBackend.attend`."""
         query = query.contiguous()
         num_tokens, num_heads, k_dim = query.shape
         output = query.new_empty(num_tokens, num_heads, values.shape[-1])
@@ -223,7 +225,7 @@ class NumbaAttention:
         if plan.batch.meanwhile.do_part is None or not plan.takes_long(num_heads * (k_dim + values.shape[-1])):
             run(arguments, num_threads)
         else:
-            # In every layer, this thread does other work until half of the items are taken, and then takes items.
+            # In every layer, this thread does other work until half of the work items are taken, then computes items.
             few = int(arguments[kernel.NUM_TILES] * arguments[kernel.NUM_KV_HEADS]) // 2
             run.beside(lambda: plan.batch.do_meanwhile(lambda: arguments[0] <= few), arguments, num_threads)
         if num_tokens > plan.batch.num_tokens:

@@ -42,8 +42,8 @@ _HANDLER = "pointsman_attention"  # key of the handler in a module's __dict__
 
 @dataclass(slots=True)
 class Meanwhile:
-    """Work for the step's thread while other threads or a device compute. The batches of all groups of layers share
-    it."""
+    """Work that the step's thread does while other threads or a device compute. The batches of all groups of layers
+    share one `Meanwhile`."""
 
     do_part: Callable[[], bool] | None = None
     """Function that does one part of the work, and returns whether there is another part; None: there is no work."""
@@ -73,12 +73,13 @@ class PagedBatch:
     slot_offsets: Int64Array
     """[T] index of each token's slot within its block."""
     tails: Int64Array
-    """[T] number of slots after each token's slot to set to zero: the rest of a block that the row begins in this
-    step."""
+    """[T] number of slots after each token's slot that are set to zero. For a row's last token: the rest of its block,
+    if the row begins the block in this step. Otherwise 0."""
     meanwhile: Meanwhile = field(default_factory=Meanwhile)
-    """Work for the step's thread while other threads or a device compute the step."""
+    """Work that the step's thread does while other threads or a device compute the step."""
     of_lengths: dict[Any, Any] = field(default_factory=dict)
-    """Cache of values that a backend computes only from the rows' numbers of tokens; the backend chooses the keys."""
+    """Cache for a backend: values that depend only on the rows' numbers of tokens, under keys that the backend
+    chooses."""
 
     @classmethod
     def build(
@@ -88,8 +89,8 @@ class PagedBatch:
         block_tables: npt.NDArray[np.integer],
         block_size: int,
     ) -> PagedBatch:
-        """Build a batch from each row's number of tokens in this step [n], number of computed tokens before it [n], and
-        block ids [n, width]."""
+        """Build a batch from each row's number of tokens in this step [n], number of tokens computed before this step
+        [n], and block table [n, width]."""
         counts: Int64Array = query_lens.astype(np.int64)
         computed: Int64Array = num_computed_tokens.astype(np.int64)
         query_starts = np.zeros(len(counts) + 1, dtype=np.int64)
@@ -168,9 +169,9 @@ class AttentionBackend(Protocol):
     def write(self, plan: Any, key: Tensor, value: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write `key` [T, kv_heads, k_dim] and `value` [T, kv_heads, v_dim] to the slots of the batch.
 
-        Afterwards the slots after each row's last token are zero, in a block that the step began. Attention masks these
-        slots by a weight of 0, but 0 * NaN is NaN: without zeros, values of an earlier request could affect this
-        request.
+        If the step begins the block of a row's last token, the slots after this token in the block are set to zero.
+        Attention masks these slots by a weight of 0, but 0 * NaN is NaN: without zeros, values of an earlier request
+        could affect this request.
         """
 
     def attend(
@@ -185,10 +186,11 @@ class AttentionBackend(Protocol):
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """[T, num_heads, k_dim] queries -> [T, num_heads, v_dim].
+        """[T, num_heads, k_dim] queries -> [T, num_heads, v_dim] outputs.
 
         A token at position p attends to positions j <= p, and with a `window` only to j > p - window. `softcap` bounds
-        scores to softcap * tanh(score / softcap). `sinks` [num_heads] are one more score per head, without a value.
+        scores to softcap * tanh(score / softcap). `sinks` [num_heads] has one additional score per head, which has no
+        value.
 
         While other threads or a device compute, the backend should call the batch's `do_meanwhile`. If it does not,
         scheduling waits for the end of the step.
@@ -196,7 +198,8 @@ class AttentionBackend(Protocol):
 
 
 class AttentionContext:
-    """Plans, pool and backend of the current step, for all layers of a model, set before each forward pass.
+    """Holds the plans, the pool and the backend of the current step, for all layers of a model; set before each forward
+    pass.
 
     Engines may share a loaded model, also from several threads. A step holds the context's lock from `begin` to `end`.
 
@@ -222,6 +225,7 @@ class AttentionContext:
 
         Args:
             plans: the backend's plan of the step's tokens for each group of layers.
+            keep: [r] indices of the tokens whose logits are needed; None: all tokens.
         """
         self._busy.acquire()
         self.plans, self.pool, self.backend, self.keep = plans, pool, backend, keep
@@ -259,7 +263,7 @@ class PagedLayer:
         return backend.attend(plan, query, keys, values, **attention_options(query.shape[-1], options))[None]
 
     def step(self) -> tuple[AttentionBackend, Any, Tensor, Tensor]:
-        """The backend, its plan of the current step, and this layer's keys and values.
+        """The backend, its plan of the current step, and the keys and values of this layer in the pool.
 
         Raises:
             RuntimeError: no step is running.

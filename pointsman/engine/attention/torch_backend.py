@@ -35,7 +35,7 @@ PIECE_SCORES = 1 << 22
 
 @dataclass(slots=True)
 class Group:
-    """Rows of similar shape, padded to a common shape: b rows, t queries each, `width` blocks each."""
+    """Rows, or pieces of rows, of similar shape, padded to one shape: b rows, t queries each, `width` blocks each."""
 
     tokens: Tensor
     """[b * t] int64: flat index of each query's token; padding repeats the row's last query."""
@@ -64,8 +64,8 @@ class Group:
 
 
 class TorchPlan:
-    """The slots of a step's tokens, and the groups of rows for each window: different windows gather different
-    blocks."""
+    """The plan of one step: the slots of its tokens, and the groups of rows for each window, because each window
+    gathers other blocks."""
 
     def __init__(self, batch: PagedBatch, shape: LayerShape, device: torch.device | str) -> None:
         self.batch = batch
@@ -102,11 +102,11 @@ class TorchAttention:
         self.device = device
 
     def plan(self, batch: PagedBatch) -> TorchPlan:
-        """See `AttentionBackend.plan`. Groups of rows are made lazily, once per window."""
+        """Make the step's plan; see `AttentionBackend.plan`. Groups of rows are made later, once per window."""
         return TorchPlan(batch, self.shape, self.device)
 
     def write(self, plan: TorchPlan, key: Tensor, value: Tensor, keys: Tensor, values: Tensor) -> None:
-        """See `AttentionBackend.write`."""
+        """Write keys and values to the slots of the batch; see `AttentionBackend.write`."""
         for new, cache in ((key, keys), (value, values)):
             cache[plan.slot_blocks, :, plan.slot_offsets] = new.to(cache.dtype)
             if len(plan.tail_blocks):
@@ -124,7 +124,7 @@ class TorchAttention:
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """See `AttentionBackend.attend`."""
+        """Compute the attention outputs of the batch; see `AttentionBackend.attend`."""
         output = query.new_empty(query.shape[0], query.shape[1], values.shape[-1])
         for group in plan.groups(window):
             rows, _, queries, _ = group.masked.shape

@@ -28,10 +28,10 @@ from pointsman.engine.kernels.triton_layers import TritonLayers, heads_kernel, p
 from pointsman.engine.kv.layout import LayerShape
 
 MAX_PARTS = 64
-"""Maximum number of parts of a row's KV; with more parts, the merge would take longer than the parts save."""
+"""Maximum number of parts into which a row's KV is cut; with more parts, merging would take longer than they save."""
 PROGRAMS_PER_PROCESSOR = 8
-"""Number of programs of the decode kernel for each multiprocessor, so that usually one program is not waiting for
-memory."""
+"""Number of programs of the decode kernel for each multiprocessor, so that usually at least one program does not wait
+for memory."""
 MAX_HEAD_DIM = 256
 MIN_ROWS, MAX_ROWS = 64, 128
 """Number of rows (queries times heads) of a tile of the prefill kernel, for short and for long chunks. All rows of a
@@ -121,7 +121,7 @@ class TritonAttention:
         self._groups = sorted({shape.num_heads // shape.num_kv_heads for shape in layers})
 
     def plan(self, batch: PagedBatch) -> TritonPlan:
-        """See `AttentionBackend.plan`. Copies the kernels' inputs to the device, without waiting for the copy."""
+        """Make the step's plan, and copy it to the device without waiting for the copy; see `AttentionBackend.plan`."""
         decodes = np.nonzero(batch.query_lens == 1)[0]
         longest = int(batch.query_lens.max(initial=1)) * self._groups[-1]
         tile_rows = self._max_tile_rows if longest > MIN_ROWS else MIN_ROWS
@@ -154,7 +154,7 @@ class TritonAttention:
         )
 
     def write(self, plan: TritonPlan, key: Tensor, value: Tensor, keys: Tensor, values: Tensor) -> None:
-        """See `AttentionBackend.write`."""
+        """Write keys and values to the slots of the batch; see `AttentionBackend.write`."""
         key, value = (one if one.stride(-1) == 1 else one.contiguous() for one in (key, value))
         shape = LayerShape(key.shape[1], key.shape[2], value.shape[2], key.shape[1])
         _run_heads(plan, shape, None, None, key, value, None, None, keys, values)
@@ -168,7 +168,7 @@ class TritonAttention:
         keys: Tensor,
         values: Tensor,
     ) -> Tensor:
-        """See `FusedAttentionBackend.write_heads`."""
+        """Norm and rotate heads, and write keys and values to the pool; see `FusedAttentionBackend.write_heads`."""
         shape = heads.shape
         query = qkv.new_empty(qkv.shape[0], shape.num_heads, shape.k_dim)
         key = qkv[:, heads.key_at : heads.value_at].view(-1, shape.num_kv_heads, shape.k_dim)
@@ -188,7 +188,7 @@ class TritonAttention:
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """See `AttentionBackend.attend`."""
+        """Compute the attention outputs of the batch; see `AttentionBackend.attend`."""
         num_tokens, num_heads, k_dim = query.shape
         if query.stride(2) != 1 or query.stride(1) != k_dim:
             query = query.contiguous()

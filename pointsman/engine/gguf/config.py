@@ -73,9 +73,9 @@ SAMPLING: Mapping[str, str] = {
 ROPE_FACTORS = "rope_freqs.weight"
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
 NO_TOKEN = 2**32 - 1
-"""The token id that means that there is no such token: -1 in 32 bits."""
+"""The value of a token id in the metadata if the model has no such token: -1 in 32 bits."""
 CONTROL = 3
-"""The number of control tokens' type in `tokenizer.ggml.token_type`."""
+"""The number by which `tokenizer.ggml.token_type` marks control tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class Architecture:
 
 
 def architecture_of(gguf: GGUFFile) -> Architecture:
-    """The family of the model in a GGUF file.
+    """The entry of `ARCHITECTURES` for the model in a GGUF file.
 
     Raises:
         ModelLoadError: the metadata does not name the family.
@@ -132,7 +132,7 @@ def make_config(gguf: GGUFFile) -> Any:
 
 
 def config_fields(gguf: GGUFFile) -> Fields:
-    """The fields of the model's config.json. Raises the errors of `make_config`."""
+    """The fields of a config.json for the model in a GGUF file. Raises the errors of `make_config`."""
     architecture = architecture_of(gguf)
     prefix = gguf.text("general.architecture")
     for key, value in NEUTRAL.items():
@@ -161,10 +161,11 @@ def config_fields(gguf: GGUFFile) -> Fields:
 
 
 def generation_fields(gguf: GGUFFile) -> Fields:
-    """The fields of the model's generation_config.json: the tokens that end a text, and sampling parameters.
+    """The fields of a generation_config.json for the model in a GGUF file: the tokens that end a text, and sampling
+    parameters.
 
     Raises:
-        ModelLoadError: the value of an id is no token id, or the tokens or their types are wrong.
+        ModelLoadError: an id in the metadata is no token id, or the tokens or their types are wrong.
     """
     ends = [end for end in (token_id(gguf, key) for key in ENDS) if end is not None]
     if "tokenizer.ggml.token_type" in gguf.metadata:
@@ -352,8 +353,8 @@ def _add_window(gguf: GGUFFile, prefix: str, fields: Fields, *, every: int) -> N
 
 
 def _add_scale(fields: Fields, *, num_layers_of_27b: int) -> None:
-    """Add the scale of queries, which the metadata lacks. As in llama.cpp, the number of layers identifies the 27B
-    model, whose scale differs from that of smaller models."""
+    """Add the factor that scales queries, which the metadata lacks. As in llama.cpp, the number of layers identifies
+    the 27B model, whose factor differs from the factor of smaller models."""
     if fields["num_hidden_layers"] == num_layers_of_27b:
         fields["query_pre_attn_scalar"] = fields["hidden_size"] // fields["num_attention_heads"]
     else:

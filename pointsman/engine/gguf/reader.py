@@ -52,8 +52,8 @@ _LENGTH = struct.Struct("<Q")
 
 
 def as_decimal(number: np.float32) -> float:
-    """The shortest decimal number for a 32-bit number: 1e-05 for the stored number, whose exact value in 64 bits
-    differs."""
+    """The shortest decimal number that rounds to a 32-bit number, for example 1e-05, although the 32-bit number is not
+    exactly 1e-05."""
     return float(str(number))
 
 
@@ -114,7 +114,7 @@ class GGUFFile:
     tensors: Mapping[str, GGUFTensor]
 
     def text(self, key: str, default: str | None = None) -> str:
-        """The value of a key in the metadata, a text.
+        """The text that the metadata has under `key`; `default` if the key is absent.
 
         Raises:
             ModelLoadError: the value is absent and `default` is None, or it is no text.
@@ -125,7 +125,7 @@ class GGUFFile:
         return value
 
     def flag(self, key: str, default: bool) -> bool:
-        """The value of a key in the metadata, true or false.
+        """The boolean that the metadata has under `key`; `default` if the key is absent.
 
         Raises:
             ModelLoadError: the value has another type.
@@ -136,7 +136,7 @@ class GGUFFile:
         return value
 
     def count(self, key: str, default: int | None = None) -> int:
-        """The value of a key in the metadata, an integer of at least 1.
+        """The integer of at least 1 that the metadata has under `key`; `default` if the key is absent.
 
         Raises:
             ModelLoadError: the value is absent and `default` is None, or it is no such integer.
@@ -147,7 +147,7 @@ class GGUFFile:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """The value of a key in the metadata, a number above 0.
+        """The number above 0 that the metadata has under `key`; `default` if the key is absent.
 
         Raises:
             ModelLoadError: the value is absent and `default` is None, or it is no such number.
@@ -158,7 +158,7 @@ class GGUFFile:
         return float(value)
 
     def texts(self, key: str) -> list[str]:
-        """The value of a key in the metadata, an array of texts.
+        """The array of texts that the metadata has under `key`, decoded.
 
         Raises:
             ModelLoadError: the value is absent or has another type, or a text is not valid UTF-8.
@@ -169,7 +169,7 @@ class GGUFFile:
         return value.decode()
 
     def numbers(self, key: str) -> npt.NDArray[Any]:
-        """The value of a key in the metadata, an array of numbers.
+        """The array of numbers that the metadata has under `key`.
 
         Raises:
             ModelLoadError: the value is absent or has another type.
@@ -373,7 +373,7 @@ class _Cursor:
             raise ModelLoadError(f"{self.path}: {self.place} is no UTF-8 text; {COPY_AGAIN}") from None
 
     def value(self, kind: int) -> Any:
-        """Read a value of the metadata; `kind` is the number of its type in the format."""
+        """Read one value of the metadata; `kind` is the number that the format uses for the value's type."""
         if kind in _NUMBERS:
             return self.number(kind)
         if kind == _TEXT:

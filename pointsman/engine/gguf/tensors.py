@@ -77,7 +77,8 @@ def check_types(gguf: GGUFFile) -> None:
 
 
 def _match_names(gguf: GGUFFile, config: Any) -> Iterator[tuple[str, str]]:
-    """For each weight of the model, the tensor's name in the file and the weight's name in transformers.
+    """Yield, for each weight of the model, the name of its tensor in the file and the name of the weight in
+    transformers.
 
     Raises:
         ModelLoadError, UnsupportedModel: see `read_weights`.

@@ -1,8 +1,8 @@
 """Makes a tokenizer, with its chat template, from a GGUF file's metadata.
 
 Two kinds are supported, with llama.cpp's names: "gpt2" is byte-level BPE, "llama" is SentencePiece's BPE. A file has
-the tokens and their types. Of the rule that splits a text before BPE, it has only the name (`tokenizer.ggml.pre`). So a
-name that is not in `PRE_TOKENIZERS` is refused: another rule would make other tokens without an error.
+the tokens and their types. The file has only the name of the rule that splits a text before BPE (`tokenizer.ggml.pre`).
+So a name that is not in `PRE_TOKENIZERS` is refused: another rule would make other tokens without an error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pointsman.files import represented
 logger = logging.getLogger(__name__)
 
 USER_DEFINED, UNUSED = 4, 5
-"""Numbers of further token types in `tokenizer.ggml.token_type`, see `CONTROL`."""
+"""The numbers by which `tokenizer.ggml.token_type` marks user-defined and unused tokens, see `CONTROL`."""
 SPACE = "▁"
 """The character that replaces a space in SentencePiece's tokens."""
 NAMES: Mapping[str, str] = {
@@ -193,8 +193,9 @@ def _merges(
     """Pairs of tokens that merge into another token: the score of the merged token, the lengths of the two tokens, and
     the two tokens.
 
-    The largest entry is the best merge. SentencePiece merges the pair whose merged token has the highest score, so its
-    files have no list of merges. User-defined tokens have the score 0, because converters write no score for them.
+    In tuple order, the largest entry is the merge that is applied first. SentencePiece merges the pair whose merged
+    token has the highest score, so its files have no list of merges. User-defined tokens have the score 0, because
+    converters write no score for them.
     """
     for token, index in vocabulary.items():
         score = 0.0 if types[index] == USER_DEFINED else scores[index]

@@ -80,7 +80,8 @@ NUM_ARGUMENTS = 21
 def _scores_few(
     Q: Any, block: Any, S: Any, at: int, rows: int, size: int, k_dim: int, ahead: int, row_bytes: int
 ) -> None:
-    """Dot products of each query with each key of a block, four queries at a time.
+    """Write the dot products of each query with each key of a block to the columns of S from `at` on, four queries at a
+    time.
 
     Tiles with few queries wait for memory. So for each key, the key with the same index in the next block, at the
     address `ahead`, is prefetched.
@@ -103,7 +104,7 @@ def _scores_few(
 
 @njit(fastmath=FAST)
 def _scores_pair(Q: Any, block: Any, S: Any, at: int, size: int, k_dim: int, ahead: int, row_bytes: int) -> None:
-    """Dot products of two queries with each key of a block; see `_scores_few`."""
+    """Write the dot products of two queries with each key of a block to S; see `_scores_few`."""
     a, b = Q[0], Q[1]
     for t in range(size):
         key = block[t]
@@ -127,7 +128,8 @@ def _transpose(block: Any, T: Any, at: int, size: int, k_dim: int) -> None:
 
 @njit(fastmath=FAST)
 def _scores_many(Q: Any, T: Any, S: Any, rows: int, width: int, k_dim: int) -> None:
-    """Scores of each query with a chunk's keys, by rank-one updates from the transposed keys T [k_dim, width]."""
+    """Write the scores of each query with a chunk's keys to S, by rank-one updates from the transposed keys T [k_dim,
+    width]."""
     whole = k_dim // 4 * 4
     for r in range(0, rows, 4):  # four queries at a time, so each loaded key is used four times
         a, b, c, e = Q[r], Q[r + 1], Q[r + 2], Q[r + 3]
@@ -160,7 +162,8 @@ def _scores_many(Q: Any, T: Any, S: Any, rows: int, width: int, k_dim: int) -> N
 def _softmax_step(
     scores: Any, width: int, low: int, high: int, softcap: Any, highest: Any
 ) -> tuple[Any, Any]:  # (the new maximum, the sum of this chunk's exponentials)
-    """Turn a chunk's scores [width] into weights; keys outside [low, high) are masked."""
+    """Turn a chunk's scores [width] into weights in place, with keys outside [low, high) masked; returns the row's new
+    maximum and the sum of the chunk's exponentials."""
     if softcap > np.float32(0):
         for t in range(width):
             scores[t] = softcap * hyperbolic_tangent(scores[t] / softcap)
@@ -182,7 +185,8 @@ def _softmax_step(
 def _add_values(
     S: Any, block: Any, A: Any, at: int, rows: int, size: int, v_dim: int, ahead: int, block_bytes: int
 ) -> None:
-    """A += weights of a block's slots times their values, four queries at a time, so each value is used four times.
+    """Add to A the values of one block's slots times the slots' weights in S. Four queries are computed together, so
+    each loaded value is used four times.
 
     The next block, `block_bytes` bytes at the address `ahead`, is prefetched.
     """
@@ -292,7 +296,7 @@ def _weigh_rows(
 
 @cache
 def attention_kernel(activations: torch.dtype, cache_dtype: torch.dtype) -> Kernel:
-    """The attention kernel for queries and outputs of one type, and a pool of another type."""
+    """Make the attention kernel for queries and outputs of type `activations`, and a pool of type `cache_dtype`."""
     activation_type, cache_type = STORAGE[activations], STORAGE[cache_dtype]
     element_bytes = cache_dtype.itemsize
 

@@ -36,7 +36,7 @@ def keep_on_disk(function: Any, body: Callable[..., Any]) -> None:
 
 
 class DiskCache(FunctionCache):  # type: ignore[misc]  # numba has no types
-    """The compiled code of one function for each signature, in files."""
+    """Stores the compiled code of one function in files, one for each signature."""
 
     def load_overload(self, signature: Any, target: Any) -> Any:
         """The compiled code for a signature, from disk; None: there is no file, or it cannot be read."""

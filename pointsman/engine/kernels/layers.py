@@ -30,10 +30,10 @@ from pointsman.engine.kernels.runtime import (
 )
 
 ROWS_PER_ITEM = 8
-"""Number of rows (tokens) that a thread takes at a time."""
+"""Number of rows (tokens) of one work item. A thread computes one work item after the other."""
 
 ROWS_PER_THREAD = 16
-"""Number of rows (tokens) for each thread; more rows use more threads."""
+"""A kernel call uses one thread for this many rows (tokens), up to PyTorch's number of threads."""
 
 NORM_ARGUMENTS = 9
 GATE_ARGUMENTS = 6
@@ -51,7 +51,8 @@ def threads_for(num_rows: int) -> int:
 
 @cache
 def norm_kernel(activations: torch.dtype) -> Kernel:
-    """Compute out = y / sqrt(mean(y**2) + epsilon) * (weight + offset) for each row, where y = x or x + addend.
+    """Make the kernel that computes out = y / sqrt(mean(y**2) + epsilon) * (weight + offset) for each row, where y = x
+    or x + addend.
 
     Arguments: counter, x [n, width], weight [width], out [n, width], scalars (epsilon, offset), n, width, addend [n,
     width] or 0, total: the output [n, width] for y if there is an addend.
@@ -96,7 +97,7 @@ def norm_kernel(activations: torch.dtype) -> Kernel:
 
 @cache
 def gate_kernel(activations: torch.dtype) -> Kernel:
-    """Compute out = activation(x[:, :width]) * x[:, width:], the gate of a gated MLP.
+    """Make the kernel that computes out = activation(x[:, :width]) * x[:, width:], the gate of a gated MLP.
 
     Arguments: counter, x [n, 2 * width], out [n, width], n, width, index of the activation.
     """
@@ -168,21 +169,22 @@ class CompiledLayers:
     """Makes the kernels of fused layers on a CPU; see `LayerKernels`."""
 
     def takes(self, weight: Tensor) -> bool:
-        """See `LayerKernels.takes`."""
+        """Whether the CPU kernels support the type and the device of `weight`."""
         return weight.dtype in STORAGE and weight.device.type == "cpu"
 
     def norm(self, epsilon: float, offset: float) -> CompiledNorm:
-        """See `LayerKernels.norm`."""
+        """Make the CPU kernel of an RMS norm."""
         return CompiledNorm(epsilon, offset)
 
     def gate(self, width: int, activation: str) -> CompiledGate:
-        """See `LayerKernels.gate`."""
+        """Make the CPU kernel of an MLP's gate; `activation` is a name in `ACTIVATIONS`."""
         return CompiledGate(width, activation)
 
 
 @cache
 def split_kernel() -> Kernel:
-    """Split each float32 row into two rows of integers from -limit to limit: x = (high + low / (2 * limit)) * scale.
+    """Make the kernel that splits each float32 row x into two rows of integers from -limit to limit, `high` and `low`:
+    x = (high + low / (2 * limit)) * scale.
 
     Each row's scale is its largest absolute value / limit. A row that is not finite gets the scale NaN, and zeros. A
     row without a number above 1e-30 gets the scale 1, and zeros.
@@ -228,7 +230,8 @@ def split_kernel() -> Kernel:
 
 @cache
 def merge_kernel() -> Kernel:
-    """Merge the rows of `split_kernel` after a product, in place: high = (high + low / (2 * limit)) * scale + bias.
+    """Make the kernel that merges the products of the two rows of `split_kernel`, in place: high = (high + low / (2 *
+    limit)) * scale + bias.
 
     Arguments: counter, rows [2n, width] (the high rows first), scales [n], bias [width] or 0, n, width, limit.
     """
@@ -330,10 +333,11 @@ def _prepare_head(
 
 @cache
 def heads_kernel(activations: torch.dtype, cache_dtype: torch.dtype) -> Kernel:
-    """Norm and rotate queries and keys, and write keys and values to their slots.
+    """Make the kernel that norms and rotates queries and keys, and writes keys and values to their slots in the pool.
 
-    An address of 0 skips queries or norms; a `rotary_dim` of 0 skips the rotation. When a row begins a block, the slots
-    after the row's last token are set to zero, because a weight of 0 does not hide a NaN of an earlier request.
+    With the address 0 for queries or norms, the kernel skips them; with a `rotary_dim` of 0 it skips the rotation. When
+    a row begins a block, the slots after the row's last token are set to zero, because a weight of 0 does not hide a
+    NaN of an earlier request.
     """
     activation_type, cache_type = STORAGE[activations], STORAGE[cache_dtype]
 

@@ -62,7 +62,8 @@ def pointer(typing_context: Any, address: Any) -> Any:
 
 @intrinsic
 def next_item(typing_context: Any, counter: Any) -> Any:
-    """Take the next item of a kernel's work: return the counter's value, and increment the counter atomically."""
+    """Take the next work item of a kernel: return the counter's value, and increment the counter, in one atomic
+    operation."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.atomic_rmw("add", arguments[0], ir.Constant(ir.IntType(64), 1), "monotonic")
@@ -222,7 +223,8 @@ class Kernel:
             self._call(address_of(arguments))
 
     def beside(self, meanwhile: Callable[[], None], arguments: Int64Array, num_threads: int) -> None:
-        """Run the kernel on other threads while this thread calls `meanwhile` and then takes remaining items.
+        """Run the kernel on other threads while this thread calls `meanwhile` and then computes some of the remaining
+        work items.
 
         The kernel runs on `num_threads` threads, this thread included, or on two if there is a second core. Without
         other threads, or a way to start them, `meanwhile` is not called. Exceptions of `meanwhile` are raised after the

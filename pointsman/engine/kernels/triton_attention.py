@@ -59,15 +59,15 @@ def _attend_tile(
     padded_k: tl.constexpr,
     padded_v: tl.constexpr,
 ):
-    """Add one tile of keys to an online softmax, and return the new maximum (to the base 2), sum and output of the
-    softmax.
+    """Add one tile of keys to an online softmax to the base 2; returns the softmax's new maximum, sum and output.
 
     Args:
         q: [M, padded_k] queries.
-        table: address of the row's block table.
+        table: address of the row's block table; head: index of the KV head.
         places: [N] positions of the tile's keys in the row; is_read: [N] whether each key exists; is_seen: [M, N]
             whether a query attends to a key.
-        top, total: [M] maximum and sum; mixed: [M, padded_v] output, not divided by the sum.
+        top, total: [M] maximum and sum of the softmax so far; mixed: [M, padded_v] its output so far, not divided by
+            the sum.
     """
     d, e = tl.arange(0, padded_k), tl.arange(0, padded_v)
     blocks = tl.load(table + places // block_size, mask=is_read, other=0).to(tl.int64)
@@ -93,8 +93,8 @@ def _attend_tile(
 
 @jit
 def _divide_by_sum(top, total, mixed, sinks, heads, is_row, has_sinks: tl.constexpr):
-    """Outputs [M, padded_v] of an online softmax, divided by the sum, which includes the heads' sinks [M]; zeros for a
-    row that attends to no token."""
+    """Final outputs [M, padded_v] of an online softmax: `mixed` divided by the sum of the softmax and of the heads'
+    sinks [M]; zeros for a row that attends to no token."""
     if has_sinks:
         sink = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
         new_top = tl.maximum(top, sink)
@@ -141,8 +141,8 @@ def decode_kernel(
         query: [T, heads, k_dim] queries; a token's heads are contiguous, and tokens are `query_stride` elements apart.
         keys, values: KV pool of the layer.
         output: [T, heads, v_dim] output, written only if there is one part.
-        part_sums: [n, heads, num_parts, 2] float32: maximum to the base 2, and sum; part_outputs: [n, heads, num_parts,
-            v_dim] float32, not divided by the sum. Both are read by `merge_kernel`.
+        part_sums: [n, heads, num_parts, 2] float32: maximum and sum of each part's softmax to the base 2; part_outputs:
+            [n, heads, num_parts, v_dim] float32, not divided by the sum. Both are read by `merge_kernel`.
         tables: [.., width] block tables; the tables of the layer's group begin at index `first_table`.
         table_width: [1] width of the block tables.
         kv_lens, rows, tokens: [n] length of each row, index of its block table, and index of its query in the batch.
@@ -206,7 +206,8 @@ def merge_kernel(
     padded_parts: tl.constexpr,
     padded_v: tl.constexpr,
 ):
-    """Merge the parts of one head of one row, see `decode_kernel`, into `output` [T, heads, v_dim]."""
+    """Merge the results that `decode_kernel` wrote for the parts of one row's KV, for one head, into `output` [T,
+    heads, v_dim]."""
     at, head = tl.program_id(0), tl.program_id(1)
     token = tl.load(tokens + at).to(tl.int64)
     p, e = tl.arange(0, padded_parts), tl.arange(0, padded_v)

@@ -10,7 +10,7 @@ from torch import Tensor
 from pointsman.engine.kernels.triton_attention import jit
 
 GATE_TILE = 1024
-"""Number of elements of a row that one program of the gate computes."""
+"""Number of elements of a row that one program of `gate_kernel` computes."""
 
 
 @jit
@@ -49,7 +49,7 @@ def gate_kernel(
     is_silu: tl.constexpr,
     tile: tl.constexpr,
 ):
-    """Compute one part of a row of out = activation(both[:, :width]) * both[:, width:]."""
+    """Compute `tile` elements of one row of out = activation(both[:, :width]) * both[:, width:]."""
     row, d = tl.program_id(0).to(tl.int64), tl.program_id(1) * tile + tl.arange(0, tile)
     inside = d < width
     x = tl.load(both + row * 2 * width + d, mask=inside, other=0.0).to(tl.float32)
@@ -179,7 +179,8 @@ def heads_kernel(
 
 
 def padded(size: int, least: int = 16) -> int:
-    """The size of a kernel's tile: the smallest power of two that is at least `size` and `least`."""
+    """The size of a kernel's tile for `size` elements: the smallest power of two that is at least `size` and
+    `least`."""
     return max(least, int(triton.next_power_of_2(size)))
 
 
@@ -223,13 +224,13 @@ class TritonLayers:
     """Makes the kernels of fused layers on a GPU; see `LayerKernels`."""
 
     def takes(self, weight: Tensor) -> bool:
-        """See `LayerKernels.takes`."""
+        """Whether the GPU kernels support the type and the device of `weight`."""
         return weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
     def norm(self, epsilon: float, offset: float) -> TritonNorm:
-        """See `LayerKernels.norm`."""
+        """Make the GPU kernel of an RMS norm."""
         return TritonNorm(epsilon, offset)
 
     def gate(self, width: int, activation: str) -> TritonGate:
-        """See `LayerKernels.gate`."""
+        """Make the GPU kernel of an MLP's gate; `activation` is a name in `ACTIVATIONS` (`layers.py`)."""
         return TritonGate(width, activation)

@@ -93,13 +93,13 @@ def check_rope_type(name: str, rope_type: str) -> None:
 
 
 def fix_longrope(model: Any, max_model_len: int | None) -> int | None:
-    """Choose one of the two sets of frequencies of a "longrope" model permanently, and return its maximum length.
+    """Choose one of the two sets of frequencies of a "longrope" model permanently; returns the model's maximum length.
 
-    Such a model has short frequencies for sequences up to its original length, and long ones for longer sequences.
-    transformers chooses again in every forward pass. If `max_model_len` is at most the original length, all requests
-    get the short set, as in transformers. Otherwise all requests get the long set. The long set is right for a prompt
-    above the original length. transformers would run a shorter sequence with the short set until it exceeds the
-    original length, and then recompute the whole sequence.
+    Such a model has a short set of frequencies for sequences up to its original length, and a long set for longer
+    sequences. transformers chooses one of the sets again in every forward pass. If `max_model_len` is at most the
+    original length, all requests get the short set, as in transformers. Otherwise all requests get the long set. The
+    long set is right for a prompt above the original length. transformers would run a shorter sequence with the short
+    set until it exceeds the original length, and then recompute the whole sequence.
 
     Args:
         max_model_len: maximum number of tokens of a request's sequence; None: the original length.
@@ -157,7 +157,7 @@ def _check_fixed(name: str, module: nn.Module, original: int, config: Any) -> No
 
 @dataclass(slots=True)
 class ProbedLayer:
-    """One attention module, with the shape and the window that `probe_layers` recorded."""
+    """One attention module, with the shape of its KV and its sliding window, as `probe_layers` recorded them."""
 
     module: nn.Module
     shape: LayerShape
@@ -165,7 +165,8 @@ class ProbedLayer:
 
 
 class _Recorder:
-    """Handler for the probe: returns zeros for each attention call, and records the calling module."""
+    """The attention handler that `probe_layers` sets: it returns zeros for each call, and records the calling
+    module."""
 
     def __init__(self) -> None:
         self.layers: list[ProbedLayer] = []
@@ -220,8 +221,8 @@ def probe_layers(model: Any) -> list[ProbedLayer]:
 
 
 def _check_windows(name: str, config: Any, layers: list[ProbedLayer]) -> None:
-    """Refuse a window that is not an argument of the attention call: a window that is only in a mask would be
-    ignored."""
+    """Refuse a model whose sliding window is only in the attention mask, and no argument of the attention call: the
+    paged path ignores masks."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if window and not kinds and not any(layer.window for layer in layers):
@@ -242,7 +243,8 @@ def _check_windows(name: str, config: Any, layers: list[ProbedLayer]) -> None:
 
 
 def attach(layers: list[ProbedLayer]) -> AttentionContext:
-    """Set a paged handler for every attention module. The returned context holds the plans and the pool of a step."""
+    """Set a paged attention handler for every attention module; returns the context that all these handlers share,
+    which will hold the plans and the pool of the current step."""
     context = AttentionContext()
     for index, layer in enumerate(layers):
         set_handler(layer.module, PagedLayer(context, index, layer.shape))

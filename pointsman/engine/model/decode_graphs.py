@@ -8,9 +8,10 @@ time:
     forward   input tokens, some of them from the places where earlier steps stored them; the model; logits
     sample    logits; tokens, stored for later steps and copied to the host
 
-There are two graphs, because a row with penalties, a grammar or log probabilities is sampled in another way, from the
-same logits. The number of rows is rounded up to one of `bucket_sizes`. The additional rows are padding: they attend to
-no token, their KV is not stored, and their sampled tokens are stored at a place that no step reads.
+Each number of rows has these two graphs, because a row with penalties, a grammar or log probabilities is sampled in
+another way, from the same logits. The number of rows is rounded up to one of `bucket_sizes`. The additional rows are
+padding: they attend to no token, their KV is not stored, and their sampled tokens are stored at a place that no step
+reads.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class DeviceTokens:
     """The tokens that steps in flight have sampled, on the device, where later steps read them.
 
     Args:
-        num_places: number of places for tokens, see `SampledTokens` (`runner.py`); one place is added for the tokens of
-            padding rows.
+        num_places: number of places, each for one token, see `SampledTokens` (`runner.py`); one more place is added for
+            the tokens of padding rows.
     """
 
     def __init__(self, num_places: int, device: torch.device) -> None:
@@ -68,7 +69,7 @@ class DeviceTokens:
         return len(self.tokens) - 1
 
     def has(self, places: Int64Array) -> bool:
-        """Whether all places in `places` exist."""
+        """Whether all `places` are within the current memory."""
         return int(places.max(initial=-1)) < self.padding_place
 
     def grow(self, num_places: int) -> None:
@@ -93,7 +94,7 @@ class CudaRecorder:
         self._stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """See `Recorder`."""
+        """Record a CUDA graph of the kernels that `run` launches, and return a function that replays the graph."""
         run()  # compiles kernels, and lets libraries choose their kernels
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -224,7 +225,7 @@ class DecodeGraphs:
             size: number of rows of the graph, from `size_for`.
 
         Returns:
-            [n, vocab_size] logits, valid until the next call.
+            [n, vocab_size] logits; the next call overwrites this tensor.
         """
         recorded = self._recorded[size]
         to_device(self._inputs(size, rows, parameters), self._device, into=self._memory)
@@ -235,7 +236,8 @@ class DecodeGraphs:
         """Launch sampling from the logits of `forward`, without waiting for it.
 
         Returns:
-            The sampled token and `ok` of each row, valid until the next call.
+            Two tensors with one element per row: the sampled token, and whether the token is valid. The next call
+            overwrites both tensors.
         """
         self._recorded[size].sample()
         return self.sampled[:size], self.ok[:size]
@@ -245,8 +247,8 @@ class DecodeGraphs:
     def _inputs(
         self, size: int, rows: DecodeRows, parameters: Mapping[str, npt.NDArray[Any]] | None = None
     ) -> dict[str, npt.NDArray[Any]]:
-        """The arrays that a graph of `size` rows reads. Only the block tables, which are last, vary in size between
-        steps."""
+        """The input arrays of a graph of `size` rows, by name. Only the block tables, the last array, vary in size
+        between steps."""
         num_rows, batch = len(rows.token_ids), rows.batches[0]
         padding_place, width = self._tokens.padding_place, batch.block_tables.shape[1]
 
@@ -321,7 +323,7 @@ def _empty_batch() -> SamplingBatch:
 
 
 def _padding(width: int, num_groups: int) -> DecodeRows:
-    """A step without rows, with block tables of this width, so that all rows of a graph are padding."""
+    """A step without rows, whose block tables have `width` columns, for a graph in which all rows are padding."""
     nothing = np.zeros(0, dtype=np.int64)
     batch = PagedBatch.build(nothing, nothing, np.zeros((0, width), dtype=np.int64), 1)
     batch.block_tables = np.zeros((0, width), dtype=np.int64)

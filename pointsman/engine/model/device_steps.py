@@ -58,7 +58,7 @@ class DeviceSteps:
         """CUDA graphs of decode steps; None: decode steps are launched kernel by kernel."""
 
     def record_graphs(self, max_bytes: int, taken: Callable[[], int], recorder: Recorder | None) -> None:
-        """Record graphs of decode steps, if the attention supports them; see `ModelRunner.record_graphs`."""
+        """Record graphs of decode steps, if the attention backend supports graphs; see `ModelRunner.record_graphs`."""
         if not isinstance(self._backend, TritonAttention):
             return
         self.graphs = DecodeGraphs(

@@ -57,8 +57,8 @@ def model_fingerprint(loaded: LoadedModel) -> bytes:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Literal["weight", "buffer", "joined", "scales"]]]:
-    """Name, tensor and kind of every tensor of the model's modules. The tensors of a `JoinedLinear` may be copies of
-    its weights."""
+    """Yield the name, the tensor and the kind of every tensor in the model's modules. A tensor of a `JoinedLinear` may
+    be a temporary copy of a weight that the layer stores in another form."""
     for path, module in model.named_modules():
         if isinstance(module, JoinedLinear):
             for name, tensor in sorted(module.plain_weights().items()):
@@ -73,8 +73,8 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Literal["weight", 
 
 
 def _tensors_in(value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Pairs of a suffix and a tensor: the value itself if it is a tensor, or the tensors in the (nested) fields of a
-    dataclass."""
+    """Yield (suffix, tensor) for an attribute of a module: the value itself with an empty suffix if the value is a
+    tensor, or each tensor in the (nested) fields of a dataclass, with the field's name as suffix."""
     if isinstance(value, Tensor):
         yield "", value
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -76,7 +76,7 @@ def run_paged(
 
 
 def lengthened(values: Tensor, length: int) -> Tensor:
-    """[n] -> [length]: the values, then the last value repeated. An empty tensor stays empty."""
+    """Values [n] -> [length]: the values, then repetitions of the last value. An empty tensor stays empty."""
     more = length - len(values)
     return torch.cat([values, values[-1:].expand(more)]) if more > 0 and len(values) else values
 

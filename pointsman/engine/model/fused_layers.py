@@ -112,9 +112,11 @@ class FusedAttention(nn.Module):
         keep: Tensor | None = None,
         **__: Any,
     ) -> tuple[Tensor, None]:
-        """[1, T, hidden] and (cos, sin) [1, T, rotary_dim] -> [1, T, hidden], or with `keep` [r] -> [1, r, hidden].
+        """Hidden states [1, T, hidden], (cos, sin) [1, T, rotary_dim] -> outputs [1, T, hidden]; [1, r, hidden] with
+        `keep`.
 
-        Keys and values of all tokens are computed in either case.
+        `keep` [r] has the indices of the tokens whose outputs are computed. Keys and values of all T tokens are
+        computed with or without `keep`.
         """
         backend, plan, keys, values = self.layer.step()
         to_qkv, to_output = self._products
@@ -152,8 +154,8 @@ class FusedLayer(nn.Module):
         self._parts = first_norm, attention, second_norm, mlp
 
     def forward(self, hidden_states: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
-        """[1, T, hidden] -> [1, T, hidden], or only the tokens that `context` names. `position_embeddings`: see
-        `FusedAttention.forward`."""
+        """Hidden states [1, T, hidden] -> outputs of the layer [1, T, hidden], or only of the tokens `context.keep`.
+        `position_embeddings`: see `FusedAttention.forward`."""
         keep = None if self.context is None else self.context.keep
         position_embeddings = keywords.get("position_embeddings")
         first_norm, attention, second_norm, mlp = self._parts

@@ -43,9 +43,10 @@ logger = logging.getLogger(__name__)
 Builder: TypeAlias = Callable[[], nn.Module]
 
 TOLERANCE = 2e-5
-"""Largest difference between outputs of a part and its replacement in float32, relative to the row's largest number.
+"""Largest allowed difference between the outputs of a part and of its replacement in float32, relative to the largest
+number in the row of the output.
 
-The difference in the tested families is up to 5e-7 if the replacement is right, and at least 0.1 if it is wrong.
+In the tested families, the difference is up to 5e-7 for a correct replacement, and at least 0.1 for a wrong one.
 """
 SCALED_TOLERANCE = 2e-3
 """Largest allowed difference, as in `TOLERANCE`, for scaled inputs. With attention scores of hundreds, rounding alone
@@ -113,7 +114,8 @@ def candidates_for(module: Any, options: dict[str, Any] | None, kernels: LayerKe
 
 
 def is_fused_layer(module: nn.Module) -> bool:
-    """Whether a module has exactly the four parts of a usual decoder layer, and all four are fused already."""
+    """Whether a module has exactly the four parts of a usual decoder layer (two norms, attention, MLP), all fused
+    already."""
     return {name: type(child) for name, child in module.named_children()} == {
         "self_attn": FusedAttention,
         "mlp": FusedMLP,
@@ -145,8 +147,8 @@ def norm_epsilon(module: nn.Module) -> float | None:
 
 
 def mlp_candidates(module: Any, kernels: LayerKernels) -> list[Builder]:
-    """Builders of a fused gated MLP, one for each activation, from a module with the usual names of projection
-    layers."""
+    """Builders of a fused gated MLP, one for each activation; empty: the module lacks projection layers with the usual
+    names."""
     products = module.gate_proj, module.up_proj, module.down_proj
     return [partial(FusedMLP, *products, kind, kernels) for kind in ACTIVATIONS]
 
@@ -190,7 +192,7 @@ def fuse(model: nn.Module, step: FirstStep, *, store: bool) -> Counter[str]:
     Args:
         model: the model, attached to paged attention with a `FusedAttentionBackend`.
         step: a step that runs the model on a mixed batch.
-        store: whether to put the weights of the replacements into their final form.
+        store: whether to call `JoinedLinear.store` for the replacements.
 
     Returns:
         Number of replaced parts of each kind.
@@ -268,7 +270,7 @@ def _pop_in_order(parts: list[Part]) -> Iterator[Part]:
 
 
 def _attention_calls(model: nn.Module, run: Callable[[], Any]) -> dict[nn.Module, dict[str, Any]]:
-    """The keywords with which each attention module calls its attention function."""
+    """The keywords with which each attention module calls the attention function while `run` runs the model."""
     found: dict[nn.Module, dict[str, Any]] = {}
     layers = {module: get_handler(module) for module in model.modules() if isinstance(get_handler(module), PagedLayer)}
 
@@ -426,7 +428,8 @@ def outputs_match(part: nn.Module, replacement: nn.Module, calls: Iterable[Call]
 
 
 def is_close(got: Any, want: Any, tolerance: float) -> bool:
-    """Whether two outputs [..., width] are equal in every row, up to the relative error `tolerance`."""
+    """Whether the outputs `got` and `want` [..., width] are equal in every row, up to the relative error
+    `tolerance`."""
     if not (isinstance(got, Tensor) and isinstance(want, Tensor)) or got.shape != want.shape or got.dtype != want.dtype:
         return False
     error = (got.float() - want.float()).abs().amax(dim=-1)

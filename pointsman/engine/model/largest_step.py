@@ -23,8 +23,9 @@ from pointsman.engine.params.sampling import SamplingParams
 SAMPLING = SamplingParams(
     max_tokens=1, ignore_eos=True, top_p=0.9, repetition_penalty=1.1, presence_penalty=0.5, logprobs=1, seed=0
 )
-"""Sampling parameters that need most memory: a sort of the vocabulary, counts of its tokens and a second distribution.
-Prompt log probabilities, which need a distribution for every token, are not included, because they are rare."""
+"""Sampling parameters that need most memory: top-p sorts the vocabulary, penalties count its tokens, and log
+probabilities need a second distribution. Prompt log probabilities, which need a distribution for every token, are not
+included, because they are rare."""
 
 
 class _OneBlockScheduler(Scheduler):

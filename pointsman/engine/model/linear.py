@@ -52,7 +52,7 @@ SMALL_BATCH = 4
 
 
 def rounded_up_rows(num_rows: int) -> int:
-    """The number of rows to pad `num_rows` to, so that products have few different sizes.
+    """The number of rows to which `num_rows` rows are padded, so that products have few different sizes.
 
     oneDNN compiles a program for each number of rows, which takes half a millisecond and half a MiB, and caches many
     programs.
@@ -64,7 +64,7 @@ def rounded_up_rows(num_rows: int) -> int:
 class JoinedLinear(nn.Module):
     """One matrix product for one or several linear layers with the same input.
 
-    The product uses plain weights until `store` has put them into their fastest form.
+    The product uses the layers' plain weights until `store` has converted these weights to their fastest form.
 
     Args:
         layers: the linear layers, whose outputs are concatenated; either all have a bias or none has.
@@ -86,7 +86,7 @@ class JoinedLinear(nn.Module):
         self._split = self._merge = np.empty(0, dtype=np.int64)  # arguments of kernels, only for int8
 
     def store(self, quantization: str | None = None) -> None:
-        """Put the weights into their final form, once.
+        """Convert the weights, once, to the form that products will use.
 
         Args:
             quantization: "int8": 8 bits; "int4": 8 bits and, if the weights fit in 4 bits, also 4 bits; None: the
@@ -116,11 +116,11 @@ class JoinedLinear(nn.Module):
 
     @property
     def is_in_4_bits(self) -> bool:
-        """Whether steps of few rows compute with 4-bit weights."""
+        """Whether steps of at most `SMALL_BATCH` rows compute with 4-bit weights."""
         return self._groups is not None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in_features] -> [..., out_features]."""
+        """Inputs [..., in_features] -> outputs [..., out_features]."""
         if self._groups is not None and x.numel() <= SMALL_BATCH * self.in_features:
             return self._in_int4(x)
         if self.form == "packed" or (self.form == "both" and x.numel() >= MIN_ROWS_PACKED * self.in_features):
@@ -135,7 +135,8 @@ class JoinedLinear(nn.Module):
         return out if self.bias is None else out + self.bias
 
     def _in_int8(self, x: Tensor) -> Tensor:
-        """The product with 8-bit weights. The output of a row with a number that is not finite is NaN."""
+        """The product of `x` with 8-bit weights. If an input row has a number that is not finite, its output row is
+        NaN."""
         dtype = self.weight.dtype
         if x.dtype != dtype or x.shape[-1] != self.in_features:  # kernels read raw memory
             raise TypeError(f"the layer takes {dtype} of width {self.in_features}, and not {x.dtype} {tuple(x.shape)}")
@@ -153,8 +154,8 @@ class JoinedLinear(nn.Module):
         return out[:num_rows].view(*x.shape[:-1], self.out_features).to(dtype)
 
     def plain_weights(self) -> dict[str, Tensor]:
-        """The weights by name, original or rounded, in an order that does not depend on the processor. The tensors are
-        copies if the layer stores the weights in another form."""
+        """Bias, weights (original or rounded) and scales, by name. The order of their elements does not depend on the
+        processor. Weights that the layer stores in another form are copied."""
         found = {} if self.bias is None else {"bias": self.bias}
         if self._groups is not None:
             found["groups"] = self._groups.scales_and_zeros
@@ -176,7 +177,7 @@ def can_join(layer: nn.Module | None) -> TypeGuard[nn.Linear]:
 
 
 def join_linear_layers(model: nn.Module, layers: Container[nn.Module]) -> int:
-    """Replace the large linear layers of a model that are in `layers`, in place; returns their number.
+    """Replace the large linear layers of a model that are in `layers`, in place; returns the number of replaced layers.
 
     Only layers that are called can be replaced: some models use a layer's weight without calling the layer.
     """
@@ -190,7 +191,7 @@ def join_linear_layers(model: nn.Module, layers: Container[nn.Module]) -> int:
 
 
 def store_weights(model: nn.Module, quantization: str | None = None) -> None:
-    """Put the weights of all joined layers of a model into their final form.
+    """Convert the weights of all `JoinedLinear` layers of a model to the form that products will use.
 
     Raises:
         ValueError: a quantization is given, and no layer supports it. For "int4" all weights are stored nevertheless.

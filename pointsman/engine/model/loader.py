@@ -300,8 +300,8 @@ def _fuse(model: Any, check: SelfCheck, *, store: bool) -> dict[str, int]:
     each kind.
 
     Args:
-        store: whether to put the weights of the new parts into their final form; False: the caller calls
-            `linear.store_weights`.
+        store: whether to convert the weights of the new parts to the form that products will use; False: the caller
+            calls `linear.store_weights`.
     """
     if not hasattr(check.backend, "write_heads"):
         return {}
@@ -312,8 +312,8 @@ def _fuse(model: Any, check: SelfCheck, *, store: bool) -> dict[str, int]:
 
 
 def _drop_tokens_early(model: Any, check: SelfCheck) -> bool:
-    """Let the last layer of a fused model skip the tokens whose logits are not needed; returns whether the layer does
-    so."""
+    """Let the last layer of a fused model skip the tokens whose logits are not needed; returns False if the layer
+    cannot skip tokens."""
     from pointsman.engine.model.fusion import drop_tokens_early
 
     with check.first_step() as step:

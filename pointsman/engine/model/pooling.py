@@ -8,8 +8,8 @@ computed in chunks, partly by steps that fail, or again after a preemption. So t
 with the chunk's start as key. A recomputed chunk replaces all sums from its start on. The mean needs every token's
 hidden state, and a cache hit computes none, so requests with "mean" do not use the prefix cache.
 
-The hidden states are read at the input of the model's output layer. So the pass that serves the rows that sample also
-serves the pooled rows. Rows that are only pooled skip the output layer.
+The hidden states are read at the input of the model's output layer. So one forward pass computes the rows that sample
+and the rows that are pooled. Rows that are only pooled skip the output layer.
 """
 
 from __future__ import annotations
@@ -59,12 +59,13 @@ class Pooler:
         return len(self._pooled)
 
     def add(self, request: Request, params: PoolingParams) -> None:
-        """Pool the prompt of a request, until an output reports that the request has finished."""
+        """Begin to pool the prompt of a request; pooling ends when a scheduler output reports that the request has
+        finished."""
         self._pooled[request] = _PoolState(params)
 
     def prepare(self, output: SchedulerOutput, query_starts: Int64Array) -> tuple[list[PooledChunk], Int64Array]:
-        """The chunks of a step that are pooled, and the flat positions [states of all chunks] of their hidden
-        states."""
+        """The chunks of a step that are pooled, and one array with the flat positions of their hidden states, chunk
+        after chunk."""
         for request in output.finished:
             self._pooled.pop(request, None)
         completes = set(output.completes.tolist())
@@ -82,7 +83,7 @@ class Pooler:
         return chunks, np.concatenate(positions)
 
     def take(self, chunks: Sequence[PooledChunk], hidden: Tensor) -> dict[int, Float32Array]:
-        """Add the hidden states of a step's chunks to the sums.
+        """Add the hidden states of a step's chunks to the sums, and compute the embeddings of completed prompts.
 
         Args:
             hidden: [states of all chunks, hidden_size], chunk after chunk.
@@ -103,8 +104,8 @@ class Pooler:
 
 
 def _add_chunk(pooled: _PoolState, chunk: PooledChunk, states: Tensor) -> Tensor | None:
-    """Add a chunk's hidden states [m, hidden_size] float32; returns the embedding [hidden_size] after the last
-    chunk."""
+    """Add a chunk's hidden states [m, hidden_size] float32; returns the embedding [hidden_size] if the chunk is the
+    prompt's last chunk, otherwise None."""
     vector = states[-1]
     if pooled.params.pooling == "mean":
         pooled.sums = {start: total for start, total in pooled.sums.items() if start < chunk.start}

@@ -45,8 +45,8 @@ class PreparedStep:
     """[s] index of the row of each sampled token; a row with drafts occurs once for each position that it samples."""
     sampling_batch: SamplingBatch
     logits_at: Int64Array
-    """Flat positions whose logits are needed: first the s positions that sample, then those of `prompt_chunks`, then
-    those of `pooled_chunks` (only the hidden states)."""
+    """Flat positions whose logits are needed: first the s positions that sample, then the positions of `prompt_chunks`,
+    then the positions of `pooled_chunks` (only their hidden states are needed)."""
     num_logits: int
     prompt_chunks: Sequence[PromptChunk] = ()
     pooled_chunks: Sequence[PooledChunk] = ()
@@ -65,7 +65,8 @@ class PreparedStep:
 
     @property
     def needs_all_logits(self) -> bool:
-        """Whether the logits of all tokens are needed, in the order of the tokens: the step has only decodes."""
+        """Whether the logits of all tokens are needed, in the order of the tokens, as in a step that has only
+        decodes."""
         is_every = len(self.logits_at) == self.batch.num_tokens
         return is_every and not self.prompt_chunks and not self.pooled_chunks
 

@@ -18,7 +18,7 @@ from pointsman.engine.errors import first_line
 QUANTIZATIONS = {"int8": (torch.float32,), "int4": (torch.float32, torch.bfloat16)}
 """Names of quantizations -> the model types that support them."""
 GROUP = 32
-"""Number of weights of one output feature that share a scale and a zero in 4 bits, as in GGUF's Q4_0 and Q4_1."""
+"""Number of 4-bit weights of one output feature that share a scale and a zero, as in GGUF's Q4_0 and Q4_1."""
 FEATURES_AT_ONCE = 16
 """The number of output features of every 4-bit product must be a multiple of this."""
 TOLERANCE = 0.1
@@ -30,7 +30,8 @@ error of published files is 0.002."""
 
 @cache
 def int8_product() -> Any:
-    """PyTorch's product of float32 rows with int8 weights; it rounds the rows to 8 bits with one scale and zero point.
+    """PyTorch's product of float32 rows with int8 weights; it rounds the rows to 8 bits, all with one scale and zero
+    point.
 
     The C function is returned, because the Python object around it takes 13 us in each call to check its arguments.
 
@@ -51,13 +52,14 @@ class Groups:
     """[in / GROUP, out, 2] bfloat16: scale and zero of each group."""
 
     def product(self, x: Tensor) -> Tensor:
-        """[rows, in] -> [rows, out], of the type of `x`; computed in bfloat16."""
+        """Inputs `x` [rows, in] -> products [rows, out] in the dtype of `x`; computed in bfloat16."""
         out: Tensor = _int4_product()(x.bfloat16(), self.packed, GROUP, self.scales_and_zeros)
         return out.to(x.dtype)
 
 
 def in_groups(weight: Tensor) -> tuple[Groups, Tensor] | None:
-    """A weight [out, in] in 4 bits, and its values after rounding; None: the weight needs more than 4 bits.
+    """The weight [out, in] in 4 bits, and its rounded values as a plain tensor; None: the weight needs more than 4
+    bits.
 
     A weight that a file stores in 4 bits stays in 4 bits: the numbers of a group lie on a grid of at most 16 points,
     and each number keeps its grid point. The size of a grid step and the middle of the grid are rounded to bfloat16, if
@@ -111,7 +113,7 @@ def _int4_product() -> Any:
 
 
 def check_quantization(name: str | None, device: torch.device, dtype: torch.dtype) -> None:
-    """Check that weights of this type on this device can be quantized.
+    """Check that weights of type `dtype` on `device` can be quantized as `name`; None is always allowed.
 
     Raises:
         ValueError: an unknown name, or a device, type or PyTorch that does not support it.
@@ -137,7 +139,7 @@ def check_quantization(name: str | None, device: torch.device, dtype: torch.dtyp
 
 
 def per_feature(weight: Tensor) -> Any:
-    """A float32 weight [out, in] in 8 bits, symmetric, with a scale per output feature, packed for `int8_product`."""
+    """A float32 weight [out, in] rounded to 8 bits, with one scale per output feature, packed for `int8_product`."""
     scales = (weight.abs().amax(dim=1).double() / 127).clamp(min=1e-12)
     zero_points = torch.zeros(len(scales), dtype=torch.int64)
     with warnings.catch_warnings():

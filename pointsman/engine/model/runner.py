@@ -144,7 +144,8 @@ class ModelRunner:
         return rounded_up_rows(num_tokens) if self._fills_rows else num_tokens
 
     def execute(self, output: SchedulerOutput) -> StepExecution:
-        """Compute the step: KV of every scheduled token, one sampled token per row with `samples`.
+        """Compute the step: KV of every scheduled token, and one sampled token for each row that `output.samples`
+        marks.
 
         If the logits of a row are not finite, or all its tokens are excluded, the result has an error for that row's
         request alone. An output without rows needs no forward pass.
@@ -312,7 +313,7 @@ class ModelRunner:
             prepared.sampling_batch.errors.update(prepared.sampling_batch.edits.finish(self._sampled_tokens.get))
 
     def _forward_and_pool(self, prepared: PreparedStep) -> tuple[Tensor, dict[int, Float32Array]]:
-        """Logits [num_logits or more, vocab_size], and by row index the embedding vectors of the prompts that this step
+        """Logits [num_logits or more, vocab_size], and row index -> embedding vector for each prompt that this step
         completed."""
         model, num_logits = self.loaded.model, prepared.num_logits
         trims = takes_logits_to_keep(type(model).forward)
@@ -356,11 +357,11 @@ class ModelRunner:
 
 
 class SampledTokens:
-    """The last `num_steps` sampled tokens of each row of the scheduler.
+    """Stores the last `num_steps` sampled tokens of each row of the scheduler.
 
-    A token's place depends on its row and its position in the sequence. A place never returns a stale token, for two
-    reasons. A row is reused only after every step that uses it has ended. A repeated step writes its tokens to the same
-    places.
+    A token's place depends on its row and its position in the sequence. A place (an index in the array of stored
+    tokens) never returns a stale token, for two reasons. A row is reused only after every step that uses it has ended.
+    A repeated step writes its tokens to the same places.
     """
 
     def __init__(self, num_steps: int) -> None:

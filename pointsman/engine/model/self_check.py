@@ -31,8 +31,8 @@ In bfloat16, rounding alone causes an error of 0.01 in two layers and 0.015 to 0
 ignored sinks cause at least 0.17. Some models have larger rounding errors: 0.2 in Gemma 3 270M.
 """
 MAX_RATIO_OF_ERRORS = 1.25
-"""Maximum ratio of two errors of a 16-bit model that exceeds `TOLERANCE`: the error of the paged path against float32,
-divided by the error of the plain pass against float32."""
+"""For a 16-bit model whose error exceeds `TOLERANCE`: maximum ratio of the paged path's error against float32 to the
+plain pass's error against float32."""
 
 
 @dataclass(slots=True)
@@ -85,8 +85,8 @@ class SelfCheck:
         self.tables = (np.arange(3 * most) * (3 * most - 1) % (3 * most)).reshape(most, 3).T
 
     def run(self, *, fused: bool = False) -> None:
-        """Compare every logit of the two passes. If the error in a 16-bit type is too large, compare each pass with
-        float32.
+        """Compare every logit of the paged path with the plain pass. If the error in a 16-bit type is too large,
+        compare both with a plain pass in float32.
 
         Args:
             fused: whether parts of the model have been replaced; replaced parts compute only in the model's type.
@@ -130,7 +130,7 @@ class SelfCheck:
 
     @contextmanager
     def first_step(self) -> Iterator[FirstStep]:
-        """The first step, which has two chunks. Inside the `with` block the step can be computed any number of
+        """The check's first step, which has two chunks. Inside the `with` block the step can be computed any number of
         times."""
         counts = np.array(self.steps[0])
         with self._step(self._pool(), counts, np.zeros_like(counts)) as forward:
@@ -176,8 +176,8 @@ class SelfCheck:
 
 
 def relative_error(got: Tensor, want: Tensor) -> Tensor:
-    """[t] error of each row of the logits [t, vocab_size]: its root mean square, relative to the row's standard
-    deviation.
+    """[t] error of each row of the logits [t, vocab_size]: the root mean square of the differences, relative to the
+    standard deviation of the row.
 
     The largest error of a row is not used, because with equal rounding it grows with the size of the vocabulary.
     """

@@ -209,7 +209,8 @@ def _shown(value: Any) -> str:
 
 
 Check = tuple[Callable[[Any], bool], str]
-"""A function that returns whether a value is correct, and a description of correct values for error messages."""
+"""A check of a field: a function that returns whether the field's value is correct, and a description of correct values
+for error messages."""
 
 _COUNT: Check = (lambda value: _is_int(value) and value >= 1, "an integer of at least 1")
 _ABOVE_0: Check = (lambda value: _is_number(value) and value > 0, "a number above 0")

@@ -3,8 +3,8 @@
 A request's parameters are written once, when it is admitted, into the columns at the scheduler's row number
 (`output.rows`). A step without new rows needs a few NumPy gathers, for any number of rows:
 
-    flags[row]        the features below that the request uses; one reduction finds the features that a step can skip
-    serial[row]       serial of the admission that the columns describe; another serial in an output: another request
+    flags[row]        features that the request uses (RANDOM, ...); one reduction finds the features a step can skip
+    serial[row]       serial of the admission that the row's columns describe; compared with `output.serials`
     temperature, top_k, top_p, min_p, mixed_seed (of `race.py`), logprobs, prompt_logprobs
 
 Requests with flag EDITED (penalties, biases, masks, grammars) also have an `EditedRow`, in `logit_edits.py`. Only these
@@ -47,13 +47,13 @@ class SamplingBatch:
     keys: UInt64Array
     edits: LogitEdits | None = None
     logprobs: list[tuple[int, int, int]] = field(default_factory=list)
-    """(row of the logits, row index of the output, number of most likely tokens) for each row with log
-    probabilities."""
+    """(row of the logits, row index of the output, number of most likely tokens) for each row whose request has
+    `logprobs`."""
     errors: dict[int, str] = field(default_factory=dict)
     """Row of the logits -> reason why no token can be sampled from the row; the error ends only that row's request."""
     prompt_logprobs: list[tuple[int, int]] = field(default_factory=list)
-    """(row index of the output, number of most likely tokens) for each row with prompt log probabilities, including
-    rows that do not sample."""
+    """(row index of the output, number of most likely tokens) for each row whose request has `prompt_logprobs`, also if
+    the row does not sample."""
 
     def of_row(self, row: int) -> SamplingBatch:
         """The parameters of one row of the logits, as a batch of one row."""
@@ -99,11 +99,11 @@ class SamplingColumns:
         self.logprobs = np.zeros(0, dtype=np.int64)
         self.prompt_logprobs = np.zeros(0, dtype=np.int64)
         self.failures: dict[Request, str] = {}
-        """Request -> reason why its parameters could not be written. Such requests have the flag EDITED."""
+        """Request -> reason why the request's parameters could not be written. Such requests have the flag EDITED."""
 
     def admit(self, output: SchedulerOutput) -> list[int]:
-        """Write the columns of requests that are new in their rows; returns the row indices of these requests in the
-        output."""
+        """Write the parameters of requests that are new in their rows to the columns; returns the indices of these
+        requests in the output."""
         rows = output.rows
         most = int(rows.max(initial=-1))
         if most >= len(self.serial):
@@ -131,7 +131,7 @@ class SamplingColumns:
                 setattr(self, name, np.concatenate([column, np.zeros(more, dtype=column.dtype)]))
 
     def _write(self, row: int, request: Request) -> int:
-        """Write the columns of a row; returns the row's flags."""
+        """Write the parameters of a request to the columns, at index `row`; returns the request's flags."""
         params: SamplingParams = request.metadata
         flags = 0
         if not params.is_greedy:
@@ -183,6 +183,6 @@ class SamplingColumns:
         return batch
 
     def edited(self, output: SchedulerOutput, sampling: Int64Array) -> list[int]:
-        """Indices in `sampling` of the rows that have an `EditedRow`."""
+        """Indices in `sampling` of the rows whose requests edit logits, and so have an `EditedRow`."""
         found: list[int] = (self.flags[output.rows[sampling]] & EDITED).nonzero()[0].tolist()
         return found

@@ -41,8 +41,8 @@ from pointsman.engine.params.sampling import SamplingParams
 MINUS_INFINITY = float("-inf")
 
 Finish: TypeAlias = "Callable[[LogitEdits, list[int]], None]"
-"""Function that adds an edit. Its second argument are the request's newest tokens, which were unknown when the step was
-prepared."""
+"""Function that adds an edit to its first argument. The second argument lists the request's newest tokens, which were
+unknown when the step was prepared."""
 
 
 class TokenCounts:
@@ -60,11 +60,11 @@ class TokenCounts:
 
     @property
     def known(self) -> Int64Array:
-        """Every token that was an argument of `add` or `note`, once each."""
+        """The distinct tokens that were arguments of `add` or `note`."""
         return self._known[: self._num_known]
 
     def note(self, token_ids: npt.NDArray[np.integer]) -> None:
-        """Add tokens (those of a prompt) to `known` without counting them."""
+        """Add tokens to `known` without counting them (used for the tokens of a prompt)."""
         token_ids = token_ids[token_ids < len(self.counts)]
         new = np.unique(token_ids[~self._is_known[token_ids]])
         end = self._num_known + len(new)
@@ -123,7 +123,8 @@ class EditedRow:
         self._params = params
         self._vocab_size = vocab_size
         self._bad_words = bad_words
-        self._num_starting = max((len(word) - 1 for word in bad_words), default=0)  # of the longest bad word
+        # Number of tokens before the last token of the longest bad word.
+        self._num_starting = max((len(word) - 1 for word in bad_words), default=0)
         self._allowed = None if params.allowed_token_ids is None else _valid_ids(params.allowed_token_ids, vocab_size)
         self._stop_ids = _valid_ids(sorted(request.stop_set.union(request.eos_token_ids)), vocab_size)
         self._eos_ids = _valid_ids(request.eos_token_ids, vocab_size)
@@ -254,15 +255,16 @@ class LogitEdits:
         return bool(found)
 
     def add(self, row: int, num_missing: int, finish: Finish) -> None:
-        """Add an edit that depends on the request's newest tokens, of which `num_missing` are not known yet."""
+        """Add the edit that `finish` makes: now, or, if `num_missing` newest tokens of the request are unknown, once
+        they are known."""
         if num_missing:
             self.unfinished.append(UnfinishedEdit(row, num_missing, finish))
         else:
             finish(self, [])
 
     def finish(self, get_tokens: Callable[[Int64Array], Int64Array]) -> dict[int, str]:
-        """Complete the unfinished edits, whose tokens are known now; returns row -> error message for edits that
-        raise."""
+        """Complete the unfinished edits, whose missing tokens are known now; returns row of the logits -> error
+        message, for edits that raise."""
         errors: dict[int, str] = {}
         for edit in self.unfinished:
             token_ids = get_tokens(edit.sources).tolist()
@@ -283,7 +285,7 @@ class LogitEdits:
         return one
 
     def token_masks(self, vocab_size: int) -> TokenMasks:
-        """The step's masks, to which grammars write the tokens that they allow."""
+        """The step's token masks, to which each grammar writes the tokens that it allows."""
         if self._token_masks is None:
             self._token_masks = TokenMasks(self._num_rows, vocab_size)
         return self._token_masks
@@ -301,8 +303,8 @@ class LogitEdits:
         self._biases.add(row, token_ids, values)
 
     def penalize(self, row: int, token_ids: Int64Array, repetition: float, subtracted: Float32Array) -> None:
-        """Divide positive logits of `token_ids` by `repetition`, multiply negative logits by it, then subtract
-        `subtracted`. The tokens must be distinct."""
+        """Divide the positive logits of `token_ids` in a row by `repetition`, multiply the negative logits by
+        `repetition`, then subtract the values `subtracted`. The tokens must be distinct."""
         self._penalties.add(row, token_ids, np.full(len(token_ids), repetition, dtype=np.float32), subtracted)
 
     def apply(self, logits: Tensor) -> Tensor:
@@ -363,8 +365,8 @@ class _Places:
 
 
 def bad_word_sequences(tokenizer: Any, bad_words: Sequence[str]) -> list[tuple[int, ...]]:
-    """The token sequences of bad words. Each word has a sequence without and one with a space before it, because
-    tokenizers distinguish them.
+    """The token sequences of bad words. Each word has two sequences, without and with a space before the word, because
+    tokenizers encode the two texts differently.
 
     Raises:
         ValueError: there is no tokenizer, or a word is not valid Unicode text.

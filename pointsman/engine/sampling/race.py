@@ -11,8 +11,9 @@ chunked or not, preempted or not.
 
 The race of exponential clocks draws t with exactly its probability (it is the Gumbel-max trick with one logarithm).
 Inverting the cumulative distribution would need only one random number per row. But then a rounding difference of 1e-7
-in one logit would move all boundaries. In the race it moves one score, so a row's token rarely changes with the other
-rows of its batch. And because every token has its own clock, tokens that are cut can be omitted from the race.
+in one logit would move all boundaries. In the race, such a difference moves one score. So the other rows of a batch
+rarely change a row's token by rounding. And because every token has its own clock, tokens that are cut can be omitted
+from the race.
 
 This module has the implementation in PyTorch, for any device. `race_kernels.py` has the implementation compiled for the
 CPU, and `race_triton.py` that for GPUs.

@@ -1,6 +1,6 @@
 """Runs the race of `race.py`, compiled for the CPU: a few passes per row for cuts and race, without temporary arrays.
 
-It is fast for these reasons:
+The compiled race is fast for these reasons:
 - top-k keeps a heap of the k largest logits so far; nearly every token needs only one comparison.
 - top-p needs no sort. Probabilities are summed in buckets by their leading bits (the bits of positive floats have the
   same order as the numbers). The sums of the buckets are added from the top, and only the bucket in which the total
@@ -49,12 +49,14 @@ def draw_rows(
     keys: UInt64Array,
     tokens: Int64Array,
 ) -> None:
-    """Draw one token per row into `tokens` [n].
+    """Draw one token for each row, and write the drawn tokens to `tokens`.
 
     Args:
         logits: [n, vocab_size] logits after penalties and masks, before temperature.
         probs: [n, vocab_size] softmax of the logits divided by the temperature.
-        top_k, top_p, min_p, keys: [n] parameters and keys of the rows. tokens: [n] output.
+        top_k, top_p, min_p: [n] sampling parameters of the rows.
+        keys: [n] keys of the rows' clocks, from `race.row_keys`.
+        tokens: [n] output: the drawn token of each row.
     """
     num_rows, vocab_size = logits.shape
     candidates = np.empty(vocab_size, dtype=np.int64)

@@ -4,7 +4,7 @@ The kernels use weights instead of probabilities: weight = exp((logit - row's ma
 token has weight 1 and nothing overflows. Four kernels run one after the other:
 
     kernel              grid        work
-    _maxima             n, splits   maximum of each split of the vocabulary and its first token; NaN counts as infinity
+    _maxima             n, splits   each split's maximum logit, and its first token; NaN counts as infinity
     _race_or_count      n, splits   rows without top-k and top-p: the race within the split, min-p included
                                     rows with one of them: histogram of weights, and the sum that min-p keeps
     _list_candidates    n, splits   rows with top-k or top-p: ids of the tokens above a floor from the histogram
@@ -525,8 +525,8 @@ def _ordered_int(x: tl.tensor) -> Any:
 
 @jit
 def _candidates(source: tl.tuple, start: tl.tensor) -> Any:
-    """Ids, logits and weights, [LIST_CHUNK] each, of candidates, beginning with number `start`; weights are 0 after the
-    last candidate.
+    """Ids, logits and weights of the LIST_CHUNK candidates that begin at index `start`; weights are 0 after the last
+    candidate.
 
     Args:
         source: description of the candidates: the listed tokens, or, without a list, the whole row.
@@ -541,7 +541,7 @@ def _candidates(source: tl.tuple, start: tl.tensor) -> Any:
 
 @jit
 def _min_order(source: tl.tuple, floor: tl.tensor) -> Any:
-    """The smallest `_ordered_int` of the candidates with at least the weight `floor`, as int64."""
+    """The smallest `_ordered_int` of the logits of candidates whose weight is at least `floor`, as int64."""
     least = tl.full([LIST_CHUNK], 0x7FFFFFFF, tl.int32)
     start = 0
     while start < source[5]:
@@ -598,7 +598,8 @@ def _search(
         thresholds = tl.minimum(low + (steps + 1) * step, high).to(tl.int32)
         amounts = _amounts(source, floor, lowest, thresholds, BY_WEIGHT)
         num_reached = tl.sum((amounts >= wanted).to(tl.int32), 0)
-        is_exact = tl.max((amounts == wanted).to(tl.int32), 0) > 0  # then no token is between it and the highest one
+        # If one threshold has exactly the amount, no token is between this threshold and the highest such threshold.
+        is_exact = tl.max((amounts == wanted).to(tl.int32), 0) > 0
         high = tl.minimum(low + (num_reached + 1) * step, high)
         low += num_reached * step
         high = tl.where(is_exact, low + 1, high)
@@ -607,7 +608,7 @@ def _search(
 
 @jit
 def _random_bits(key: tl.tensor, ids: tl.tensor) -> Any:
-    """The random bits of the tokens `ids`, by SplitMix64, see `race.py`."""
+    """The random bits from which the clocks of the tokens `ids` are computed, by SplitMix64, see `race.py`."""
     x = key + (ids + 1).to(tl.uint64) * _STEP
     x = (x ^ (x >> _SHIFT_1)) * _MULTIPLIER_1
     x = (x ^ (x >> _SHIFT_2)) * _MULTIPLIER_2

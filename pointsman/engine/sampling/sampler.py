@@ -3,11 +3,11 @@
 A step has two halves, so that the scheduler can run while the model computes:
 
     batch   = sampler.prepare(output, sampling, positions)    reads requests and columns; no logits yet
-    sampled = sampler.run(logits, batch)                      reads nothing else
+    sampled = sampler.run(logits, batch)                      reads only its arguments
 
 The operations have the same order as in vLLM's V1 sampler:
 
-    1. log probabilities of the unchanged logits (its "raw_logprobs", the default there)
+    1. log probabilities of the unchanged logits ("raw_logprobs", the default in vLLM)
     2. allowed tokens, bad words, `min_tokens`, biases, penalties, grammars            `logit_edits.py`
     3. greedy rows: the most likely token; other rows:
        temperature, min-p, top-k, top-p, and the race of exponential clocks            `race.py`; compiled for CPUs in
@@ -59,8 +59,8 @@ class Sampled:
     """[n] whether the row's token is valid. False: the edited logits had no finite maximum, or the batch has an error
     for the row."""
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    """Row index of the output -> log probabilities of the sampled tokens, for rows with log probabilities that are
-    `ok`."""
+    """Row index of the output -> log probabilities of the row's sampled tokens, for valid rows (`ok`) whose requests
+    have `logprobs`."""
 
 
 class Sampler:
@@ -97,7 +97,8 @@ class Sampler:
             bad_word_sequences(self._tokenizer, params.bad_words)
 
     def use_grammar(self, request: Request, grammar: CompiledGrammar) -> None:
-        """Set the grammar of a request's text. The grammar must be set before the request is scheduled.
+        """Set the grammar that the generated text of a request must match. The grammar must be set before the request
+        is scheduled.
 
         Raises:
             GrammarError: the grammar cannot be used.
@@ -139,7 +140,8 @@ class Sampler:
         return batch
 
     def _edited_row(self, output: SchedulerOutput, index: int) -> EditedRow:
-        """The `EditedRow` of a request in this admission, made on first use. Raises the errors of `check`."""
+        """The `EditedRow` of the request with row index `index`, made on first use after each admission of the request.
+        Raises the errors of `check`."""
         request, serial = output.requests[index], int(output.serials[index])
         if request in self._columns.failures:
             raise ValueError(self._columns.failures[request])
@@ -200,8 +202,8 @@ class Sampler:
         return sampled
 
     def _race_for(self, logits: Tensor) -> DeviceRace:
-        """The `DeviceRace` with workspaces for the rows of these logits. Workspaces grow by at least a factor of
-        two."""
+        """The `DeviceRace` with workspaces for the rows of these logits. If the workspaces are too small, they grow by
+        at least a factor of two."""
         assert self._device_race is not None
         least = 0 if self._race is None else self._race.max_rows
         if self._race is None or len(logits) > least:
@@ -231,8 +233,8 @@ class Sampler:
 
     @staticmethod
     def _logprobs(logits: Tensor, batch: SamplingBatch, sampled: Sampled) -> dict[int, list[TokenLogprobs]]:
-        """Row index of the output -> log probabilities, computed in one call for all rows with the same number of
-        likely tokens. A row that verifies drafts has one entry for each position."""
+        """Row index of the output -> log probabilities, computed in one call for all rows that request the same number
+        of most likely tokens. A row that verifies drafts has one entry for each position."""
         groups: dict[int, list[tuple[int, int]]] = {}
         for at, index, k in batch.logprobs:
             if sampled.ok[at]:

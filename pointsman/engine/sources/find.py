@@ -86,7 +86,7 @@ def _existing_path(text: str) -> Path | None:
 
 
 def is_path(text: str) -> bool:
-    """Whether a model's name can only be a path, and no hub name."""
+    """Whether a model's name is always treated as a path, never as a hub name."""
     return text.startswith(("/", ".", "~")) or text.count("/") > 1 or text.lower().endswith(GGUF)
 
 

@@ -52,8 +52,8 @@ SETTINGS = (
 )
 """Names of the files that are downloaded before the weights, as patterns."""
 FOLDERS = "*/*"
-"""Pattern of files in folders of a repository, which are not downloaded: other formats, and the original authors'
-format."""
+"""Pattern of files in a repository's folders. These files are not downloaded: they are in other formats, or in the
+original authors' format."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 UNAUTHORIZED = 401
 LIBRARY: dict[str, Any] = {"library_name": "pointsman", "library_version": __version__}

