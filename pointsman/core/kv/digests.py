@@ -41,8 +41,8 @@ class Placed(NamedTuple):
 
 
 def root_key(root: Root) -> bytes:
-    """The key of a root: a digest of the salt and adapter of a sequence. The key of the sequence's first block covers
-    it."""
+    """The key of a root: the digest of a sequence's salt and adapter, from which the key of its first block is
+    computed."""
     name, version = root.adapter if root.adapter is not None else (None, None)
     return hashlib.sha256(_json([root.cache_salt, name, version])).digest()
 

@@ -562,9 +562,9 @@ class PrefixCache:
     # ------------------------------------------------------------------ reading
 
     def num_lasting(self, found: Found, is_held: BoolArray, is_referenced: BoolArray) -> int:
-        """Number of leading nodes of `found` that would stay in the tree if all blocks without a mark were evicted.
-        `is_held` [groups, nodes] marks blocks of these nodes; `is_referenced` [blocks] marks blocks of all other
-        nodes."""
+        """Number of leading nodes of `found` that would stay in the tree if only the blocks selected by two masks
+        stayed cached. `is_held` [groups, nodes] selects blocks of the nodes of `found`; `is_referenced` [blocks]
+        selects blocks of all other nodes."""
         if self.anchor is not None:
             return int(np.count_nonzero(is_held[self.anchor]))
         last = np.flatnonzero(is_held.any(axis=0))
