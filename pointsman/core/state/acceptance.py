@@ -21,7 +21,7 @@ class Acceptance:
 
     Args:
         accepted_drafts: element k is how often k drafts of a row were accepted in a step; this object increments the
-        elements.
+            elements.
     """
 
     def __init__(self, accepted_drafts: list[int]) -> None:
