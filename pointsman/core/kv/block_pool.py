@@ -2,7 +2,7 @@
 
 Layout, with B = num_blocks:
 
-    num_references  int64 [B]   block-table entries that name the block; 0: free
+    num_references  int64 [B]   block-table entries with the block; 0: free
     is_cached       bool  [B]   whether a lookup in the prefix tree can find the block
     _segment_of     int64 [B]   for a cached free block, the number of its segment in the queue
 
@@ -17,8 +17,8 @@ Block ids are int64 in this module, because NumPy indexing with another integer 
 The queue of cached free blocks consists of segments, one for each released table, so that a table is released or
 evicted by a few array operations. A reused block is not removed from its segment: `_segment_of` of the block no longer
 names the segment, and the stale entry is skipped when it reaches the front of the queue. When stale entries outnumber
-the pool, the queue is compacted. The pool counts the front entries known to be valid, so that taking a few blocks is a
-slice.
+the pool, the queue is compacted. The pool counts the entries at the front of the queue that are known to be valid, so
+that allocating a few blocks takes one slice.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NO_BLOCKS: Int64Array = np.zeros(0, dtype=np.int64)
 set_writeable(NO_BLOCKS, False)
 
 
-_SKIM = 1024  # number of entries tested for staleness at a time
+_SKIM = 1024  # number of queue entries tested for staleness at a time
 
 
 class _Segment:
@@ -177,7 +177,7 @@ class BlockPool:
         self.is_cached[:] = False
 
     def num_in_use(self, blocks: Int64Array) -> int:
-        """Number of these blocks that are referenced."""
+        """Number of blocks in `blocks` that are referenced."""
         return int(np.count_nonzero(self.num_references[blocks])) if len(blocks) else 0
 
     def blank_blocks(self) -> list[int]:
@@ -189,7 +189,7 @@ class BlockPool:
         return [block for segment in self._segments for block in self._valid_ids(segment).tolist()]
 
     def _valid_ids(self, segment: _Segment) -> Int64Array:
-        """The valid entries of a segment."""
+        """The ids of a segment whose entries are valid: their blocks have not left the queue since."""
         is_valid: npt.NDArray[np.bool_] = self._segment_of[segment.ids] == segment.number
         return segment.ids[is_valid]
 
@@ -199,13 +199,13 @@ class BlockPool:
         self._num_blank = end
 
     def _append(self, blocks: Int64Array) -> None:
-        """Append a segment at the most recently used end."""
+        """Add blocks to the queue as one segment, at the most recently used end."""
         self._segments.append(self._new_segment(blocks))
         if self._num_entries > 2 * self.num_blocks:
             self._compact()
 
     def _prepend(self, blocks: Int64Array) -> None:
-        """Prepend a segment at the least recently used end."""
+        """Add blocks to the queue as one segment, at the least recently used end."""
         self._segments.appendleft(self._new_segment(blocks))
         self._num_valid = 0
         if self._num_entries > 2 * self.num_blocks:
@@ -257,8 +257,8 @@ class BlockPool:
         return ids
 
     def _drop_stale_front(self) -> None:
-        """Remove stale entries at the front of the queue, and set `_num_valid` to the number of valid entries that
-        follow."""
+        """Remove stale entries at the front of the queue, and set `_num_valid` to the number of entries then at the
+        front that are known to be valid."""
         if self._num_entries == self._num_cached:  # no entry is stale
             self._num_valid = len(self._segments[0].ids)
             return

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 Journal = list[Any]
-"""The log of one step: publications to the prefix cache while the step was the newest one, in order. The implementation
-defines the entries."""
+"""The log of one step: the publications to the prefix cache that were made while this step was the newest, in order.
+The implementation defines the entries."""
 
 
 class Match(NamedTuple):
@@ -44,16 +44,18 @@ class Match(NamedTuple):
     """The node at which the cached prefix ends; its type is private to the implementation."""
     num_tokens: int
     table: Int64Array | None = None
-    """[groups, blocks] if the implementation has groups: the cached block at each place, possibly beyond the prefix.
-    The entry of a place without a cached block is the number of blocks in the pool."""
+    """[groups, blocks] the cached block at each place, possibly beyond the prefix; None: the implementation has no
+    groups of layers. The entry of a place without a cached block is the number of blocks in the pool."""
     num_known: int = 0
-    """Number of leading blocks that other requests are known to have computed; possibly more than can be reused."""
+    """Number of the request's leading blocks that other requests are known to have computed; possibly more than the
+    request can reuse."""
     num_external: int = 0
     """Number of tokens after the first `num_tokens` that a connector loads."""
 
 
 class NewBlocks(NamedTuple):
-    """New blocks of an output whose rows have several tables, sorted by row; see `SchedulerOutput.block_groups`."""
+    """The blocks that an output reports if its rows have several block tables: parallel arrays, sorted by row. The
+    fields of `SchedulerOutput` that begin with `block_` describe them."""
 
     ids: npt.NDArray[np.integer]
     rows: npt.NDArray[np.integer]
@@ -89,14 +91,16 @@ class Pool(Protocol):
         """Share of the usable blocks that are referenced, 0 to 1."""
 
     def num_in_use(self, blocks: Int64Array) -> int:
-        """Number of these blocks that are referenced."""
+        """Number of blocks in `blocks` that are referenced."""
 
 
 class KVCache(ABC):
-    """The KV blocks of one scheduler. An attribute that is None, False or 0 in this class is an optional feature."""
+    """The KV blocks of one scheduler. An attribute that is None, False or 0 in this class belongs to an optional
+    feature."""
 
     block_size: int
-    """Number of tokens in a block; with several layouts, in the layout that the scheduler addresses."""
+    """Number of tokens in a block; if the KV has several layouts, in the layout whose blocks the scheduler
+    addresses."""
     pool: Pool
     prefix: PrefixCache | None = None
     """The prefix tree, if the implementation has one."""
@@ -130,13 +134,13 @@ class KVCache(ABC):
     """Counter that changes whenever blocks are released other than by the release of a row."""
     num_saves: int = 0
     num_final_tokens: Callable[[Request], int]
-    """Function: the number of tokens of a running request whose KV no step in flight may change."""
+    """Function of a running request: the number of its leading tokens whose KV no step in flight may change."""
     num_tokens_in_flight: Callable[[int], Int64Array]
-    """Function of a number of rows: the number of tokens of each row that steps in flight compute."""
+    """Function of the number R of rows: [R] the number of each row's tokens that steps in flight compute."""
     unpublished: list[Request]
     """Requests whose prompt blocks `publish_deferred` publishes."""
     cuts_chunks: bool = False
-    """Whether `cut` limits the chunks of prefills, and `is_settled` may be False."""
+    """Whether `cut` limits the chunks of prefills, and `is_settled` may return False."""
 
     @property
     @abstractmethod
@@ -178,18 +182,20 @@ class KVCache(ABC):
 
     @abstractmethod
     def open_step(self, step_id: int, journal: Journal | None, oldest: int) -> None:
-        """Begin to schedule step `step_id`. `oldest`: the first step that is not updated. `journal`: see `log_to`."""
+        """Begin to schedule step `step_id`. `oldest`: the oldest step whose result is not applied yet. `journal`: see
+        `log_to`."""
 
     def log_to(self, journal: Journal | None) -> None:
-        """Log further publications in `journal`: the newest step in flight computes their blocks. None: no step is in
-        flight."""
+        """Log later publications in `journal`, the journal of the newest step in flight, which computes the published
+        blocks. None: no step is in flight."""
         self.journal = journal
 
     # ------------------------------------------------------------------ admission
 
     @abstractmethod
     def look_up(self, request: Request) -> Match:
-        """The cached prefix of the request's known tokens, without the last token, which is always computed."""
+        """The longest cached prefix of the request's known tokens. It never includes the last token: the model must
+        compute that token to sample the next one."""
 
     def is_settled(self, match: Match) -> bool:
         """Whether a request that is admitted in this step may read the matched blocks. Blocks may be published as soon
@@ -197,8 +203,9 @@ class KVCache(ABC):
         return True
 
     def cut(self, request: Request, start: int, want: int, most: int) -> int:
-        """Number of the `want` tokens from `start` on that the request may compute in this step, so that layer states
-        can be cached where the chunk ends. 0: the request waits for a step with more tokens, up to `most`."""
+        """Shorten a chunk so that it ends where layer states can be cached. Returns the number of tokens from `start`
+        on, at most `want`, that the request may compute in this step. 0: the request waits for a step that can give it
+        more tokens, at most `most`."""
         return want
 
     def with_external(self, match: Match, num_tokens: int) -> Match:
@@ -207,12 +214,12 @@ class KVCache(ABC):
 
     @abstractmethod
     def num_blocks_to_start(self, request: Request, match: Match, num_tokens: int) -> int:
-        """Number of free blocks that the request needs for its first `num_tokens` tokens, counting the blocks of
-        `match` as free."""
+        """Number of free blocks that the request needs for its first `num_tokens` tokens. The blocks of `match` are
+        counted, too, as if they were free."""
 
     def num_blocks_of_whole(self, request: Request, match: Match) -> int:
         """Maximum number of blocks that the request holds at a time until all its known tokens are computed. Equal to
-        `num_blocks_to_start` for these tokens, unless blocks are given back meanwhile."""
+        `num_blocks_to_start` for these tokens, unless the request gives back blocks meanwhile."""
         return self.num_blocks_to_start(request, match, request._state.num_tokens)
 
     @abstractmethod
@@ -222,45 +229,47 @@ class KVCache(ABC):
 
     @abstractmethod
     def num_slots(self, request: Request, blocks: Int64Array) -> int:
-        """Number of tokens that the newly admitted request can hold; `blocks` is what `admit` returned for it."""
+        """Number of tokens that the blocks of the newly admitted request can hold. `blocks`: the result of `admit`."""
 
     def place(self, batch: Batch, row: int, blocks: Int64Array) -> None:  # noqa: B027
-        """Assign to a row the blocks of the request that was admitted last; `blocks` is what `admit` returned."""
+        """Assign to a row the blocks of the request that was admitted last. `blocks`: the result of `admit`."""
 
     # ------------------------------------------------------------------ running rows
 
     @abstractmethod
     def num_blocks_to_grow(self, batch: Batch, rows: Int64Array, num_tokens: Int64Array) -> Int64Array:
-        """[rows] number of free blocks that each row needs to advance by its element of `num_tokens`."""
+        """[rows] number of free blocks that each row needs to compute `num_tokens` [rows] further tokens."""
 
     def num_blocks_owed(self, batch: Batch, rows: Int64Array) -> Int64Array:
         """[rows] number of free blocks that each row still needs until all its known tokens are computed."""
         return self.num_blocks_to_grow(batch, rows, batch.num_tokens[rows] - batch.num_computed_tokens[rows])
 
     def num_owed_of(self, batch: Batch, row: int) -> int:
-        """The element of `num_blocks_owed` for one row."""
+        """Number of free blocks that one row still needs until all its known tokens are computed."""
         return int(self.num_blocks_owed(batch, batch.count_up[row : row + 1])[0])
 
     def num_slots_with(self, batch: Batch, rows: Int64Array, num_tokens: Int64Array) -> Int64Array:
-        """[rows] number of tokens that each row can hold once it has the blocks to advance by its element of
-        `num_tokens`."""
+        """[rows] number of tokens that each row can hold once it has the blocks to compute `num_tokens` [rows] further
+        tokens."""
         return batch.num_slots[rows] + self.num_blocks_to_grow(batch, rows, num_tokens) * self.block_size
 
     @abstractmethod
     def grow_by_one(self, batch: Batch, rows: Int64Array, num_tokens: int | Int64Array) -> Int32Array | None:
         """Allocate blocks for `num_tokens` further tokens of each row, if each row lacks at most one block per table.
-        Returns the blocks as `grow` does. None: the pool has too few blocks, and nothing has changed."""
+        Returns the new blocks in row order, empty without `has_tables`. None: the pool has too few blocks, and nothing
+        has changed."""
 
     @abstractmethod
     def grow(self, batch: Batch, rows: Int64Array, counts: Int64Array, ends: Int64Array) -> Int32Array:
-        """Allocate for each row as many new blocks as its element of `counts`, at least 1, so that the row can hold its
-        element of `ends` tokens. Returns the blocks in row order; none without `has_tables`."""
+        """Allocate `counts[i]` new blocks, at least 1, for `rows[i]`, so that the row can hold `ends[i]` tokens.
+        Returns the new blocks in row order, empty without `has_tables`."""
 
     @abstractmethod
     def grow_for_steps(
         self, batch: Batch, rows: Int64Array, num_computed: Int64Array, num_steps: int
     ) -> tuple[Int32Array, Int64Array, Int64Array]:
-        """Allocate for each row the blocks to decode one token in each of `num_steps` steps: see `KVCacheManager`."""
+        """Allocate the blocks that each row needs to decode one token in each of `num_steps` steps. Returns the blocks
+        in the order of allocation, and for each block the index of its row in `rows` and its step, from 0."""
 
     @abstractmethod
     def num_blocks_of(self, batch: Batch, rows: Int64Array) -> Int64Array:
@@ -307,8 +316,8 @@ class KVCache(ABC):
         return shared
 
     def give_back(self, batch: Batch) -> None:  # noqa: B027
-        """If `gives_back`: release the blocks that no further token of their row reads. Called before running requests
-        advance, if requests wait."""
+        """If `gives_back`: for each running row, release the blocks that none of its later tokens reads. If requests
+        wait, a step calls this method before it schedules running requests."""
 
     def new_blocks(
         self, batch: Batch, rows: Int64Array, grown: npt.NDArray[np.integer], *, whole: bool
@@ -322,7 +331,7 @@ class KVCache(ABC):
 
     @abstractmethod
     def publish_prompt(self, batch: Batch, request: Request) -> None:
-        """Publish the prompt blocks that the steps scheduled so far complete."""
+        """Publish the blocks of a request's prompt that are full once the steps scheduled so far have run."""
 
     def publish_deferred(self, batch: Batch) -> None:
         """Publish the blocks of `unpublished` requests after all admissions of the step. Called only if there are such
@@ -359,7 +368,8 @@ class KVCache(ABC):
         the prefix cache."""
 
     def continue_reports(self, before: KVCache) -> None:
-        """Take over the eviction count of the cache that this one replaces, and its events if enabled."""
+        """Continue the eviction count of `before`, the cache that this one replaces, and its KV events if they are
+        enabled."""
         self.num_evictions = before.num_evictions
 
     @abstractmethod
@@ -382,14 +392,14 @@ class KVCache(ABC):
         self.unpublished = []
 
     def connect(self, *, saves: bool, saves_all: bool) -> None:
-        """Prepare for a connector that loads and saves blocks. `saves`: report evicted blocks. `saves_all`: report also
-        blocks that no preempted request needs."""
+        """Prepare for a connector that loads and saves blocks. `saves`: whether outputs report evicted blocks.
+        `saves_all`: whether they also report blocks that no preempted request needs."""
         self.has_connector = True
         self.saves = [] if saves else None
         self.wanted = None if saves_all else Counter()
 
     def track_shared(self) -> None:
-        """Start the log `shared` of requests whose first blocks a lookup may find referenced."""
+        """Start to log in `shared` the requests whose leading blocks a lookup may find referenced."""
         self.shared = []
 
     def track_returned(self, tracks: bool) -> None:
@@ -406,5 +416,5 @@ class KVCache(ABC):
         return returned
 
     def take_pending_saves(self) -> Sequence[Save]:
-        """Evicted blocks to report in an output: all since the last call."""
+        """The blocks evicted since the last call that an output must report."""
         return ()

@@ -35,8 +35,8 @@ class KVConnector(Protocol):
     """The connector methods that the scheduler calls. Their results are recorded, so a replay needs no connector."""
 
     saves_evicted: bool
-    """Whether outputs report all cached blocks before they are overwritten (`SchedulerOutput.saves`); otherwise only,
-    with `preemption_mode` "swap" or "cheaper", the blocks that preempted requests will need."""
+    """Whether outputs report all cached blocks before they are overwritten (`SchedulerOutput.saves`). If False, outputs
+    report only blocks that preempted requests will need, with `preemption_mode` "swap" or "cheaper"."""
 
     def num_external_tokens(self, request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
         """Number of consecutive tokens that the connector can load after the first `num_local_tokens` known tokens.
@@ -47,10 +47,10 @@ class KVConnector(Protocol):
         admitted, possibly several times: the method must change nothing, and be quick.
 
         Returns:
-            The number of tokens, and whether the load is asynchronous: then the request waits outside the batch until
-            `transfer_done`. None as the number: not known yet; the scheduler calls again in a later step, and may admit
-            other requests meanwhile.
-            The scheduler rounds down to whole blocks and leaves at least one token to compute.
+            The number of tokens, and whether the load is asynchronous. With an asynchronous load the request waits
+            outside the batch until `transfer_done`. None as the number: not known yet; the scheduler calls again in a
+            later step, and may admit other requests meanwhile. The scheduler rounds down to whole blocks and leaves at
+            least one token to compute.
         """
 
     def request_ended(self, request: Request, block_ids: Int64Array, num_tokens: int, transfer_id: int) -> bool:

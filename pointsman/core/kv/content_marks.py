@@ -21,15 +21,16 @@ NUM_MARKS = 2**31 - 1  # negative int32 numbers, without the smallest one
 MAX_CONTENTS = 1 << 14  # maximum number of remembered contents; a forgotten content no longer matches
 
 Content = tuple[str, int, int | bytes, str | None]
-"""(key, number of placeholders, tokens of the placeholders (one number if all are equal), mask of the placeholders that
-are embeddings)."""
+"""(key of the encoder input, number of its placeholders, tokens of the placeholders as bytes (one token id if all are
+equal), mask of the placeholders at which the model reads embeddings)."""
 
 
 class ContentMarks:
     """Assigns each content a range of marks that no other content uses.
 
     A content is the key of an encoder input with the tokens of its placeholders (a model may read some placeholders as
-    tokens). When all marks are used, a new generation begins, and earlier keys become invalid.
+    tokens). When all marks are used, a new generation of marks begins, and prompt keys with earlier marks become
+    invalid.
     """
 
     def __init__(self, num_marks: int = NUM_MARKS) -> None:
@@ -75,8 +76,8 @@ class ContentMarks:
 
 
 def _content(item: EncoderInput, given: bytes) -> Content:
-    """The key, number, tokens and mask of an encoder input's placeholders, see `Content`. `given`: the prompt's int32
-    tokens, as bytes."""
+    """The `Content` of an encoder input: its key, and the number, tokens and mask of its placeholders. `given`: the
+    prompt's int32 tokens, as bytes."""
     key, start, length, _, mask = item
     tokens = given[start * TOKEN_BYTES : (start + length) * TOKEN_BYTES]
     first = tokens[:TOKEN_BYTES]

@@ -41,13 +41,15 @@ class Placed(NamedTuple):
 
 
 def root_key(root: Root) -> bytes:
-    """The key of a root, which precedes the first block of a sequence."""
+    """The key of a root: the digest of a sequence's salt and adapter, from which the key of its first block is
+    computed."""
     name, version = root.adapter if root.adapter is not None else (None, None)
     return hashlib.sha256(_json([root.cache_salt, name, version])).digest()
 
 
 def block_key(before: bytes, token_bytes: bytes, inputs: Sequence[Placed] = ()) -> bytes:
-    """The key of a block. `before`: the key of the block before it, or of the root."""
+    """The key of a block. `before`: the key of the block before it, or of the root. `token_bytes`: the block's
+    tokens."""
     return hashlib.sha256(before + token_bytes + (_json(inputs) if inputs else b"")).digest()
 
 
@@ -93,7 +95,7 @@ def placed_inputs(request: Request, first: int, end: int, block_size: int) -> di
 
 
 def tokens_digest(token_bytes: bytes) -> str:
-    """The digest of the tokens of an input's placeholders."""
+    """The SHA-256 digest, in hex, of the tokens of an input's placeholders."""
     return hashlib.sha256(token_bytes).hexdigest()
 
 

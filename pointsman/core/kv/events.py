@@ -5,7 +5,7 @@ Events name blocks by keys, which cover the whole prefix and mean the same in ev
 An event reports content, not blocks: content is reported as stored with its first block, and as removed with its last
 block. So the content that was reported as stored and not as removed is always exactly the content that a prefix cache
 lookup can find. A prompt is reported as stored when it is scheduled, and as removed if its step fails. A block is
-reported as removed after every block that follows it.
+reported as removed after every block that follows it in its sequence.
 
 With several groups of layers, an event is about the blocks of one group. The blocks of each group are reported as
 stored and removed separately; blocks of windows in any order. A lookup finds a prefix if every group has the blocks
@@ -81,8 +81,8 @@ class KVEvents:
 
     Args:
         groups: indices of the groups, in the order in which their content is reported as stored; removals are reported
-            in reverse order. The anchor comes first (`prefix_tree.py`), so that a block of another group follows a
-            stored block.
+            in reverse order. The anchor comes first (the group of full attention, see `prefix_tree.py`), so that a
+            block of another group follows a stored block.
     """
 
     def __init__(self, block_size: int, groups: Sequence[int] = (0,)) -> None:

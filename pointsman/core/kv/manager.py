@@ -72,7 +72,7 @@ class Publication(NamedTuple):
     blocks: Int64Array
     """[groups, nodes] the published blocks."""
     spans: list[Span]
-    """The nodes of `blocks`."""
+    """The nodes of the prefix tree to which the blocks belong."""
 
 
 class Entering(NamedTuple):
@@ -87,12 +87,14 @@ class Entering(NamedTuple):
     num_tokens: int
     """Number of the request's computed tokens after the step."""
     tails: tuple[int, int, int]
-    """The request's row of `_tails` in `windows.py`."""
+    """Places in the request's tables at which a later lookup is likely to end: the end of the prompt, of the prompt's
+    part that other requests have computed, and of the cache hit. The blocks in the windows before these places are
+    evicted last."""
 
 
 class KVCacheManager(KVCache):
     """The KV blocks of all rows, in one or several tables per row; a block holds `block_size` tokens in the layers of
-    its group. `eviction` chooses which cached blocks are retained; None: no block is."""
+    its group. `eviction` chooses which cached blocks are retained; None: no block is retained."""
 
     pool: BlockPool
 
@@ -141,9 +143,9 @@ class KVCacheManager(KVCache):
         self._shares_within_step = config.share_within_step
         self.unpublished = []
         self.shared: list[tuple[Request, int]] | None = None
-        """Requests that have acquired or published leading blocks, so that lookups find these blocks referenced, each
-        with the number of these blocks; None: not tracked."""
-        self._num_released_at_once = 0  # publications at a release: the row released its blocks directly afterwards
+        """Pairs (request, number of blocks): the request has acquired or published this number of leading blocks, so
+        that lookups find these blocks referenced. None: not tracked."""
+        self._num_released_at_once = 0  # publications after which the row released its blocks directly
         self._newest_step = 0
         self._oldest_step = 0
         # By published block: its name, and the newest step that computes it; only if `saves` is used.
@@ -194,8 +196,8 @@ class KVCacheManager(KVCache):
         return self.saves is not None and (self.wanted is None or len(self.wanted) > 0)
 
     def open_step(self, step_id: int, journal: Journal | None, oldest: int) -> None:
-        """Begin to schedule step `step_id`. `oldest`: the first step that is not updated; publications of earlier steps
-        are final."""
+        """Begin to schedule step `step_id`. `oldest`: the oldest step whose result is not applied yet; publications of
+        earlier steps are final."""
         self.journal = journal
         self._newest_step, self._oldest_step = step_id, oldest
         if not self.has_tables:
@@ -210,10 +212,10 @@ class KVCacheManager(KVCache):
     # ------------------------------------------------------------------ admission
 
     def look_up(self, request: Request) -> Match:
-        """The cached prefix of the request's known tokens, without the last token, which is always computed to get a
-        logit.
+        """The longest cached prefix of the request's known tokens. It never includes the last token: the model must
+        compute that token to sample the next one.
 
-        A request that holds loaded blocks continues after these blocks, without a lookup.
+        If the request holds loaded blocks, the match consists of these blocks, without a lookup.
         """
         state, size = request._state, self.block_size
         if state.holding is not None:
@@ -274,7 +276,8 @@ class KVCacheManager(KVCache):
         return has
 
     def num_reusable(self, has: BoolArray) -> int:
-        """Maximum number of leading blocks that can be reused, see `AttendedBlocks.num_reusable`."""
+        """Maximum number of leading blocks after which every group has all blocks that the next token attends to.
+        `has`: [groups, blocks] whether each group has the block."""
         return self._attended.num_reusable(has)
 
     def num_blocks_to_hold(self, num_blocks: int) -> int:
@@ -292,7 +295,7 @@ class KVCacheManager(KVCache):
         return self._windows.num_blocks_of_whole(self._first_needed(match), request._state.num_tokens)
 
     def _first_needed(self, match: Match) -> Int64Array:
-        """[groups] number of leading blocks that a request with this prefix does not need."""
+        """[groups] number of leading blocks of the matched and loaded prefix to which no later token attends."""
         return self._attended.first((match.num_tokens + match.num_external) // self.block_size)
 
     def admit(self, request: Request, match: Match, num_tokens: int, now: float) -> Int64Array:
@@ -335,7 +338,7 @@ class KVCacheManager(KVCache):
         """The block tables [groups, blocks] of the newest admission, and whether each of their blocks was found in the
         prefix cache.
 
-        `blocks` is what `admit` returned. An entry without a block is the number of blocks in the pool. With one table,
+        `blocks`: the result of `admit`. An entry without a block is the number of blocks in the pool. With one table,
         the first `num_cached` blocks of the table were found."""
         if self.has_tables:
             return blocks[None], (np.arange(len(blocks)) < num_cached)[None]
@@ -377,7 +380,7 @@ class KVCacheManager(KVCache):
     # ------------------------------------------------------------------ running rows
 
     def num_blocks_to_grow(self, batch: Batch, rows: Int64Array, num_tokens: Int64Array) -> Int64Array:
-        """As the base method. Before counting, gives back the blocks behind the windows of the rows."""
+        """As `KVCache.num_blocks_to_grow`. Before counting, gives back the blocks behind the windows of the rows."""
         ends = batch.num_computed_tokens[rows] + num_tokens
         if self._windows is not None:
             return self._windows.give_back_and_count(batch, rows, ends)
@@ -530,7 +533,7 @@ class KVCacheManager(KVCache):
         return self._tables.blocks(row)
 
     def placed(self, row: int) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """The blocks that a row holds, with the place and the group of each."""
+        """(blocks, places, groups): each block that a row holds, with its place and its group."""
         return self._tables.placed(row)
 
     def broken_row(self, row: int, num_slots: int, num_computed: int) -> str | None:
@@ -562,8 +565,8 @@ class KVCacheManager(KVCache):
         return np.array(shared, dtype=np.int64)
 
     def _num_shared(self, request: Request, row: int) -> int:
-        """Number of leading blocks of a running request that a lookup would still find if its row were released. Other
-        requests may hold blocks that the row has given back."""
+        """Number of leading blocks of a running request that a lookup would still find if its row were released. The
+        row may have given back some of these blocks, which other requests hold."""
         state, prefix, count = request._state, self.prefix, request._state.num_published_blocks
         if prefix is None or not request.use_prefix_cache or state.prefix_epoch != prefix.epoch:
             return 0
@@ -588,8 +591,9 @@ class KVCacheManager(KVCache):
     # ------------------------------------------------------------------ publishing and freeing
 
     def publish_prompt(self, batch: Batch, request: Request) -> None:
-        """Publish the prompt blocks that the steps scheduled so far complete: immediately, so that the requests
-        admitted next can share them, or in `publish_deferred` if the host cannot share within a step."""
+        """Publish the blocks of a request's prompt that are full once the steps scheduled so far have run. They are
+        published immediately, so that the requests admitted next can share them, or in `publish_deferred` if the host
+        cannot share blocks within a step."""
         if self._shares_within_step:
             self._publish_prompt(batch, request)
         else:
@@ -787,7 +791,7 @@ class KVCacheManager(KVCache):
             self.pool.uncache_all()
 
     def _publish_row(self, request: Request, row: int, end: int, token_bytes: bytes, num_final: int = 0) -> bool:
-        """Publish the blocks of a row before place `end`, as `_publish` does."""
+        """Publish the blocks of a request's row before place `end`. Returns whether any blocks were published."""
         first = request._state.num_published_blocks
         if self.prefix is None or end <= first:
             return False
@@ -823,7 +827,7 @@ class KVCacheManager(KVCache):
         return True
 
     def take(self, count: int) -> Int64Array:
-        """Allocate blocks, and evict their cached content."""
+        """Allocate `count` blocks, and evict their cached content. Returns the block ids."""
         blocks, evicted = self.pool.take(count)
         if len(evicted) and self.prefix is not None:
             self.prefix.evict(evicted)
@@ -845,7 +849,7 @@ class KVCacheManager(KVCache):
                 self.num_saves += 1
 
     def take_pending_saves(self) -> Sequence[Save]:
-        """Evicted blocks to report in an output: all since the last call."""
+        """The blocks evicted since the last call that an output must report."""
         if not self.saves:
             return ()
         saves, self.saves = self.saves, []

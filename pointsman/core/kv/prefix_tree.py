@@ -5,16 +5,17 @@ block), and the first node of a sequence by (`Root`, token bytes of the block). 
 sharing KV: equal salt and adapter. Placeholders of encoder inputs are replaced by marks of the inputs' contents
 (`content_marks.py`).
 
-A hit is never wrong, for these reasons:
+A cache hit never returns KV of other tokens, for these reasons:
 
 - The key is the content itself, never a digest, so no two prefixes can collide.
 - A cached block leaves the tree (`evict`) before it can be written again: `KVCacheManager.take` does both. An admission
   acquires the blocks of its hit before it takes new ones, so it cannot evict them.
-- Only full blocks are published, and a request writes behind its hit: no request writes to a shared block.
+- Only full blocks are published, and a request writes only to blocks after its cache hit: no request writes to a shared
+  block.
 - Prompts are published before they are computed. With `share_within_step` the host writes the KV of all rows before any
   row reads it; without it, other requests find the blocks from the next step on (`publish_deferred`).
-- Only computed tokens count: a release publishes no rejected drafts, and the publications of a failed step or a failed
-  row are removed (`KVCacheManager.undo`, `retract`).
+- Only valid tokens stay published: a release publishes no rejected drafts, and the publications of a failed step or a
+  failed row are removed (`KVCacheManager.undo`, `retract`).
 
 Nodes are kept in runs: the consecutive blocks of one publication. Inside a run a node's successor is the next node;
 every other successor starts a run of its own, listed under the node that it follows. So publishing, finding and
@@ -108,7 +109,7 @@ class Run:
         self.children: dict[tuple[int, bytes], Run] = {}
         """Runs that start after a node of this run, by (index of that node, token bytes of the child's first block)."""
         self.duplicates: dict[int, list[int]] = {}
-        """Blocks that have the content of a cell beside the block in `blocks`, by cell."""
+        """For each cell with several blocks, the blocks with its content other than the block in `blocks`."""
 
 
 class RunNode(NamedTuple):
@@ -201,7 +202,7 @@ class PrefixCache:
         self._nothing = Found([], np.zeros((num_groups, 0), dtype=np.int64), None)
         self._next_run_id = 1
         self.epoch = 0
-        """Number of calls of `clear`: KV of another epoch is invalid."""
+        """Number of calls of `clear`: KV that was published in an earlier epoch is invalid."""
         self.num_publications = 0
         """Counter that changes whenever a lookup may find more blocks than before."""
         self.num_replacements = 0
@@ -305,7 +306,8 @@ class PrefixCache:
     # ------------------------------------------------------------------ publishing
 
     def publish(self, node: Node, token_bytes: bytes, first: int, blocks: Int64Array, request: Request) -> list[Span]:
-        """Add blocks `first`, `first` + 1, ... of a sequence after `node`, which is the node of block `first` - 1.
+        """Add blocks `first`, `first` + 1, ... of a sequence after `node`, which is the node of block `first` - 1, or
+        the root if `first` is 0.
 
         The listener gets these blocks as blocks of `request`. `blocks`: [groups, nodes], `no_block` where a group has
         no block; the tree keeps the array.
@@ -560,8 +562,9 @@ class PrefixCache:
     # ------------------------------------------------------------------ reading
 
     def num_lasting(self, found: Found, is_held: BoolArray, is_referenced: BoolArray) -> int:
-        """Number of leading nodes of `found` that would stay in the tree if every block were evicted except the blocks
-        marked in `is_held` [groups, nodes] at these nodes, and in `is_referenced` [blocks] at other nodes."""
+        """Number of leading nodes of `found` that would stay in the tree if only the blocks selected by two masks
+        stayed cached. `is_held` [groups, nodes] selects blocks of the nodes of `found`; `is_referenced` [blocks]
+        selects blocks of all other nodes."""
         if self.anchor is not None:
             return int(np.count_nonzero(is_held[self.anchor]))
         last = np.flatnonzero(is_held.any(axis=0))
@@ -607,11 +610,11 @@ class PrefixCache:
         return RunNode(self._runs[int(self._run_of[block])], index), group
 
     def group_of(self, block: int) -> int:
-        """The group of a block that is cached, or was when it was last published."""
+        """The group of a cached block; for a block that is not cached, the group in which it was last published."""
         return int(self._cell_of[block]) % self.num_groups
 
     def holds(self, block: int, run: Run, cell: int) -> bool:
-        """Whether a block (still) belongs to this cell of this run of nodes."""
+        """Whether a block still belongs to the cell `cell` of `run`."""
         return bool(self._run_of[block] == run.run_id and self._cell_of[block] == cell)
 
     def blocks(self) -> list[int]:

@@ -33,7 +33,7 @@ class TableReports:
         self.add_rows(INITIAL_ROWS)
 
     def add_rows(self, count: int) -> None:
-        """Lengthen all columns to `count` rows."""
+        """Lengthen the arrays with one element per row to `count` rows."""
         self._reported = lengthened(self._reported, count)
         self._group_at = _repeated_range(self._tables.num_groups, count)
 
@@ -51,7 +51,7 @@ class TableReports:
         self._has_grown = True
 
     def note_reported(self, rows: Int64Array, ends: Int64Array) -> None:
-        """Record that the host knows all blocks of these rows before place `ends`."""
+        """Record that the host knows all blocks of these rows before the places `ends` [rows]."""
         self._reported[rows] = ends
 
     def note_one(self, rows: Int64Array, ids: IntArray, places: Int64Array, ends: Int64Array) -> None:
@@ -61,7 +61,7 @@ class TableReports:
         self._one = (ids, places)
 
     def take(self, rows: Int64Array, grown: IntArray, *, whole: bool) -> NewBlocks | None:
-        """The new blocks of an output with these rows, see `KVCache.new_blocks`."""
+        """The blocks that an output with these rows reports; the arguments are those of `KVCache.new_blocks`."""
         one, self._one = self._one, None
         if whole:
             return self._whole_tables(rows, np.arange(len(rows)))

@@ -23,8 +23,8 @@ after its time is not evicted before its children.
 
 With groups of layers this order concerns only the table of the anchor, the group of full attention whose blocks the
 prefix tree needs in this order. Blocks of other groups may leave in any order, because a lookup tests each of them;
-they keep their time and owner. Only blocks that a lookup of the retained prefix needs are marked: of a window, the last
-ones. Without an anchor no order is needed.
+they keep their time and owner. Only blocks that a lookup of the retained prefix needs are marked: in a group with a
+window, the last blocks of the prefix. Without an anchor no order is needed.
 
 At most `capacity` blocks of the pool are retained. A block that several tenants asked for is SHARED and counts for none
 of them. At most half of `capacity` is SHARED: a request that would exceed this bound retains only its blocks before
@@ -54,7 +54,7 @@ SHARED = 1
 """The owner of a block that several tenants asked for."""
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 _NEVER = -math.inf
-_SKIM = 1024  # number of entries tested for staleness at a time
+_SKIM = 1024  # number of queue entries tested for staleness at a time
 _Queue: TypeAlias = list[tuple[float, int, _Segment]]  # a heap: (until, number of the segment, segment)
 
 
@@ -193,8 +193,8 @@ class RetainingPool(BlockPool):
     # ------------------------------------------------------------------ entering
 
     def _num_shareable(self, until: FloatArray, owners: Int64Array, of_others: Int64Array) -> int:
-        """Number of the places `of_others` of a table whose blocks may become SHARED, together with all blocks before
-        each of them (`straighten`)."""
+        """Number of leading elements of `of_others`, which are places in a table, whose blocks may become SHARED. All
+        blocks before such a block then become SHARED, too (`straighten`)."""
         num_left = self.max_shared - self._num_shared
         if len(until) <= num_left:
             return len(of_others)
@@ -208,8 +208,8 @@ class RetainingPool(BlockPool):
         return int(np.count_nonzero((self._owner[blocks] == SHARED) & (self._until[blocks] > _NEVER)))
 
     def straighten(self, blocks: Int64Array) -> None:
-        """Adjust the times and owners of a table's blocks so that children leave first; called before the blocks are
-        released."""
+        """Adjust the times and owners of a table's blocks so that no block is retained for longer than the blocks
+        before it; called before the blocks are released."""
         until = self._until[blocks]
         if not np.count_nonzero(until > _NEVER):
             return

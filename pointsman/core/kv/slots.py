@@ -1,8 +1,8 @@
 """`SlotDirectory`: finds evicted blocks in slots of host memory, and assigns slots to blocks.
 
 A slot holds the content of one block, and is found by the key of this content (`digests.py`). The directory plans the
-copies of a step. The host moves the bytes before the step computes, in the order of the steps: blocks to slots, then
-blocks to blocks, then slots to blocks.
+copies of a step. The host copies the bytes before the step computes: first blocks to slots, then blocks to blocks, then
+slots to blocks. It executes the plans in the order of their steps.
 
     plan = directory.assign(saves, loads)     assign slots to blocks to save, the least recently used slots first
     directory.withdraw(plan.saves)            record that the copies of a plan are not executed
@@ -62,11 +62,12 @@ class SlotDirectory:
         return len(self._slots)
 
     def has(self, key: bytes) -> bool:
-        """Whether a content has a slot. Changes nothing."""
+        """Whether the content with this key has a slot. Does not change the order in which slots are reused."""
         return key in self._slots
 
     def num_found(self, keys: Sequence[bytes]) -> int:
-        """Number of leading keys of `keys` whose contents all have a slot. Changes nothing."""
+        """Number of leading keys of `keys` whose contents all have a slot. Does not change the order in which slots are
+        reused."""
         return next((index for index, key in enumerate(keys) if key not in self._slots), len(keys))
 
     def assign(self, saves: Sequence[tuple[int, bytes]], loads: Sequence[SlotLoad]) -> SlotPlan:

@@ -38,7 +38,7 @@ FIRST_LOOK = 16  # number of blocks compared first; the number then doubles, so 
 
 
 class Kind:
-    """Groups whose layers attend alike."""
+    """Groups whose layers attend alike: full attention, or windows or chunks of one size."""
 
     __slots__ = ("first", "group", "groups", "num_groups")
 
@@ -69,7 +69,7 @@ class BlockTables:
         self.add_rows(INITIAL_ROWS)
 
     def add_rows(self, count: int) -> None:
-        """Lengthen all columns to `count` rows."""
+        """Lengthen the arrays with one element per row to `count` rows."""
         before, used = self.ids, int(self.ends.max(initial=0))
         self.ends = lengthened(self.ends, count)
         for kind in self.kinds:
@@ -97,7 +97,7 @@ class BlockTables:
                 kind.first[row] = first.item(kind.groups.item(0))
 
     def at(self, rows: Int64Array, places: Int64Array) -> Int64Array:
-        """[rows, groups] flat indices into `ids` of one place of each row, in the table of each group."""
+        """[rows, groups] flat indices into `ids` of place `places[i]` of `rows[i]`, in the table of each group."""
         at = self.starts[rows]
         at += places
         flat: Int64Array = at[:, None] + self.offsets
@@ -113,7 +113,8 @@ class BlockTables:
         return ends
 
     def append_to_few(self, rows: Int64Array, blocks: IntArray, num_slots: Int64Array, block_size: int) -> None:
-        """Append a block to each of at most `MAX_LOOP_ROWS` rows, with one group. Also updates `num_slots` [R]."""
+        """Append `blocks[i]` to the only table of `rows[i]`, in a loop over at most `MAX_LOOP_ROWS` rows; only with one
+        group. Also updates the rows' elements of the column `num_slots` [R]."""
         flat, ends, width = self.flat, self.ends, self.width
         for index, row in enumerate(rows.tolist()):
             end = ends.item(row)
@@ -208,7 +209,7 @@ class BlockTables:
 
 
 def lengthened(column: npt.NDArray[Any], count: int) -> npt.NDArray[Any]:
-    """A copy of a column, lengthened to `count` rows; new rows are 0."""
+    """A copy of an array with one element per row, lengthened to `count` rows; new elements are 0."""
     grown = np.zeros((count, *column.shape[1:]), dtype=column.dtype)
     grown[: len(column)] = column
     return grown

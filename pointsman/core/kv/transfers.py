@@ -5,9 +5,10 @@
     abandoned  no request waits for the load any more, but the device may still write the blocks
     sending    the request has finished, but the device is still reading the blocks
 
-A holding has one reference to each of its blocks. All holdings together have at most as many blocks as the pool minus
-one request of full length. So a running request, or the next request to run, can always get its blocks. Two partly
-loaded requests never wait for each other, and a transfer that never finishes costs only its blocks.
+The blocks of one transfer are a holding, which has one reference to each of them. All holdings together have at most as
+many blocks as the pool minus one request of maximum length. So a running request, or the next request to run, can
+always get its blocks. Two partly loaded requests never wait for each other, and a transfer that never finishes costs
+only its blocks.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ class Transfers:
         takes less time than computing them. None: all tokens that can be loaded are loaded."""
 
     def compare_with(self, is_worth_loading: Callable[[int, int, int], bool]) -> None:
-        """Set the function that decides on each synchronous load."""
+        """Set `is_worth_loading`, the function that decides whether tokens are loaded synchronously or computed."""
         self.is_worth_loading = is_worth_loading
 
     @property
@@ -300,7 +301,7 @@ class Transfers:
         self._num_stuck += len(holding.blocks)
 
     def overdue(self, since: float) -> list[Request]:
-        """Requests whose loads began at `since` or before, oldest first."""
+        """Requests that wait for a load that began at `since` or before, the oldest load first."""
         found: list[Request] = []
         for holding in self._open.values():
             if holding.request is not None:

@@ -5,8 +5,8 @@ Layout beside the tables (`tables.py`), with R rows:
     _public     int64 [R]      number of blocks of each table that other requests may hold or find: the prompt's blocks
     _tails      int64 [R, 3]   places before which a window is likely to be looked up: the ends of the prompt, of its
                                part that other requests have computed, and of its cache hit
-    _due_at     int64 [R]      the place such that a row that lacks a block there has one or more blocks to give back
-    _moves_at   int64 [R]      as `_due_at`, if the block to give back may move to this place; -1: it may be public
+    _due_at     int64 [R]      the first place at which a row that lacks a block has blocks to give back
+    _moves_at   int64 [R]      as `_due_at`, if the block to give back may move to this place; -1: it is perhaps public
 
 A row is examined only when it reaches its `num_slots`. It then lacks a block, or a chunk of its prompt has left blocks
 behind the window. The row gives these blocks back, and gets the blocks that it lacks. It keeps blocks that steps in
@@ -43,7 +43,7 @@ class Windows:
     """Gives back the blocks behind the windows of all rows: see the module.
 
     Args:
-        take: function that allocates a number of blocks.
+        take: function that allocates a given number of blocks, and returns their ids.
         note_return: function to call when blocks are given back.
     """
 
@@ -97,7 +97,7 @@ class Windows:
         self.add_rows(INITIAL_ROWS)
 
     def add_rows(self, count: int) -> None:
-        """Lengthen all columns to `count` rows."""
+        """Lengthen the arrays with one element per row to `count` rows."""
         for name in ("_public", "_tails", "_due_at", "_moves_at"):
             setattr(self, name, lengthened(getattr(self, name), count))
 
@@ -109,8 +109,8 @@ class Windows:
     # ------------------------------------------------------------------ rows
 
     def num_slots(self, num_blocks: int, num_tokens: int, first: Int64Array) -> int:
-        """Number of tokens that a new row may hold before it is examined. This is less than its blocks can hold if some
-        blocks lie behind a window after the step, when the row has `num_tokens` tokens.
+        """Number of tokens that a new row may hold before it is examined for blocks to give back. This is less than its
+        blocks can hold if some blocks lie behind a window after the step, when the row has `num_tokens` tokens.
 
         Args:
             num_blocks: number of blocks in each of the row's tables, missing blocks included.
@@ -123,7 +123,7 @@ class Windows:
         return num_blocks * self.block_size
 
     def place(self, batch: Batch, row: int, tails: tuple[int, int, int]) -> None:
-        """Initialize the columns of a row that was given its tables. `tails`: the row of `_tails`."""
+        """Initialize the columns of a row that was given its tables. `tails`: the elements of `_tails` for the row."""
         end = self._tables.ends.item(row)
         self._public[row], self._moves_at[row] = end, -1
         self._tails[row] = tails
@@ -136,8 +136,8 @@ class Windows:
         self._public[row], self._moves_at[row] = self._tables.ends.item(row), -1
 
     def is_evicted_last(self, row: int, places: Int64Array, groups: Int64Array) -> BoolArray:
-        """For each block of a finished request, whether it is likely to be looked up: blocks of full attention are, and
-        blocks in the windows before the row's `_tails`."""
+        """[blocks] whether each block of a finished request is evicted last, because a lookup is likely to need it.
+        These are the blocks of full attention, and the blocks in the windows before the row's `_tails`."""
         starts, ends = np.zeros((2, self._tables.num_groups, 3), dtype=np.int64)
         ends[:] = self._tails[row]
         for kind in self._tables.kinds:
@@ -250,7 +250,7 @@ class Windows:
         self._pool.release_any(blocks[is_tail][::-1])
 
     def _update_due(self, rows: Int64Array) -> None:
-        """Update `_due_at` and `_moves_at` of rows whose first blocks have changed."""
+        """Update `_due_at` and `_moves_at` of rows after a change of their first blocks (`Kind.first`)."""
         due = np.full(len(rows), MAX_INT, dtype=np.int64)
         for kind in self.kinds:
             next_return = kind.group.min_tokens_with((kind.first[rows] + 1) * self.block_size)
@@ -278,7 +278,8 @@ class Windows:
 
     def grow_steadily(self, batch: Batch, rows: Int64Array, num_tokens: int | Int64Array) -> bool:
         """The common case of `KVCache.grow_by_one`: each row lacks one block in each table for its next token, and has
-        at most one block in each table to give back. Returns False if this may not hold; then nothing has changed."""
+        at most one block in each table to give back. Returns whether the rows have grown. False: the common case does
+        not apply to all rows, and nothing has changed."""
         tables, kind, count = self._tables, self._moving, len(rows)
         if not isinstance(num_tokens, int) or self.lagging or count * tables.num_groups > self._pool.num_free:
             return False

@@ -20,7 +20,8 @@ class Acceptance:
     """Numbers of verified and accepted drafts, by row and over all rows since the beginning.
 
     Args:
-        accepted_drafts: element k is how often k drafts of a row were accepted in a step; incremented here.
+        accepted_drafts: element k is how often k drafts of a row were accepted in a step; this object increments the
+            elements.
     """
 
     def __init__(self, accepted_drafts: list[int]) -> None:

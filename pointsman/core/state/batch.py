@@ -17,9 +17,9 @@ Layout, with R rows (grown by doubling); the block table of each row is in the K
     recent_limit         int64 [R]     from this number of tokens on, the tokens of a further step might not fit
 
 A row keeps its number while its request runs. `members` lists the running rows in admission order, with constant
-columns gathered once. It is replaced, never changed, when requests join or leave, so an output may keep its arrays.
-Output tokens move to the request's own array when the row's recent tokens are full, and when the row is released. So
-memory grows with the number of generated tokens, not with `max_tokens`.
+columns gathered once. When requests join or leave, `members` is replaced and its arrays are not changed, so an output
+may keep them. Output tokens move to the request's own array when the row's recent tokens are full, and when the row is
+released. So memory grows with the number of generated tokens, not with `max_tokens`.
 
 A released row is reused only when every step that names it has been updated (`fenced_rows`). Unused rows hold garbage,
 except `serial`, which is 0. Bulk writes may touch them (see `Members.span`).
@@ -153,8 +153,8 @@ class Members:
         return Members(batch, self.rows[stays], tuple(compress(self.requests, stays.tolist())))
 
     def may_stop(self, runs: Runs) -> BoolArray | None:
-        """For each token of `runs` (one run per row), whether it may be the only stop token of its row; None: no token
-        is."""
+        """For each token of `runs` (one run per row), whether it may be the stop token of its row, if the row has
+        exactly one; None: no token may be."""
         if self._stop_tokens is None:  # not `unique`, whose first call imports a part of NumPy in 7 ms
             self._stop_tokens = np.array(sorted({*self.eos_token_id.tolist()} - {NO_TOKEN}), dtype=np.int32)
         if not len(self._stop_tokens):
@@ -291,15 +291,15 @@ class Batch:
         return row
 
     def join(self, rows: list[int], requests: list[Request]) -> None:
-        """Let placed rows run, behind the running ones in admission order."""
+        """Append placed rows and their requests to the running ones in `members`, in admission order."""
         members = self.members
         all_rows = np.concatenate([members.rows, rows])
         self.members = Members(self, all_rows, members.requests + tuple(requests))
 
     def leave(self, requests: list[Request], last_step: int | None) -> None:
-        """Release the rows of running requests, whose states take over the columns.
+        """Release the rows of running requests, and copy the values of the rows' columns to the states of the requests.
 
-        `last_step` is the newest step in flight, which may name the rows, or None.
+        `last_step`: the newest step in flight, which may name the rows; None: no step is in flight.
         """
         for request in requests:
             state = request._state
@@ -321,14 +321,16 @@ class Batch:
         self.members = self.members.without(self, requests)
 
     def fence_passed(self, step_id: int) -> None:
-        """Free the rows that waited for step `step_id` or an earlier one: these steps are updated."""
+        """Make the released rows reusable that waited for the update of step `step_id` or of an earlier step: these
+        steps are updated."""
         fenced = self.fenced_rows
         if fenced:
             self._free_rows.extend([row for step, row in fenced if step <= step_id])
             self.fenced_rows = [entry for entry in fenced if entry[0] > step_id]
 
     def lower_fences(self, newest_step: int | None) -> None:
-        """Let no row wait for steps after `newest_step`, which were rolled back (None: all steps were)."""
+        """Let no released row wait for steps after `newest_step`, because these steps were rolled back. None: all steps
+        in flight were rolled back."""
         if newest_step is None:
             self._free_rows.extend(row for _, row in self.fenced_rows)
             self.fenced_rows = []
@@ -479,8 +481,8 @@ class Batch:
         self.recent_limit[rows] = num_tokens - 1 + self._num_recent - self.max_drafts
 
     def recent(self, row: int, start: int) -> Int32Array:
-        """A view of the tokens from position `start` to the end of a row's sequence, valid until the next append. They
-        are not yet flushed."""
+        """A view of the tokens from position `start` to the end of a row's sequence, valid until the next append. None
+        of these tokens is flushed yet."""
         offset = self.recent_offset.item(row)
         return self._flat_recent[offset + start : offset + self.num_tokens.item(row)]
 

@@ -69,7 +69,7 @@ class Admitted(NamedTuple):
 
 
 class Need(NamedTuple):
-    """The request for which another one is preempted, and how the victim was chosen."""
+    """The request for which another request, the victim, is preempted, and how the victim was chosen."""
 
     request: Request
     """The first running request in admission order that lacks blocks, or the more urgent waiting request that is
@@ -77,7 +77,7 @@ class Need(NamedTuple):
     num_missing_blocks: int
     """Number of blocks that all running requests lack together; 0: a priority preemption."""
     chosen_by: str
-    """Name of the victim policy that chose the request; "": no policy was called."""
+    """Name of the victim policy that chose the victim; "": no policy was called."""
 
 
 class Preempted(NamedTuple):

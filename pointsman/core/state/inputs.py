@@ -68,7 +68,7 @@ class EncoderInput(NamedTuple):
 def read_encoder_inputs(
     given: Sequence[EncoderInput | Sequence[Any]], num_tokens: int, of: str = "prompt"
 ) -> tuple[EncoderInput, ...]:
-    """The checked encoder inputs of a prompt of `num_tokens` tokens. Error messages call the prompt `of`.
+    """The checked encoder inputs of a prompt of `num_tokens` tokens. `of`: the prompt's name in error messages.
 
     Raises:
         ValueError: an input is malformed, out of order, out of range, or overlaps another input.

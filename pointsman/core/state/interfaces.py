@@ -71,7 +71,8 @@ class View(Protocol):
 
     @property
     def num_shared_blocks(self) -> int:
-        """Number of blocks of the checked request's cached prefix that other requests hold: they take no free block."""
+        """Number of blocks of the checked request's cached prefix that other requests hold. The request needs no free
+        blocks for them."""
 
     @property
     def has_prefix_cache(self) -> bool:
@@ -140,7 +141,8 @@ class Order(Protocol):
     """Whether running requests may be preempted for a waiting request of strictly smaller `priority`."""
 
     def push(self, request: Request) -> None:
-        """Insert a request. A request that ran before goes to the front of its class."""
+        """Insert a request. A request that ran before is inserted before all requests that the order ranks equal to
+        it."""
 
     def pop(self) -> Request:
         """Remove and return the head."""

@@ -50,7 +50,8 @@ class KVGroup(NamedTuple):
         return num_tokens * 0
 
     def min_tokens_with(self, num_skipped: Tokens) -> Tokens:
-        """Minimum number of tokens of which `num_skipped` (at least 1) are skipped; not for "full"."""
+        """The smallest number of tokens n for which the method `num_skipped(n)` returns at least `num_skipped`, which
+        is at least 1. Not for "full" groups."""
         if self.kind == "window":
             return num_skipped + self.reach
         return -(-num_skipped // self.size) * self.size
@@ -122,7 +123,8 @@ def layers_per_group(kinds: Sequence[tuple[int, int]], max_groups: int) -> int:
     many of them, and each takes time in every step.
 
     Args:
-        kinds: for each kind of layers that attend alike: (number of blocks that a group takes, number of layers).
+        kinds: for each kind of layers that attend alike: (number of blocks that a request needs in one group of this
+            kind, number of layers of this kind).
         max_groups: maximum number of groups; with more kinds than that, one group for each kind.
     """
     best, min_cost = 0, 0

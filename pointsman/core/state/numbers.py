@@ -59,7 +59,8 @@ def checked_integer(name: str, value: object, minimum: int, maximum: int = MAX_I
 
 
 def checked_priority(value: object) -> int:
-    """A priority, any 64-bit value: callers may use a time in nanoseconds, or a remaining time.
+    """The value as a Python int, if it is an integer of 64 bits, positive or negative: a priority may be a time in
+    nanoseconds, or a remaining time.
 
     Raises:
         ValueError: the value is no integer of 64 bits.

@@ -101,8 +101,9 @@ class OutputFields(metaclass=Documented):
     draft_token_ids: IntArray
     """Ragged int32: the drafts, in row order."""
     completes: IntArray
-    """[m] int64: row indices (0 to n - 1) that compute the end of a prompt for which nothing is sampled (`max_tokens`
-    0). The request finishes with this step's update; the host decides how to use the row's hidden states."""
+    """[m] int64: indices (0 to n - 1) of the rows that compute the end of a prompt for which nothing is sampled
+    (`max_tokens` 0). The request finishes with this step's update; the host decides how to use the row's hidden
+    states."""
 
     num_cached_tokens: IntArray
     """[n - num_continued] int64: number of tokens of each admitted row that need not be computed: they are in the

@@ -16,8 +16,8 @@ class Reason(enum.Enum):
     """Why a request was not admitted in a step; or why a step has no row for a running request (`why_left_out` in
     `observe/explain.py`).
 
-    The first six reasons are the levels of the graded response to memory pressure: counted is the level whose removal
-    alone would have admitted the request.
+    The first six reasons are the levels of the graded response to memory pressure: the recorded reason is the level
+    whose removal alone would have admitted the request.
     """
 
     WATERMARK = "watermark"
@@ -82,8 +82,8 @@ class Recovery(NamedTuple):
     swaps: bool
     """Whether the KV is copied to host memory and back; otherwise it is recomputed."""
     num_cached_tokens: int
-    """Number of tokens that were cached when the request was preempted; at most this many are evicted, and are then to
-    be recomputed or copied back."""
+    """Number of the request's tokens that were cached when it was preempted. At most this many tokens are evicted
+    before it resumes, and must then be recomputed or copied back."""
     recompute_seconds: float | None
     """Estimated time to recompute these tokens, in seconds; None: not known, or not estimated."""
     swap_seconds: float | None

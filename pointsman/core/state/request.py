@@ -37,7 +37,7 @@ MAX_FLOAT = float_info.max
 
 
 class Columns(Protocol):
-    """The part of the `Batch` that a request with a row reads."""
+    """The columns and methods of the `Batch` that a request with a row reads."""
 
     num_tokens: Int64Array
     num_computed_tokens: Int64Array
@@ -237,7 +237,7 @@ class RequestState:
 
     @property
     def phase(self) -> str:
-        """See `Request.phase`."""
+        """One of "waiting", "prefill", "decoding" and "finished", see `Request.phase`."""
         if self.status.is_finished:
             return "finished"
         if self.status is not RequestStatus.RUNNING or self.batch is None or self.row is None:
@@ -306,7 +306,7 @@ class RequestState:
         self.batch, self.row = batch, row
 
     def leave_row(self, num_computed_tokens: int, num_pending: int) -> None:
-        """Take over the values of the batch's columns when the row is released."""
+        """Store the values of the batch's columns for the request, because its row is released."""
         self.batch = None
         self.row = None
         self._num_computed_tokens = num_computed_tokens
@@ -395,7 +395,7 @@ class RequestState:
         own.add(tokens[offset + self.num_prompt_tokens + own.length : offset + end].copy())
 
     def take(self, tokens: Int32Array) -> None:
-        """Append tokens without a copy: the caller must not keep the array."""
+        """Append tokens to the request's own array without a copy: the caller must not keep `tokens`."""
         self._output.add(tokens)
 
     def truncate_output(self, num_output_tokens: int) -> None:
@@ -831,7 +831,7 @@ class _Checks:
             raise RequestRefused(f"request {self._request_id!r} refused: {error}") from None
 
     def token_ids(self, values: Sequence[int]) -> tuple[int, ...]:
-        """EOS or stop tokens."""
+        """EOS or stop token ids, as a tuple."""
         if not isinstance(values, Iterable):
             self.refuse(f"EOS or stop token ids are {values!r}; give a list, such as [{values!r}]")
         for token in values:

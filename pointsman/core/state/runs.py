@@ -28,12 +28,12 @@ def join_runs(
 
 
 class Runs(NamedTuple):
-    """s runs, each of at least one token."""
+    """Runs of tokens, one after the other in one array. There are s runs, each of at least one token."""
 
     counts: Int64Array
     """[s] number of tokens of each run."""
     ends: Int64Array
-    """[s] the end of each run in `token_ids`."""
+    """[s] index in `token_ids` after the last token of each run."""
     token_ids: Int32Array
     """The tokens of all runs, one run after the other."""
 
@@ -43,7 +43,7 @@ class Runs(NamedTuple):
 
     @property
     def starts(self) -> Int64Array:
-        """[s] the start of each run in `token_ids`."""
+        """[s] index in `token_ids` of the first token of each run."""
         return self.ends - self.counts
 
     def run(self, index: int) -> list[int]:

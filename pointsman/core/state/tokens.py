@@ -52,7 +52,8 @@ class OutputTokens:
 
 
 def shared_prompt(request_id: str, token_ids: IntArray | Sequence[int]) -> tuple[Int32Array, bytes]:
-    """The prompt as a read-only int32 array over a bytes object: one copy serves the model and the prefix tree."""
+    """The prompt as a read-only int32 array, and the bytes object that holds the data of this array. So the model and
+    the prefix tree use the same copy."""
     if isinstance(token_ids, np.ndarray) and (token_ids.dtype is INT32 or token_ids.dtype == INT32):
         base: object = token_ids.base
         if isinstance(base, bytes) and token_ids.nbytes == len(base) and _smallest(token_ids) >= 0:
