@@ -30,7 +30,7 @@ class EngineStepError(PointsmanError, RuntimeError):
 
 
 class EngineDeadError(PointsmanError, RuntimeError):
-    """The engine's thread has stopped, because a step failed for good or because it was shut down.
+    """The engine's thread has stopped, because an error ended it or because it was shut down.
 
     The `__cause__` of this error is the failure, or None after a shutdown.
     """

@@ -37,7 +37,7 @@ clients probably make up tenant names."""
 
 
 class CapacityError(Exception):
-    """An amount exceeds the free capacity or the tenant's share; the tenant takes nothing.
+    """The amount that a tenant would take exceeds the free capacity or the tenant's share. The tenant gets none of it.
 
     Attributes:
         held: amount that the tenant holds.
@@ -101,7 +101,7 @@ class SharedCapacity:
 
 @dataclass(slots=True, eq=False)
 class QueuedItem(Generic[ItemT]):
-    """An item of the queue, waiting or taken and not ended, with its tenant and cost."""
+    """An item that was put into a `FairQueue`, with its tenant and cost."""
 
     tenant: str
     item: ItemT
@@ -212,7 +212,7 @@ class FairQueue(Generic[ItemT]):
         self.end(entry)
 
     def end(self, entry: QueuedItem[ItemT]) -> None:
-        """End the work on a taken item, so that it no longer counts for its tenant."""
+        """End the work on a taken item, so that it no longer counts towards its tenant's `max_out`."""
         own = self._tenants[entry.tenant]
         own.num_out -= 1
         self._num_out -= 1
@@ -225,8 +225,8 @@ class FairQueue(Generic[ItemT]):
             self._prune()
 
     def _offer_of(self, own: _Tenant[ItemT]) -> tuple[float, int, str] | None:
-        """The current heap entry of a tenant's first waiting item; None: no item waits, or the tenant has `max_out`
-        items out."""
+        """The heap entry of a tenant's first waiting item: (virtual start, number of the item, tenant). None: no item
+        waits, or the tenant has `max_out` items out."""
         if not own.queue or (self._max_out is not None and own.num_out >= self._max_out):
             return None
         first = next(iter(own.queue))
@@ -242,8 +242,8 @@ class FairQueue(Generic[ItemT]):
             heapify(self._offers)
 
     def _prune(self) -> None:
-        """Forget idle tenants, except those that were served more than others; if these are very many, forget them
-        too."""
+        """Forget idle tenants, except those that were served more than others; if very many idle tenants were served
+        more, forget these too."""
         busy = {tenant: own for tenant, own in self._tenants.items() if own.queue or own.num_out}
         ahead = {tenant: own for tenant, own in self._tenants.items() if own.start > self._now}
         self._tenants = busy if len(ahead) > _MAX_KEPT else {**busy, **ahead}
