@@ -270,7 +270,8 @@ class EngineThread:
 
     @property
     def _has_unreported_ends(self) -> bool:
-        """Whether the scheduler has yet to report finished requests; their ids are free after its next output."""
+        """Whether the scheduler has yet to report finished requests; their ids may be used again after the scheduler's
+        next output."""
         return self._engine.scheduler.has_unreported_ends
 
     def _should_end(self) -> bool:
@@ -314,8 +315,8 @@ class EngineThread:
     # ------------------------------------------------------------------ messages
 
     def _handle_messages(self) -> None:
-        """Handle the messages that are in the inbox now; without work, wait for a message first. Messages that arrive
-        meanwhile wait for the next call, so that a busy caller cannot delay the next step without end.
+        """Handle the messages that are in the inbox now; if the engine has no work, wait for a message first. Messages
+        that arrive meanwhile wait for the next call, so that a busy caller cannot delay the next step without end.
         """
         message = self._next_message()
         num_more = self._inbox.qsize()
@@ -411,8 +412,8 @@ class EngineThread:
         self._adding = None
 
     def _try_to_add(self, message: Add) -> Request | BaseException:
-        """Add a request; return the request, or the exception, which belongs to the sender of the message and must not
-        end the engine."""
+        """Add a request; return the request, or the exception that `Add.add` raised. The exception is for the sender of
+        the message, and must not end the engine."""
         try:
             return message.add(self._engine)
         except BaseException as error:

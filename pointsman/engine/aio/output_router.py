@@ -5,8 +5,8 @@
     ring       after each step: every port with new outputs is rung once
 
 A request that waits for its grammar is followed when it is added, but accepted only when the grammar is ready: until
-then it may still be refused. When a port is closed, the requests of its mailboxes are aborted, and their outputs are
-discarded.
+then the request may still be refused. When a port is closed, the requests of its mailboxes are aborted, and their
+outputs are discarded.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Route(NamedTuple):
 
 
 class OutputRouter:
-    """The mailboxes of one engine's requests. Only the engine's thread uses it.
+    """Maps the requests of one engine to their mailboxes. Only the engine's thread uses this object.
 
     Args:
-        abort: function that aborts the request with an id; the engine then calls `deliver` with the last output of a
-            followed request.
+        abort: function that aborts the request with a given id. If the request is followed, the engine then calls
+            `deliver` with the request's last output.
     """
 
     def __init__(self, abort: Callable[[str], object]) -> None:

@@ -41,7 +41,8 @@ class Odds:
         self._lengths = np.zeros((0, 0), dtype=np.int64)
 
     def note(self, judged: Iterable[int]) -> None:
-        """Count matches, given as `NgramLookup.append` returns them: the length, negative if another token followed."""
+        """Count for each match whether the expected token followed. `judged`: as `NgramLookup.append` returns it, the
+        length of each match, negative if another token followed."""
         for length in judged:
             at = min(abs(length), LONGEST)
             self._num_observed[at] += 1
@@ -61,7 +62,8 @@ class Odds:
 
     def max_gain(self, lengths: Iterable[int]) -> float:
         """Upper bound of the expected number of accepted drafts after matches of these lengths, however many are
-        verified. It takes a tenth of the time of `chances`, which is not called if the bound is too small."""
+        verified. This method takes a tenth of the time of `chances`, which need not be called if the bound is too
+        small."""
         each = self.by_length()
         gain = each[LONGEST] / (1 - each[LONGEST])  # of an endless match
         gains = [gain] * (LONGEST + 1)
@@ -91,7 +93,8 @@ class StepCost:
     eighth longer.
 
     Args:
-        rounded: function of a number of tokens: the number of rows that the model computes for them.
+        rounded: function that takes a number of tokens and returns the number of rows that the model computes for these
+            tokens.
     """
 
     PRIOR_SLOPE = 1 / 8

@@ -155,7 +155,8 @@ def layout_in_groups(
     layout = KVLayout(tuple(groups), tuple(places[index] for index in range(len(layers))), (largest,) * size)
 
     def num_elements(one: KVLayout) -> int:
-        """Number of elements of all blocks of a decoding request of maximum length, divided by the block size."""
+        """Number of elements of all blocks of a decoding request of maximum length with the layout `one`, divided by
+        the block size."""
         num_blocks = config.replace(kv_groups=one.groups).decode_blocks(max_model_len)
         return num_blocks * sum(shape.num_elements for shape in one.slots)
 
