@@ -1,4 +1,4 @@
-"""GrammarCompiler: compiles the grammars of one engine's requests beside its steps.
+"""GrammarCompiler: compiles the grammars of one engine's requests while steps run.
 
     compiler.add(request)            compile a request's grammar; equal grammars are compiled once
     compiler.take()                  -> requests whose grammar is compiled, or has failed

@@ -203,8 +203,8 @@ def _write_literal(text: str) -> str:
 
 
 def _write_class(characters: CharacterSet) -> str:
-    """A set as a class in EBNF. A set that contains the last code point is written as its excluded characters and the
-    surrogates."""
+    """Write a set of characters as a class in EBNF. A set that contains the last code point is written as its excluded
+    characters and the surrogates."""
     if not characters:
         return NEVER
     if characters.ranges[-1][1] == LAST:
@@ -214,8 +214,8 @@ def _write_class(characters: CharacterSet) -> str:
 
 
 def _write_separate_class(characters: CharacterSet) -> str:
-    """A class in EBNF outside a repetition. A class that lists multi-byte characters gets an alternative, so that
-    xgrammar makes a rule for it; in a counted repetition a rule would be slow."""
+    """Write a set of characters as a class in EBNF outside a repetition. A class that lists multi-byte characters gets
+    an alternative, so that xgrammar makes a rule for it; in a counted repetition a rule would be slow."""
     return (
         f"({_write_class(characters)} | {NEVER})"
         if _lists_multibyte_characters(characters)

@@ -6,7 +6,7 @@ own job. A job has a socket pair, whose other end goes to the process. `Job.canc
 compilation immediately.
 
 A process that hangs must be distinguished from a slow grammar. The process forks a child for each job. The child first
-sends that it runs, and the kernel ends the child when the grammar's time is up. So the process hangs
+sends a message that it runs, and the kernel ends the child when the grammar's time is up. So the process hangs
 
     if no child has begun                      within ACCEPT_TIMEOUT
     if a child is neither done nor ended       GRACE after the grammar's time was up, waiting included
@@ -87,8 +87,9 @@ class GrammarLimits:
     """Constant part of the maximum processor time, in seconds, for checking a text against the grammar; each token adds
     `token_time`."""
     token_time: float = 0.002
-    """Part of the maximum processor time per token of a text, in seconds. Some tens of microseconds are usual. In a
-    grammar that allows one text in many ways each token takes longer than the token before, and every request waits."""
+    """Part of the maximum processor time per token of a text, in seconds. A token usually takes some tens of
+    microseconds. In a grammar that allows one text in many ways each token takes longer than the token before, and
+    every request waits."""
 
     @property
     def longest(self) -> float:
@@ -321,7 +322,8 @@ class GrammarProcess:
     # ------------------------------------------------------------------ the process
 
     def _use_server(self, use: Callable[[GrammarServer], AnswerT]) -> AnswerT:
-        """Call `use` with the process, and once more with a new process if the first one does not answer or has ended.
+        """Call `use` with the server of the process, and return its result. If the process does not answer or has
+        ended, call `use` once more, with a new process.
 
         Raises:
             GrammarUnavailableError: the second process fails too, or no process is started for `RETRY_AFTER` seconds
@@ -461,7 +463,7 @@ class GrammarServer:
         self.sock.settimeout(ACCEPT_TIMEOUT)
 
     def hand_over(self, theirs: socket.socket) -> None:
-        """Pass the socket of a job to the process.
+        """Pass `theirs`, the process's end of a job's socket pair, to the process.
 
         Raises:
             _Late, _Ended: the process does not take the socket.

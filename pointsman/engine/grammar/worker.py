@@ -202,8 +202,8 @@ def read_tree(job: dict[str, Any]) -> GrammarTree:
 
 
 def _probe(compiled: xgrammar.CompiledGrammar, job: dict[str, Any], is_random: bool) -> None:
-    """Generate a trial text with a compiled grammar: `is_random`: of random allowed tokens; otherwise always the first
-    allowed token (mostly a short text).
+    """Generate a trial text with a compiled grammar. `is_random`: whether each token is chosen at random among the
+    allowed tokens; otherwise it is the first allowed token (the text is then mostly short).
 
     Raises:
         ValueError: no token may continue the text, the grammar refuses a token that it allowed, or checking the text

@@ -83,8 +83,8 @@ def with_defaults(given: Mapping[str, Any], device_type: str = "cpu") -> dict[st
 def scheduler_defaults(given: Mapping[str, Any], device_type: str) -> dict[str, Any]:
     """An engine's default scheduler knobs, which depend on the `given` knobs.
 
-    On a GPU the default is one step in flight if `num_draft_tokens` is set, because drafts need that. A token budget
-    below the default `max_num_seqs` lowers this default, as in vLLM.
+    On a GPU the default is one step in flight if `num_draft_tokens` is set, because drafts need one step in flight. A
+    token budget below the default `max_num_seqs` lowers this default, as in vLLM.
     """
     if device_type != "cuda":
         return dict(SCHEDULER_DEFAULTS)
@@ -139,7 +139,8 @@ STORE_ROLES = ("both", "producer", "consumer")
 
 @dataclass(frozen=True, slots=True)
 class KVKnobs:
-    """The arguments of `Engine` for KV in host memory and in a KV store; `Engine` describes each."""
+    """The arguments of `Engine` for KV in host memory and in a KV store; the docstring of `Engine` describes each
+    argument."""
 
     kv_offload_bytes: int | None = None
     kv_store: str | Path | None = None

@@ -50,7 +50,7 @@ class SamplingParams:
     """The sampling parameters of one request. Immutable, and checked when built.
 
     Raises:
-        ValueError: a value is out of range; one line with the value, the limit and the remedy.
+        ValueError: a value is out of range; the message is one line with the value, the limit and the remedy.
     """
 
     n: int = 1
