@@ -80,7 +80,8 @@ SMALLER_STEPS = "lower max_num_batched_tokens or max_num_seqs, or free the devic
 SMALLER_POOL = "lower gpu_memory_utilization, kv_cache_bytes or num_blocks, to leave more memory beside the KV pool"
 """Remedies in out-of-memory errors: `SMALLER_STEPS` before the KV pool is made, `SMALLER_POOL` afterwards."""
 PATIENCE = 0.1
-"""Maximum seconds for which a step without runnable requests waits for a grammar or for KV; then an empty step runs."""
+"""Maximum seconds for which `step`, if no request is runnable, waits for a grammar or for KV; then it runs an empty
+step."""
 
 
 class Engine:

@@ -26,14 +26,14 @@ from typing import Generic, TypeVar
 ItemT = TypeVar("ItemT")
 
 SHARE = 3
-"""Maximum capacity that one tenant may hold, as a multiple of the free capacity: three quarters of the whole if the
-tenant is alone."""
+"""Maximum capacity that one tenant may hold, as a multiple of the free capacity. A tenant that is alone may hold three
+quarters of the whole capacity."""
 
 _MIN_KEPT = 64
 """Number of tenants up to which idle tenants are not forgotten."""
 _MAX_KEPT = 4096
-"""Maximum number of idle tenants that are kept because they were served more than other tenants. If more have been,
-clients probably make up tenant names."""
+"""Maximum number of idle tenants that are kept because they were served more than other tenants. If there are more such
+tenants, clients probably make up tenant names."""
 
 
 class CapacityError(Exception):
@@ -70,7 +70,7 @@ class SharedCapacity:
         self.total = 0
         """Amount that all tenants hold."""
         self.held: dict[str, int] = {}
-        """Tenant -> amount that it holds, without tenants that hold nothing."""
+        """Tenant -> amount that the tenant holds; tenants that hold nothing are left out."""
 
     def take(self, tenant: str, amount: int, own: int = 0) -> None:
         """Let a tenant hold a further amount. A tenant that holds nothing, or only earlier parts of the same item, may

@@ -31,8 +31,8 @@ KEPT_AT_THE_TOP = 1 << 30
 """Number of free bytes at the end of a heap above which the C library returns them to the system."""
 CGROUP = Path("/sys/fs/cgroup")
 GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
-"""Device files of NVIDIA's driver, of NVIDIA's driver within WSL, and of AMD's driver; PyTorch calls all these GPUs
-"cuda"."""
+"""Device files of NVIDIA's driver, of NVIDIA's driver within WSL, and of AMD's driver; PyTorch calls the GPUs of all
+these drivers "cuda"."""
 SECONDS_TO_COUNT = 120.0
 """Maximum seconds for a child process to import PyTorch and count GPUs."""
 

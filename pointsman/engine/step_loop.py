@@ -96,10 +96,11 @@ class StepLoop:
         self._steps: deque[_Step] = deque()
         """Steps that are scheduled and not executed; the oldest of them may be executing."""
         self._executed: tuple[SchedulerOutput, StepExecution] | None = None
-        """The step before `_steps`, if it was executed and the scheduler was not updated with its result yet."""
-        self._updated: _Updated | None = None
-        """The step before `_executed`, if the scheduler was updated with its result and its outputs were not reported
+        """The step that precedes `_steps`, if the step was executed and the scheduler was not updated with its result
         yet."""
+        self._updated: _Updated | None = None
+        """The step that precedes `_executed`, if the scheduler was updated with the step's result and the step's
+        outputs were not reported yet."""
         self._may_schedule = True
         """Whether further steps may be scheduled; False during `finish`."""
         self._part: Callable[[], object] | None = None

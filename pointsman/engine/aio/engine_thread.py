@@ -153,14 +153,14 @@ class EngineThread:
         self._stats_log = None if log_stats_interval is None else StatsLogger(engine, log_stats_interval)
         self._inbox: SimpleQueue[Message] = SimpleQueue()
         self._adding: Mailbox | None = None
-        self._num_failures = 0  # in a row
+        self._num_failures = 0  # consecutive failed steps
         self._computed_at: float | None = None  # time of the last step; None: freed memory was returned since
         self._stop: Stop | None = None
         self._gate = threading.RLock()  # held only while a message is sent or the inbox is closed
         self._is_draining = False
         self._is_closed = False
         self.cause: BaseException | None = None
-        """The exception that ended the thread; None: it runs, or was asked to stop."""
+        """The exception that ended the thread; None: the thread runs, or was asked to stop."""
         self.ended: Future[None] = Future()
         """Future that is done when the thread has completed its last work."""
         self.ended.set_running_or_notify_cancel()  # a caller that gives up must not cancel the future for others
@@ -396,7 +396,7 @@ class EngineThread:
         router.stop_expecting(mailbox)
         if mailbox.is_abandoned:
             return
-        self._adding = mailbox  # gets the error if the thread dies below
+        self._adding = mailbox  # the mailbox that gets the error if the thread dies below
         request = self._try_to_add(message)
         has_ends = self._has_unreported_ends
         if isinstance(request, DuplicateRequest) and has_ends and not router.is_following(request_id):

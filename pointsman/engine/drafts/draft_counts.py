@@ -18,11 +18,11 @@ import numpy.typing as npt
 from pointsman.engine.arrays import Float64Array, Int64Array
 
 LONGEST = 16
-"""Length, in tokens, from which matches of all lengths are counted together."""
+"""Length of a match, in tokens, from which on longer matches are counted like matches of this length."""
 PRIOR = 4.0
 """Weight of the prior, the estimate from shorter matches, as a number of observed tokens."""
 MAX_NOTED = 128.0
-"""Number of observed tokens per match length above which its counts are halved."""
+"""Number of observed tokens for a match length above which the counts of this length are halved."""
 MIN_GAIN = 1.05
 """Minimum factor by which drafts must be expected to raise the tokens per second: estimates are rough."""
 
@@ -65,7 +65,7 @@ class Odds:
         verified. This method takes a tenth of the time of `chances`, which need not be called if the bound is too
         small."""
         each = self.by_length()
-        gain = each[LONGEST] / (1 - each[LONGEST])  # of an endless match
+        gain = each[LONGEST] / (1 - each[LONGEST])  # expected number of accepted drafts after an endless match
         gains = [gain] * (LONGEST + 1)
         for length in range(LONGEST - 1, 0, -1):
             gains[length] = gain = each[length] * (1 + gain)

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 FILTER_FACTOR = 4
-"""Minimum number of bytes of the filter per token; a new filter has at least twice as many."""
+"""Minimum number of bytes of the filter per token; a new filter has at least twice as many bytes."""
 MULTIPLIER = 0x9E3779B1
 MASK_64 = (1 << 64) - 1
 

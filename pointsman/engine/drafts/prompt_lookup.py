@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 LONGEST_PAUSE = 8
 """Maximum number of steps from one search for drafts to the next. Each search doubles the number of steps, an accepted
-draft resets it to one. With a small model this saves most of the search time where text does not repeat itself."""
+draft resets the number to one. With a small model this saves most of the search time where text does not repeat
+itself."""
 SEARCH_SHARE = 1 / 256
 """Share of the time of steps that searching may take; if a search takes less than this share of one step, every step
 has a search."""

@@ -3,9 +3,10 @@
     node = read_regex("[^a]b*")     -> Sequence([Characters(...), Repeat(Text("b"), 0, None)])
     written_rules({"root": node})   -> 'root ::= [^a\\ud800-\\udfff] "b"*'
 
-xgrammar's own readers differ from other dialects: they take every hexadecimal digit that follows `\\x`, read `.` as any
-character and allow half a surrogate pair in `[^a]`. So Pointsman reads both languages itself, and writes a small,
-unambiguous part of EBNF: literals and classes. Their characters outside printable ASCII are escapes of a fixed length.
+xgrammar's own readers differ from other dialects: they read every hexadecimal digit after `\\x` as a part of the
+escape, read `.` as any character and allow half a surrogate pair in `[^a]`. So Pointsman reads both languages itself,
+and writes a small, unambiguous part of EBNF: literals and classes. Their characters outside printable ASCII are escapes
+of a fixed length.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ MAX_NESTING = 64
 """Maximum number of levels of nested groups."""
 
 CODE_ESCAPE = r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6})\}|U([0-9a-fA-F]{8})"
-"""Pattern of an escape, without the backslash, that gives a character's code point in hexadecimal; it has four groups,
-one per form."""
+"""Pattern of an escape, without the backslash, that gives a character's code point in hexadecimal; the pattern has four
+groups, one per form of the escape."""
 
 Range: TypeAlias = tuple[int, int]
 

@@ -53,9 +53,9 @@ SECONDS_PER_CPU_SECOND = 3
 """Maximum seconds that may pass per second of processor time: on a busy machine a child gets only a part of a
 processor."""
 START_TIMEOUT = 60.0
-"""Maximum seconds until a new process has imported xgrammar and can compile; usually a few."""
+"""Maximum seconds until a new process has imported xgrammar and can compile; usually it takes a few seconds."""
 ACCEPT_TIMEOUT = 3.0
-"""Maximum seconds until a child of the process has begun with a job; usually some milliseconds."""
+"""Maximum seconds until a child of the process has begun with a job; usually it takes some milliseconds."""
 GRACE = 3.0
 """Maximum seconds from the end of a grammar's time to the end of the child that compiles it."""
 RETRY_AFTER = 5.0
@@ -64,7 +64,7 @@ NICENESS, SLOW_NICENESS = 5, 10
 """Niceness of a child that compiles a new grammar, and of a child that compiles a slow grammar. The model's threads
 have priority."""
 SECONDS_TO_END = 5.0
-"""Maximum seconds until a killed process has ended; usually some milliseconds."""
+"""Maximum seconds until a killed process has ended; usually it takes some milliseconds."""
 KILL_PATIENCE = 0.2
 """Maximum seconds from the end of a child to the end of its parent process, if both were killed."""
 MAX_COMPILED_BYTES = 64 * 1024**2
@@ -167,7 +167,7 @@ class GrammarProcess:
 
     def __init__(self, read_vocabulary: Callable[[], GrammarVocabulary], limits: GrammarLimits) -> None:
         self.num_restarts = 0
-        """Number of restarts of the process, because it had ended or did not answer."""
+        """Number of times that a process was replaced by a new process, because it had ended or did not answer."""
         self._read_vocabulary = read_vocabulary
         self._limits = limits
         self._lock = threading.Lock()

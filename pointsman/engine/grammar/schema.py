@@ -87,7 +87,7 @@ _CHARACTERS: Node = Choice([
     Sequence([_ANY_CHARACTER, Rule("characters")]),
     Sequence([Text("\\"), Rule("escape"), Rule("characters")]),
 ])  # fmt: skip
-"""The remaining characters of a JSON string, and the quotation mark at its end."""
+"""The remaining characters of a JSON string after its beginning, and the quotation mark at its end."""
 
 
 def schema_tree(text: str, *, any_whitespace: bool, max_whitespace: int) -> GrammarTree:

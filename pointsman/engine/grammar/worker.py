@@ -13,7 +13,7 @@ socket:
 
     child     b"A" as soon as it runs
     engine    the job as JSON
-    child     b"+" and the compiled grammar as JSON, or b"-" and an error; b"\\0" when all is there
+    child     b"+" and the compiled grammar as JSON, or b"-" and an error; b"\\0" ends either
 
 If the system cannot start a child, this process sends b"!" and the reason over the job's socket. The program and its
 children (a process group) end when the engine closes the program's socket. The program imports only the package's

@@ -28,7 +28,8 @@ from pointsman.engine.params.engine_args import wants_one_group
 logger = logging.getLogger(__name__)
 
 MAX_GROUPS = 8
-"""Maximum number of groups. Each group takes time in every step, for its blocks and its attention inputs."""
+"""Maximum number of groups. In every step the scheduler and the attention inputs take additional time for each
+group."""
 
 
 @dataclass(frozen=True, slots=True)

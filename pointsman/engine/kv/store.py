@@ -50,9 +50,10 @@ MAX_HEADER = 2**20
 OURS = re.compile(
     r"[0-9a-f]{20}/([0-9a-f]{2})/\1([0-9a-f]{62}([0-9a-f]{4})?|[0-9a-f]{14}-[0-9-]+)(?P<end>\.safetensors|\.part)"
 )
-"""Pattern of the paths, relative to the directory, of files that a KV store has written, finished or not."""
+"""Pattern of the paths, relative to the directory, of files that a KV store has written, completely or not."""
 ABANDONED_AFTER = 3600.0
-"""Seconds since the last write after which an unfinished file counts as left by a dead process, and is removed."""
+"""Seconds since the last write after which an unfinished file counts as left by a process that has ended, and is
+removed."""
 KEPT_SHARE = 0.9
 """Share of the size limit down to which files are removed when the limit is exceeded."""
 

@@ -137,19 +137,20 @@ class Transcript:
         self.embedding: npt.NDArray[np.float32] | None = None
         """The vector of an embedding request; None before its prompt is computed, and for other requests."""
         self.prompt_logprobs: list[TokenLogprobs] | None = [] if keeps_prompt_logprobs else None
-        """One entry per prompt token, from the second on; None: not requested."""
+        """One entry per prompt token, from the second on; None: the caller did not ask for log probabilities of the
+        prompt."""
         self.metrics = RequestMetrics(arrival_time=request.arrival_time)
         self.finish_reason: str | None = None
         self.finish_detail = ""
         self.error: Exception | None = None
-        """The error that finished the request outside a step; None: no error did."""
+        """The error that finished the request outside a step; None: no error finished it."""
         self.stop_reason: int | str | None = None
         self.has_hidden_end = False
         """Whether the last token, which stopped the request, is not part of the text."""
         self._is_verbatim = is_verbatim
         self._has_begun = is_verbatim
-        self._num_unshown = 0  # leading tokens that are known not to be in the text
-        self._rest: str | None = None  # text that is settled only by the end of the tokens
+        self._num_unshown = 0  # number of leading tokens that are known not to be in the text
+        self._rest: str | None = None  # text that is settled only because no token follows
         self._final_text: str | None = None
         self._prompt_token_ids: list[int] | None = None
 

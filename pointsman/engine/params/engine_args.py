@@ -134,7 +134,8 @@ def with_prefill_gap(given: Mapping[str, Any]) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------- KV outside the pool
 
 STORE_ROLES = ("both", "producer", "consumer")
-"""Roles of an engine with a KV store: "producer" writes computed KV, "consumer" reads stored KV, "both" does both."""
+"""Roles of an engine with a KV store: "producer" writes computed KV, "consumer" reads stored KV, "both" writes and
+reads."""
 
 
 @dataclass(frozen=True, slots=True)

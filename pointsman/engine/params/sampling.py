@@ -20,7 +20,7 @@ from pointsman.core import RepetitionDetectionParams as RepetitionDetectionParam
 from pointsman.engine.params.structured_outputs import StructuredOutputsParams
 
 GREEDY_BELOW = 1e-5
-"""Temperature below which sampling is greedy: dividing logits by a smaller one would overflow."""
+"""Temperature below which sampling is greedy: dividing logits by a smaller temperature would overflow."""
 
 MAX_TOKEN_ID = 2**31 - 1
 

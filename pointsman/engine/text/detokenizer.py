@@ -59,8 +59,8 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 MAX_CHANGED = 8
-"""Maximum number of bytes of a prompt's text between two tokens that belong to neither, because the tokenizer has
-replaced characters, for example by accented ones."""
+"""Maximum number of bytes of a prompt's text that lie between two tokens and belong to neither token, because the
+tokenizer has replaced characters, for example by accented ones."""
 
 
 class TextDecoder:
@@ -332,7 +332,7 @@ class Detokenizer:
         self._longest = max(map(len, self._stop), default=0)
         self._num_tokens = 0
         self._buffer = ""
-        """The end of the text that may begin a stop string."""
+        """The end of the settled text that may begin a stop string."""
         self._num_released = 0  # number of characters of the buffer that were released
         self._floor = 0  # number of characters of the buffer in which no stop string may end, because of min_tokens
         self.stop_reason: str | None = None
