@@ -37,7 +37,7 @@ class EngineDeadError(PointsmanError, RuntimeError):
 
 
 class EngineStalledError(PointsmanError, RuntimeError):
-    """The engine's process is alive, but does not read its messages, or a step in it has reported no progress for too
+    """The engine's process is alive, but does not read its messages, or has reported no progress within a step for too
     long."""
 
 

@@ -188,8 +188,8 @@ class AsyncEngine:
 
         Args:
             params: pooling parameters; None: the last token's vector, scaled to length 1.
-            prompt, request_id, priority, tenant, retention, cache_salt: the arguments of `generate`; `prompt` is
-                complete.
+            prompt, request_id, priority, tenant, retention, cache_salt: the arguments of `generate`; `prompt` is a
+                complete prompt, no iterator of parts.
             ttft_target: target for the time to the vector; otherwise as for `generate`.
 
         Raises:

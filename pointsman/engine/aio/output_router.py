@@ -91,7 +91,7 @@ class OutputRouter:
         self._ports_to_ring[mailbox.port] = None
 
     def accept(self, request: Request) -> None:
-        """Accept a request that was parked for its grammar."""
+        """Accept a request that was parked until its grammar was ready; its consumer is notified."""
         route = self._routes.get(request.request_id)
         if route is not None and route.mailbox in self._parked:
             self._parked.discard(route.mailbox)
@@ -169,7 +169,7 @@ class OutputRouter:
         return [one.request for one in self._routes.values() if one.request.is_finished]
 
     def request_ids(self) -> list[str]:
-        """The ids of followed requests."""
+        """The ids of the followed requests."""
         return list(self._routes)
 
     def close(self, error: Callable[[], BaseException]) -> None:

@@ -52,8 +52,8 @@ class Odds:
                 self._num_matched[at] /= 2
 
     def by_length(self) -> list[float]:
-        """[LONGEST + 1] probability that the expected token is the next token, by the length of the match; 0 for length
-        0."""
+        """Return a list [LONGEST + 1]: entry l is the probability that the expected token is the next token after a
+        match of length l; entry 0 is 0."""
         each = [0.0]
         for length in range(1, LONGEST + 1):
             prior = 1 - (1 - each[-1]) * (length + 1) / (length + 2)

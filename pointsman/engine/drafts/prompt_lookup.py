@@ -131,8 +131,8 @@ class PromptLookup:
             self._cost.observe(num_tokens, seconds)
 
     def _append_newest(self, output: SchedulerOutput, update: StepUpdate) -> tuple[list[tuple[int, NgramLookup]], int]:
-        """Append each row's newest tokens to the lookup of its request. Return row index and lookup for each row whose
-        lookup expects a continuation, and the number of rows that decode.
+        """Append each row's newest tokens to the `NgramLookup` of the row's request. Return (row index, lookup) for
+        each row whose lookup expects a continuation, and the number of rows that decode.
         """
         lookups = self._lookups
         token_ids, start = update.token_ids.tolist(), 0

@@ -9,7 +9,7 @@ A process that hangs must be distinguished from a slow grammar. The process fork
 sends a message that it runs, and the kernel ends the child when the grammar's time is up. So the process hangs
 
     if no child has begun                      within ACCEPT_TIMEOUT
-    if a child is neither done nor ended       GRACE after the grammar's time was up, waiting included
+    if a child has neither answered nor ended  GRACE after the grammar's time was up, waiting included
 
 Then the process is killed with all its children, another process is started, and the job is tried once more. If the
 second try fails too, the error is a `GrammarUnavailableError`. After two consecutive processes that hang, all jobs get
@@ -322,8 +322,8 @@ class GrammarProcess:
     # ------------------------------------------------------------------ the process
 
     def _use_server(self, use: Callable[[GrammarServer], AnswerT]) -> AnswerT:
-        """Call `use` with the server of the process, and return its result. If the process does not answer or has
-        ended, call `use` once more, with a new process.
+        """Call `use` with the process, and return the result of `use`. If the process does not answer or has ended,
+        call `use` once more, with a new process.
 
         Raises:
             GrammarUnavailableError: the second process fails too, or no process is started for `RETRY_AFTER` seconds

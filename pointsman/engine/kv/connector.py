@@ -3,7 +3,7 @@
     scheduler.schedule     calls `num_external_tokens`: tokens in host memory or in the store
     connector.prepare      plans the step's copies and file reads from the output's saves and loads
     transfers.run          moves the KV with the step, before it computes
-    connector.settle       reports finished loads and sends to the scheduler
+    connector.settle       reports finished loads and finished writes to the scheduler
     connector.void         reports the loads of voided steps as empty
 
 Host memory (`offload.py`) is read before the step computes: a request whose blocks are in host memory is admitted

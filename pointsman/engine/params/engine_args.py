@@ -70,7 +70,7 @@ def with_defaults(given: Mapping[str, Any], device_type: str = "cpu") -> dict[st
 
     Raises:
         TypeError: the scheduler has no such knob.
-        ConfigError: the knob would have no effect in an engine.
+        ConfigError: a knob would have no effect in an engine.
     """
     for name, value in given.items():
         if name in _NOT_TAKEN:
@@ -233,7 +233,7 @@ def speculation_knobs(config: Mapping[str, Any], others: Mapping[str, Any]) -> d
     given, both get the engine's defaults, a wider range than vLLM's 5 and 5; outputs do not depend on the range.
 
     Args:
-        config: the mapping; a key with the value None counts as missing.
+        config: the `speculative_config`, a mapping; a key with the value None counts as missing.
         others: arguments of `Engine` that are given in addition.
 
     Raises:
