@@ -13,8 +13,8 @@ class EngineCounters:
     num_prompt_tokens: int = 0
     """Number of prompt tokens of requests that reached their first token, including cached tokens."""
     num_cached_tokens: int = 0
-    """Part of `num_prompt_tokens`: number of tokens that were found in the prefix cache, or outside the pool, and not
-    computed."""
+    """Part of `num_prompt_tokens`: number of tokens that were not computed, because their KV was in the prefix cache,
+    in host memory or in the KV store."""
     num_external_tokens: int = 0
     """Part of `num_cached_tokens`: number of tokens whose KV was loaded from host memory or the KV store."""
     num_generated_tokens: int = 0
@@ -23,10 +23,10 @@ class EngineCounters:
     execute_time: float = 0.0
     """Seconds in which the engine's thread prepared steps, ran the model or waited for it."""
     num_external_queries: int = 0
-    """Number of tokens of newly admitted requests that the prefix cache did not have; counted only with KV outside the
-    pool."""
+    """Number of tokens of newly admitted requests whose KV was not in the prefix cache; counted only if the engine
+    keeps KV in host memory or a KV store."""
     num_external_hits: int = 0
-    """Part of `num_external_queries`: number of tokens whose KV was loaded from outside the pool."""
+    """Part of `num_external_queries`: number of tokens whose KV was loaded from host memory or the KV store."""
     num_offloaded_blocks: int = 0
     """Number of KV blocks that were copied to host memory."""
     num_restored_blocks: int = 0
@@ -47,5 +47,6 @@ class EngineCounters:
 
     @property
     def work_time(self) -> float:
-        """Seconds of scheduling and execution together; with one step in flight no second counts twice."""
+        """Sum of `scheduler_time` and `execute_time`, in seconds. With one step in flight the two times do not
+        overlap."""
         return self.scheduler_time + self.execute_time

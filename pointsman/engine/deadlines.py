@@ -16,8 +16,9 @@ MIN_ENTRIES = 64
 class Deadlines:
     """A heap of the deadlines of one engine's requests, in seconds on the engine's clock.
 
-    The entry of a request that finishes in time stays in the heap until its deadline, or until such entries may be more
-    than half of the heap. So a deadline in an hour does not keep a request's prompt in memory for an hour.
+    The entry of a request that finishes in time stays in the heap until its deadline, or until the entries of finished
+    requests may be more than half of the heap. So a deadline in an hour does not keep a request's prompt in memory for
+    an hour.
     """
 
     def __init__(self) -> None:

@@ -2,7 +2,8 @@
 
 A copy to a GPU does not make the host wait if its source is pinned memory. Arrays are copied together, in one buffer,
 because each copy costs the host some microseconds. Their offsets in the buffer depend on their sizes alone. So arrays
-of the same sizes can overwrite earlier ones, and a CUDA graph that reads these addresses gets the new values.
+of the same sizes can be copied over the arrays of an earlier step, and a CUDA graph that reads these addresses gets the
+new values.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def _offsets(arrays: Arrays) -> tuple[dict[str, int], int]:
 
 
 class FromDevice:
-    """A copy of tensors to the host that is in progress; the device continues meanwhile.
+    """A copy of tensors from the device to the host, which starts with this object; the device need not wait for it.
 
     Args:
         tensors: small tensors by name, all on one device; later writes to them do not change the copy.

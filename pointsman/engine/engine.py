@@ -80,7 +80,8 @@ SMALLER_STEPS = "lower max_num_batched_tokens or max_num_seqs, or free the devic
 SMALLER_POOL = "lower gpu_memory_utilization, kv_cache_bytes or num_blocks, to leave more memory beside the KV pool"
 """Remedies in out-of-memory errors: `SMALLER_STEPS` before the KV pool is made, `SMALLER_POOL` afterwards."""
 PATIENCE = 0.1
-"""Maximum seconds for which a step without runnable requests waits for a grammar or for KV; then an empty step runs."""
+"""Maximum seconds for which `step`, if no request is runnable, waits for a grammar or for KV; then it runs an empty
+step."""
 
 
 class Engine:
@@ -91,8 +92,9 @@ class Engine:
             OWNER/NAME on a hub (`sources/find.py`), or a model that is loaded already.
         revision: branch, tag or commit of a model on a hub; None: main.
         download_dir: cache directory for a model from a hub; None: huggingface_hub's cache.
-        num_blocks: number of KV blocks; None: as many as fit `kv_cache_bytes`. With neither argument the engine chooses
-            the number and logs it; on a GPU the pool takes the memory that `gpu_memory_utilization` leaves.
+        num_blocks: number of KV blocks; None: as many as fit `kv_cache_bytes`. If neither `num_blocks` nor
+            `kv_cache_bytes` is given, the engine chooses the number and logs it; on a GPU the pool takes the memory
+            that `gpu_memory_utilization` leaves.
         gpu_memory_utilization: share of a GPU's memory that the engine may take, above 0 and at most 1: weights, the
             largest step (run once to measure it) and the KV pool together (`memory.py`). None: 0.9. Refused on a CPU.
         dtype: element type of weights and KV: "float32", "bfloat16", or on a GPU "float16"; "auto": bfloat16 on a GPU,
@@ -112,11 +114,11 @@ class Engine:
             4-bit layers of a GGUF file stay in 4 bits (see `model/linear.py`); None: as they were loaded.
         num_threads: number of threads of PyTorch and the kernels; None: chosen by `threads.py`.
         grammar_timeout: seconds of processor time that compiling the grammar of a request with structured output may
-            take; three times as many seconds may pass.
+            take; the limit of elapsed time is three times as long.
         kv_offload_bytes: host memory for KV that the pool evicts, see `kv/offload.py`; None: no host memory.
         kv_store: directory in which KV is kept for other engines and later runs, see `kv/store.py`; None: no KV store.
-        kv_store_role: "producer": computed KV is written to the store; "consumer": KV found there is not computed;
-            "both".
+        kv_store_role: "producer": computed KV is written to the store; "consumer": KV found in the store is loaded, not
+            computed; "both".
         kv_store_bytes: maximum total size of the files in the KV store; None: limited by the disk only.
         kv_events_config: where to publish changes of the prefix cache, see `kv/events.py`; None: they are not
             published.
@@ -355,10 +357,12 @@ class Engine:
             params: sampling parameters, or `PoolingParams`: the output then has an embedding and no tokens. None:
                 `default_sampling_params`.
             arrival_time: time of arrival, in seconds on the engine's clock; None: now.
-            priority: urgency; a smaller number is more urgent. Read under order "priority".
-            tenant: the owner of the request; read by orders that are fair to tenants.
-            ttft_target: target for the time to the first token, in seconds from the request's arrival; read by orders
-                that have such targets. None: the order's default. A missed target does not end the request.
+            priority: urgency; a smaller number is more urgent. Used by the scheduling orders with priorities, such as
+                "priority".
+            tenant: the owner of the request; used by scheduling orders that are fair to tenants.
+            ttft_target: target for the time to the first token, in seconds from the request's arrival; used by
+                scheduling orders that have such targets. None: the order's default. A missed target does not end the
+                request.
             retention: seconds for which the request's prefix should stay cached after it finishes; read by some
                 eviction policies. None: the policy's default.
             cache_salt: text that separates prefix caches: only requests with an equal salt share cached prefixes.
@@ -452,8 +456,8 @@ class Engine:
         """Append the next part of the prompt to a request that was added with `more_input`.
 
         Args:
-            prompt: the part: text, which is tokenized separately and without BOS, or token ids; the last part may be
-                empty.
+            prompt: the part to append: text, which is tokenized separately and without BOS, or token ids; the last part
+                may be empty.
             more_input: whether further parts follow.
             prompt_text: the text that outputs show for this part if `prompt` is token ids.
 
@@ -567,8 +571,8 @@ class Engine:
             clear_cache: whether KV of the old weights is dropped, see `pausing.py`.
 
         Returns:
-            A future that is done when nothing will be computed until `resume`: already on return, or after further
-            steps.
+            A future that is done when the pause is complete, so that nothing is computed until `resume`. It may be done
+            already on return, or only after further steps.
 
         Raises:
             ValueError: there is no such mode.
@@ -593,8 +597,8 @@ class Engine:
     # -------------------------------------------------------------------------------------------------- steps
 
     def step(self) -> list[RequestOutput]:
-        """Execute a step, and update the scheduler with its result. With several steps in flight this may be the update
-        for the preceding step instead; see `step_loop.py`.
+        """Execute a step, and update the scheduler with its result. With several steps in flight, the scheduler may be
+        updated with the result of the preceding step instead; see `step_loop.py`.
 
         Returns:
             Outputs of the requests that got a token or finished since the last call, in order; a request may have two
@@ -641,6 +645,7 @@ class Engine:
             self.watchdog.tick()
 
     def _keep(self, outputs: list[RequestOutput]) -> None:
-        """Keep outputs for the next `step` to return, unless there is an `on_output`, which has got them already."""
+        """Keep outputs for the next `step` to return, unless there is a listener `on_output`, which was already called
+        with them."""
         if self.on_output is None:
             self.outputs.hand_out(outputs)

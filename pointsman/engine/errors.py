@@ -30,14 +30,14 @@ class EngineStepError(PointsmanError, RuntimeError):
 
 
 class EngineDeadError(PointsmanError, RuntimeError):
-    """The engine's thread has stopped, because a step failed for good or because it was shut down.
+    """The engine's thread has stopped, because an error ended it or because it was shut down.
 
     The `__cause__` of this error is the failure, or None after a shutdown.
     """
 
 
 class EngineStalledError(PointsmanError, RuntimeError):
-    """The engine's process is alive, but does not read its messages, or a step in it has reported no progress for too
+    """The engine's process is alive, but does not read its messages, or has reported no progress within a step for too
     long."""
 
 

@@ -26,18 +26,18 @@ from typing import Generic, TypeVar
 ItemT = TypeVar("ItemT")
 
 SHARE = 3
-"""Maximum capacity that one tenant may hold, as a multiple of the free capacity: three quarters of the whole if the
-tenant is alone."""
+"""Maximum capacity that one tenant may hold, as a multiple of the free capacity. A tenant that is alone may hold three
+quarters of the whole capacity."""
 
 _MIN_KEPT = 64
 """Number of tenants up to which idle tenants are not forgotten."""
 _MAX_KEPT = 4096
-"""Maximum number of idle tenants that are kept because they were served more than other tenants. If more have been,
-clients probably make up tenant names."""
+"""Maximum number of idle tenants that are kept because they were served more than other tenants. If there are more such
+tenants, clients probably make up tenant names."""
 
 
 class CapacityError(Exception):
-    """An amount exceeds the free capacity or the tenant's share; the tenant takes nothing.
+    """The amount that a tenant would take exceeds the free capacity or the tenant's share. The tenant gets none of it.
 
     Attributes:
         held: amount that the tenant holds.
@@ -70,7 +70,7 @@ class SharedCapacity:
         self.total = 0
         """Amount that all tenants hold."""
         self.held: dict[str, int] = {}
-        """Tenant -> amount that it holds, without tenants that hold nothing."""
+        """Tenant -> amount that the tenant holds; tenants that hold nothing are left out."""
 
     def take(self, tenant: str, amount: int, own: int = 0) -> None:
         """Let a tenant hold a further amount. A tenant that holds nothing, or only earlier parts of the same item, may
@@ -101,7 +101,7 @@ class SharedCapacity:
 
 @dataclass(slots=True, eq=False)
 class QueuedItem(Generic[ItemT]):
-    """An item of the queue, waiting or taken and not ended, with its tenant and cost."""
+    """An item that was put into a `FairQueue`, with its tenant and cost."""
 
     tenant: str
     item: ItemT
@@ -212,7 +212,7 @@ class FairQueue(Generic[ItemT]):
         self.end(entry)
 
     def end(self, entry: QueuedItem[ItemT]) -> None:
-        """End the work on a taken item, so that it no longer counts for its tenant."""
+        """End the work on a taken item, so that it no longer counts towards its tenant's `max_out`."""
         own = self._tenants[entry.tenant]
         own.num_out -= 1
         self._num_out -= 1
@@ -225,8 +225,8 @@ class FairQueue(Generic[ItemT]):
             self._prune()
 
     def _offer_of(self, own: _Tenant[ItemT]) -> tuple[float, int, str] | None:
-        """The current heap entry of a tenant's first waiting item; None: no item waits, or the tenant has `max_out`
-        items out."""
+        """The heap entry of a tenant's first waiting item: (virtual start, number of the item, tenant). None: no item
+        waits, or the tenant has `max_out` items out."""
         if not own.queue or (self._max_out is not None and own.num_out >= self._max_out):
             return None
         first = next(iter(own.queue))
@@ -242,8 +242,8 @@ class FairQueue(Generic[ItemT]):
             heapify(self._offers)
 
     def _prune(self) -> None:
-        """Forget idle tenants, except those that were served more than others; if these are very many, forget them
-        too."""
+        """Forget idle tenants, except those that were served more than others; if very many idle tenants were served
+        more, forget these too."""
         busy = {tenant: own for tenant, own in self._tenants.items() if own.queue or own.num_out}
         ahead = {tenant: own for tenant, own in self._tenants.items() if own.start > self._now}
         self._tenants = busy if len(ahead) > _MAX_KEPT else {**busy, **ahead}

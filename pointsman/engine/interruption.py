@@ -1,15 +1,15 @@
 """Delays Ctrl-C to the end of a step.
 
 Python raises KeyboardInterrupt wherever the main thread happens to be: in the middle of the scheduler's bookkeeping, or
-between a lock and the `try` that would release it. A loop that steps an engine therefore notes the signal, and obeys it
-between steps, when the engine's state is consistent:
+between a lock and the `try` that would release it. A loop that steps an engine therefore records the signal, and calls
+the original signal handler between steps, when the engine's state is consistent:
 
     with noted_interrupts() as interruption:
         while engine.has_unfinished_requests():
             engine.step()
             interruption.obey()
 
-Only the first Ctrl-C is noted: a second one interrupts the step.
+Only the first Ctrl-C is delayed: a second one interrupts the step.
 
 `ended_by_signals` is for the time before the first step, while a model is found and loaded.
 """
@@ -26,8 +26,8 @@ from typing import Any
 
 
 class Interruption:
-    """Whether Ctrl-C was pressed, and the original signal handler. A plain flag, because a signal handler must not wait
-    for a lock."""
+    """Records whether Ctrl-C was pressed, and keeps the original signal handler. The record is a plain flag, because a
+    signal handler must not wait for a lock."""
 
     __slots__ = ("_handler", "requested")
 
@@ -36,7 +36,7 @@ class Interruption:
         self.requested = False
 
     def obey(self) -> None:
-        """Call the original handler if Ctrl-C was noted since the last call.
+        """Call the original handler if Ctrl-C was recorded since the last call of `obey`.
 
         Raises:
             KeyboardInterrupt: by default; the original handler may raise something else.
@@ -46,7 +46,7 @@ class Interruption:
             self._call_handler(signal.SIGINT, None)
 
     def note(self, signal_number: int, frame: FrameType | None) -> None:
-        """Record the first Ctrl-C; a second one calls the original handler. This method replaces the original
+        """Record the first Ctrl-C; a second one calls the original handler. This method is installed as the signal
         handler."""
         if self.requested:
             self._call_handler(signal_number, frame)

@@ -255,8 +255,8 @@ def _params_per_prompt(
 
 
 def _parse_prompt(prompt: Prompt) -> tuple[str | Sequence[int], str | None, str | None]:
-    """Returns the prompt's text or token ids to compute, the prompt's text to show (None: not given) and its cache
-    salt."""
+    """Return three values of a prompt: its text or token ids to compute, its text to show (None: not given), and its
+    cache salt."""
     if isinstance(prompt, str):
         return prompt, prompt, None
     if not isinstance(prompt, Mapping):

@@ -31,8 +31,8 @@ KEPT_AT_THE_TOP = 1 << 30
 """Number of free bytes at the end of a heap above which the C library returns them to the system."""
 CGROUP = Path("/sys/fs/cgroup")
 GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
-"""Device files of NVIDIA's driver, of NVIDIA's driver within WSL, and of AMD's driver; PyTorch calls all these GPUs
-"cuda"."""
+"""Device files of NVIDIA's driver, of NVIDIA's driver within WSL, and of AMD's driver; PyTorch calls the GPUs of all
+these drivers "cuda"."""
 SECONDS_TO_COUNT = 120.0
 """Maximum seconds for a child process to import PyTorch and count GPUs."""
 
@@ -52,12 +52,12 @@ def wait_briefly() -> None:
 @cache
 def keep_freed_pages(*, one_heap: bool = False) -> bool:
     """Keep freed memory in the heap of this process. Returns False, without an effect, if the C library is not glibc or
-    the user has set its thresholds.
+    the user has set glibc's thresholds for memory.
 
     Args:
         one_heap: whether all threads share one heap; call this before they first allocate. A thread's own heap consists
-            of pieces of 64 MiB, and an empty piece is always returned to the system. Sharing costs nothing where few
-            threads allocate, and only seldom.
+            of pieces of 64 MiB, and an empty piece is always returned to the system. Sharing costs nothing if only a
+            few threads allocate memory, and seldom.
     """
     mallopt = _c_function("mallopt")
     if mallopt is None or any(name in os.environ for name in ENVIRONMENT):

@@ -1,4 +1,4 @@
-"""Divides a GPU's memory: measures the largest step, gives the KV pool the rest, and words out-of-memory errors.
+"""Divides a GPU's memory: measures the largest step, gives the KV pool the rest, and rewrites out-of-memory errors.
 
     total * utilization, at most the memory that other processes leave
         peak of the largest step      weights, activations, logits, the sampler's workspace

@@ -31,7 +31,7 @@ class ResumedError(RuntimeError):
 
 
 class Pausing:
-    """The pauses of one engine.
+    """Pauses and resumes one engine.
 
     Args:
         scheduler: the engine's scheduler.
@@ -48,8 +48,8 @@ class Pausing:
         """Futures that `pause` has returned and that are not done, because the pause is incomplete."""
 
     def pause(self, mode: PauseChoice, *, clear_cache: bool) -> Future[None]:
-        """Pause the engine; the returned future is done when the pause is complete. A later call replaces the mode of
-        an earlier one, for all callers.
+        """Pause the engine; the returned future is done when the pause is complete. The mode of a later call replaces
+        the mode of earlier calls, for all callers.
 
         Raises:
             ValueError: there is no such mode.
@@ -73,7 +73,7 @@ class Pausing:
 
     def settle(self) -> None:
         """Complete the pause if no step is in flight and no request can run. Called after every step and every finished
-        request while `waiting` is not empty."""
+        request while callers of `pause` wait (`waiting` is not empty)."""
         if not self.waiting or self._scheduler.has_runnable_requests() or self._scheduler.num_steps_in_flight:
             return
         if self._clears_cache:

@@ -8,7 +8,7 @@ the layers of a model, and announces a long time without beats (a silence), such
     beat(SECONDS_TO_COMPILE)            before a long silence; the next beat ends it
     pulse.end()
 
-`beat` finds the pulse of its thread by itself, and costs next to nothing in a thread without one.
+`beat` finds the pulse of its thread by itself, and costs next to nothing in a thread without a pulse.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ SECONDS_TO_COMPILE = 600.0
 
 
 class PulseReading(NamedTuple):
-    """A thread's measurements since the reading before, in seconds."""
+    """A thread's measurements since its previous reading, in seconds."""
 
     longest: float
-    """The longest time without a beat within a step, except announced silences."""
+    """The longest time between two beats within a step; announced silences are left out."""
     mean_step: float | None
     """Mean time of a step; None: no step has ended."""
 

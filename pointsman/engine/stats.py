@@ -40,7 +40,7 @@ class EngineStats:
     """An engine's totals and state at one moment. The difference between two objects describes an interval."""
 
     time: float
-    """Time of the reading, in seconds on the reader's clock."""
+    """Time of the reading, in seconds on the clock of the code that calls `read_stats`."""
     counters: EngineCounters
     """Totals of tokens, steps and times since the engine was made."""
     scheduler: SchedulerStats
@@ -150,13 +150,14 @@ class StatsLogger:
         return now - self._before.time >= self._interval and self._log(now)
 
     def flush(self) -> bool:
-        """Log a line for the time since the last line, even if none is due; return whether a line was logged. For an
-        engine that stops."""
+        """Log a line for the time since the last line, even if none is due; return whether a line was logged. Call this
+        when the engine stops."""
         now = self._clock()
         return now > self._before.time and self._log(now)
 
     def finish(self) -> bool:
-        """`flush` at the end of a run, unless the run was short; return whether a line was logged."""
+        """Call `flush` at the end of a run, unless the run was shorter than `SHORT_RUN`; return whether a line was
+        logged."""
         return self._clock() - self._started >= SHORT_RUN and self.flush()
 
     def wait(self) -> float | None:

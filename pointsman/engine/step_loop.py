@@ -1,4 +1,4 @@
-"""StepLoop: runs the five parts of each step in order, or interleaved with those of other steps.
+"""StepLoop: runs the five parts of each step in order, or interleaved with the parts of other steps.
 
     schedule   the scheduler decides what runs
     prepare    the model's inputs are read from the scheduler
@@ -9,9 +9,9 @@
 With one step in flight these parts follow each other. With more (`max_steps_in_flight`), the thread that executes a
 step uses the time in which other threads, or a GPU, compute the step. It updates and reports the preceding step,
 schedules and prepares the next step, and launches the next step on the GPU: one part at each moment that the executing
-step offers (`Meanwhile`). So all Python code stays in one thread; two threads would contend for Python's lock when that
-costs most. A step that takes too little time to offer such a moment is updated and reported at its end, as with one
-step in flight.
+step offers (`Meanwhile`). So all Python code stays in one thread; two threads would contend for Python's global lock
+(GIL) when that costs most. A step that takes too little time to offer such a moment is updated and reported at its end,
+as with one step in flight.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class StepLoop:
         outputs: turns tokens into outputs.
         proposer: proposes drafts for the next steps; None: there are none.
         kv_events: publishes changes of the prefix cache; None: nothing is published.
-        pausing: completes a pause after the last step.
+        pausing: completes a pause when the last step in flight is updated.
         before_schedule: finishes overdue requests, and moves parked requests that are ready back to the queue.
         clock: the engine's clock, in seconds.
         counters: the engine's counters, to which this loop adds steps, tokens and times.
@@ -96,10 +96,11 @@ class StepLoop:
         self._steps: deque[_Step] = deque()
         """Steps that are scheduled and not executed; the oldest of them may be executing."""
         self._executed: tuple[SchedulerOutput, StepExecution] | None = None
-        """The step before `_steps`, if it was executed and the scheduler was not updated with its result yet."""
-        self._updated: _Updated | None = None
-        """The step before `_executed`, if the scheduler was updated with its result and its outputs were not reported
+        """The step that precedes `_steps`, if the step was executed and the scheduler was not updated with its result
         yet."""
+        self._updated: _Updated | None = None
+        """The step that precedes `_executed`, if the scheduler was updated with the step's result and the step's
+        outputs were not reported yet."""
         self._may_schedule = True
         """Whether further steps may be scheduled; False during `finish`."""
         self._part: Callable[[], object] | None = None
@@ -109,7 +110,7 @@ class StepLoop:
         """Seconds of the current call of `run` in parts other than prepare and run."""
 
     def __len__(self) -> int:
-        """Number of steps in flight: scheduled, while the scheduler was not updated with their results."""
+        """Number of steps in flight: steps that are scheduled, and whose results the scheduler has not got yet."""
         return len(self._steps) + (self._executed is not None)
 
     def run(self) -> SchedulerOutput:
@@ -167,7 +168,7 @@ class StepLoop:
 
     def void_if_broken_off(self) -> None:
         """Void every step in flight if an exception ended an earlier call after the scheduler's `schedule` and before
-        this object recorded its output."""
+        this object recorded the output of `schedule`."""
         if len(self) != self._scheduler.num_steps_in_flight:
             self.void()
 

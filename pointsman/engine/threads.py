@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 ENVIRONMENT = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 SMALL_MODEL = 8_000_000
-"""Number of model parameters below which one thread is fastest: a step takes a few milliseconds, and several threads
-would wait for each other at every operation."""
+"""Number of model parameters below which one thread is fastest: a step takes a few milliseconds, and with several
+threads each would wait for the others at every operation."""
 _PAUSE_SOFT = 1  # `omp_pause_soft`
 
 _at_start = torch.get_num_threads()

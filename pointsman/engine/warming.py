@@ -1,8 +1,8 @@
 """Warm-up: compiles kernels, imports packages and starts processes before the first requests need them.
 
-Several things are made on first use: the kernels for the model's types and the sampler's race are compiled (seconds,
-unless an earlier process left them on disk), xgrammar is imported, the process that compiles grammars is started.
-`warm_up` runs requests of every kind through the model:
+Several things are made on first use: the kernels for the model's types and for drawing tokens are compiled (this takes
+seconds, unless an earlier process left them on disk), xgrammar is imported, the process that compiles grammars is
+started. `warm_up` runs requests of every kind through the model:
 
     plain        chunks of a prompt, decodes, both in one step; drafts if the engine has them
     others       each way to sample, edits of logits, log probabilities, embeddings, structured output
@@ -171,8 +171,8 @@ class _Rehearsal:
         self._add(PoolingParams("mean"))
 
     def add_structured(self, grammar: Future[CompiledGrammar | None]) -> None:
-        """Wait for the compiled grammar, and add a request with it; add none if the model cannot have structured
-        output."""
+        """Wait until the grammar is compiled, and add a request with the grammar; add no request if the model cannot
+        have structured output."""
         compiled = grammar.result()
         if compiled is not None:
             self._add(

@@ -1,4 +1,5 @@
-"""EngineWatchdog: reports requests without progress, in the log (a line per stall) and in the metrics (their number).
+"""EngineWatchdog: reports requests without progress, in the log (a line per stall) and in the metrics (the number of
+such requests).
 
 The watchdog checks the scheduler four times in `watchdog_seconds`, between steps or while the engine has nothing to
 run. It cannot check while a step hangs; then the server notices that the engine gives no sign of life (`pulse.py`).
@@ -25,7 +26,7 @@ class EngineWatchdog:
 
     Args:
         seconds: seconds without progress after which a request is reported.
-        clock: the clock whose time the scheduler's calls get, in seconds.
+        clock: function that returns the time, in seconds; the scheduler's calls get the time of this clock.
 
     Raises:
         ValueError: the seconds are not a number above 0.

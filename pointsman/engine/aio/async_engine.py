@@ -141,10 +141,12 @@ class AsyncEngine:
                 tokens (DELTA), or one final output (FINAL_ONLY). Several outputs that wait to be read are merged into
                 one.
             request_id: text, unique among unfinished requests; None: "request-0", "request-1", ...
-            priority: urgency; a smaller number is more urgent. Read under order "priority". `set_priority` changes it.
-            tenant: the owner of the request; read by orders that are fair to tenants.
-            ttft_target: target for the time to the first token, in seconds from the request's arrival; read by orders
-                that have such targets. None: the order's default. A missed target does not end the request.
+            priority: urgency; a smaller number is more urgent. Used by the scheduling orders with priorities, such as
+                "priority". `set_priority` changes it.
+            tenant: the owner of the request; used by scheduling orders that are fair to tenants.
+            ttft_target: target for the time to the first token, in seconds from the request's arrival; used by
+                scheduling orders that have such targets. None: the order's default. A missed target does not end the
+                request.
             retention: seconds for which the request's prefix should stay cached after it finishes; read by some
                 eviction policies. None: the policy's default.
             cache_salt: text that separates prefix caches: only requests with an equal salt share cached prefixes.
@@ -185,9 +187,9 @@ class AsyncEngine:
         """Compute a prompt's vector, which is the result's `outputs.embedding`. Cancelling the call aborts the request.
 
         Args:
-            params: the kind of pooling; None: the last token's vector, scaled to length 1.
-            prompt, request_id, priority, tenant, retention, cache_salt: the arguments of `generate`; `prompt` is
-                complete.
+            params: pooling parameters; None: the last token's vector, scaled to length 1.
+            prompt, request_id, priority, tenant, retention, cache_salt: the arguments of `generate`; `prompt` is a
+                complete prompt, no iterator of parts.
             ttft_target: target for the time to the vector; otherwise as for `generate`.
 
         Raises:
@@ -215,7 +217,7 @@ class AsyncEngine:
         A request whose prompt is still being tokenized is aborted when it is queued.
 
         Raises:
-            EngineDeadError: there is no engine to ask.
+            EngineDeadError: the engine has died or been shut down.
         """
         return await self._call(lambda _: self._thread.abort(request_id))
 
@@ -224,12 +226,13 @@ class AsyncEngine:
 
         Args:
             request_id: id of a queued or running request whose prompt has been tokenized.
-            priority: the new urgency; a smaller number is more urgent. Read under order "priority".
+            priority: the new urgency; a smaller number is more urgent. Used by the scheduling orders with priorities,
+                such as "priority".
 
         Raises:
             UnknownRequest: there is no such request, or it has finished.
             ValueError: the priority is not an integer of 64 bits.
-            EngineDeadError: there is no engine to ask.
+            EngineDeadError: the engine has died or been shut down.
         """
         await self._call(lambda engine: engine.scheduler.set_priority(request_id, priority, engine.clock()))
 
@@ -438,8 +441,8 @@ class RequestStream(AsyncIterator[RequestOutput]):
     """The stream of one request's outputs, read by one task at a time. `AsyncEngine.generate` returns it.
 
     A stream that is dropped before its end aborts the request when it is garbage-collected; leaving `async with
-    stream:` and `aclose()` abort it immediately. A read that is cancelled, also by a timeout, aborts it too. If another
-    task calls `aclose()`, the stream ends for the reading task without an error.
+    stream:` and `aclose()` abort it immediately. A read that is cancelled, also by a timeout, aborts the request too.
+    If another task calls `aclose()`, the stream ends for the reading task without an error.
     """
 
     def __init__(
@@ -466,7 +469,8 @@ class RequestStream(AsyncIterator[RequestOutput]):
 
     async def start(self) -> None:
         """Queue the request, and return when it is queued. So a server can notice a refusal before it sends the first
-        byte. Without this call the first read queues the request. Any number of tasks may call this method.
+        byte of its response. Without this call the first read queues the request. Any number of tasks may call this
+        method.
 
         Raises:
             RequestRefused, DuplicateRequest, ValueError: the request can never run; the message has the reason.

@@ -153,14 +153,14 @@ class EngineThread:
         self._stats_log = None if log_stats_interval is None else StatsLogger(engine, log_stats_interval)
         self._inbox: SimpleQueue[Message] = SimpleQueue()
         self._adding: Mailbox | None = None
-        self._num_failures = 0  # in a row
+        self._num_failures = 0  # consecutive failed steps
         self._computed_at: float | None = None  # time of the last step; None: freed memory was returned since
         self._stop: Stop | None = None
         self._gate = threading.RLock()  # held only while a message is sent or the inbox is closed
         self._is_draining = False
         self._is_closed = False
         self.cause: BaseException | None = None
-        """The exception that ended the thread; None: it runs, or was asked to stop."""
+        """The exception that ended the thread; None: the thread runs, or was asked to stop."""
         self.ended: Future[None] = Future()
         """Future that is done when the thread has completed its last work."""
         self.ended.set_running_or_notify_cancel()  # a caller that gives up must not cancel the future for others
@@ -270,7 +270,8 @@ class EngineThread:
 
     @property
     def _has_unreported_ends(self) -> bool:
-        """Whether the scheduler has yet to report finished requests; their ids are free after its next output."""
+        """Whether the scheduler has yet to report finished requests; their ids may be used again after the scheduler's
+        next output."""
         return self._engine.scheduler.has_unreported_ends
 
     def _should_end(self) -> bool:
@@ -314,8 +315,8 @@ class EngineThread:
     # ------------------------------------------------------------------ messages
 
     def _handle_messages(self) -> None:
-        """Handle the messages that are in the inbox now; without work, wait for a message first. Messages that arrive
-        meanwhile wait for the next call, so that a busy caller cannot delay the next step without end.
+        """Handle the messages that are in the inbox now; if the engine has no work, wait for a message first. Messages
+        that arrive meanwhile wait for the next call, so that a busy caller cannot delay the next step without end.
         """
         message = self._next_message()
         num_more = self._inbox.qsize()
@@ -395,7 +396,7 @@ class EngineThread:
         router.stop_expecting(mailbox)
         if mailbox.is_abandoned:
             return
-        self._adding = mailbox  # gets the error if the thread dies below
+        self._adding = mailbox  # the mailbox that gets the error if the thread dies below
         request = self._try_to_add(message)
         has_ends = self._has_unreported_ends
         if isinstance(request, DuplicateRequest) and has_ends and not router.is_following(request_id):
@@ -411,8 +412,8 @@ class EngineThread:
         self._adding = None
 
     def _try_to_add(self, message: Add) -> Request | BaseException:
-        """Add a request; return the request, or the exception, which belongs to the sender of the message and must not
-        end the engine."""
+        """Add a request; return the request, or the exception that `Add.add` raised. The exception is for the sender of
+        the message, and must not end the engine."""
         try:
             return message.add(self._engine)
         except BaseException as error:

@@ -7,8 +7,8 @@
     async for output in engine.generate(parts(), params): ...
 
 The first part queues the request, each further part is computed when it arrives, and nothing is generated before the
-iterator is exhausted. The task that reads the iterator has no reference to the stream. So dropping the stream ends both
-the request and the task.
+iterator is exhausted. The task that reads the iterator has no reference to the stream of outputs. So dropping the
+stream ends both the request and the task.
 """
 
 from __future__ import annotations

@@ -31,7 +31,8 @@ OwnMailbox = TypeVar("OwnMailbox", bound="Mailbox")
 
 
 class Port(ABC, Generic[OwnMailbox]):
-    """The mailboxes of one event loop or process, which are woken together; the engine's thread uses this class."""
+    """Groups the mailboxes of one event loop or process, so that one `ring` wakes it for all of them; the engine's
+    thread uses this class."""
 
     __slots__ = ("_marked",)
 

@@ -5,8 +5,8 @@
     ring       after each step: every port with new outputs is rung once
 
 A request that waits for its grammar is followed when it is added, but accepted only when the grammar is ready: until
-then it may still be refused. When a port is closed, the requests of its mailboxes are aborted, and their outputs are
-discarded.
+then the request may still be refused. When a port is closed, the requests of its mailboxes are aborted, and their
+outputs are discarded.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Route(NamedTuple):
 
 
 class OutputRouter:
-    """The mailboxes of one engine's requests. Only the engine's thread uses it.
+    """Maps the requests of one engine to their mailboxes. Only the engine's thread uses this object.
 
     Args:
-        abort: function that aborts the request with an id; the engine then calls `deliver` with the last output of a
-            followed request.
+        abort: function that aborts the request with a given id. If the request is followed, the engine then calls
+            `deliver` with the request's last output.
     """
 
     def __init__(self, abort: Callable[[str], object]) -> None:
@@ -91,7 +91,7 @@ class OutputRouter:
         self._ports_to_ring[mailbox.port] = None
 
     def accept(self, request: Request) -> None:
-        """Accept a request that was parked for its grammar."""
+        """Accept a request that was parked until its grammar was ready; its consumer is notified."""
         route = self._routes.get(request.request_id)
         if route is not None and route.mailbox in self._parked:
             self._parked.discard(route.mailbox)
@@ -169,7 +169,7 @@ class OutputRouter:
         return [one.request for one in self._routes.values() if one.request.is_finished]
 
     def request_ids(self) -> list[str]:
-        """The ids of followed requests."""
+        """The ids of the followed requests."""
         return list(self._routes)
 
     def close(self, error: Callable[[], BaseException]) -> None:

@@ -18,11 +18,11 @@ import numpy.typing as npt
 from pointsman.engine.arrays import Float64Array, Int64Array
 
 LONGEST = 16
-"""Length, in tokens, from which matches of all lengths are counted together."""
+"""Length of a match, in tokens, from which on longer matches are counted like matches of this length."""
 PRIOR = 4.0
 """Weight of the prior, the estimate from shorter matches, as a number of observed tokens."""
 MAX_NOTED = 128.0
-"""Number of observed tokens per match length above which its counts are halved."""
+"""Number of observed tokens for a match length above which the counts of this length are halved."""
 MIN_GAIN = 1.05
 """Minimum factor by which drafts must be expected to raise the tokens per second: estimates are rough."""
 
@@ -41,7 +41,8 @@ class Odds:
         self._lengths = np.zeros((0, 0), dtype=np.int64)
 
     def note(self, judged: Iterable[int]) -> None:
-        """Count matches, given as `NgramLookup.append` returns them: the length, negative if another token followed."""
+        """Count for each match whether the expected token followed. `judged`: as `NgramLookup.append` returns it, the
+        length of each match, negative if another token followed."""
         for length in judged:
             at = min(abs(length), LONGEST)
             self._num_observed[at] += 1
@@ -51,8 +52,8 @@ class Odds:
                 self._num_matched[at] /= 2
 
     def by_length(self) -> list[float]:
-        """[LONGEST + 1] probability that the expected token is the next token, by the length of the match; 0 for length
-        0."""
+        """Return a list [LONGEST + 1]: entry l is the probability that the expected token is the next token after a
+        match of length l; entry 0 is 0."""
         each = [0.0]
         for length in range(1, LONGEST + 1):
             prior = 1 - (1 - each[-1]) * (length + 1) / (length + 2)
@@ -61,9 +62,10 @@ class Odds:
 
     def max_gain(self, lengths: Iterable[int]) -> float:
         """Upper bound of the expected number of accepted drafts after matches of these lengths, however many are
-        verified. It takes a tenth of the time of `chances`, which is not called if the bound is too small."""
+        verified. This method takes a tenth of the time of `chances`, which need not be called if the bound is too
+        small."""
         each = self.by_length()
-        gain = each[LONGEST] / (1 - each[LONGEST])  # of an endless match
+        gain = each[LONGEST] / (1 - each[LONGEST])  # expected number of accepted drafts after an endless match
         gains = [gain] * (LONGEST + 1)
         for length in range(LONGEST - 1, 0, -1):
             gains[length] = gain = each[length] * (1 + gain)
@@ -91,7 +93,8 @@ class StepCost:
     eighth longer.
 
     Args:
-        rounded: function of a number of tokens: the number of rows that the model computes for them.
+        rounded: function that takes a number of tokens and returns the number of rows that the model computes for these
+            tokens.
     """
 
     PRIOR_SLOPE = 1 / 8

@@ -1,4 +1,4 @@
-"""NgramLookup: looks up a request's newest tokens among its earlier ones, and expects the same continuation.
+"""NgramLookup: finds an earlier occurrence of a request's newest tokens, and expects the same continuation.
 
 A request often generates text that its tokens already contain: a quoted passage, edited code, the turn before. The
 lookup finds the longest suffix of `min_ngram` to `max_ngram` tokens that occurred earlier, and expects the tokens that
@@ -6,8 +6,9 @@ followed the occurrence (Saxena 2023, "Prompt Lookup Decoding"; vLLM's method "n
 one is used. While each new token is the expected one, the expected position advances and nothing is looked up. The
 longer the match, the more likely is its continuation (as in SuffixDecoding, Oliaro et al. 2024).
 
-In a text that does not repeat itself, most tokens end an n-gram that is new. A filter recognizes new n-grams without a
-search: it has a byte for each hash of an n-gram, and several times as many bytes as there are tokens.
+In a text that does not repeat itself, most tokens complete an n-gram that has not occurred before. A filter recognizes
+new n-grams without a search: it has a byte for each hash of an n-gram, and several times as many bytes as there are
+tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 FILTER_FACTOR = 4
-"""Minimum number of bytes of the filter per token; a new filter has at least twice as many."""
+"""Minimum number of bytes of the filter per token; a new filter has at least twice as many bytes."""
 MULTIPLIER = 0x9E3779B1
 MASK_64 = (1 << 64) - 1
 
@@ -89,7 +90,7 @@ class NgramLookup:
         return judged
 
     def expected(self, count: int) -> array[int]:
-        """The next `count` tokens if the match continues; call this only if `length` is not 0.
+        """The next `count` tokens if the match continues; call this only if there is a match (`length` is not 0).
 
         If fewer tokens follow the earlier occurrence, because it is near the end, they are repeated.
         """
@@ -102,10 +103,11 @@ class NgramLookup:
         self._place = self._min_ngram + place
 
     def _make_filter(self) -> tuple[int, int, bytearray]:
-        """Make a filter of all n-grams so far, with space for more. Returns the newest n-gram's key, the mask of keys,
-        and the filter.
+        """Make a filter of all n-grams so far, with space for more. Returns the newest n-gram's key, the bit mask that
+        turns a key into an index of the filter, and the filter.
 
-        The key of an n-gram is a polynomial of its tokens, so that each key is computed from the one before.
+        The key of an n-gram is a polynomial of its tokens, so that each key is computed from the preceding n-gram's
+        key.
         """
         size = 1 << (2 * FILTER_FACTOR * len(self._tokens) + 511).bit_length()
         mask = size - 1

@@ -4,8 +4,8 @@
 many drafts of each request are worth verifying. So a request whose text does not repeat itself costs next to nothing,
 and a step that many requests share verifies only the likeliest drafts.
 
-Requests whose logits depend on the tokens before (penalties, bad words, grammars) get no drafts, because each draft
-would need its own edits of the logits.
+Requests whose logits are edited by their earlier tokens (penalties, bad words, grammars) get no drafts, because each
+draft would need its own edits of the logits.
 """
 
 from __future__ import annotations
@@ -28,26 +28,28 @@ if TYPE_CHECKING:
 
 LONGEST_PAUSE = 8
 """Maximum number of steps from one search for drafts to the next. Each search doubles the number of steps, an accepted
-draft resets it to one. With a small model this saves most of the search time where text does not repeat itself."""
+draft resets the number to one. With a small model this saves most of the search time where text does not repeat
+itself."""
 SEARCH_SHARE = 1 / 256
 """Share of the time of steps that searching may take; if a search takes less than this share of one step, every step
 has a search."""
 
 
 def takes_drafts(params: SamplingParams) -> bool:
-    """Whether a request with these parameters can have drafts: the logits of each position are independent of the
-    drafts before it."""
+    """Whether a request with these parameters can have drafts: no parameter edits the logits of a position by the
+    tokens before the position."""
     return not (params.has_penalties or params.bad_words or params.structured_outputs is not None)
 
 
 class PromptLookup:
-    """Proposes drafts for the next step, to follow the newest tokens of a step's rows.
+    """Proposes drafts that continue the newest tokens of a step's rows, for the next step to verify.
 
     Args:
         scheduler: the scheduler that gets the drafts; its `max_drafts` is the maximum number per request.
         min_ngram, max_ngram: minimum and maximum length of the suffix that is looked up, see `NgramLookup`.
         counters: the engine's counters, from which the time of each step is read.
-        rounded: function of a number of tokens: the number of rows that the model computes for them.
+        rounded: function that takes a number of tokens and returns the number of rows that the model computes for these
+            tokens.
     """
 
     def __init__(
@@ -74,11 +76,11 @@ class PromptLookup:
         """Seconds of the last step, and of the last search."""
 
     def propose(self, output: SchedulerOutput, update: StepUpdate, now: float) -> None:
-        """Propose drafts to follow the newest tokens of the rows of `output`, with which the scheduler was updated
-        last.
+        """Propose drafts that continue the newest tokens of the rows of `output`, the step with which the scheduler was
+        updated last.
 
         Args:
-            update: what the scheduler's `update` returned for this output.
+            update: the return value of the scheduler's `update` for this output.
         """
         for request in output.finished:
             self._lookups.pop(request, None)
@@ -93,8 +95,8 @@ class PromptLookup:
             self._wait, self._pause = self._pause, min(2 * self._pause, self._max_pause())
 
     def _max_pause(self) -> int:
-        """Maximum value of `_pause` now: the smallest number of steps with which searching takes at most `SEARCH_SHARE`
-        of the time, up to `LONGEST_PAUSE`."""
+        """Maximum number of steps from one search to the next. It is the smallest number with which searches take at
+        most `SEARCH_SHARE` of the time of the steps, but at most `LONGEST_PAUSE`."""
         steps = self._search_seconds / max(SEARCH_SHARE * self._step_seconds, 1e-9)
         return min(LONGEST_PAUSE, max(1, ceil(steps)))
 
@@ -129,8 +131,8 @@ class PromptLookup:
             self._cost.observe(num_tokens, seconds)
 
     def _append_newest(self, output: SchedulerOutput, update: StepUpdate) -> tuple[list[tuple[int, NgramLookup]], int]:
-        """Append each row's newest tokens to the lookup of its request. Return row index and lookup for each row whose
-        lookup expects a continuation, and the number of rows that decode.
+        """Append each row's newest tokens to the `NgramLookup` of the row's request. Return (row index, lookup) for
+        each row whose lookup expects a continuation, and the number of rows that decode.
         """
         lookups = self._lookups
         token_ids, start = update.token_ids.tolist(), 0

@@ -30,7 +30,7 @@ class Verification:
     rows: Int64Array
     """[r] index of each sampling row in the scheduler's output."""
     counts: Int64Array
-    """[r] number of positions of each row: its drafts and one more."""
+    """[r] number of positions of each row: its number of drafts plus 1."""
     starts: Int64Array
     """[r] index of each row's first position among the s positions."""
     sampling: Int64Array
@@ -63,9 +63,9 @@ class Verification:
             num_rows: number of rows of the output.
 
         Returns:
-            The result, without error messages; and [s] whether the position causes no failure of its row. Only a row's
-            first position can cause a failure, if it is not `ok`. A later position that is not `ok` only ends the
-            accepted drafts, and the row fails in its next step.
+            The result of the step, without error messages; and an array [s]: False where the position makes its row
+            fail. Only a row's first position can do this, if it is not `ok`. A later position that is not `ok` only
+            ends the accepted drafts, and the row fails in its next step.
         """
         goes_on = np.zeros(len(token_ids), dtype=np.bool_)
         inner = (self.behind > 0).nonzero()[0]

@@ -1,4 +1,4 @@
-"""Structured outputs: compiles grammars beside the steps, and masks the tokens that a grammar does not allow next.
+"""Structured outputs: compiles grammars while steps run, and masks the tokens that a grammar does not allow next.
 
 `compiler.py` belongs to the engine's thread. `process.py` is the engine's side of the process that compiles, and
 `worker.py` is the program of this process. `matcher.py` follows a request's output through its grammar. `vocabulary.py`

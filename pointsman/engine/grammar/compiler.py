@@ -1,4 +1,4 @@
-"""GrammarCompiler: compiles the grammars of one engine's requests beside its steps.
+"""GrammarCompiler: compiles the grammars of one engine's requests while steps run.
 
     compiler.add(request)            compile a request's grammar; equal grammars are compiled once
     compiler.take()                  -> requests whose grammar is compiled, or has failed
@@ -71,17 +71,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NUM_THREADS, NUM_SLOW_THREADS = 3, 2
-"""Number of threads of the new and the slow stage, each of which compiles one grammar at a time; together they take at
-most five times `GrammarLimits.memory`."""
+"""Number of threads of the new stage, and of the slow stage. Each thread compiles one grammar at a time; together their
+compilations take at most five times `GrammarLimits.memory`."""
 MAX_OUT, MAX_SLOW_OUT = 2, 1
 """Maximum number of threads of the new and the slow stage that compile for one tenant."""
 FIRST_SLICE, SLICE_PER_TOKEN = 0.15, 1.5e-5
 """Slice of processor time of a new grammar, in seconds: `FIRST_SLICE`, plus `SLICE_PER_TOKEN` for each token of the
 vocabulary. Schemas of 2 to 80 properties took 0.01 to 0.08 s with 2,000 tokens, and up to 2 s with 150,000, independent
-of their size."""
+of the size of the schema."""
 MAX_WAITING, MAX_SLOW_WAITING = 256, 32
 """Maximum number of waiting grammars in the new and the slow stage if there is one tenant; all tenants together may
-have a third more. Slow grammars take seconds each, so a longer queue would take minutes."""
+have a third more waiting grammars. Slow grammars take seconds each, so a longer queue would take minutes."""
 CACHE_BYTES = 256 * 1024**2
 MAX_FAILURES = 256
 FAILURE_MEMORY = 60.0

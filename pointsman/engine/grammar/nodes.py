@@ -3,9 +3,10 @@
     node = read_regex("[^a]b*")     -> Sequence([Characters(...), Repeat(Text("b"), 0, None)])
     written_rules({"root": node})   -> 'root ::= [^a\\ud800-\\udfff] "b"*'
 
-xgrammar's own readers differ from other dialects: they take every hexadecimal digit that follows `\\x`, read `.` as any
-character and allow half a surrogate pair in `[^a]`. So Pointsman reads both languages itself, and writes a small,
-unambiguous part of EBNF: literals and classes. Their characters outside printable ASCII are escapes of a fixed length.
+xgrammar's own readers differ from other dialects: they read every hexadecimal digit after `\\x` as a part of the
+escape, read `.` as any character and allow half a surrogate pair in `[^a]`. So Pointsman reads both languages itself,
+and writes a small, unambiguous part of EBNF: literals and classes. Their characters outside printable ASCII are escapes
+of a fixed length.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ MAX_NESTING = 64
 """Maximum number of levels of nested groups."""
 
 CODE_ESCAPE = r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6})\}|U([0-9a-fA-F]{8})"
-"""Pattern of an escape, without the backslash, that gives a character's code point in hexadecimal; it has four groups,
-one per form."""
+"""Pattern of an escape, without the backslash, that gives a character's code point in hexadecimal; the pattern has four
+groups, one per form of the escape."""
 
 Range: TypeAlias = tuple[int, int]
 
@@ -203,8 +204,8 @@ def _write_literal(text: str) -> str:
 
 
 def _write_class(characters: CharacterSet) -> str:
-    """A set as a class in EBNF. A set that contains the last code point is written as its excluded characters and the
-    surrogates."""
+    """Write a set of characters as a class in EBNF. A set that contains the last code point is written as its excluded
+    characters and the surrogates."""
     if not characters:
         return NEVER
     if characters.ranges[-1][1] == LAST:
@@ -214,8 +215,8 @@ def _write_class(characters: CharacterSet) -> str:
 
 
 def _write_separate_class(characters: CharacterSet) -> str:
-    """A class in EBNF outside a repetition. A class that lists multi-byte characters gets an alternative, so that
-    xgrammar makes a rule for it; in a counted repetition a rule would be slow."""
+    """Write a set of characters as a class in EBNF outside a repetition. A class that lists multi-byte characters gets
+    an alternative, so that xgrammar makes a rule for it; in a counted repetition a rule would be slow."""
     return (
         f"({_write_class(characters)} | {NEVER})"
         if _lists_multibyte_characters(characters)

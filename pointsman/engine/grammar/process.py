@@ -6,10 +6,10 @@ own job. A job has a socket pair, whose other end goes to the process. `Job.canc
 compilation immediately.
 
 A process that hangs must be distinguished from a slow grammar. The process forks a child for each job. The child first
-sends that it runs, and the kernel ends the child when the grammar's time is up. So the process hangs
+sends a message that it runs, and the kernel ends the child when the grammar's time is up. So the process hangs
 
     if no child has begun                      within ACCEPT_TIMEOUT
-    if a child is neither done nor ended       GRACE after the grammar's time was up, waiting included
+    if a child has neither answered nor ended  GRACE after the grammar's time was up, waiting included
 
 Then the process is killed with all its children, another process is started, and the job is tried once more. If the
 second try fails too, the error is a `GrammarUnavailableError`. After two consecutive processes that hang, all jobs get
@@ -53,9 +53,9 @@ SECONDS_PER_CPU_SECOND = 3
 """Maximum seconds that may pass per second of processor time: on a busy machine a child gets only a part of a
 processor."""
 START_TIMEOUT = 60.0
-"""Maximum seconds until a new process has imported xgrammar and can compile; usually a few."""
+"""Maximum seconds until a new process has imported xgrammar and can compile; usually it takes a few seconds."""
 ACCEPT_TIMEOUT = 3.0
-"""Maximum seconds until a child of the process has begun with a job; usually some milliseconds."""
+"""Maximum seconds until a child of the process has begun with a job; usually it takes some milliseconds."""
 GRACE = 3.0
 """Maximum seconds from the end of a grammar's time to the end of the child that compiles it."""
 RETRY_AFTER = 5.0
@@ -64,7 +64,7 @@ NICENESS, SLOW_NICENESS = 5, 10
 """Niceness of a child that compiles a new grammar, and of a child that compiles a slow grammar. The model's threads
 have priority."""
 SECONDS_TO_END = 5.0
-"""Maximum seconds until a killed process has ended; usually some milliseconds."""
+"""Maximum seconds until a killed process has ended; usually it takes some milliseconds."""
 KILL_PATIENCE = 0.2
 """Maximum seconds from the end of a child to the end of its parent process, if both were killed."""
 MAX_COMPILED_BYTES = 64 * 1024**2
@@ -87,8 +87,9 @@ class GrammarLimits:
     """Constant part of the maximum processor time, in seconds, for checking a text against the grammar; each token adds
     `token_time`."""
     token_time: float = 0.002
-    """Part of the maximum processor time per token of a text, in seconds. Some tens of microseconds are usual. In a
-    grammar that allows one text in many ways each token takes longer than the token before, and every request waits."""
+    """Part of the maximum processor time per token of a text, in seconds. A token usually takes some tens of
+    microseconds. In a grammar that allows one text in many ways each token takes longer than the token before, and
+    every request waits."""
 
     @property
     def longest(self) -> float:
@@ -166,7 +167,7 @@ class GrammarProcess:
 
     def __init__(self, read_vocabulary: Callable[[], GrammarVocabulary], limits: GrammarLimits) -> None:
         self.num_restarts = 0
-        """Number of restarts of the process, because it had ended or did not answer."""
+        """Number of times that a process was replaced by a new process, because it had ended or did not answer."""
         self._read_vocabulary = read_vocabulary
         self._limits = limits
         self._lock = threading.Lock()
@@ -321,7 +322,8 @@ class GrammarProcess:
     # ------------------------------------------------------------------ the process
 
     def _use_server(self, use: Callable[[GrammarServer], AnswerT]) -> AnswerT:
-        """Call `use` with the process, and once more with a new process if the first one does not answer or has ended.
+        """Call `use` with the process, and return the result of `use`. If the process does not answer or has ended,
+        call `use` once more, with a new process.
 
         Raises:
             GrammarUnavailableError: the second process fails too, or no process is started for `RETRY_AFTER` seconds
@@ -461,7 +463,7 @@ class GrammarServer:
         self.sock.settimeout(ACCEPT_TIMEOUT)
 
     def hand_over(self, theirs: socket.socket) -> None:
-        """Pass the socket of a job to the process.
+        """Pass `theirs`, the process's end of a job's socket pair, to the process.
 
         Raises:
             _Late, _Ended: the process does not take the socket.

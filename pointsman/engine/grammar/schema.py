@@ -3,15 +3,16 @@
     tree = schema_tree('{"type": "string", "pattern": "^é\\\\d+$"}', any_whitespace=True, max_whitespace=16)
 
 Some parts of a schema are not given to xgrammar: patterns, strings with a minimum or maximum length, numbers, escapes,
-and names of additional properties. Instead a rule stands for each part, and its body is replaced by Pointsman's own
-grammar afterwards (`tree.py`). Patterns have a placeholder text for this.
+and names of additional properties. Instead xgrammar makes a rule for each such part, and the rule's body is replaced by
+Pointsman's own grammar afterwards (`tree.py`). For a pattern, xgrammar gets a placeholder text instead.
 
 - A pattern describes the whole string. A character that JSON must escape is escaped if it is the only choice, and is
   left out of a class that has other characters.
 - A number without bounds in the schema has at most `INTEGER_DIGITS` digits before the point, so that it fits into 64
   bits, `FRACTION_DIGITS` after it, and `EXPONENT_DIGITS` in its exponent. Otherwise a weak model would write digits up
   to its token limit.
-- An additional property of an object has none of the names in its schema, with escapes or without.
+- The name of an object's additional property is none of the names in the object's schema, written with escapes or
+  without.
 - An escape is never half of a surrogate pair.
 """
 
@@ -86,7 +87,7 @@ _CHARACTERS: Node = Choice([
     Sequence([_ANY_CHARACTER, Rule("characters")]),
     Sequence([Text("\\"), Rule("escape"), Rule("characters")]),
 ])  # fmt: skip
-"""The remaining characters of a JSON string, and the quotation mark at its end."""
+"""The remaining characters of a JSON string after its beginning, and the quotation mark at its end."""
 
 
 def schema_tree(text: str, *, any_whitespace: bool, max_whitespace: int) -> GrammarTree:

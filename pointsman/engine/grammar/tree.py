@@ -8,7 +8,7 @@ and to each other by number. The methods find and change rules and expressions:
 - `excluded_names`: find the names that an object's additional properties may not have; xgrammar excludes them only
   partly;
 - `places`: find the rules of placeholder texts;
-- `prune`: remove options that allow no text. A model that took one of them could never end its text.
+- `prune`: remove options that allow no text. A model that chose such an option could never end its text.
 
 `tests/engine/grammar/test_schema.py` fails if a new version of xgrammar has another format.
 """
@@ -85,7 +85,8 @@ class GrammarTree:
         return {rule[0]: first_rule + number for number, rule in enumerate(other._rules)}
 
     def graft(self, scions: Mapping[int, int]) -> None:
-        """Replace the body of each rule "stock" by that of another rule "scion", both given by number: stock -> scion.
+        """Replace the bodies of rules. `scions`: number of the rule whose body is replaced (the stock) -> number of the
+        rule whose body replaces it (the scion).
 
         A scion that is a single sequence is inlined in the sequences that refer to its stock: xgrammar cannot look
         ahead behind a rule that ends with a long repetition, and each token of the repetition would take milliseconds.

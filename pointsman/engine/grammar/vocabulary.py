@@ -1,10 +1,10 @@
 """GrammarVocabulary: for each token of a model the bytes of its text.
 
-xgrammar reads the bytes from the tokenizer, for three ways in which vocabularies write bytes. Wrong bytes would allow
-texts that the grammar forbids, so the result is compared with the engine's own decoder. If the two disagree, or
-xgrammar does not know the tokenizer, the decoder decodes each token, which takes some seconds for a large vocabulary.
-Then pairs of tokens are decoded. If the text of a pair differs from the bytes of its tokens, the model cannot have
-structured output. Special tokens have no bytes, because texts leave them out.
+xgrammar reads the bytes from the tokenizer; it knows three ways in which vocabularies write bytes. Wrong bytes would
+allow texts that the grammar forbids, so the result is compared with the engine's own decoder. If xgrammar and the
+decoder disagree, or xgrammar does not know the tokenizer, the decoder decodes each token. This takes some seconds for a
+large vocabulary. Then pairs of tokens are decoded. If the text of a pair differs from the bytes of its tokens, the
+model cannot have structured output. Special tokens have no bytes, because texts leave them out.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ socket:
 
     child     b"A" as soon as it runs
     engine    the job as JSON
-    child     b"+" and the compiled grammar as JSON, or b"-" and an error; b"\\0" when all is there
+    child     b"+" and the compiled grammar as JSON, or b"-" and an error; b"\\0" ends either
 
 If the system cannot start a child, this process sends b"!" and the reason over the job's socket. The program and its
 children (a process group) end when the engine closes the program's socket. The program imports only the package's
@@ -202,8 +202,8 @@ def read_tree(job: dict[str, Any]) -> GrammarTree:
 
 
 def _probe(compiled: xgrammar.CompiledGrammar, job: dict[str, Any], is_random: bool) -> None:
-    """Generate a trial text with a compiled grammar: `is_random`: of random allowed tokens; otherwise always the first
-    allowed token (mostly a short text).
+    """Generate a trial text with a compiled grammar. `is_random`: whether each token is chosen at random among the
+    allowed tokens; otherwise it is the first allowed token (the text is then mostly short).
 
     Raises:
         ValueError: no token may continue the text, the grammar refuses a token that it allowed, or checking the text

@@ -3,7 +3,7 @@
     scheduler.schedule     calls `num_external_tokens`: tokens in host memory or in the store
     connector.prepare      plans the step's copies and file reads from the output's saves and loads
     transfers.run          moves the KV with the step, before it computes
-    connector.settle       reports finished loads and sends to the scheduler
+    connector.settle       reports finished loads and finished writes to the scheduler
     connector.void         reports the loads of voided steps as empty
 
 Host memory (`offload.py`) is read before the step computes: a request whose blocks are in host memory is admitted
@@ -71,7 +71,8 @@ class StepTransfers:
     loads: list[FileLoad]
 
     def report(self) -> Copies | None:
-        """The number of copied blocks and the seconds, after the step has computed; None: nothing was copied."""
+        """Return the number of copied blocks and the seconds that copying took; None: nothing was copied. Call this
+        after the step has computed."""
         return None if self.copies is None else self.copies.report()
 
     def run(self) -> None:
@@ -91,7 +92,7 @@ class Waiting(NamedTuple):
 
 
 class EngineConnector:
-    """Both sides of a `pointsman.core.KVConnector`, for one engine.
+    """The `pointsman.core.KVConnector` of one engine: both the scheduler's side and the side that moves KV.
 
     Only the thread that owns the engine calls it, except `StepTransfers.run`, which the executor of the steps calls.
 
@@ -154,7 +155,8 @@ class EngineConnector:
     def num_tokens_in_groups(
         self, request: Request, num_local_tokens: int, has: npt.NDArray[np.bool_]
     ) -> tuple[int | None, bool]:
-        """`num_external_tokens` for KV in groups of layers. `has` [groups, blocks]: whether the pool has a block."""
+        """`num_external_tokens` for KV in groups of layers. `has` [groups, blocks]: whether the pool has each block of
+        the request."""
         size, start = self._pool.block_size, num_local_tokens // self._pool.block_size
         num_here = 0 if self.tier is None else self._num_reusable_blocks(request, has, self.tier.has) - start
         num_stored = 0
@@ -165,8 +167,8 @@ class EngineConnector:
     def _num_reusable_blocks(
         self, request: Request, in_pool: npt.NDArray[np.bool_], is_outside: Callable[[bytes], bool]
     ) -> int:
-        """Maximum number of leading blocks that a request need not compute, with blocks that are `in_pool` and blocks
-        that `is_outside` finds by name."""
+        """Maximum number of leading blocks that a request need not compute, because each needed block is in the pool
+        (`in_pool` [groups, blocks]) or outside it (`is_outside` of the block's name)."""
         found = in_pool.copy()
         for group, place in zip(*(where.tolist() for where in (~in_pool).nonzero()), strict=True):
             found[group, place] = is_outside(self._block_name(request, group, place))
@@ -260,7 +262,8 @@ class EngineConnector:
                 self._counters.num_external_hits += external
 
     def _count(self, what: Literal["offloaded", "restored", "stored", "loaded"], blocks: int, num_bytes: int) -> None:
-        """Add to the counters of blocks and bytes of one kind; only one thread changes each counter."""
+        """Add to the engine's counters of blocks and bytes that were moved in one way (`what`); only one thread changes
+        each counter."""
         counters = self._counters
         setattr(counters, f"num_{what}_blocks", getattr(counters, f"num_{what}_blocks") + blocks)
         setattr(counters, f"num_{what}_bytes", getattr(counters, f"num_{what}_bytes") + num_bytes)
@@ -392,8 +395,8 @@ class EngineConnector:
 
 
 def fill_block(pool: KVPool, block_id: int, parts: dict[str, Any]) -> None:
-    """Copy the parts of a block into the pool. Any thread may call this. On a CPU NumPy copies, because PyTorch's
-    operators would start helper threads for the calling thread."""
+    """Copy the keys and values of a block into the pool. `parts`: tensors, named as by `KVPool.block`. Any thread may
+    call this. On a CPU NumPy copies, because PyTorch's operators would start helper threads for the calling thread."""
     for name, target in pool.block(block_id).items():
         if target.device.type == "cpu":
             target.view(torch.uint8).numpy()[...] = parts[name].view(torch.uint8).numpy()

@@ -61,7 +61,7 @@ class KVEventsConfig:
     topic: str = ""
     """Text in the first frame of every message, by which subscribers filter."""
     data_parallel_rank: int = 0
-    """Number of this engine among the engines of a server, which sets it; part of every message."""
+    """Number of this engine among the engines of a server; the server sets it. Part of every message."""
 
     def __post_init__(self) -> None:
         if self.publisher not in ("zmq", "null"):

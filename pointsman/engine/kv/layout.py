@@ -28,7 +28,8 @@ from pointsman.engine.params.engine_args import wants_one_group
 logger = logging.getLogger(__name__)
 
 MAX_GROUPS = 8
-"""Maximum number of groups. Each group takes time in every step, for its blocks and its attention inputs."""
+"""Maximum number of groups. In every step the scheduler and the attention inputs take additional time for each
+group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +156,8 @@ def layout_in_groups(
     layout = KVLayout(tuple(groups), tuple(places[index] for index in range(len(layers))), (largest,) * size)
 
     def num_elements(one: KVLayout) -> int:
-        """Number of elements of all blocks of a decoding request of maximum length, divided by the block size."""
+        """Number of elements of all blocks of a decoding request of maximum length with the layout `one`, divided by
+        the block size."""
         num_blocks = config.replace(kv_groups=one.groups).decode_blocks(max_model_len)
         return num_blocks * sum(shape.num_elements for shape in one.slots)
 

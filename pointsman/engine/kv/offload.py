@@ -58,7 +58,8 @@ class HostCopies:
         self.is_done = True
 
     def report(self) -> Copies | None:
-        """The number of copied blocks and the seconds, after the step has computed; None: nothing was copied."""
+        """Return the number of copied blocks and the seconds that copying took; None: nothing was copied. Call this
+        after the step has computed."""
         if not self.plan.num_blocks:
             return None
         if self._events is not None:

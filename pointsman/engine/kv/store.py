@@ -50,9 +50,10 @@ MAX_HEADER = 2**20
 OURS = re.compile(
     r"[0-9a-f]{20}/([0-9a-f]{2})/\1([0-9a-f]{62}([0-9a-f]{4})?|[0-9a-f]{14}-[0-9-]+)(?P<end>\.safetensors|\.part)"
 )
-"""Pattern of the paths, relative to the directory, of files that a KV store has written, finished or not."""
+"""Pattern of the paths, relative to the directory, of files that a KV store has written, completely or not."""
 ABANDONED_AFTER = 3600.0
-"""Seconds since the last write after which an unfinished file counts as left by a dead process, and is removed."""
+"""Seconds since the last write after which an unfinished file counts as left by a process that has ended, and is
+removed."""
 KEPT_SHARE = 0.9
 """Share of the size limit down to which files are removed when the limit is exceeded."""
 
@@ -103,7 +104,7 @@ class BlockFolder:
         return next((index for index, key in enumerate(keys) if not self.has(key)), len(keys))
 
     def read(self, key: bytes) -> dict[str, Tensor]:
-        """Read and check the file of a block; return the parts, named as by `KVPool.block`.
+        """Read and check the file of a block; return its keys and values, named as by `KVPool.block`.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -162,8 +163,8 @@ class BlockFolder:
         self._distrusted.update(keys)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Mark the files of these keys as used now, the file of an earlier key slightly later than that of the next, so
-        that a prefix outlives its continuations."""
+        """Mark the files of these keys as used now, the file of an earlier key slightly later than the file of the next
+        key, so that a prefix outlives its continuations."""
         now = time.time_ns()
         for index, key in enumerate(keys):
             try:
@@ -246,8 +247,8 @@ class KVStore:
         self._num_bytes = total
 
     def _list_files(self) -> list[tuple[int, int, Path]]:
-        """Time of last use (ns), size (bytes) and path of each finished file; removes unfinished files of dead
-        processes."""
+        """Return the time of last use (ns), size (bytes) and path of each completely written file. Incomplete files of
+        processes that have ended are removed."""
         found = []
         for path in self.directory.glob("*/*/*"):
             match = OURS.fullmatch(path.relative_to(self.directory).as_posix())

@@ -60,7 +60,7 @@ class OutputProcessor:
 
     Args:
         tokenizer: the model's tokenizer; None: outputs have no text.
-        counters: the engine's counters; this class adds to those of prompt tokens.
+        counters: the engine's counters; this class adds to the counters of prompt tokens.
         stream_interval: number of tokens from one output of a request to its next output; the first token and the last
             output are reported without delay.
 
@@ -92,7 +92,7 @@ class OutputProcessor:
         return list(self._live)
 
     def check(self, request_id: str, params: SamplingParams) -> None:
-        """Raises ValueError: the parameters need text, and the model has no tokenizer."""
+        """Check that the model has a tokenizer if the parameters need text; raises ValueError if it has none."""
         if params.stop and self.decoder is None:
             raise ValueError(
                 f"request {request_id!r}: stop is {params.stop[0]!r} and the model has no tokenizer; "

@@ -6,7 +6,7 @@ when they are read. So an engine can return a view per token and request, and a 
 pays for one.
 
     earlier.token_ids, earlier.text      # do not change when more tokens follow
-    later.since(earlier).text            # the text between the two
+    later.since(earlier).text            # the text that `later` has after `earlier`
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class RequestMetrics:
     first_token_time: float | None = None
     finished_time: float | None = None
     num_cached_tokens: int = 0
-    """Number of prompt tokens that were found in the prefix cache, or outside the pool, at the admission that led to
-    the request's first token."""
+    """Number of prompt tokens whose KV was in the prefix cache, in host memory or in the KV store at the admission that
+    led to the request's first token."""
     num_external_tokens: int = 0
     """Part of `num_cached_tokens`: number of tokens whose KV was loaded from host memory or the KV store."""
     num_preemptions: int = 0
@@ -88,7 +88,7 @@ class Transcript:
         detokenizer: makes this request's text; None if `decoder` is None.
         skips_special_tokens: whether the text leaves special tokens out.
         is_verbatim: whether the text is independent of the prompt.
-        is_eager: whether only `make_text` makes text, in the engine's thread; otherwise reading makes it too.
+        is_eager: whether only `make_text` makes text, in the engine's thread; otherwise reading makes text too.
         keeps_logprobs: whether the caller asked for log probabilities of the output.
         keeps_prompt_logprobs: whether the caller asked for log probabilities of the prompt.
         stream_interval: number of tokens from one output to the next.
@@ -137,19 +137,20 @@ class Transcript:
         self.embedding: npt.NDArray[np.float32] | None = None
         """The vector of an embedding request; None before its prompt is computed, and for other requests."""
         self.prompt_logprobs: list[TokenLogprobs] | None = [] if keeps_prompt_logprobs else None
-        """One entry per prompt token, from the second on; None: not requested."""
+        """One entry per prompt token, from the second on; None: the caller did not ask for log probabilities of the
+        prompt."""
         self.metrics = RequestMetrics(arrival_time=request.arrival_time)
         self.finish_reason: str | None = None
         self.finish_detail = ""
         self.error: Exception | None = None
-        """The error that finished the request outside a step; None: no error did."""
+        """The error that finished the request outside a step; None: no error finished it."""
         self.stop_reason: int | str | None = None
         self.has_hidden_end = False
         """Whether the last token, which stopped the request, is not part of the text."""
         self._is_verbatim = is_verbatim
         self._has_begun = is_verbatim
-        self._num_unshown = 0  # leading tokens that are known not to be in the text
-        self._rest: str | None = None  # text that is settled only by the end of the tokens
+        self._num_unshown = 0  # number of leading tokens that are known not to be in the text
+        self._rest: str | None = None  # text that is settled only because no token follows
         self._final_text: str | None = None
         self._prompt_token_ids: list[int] | None = None
 
@@ -193,15 +194,16 @@ class Transcript:
             texts.append("" if index == last else self.detokenizer.feed(self.token_ids[index]))
 
     def _begin_text(self) -> None:
-        """Pass the prompt to the detokenizer, before the first text is made; earlier, a prompt in parts may be
-        incomplete."""
+        """Pass the prompt to the detokenizer, before the first text is made. At an earlier time, a prompt that arrives
+        in parts may be incomplete."""
         if not self._has_begun and self.detokenizer is not None:
             self._has_begun = True
             prompt: Any = self.request.prompt_token_ids  # an array, of which only the end is read
             self.detokenizer.begin_behind(prompt)
 
     def make_rest(self) -> str:
-        """Make and return the text that only the end of the tokens settles; called after `make_text` for all tokens."""
+        """Make and return the text that is settled only because no token follows; called after `make_text` for all
+        tokens."""
         if self._rest is None:
             self._begin_text()
             self._rest = self.detokenizer.finish() if self.detokenizer is not None else ""
@@ -213,8 +215,8 @@ class Transcript:
         self._rest = self._rest or ""
 
     def text(self, start: int, end: int, *, to_the_end: bool) -> str:
-        """The text of tokens `start` to `end` - 1; if `to_the_end`, with the text that the end of the tokens
-        settles."""
+        """The text of tokens `start` to `end` - 1; if `to_the_end`, also the text that is settled only because no token
+        follows."""
         if self.detokenizer is None or self.decoder is None:
             return ""
         if to_the_end and start == 0 and not self.is_eager and not self.texts:
@@ -261,7 +263,8 @@ class Transcript:
         return described
 
     def describe_prompt(self) -> list[dict[int, Logprob] | None] | None:
-        """The log probabilities of the prompt's tokens, None for the first; None if not requested."""
+        """The log probabilities of the prompt's tokens, with None for the first token; None if the caller did not ask
+        for them."""
         if self.prompt_logprobs is None:
             return None
         tokens = self.prompt_token_ids
@@ -342,8 +345,8 @@ class CompletionOutput:
 
     @property
     def logprobs(self) -> list[dict[int, Logprob]] | None:
-        """For each of `token_ids` the log probabilities of the token and of the most likely tokens; None if not
-        requested."""
+        """For each of `token_ids` the log probabilities of the token and of the most likely tokens; None if the caller
+        did not ask for log probabilities."""
         if self._logprobs is None:
             self._logprobs = self._transcript.describe_output(self._start, self._end)
         return self._logprobs
@@ -376,7 +379,7 @@ class CompletionOutput:
 
     @property
     def finish_detail(self) -> str:
-        """The limit or the error that finished the request, as text; "": the finish reason says all."""
+        """The limit or the error that finished the request, as text; "": `finish_reason` needs no detail."""
         return self._transcript.finish_detail if self._finished else ""
 
     @property
@@ -442,8 +445,8 @@ class RequestOutput:
 
     @property
     def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
-        """For each prompt token its log probabilities, None for the first; None if not requested, or if an earlier
-        output had them."""
+        """For each prompt token its log probabilities, with None for the first token; None if the caller did not ask
+        for them, or if an earlier output had them."""
         return None if self._start else self._transcript.describe_prompt()
 
     @property
@@ -498,7 +501,8 @@ class RequestOutput:
 
     @property
     def error(self) -> Exception | None:
-        """The error that prevented the request's computation (a `GrammarError`), in its last output."""
+        """The error that prevented the request's computation (a `GrammarError`); None except in the request's last
+        output."""
         return self._transcript.error if self.finished else None
 
     @property
@@ -507,7 +511,8 @@ class RequestOutput:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Number of prompt tokens that were found in the prefix cache, or outside the pool."""
+        """Number of prompt tokens that were not computed, because their KV was in the prefix cache, in host memory or
+        in the KV store."""
         return self._transcript.metrics.num_cached_tokens
 
     @property
@@ -521,7 +526,8 @@ class RequestOutput:
 
 
 def stop_reason_of(request: Request) -> int | str | None:
-    """The stop reason, as in vLLM: None for the model's first EOS; the token id of another EOS."""
+    """The stop reason of a finished request, as in vLLM. If the model has several EOS tokens: None after the first of
+    them, the token's id after another one."""
     further = request.eos_token_ids[1:]
     if further and request.stop_reason is None and ended_by_token(request) and request.num_output_tokens:
         last = int(request.output_since(request.num_output_tokens - 1)[0])

@@ -70,7 +70,7 @@ def with_defaults(given: Mapping[str, Any], device_type: str = "cpu") -> dict[st
 
     Raises:
         TypeError: the scheduler has no such knob.
-        ConfigError: the knob would have no effect in an engine.
+        ConfigError: a knob would have no effect in an engine.
     """
     for name, value in given.items():
         if name in _NOT_TAKEN:
@@ -83,8 +83,8 @@ def with_defaults(given: Mapping[str, Any], device_type: str = "cpu") -> dict[st
 def scheduler_defaults(given: Mapping[str, Any], device_type: str) -> dict[str, Any]:
     """An engine's default scheduler knobs, which depend on the `given` knobs.
 
-    On a GPU the default is one step in flight if `num_draft_tokens` is set, because drafts need that. A token budget
-    below the default `max_num_seqs` lowers this default, as in vLLM.
+    On a GPU the default is one step in flight if `num_draft_tokens` is set, because drafts need one step in flight. A
+    token budget below the default `max_num_seqs` lowers this default, as in vLLM.
     """
     if device_type != "cuda":
         return dict(SCHEDULER_DEFAULTS)
@@ -134,12 +134,14 @@ def with_prefill_gap(given: Mapping[str, Any]) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------- KV outside the pool
 
 STORE_ROLES = ("both", "producer", "consumer")
-"""Roles of an engine with a KV store: "producer" writes computed KV, "consumer" reads stored KV, "both" does both."""
+"""Roles of an engine with a KV store: "producer" writes computed KV, "consumer" reads stored KV, "both" writes and
+reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVKnobs:
-    """The arguments of `Engine` for KV in host memory and in a KV store; `Engine` describes each."""
+    """The arguments of `Engine` for KV in host memory and in a KV store; the docstring of `Engine` describes each
+    argument."""
 
     kv_offload_bytes: int | None = None
     kv_store: str | Path | None = None
@@ -231,7 +233,7 @@ def speculation_knobs(config: Mapping[str, Any], others: Mapping[str, Any]) -> d
     given, both get the engine's defaults, a wider range than vLLM's 5 and 5; outputs do not depend on the range.
 
     Args:
-        config: the mapping; a key with the value None counts as missing.
+        config: the `speculative_config`, a mapping; a key with the value None counts as missing.
         others: arguments of `Engine` that are given in addition.
 
     Raises:

@@ -1,8 +1,8 @@
 """Checks JSON schemas, and rewrites them for the compiler of grammars.
 
 The compiler ignores keywords that it does not know, silently or with a warning, and the output would then violate the
-schema. So a schema with such a keyword is refused when it is given, with the keyword and its path. Only positions of
-schemas are checked: a property may be called "contains".
+schema. So a schema with such a keyword is refused when it is given, with the keyword and its path. Keywords are checked
+only at places where a schema may be: a property may be called "contains".
 
 Constructs that the compiler reads differently from JSON Schema are rewritten. An object or array without further
 keywords may hold anything; the format "email" becomes a pattern; the targets of `$ref` get plain names; a number with a
@@ -221,7 +221,8 @@ class _Preparation:
         return tags is None or any(len(set(values)) == len(values) for values in tags.values())
 
     def _tags_of(self, schema: Mapping[str, Any]) -> dict[str, list[str]]:
-        """The possible tags of an object schema: required properties whose values are listed texts, name -> values."""
+        """The possible tags of an object schema: name of a required property whose values are listed texts -> these
+        texts."""
         known = self._tags.get(id(schema))
         if known is not None:
             return known

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def check_request_id(request_id: object) -> None:
-    """Raises ValueError: the id is not text that can be encoded. Requests are found by their id, and their seeds are
-    derived from it.
+    """Check that a request's id is text that can be encoded; raises ValueError if it is not. Requests are found by
+    their ids, and their seeds are derived from their ids.
     """
     if not isinstance(request_id, str) or not request_id:
         what = "empty" if request_id == "" else f"of type {type(request_id).__name__}"
@@ -30,13 +30,14 @@ def check_request_id(request_id: object) -> None:
 
 
 def check_deadline(request_id: str, deadline: float | None) -> None:
-    """Raises ValueError: the deadline is not a finite number of seconds."""
+    """Check that a deadline is None or a finite number of seconds; raises ValueError if it is not."""
     if deadline is not None and not (isinstance(deadline, (int, float)) and math.isfinite(deadline)):
         raise ValueError(f"request {request_id!r}: the deadline is {deadline!r}; give seconds on the engine's clock")
 
 
 def check_may_come_in_parts(request_id: str, params: SamplingParams, *, is_pooled: bool) -> None:
-    """Raises ValueError: the request has a parameter that needs the whole prompt when the request is added."""
+    """Check that a request's prompt may arrive in parts; raises ValueError if a parameter needs the whole prompt when
+    the request is added."""
     what = "embeddings" if is_pooled else "prompt_logprobs" if params.prompt_logprobs is not None else ""
     if what:
         raise ValueError(f"request {request_id!r}: {what} need the whole prompt in one piece; leave out more_input")

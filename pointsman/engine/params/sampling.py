@@ -20,7 +20,7 @@ from pointsman.core import RepetitionDetectionParams as RepetitionDetectionParam
 from pointsman.engine.params.structured_outputs import StructuredOutputsParams
 
 GREEDY_BELOW = 1e-5
-"""Temperature below which sampling is greedy: dividing logits by a smaller one would overflow."""
+"""Temperature below which sampling is greedy: dividing logits by a smaller temperature would overflow."""
 
 MAX_TOKEN_ID = 2**31 - 1
 
@@ -50,7 +50,7 @@ class SamplingParams:
     """The sampling parameters of one request. Immutable, and checked when built.
 
     Raises:
-        ValueError: a value is out of range; one line with the value, the limit and the remedy.
+        ValueError: a value is out of range; the message is one line with the value, the limit and the remedy.
     """
 
     n: int = 1

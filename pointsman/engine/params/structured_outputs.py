@@ -4,7 +4,7 @@
 
 There are five kinds of form: a JSON schema, "any JSON object", a regular expression, a list of texts, or a grammar in
 EBNF. This module only checks a form, and converts it to one of three kinds for the compiler (`GrammarSpec`). A separate
-process checks a grammar's syntax (`grammar/compiler.py`), because some grammars take hours.
+process checks a grammar's syntax (`grammar/compiler.py`), because checking some grammars takes hours.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ does not strip the space before the first word of an output, and an output may c
 begins. With structured output the text is exactly the text that the grammar matched: tokens are decoded as after other
 text, independent of the prompt, and spaces are not cleaned up.
 
-    prompt text + output text == the text of all tokens at once
+    prompt text + output text == the text of all tokens, decoded in one call
 
 A token that the tokenizer cannot decode (models often have more logits than their tokenizer has tokens, and tokenizers
 written in Python may raise then) has no text.
@@ -59,8 +59,8 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 MAX_CHANGED = 8
-"""Maximum number of bytes of a prompt's text between two tokens that belong to neither, because the tokenizer has
-replaced characters, for example by accented ones."""
+"""Maximum number of bytes of a prompt's text that lie between two tokens and belong to neither token, because the
+tokenizer has replaced characters, for example by accented ones."""
 
 
 class TextDecoder:
@@ -332,7 +332,7 @@ class Detokenizer:
         self._longest = max(map(len, self._stop), default=0)
         self._num_tokens = 0
         self._buffer = ""
-        """The end of the text that may begin a stop string."""
+        """The end of the settled text that may begin a stop string."""
         self._num_released = 0  # number of characters of the buffer that were released
         self._floor = 0  # number of characters of the buffer in which no stop string may end, because of min_tokens
         self.stop_reason: str | None = None
@@ -424,7 +424,7 @@ class Detokenizer:
 
 def _own_backend(tokenizer: Any) -> Any | None:
     """The tokenizers library's tokenizer inside a transformers tokenizer;
-    None: there is none, or it does not decode alone."""
+    None: there is none, or the transformers tokenizer has its own code for decoding."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
@@ -437,7 +437,7 @@ def _own_backend(tokenizer: Any) -> Any | None:
 
 
 def _decoder_kinds(decoder: Any | None) -> list[str]:
-    """The types of the parts of a decoder of the tokenizers library: one, or those in a sequence."""
+    """The types of a decoder of the tokenizers library: the type of the decoder, or of each decoder in a sequence."""
     if decoder is None:
         return []
     state = json.loads(decoder.__getstate__())

@@ -50,7 +50,8 @@ class TokenStream(Protocol):
         ...
 
     def pending(self) -> str:
-        """The text that would follow the settled text if no token followed. It changes only if invalid bytes follow.
+        """The text that would follow the settled text if no token followed. Later tokens change this text only if they
+        have invalid bytes.
 
         Replacement characters at its end are left out, because they may be incomplete characters. Does not change the
         stream.
@@ -103,9 +104,9 @@ class ByteStream:
 class WindowStream:
     """The stream that decodes new tokens after a context of settled tokens, and removes the context's text.
 
-    With such decoders the text of a token depends on the token, on whether it is the first of the text, and on the run
-    of byte tokens that contains it. The context ends with a token that is not a byte, so no run reaches into the
-    context. The context has text, so a decoder that strips the beginning of a text strips only the context.
+    It is for decoders with which the text of a token depends on the token, on whether it is the first of the text, and
+    on the run of byte tokens that contains it. The context ends with a token that is not a byte, so no run reaches into
+    the context. The context has text, so a decoder that strips the beginning of a text strips only the context.
 
     Args:
         decode: function that decodes several tokens, special tokens included.
@@ -332,7 +333,8 @@ class CleanUpStream:
         return cleaned
 
     def _cleaned(self, settled: str) -> str:
-        """Clean `settled`, a beginning of the raw text, and remove the part that is prompt text."""
+        """Clean up the spaces of `settled`, a beginning of the other stream's text, and remove the part that is prompt
+        text."""
         text = self._clean(settled)
         if not self._prompt:
             return text

@@ -29,7 +29,7 @@ PLAIN_CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-"""Chat template for models that have none: a line per message, with the message's role."""
+"""Chat template for models that have none: a line per message, with the message's role and content."""
 
 _loading = threading.Lock()
 """Lock around loading a tokenizer: transformers imports its modules on first use, and fails if two threads import at
