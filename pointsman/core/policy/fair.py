@@ -40,7 +40,7 @@ UNIT = 1_000_000
 _INITIAL = 64
 _MIN_KEPT = 64
 """Idle tenants are removed only if there are more tenants than this, and stale heap entries only if there are more of
-them than this. Both are removed when they may outnumber the others."""
+them than this. Both are removed when they may outnumber the tenants and entries in use."""
 
 
 class _Tenant:

@@ -71,8 +71,10 @@ def in_place_of(kind: str, policy: Any, spec: str, error: str, cause: Exception 
     """A guard with the default policy, for a policy that is replaced at the start.
 
     Args:
-        policy: the class of the replaced policy, or the policy object. spec: the name of the replaced policy with
-        parameters. error: the error in words. cause: the exception to be logged; None: nothing is to be logged.
+        policy: the class of the replaced policy, or the policy object.
+        spec: the name of the replaced policy with parameters.
+        error: the error in words.
+        cause: the exception to be logged; None: nothing is to be logged.
     """
     guard: Guard = _GUARDS[kind](_STARTING_DEFAULTS[kind](policy))
     guard.name, guard.version, guard.spec = policy.name, getattr(policy, "version", 1), spec

@@ -495,7 +495,8 @@ RESERVES: dict[str, type[Reserve]] = {
 
 def reserves_of(config: SchedulerConfig) -> list[Any]:
     """The reserves of the configuration: first those set by knobs, then those given by name. A deferral reports the
-    first reserve that causes it, so of the former the one with the cheapest remedy is first.
+    first reserve without which the request would be admitted. So the reserves set by knobs are in the order of their
+    remedies, cheapest first.
 
     A full-sequence reserve given by name replaces the full-sequence reserve set by the knob: with both, no pool would
     suffice for a long prompt.
