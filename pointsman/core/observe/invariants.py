@@ -307,7 +307,7 @@ def _check_in_flight(batch: Batch, steps: StepsInFlight) -> dict[int, int]:
 
 
 def _check_drafts(config: SchedulerConfig, batch: Batch, drafts: Drafts) -> None:
-    """Check that drafts wait to be scheduled only for rows that may verify drafts."""
+    """Check that draft tokens wait to be scheduled only for rows that may verify draft tokens."""
     if not drafts.waiting:
         return
     wanted, rows = drafts.wanted(batch.members.rows), batch.members.rows

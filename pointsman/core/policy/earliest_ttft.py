@@ -81,8 +81,8 @@ class EarliestTTFT(Policy):
         return request.arrival_time + (self._default if target is None else target)
 
     def reason(self, request: Request) -> str:
-        """Why the request is not the head of the queue, in words; "": only because other requests have earlier
-        deadlines."""
+        """Why the request is not the head of the queue, in words; "": the only reason is that other requests have
+        earlier deadlines."""
         if request not in self or request._state.queue_entry[0] != _LATE:  # type: ignore[index]
             return ""
         target = self.deadline(request) - request.arrival_time

@@ -13,7 +13,7 @@ in the order in which they were last held; without `keep_embeddings` they are fr
 
 The host executes the outputs of steps in order. So an entry that one step reads may be freed by the output of the next
 step, even while the first step is in flight. After a failed step every entry that a void step computed is removed, and
-entries that void outputs freed are reported as freed again.
+entries that void outputs freed are reported as freed once more.
 """
 
 from __future__ import annotations

@@ -207,8 +207,8 @@ class Fair(Policy):
         return 0.0 if known is None else self._counter(known) / UNIT
 
     def reason(self, request: Request) -> str:
-        """Why the request is not the head of the queue, in words; "": only because other requests of its tenant are
-        before it."""
+        """Why the request is not the head of the queue, in words; "": the only reason is that other requests of its
+        tenant are before it."""
         tenant, first = self._tenants[request.tenant], self._first().tenant
         more = (self._counter(tenant) - self._counter(first)) // UNIT
         if tenant is first or more < 1:

@@ -73,7 +73,7 @@ class FairLongPrefillThreshold(LongPrefillThreshold):
 class OneSampleInFlight(Limit):
     """A request without `runs_ahead` gets no token while one of its samples is in flight.
 
-    `limits_decode` is not needed: steady decode is not used while such a request runs and steps are in flight.
+    `limits_decode` can stay False: steady decode is not used while such a request runs and steps are in flight.
     """
 
     only_cuts = True

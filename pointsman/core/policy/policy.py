@@ -29,7 +29,7 @@ Value: TypeAlias = bool | int | float | str
 
 
 class Parameter(NamedTuple):
-    """One parameter of a policy. The type of `default` is the type of its values."""
+    """One parameter of a policy. The type of `default` is the type of the parameter's values."""
 
     name: str
     default: Value

@@ -26,9 +26,10 @@ mean context of the prompt tokens: below 512, 512 to 1023, 1024 to 2047, and so 
 are not replaced by those of short prompts. Steps near the limit have classes of their own."""
 NEAR = 0.75
 """Minimum time of a step that is "near the limit", as a share of `StepTimes.limit`. Shorter steps say nothing about the
-errors of full steps. They also predict the time of full steps poorly, since reading weights and computing overlap. Once
-`MIN_FITTED` steps near the limit are known, other steps hardly count. Before that, each step near the limit, and the
-step with the most prompt tokens, has the weight of `MIN_FITTED` other steps, and is never an outlier."""
+errors of predictions for steps that are filled up to the limit. They also predict the time of such steps poorly, since
+reading weights and computing overlap. Once `MIN_FITTED` steps near the limit are known, other steps hardly count.
+Before that, each step near the limit, and the step with the most prompt tokens, has the weight of `MIN_FITTED` other
+steps, and is never an outlier."""
 MIN_MARGIN = -0.1
 """Minimum margin that is applied to the target; it is negative, as steps may be shorter than predicted."""
 RECENT, RECENT_GROUPS, MEMORY = 32, 8, 0.05
