@@ -33,7 +33,7 @@ class Watchdog:
 
     def stalled(self, parts: Parts, explain: Callable[[str], Explanation], now: float, seconds: float) -> list[Stall]:
         """Unfinished requests whose state has not changed for `seconds` or longer, the longest stall first. Requests
-        that are paused, or wait for input of their caller, are left out; the time of a stall is counted anew when their
+        that are paused, or wait for input of their caller, are left out; their time is counted from 0 again when their
         state changes."""
         seen: dict[Request, tuple[tuple[Any, ...], float]] = {}
         is_paused = parts.admission.pause is not None

@@ -7,9 +7,8 @@ adapters than slots. A waiting request whose adapter has no slot is skipped: req
 Without a bound a skipped request would starve, since running adapters may always get new requests. So after
 `max_overtakes` admissions of requests behind it, a skipped request claims a slot. Behind a request with a claim, no
 request of the queue starts with the adapter that has held its slot longest; preempted requests of this adapter may
-resume and finish. So each claim retires one adapter: no further request starts with it. A request with a claim
-therefore waits at most for the started requests of one adapter, and for earlier claims, unless the order puts other
-requests before it.
+resume and finish. In this way each claim retires one adapter. A request with a claim therefore waits at most for the
+started requests of one adapter, and for earlier claims, unless the order puts other requests before it.
 
 Claims are not stored between steps: every step checks the queue in order, so a claim is made before the requests behind
 it are checked.
