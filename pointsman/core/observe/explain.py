@@ -45,8 +45,8 @@ class Explanation(metaclass=Documented):
     sentence: str
     """The explanation as text."""
     policy_words: str
-    """The part of `sentence` that comes from policies, at its end: the order's reason, and replaced policies. It may
-    name tenants."""
+    """The end of `sentence`, which comes from policies: the order's reason, and replaced policies. It may name
+    tenants."""
     replaced_policies: tuple[Replaced, ...]
     """Policies of the scheduler that failed and were replaced by the default of their kind."""
     resource: str | None
@@ -132,7 +132,7 @@ def explain(request: Request, parts: Parts, config: SchedulerConfig) -> Explanat
 
 
 def _since(request: Request, reason: Reason | None, own: tuple[Deferral, float] | None, parts: Parts) -> float | None:
-    """The time at which the reason of the request began; `own` is its own deferral."""
+    """The time at which the reason of the request began; `own` is the request's own deferral with its start."""
     if reason is None:
         return None
     if reason is Reason.BEHIND:
@@ -155,8 +155,8 @@ def _deferral(request: Request, parts: Parts) -> tuple[Deferral, float] | None:
 
 
 def _was_checked(request: Request, position: int, parts: Parts) -> bool:
-    """Whether the request was checked although other requests are before it: it was skipped, or all of them were
-    skipped."""
+    """Whether the request was checked although other requests are before it: it was skipped, or all requests before it
+    were skipped."""
     table = parts.table
     return request in table.skipped or (request is table.blocker and position == len(table.skipped))
 
@@ -169,13 +169,14 @@ def _num_blocks(request: Request, parts: Parts) -> int:
 
 
 def find_holder(request: Request, reason: Reason, parts: Parts) -> str | None:
-    """ID of the request that holds the largest share of the missing resource, or behind which `request` waits."""
+    """The ID of the request that holds the largest share of the missing resource, or of the request behind which
+    `request` waits. None: there is none."""
     holders = CAUSES[reason].holders(request, parts)
     return holders[0].request_id if holders else None
 
 
 def why_left_out(request: Request, parts: Parts, config: SchedulerConfig) -> Deferral | None:
-    """Why a running request is not in the newest output, and the minimum that it lacks.
+    """Why a running request is not in the newest output, and the minimum amount that it lacks.
 
     None: the request is in the output, or has no row, or waited for samples that have returned since.
     """

@@ -5,12 +5,12 @@ that the decisions can be shown. A `FilmRecorder` listens to a live scheduler, t
 simulation. Films have no prompts. The format is in `film_format.py`, the reader in `pointsman/web/film.py`.
 
 Each event has an entry in the columns. For a step in which every running request gets one token, the entry has little
-more than the time; for any other step, also the requests for which the step differs. The steps of a fast-forward are
-one event.
+more than the time. For any other step, the entry also has the requests that do not get exactly one token. The steps of
+a fast-forward are one event.
 
 Blocks have chunks of their own, as most queries of a film need no blocks. A chunk has the blocks that were added to
-block tables. The reader assumes that a released block is cached (with a prefix cache), so only exceptions are written.
-The recorder compares counts to detect that the reader's state would differ from the pool.
+block tables. The reader assumes that a released block is cached (with a prefix cache), so only released blocks that are
+not cached are written. The recorder compares counts to detect that the reader's state would differ from the pool.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ EVENTS_IN_A_CHUNK = 4096
 """Maximum number of events in a chunk. To show an event, a reader applies all events from the beginning of its chunk up
 to it."""
 NUMBERS_IN_A_COLUMN = 1 << 19
-"""Maximum count of numbers in a column. If a column has as many, the chunk ends before `EVENTS_IN_A_CHUNK` events."""
+"""Maximum count of numbers in a column. If a column has so many numbers, the chunk ends before `EVENTS_IN_A_CHUNK`
+events."""
 _REASON = {reason: index for index, reason in enumerate(REASONS)}
 _STATUS = {status: index for index, status in enumerate(STATUSES)}
 _CAUSE = {cause: index for index, cause in enumerate(CAUSES)}
@@ -199,8 +200,8 @@ class FilmRecorder(Listener):
         self._requests, self._strings = Columns("R"), {}
 
     def _next_chunk(self) -> None:
-        """Write the chunk and begin the next one if it is full. Called only when all events of a step have been
-        added."""
+        """If the current chunk is full, write it and begin the next one. Called only when all events of a step have
+        been added."""
         data = self._events.data
         longest = max(len(data[name]) for name in ("exception_row", "update_row", "steps_micros", "skipped_request"))
         if self._mirror is not None:
@@ -429,8 +430,8 @@ class FilmRecorder(Listener):
             self._skipped = skipped
 
     def _write_rows(self, output: SchedulerOutput) -> int:
-        """Write the running requests that do not compute exactly one token and sample. A request with 0 tokens is not
-        in the step. Returns the number of these requests."""
+        """Write the exceptions of a step: all running requests except those that compute exactly one token and sample.
+        An exception with 0 tokens is not in the step. Returns the number of exceptions."""
         tokens, flags = output.num_scheduled_tokens, output.samples | output.num_draft_tokens << 1
         if output.num_rows < len(self._running):  # rows and running requests are both in admission order
             is_in = np.fromiter(map(set(output.requests).__contains__, self._running), np.bool_, len(self._running))
@@ -524,7 +525,8 @@ def _sequence_number(request: Request) -> int:
 
 
 class _Mirror:
-    """The pool as a reader reconstructs it, and the columns that correct this reconstruction."""
+    """The state of the block pool as a reader of the film reconstructs it, and the columns that correct this
+    reconstruction."""
 
     def __init__(self, parts: Parts) -> None:
         self._caches = parts.kv.prefix is not None
@@ -569,7 +571,9 @@ class _Mirror:
             data["value"] += values
 
     def step(self, frame: int, parts: Parts, step: StepDecision, numbers: dict[Request, int]) -> None:
-        """Write the changes of blocks in a step."""
+        """Write which blocks a step appended to block tables, and which blocks became free, blank or cached since the
+        last step. `frame` is the index of the step's event among the STEP and STEPS events of the chunk; `numbers` has
+        the number of each request in the film."""
         output = step.output
         assert output is not None
         if parts.transfers is None:
@@ -589,8 +593,8 @@ class _Mirror:
         self._write_differences(frame, parts, output.block_ids, trusts_counts=not output.resync)
 
     def steps(self, frame: int, parts: Parts, run: StepRun, numbers: dict[Request, int], num_evicted: int) -> None:
-        """Write the changes of blocks in a fast-forward, with the step that appended each block; `num_evicted` of these
-        blocks were cached before."""
+        """Like `step`, for the steps of a fast-forward: also writes the step that appended each block. `num_evicted` of
+        the appended blocks were cached before."""
         if parts.transfers is None:
             self._release_tables(frame, parts, run.returned_blocks)
             were_blank = run.block_ids[: len(run.block_ids) - num_evicted]  # blank blocks are allocated first
@@ -638,8 +642,9 @@ class _Mirror:
         self._put(frame, BlockOp.BLANK, 0, blocks)
 
     def _write_differences(self, frame: int, parts: Parts, appended: IntArray, *, trusts_counts: bool = True) -> None:
-        """Write the differences between the reader's state and the pool. Without transfers equal counts mean equal sets
-        of blocks, since the columns lack only one kind of change: that cached blocks became blank."""
+        """Write the differences between the reader's state and the pool; `appended` has the blocks that were just
+        appended to block tables. Without transfers equal counts mean equal sets of blocks, since the columns lack only
+        one kind of change: that cached blocks became blank."""
         pool = parts.kv.pool
         if (
             trusts_counts

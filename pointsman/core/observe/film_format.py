@@ -2,13 +2,13 @@
 
     file      MAGIC, uint32 length and JSON of the header, then chunks
     chunk     one letter, uint32 length, uint32 length before compression, zlib data
-    data      the columns of the chunk's kind, in the order of `COLUMNS`, each as a count and so many numbers; an `E`
-              chunk has the strings after them, as a count of bytes and a JSON list
+    data      the columns of the chunk's kind, in the order of `COLUMNS`, each as the count of its numbers and the
+              numbers; an `E` chunk has strings after the columns, as a count of bytes and a JSON list
 
 All numbers are integers in LEB128 (seven bits a byte, the lowest first) after a zigzag mapping of signed numbers (0,
 -1, 1, -2 become 0, 1, 2, 3). A column marked as differences holds each number minus the preceding number.
 
-    R    requests, in the order in which they were added, which defines their numbers
+    R    requests, in the order in which they were added; the number of a request is its index in this order
     E    events: `op` has the kinds of the events in order; the columns of each kind have the arguments
     B    blocks of the preceding chunk of events; this chunk may be missing, and a reader may skip it
     Z    the end; a film without this chunk was cut off
@@ -40,8 +40,8 @@ MAGIC: Final = b"pointsman film\n"
 FORMAT_VERSION: Final = 3
 _CHUNK = struct.Struct("<cII")
 MAX_HEADER: Final = 1 << 20
-"""Maximum number of bytes of the header. Sizes after unpacking have maxima, too, as zeros compress by a factor of a
-thousand."""
+"""Maximum number of bytes of the header. The sizes of chunks after unpacking have maxima, too, as zeros compress by a
+factor of a thousand."""
 MAX_CHUNK: Final = 1 << 25
 """Maximum number of bytes of a chunk before compression."""
 MAX_NUMBERS: Final = 1 << 24
@@ -367,7 +367,8 @@ def write_header(file: BinaryIO | SideFile, header: Mapping[str, Any]) -> int:
 
 
 def write_chunk(file: BinaryIO | SideFile, kind: str, data: bytes) -> int:
-    """Compress `data` and write it to a film as a chunk of this kind. Returns the number of bytes written."""
+    """Compress `data` and write it to a film as a chunk of the kind `kind`, a letter. Returns the number of bytes
+    written."""
     packed = zlib.compress(data)
     return file.write(_CHUNK.pack(kind.encode(), len(packed), len(data)) + packed)
 
@@ -398,7 +399,7 @@ def read_header(file: BinaryIO) -> dict[str, Any]:
 
 
 def _check_header(header: dict[str, Any]) -> None:
-    """Check the parts of a film's header on which readers rely."""
+    """Check the configuration and the names in a film's header, on which readers rely."""
     config, names = header.get("config"), header.get("names")
     if not isinstance(config, dict) or not isinstance(names, dict):
         raise FilmError("the film's header lacks a configuration or names; it is broken")

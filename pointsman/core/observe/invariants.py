@@ -1,7 +1,8 @@
 """Checks the numbered invariants that hold between any two calls of a scheduler.
 
-    1  blocks are conserved: each block is blank, cached free or referenced; references are block-table entries and
-       blocks held for transfers; every cached block can be reached in the prefix tree, and is evicted before its parent
+    1  blocks are conserved: each block is blank, cached free or referenced; each reference is an entry of a block
+       table, or is of a block held for a transfer; every cached block can be reached in the prefix tree, and is
+       evicted before its parent
     2  a request is in exactly one place: queued, parked, running, or finished
     3  a step never exceeds the token budget, the sequence limit, the adapter slots, the encoder budget
     9  the key of a cached block is exactly its content
@@ -224,8 +225,8 @@ def _check_encoder(config: SchedulerConfig, parts: Parts) -> None:
 
 
 def _check_columns(config: SchedulerConfig, batch: Batch, kv: KVCache, verifying: dict[int, int]) -> None:
-    """Check the columns of the batch against its requests. `verifying` has the number of drafts in flight, by
-    serial."""
+    """Check the columns of the batch against its requests. `verifying` has the number of drafts in flight for
+    each serial number of an admission."""
     prefilling = watched = not_ahead = no_sample = 0
     for row, request in zip(batch.members.rows.tolist(), batch.members.requests, strict=True):
         tokens, computed = int(batch.num_tokens[row]), int(batch.num_computed_tokens[row])
@@ -285,8 +286,8 @@ def _check_stop_filter(batch: Batch) -> None:
 
 
 def _check_in_flight(batch: Batch, steps: StepsInFlight) -> dict[int, int]:
-    """Check the numbers of pending samples against the steps in flight. Returns the number of drafts in flight, by
-    serial."""
+    """Check the numbers of pending samples against the steps in flight. Returns the number of drafts in flight for
+    each serial number of an admission."""
     pending: dict[int, int] = {}  # by serial
     verifying: dict[int, int] = {}
     for record in steps.records:
@@ -306,7 +307,7 @@ def _check_in_flight(batch: Batch, steps: StepsInFlight) -> dict[int, int]:
 
 
 def _check_drafts(config: SchedulerConfig, batch: Batch, drafts: Drafts) -> None:
-    """Check that drafts wait to be scheduled only for rows that may verify drafts."""
+    """Check that draft tokens wait to be scheduled only for rows that may verify draft tokens."""
     if not drafts.waiting:
         return
     wanted, rows = drafts.wanted(batch.members.rows), batch.members.rows

@@ -1,8 +1,8 @@
 """Logs the events of each request with their times, for traces and explanations. Off by default.
 
 The log listens to the scheduler's events, so it costs time for each change of state of a request, not for each step or
-token. The first token alone is no change of state: after each update, the running requests without a token so far are
-checked.
+token. Only the first token is logged without a change of state: after each update, the running requests without a token
+so far are checked.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class RequestLog(Listener):
             self._log(event.request, RequestEventType.PREEMPTED, event.now, decision)
 
     def on_parked(self, request: Request, now: float) -> None:
-        """Log that the request is parked; before it the first token, if this token completed the request's prompt
-        part."""
+        """Log that the request is parked. Before that, log its first token, if the request got this token in the update
+        that completed its prompt part."""
         if request in self._without_token and request.num_output_tokens:
             self._first_token(request, now)
         self._log(request, RequestEventType.PARKED, now, request.status.value)
@@ -62,7 +62,7 @@ class RequestLog(Listener):
         """Does nothing: every request in a fast-forward already has its first token."""
 
     def on_finished(self, request: Request, now: float) -> None:
-        """Log that the request finished; before it the first token, if this token finished the request."""
+        """Log that the request finished. Before that, log its first token, if this token finished the request."""
         if request in self._without_token:
             if request.num_output_tokens:
                 self._first_token(request, now)

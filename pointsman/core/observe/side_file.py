@@ -28,7 +28,7 @@ WhenFull: TypeAlias = Literal["stop", "wait"]
 MAX_WAITING_BYTES = 64 << 20
 """Maximum number of bytes that wait in memory for the disk. If more would wait, the file ends."""
 SECONDS_BETWEEN_WRITES = 0.05
-"""Time between two writes of waiting pieces. If the process is killed, the pieces of this time are lost."""
+"""Time between two writes of waiting pieces. If the process is killed, the waiting pieces are lost."""
 SECONDS_BETWEEN_TRIES = 0.5
 """Time between two attempts to write to a full disk, with "wait"."""
 SECONDS_TO_CLOSE = 5.0

@@ -32,8 +32,9 @@ class Watchdog:
         self._seen: dict[Request, tuple[tuple[Any, ...], float]] = {}
 
     def stalled(self, parts: Parts, explain: Callable[[str], Explanation], now: float, seconds: float) -> list[Stall]:
-        """Unfinished requests whose state has not changed for `seconds` or longer, longest first. Requests that are
-        paused, or wait for input of their caller, are left out; their time starts again afterwards."""
+        """Unfinished requests whose state has not changed for `seconds` or longer, the longest stall first. Requests
+        that are paused, or wait for input of their caller, are left out; their time is counted from 0 again when their
+        state changes."""
         seen: dict[Request, tuple[tuple[Any, ...], float]] = {}
         is_paused = parts.admission.pause is not None
         for request in parts.table.requests.values():

@@ -1,14 +1,14 @@
-"""Adapter slots: at most `max_loras` different adapters (LoRA) run at once, and no adapter starves.
+"""Adapter slots: at most `max_loras` different adapters (LoRA) run at the same time, and no adapter starves.
 
-A running request holds a slot for its adapter, shared with other requests of the same adapter. The request holds the
-slot from its admission until it loses its row, in prefill and decode. So a step never has more adapters than slots. A
-waiting request whose adapter has no slot is skipped: requests behind it may be admitted.
+A running request holds a slot for its adapter, and shares the slot with the other running requests of this adapter. The
+request holds the slot from its admission until it loses its row, in prefill and decode. So a step never has more
+adapters than slots. A waiting request whose adapter has no slot is skipped: requests behind it may be admitted.
 
 Without a bound a skipped request would starve, since running adapters may always get new requests. So after
-`max_overtakes` admissions of requests behind it, a skipped request claims a slot. Behind a claim in the queue, no
-request starts with the adapter that has held its slot longest; preempted requests of this adapter may resume and
-finish. Each claim retires one adapter. A request with a claim therefore waits at most for the started requests of one
-adapter, and for earlier claims, unless the order puts other requests before it.
+`max_overtakes` admissions of requests behind it, a skipped request claims a slot. Behind a request with a claim, no
+request of the queue starts with the adapter that has held its slot longest; preempted requests of this adapter may
+resume and finish. In this way each claim retires one adapter. A request with a claim therefore waits at most for the
+started requests of one adapter, and for earlier claims, unless the order puts other requests before it.
 
 Claims are not stored between steps: every step checks the queue in order, so a claim is made before the requests behind
 it are checked.
@@ -38,7 +38,8 @@ class AdapterSlots(Gate):
 
     @property
     def held(self) -> dict[Adapter, int]:
-        """The adapters that hold a slot, longest first, each with its number of running requests."""
+        """The adapters that hold a slot, each with its number of running requests. The adapter that has held its slot
+        longest is first."""
         return self._num_rows
 
     def open_queue(self) -> None:

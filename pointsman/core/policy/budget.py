@@ -17,7 +17,7 @@ from pointsman.core.state.status import RequestStatus
 
 
 class SetsBudget(Protocol):
-    """A policy that lowers the budget of a step."""
+    """A policy that lowers the token budget of a step."""
 
     name: str
 

@@ -1,5 +1,5 @@
-"""The reserve "bypass": a bounded number of requests may bypass a request that waits for blocks, for which blocks are
-kept."""
+"""The reserve "bypass": a bounded number of requests may bypass a request that waits for blocks. A share of the
+released blocks is kept for the waiting request."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ class Bypass(Reserve):
     """Requests may bypass one that waits for blocks, within a bound.
 
     A long prompt at the head of the queue waits until many blocks are free. Without bypass, free blocks stay idle
-    meanwhile, and short requests behind the head wait without need (head-of-line blocking). With it they may start, in
-    the order of the queue, in blocks that were free when the head began to wait. Of the blocks released since then, the
-    share `kept` is reserved for the head.
+    meanwhile, and short requests behind the head wait without need (head-of-line blocking). With bypass, these requests
+    may start, in the order of the queue, in blocks that were free when the head began to wait. Of the blocks released
+    since then, the share `kept` is reserved for the head.
 
-    Bound: at most `bound` requests bypass a waiting one; then it blocks the queue until it is admitted. Use it where
-    prompts differ much in length and blocks are short. Combine it with another reserve such as a watermark: idle blocks
-    are headroom for running requests, and filling the only headroom causes more preemptions.
+    Bound: at most `bound` requests bypass a waiting request; then the waiting request blocks the queue until it is
+    admitted. Use this reserve where prompts differ much in length and blocks are scarce. Combine it with another
+    reserve such as a watermark: idle blocks are headroom for running requests. If bypassing requests fill the only
+    headroom, there are more preemptions.
     """
 
     name = "bypass"

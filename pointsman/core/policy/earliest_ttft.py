@@ -6,9 +6,9 @@
                          but every k-th admission is of the most overdue request
 
 While there is capacity for all requests, earliest deadline first meets every deadline that can be met. Under overload
-it soon misses all deadlines, as it spends each step on the request that is about to miss. So late requests come last. A
-request is judged when it would be the head of the queue: it is late if now + its prefill time is past its deadline. The
-prefill time is learned from the steps so far.
+it soon misses all deadlines, as it spends each step on the request that is about to miss its deadline. So late requests
+come last. A request is judged when it would be the head of the queue: it is late if now + its prefill time is past its
+deadline. The prefill time is learned from the steps so far.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class EarliestTTFT(Policy):
     per token of the latest steps with prompts.
 
     Use it where requests have different targets, or where the server is at times above saturation and a late first
-    token is worth little. The number of requests on time is then high, at the cost of the late ones. With the same
-    target for all, it equals "fcfs" until requests are late.
+    token is worth little. More requests are then on time, at the cost of the late requests. With the same target for
+    all requests, this order equals "fcfs" until requests are late.
 
-    Bound: while requests are late, every `every`-th admission of a new request is the most overdue one. So a late
-    request with n more overdue ones before it is among the next (n + 1) times `every` admissions. A request that is on
-    time is admitted, or becomes late.
+    Bound: while requests are late, every `every`-th admission of a new request is that of the most overdue request. So
+    a late request with n more overdue requests before it is among the next (n + 1) times `every` admissions. A request
+    that is on time is admitted, or becomes late.
     """
 
     kind = "order"
@@ -81,8 +81,8 @@ class EarliestTTFT(Policy):
         return request.arrival_time + (self._default if target is None else target)
 
     def reason(self, request: Request) -> str:
-        """Why the request is not the head of the queue, in words; "": only because other requests have earlier
-        deadlines."""
+        """Why the request is not the head of the queue, in words; "": the only reason is that other requests have
+        earlier deadlines."""
         if request not in self or request._state.queue_entry[0] != _LATE:  # type: ignore[index]
             return ""
         target = self.deadline(request) - request.arrival_time

@@ -1,8 +1,9 @@
 """Encoder budget and encoder cache: limit the encoder inputs that a step computes, and the embeddings that stay cached.
 
-A row gets a placeholder token only if its embeddings are cached, or are computed in the same step. A step computes at
-most `encoder_budget` embeddings. A chunk is cut before the first input whose embeddings are unavailable. So an encoder
-input is computed when a row reaches the first token that reads one of its embeddings, and not before.
+A row computes a placeholder token only if the embeddings that this token reads are cached, or are computed in the same
+step. A step computes at most `encoder_budget` embeddings. A chunk is cut before the first input whose embeddings are
+unavailable. So an encoder input is computed when a row reaches the first token that reads one of its embeddings, and
+not before.
 
 An entry of the cache has the embeddings of one input. A row holds an entry from the step in which it reaches the input
 until the step after it has passed the input. The entry is also released when the request loses its row, or when a step
@@ -12,7 +13,7 @@ in the order in which they were last held; without `keep_embeddings` they are fr
 
 The host executes the outputs of steps in order. So an entry that one step reads may be freed by the output of the next
 step, even while the first step is in flight. After a failed step every entry that a void step computed is removed, and
-entries that void outputs freed are reported as freed again.
+entries that void outputs freed are reported as freed once more.
 """
 
 from __future__ import annotations
@@ -158,7 +159,8 @@ class EncoderCache(Limit):
         return 0
 
     def can_start_beside(self, request: Request, batch: Batch, rows: Int64Array, want: Int64Array) -> bool:
-        """Whether a request can compute at least one token even if each of `rows` computes all its tokens of `want`."""
+        """Whether a request can compute at least one token in a step in which each of `rows` ([n] int64) computes its
+        number of tokens in `want` ([n] int64)."""
         plan = _Plan(self)
         requests = {int(row): member for row, member in zip(batch.members.rows, batch.members.requests, strict=True)}
         for row, tokens in zip(rows.tolist(), want.tolist(), strict=True):
@@ -186,8 +188,8 @@ class EncoderCache(Limit):
         self._freed = dict.fromkeys([*freed, *self._freed])
 
     def retract(self, request: Request, first_step: int) -> None:
-        """Remove the entries that were computed for one request in the step `first_step` or later, as its row failed
-        alone."""
+        """Remove the entries that were computed for one request in the step `first_step` or later, since only the row
+        of this request failed."""
         doubtful = {entry for entry, (step, origin) in self._origin.items() if origin is request and step >= first_step}
         self._remove(doubtful)
 
@@ -294,8 +296,9 @@ class _Plan:
         self.available = cache.size - cache.num_held
 
     def reach(self, request: Request, start: int, want: int) -> tuple[int, Deferral | None]:
-        """How many of `want` tokens from position `start` on the request can compute, and the deferral of the remaining
-        tokens; None: there is no obstacle."""
+        """Returns how many of `want` tokens from position `start` on the request can compute, and the deferral of the
+        remaining tokens. The deferral is None if no token remains, or if the chunk ends before an input that may not be
+        split."""
         end = start + want
         for item in request._state.encoder_inputs:
             key, first, length, size, mask = item

@@ -1,10 +1,10 @@
 """Eviction policies: choose the cached blocks that are evicted last.
 
-Blocks that no request holds keep their content until they are needed. By default the least recently used block is
-evicted first. When a request finishes, the eviction policy chooses which blocks of the request are retained. Retained
-blocks are evicted only where no other block is free. When the retention of a block expires, the block counts as used at
-that moment. `kv/retained.py` keeps the retained blocks, and has the bounds that hold for every policy. Retained blocks
-are free blocks: they affect admission only through cache hits.
+Blocks that no request holds keep their content until they are needed for new content. By default the least recently
+used block is evicted first. When a request finishes, the eviction policy chooses which blocks of the request are
+retained. Retained blocks are evicted only where no other block is free. When the retention of a block expires, the
+block counts as used at that moment. `kv/retained.py` keeps the retained blocks, and enforces the bounds that hold for
+every policy. Retained blocks are free blocks: they affect admission only through cache hits.
 """
 
 from __future__ import annotations
@@ -45,14 +45,16 @@ class LRU(EvictionPolicy):
 class Retention(EvictionPolicy):
     """As "lru", but the blocks of a request are retained for its `retention` in seconds after its end.
 
-    Use it where the caller knows that a prefix comes again soon, such as that of an agent between two tool calls.
+    Use it where the caller knows that a prefix will be used again soon, such as the prefix of an agent between two tool
+    calls.
 
-    Bound: at most B blocks are retained, `share` of the usable ones. S of these, at most B // 2, are shared: several
-    tenants asked for them, and they count for no tenant. A request that would exceed B // 2 shared blocks retains only
-    its blocks before the excess. Each of n tenants with unshared retained blocks has at most max(1, (B - S) // n) of
-    these, so each tenant can retain at least B / 2n blocks, whatever other tenants do. The excess blocks of a tenant
-    lose their retention and count as used now, the earliest expiry first; if n is above B - S, the earliest expiry of
-    all tenants comes first.
+    Bound: at most B blocks are retained, where B is the `share` of the usable blocks. S of the retained blocks, at most
+    B // 2, are shared: several tenants asked for their retention, and they count for no tenant. A request that would
+    exceed B // 2 shared blocks retains only its blocks before the first excess block. Each of n tenants with unshared
+    retained blocks has at most max(1, (B - S) // n) unshared retained blocks, so each tenant can retain at least B / 2n
+    blocks, whatever other tenants do. Excess blocks of a tenant lose their retention and count as used at that moment,
+    the block with the earliest expiry first. If n is above B - S, the retained block with the earliest expiry of all
+    tenants loses its retention.
     """
 
     name = "retention"
@@ -77,10 +79,10 @@ class Reuse(EvictionPolicy):
 
     A segmented LRU (Karedla, Love, Wherry, "Caching strategies to improve disk system performance", Computer 27, 1994):
     a block with a cache hit is retained, without an expiry. If more than `share` of the pool is retained, the least
-    recently used of the retained blocks count as used now.
+    recently used of the retained blocks lose their retention, and count as used at that moment.
 
-    A new prompt has no history, so the policy learns which classes of requests are worth keeping, as LHD does by
-    application (Beckmann, Chen, Cidon, "LHD: improving cache hit rate by maximizing hit density", NSDI 2018). The
+    A new prompt has no history, so the policy learns which classes of requests are worth keeping, as LHD learns it for
+    applications (Beckmann, Chen, Cidon, "LHD: improving cache hit rate by maximizing hit density", NSDI 2018). The
     classes are output lengths, by powers of two: tool calls and questions about a document differ in output length from
     the last request of a conversation. All blocks of a finished request are retained if blocks of its class were reused
     at least `threshold` times as often as the blocks of all requests. The history covers about 8 times as many blocks

@@ -12,8 +12,8 @@ A prompt counts when its request is admitted, without its cached tokens, which c
 they are generated. Recompute after a preemption does not count, as the tenant did not cause it. An admission that a
 failed step undoes does not count.
 
-Counters are integers (`UNIT` for a token), so the time of an update does not change them. They are updated from the
-columns of the batch when a decision needs them, and when a request leaves its row.
+Counters are integers (`UNIT` for a token), so their values do not depend on when they are updated. They are updated
+from the columns of the batch when a decision needs them, and when a request leaves its row.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ UNIT = 1_000_000
 """Increase of a counter by a token of weight 1."""
 _INITIAL = 64
 _MIN_KEPT = 64
-"""Minimum number of tenants, or of heap entries, from which idle tenants and stale entries are removed. They are
-removed when they may outnumber the others."""
+"""Idle tenants are removed only if there are more tenants than this, and stale heap entries only if there are more of
+them than this. Both are removed when they may outnumber the tenants and entries in use."""
 
 
 class _Tenant:
@@ -188,7 +188,7 @@ class Fair(Policy):
         self._begin()
 
     def guaranteed_steps(self, num_steps: int) -> int:
-        """The number of steps in which the next tenant stays the next one, even if only its own counter grows."""
+        """The number of steps in which the tenant that is now next stays next, even if only its own counter grows."""
         if self._num_waiting_tenants <= 1:
             return num_steps
         first = self._first()
@@ -207,8 +207,8 @@ class Fair(Policy):
         return 0.0 if known is None else self._counter(known) / UNIT
 
     def reason(self, request: Request) -> str:
-        """Why the request is not the head of the queue, in words; "": only because other requests of its tenant are
-        before it."""
+        """Why the request is not the head of the queue, in words; "": the only reason is that other requests of its
+        tenant are before it."""
         tenant, first = self._tenants[request.tenant], self._first().tenant
         more = (self._counter(tenant) - self._counter(first)) // UNIT
         if tenant is first or more < 1:
@@ -375,8 +375,8 @@ class Fair(Policy):
         self._num_steps += 1
 
     def on_update(self, output: SchedulerOutput, update: StepUpdate, now: float) -> None:
-        """Lift tenants that began to wait during the step once more, now that the output tokens of the step are
-        counted."""
+        """Lift again the tenants that began to wait while a step was in flight, now that the output tokens of the step
+        are counted."""
         self._num_steps -= 1
         if self._entered:
             entered, self._entered = self._entered, {}
@@ -442,8 +442,8 @@ class Fair(Policy):
         return lifted
 
     def _forget(self, level: int, kept: _Tenant) -> None:
-        """Remove idle tenants except `kept` with counters up to `level`: they would be lifted anyway, as the level only
-        rises."""
+        """Remove idle tenants, except `kept`, whose counters are at most `level`. When they wait again, they would be
+        lifted to this level or more anyway, as it only rises."""
         for tenant in list(self._tenants.values()):
             is_idle = tenant.entry is None and not tenant.num_requests and tenant is not self._last
             if is_idle and tenant is not kept and self._counter(tenant) <= level:

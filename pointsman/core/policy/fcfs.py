@@ -1,7 +1,8 @@
 """First come, first served: the default order, and the heap that other orders use.
 
-Adding, taking and removing a request cost O(log n), reading the head O(1): removal is lazy. The first requests are in a
-sorted list, so that they can be read without being removed. All later requests are in a heap.
+`push`, `pop` and `remove` cost O(log n), `peek` costs O(1). A removed request leaves an empty entry, which is dropped
+when it reaches the top of the heap. The first requests are in a sorted list, so that they can be read without being
+removed. All later requests are in a heap.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class FirstComeFirstServed(Policy):
         return num_steps
 
     def reason(self, request: Request) -> str:
-        """Why the request is not the head of the queue, in words; "": only because it arrived later."""
+        """Why the request is not the head of the queue, in words; "": the only reason is that it arrived later."""
         return ""
 
     def __len__(self) -> int:

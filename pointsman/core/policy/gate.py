@@ -1,11 +1,12 @@
-"""Gates: the conditions of an admission. A gate lowers the number of tokens of a waiting request, or defers it.
+"""Gates: the conditions of an admission. A gate lowers the number of tokens of a waiting request, or defers the
+request.
 
 The gates are the token budget (`budget.py`), the limits (`limits.py`), the embeddings of encoder inputs
 (`encoder_budget.py`), the caps on partial prefills (`partial_prefills.py`), the adapter slots (`adapters.py`), and the
 blocks that must stay free (`reserve.py`). `step/admission.py` calls them in a fixed order. The first deferral gives the
 reported reason, and says whether the request blocks the queue.
 
-A `Limit` also applies to running rows: one call on columns handles all of them.
+A `Limit` also applies to running rows: one call handles the columns of all rows.
 """
 
 from __future__ import annotations
@@ -30,15 +31,16 @@ class Gate:
     The deferral of the head of the queue is kept until the revision of a gate changes."""
 
     def open_step(self, num_requests: int) -> None:
-        """Called when a step begins; `num_requests` requests are queued or running, throughout the step."""
+        """Called when a step begins. `num_requests` is the number of queued and running requests together, which stays
+        the same during the step."""
 
     def open_queue(self) -> None:
         """Called when the step begins to check the queue, in order from its head on."""
 
     def check(self, request: Request, start: int, want: int, view: View) -> int | Deferral:
-        """How many of `want` tokens from position `start` on the request may compute in this step (at least 1 if `want`
-        is at least 1), or its deferral. If the call changes the state of the gate, the change lasts for the step
-        only."""
+        """Returns how many of `want` tokens from position `start` on the request may compute in this step (at least 1
+        if `want` is at least 1), or the deferral of the request. If the call changes the state of the gate, the change
+        lasts for the step only."""
         return want
 
     def commit(self, request: Request, start: int, num_tokens: int) -> None:

@@ -71,7 +71,7 @@ def in_place_of(kind: str, policy: Any, spec: str, error: str, cause: Exception 
     """A guard with the default policy, for a policy that is replaced at the start.
 
     Args:
-        policy: the class of the replaced policy, or the object.
+        policy: the class of the replaced policy, or the policy object.
         spec: the name of the replaced policy with parameters.
         error: the error in words.
         cause: the exception to be logged; None: nothing is to be logged.
@@ -206,8 +206,8 @@ class Guard:
         return answer
 
     def as_listener(self) -> Policy:
-        """The policy as a listener. Errors of its event methods are raised at its next call in a step, since a step can
-        fail."""
+        """The policy as a listener. Errors of its event methods are raised at its next call in a step, since only a
+        step can fail."""
         return _as_listener(self)
 
     def _call(self, method: str, *arguments: Any) -> Any:
@@ -224,7 +224,7 @@ class Guard:
             raise self._broken_contract(raised(attribute, error)) from error
 
     def _notify(self, method: str, *arguments: Any) -> None:
-        """Like `_call`, but an error is raised later, at the next call of the policy in a step, since a step can
+        """Like `_call`, but an error is raised later, at the next call of the policy in a step, since only a step can
         fail."""
         try:
             getattr(self.policy, method)(*arguments)
@@ -269,8 +269,8 @@ class GuardedOrder(Guard):
         self._insert("put_back", requests, requests)
 
     def _insert(self, method: str, argument: Any, requests: Sequence[Request]) -> None:
-        """Queue the `requests`, even if the policy fails. Requests that the policy may have lost come first, by
-        arrival."""
+        """Queue the `requests` by calling `method` of the policy with `argument`. They are queued even if the policy
+        fails. Requests that the policy may have lost come first, by arrival."""
         if self._strays:  # a request returning from a failed step may have arrived before a stray
             newest = max(map(_arrival, self._strays))
             self._strays |= dict.fromkeys(each for each in requests if _arrival(each) < newest)
@@ -394,7 +394,8 @@ class GuardedVictim(Guard):
         self._order = ""
 
     def set_order(self, order: str) -> None:
-        """Set the name of the order policy. The default victim policy, which replaces a failed one, depends on it."""
+        """Set the name of the order policy. The default victim policy, which replaces a failed victim policy, depends
+        on the order."""
         self._order = order
         if self.replaced is not None:
             self._replace(self.replaced.error)
@@ -513,8 +514,8 @@ class GuardedLimit(Guard, Limit):
 
 
 class GuardedEviction(Guard):
-    """The guard of an eviction policy of another package. The policy is called where no step can fail. So its error is
-    raised when the next step opens, and a failed call retains nothing."""
+    """The guard of an eviction policy of another package. The policy is called where its error cannot fail a step. So
+    the error is raised when the next step opens, and a failed call retains nothing."""
 
     kind = "eviction"
 
@@ -581,7 +582,7 @@ def _log(level: str, message: str, cause: BaseException | None) -> None:
 
 
 def _default_order(order: Any) -> Any:
-    """The default order that replaces an order, or a class of orders."""
+    """The default order that replaces `order`, a policy object or its class."""
     return PriorityOrder() if getattr(order, "is_preemptive", False) is True else FirstComeFirstServed()
 
 

@@ -1,7 +1,7 @@
 """Limits: lower the number of tokens that requests advance in a step.
 
 A limit is a gate (`gate.py`) that also applies to running rows: one call on columns clips the tokens of all rows. A
-limit with a `step_budget` also sets the token budget of the step (`budget.py`). A limit can also forbid priority
+limit with a method `step_budget` also sets the token budget of the step (`budget.py`). A limit can also forbid priority
 preemption for a request that would make steps too long (`lacks_step_time`). The length limit of a request is not here:
 it holds in every step, and the step itself applies it.
 
@@ -73,7 +73,7 @@ class FairLongPrefillThreshold(LongPrefillThreshold):
 class OneSampleInFlight(Limit):
     """A request without `runs_ahead` gets no token while one of its samples is in flight.
 
-    `limits_decode` is not needed: steady decode is not used while such a request runs and steps are in flight.
+    `limits_decode` can stay False: steady decode is not used while such a request runs and steps are in flight.
     """
 
     only_cuts = True
@@ -127,8 +127,8 @@ LIMITS: dict[str, type[Limit]] = {limit.name: limit for limit in (LongPrefillThr
 
 
 def limits_of(config: SchedulerConfig, ends: Limit | None, encoder: Limit | None) -> list[Any]:
-    """The limits of the configuration in the order in which they apply: limits set by knobs, `token_limits`, `ends` and
-    `encoder`."""
+    """The limits of the configuration in the order in which they apply: limits set by knobs, `token_limits`, then
+    `ends` (a `ChunkEnds`) and `encoder` (an `EncoderCache`) unless None."""
     limits: list[Any] = []
     threshold, budget = config.prefill_threshold, config.max_num_batched_tokens
     if threshold:

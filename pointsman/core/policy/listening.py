@@ -1,8 +1,8 @@
-"""Makes the two events that only policies get: `on_advanced` (tokens of a step) and `on_step_time`.
+"""Makes the two events that only policies get: `on_advanced` (the tokens of a step) and `on_step_time` (its duration).
 
 Policies are listeners. The two events are derived from the events of steps and updates, and only for policies that
-override their methods. For steps of a fast-forward, a policy gets the tokens of all steps together, and the times of
-the steps one after the other.
+override these two methods. For steps of a fast-forward, a policy gets the tokens of all steps together, and the times
+of the steps one after the other.
 """
 
 from __future__ import annotations

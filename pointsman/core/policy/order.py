@@ -7,7 +7,8 @@ order into a package of its own (`registry.py`), or pass an object as `Scheduler
 An order is a queue. The orders in this file are heaps (`fcfs.py`). "earliest-ttft" and "fair", in their own files,
 consist of several heaps. The key of a request in "fcfs" and "priority" is
 
-    (class, 0 if it ran before else 1, its last admission or else its arrival, order of adding, number of the push)
+    (urgency class, 0 if preempted else 1, number of the last admission if preempted else arrival time,
+     number in the order of adding, number of the push)
 
 so a preempted request returns to the front of its class, and requests preempted together resume in the order in which
 they were admitted.
@@ -53,8 +54,8 @@ class FrontFirst(FirstComeFirstServed):
 
 
 class _ByPrefill(FirstComeFirstServed):
-    """Base of orders by a number of tokens, cached or to prefill, counted when the request is queued. Each second of
-    waiting subtracts `ageing` tokens.
+    """Base class of the orders whose key is a number of tokens: cached tokens, or tokens to prefill. These are counted
+    when the request is queued. Each second of waiting subtracts `ageing` tokens.
 
     All requests age at the same rate, so the order of waiting requests never changes. The key is therefore static:
     tokens plus `ageing` times the arrival time. A preempted request is at the front, as under "fcfs".
@@ -84,8 +85,8 @@ class _ByPrefill(FirstComeFirstServed):
         return view.num_cached_tokens(request) if view is not None and view.has_prefix_cache else 0
 
     def _compared_tokens(self, request: Request) -> tuple[int, int] | None:
-        """Tokens in the keys of a request and of the head, if the head is first because its key has fewer tokens;
-        otherwise None."""
+        """The number of tokens in the key of a request, and in the key of the head of the queue. None: the number of
+        tokens is not why the head is before the request."""
         own, first = request._state.queue_entry, self.top
         return None if own is None or own[0] == 0 or first[0] == 0 or first[3] >= own[3] else (own[3], first[3])
 

@@ -1,9 +1,9 @@
 """Caps on concurrent partial prefills (the knobs have vLLM V0's names).
 
-A prefill is partial while its request runs and not all tokens with which the request was admitted are scheduled. A
-prefill that fits the step that admits it is never partial. So a request that must wait for a cap is skipped, and short
-prompts bypass it. The skipped request is checked before them, so it starts as soon as a partial prefill finishes. After
-`max_overtakes` admissions of requests behind it, it blocks the queue.
+A prefill is partial while its request runs, and some of the tokens that it had at its admission are not scheduled yet.
+A prefill that fits the step that admits it is never partial. So a request that must wait for a cap is skipped, and
+short prompts bypass it. The skipped request is checked before them, so it starts as soon as a partial prefill finishes.
+After `max_overtakes` admissions of requests behind the skipped request, this request blocks the queue.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class PartialPrefills(Gate):
         return self._missing(request, partial) <= 0
 
     def _missing(self, request: Request, partial: npt.NDArray[np.bool_]) -> int:
-        """Number of partial prefills that must finish before the request may start; `partial` [rows] marks the rows
+        """Number of partial prefills that must finish before the request may begin one, by the cap on all and, for a
+        long prompt, the cap on long ones; 0 or less: the request may begin. `partial` ([rows] bool) is True for rows
         with a partial prefill."""
         missing = int(np.count_nonzero(partial)) + 1 - self._max
         if request.num_tokens > self._long_beyond:

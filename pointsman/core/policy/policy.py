@@ -29,7 +29,7 @@ Value: TypeAlias = bool | int | float | str
 
 
 class Parameter(NamedTuple):
-    """One parameter of a policy. The type of `default` is the type of its values."""
+    """One parameter of a policy. The type of `default` is the type of the parameter's values."""
 
     name: str
     default: Value
@@ -64,8 +64,8 @@ class Policy(Listener):
         then forgets everything that it learned, as a replay starts without that knowledge."""
 
     def guaranteed_steps(self, num_steps: int) -> int:
-        """Number of the next `num_steps` steps in which the policy decides as now. In these steps every running request
-        decodes one token, and nothing else happens. 0: the policy must be called in every step."""
+        """For how many of the next `num_steps` steps the decisions of the policy stay the same. In these steps every
+        running request decodes one token, and nothing else happens. 0: the policy must be called in every step."""
         return 0
 
     def on_advanced(
@@ -75,8 +75,8 @@ class Policy(Listener):
         several steps that are reported together."""
 
     def on_step_time(self, load: StepLoad, seconds: float) -> None:
-        """Called with the time of a step: from its start, or from the end of the previous step if that is later, until
-        the result of the step arrived."""
+        """Called with the duration of a step. It ends when the result of the step arrives. It begins at the start of
+        the step, or at the end of the previous step if this is later."""
 
 
 class StepLoad(NamedTuple):
@@ -87,7 +87,7 @@ class StepLoad(NamedTuple):
     num_context_tokens: int
     """Computed tokens of the step's requests, this step's tokens included: the KV entries that the step reads."""
     num_prefill_tokens: int
-    """Tokens of the step beyond one for each request."""
+    """Number of tokens of the step, minus one for each request."""
     num_attended_tokens: int
     """Number of positions that a token of the step attends to (its own included), summed over these tokens. Equal to
     `num_context_tokens` if each request computes one token."""

@@ -21,9 +21,9 @@ from pointsman.core.state.request import Request
 
 FAST = 0.25
 """Maximum share of the target that a step of the whole budget takes on a fast device. On a fast device nothing is
-learned or limited, since that costs more than it gains. After two steps in a row that take more than twice this share,
-the device no longer counts as fast, and everything learned before is forgotten. A single such step may be a stall of
-the machine."""
+learned or limited, since learning and limiting cost more than they gain. After two steps in a row that take more than
+twice this share of the target, the device no longer counts as fast, and everything learned before is forgotten. A
+single such step may be a stall of the machine."""
 MIN_SECONDS = 1e-9
 """Minimum time for prompt tokens, used while the time of a prompt token is unknown."""
 
@@ -31,14 +31,15 @@ MIN_SECONDS = 1e-9
 class PrefillGap(TargetItl):
     """Cuts prompts so that a step with decoding requests takes at most `seconds`, learned from step times.
 
-    The number of prompt tokens that fit is computed as in `TargetItl`, and half of their time is kept for short
-    prompts, too. Three things differ. A step without decoding requests has the whole budget, since it delays no output
-    token. Where the whole budget fits, nothing is limited. No request waits for step time: where decode alone takes
-    nearly the target or more, prompt tokens get half of the decode time in addition, and at least `least` tokens.
+    The number of prompt tokens that fit is computed as in `TargetItl`, and, as there, half of the time for prompt
+    tokens is kept for short prompts. Three things differ. A step without decoding requests has the whole budget, since
+    it delays no output token. Where a step of the whole budget fits the target, nothing is limited. No request waits
+    for step time: where decode alone takes nearly the target or more, prompt tokens may add half of the decode time to
+    the step, and at least `least` of them are computed.
 
     The time of decode is learned from steps without prompt tokens. Under load there may be no such step, and the whole
     time of a step would be attributed to its prompt tokens. So one step leaves out prompt tokens each time that the
-    number of running requests doubles beyond what can be predicted.
+    number of running requests doubles beyond the number for which the time of decode can be predicted.
 
     Use it where outputs are streamed on a device that may be slow. On a fast device (see `FAST`) it limits nothing.
 

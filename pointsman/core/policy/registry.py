@@ -6,8 +6,8 @@
     known("order")                                  {name: class}
 
 A package adds policies as entry points of the group `pointsman.policies`. An entry point loads a subclass of `Policy`
-with the `kind` of the policy, the `name` of the entry point, and the methods of `KINDS`. The name must differ from
-those of built-in policies. `examples/pointsman-lottery` is such a package.
+with the `kind` of the policy, the `name` of the entry point, and the attributes that `KINDS` names. The name must
+differ from those of built-in policies. `examples/pointsman-lottery` is such a package.
 """
 
 from __future__ import annotations
@@ -137,7 +137,8 @@ def _check_object(kind: str, policy: Any) -> None:
 def _build_guarded(
     kind: str, policy: Any, spec: str, construct: Callable[[], Any], replaced: Sequence[Replaced]
 ) -> Any:
-    """Construct the policy with its guard; if the constructor fails, a guard with the default policy."""
+    """Construct the policy, and return it within its guard. If the constructor fails, or `replaced` has the policy, the
+    guard has the default policy instead."""
     for known in replaced:
         if (known.kind, known.policy) == (kind, spec):
             return in_place_of(kind, policy, spec, known.error)
@@ -251,7 +252,8 @@ def _parse_value(kind: str, name: str, parameter: Parameter, text: str) -> Value
 
 @lru_cache(maxsize=1)
 def _installed() -> tuple[EntryPoint, ...]:
-    """Entry points of installed packages, sorted by name; of several with one name, only the first."""
+    """Entry points of installed packages, sorted by name; of several entry points with the same name, only the
+    first."""
     from importlib.metadata import entry_points  # imported here: it takes a fifth of the import time
 
     found = sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, entry.value))

@@ -31,10 +31,11 @@ from pointsman.core.state.sealed import new_tuple
 from pointsman.core.state.status import FinishReason
 
 MEAN_OVER = 128
-"""Number of last finished requests that `decode_reserve="mean"` averages: large enough to be steady, small enough to
-follow a change of traffic within minutes."""
+"""Number of last finished requests over which `decode_reserve="mean"` averages the output lengths: large enough to be
+steady, small enough to follow a change of traffic within minutes."""
 LEARNED_OVER = 512
-"""Number of last finished requests from which `growth` learns; it also needs the distribution of output lengths."""
+"""Number of last finished requests from which `growth` learns; more than `MEAN_OVER`, since `growth` also needs the
+distribution of output lengths."""
 DECODE_COST = 3.0
 """For `growth`: device time of a decoded token relative to a prefilled token. 3.3 and 3.8 in the simulated chats and
 long outputs on an RTX 4090; higher with fewer concurrent requests."""
@@ -64,7 +65,8 @@ class Demand(NamedTuple):
     others_run: bool
     """Whether other requests run. If none runs, a request must start."""
     num_waiting: int = 1
-    """Number of requests in the queue, the checked request included, and of requests that would be preempted for it."""
+    """Number of requests in the queue, the checked request included, plus the number of running requests that would be
+    preempted for it."""
 
 
 class Reserve(Policy):
@@ -110,7 +112,7 @@ class Shortage(NamedTuple):
     """Pairs (number of blocks, reason). The first pair whose number is at most the number of free blocks has the reason
     of the deferral."""
     own: int = 0
-    """Required blocks without the blocks kept for the head of the queue."""
+    """`required` minus the blocks that are kept for the head of the queue."""
     asked: tuple[int, ...] = ()
     """The blocks of the first chunk, then the blocks of each reserve. They determine the other fields."""
 
@@ -127,7 +129,7 @@ class Reserves(Gate):
     """Gate: defers a request unless the blocks of its first chunk and of every reserve are free.
 
     The reason for a deferral is that of the first reserve without which the request would be admitted. If there is no
-    such reserve, it is the reason of the last reserve where the first chunk alone would fit, and otherwise
+    such reserve, it is the reason of the last reserve if the first chunk alone would fit; otherwise it is
     `Reason.BLOCKS`.
     """
 
@@ -323,23 +325,24 @@ class GrowthReserve(Reserve):
         each request; and
         c exp(-H / D) (1 - exp(-S / D)) D / S    for preemptions, each of which recomputes c tokens
 
-    The sum is lowest at H = D ln(c / W U / S (1 - exp(-S / D))). c is a prompt and half an output. With a prefix cache
-    running requests take only D blocks of a victim before it resumes, so c is the tokens of D blocks and half a block.
-    (The newsvendor problem, Edgeworth 1888; the rest is Pointsman's.)
+    The sum is lowest at H = D ln(c / W U / S (1 - exp(-S / D))). c is the number of tokens in a mean prompt and half a
+    mean output. With a prefix cache running requests take only D blocks of a victim before it resumes, so c is at most
+    the number of tokens in D blocks and half a block. (The newsvendor problem, Edgeworth 1888; the rest is
+    Pointsman's.)
 
     The progress of running requests shows whether releases are near. The chance that a request finishes within the next
-    quarter of a mean output is taken from those latest outputs that were longer than the request's output so far: the
-    share of them that finished within this distance. D is multiplied by the ratio of predicted growth to predicted
-    releases in that time, relative to the same ratio in the long run; within a factor of three. The factor is computed
-    where requests are admitted, preempted or finish, so that no step costs more.
+    quarter of a mean output is learned: of the latest outputs that were longer than the request's output so far, it is
+    the share that ended within this number of tokens. D is multiplied by the ratio of predicted growth to predicted
+    releases in that time, relative to the same ratio in the long run. This factor is limited to 1/3 to 3. It is
+    computed only where requests are admitted, preempted or finish, so that no step costs more.
 
-    A preemption delays half of the waiting requests on average by c, since the queue advances meanwhile. Deferring a
-    request delays it by W, the time between two finishes. So the reserve is smaller in proportion if fewer than 2 W / c
-    requests wait.
+    On average a preemption delays half of the waiting requests by c, since the queue advances meanwhile. Deferring a
+    request delays it by W, the time between two finishes. So if fewer than 2 W / c requests wait, the reserve is
+    reduced in proportion to their number.
 
-    Prompts and outputs are those of the latest requests that finished by themselves; until a request has, the reserve
-    is 0. It is at most an eighth of the pool, and 0 if no request runs. So no request waits for the reserve for ever,
-    as running requests finish. The full-sequence reserve covers partial prefills.
+    Prompts and outputs are those of the latest requests that finished by themselves; until one has finished, the
+    reserve is 0. The reserve is at most an eighth of the pool, and 0 if no request runs. So no request waits for the
+    reserve for ever, as running requests finish. The full-sequence reserve covers partial prefills.
     """
 
     name = "growth"
@@ -452,8 +455,8 @@ class GrowthReserve(Reserve):
         return int(min(kept, MAX_KEPT * pool)), enough
 
     def _look_ahead(self) -> None:
-        """Predict the growth and the releases of the running requests. With many running requests, only some calls
-        predict."""
+        """Predict the growth and the releases of the running requests. With many running requests, only some calls make
+        a new prediction."""
         self._until_counted -= 1
         if self._until_counted >= 0:
             return
@@ -491,10 +494,12 @@ RESERVES: dict[str, type[Reserve]] = {
 
 
 def reserves_of(config: SchedulerConfig) -> list[Any]:
-    """The reserves of the configuration: first those set by knobs, cheapest remedy first, then those given by name.
+    """The reserves of the configuration: first those set by knobs, then those given by name. A deferral reports the
+    first reserve without which the request would be admitted. So the reserves set by knobs are in the order of their
+    remedies, cheapest first.
 
-    A full-sequence reserve given by name replaces the one set by the knob: with both, no pool would suffice for a long
-    prompt.
+    A full-sequence reserve given by name replaces the full-sequence reserve set by the knob: with both, no pool would
+    suffice for a long prompt.
     """
     named = [str(getattr(reserve, "name", reserve)).partition(":")[0] for reserve in config.reserves]
     reserves: list[Any] = []

@@ -15,25 +15,26 @@ FloatArray = npt.NDArray[np.float64]
 FIRST_CHUNK = 256
 """Maximum number of prompt tokens in a step while no step with prompt tokens was observed."""
 GROWTH = 2
-"""Multiple of the observed maximum (of prompt tokens in a step, requests, context tokens) up to which times are
-predicted."""
+"""Times are predicted up to this multiple of the observed maximum of prompt tokens in a step, of requests, and of
+context tokens."""
 NUM_GROUPS, GROUP = 64, 16
 """Number of remembered groups of consecutive decode steps, and maximum number of steps in a group. Only the means of a
 group are kept, so that noise averages out, and a second of decode does not replace all observations of other loads."""
 NUM_CLASSES, PER_CLASS = 8, 16
-"""Number of classes of remembered steps with prompt tokens, and number of steps in a class. The classes are by the mean
-context of the prompt tokens, and double from 512 on. So the steps of a rare long prompt are not replaced by those of
-short prompts. Steps near the limit have classes of their own."""
+"""Number of classes of remembered steps with prompt tokens, and number of steps in a class. A class is a range of the
+mean context of the prompt tokens: below 512, 512 to 1023, 1024 to 2047, and so on. So the steps of a rare long prompt
+are not replaced by those of short prompts. Steps near the limit have classes of their own."""
 NEAR = 0.75
-"""Minimum share of the limit that makes a step "near the limit". Shorter steps say nothing about the errors of full
-steps, and as reading and computing overlap, they predict the time of full steps poorly. Once `MIN_FITTED` steps near
-the limit are known, other steps hardly count. Before that, each step near the limit has the weight of `MIN_FITTED`
-other steps, as has the step with the most prompt tokens, and none of these is an outlier."""
+"""Minimum time of a step that is "near the limit", as a share of `StepTimes.limit`. Shorter steps say nothing about the
+errors of predictions for steps that are filled up to the limit. They also predict the time of such steps poorly, since
+reading weights and computing overlap. Once `MIN_FITTED` steps near the limit are known, other steps hardly count.
+Before that, each step near the limit, and the step with the most prompt tokens, has the weight of `MIN_FITTED` other
+steps, and is never an outlier."""
 MIN_MARGIN = -0.1
 """Minimum margin that is applied to the target; it is negative, as steps may be shorter than predicted."""
 RECENT, RECENT_GROUPS, MEMORY = 32, 8, 0.05
 """Number of recent steps, number of recent groups, and the weight of older steps and groups in a fit. Older
-observations, which may be of a faster device, count only where nothing newer is known."""
+observations, when the device may have been faster, count only where nothing newer is known."""
 SHIFT, SHIFT_STEPS = 0.2, 8
 """The speed of the device has changed if the relative errors of `SHIFT_STEPS` steps in a row all exceed `SHIFT`, with
 the same sign."""
@@ -50,11 +51,11 @@ OFF, OFF_DEVIATIONS = 0.02, 3.0
 MIN_FITTED = 16
 RIDGE, SHARE_RIDGE = 1e-3, 1e-2
 """Ridge of each coefficient, relative to the weight of an observation. A constant load does not separate the
-coefficients; the ridge divides the step time evenly among them. `SHARE_RIDGE` is for the share of decode, which is 1
-unless observations say otherwise: if every step is filled up to the target step time, all step times are equal, and the
-observations fit almost any share."""
+coefficients; the ridge divides the step time evenly among them. `SHARE_RIDGE` is for the share of decode
+(`StepTimes.share`), which is 1 unless observations say otherwise: if every step is filled up to the target step time,
+all step times are equal, and the observations fit almost any share."""
 POSITION_SCALE = 4096
-"""Number of positions; attending to them takes at most as long as the other work of a token, unless steps with longer
+"""Number of positions to which a token attends in at most the time of its other work, unless observed steps with longer
 contexts say otherwise."""
 OUTLIER, MIN_OUTLIER = 4.0, 0.02
 """A fit leaves out an observation whose relative error exceeds `OUTLIER` standard deviations, and `MIN_OUTLIER`."""
@@ -82,8 +83,8 @@ class StepTimes:
     def __init__(self, target: float) -> None:
         self._target = target
         self.margin = FIRST_MARGIN
-        """The relative error of the prediction at the 99th percentile, of a normal distribution with the median and the
-        median absolute deviation of recent errors, so that a single slow step does not count."""
+        """The 99th percentile of the relative error of predictions, computed from a normal distribution with the median
+        and the median absolute deviation of recent errors, so that a single slow step has no effect."""
         self.max_predicted_tokens = FIRST_CHUNK
         """Maximum number of prompt tokens for which the time of a step is predicted."""
         self._decode = (0.0, 0.0, 0.0)

@@ -6,17 +6,19 @@ copied out when it is evicted, and copied back with the step that resumes the re
 still cached.
 
     preempted        decides for the victim; if it swaps, the pool reports evictions of its blocks (`kv/manager.py`)
-    is_worth_loading decides, when it resumes, whether to load the tokens in host memory or to recompute them
-    ended            it runs again, or has finished: the pool no longer reports evictions of its blocks
+    is_worth_loading decides, when a request resumes, whether its tokens in host memory are loaded or recomputed
+    ended            the request runs again, or has finished: the pool no longer reports evictions of its blocks
 
-Under "cheaper" both decisions compare two times. `StepTimes` predicts the time of a recompute; the last tokens of a
-long request take longer than the first. The time of a copy is the time of a block in the fastest of the recent copies,
-multiplied by the number of blocks. It counts twice for a victim (copied out and back), and once for blocks in host
-memory. As later tokens cost more to recompute and the same to load, all blocks are loaded or none.
+Under "cheaper" both decisions compare the time of a recompute with the time of a copy. `StepTimes` predicts the time of
+a recompute; the last tokens of a long request take longer than the first. The time of a copy is the time of a block in
+the fastest of the recent copies, multiplied by the number of blocks. This time counts twice for a victim (its blocks
+are copied out and back), and once for blocks in host memory. As later tokens cost more to recompute and the same to
+load, all blocks are loaded or none.
 
 While one of the two times is unknown, victims swap, which measures it. If the measurement shows that recompute is
 cheaper, no further block of these victims is copied. After `TRIED_AGAIN` victims in a row that recompute, the measured
-copies are forgotten, since the link may have become faster. The next victims then measure again with a few blocks.
+times of copies are forgotten, since the link may have become faster. The next victims then measure again with a few
+blocks.
 
 vLLM V0 had the modes "recompute" and "swap" (`--preemption-mode`), one mode for all victims. It copied all blocks of a
 victim when it was preempted.
@@ -58,8 +60,8 @@ class Swap(Policy):
     # ------------------------------------------------------------------ one request
 
     def preempted(self, request: Request, num_cached_tokens: int) -> Recovery:
-        """Decide whether a preempted request swaps. It has just released its blocks; `num_cached_tokens` of its tokens
-        are still cached."""
+        """Decide whether a preempted request swaps, and return the decision. The request has just released its blocks;
+        `num_cached_tokens` of its tokens are still cached."""
         if not num_cached_tokens:
             return Recovery(False, 0, None, None)
         recompute = swap = None

@@ -1,5 +1,5 @@
-"""The limit "target-itl": limits the prompt tokens of a step so that the step keeps a target time, the gap between
-output tokens.
+"""The limit "target-itl": limits the prompt tokens of a step so that the step takes at most a target time, which is the
+gap between output tokens.
 
 `StepTimes` (`step_times.py`) learns how long a step takes; `TargetItl` is the limit that uses these predictions.
 """
@@ -22,7 +22,7 @@ from pointsman.core.state.request import Request
 from pointsman.core.state.status import PreemptionCause, RequestStatus
 
 KEPT = 16
-"""Number of steps for which a decision is kept that defers the head of the queue for step time."""
+"""Number of steps for which the decision to defer the head of the queue for step time is kept."""
 KEPT_FOR_QUEUE = 0.5
 """Share of the time for prompt tokens that is kept, while requests wait, for prompts that fit into this time as a
 whole."""
@@ -40,8 +40,8 @@ class TargetItl(Limit):
     The rule: the time of a step is predicted (`StepTimes`). The step computes the prompt tokens that fit the target at
     the 99th percentile beside decode, but at most `max_num_batched_tokens`. Fewer fit beside many requests, beside long
     contexts, and late in a long prompt. Sarathi-Serve (Agrawal et al., 2024) finds one budget for a target with a
-    profile beforehand; here it is learned, and follows the load. Without observations it begins with 256 tokens, and at
-    most doubles.
+    profile beforehand; here the budget is learned, and follows the load. At first a step computes at most 256 prompt
+    tokens, later at most twice the observed maximum.
 
     While requests wait, running prefills use half of the time for prompt tokens. The other half is for prompts that fit
     into it as a whole, so that a short prompt does not wait until a long prompt is computed. The long prompt loses at
@@ -49,12 +49,12 @@ class TargetItl(Limit):
     head of the queue does not fit, no time is kept until it has started.
 
     Where the queue waits for sequence slots or blocks, it waits for decode, not for prompt tokens. Then prompt tokens
-    are spread: a step computes at most `SPREAD` times their mean number per step, or the number that fits behind the
-    memory reads of decode. As reads and computing overlap, equal steps take less time in total than short and long
-    steps. `MIN_SPREAD` bounds the cost for a long prompt.
+    are spread: a step computes at most `SPREAD` times their mean number per step, or the number that can be computed
+    during the memory reads of decode. As reads and computing overlap, equal steps take less time in total than short
+    and long steps. `MIN_SPREAD` bounds the cost for a long prompt.
 
-    If decode alone would take longer than the target with one more request, this request waits for `Reason.STEP_TIME`.
-    A target that even few requests exceed (`UNREACHABLE`) defers no request.
+    If decode alone would take longer than the target with one more request, this request waits, with
+    `Reason.STEP_TIME`. A target that even few requests exceed (`UNREACHABLE`) defers no request.
 
     Use it where outputs are streamed, and prompts differ much in length. Not for offline work, where gaps do not matter
     and larger steps are a little faster.
@@ -236,8 +236,8 @@ class TargetItl(Limit):
         return self._num_fitting_tokens(request, start, min(want, fitting))
 
     def _num_fitting_tokens(self, request: Request, start: int, upper_bound: int) -> int | Deferral:
-        """`upper_bound`, the number of tokens that fit the step; or a deferral: beside a running prefill that is cut, a
-        request starts only if all its tokens fit."""
+        """Returns `upper_bound`, the number of the request's tokens that fit the step, or a deferral of the request.
+        Beside a running prefill that is cut, a request starts only if all its tokens fit."""
         lack = request._state.num_tokens - start if self._is_cut else 1
         if upper_bound >= lack:
             return upper_bound
@@ -255,7 +255,8 @@ class TargetItl(Limit):
         return is_full or self._would_be_full(request, num_running, num_tokens)
 
     def _would_be_full(self, request: Request, num_requests: int, num_tokens: int) -> bool:
-        """Whether decode alone would take longer than the target with `request` beside `num_requests` others."""
+        """Whether decode alone would take longer than the target with `request` beside `num_requests` running requests,
+        which have `num_tokens` known tokens together."""
         times = self.times
         if num_requests < times.max_observed_requests:  # beyond the observed number, admit one more to observe it
             num_requests, num_tokens = num_requests + 1, num_tokens + request._state.num_tokens
@@ -269,8 +270,9 @@ class TargetItl(Limit):
             self._num_future_tokens += request._state.num_tokens
 
     def guaranteed_steps(self, num_steps: int) -> int:
-        """All `num_steps` if the queue is empty, as the budget does not matter, or while the budget is kept: until a
-        running request leaves or a request is admitted, unless the head of the queue waits for step time."""
+        """All `num_steps` if the queue is empty, as the budget then does not matter. Otherwise all `num_steps` if the
+        budget is kept, and the head of the queue does not wait for step time. Otherwise 0. A kept budget ends when a
+        running request leaves or a request is admitted."""
         view = self._view
         if not view.num_waiting:
             return num_steps

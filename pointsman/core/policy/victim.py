@@ -55,8 +55,8 @@ class LeastCost(Policy):
     taken, and so the recompute, does not depend on the victim: no choice is cheaper than the request admitted last.
     Only requests that use the cache, and free enough blocks that no other request shares, are considered.
 
-    Use it without a prefix cache, where a request holds more blocks than all requests grow by until the next finish
-    (chats). With long outputs all blocks of a victim are taken either way, and "latest" is as good; a reserve
+    Use it without a prefix cache, where a request holds more blocks than all running requests will need until the next
+    request finishes (chats). With long outputs every victim loses all its blocks, and "latest" is as good; a reserve
     ("growth") helps more.
 
     Bound: a request that was preempted `max_preemptions` times, for whatever cause, is exempt while a request runs that
@@ -90,8 +90,8 @@ class LeastCost(Policy):
 
     def _latest_that_suffices(self, view: View, may: npt.NDArray[np.int64]) -> int:
         """Index of the request admitted last, among the indices `may`, that frees enough blocks; if none does, of the
-        request that frees most blocks. A request that does not use the prefix cache is chosen only if all others do not
-        use it either."""
+        request that frees most blocks. A request that does not use the prefix cache is chosen only if none of `may`
+        uses it."""
         requests, missing = view.requests, view.num_missing_blocks
         best, most = -1, -1
         for place in range(len(may) - 1, -1, -1):  # usually the first candidate suffices

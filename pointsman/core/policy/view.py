@@ -1,4 +1,4 @@
-"""The `View` that policies read (see `state/interfaces.py`), built on the columns of one scheduler."""
+"""The `View` that policies read (see `state/interfaces.py`), built on the columns of one scheduler's batch."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class SchedulerView:
         self.now = now
 
     def open_check(self, budget: int, num_running: int, num_owed_blocks: int) -> None:
-        """Set the fields of these names before a waiting request is checked."""
+        """Set `budget`, `num_running` and `num_owed_blocks` before a waiting request is checked."""
         self.budget, self.num_running, self.num_owed_blocks = budget, num_running, num_owed_blocks
 
     def look_at(self, place: int) -> None:
