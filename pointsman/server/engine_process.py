@@ -258,13 +258,13 @@ def main(descriptor: int) -> int:
 
 
 def open_recording(path: str, start: Start, closing: ExitStack) -> SideFile:
-    """The file of the recording.
+    """Open the file of the scheduler's recording, and return the open file.
 
     Args:
-        closing: callbacks for the end of this process; gets one that writes and closes the file.
+        closing: callbacks for the end of this process; this function adds one that writes and closes the file.
 
     Raises:
-        OSError: the file cannot be written, and the engine must record.
+        OSError: the file cannot be written, and `start` requires a recording.
     """
     try:
         file = BackgroundFile.create(path, when_full=start.record_when_full)
@@ -279,16 +279,17 @@ def open_recording(path: str, start: Start, closing: ExitStack) -> SideFile:
 
 
 def clock_with(offset: float) -> Callable[[], float]:
-    """The API process's clock, which is ahead of this machine's clock by `offset` seconds."""
+    """Returns a function that reads the API process's clock, which is ahead of this machine's clock by `offset`
+    seconds."""
     return (lambda: time.monotonic() + offset) if offset else time.monotonic
 
 
 def start_compiler(closing: ExitStack) -> GrammarServer | None:
-    """The process that compiles grammars; it imports its libraries while the model is loaded. None: it cannot be
-    started.
+    """Start the process that compiles grammars, and return it. It imports its libraries while the model is loaded.
+    None: xgrammar is not installed, or the process cannot be started.
 
     Args:
-        closing: callbacks for the end of this process; gets one that ends the compiling process.
+        closing: callbacks for the end of this process; this function adds one that ends the compiling process.
     """
     if find_spec("xgrammar") is None:
         return None
