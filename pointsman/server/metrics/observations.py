@@ -86,13 +86,14 @@ class EngineObservations:
             self._inter_token(seconds / num_tokens)
 
     def steps(self, notes: Iterable[StepNote]) -> None:
-        """Observe the token counts and times of engine steps."""
+        """Observe each step's number of scheduled tokens and the scheduler's time."""
         for num_scheduled_tokens, _, scheduler_seconds in notes:
             self._iteration_tokens(num_scheduled_tokens)
             self._scheduler_step(scheduler_seconds)
 
     def client_request(self, n: int, num_generated_tokens: int) -> None:
-        """Observe a completed client's request with `n` samples, the longest of `num_generated_tokens` tokens."""
+        """Observe a client's request that has completed, with `n` samples. The longest sample has
+        `num_generated_tokens` tokens."""
         self.histograms[PARAMS_N].observe(n)
         self.histograms[MAX_GENERATION_TOKENS].observe(num_generated_tokens)
 
