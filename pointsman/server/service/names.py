@@ -64,8 +64,8 @@ class RequestNames:
         return viewer is None if name is None else name.is_for(viewer)
 
     def shown(self, engine_id: str, viewer: int | None = None) -> str:
-        """The name that clients know, or the engine's id if the request has just finished. `HIDDEN` if the request
-        is another client's.
+        """The name that clients know for a request with an engine's id, or this id if the request has just finished.
+        `HIDDEN` if the request is another client's.
         """
         if not self.belongs(engine_id, viewer):
             return HIDDEN
