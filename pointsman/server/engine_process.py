@@ -96,7 +96,8 @@ class EngineProcess:
         self._host = Host(engine, self._port.mailboxes, live, self._thread.pulse)
 
     def run(self, unpacker: Unpacker) -> int:
-        """Serve until the engine or the API process ends; returns the exit code."""
+        """Serve until the engine or the API process ends; returns the exit code. `unpacker` has read the `Start` and
+        may hold the beginning of the next message."""
         self._thread.start()
         self._thread.ended.add_done_callback(self._wake_up)
         self._port.outbox.put(self._info)
@@ -225,7 +226,7 @@ def describe(engine: Engine, model: str) -> EngineInfo:
 
 
 def main(descriptor: int) -> int:
-    """Serve the API process at the other end of a socket; returns the exit code."""
+    """Serve the API process at the other end of the socket with this file descriptor; returns the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(stream=sys.stderr, format="pointsman: %(message)s")

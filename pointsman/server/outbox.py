@@ -124,8 +124,8 @@ class RemotePort(Port["RemoteMailbox"]):
         self._steps.append(note)
 
     def ring(self) -> bool:
-        """Engine's thread: send new outputs to the API process; if the socket is full, the writer's thread sends
-        them."""
+        """Engine's thread: send new outputs to the API process; if the socket is full, the writer's thread sends them.
+        Returns True, as the port is not closed."""
         self._send_outputs()
         return True
 

@@ -247,7 +247,7 @@ class StageLimits:
 
     def __init__(self, config: ServerConfig, max_num_running: int) -> None:
         is_shared = has_tenants(config)
-        # The tenant in the body's field `user` is unknown until the body is read, so it cannot have a share.
+        # The tenant in the body's field `user` is unknown until the body is read, so this tenant cannot have a share.
         self.bodies = StageLimit(
             BODIES, config.body_budget, is_shared=is_shared and (config.tenant_from != "user" or _has_key_names(config))
         )

@@ -1,13 +1,17 @@
 """Access: checks API keys, operator keys, addresses, Host and Origin headers.
 
+    group       paths                                    accepted callers
+
     open        /health, /ready, /version, /metrics      every caller
-                /live                                    likewise: the page alone, which contains no data
-    clients     /v1/completions, /tokenize, /docs, ...   if clients have keys: a client's key, or an operator's
-    operators   /pause, /resume, /live/film, ...         if operators have keys: one of them;
+                /live                                    every caller; this page contains no data
+    clients     /v1/completions, /tokenize, /docs, ...   if clients have keys: callers with a client's key or an
+                                                         operator's key;
+                                                         otherwise: every caller
+    operators   /pause, /resume, /live/film, ...         if operators have keys: callers with an operator's key;
                                                          if only clients have keys: no caller;
-                                                         otherwise: a program on this machine, not through a proxy
-    own         /v1/requests, /v1/requests/ID            with a client's key: the client's requests;
-                                                         otherwise as for operators: all requests
+                                                         otherwise: programs on this machine that use no proxy
+    own         /v1/requests, /v1/requests/ID            callers with a client's key, which see the client's requests;
+                                                         the callers of the group operators, which see all requests
 
 Requests to operators' endpoints are also refused, with any key, in two cases: a browser reports that a page of another
 site sends the request, or the request calls the server by an unknown name. The owner of a page can make the page's name

@@ -13,7 +13,7 @@ from pointsman.server.wire.protocol import REQUEST_ID
 from pointsman.server.wire.responses import ErrorResponse
 
 MAX_PATH = 1024
-"""Maximum number of characters of a name in a path."""
+"""Maximum number of characters of a model's name or a request's id in a path."""
 GENERATION_ERRORS = (400, 404, 408, 413, 429, 500, 503)
 
 RequestIdHeader = Annotated[

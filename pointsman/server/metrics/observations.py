@@ -44,7 +44,7 @@ class Observations:
     """Counts of the server since its start. They never fall, except the number of open streams.
 
     Args:
-        max_model_len: tokens of the longest sequence; sets the buckets of histograms over tokens.
+        max_model_len: maximum number of tokens of a sequence; sets the buckets of histograms of token counts.
         tenants: names of tenants that are known from the start.
         num_engines: number of engines.
 
@@ -67,7 +67,7 @@ class EngineObservations:
     """Histograms of one engine's requests and steps since the server started; they survive restarts of the engine.
 
     Args:
-        max_model_len: tokens of the longest sequence; sets the buckets of histograms over tokens.
+        max_model_len: maximum number of tokens of a sequence; sets the buckets of histograms of token counts.
     """
 
     def __init__(self, max_model_len: int) -> None:
@@ -137,5 +137,5 @@ class EngineObservations:
 
 
 def _histogram(definition: Definition, buckets: tuple[float, ...]) -> Histogram:
-    """A histogram without labels; `exposition.py` adds them."""
+    """A histogram without labels; `exposition.py` adds the labels."""
     return Histogram(definition.name, definition.meaning, buckets=buckets, registry=None)

@@ -40,7 +40,7 @@ SCHEDULER_STEP_BUCKETS = (
 
 
 def token_buckets(max_model_len: int) -> tuple[float, ...]:
-    """Bucket bounds 1, 2, 5, 10, 20, 50, ... tokens, up to the model's longest sequence."""
+    """Upper bucket bounds 1, 2, 5, 10, 20, 50, ... tokens, up to the maximum length of a sequence."""
     steps = [factor * 10**power for power in range(len(str(max_model_len))) for factor in (1, 2, 5)]
     return tuple(float(step) for step in steps if step <= max_model_len)
 

@@ -494,8 +494,8 @@ class EngineClient:
         self._mark_dead(why)
 
     def _mark_dead(self, why: str) -> None:
-        """Mark the engine as dead; called once. Open questions fail. `on_death` gets the streams, and a fleet resumes
-        their requests elsewhere. Without `on_death`, or at shutdown, the streams fail too."""
+        """Mark the engine as dead; called once. Unanswered questions fail. `on_death` gets the streams, so that a fleet
+        resumes their requests. Without `on_death`, or at shutdown, the streams fail too."""
         self._death = "the engine has been shut down" if self._is_stopping else why
         orphans = self.receiver.take_all()
         why = self.receiver.last_words or self._death

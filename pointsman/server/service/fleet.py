@@ -381,7 +381,7 @@ class EngineFleet:
         self._resume(index, orphans, why)
 
     def note_death(self, index: int, why: str) -> None:
-        """Restart engine `index`, which died before it was in the fleet."""
+        """Restart engine `index`, which died before it was added to the fleet."""
         self._on_death(index, [], why)
 
     def _resume(self, index: int, orphans: list[ClientStream], why: str) -> None:

@@ -20,7 +20,7 @@ OWNER = "pointsman.owner"
 """Key in a request's ASGI scope. Its value is the index of the client's API key, if clients have keys; the API key
 itself is not kept."""
 HIDDEN = "another client's request"
-"""The name of a request for a client that is not its owner."""
+"""The text that a client sees in place of the name of another client's request."""
 
 
 class Name(NamedTuple):

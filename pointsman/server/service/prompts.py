@@ -316,7 +316,8 @@ def _json(value: Any) -> str:
 
 
 def _in_parts(token_ids: list[int]) -> tuple[int, deque[list[int]]]:
-    """The number of token ids, and the ids in parts of `TOKENS_AT_ONCE`. Empties `token_ids`."""
+    """Returns the number of token ids, and the token ids in parts of at most `TOKENS_AT_ONCE`. Empties the list
+    `token_ids`."""
     count = len(token_ids)
     parts = deque[list[int]]()
     while token_ids:

@@ -212,7 +212,7 @@ class ClientStream(AsyncIterator[Delta]):
             self.request.resumed = Resumed(known, self._first_token_time, self._num_cached_tokens)
 
     def note_sent(self, key: int = -1) -> None:
-        """Mark the request as sent, or as waiting for an engine."""
+        """Mark the request as sent with `key` to an engine, or as waiting for an engine if `key` is -1."""
         self._is_sent = True
         self.key = key
 
@@ -246,7 +246,7 @@ class ClientStream(AsyncIterator[Delta]):
             self.output_token_ids += token_ids
 
     def _keep(self, delta: Delta) -> None:
-        """Keep a delta for the reader, merged into the unread delta if there is one."""
+        """Store a delta for the reader; if there is an unread delta, merge the new one into that."""
         if self._next is None:
             self._next = delta
         else:

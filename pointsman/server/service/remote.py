@@ -172,7 +172,7 @@ class EngineListener:
                 arriving.set_exception(_start_error(hosting))
 
     def _invite_missing(self) -> None:
-        """Replace an invitation whose host was lost, if an engine is still waited for."""
+        """Send another invitation in place of one whose host was lost, if an engine is still waited for."""
         if len(self._invited) < len(self._waited_for):
             self._invite()
 

@@ -174,7 +174,7 @@ def _field(error: Mapping[str, Any]) -> str:
     where, *path = error["loc"]
     if where != "body":
         return str(path[0])
-    # If a field takes several types, the path also names classes and types.
+    # If a field accepts several types, the path also names classes and types.
     names = [part for part in path if isinstance(part, str) and part.isidentifier() and part[0].islower()]
     return names[0] if names else ""
 

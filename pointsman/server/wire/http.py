@@ -188,9 +188,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         is_ordinary = self._all.is_ordinary(self)
         self.app = self.config.loaded_app if is_ordinary or self._reserve_app is None else self._reserve_app
         super().on_headers_complete()
-        # A response before the end of the request ends the connection; `on_message_complete` takes this back.
+        # A response before the end of the request ends the connection; `on_message_complete` cancels this.
         self.cycle.default_headers = [*self.cycle.default_headers, CLOSE_HEADER]
-        # The app's task begins in the next iteration of the loop, so it sees this.
+        # The app's task begins in the next iteration of the loop, so the task sees this value.
         self.scope["extensions"] = {
             WRITE_NOW: {"has_room": partial(has_room, self.cycle), "write_now": partial(write_now, self.cycle)}
         }
@@ -216,7 +216,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._wait()
 
     def send_400_response(self, msg: str) -> None:
-        """Called when the parser has stopped."""
+        """Called when the parser has stopped: respond with the error 400, unless this class has stopped the parser."""
         if not self._ignores_input:  # otherwise this class stopped it, and a response is on its way
             self._is_refused = True
             super().send_400_response(msg)
