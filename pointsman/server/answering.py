@@ -47,13 +47,14 @@ class Host:
 
     engine: Engine
     mailboxes: Mapping[int, RemoteMailbox]
-    """Mailboxes of unfinished requests by the keys of the API process, in the order of arrival."""
+    """Mailboxes of unfinished requests, keyed by the API process's key of each request, in the order in which the
+    requests arrived."""
     live: LiveFilm
     pulse: Pulse
 
 
 AnswerFunction: TypeAlias = Callable[Concatenate[Host, Fields], AnswerT | Future[AnswerT]]
-"""A function that returns the answer, or a future if the answer takes further steps of the engine."""
+"""A function that returns the answer, or a future if the engine must run further steps before it can answer."""
 
 _FUNCTIONS: dict[Callable[..., Question[Any]], Callable[..., Any]] = {}
 
@@ -61,7 +62,7 @@ _FUNCTIONS: dict[Callable[..., Question[Any]], Callable[..., Any]] = {}
 def answers(
     question: Callable[Fields, Question[AnswerT]],
 ) -> Callable[[AnswerFunction[Fields, AnswerT]], AnswerFunction[Fields, AnswerT]]:
-    """Decorator: registers the function that answers questions of this class."""
+    """Decorator: registers the function that answers questions of the class `question`."""
 
     def register(function: AnswerFunction[Fields, AnswerT]) -> AnswerFunction[Fields, AnswerT]:
         _FUNCTIONS[question] = function
@@ -163,7 +164,7 @@ def _take_pulse(host: Host) -> PulseReading:
 
 
 def explain(engine: Engine, mailbox: RemoteMailbox) -> RequestExplanation:
-    """The state of a mailbox's request.
+    """Returns the state of the request to which a mailbox belongs.
 
     Raises:
         UnknownRequest: the request has finished.

@@ -179,20 +179,22 @@ class ServerConfig:
 
     @property
     def body_budget(self) -> int:
-        """Maximum size of all held bodies, in bytes: `max_total_request_bytes` or its default."""
+        """Maximum size of all bodies that are arriving or not parsed yet, in bytes: `max_total_request_bytes` or its
+        default."""
         return 16 * self.max_request_bytes if self.max_total_request_bytes is None else self.max_total_request_bytes
 
     @property
     def text_budget(self) -> int:
-        """Maximum number of characters that wait to be tokenized: `max_waiting_characters` or its default. The largest
-        body always fits, as a body has no more characters than bytes."""
+        """Maximum number of characters that wait to be tokenized: `max_waiting_characters` or its default. It is at
+        least `max_request_bytes`. A text has at most as many characters as bytes, so the text of the largest body
+        always fits."""
         return 4 * self.max_request_bytes if self.max_waiting_characters is None else self.max_waiting_characters
 
 
 def split_host(host: str) -> tuple[str, int | None] | None:
     """The normalized name or address of a Host header, and its port. None: the header is neither a name nor an address.
 
-    IPv6 addresses have no brackets; an IPv4 address within an IPv6 address becomes the IPv4 address.
+    IPv6 addresses have no brackets; an IPv4-mapped IPv6 address becomes the IPv4 address.
     """
     if (found := _HOST.fullmatch(host)) is None:
         return None
@@ -207,7 +209,7 @@ def split_host(host: str) -> tuple[str, int | None] | None:
 
 
 def plain_address(address: str) -> str:
-    """An IP address as `split_host` writes it.
+    """Returns an IP address in the form in which `split_host` returns addresses.
 
     Raises:
         ValueError: `address` is not an IP address.
@@ -219,7 +221,7 @@ def plain_address(address: str) -> str:
 OPERATOR = "operator"
 """The tenant of requests with an operator's key, if clients have keys."""
 OTHER = "other"
-"""The label in metrics of all tenants without series of their own (`metrics/tenants.py`)."""
+"""Value of the label `tenant` in metrics, for all tenants without series of their own (`metrics/tenants.py`)."""
 
 _TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _SECRET_HEADERS = frozenset({"authorization", "proxy-authorization", "cookie", "x-api-key", "api-key"})

@@ -96,7 +96,8 @@ class EngineProcess:
         self._host = Host(engine, self._port.mailboxes, live, self._thread.pulse)
 
     def run(self, unpacker: Unpacker) -> int:
-        """Serve until the engine or the API process ends; returns the exit code."""
+        """Serve until the engine or the API process ends; returns the exit code. `unpacker` has read the `Start` and
+        may hold the beginning of the next message."""
         self._thread.start()
         self._thread.ended.add_done_callback(self._wake_up)
         self._port.outbox.put(self._info)
@@ -225,7 +226,7 @@ def describe(engine: Engine, model: str) -> EngineInfo:
 
 
 def main(descriptor: int) -> int:
-    """Serve the API process at the other end of a socket; returns the exit code."""
+    """Serve the API process at the other end of the socket with this file descriptor; returns the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(stream=sys.stderr, format="pointsman: %(message)s")
@@ -258,13 +259,13 @@ def main(descriptor: int) -> int:
 
 
 def open_recording(path: str, start: Start, closing: ExitStack) -> SideFile:
-    """The file of the recording.
+    """Open the file of the scheduler's recording, and return the open file.
 
     Args:
-        closing: callbacks for the end of this process; gets one that writes and closes the file.
+        closing: callbacks for the end of this process; this function adds one that writes and closes the file.
 
     Raises:
-        OSError: the file cannot be written, and the engine must record.
+        OSError: the file cannot be written, and `start` requires a recording.
     """
     try:
         file = BackgroundFile.create(path, when_full=start.record_when_full)
@@ -279,16 +280,17 @@ def open_recording(path: str, start: Start, closing: ExitStack) -> SideFile:
 
 
 def clock_with(offset: float) -> Callable[[], float]:
-    """The API process's clock, which is ahead of this machine's clock by `offset` seconds."""
+    """Returns a function that reads the API process's clock, which is ahead of this machine's clock by `offset`
+    seconds."""
     return (lambda: time.monotonic() + offset) if offset else time.monotonic
 
 
 def start_compiler(closing: ExitStack) -> GrammarServer | None:
-    """The process that compiles grammars; it imports its libraries while the model is loaded. None: it cannot be
-    started.
+    """Start the process that compiles grammars, and return it. It imports its libraries while the model is loaded.
+    None: xgrammar is not installed, or the process cannot be started.
 
     Args:
-        closing: callbacks for the end of this process; gets one that ends the compiling process.
+        closing: callbacks for the end of this process; this function adds one that ends the compiling process.
     """
     if find_spec("xgrammar") is None:
         return None

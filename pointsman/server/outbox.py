@@ -120,12 +120,12 @@ class RemotePort(Port["RemoteMailbox"]):
         return False
 
     def note_step(self, note: StepNote) -> None:
-        """Engine's thread: add the numbers of a step to the next frame."""
+        """Engine's thread: add a step's numbers of tokens and scheduler time to the next frame."""
         self._steps.append(note)
 
     def ring(self) -> bool:
-        """Engine's thread: send new outputs to the API process; if the socket is full, the writer's thread sends
-        them."""
+        """Engine's thread: send new outputs to the API process; if the socket is full, the writer's thread sends them.
+        Returns True, as the port is not closed."""
         self._send_outputs()
         return True
 
@@ -166,12 +166,13 @@ class RemoteMailbox(Mailbox):
         self._reported: RequestOutput | None = None
 
     def note_reported(self, output: RequestOutput) -> None:
-        """Set the output that the API process has already, from another engine."""
+        """Set the request's output that the API process has already received from another engine; it is not reported
+        again."""
         self._reported = output
 
     def take_outputs(self, new: EngineOutputs) -> bool:
-        """Add everything that is not reported yet to `new`; returns whether the request has ended. Only the
-        thread that makes the frame calls this."""
+        """Add the acceptance, tokens and error that are not reported yet to the message `new`. Returns whether the
+        request has ended. Only the thread that makes the frame calls this."""
         if self.is_abandoned:
             return True
         error, latest, reported = self._error, self._latest, self._reported
@@ -193,7 +194,8 @@ class RemoteMailbox(Mailbox):
 
 
 def _add_output(outputs: EngineOutputs, key: int, latest: RequestOutput, reported: RequestOutput | None) -> None:
-    """Add the tokens of `latest` that are not in `reported` to `outputs`."""
+    """Add to the message `outputs` the tokens of the request's output `latest` that are not in `reported`, the output
+    that was reported last; None: no output was reported."""
     new = latest.since(reported)
     sample = new.outputs[0]
     entries = sample.token_logprobs

@@ -1,6 +1,6 @@
 """The API process from start to exit.
 
-start      take the port, find the model (and download it), try the chat template, start the engine process, load the
+start      bind the port, find the model (and download it), try the chat template, start the engine process, load the
            tokenizer, warm up both processes, listen, log what is served
 serving    until a signal comes or all engines are dead; a dead engine may be restarted (`service/fleet.py`)
 leaving    SIGTERM or SIGINT: for `drain_delay` the server is not ready but still accepts requests, so that load
@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 EXIT_OK, EXIT_FAILED = 0, 1
 
 SECONDS_TO_REPORT = 3.0
-"""Time for clients to receive the error after the engine's death, and the last events after a drain."""
+"""Seconds in which clients can receive the error after the engine's death, or the last events after a drain."""
 DEFAULT_RESTARTS = 5
 """Number of consecutive failures after which one of several engines is not restarted."""
 NUM_ACCEPTED = 8
@@ -95,7 +95,7 @@ def run(
         record_when_full: what happens to the recording when the disk is full.
         log_stats_interval: seconds between lines of statistics in the log; None: no such lines.
         max_step_retries: maximum number of consecutive retries of a failed step.
-        warm_up: whether requests of every kind are rehearsed before a client's request is accepted.
+        warm_up: whether the engine runs test requests of every kind before a client's request is accepted.
         data_parallel_size: the number of engines.
         max_engine_restarts: number of consecutive failures after which an engine is not restarted. None: 0 for a single
             engine, whose death ends the server, otherwise `DEFAULT_RESTARTS`.
@@ -149,7 +149,8 @@ def run(
 
 
 def with_model_found(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `Engine`, with the model replaced by its path. A model with a hub name is downloaded first.
+    """Returns the arguments of `Engine`, with the argument `model` replaced by the model's path. A model with a hub
+    name is downloaded first.
 
     Raises:
         ModelLoadError: there is no such model, or it cannot run here.
@@ -163,7 +164,8 @@ def with_model_found(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_settings(path: Path) -> None:
-    """Refuse a model that cannot run here. The imports below take seconds, so this is called only before a download."""
+    """Refuse a model that cannot run here. The imports in this function take seconds, so it is called only before a
+    download."""
     from pointsman.engine.model.loader import read_settings
 
     read_settings(path)
@@ -385,7 +387,8 @@ class _Serving:
 
     @staticmethod
     async def _first_of(*awaitables: Any, timeout: float | None = None) -> None:
-        """Wait for the first of the awaitables. Then the other coroutines are cancelled; tasks continue."""
+        """Wait until one of the awaitables is done, at most `timeout` seconds. Then coroutines that are not done are
+        cancelled; tasks continue."""
         tasks = [asyncio.ensure_future(one) for one in awaitables]
         await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         for task, one in zip(tasks, awaitables, strict=True):

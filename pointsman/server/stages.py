@@ -6,8 +6,8 @@
 
 `STAGES` is the one table of these limits; docs/operating.md shows the same table. Each stage that the API process
 limits has a `StageLimit`. If tenants share the limit, one tenant may hold three times the free capacity
-(`engine/fair_queue.py`). So a single tenant can hold three quarters, and a second tenant always gets a part. In a
-server that can have only one tenant, this tenant may hold all.
+(`engine/fair_queue.py`). So a single tenant can hold three quarters of the limit, and a second tenant always gets a
+part of the rest. In a server that can have only one tenant, this tenant may hold all.
 """
 
 from __future__ import annotations
@@ -172,16 +172,16 @@ class StageLimit:
 
     @property
     def total(self) -> int:
-        """The amount that all tenants hold."""
+        """The amount that all tenants together hold, in the stage's unit."""
         return self._capacity.total
 
     def of(self, tenant: str) -> int:
-        """The amount that one tenant holds."""
+        """The amount that the tenant holds, in the stage's unit."""
         return self._capacity.held.get(tenant, 0)
 
     @property
     def by_tenant(self) -> dict[str, int]:
-        """The amount that each tenant holds; tenants that hold nothing are left out."""
+        """The amount that each tenant holds, in the stage's unit; tenants that hold nothing are left out."""
         return self._capacity.held
 
     def take(self, tenant: str, amount: int, *, own: int = 0, retry_after: Callable[[], int] = _min_wait) -> None:
@@ -210,7 +210,7 @@ class StageLimit:
 
     @contextmanager
     def held(self, tenant: str, amount: int, retry_after: Callable[[], int] = _min_wait) -> Iterator[None]:
-        """Context in which a tenant holds an additional amount of what the stage limits.
+        """Context in which a tenant holds an additional amount, in the stage's unit.
 
         Raises:
             ApiError: as for `take`.
@@ -247,7 +247,7 @@ class StageLimits:
 
     def __init__(self, config: ServerConfig, max_num_running: int) -> None:
         is_shared = has_tenants(config)
-        # The tenant in the body's field `user` is unknown until the body is read, so it cannot have a share.
+        # The tenant in the body's field `user` is unknown until the body is read, so this tenant cannot have a share.
         self.bodies = StageLimit(
             BODIES, config.body_budget, is_shared=is_shared and (config.tenant_from != "user" or _has_key_names(config))
         )
@@ -257,7 +257,7 @@ class StageLimits:
         self.grammars = StageLimit(GRAMMARS, MAX_WAITING_GRAMMARS, is_shared=is_shared)
 
     def all(self) -> tuple[StageLimit, ...]:
-        """The limits, in the order of `STAGES`."""
+        """The limits of all stages that the API process limits with a `StageLimit`, in the order of `STAGES`."""
         return self.bodies, self.texts, self.requests, self.prompt_tokens, self.grammars
 
 

@@ -4,10 +4,10 @@ need no key.
 serving      the model, its size and type, the device
 engines      if there are several: their number, and the process of each
 KV cache     its capacity: blocks, tokens, requests of full length
-scheduler    the size of a step, the order, and every setting that differs from its default
+scheduler    sequence slots, token budget, order policy, and every setting that differs from its default
 limits       limits of one request, the number of waiting requests, which keys are needed
 open         requests that every machine that reaches the address may make without a key
-listening    where, and a curl that works
+listening    the URL, and a curl command that works
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ EXAMPLE_QUESTION = "What is the capital of France?"
 
 
 def startup_lines(infos: Sequence[EngineInfo], config: ServerConfig, url: str) -> list[str]:
-    """The five or six lines; one more with several engines.
+    """Returns the five or six log lines of a server that is ready; one line more if there are several engines.
 
     Args:
         infos: the engines' descriptions of themselves, in the order of their numbers; they have equal settings.
@@ -77,7 +77,7 @@ def example_curl(model: str, config: ServerConfig, url: str) -> str:
 
 
 def reachable(url: str) -> str:
-    """The URL to call: the loopback address in place of the wildcard address."""
+    """The URL that a client on this machine can call: the loopback address replaces the wildcard address."""
     return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 
@@ -182,7 +182,7 @@ def _knob_text(value: Any) -> str:
 
 
 def _count(number: int) -> str:
-    """A number of parameters, rounded to millions or billions."""
+    """A model's number of parameters as text, rounded to millions or billions."""
     for unit, name in ((10**9, "B"), (10**6, "M")):
         if number >= unit:
             return f"{number / unit:,.1f} {name}"
@@ -190,5 +190,5 @@ def _count(number: int) -> str:
 
 
 def _shown(text: str) -> str:
-    """A name or path from outside, on one line and without control characters."""
+    """A name or path that the operator or the model's files give, on one line and without control characters."""
     return text if text.isprintable() else ascii(text)

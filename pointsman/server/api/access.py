@@ -1,13 +1,17 @@
 """Access: checks API keys, operator keys, addresses, Host and Origin headers.
 
+    group       paths                                    accepted callers
+
     open        /health, /ready, /version, /metrics      every caller
-                /live                                    likewise: the page alone, which contains no data
-    clients     /v1/completions, /tokenize, /docs, ...   if clients have keys: a client's key, or an operator's
-    operators   /pause, /resume, /live/film, ...         if operators have keys: one of them;
+                /live                                    every caller; this page contains no data
+    clients     /v1/completions, /tokenize, /docs, ...   if clients have keys: callers with a client's key or an
+                                                         operator's key;
+                                                         otherwise: every caller
+    operators   /pause, /resume, /live/film, ...         if operators have keys: callers with an operator's key;
                                                          if only clients have keys: no caller;
-                                                         otherwise: a program on this machine, not through a proxy
-    own         /v1/requests, /v1/requests/ID            with a client's key: the client's requests;
-                                                         otherwise as for operators: all requests
+                                                         otherwise: programs on this machine that use no proxy
+    own         /v1/requests, /v1/requests/ID            callers with a client's key, which see the client's requests;
+                                                         the callers of the group operators, which see all requests
 
 Requests to operators' endpoints are also refused, with any key, in two cases: a browser reports that a page of another
 site sends the request, or the request calls the server by an unknown name. The owner of a page can make the page's name
@@ -43,7 +47,7 @@ RESERVED_PATHS = frozenset(
 ).union(OPEN_PATHS)
 """Paths of health checks and operators; their responses take little time."""
 FORWARDED = frozenset({"forwarded", "via", "x-real-ip"})
-"""Headers that a proxy adds, besides those that begin with `FORWARDED_PREFIX`."""
+"""Names of headers that a proxy adds, in addition to those that begin with `FORWARDED_PREFIX`."""
 FORWARDED_PREFIX = "x-forwarded-"
 
 
@@ -55,7 +59,7 @@ def is_reserved(path: str) -> bool:
 class ApiKeyMiddleware:
     """Refuses requests without a valid key. The comparison takes the same time for right and wrong keys.
 
-    The index of a client's key becomes the owner of the request, in its scope.
+    The index of the client's key is stored in the request's ASGI scope, as the owner of the request.
 
     Args:
         app: the app behind this middleware.
@@ -99,7 +103,7 @@ def find_key(scope: Scope, keys: list[bytes]) -> int | None:
 
 
 def missing_key(what: str, placeholder: str) -> ApiError:
-    """401: a valid key is missing."""
+    """The error 401 for a request without a valid key."""
     return ApiError(
         401,
         f'{what}; send the header "Authorization: Bearer {placeholder}"',
@@ -108,8 +112,8 @@ def missing_key(what: str, placeholder: str) -> ApiError:
 
 
 class ServerNames:
-    """The allowed host names, as sent in `Host`. They protect against pages whose own name resolves to this server (DNS
-    rebinding).
+    """The allowed host names, as sent in `Host`. Checking them protects against pages whose own name resolves to this
+    server (DNS rebinding).
 
     Args:
         config: the operator's settings, with the host names of the server.
@@ -298,7 +302,8 @@ def refuse_other_machines(request: Request) -> None:
 
 
 def _bound_name(host: str) -> str | None:
-    """The name or address that the server listens on; None: all networks, which clients cannot call by a name."""
+    """The name or address that the server listens on. None: the server listens on all networks, which have no name that
+    a client could send."""
     address = _address_or_none(host)
     if address is None:
         return host.lower()

@@ -6,7 +6,7 @@
     /v1/requests, /pause, /resume, /reset_prefix_cache    for operators; /v1/requests shows a client its own requests
     /live                                                 a page for operators
 
-An app serves engines that have loaded the same model. While `app.state.gate` is closed, it refuses new requests.
+An app serves engines that have loaded the same model. While its `state.gate` is closed, the app refuses new requests.
 """
 
 from __future__ import annotations

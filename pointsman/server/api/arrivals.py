@@ -1,9 +1,9 @@
 """Arrivals: limits the number of requests that begin in one iteration of the event loop; tenants share this number.
 
-Beginning a request (its body, its routes, a refusal) takes 0.3 ms of the event loop. A tenant that sends two thousand
-requests together would stall all streams and requests for 0.6 s. So `NUM_PER_TURN` requests begin in each iteration,
-and streams, connections and bodies continue in between. If more wait, tenants are served in turn
-(`engine/fair_queue.py`).
+Beginning a request (starting to read its body, finding its route, or refusing it) takes 0.3 ms of the event loop. A
+tenant that sends two thousand requests together would stall all streams and requests for 0.6 s. So `NUM_PER_TURN`
+requests begin in each iteration, and streams, connections and bodies continue in between. If more wait, tenants are
+served in turn (`engine/fair_queue.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _Waiter: TypeAlias = "asyncio.Future[None]"
 
 
 class ArrivalMiddleware:
-    """Lets requests begin, tenants in turn. Requests of health checks and operators do not wait.
+    """Lets a few requests begin in each iteration of the event loop, serving tenants in turn. Requests of health checks
+    and operators do not wait.
 
     Args:
         app: the app behind this middleware.

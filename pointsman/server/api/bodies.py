@@ -47,19 +47,20 @@ MAX_TEXTS = 100_000
 MAX_CONTAINERS = 100_000
 """Maximum number of lists and objects in a body."""
 FREE_BYTES = 64 * 1024
-"""Number of first bytes of each body that the budget does not count, so that large bodies that never end do not block
-usual requests."""
+"""Number of first bytes of each body that the budget does not count, so that incomplete large bodies do not block usual
+requests."""
 TRIM_BYTES = 16 * 1024 * 1024
 """Number of released bytes after which free memory is returned to the system."""
 TRIM_SECONDS = 0.5
-"""Seconds between a release and the return of memory: the objects that refer to the bytes are freed meanwhile."""
+"""Seconds from the release of a body's bytes to the return of free memory to the system. Objects that refer to the
+bytes are freed meanwhile."""
 
 
 # ------------------------------------------------------------------------------------------------- size
 
 
 class BodyBudget:
-    """The bytes of all bodies that are arriving or not parsed yet.
+    """Counts and limits the bytes of all bodies that are arriving or not parsed yet.
 
     Args:
         limit: the limit of the stage `BODIES`.
@@ -76,7 +77,8 @@ class BodyBudget:
         return self._limit.total
 
     def take(self, tenant: str, num_bytes: int, own: int) -> None:
-        """Count further bytes of a body that holds `own` bytes already.
+        """Count `num_bytes` further bytes of one body of a tenant; `own`: number of this body's bytes that are counted
+        already.
 
         Raises:
             ApiError: 429, the budget is exhausted; the bytes are not counted.
@@ -96,7 +98,7 @@ class BodyBudget:
             self._timer = asyncio.get_running_loop().call_later(TRIM_SECONDS, self._trim_unless_held)
 
     def _trim_unless_held(self) -> None:
-        """Return free memory to the system, unless bodies hold `TRIM_BYTES` again: then the next release tries
+        """Return free memory to the system. If bodies hold `TRIM_BYTES` again, do nothing; the next release tries
         again."""
         self._timer = None
         if self.num_bytes < TRIM_BYTES:
@@ -105,7 +107,7 @@ class BodyBudget:
 
 
 class HeldBody:
-    """One request's part of the budget, beyond its first `FREE_BYTES`.
+    """The bytes of one request's body that count in the budget: all but the body's first `FREE_BYTES`.
 
     Args:
         budget: the budget of all bodies.
@@ -148,7 +150,8 @@ def _trim() -> None:
 
 
 class BodyLimitMiddleware:
-    """Reads at most `max_bytes` of a body, with or without a Content-Length, and at most the budget of all bodies.
+    """Reads at most `max_bytes` of a body, with or without a Content-Length. Refuses bodies when the budget of all
+    bodies is exhausted.
 
     Args:
         app: the app behind this middleware.
@@ -211,10 +214,10 @@ class BodyLimitMiddleware:
 
 
 def check_numbers(body: bytes) -> None:
-    """Refuse JSON with too many strings, lists or objects, which would take long to create.
+    """Refuse JSON with too many strings, lists or objects, as parsing would take long to create them.
 
     Raises:
-        ApiError: 400, with the number and the limit.
+        ApiError: 400, with the number of strings, or of lists and objects, and the limit.
     """
     if body.count(b'"') > 2 * MAX_TEXTS:
         num_texts = _without_escapes(body).count(b'"') // 2
@@ -228,7 +231,8 @@ def check_numbers(body: bytes) -> None:
 
 
 def check_prompt_lengths(body: Any, limit: int | None) -> None:
-    """Refuse prompts with more token ids than the model's length, before each of a million ids is validated.
+    """Refuse prompts with more token ids than the model's maximum length. Called before each token id is validated, as
+    a prompt may have a million ids.
 
     Args:
         body: parsed JSON.
@@ -315,8 +319,8 @@ class StrictRoute(APIRoute):
         return strict
 
     def _direct_call(self) -> Callable[[StrictRequest], Coroutine[Any, Any, Response | None]] | None:
-        """A function that calls the endpoint, or returns None if FastAPI must handle that request. None: FastAPI must
-        handle all requests of this route."""
+        """Returns a function that calls the endpoint with a request, or returns None if FastAPI must handle the
+        request. Returns None in place of the function if FastAPI must handle all requests of this route."""
         wanted, endpoint = self.dependant, self.endpoint
         if len(wanted.body_params) != 1 or self._embed_body_fields or wanted.dependencies:
             return None

@@ -23,7 +23,7 @@ from pointsman.server.wire.responses import ChatCompletionResponse
 
 
 def chat_router(service: Service) -> APIRouter:
-    """The route of chat completions."""
+    """A router with the route POST /v1/chat/completions."""
     router = APIRouter(route_class=StrictRoute, tags=["completions"])
 
     @router.post(

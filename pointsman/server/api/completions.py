@@ -25,7 +25,7 @@ DEFAULT_MAX_TOKENS = 16
 
 
 def completions_router(service: Service) -> APIRouter:
-    """The route of completions."""
+    """A router with the route POST /v1/completions."""
     router = APIRouter(route_class=StrictRoute, tags=["completions"])
 
     @router.post(

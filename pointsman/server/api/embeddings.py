@@ -17,7 +17,7 @@ from pointsman.server.wire.responses import EmbeddingResponse
 
 
 def embeddings_router(service: Service) -> APIRouter:
-    """The route of embeddings."""
+    """A router with the route POST /v1/embeddings."""
     router = APIRouter(route_class=StrictRoute, tags=["embeddings"])
 
     @router.post("/v1/embeddings", response_model=EmbeddingResponse, responses=errors(*GENERATION_ERRORS))

@@ -15,7 +15,7 @@ from pointsman.server.wire.responses import VersionResponse
 
 
 def health_router(client: EngineFleet, gate: Gate, metrics: ServerMetrics) -> APIRouter:
-    """The four routes of probes and metrics."""
+    """A router with the routes /health, /ready, /version and /metrics."""
     router = APIRouter(tags=["health"])
 
     @router.head("/health", include_in_schema=False)

@@ -4,8 +4,8 @@
     GET /live/film?engine=1    the film of engine 1 while it is watched: a stream of records (`web/live.py`), for
                                operators; its header X-Engines has the number of engines
 
-The server asks the engine for the film ten times a second, as for operators' other questions. While a watcher does not
-read, the server does not ask, and the engine process drops the records that the watcher misses.
+Ten times a second the server asks the engine for new records of the film, by a question (`wire/questions.py`). While a
+watcher does not read, the server does not ask, and the engine process drops the records that the watcher misses.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from starlette.types import Scope, Send
 
 SECONDS_TO_READ = 60.0
-"""Maximum seconds that a watcher takes to read a part. After that it leaves the film; when it reads again, its film
-begins again."""
+"""Maximum seconds for a watcher to read a part of the film. A slower watcher is removed; when it reads again, it gets a
+new film."""
 
 
 @cache
@@ -42,7 +42,7 @@ def live_page() -> str:
 
 
 def live_router(service: Service, operators: OperatorRules) -> APIRouter:
-    """The routes of the live page and of the film."""
+    """A router with /live, the page, and /live/film, the film that the page shows."""
     router = APIRouter()
     client, watchers = service.client, count()
 

@@ -15,7 +15,7 @@ from pointsman.server.wire.responses import ModelCard, ModelList
 
 
 def models_router(service: Service) -> APIRouter:
-    """The two routes that list the names of the model."""
+    """A router with the two routes that list the names of the model."""
     router = APIRouter(tags=["models"])
     created = int(time.time())
 

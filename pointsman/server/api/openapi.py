@@ -13,7 +13,7 @@ from pointsman.server.wire.protocol import REQUEST_ID
 from pointsman.server.wire.responses import ErrorResponse
 
 MAX_PATH = 1024
-"""Maximum number of characters of a name in a path."""
+"""Maximum number of characters of a model's name or a request's id in a path."""
 GENERATION_ERRORS = (400, 404, 408, 413, 429, 500, 503)
 
 RequestIdHeader = Annotated[
@@ -54,7 +54,7 @@ _SECONDS: dict[str, Any] = {"description": "Seconds.", "schema": {"type": "integ
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The possible errors of a route, for its `responses`."""
+    """The OpenAPI descriptions of a route's possible errors, for the route's argument `responses`."""
     described: dict[int | str, dict[str, Any]] = {}
     for status in statuses:
         described[status] = {"model": ErrorResponse, "description": _MEANINGS[status]}
@@ -109,7 +109,7 @@ def _description(app: FastAPI, config: ServerConfig) -> dict[str, Any]:
 
 
 def _keys_for(path: str, operation: dict[str, Any], config: ServerConfig) -> list[str]:
-    """The kinds of keys that an operation needs."""
+    """The OpenAPI security schemes of an operation: the kinds of keys that it accepts. Empty: it needs no key."""
     if path in OPEN_PATHS:
         return []
     is_for_operators = "operation" in operation.get("tags", ())

@@ -27,7 +27,7 @@ from pointsman.server.wire.responses import ActiveSeqsResponse, PausedResponse, 
 
 
 def operation_router(service: Service, operators: OperatorRules) -> APIRouter:
-    """The routes of operators' commands."""
+    """A router with the routes of operators' commands."""
     router = APIRouter(tags=["operation"], dependencies=[Depends(operators.require)])
 
     @router.post("/pause", response_model=StatusResponse, responses=errors(400, 403, 409, 500, 503))

@@ -28,7 +28,7 @@ from pointsman.server.wire.responses import PriorityResponse, RequestList, Reque
 
 
 def requests_router(service: Service, operators: OperatorRules) -> APIRouter:
-    """The three routes of requests."""
+    """A router with the three routes that show requests and change their priority."""
     router = APIRouter(tags=["operation"])
     names = service.names
 
@@ -101,12 +101,12 @@ def requests_router(service: Service, operators: OperatorRules) -> APIRouter:
 
 
 def describe(known: RequestExplanation, name_of: Callable[[str], str], *, sees_tenants: bool = True) -> dict[str, Any]:
-    """The JSON of a request, with times in Unix time.
+    """The JSON object that describes a request, with times in Unix time.
 
     Args:
         known: the engine's explanation.
-        name_of: returns the name that the reader knows for an id of the engine.
-        sees_tenants: whether the reader may see the policies' texts, which may name other tenants.
+        name_of: returns the name that the viewer knows for the engine's id of a request.
+        sees_tenants: whether the viewer may see the policies' texts, which may name other tenants.
     """
     explanation = known.explanation
     waiting_for = known.waiting_for
@@ -159,7 +159,7 @@ def describe(known: RequestExplanation, name_of: Callable[[str], str], *, sees_t
 
 
 def _sentence(explanation: Explanation, name_of: Callable[[str], str], sees_tenants: bool) -> str:
-    """The sentence of an explanation, with the names that the reader knows."""
+    """The explanation of a request's state as one sentence, with the names of requests that the viewer knows."""
     sentence = explanation.sentence
     if not sees_tenants:
         sentence = sentence.removesuffix(explanation.policy_words)

@@ -21,7 +21,8 @@ TOKEN_ERRORS = (400, 404, 413, 429, 500, 503)
 
 
 def tokenization_router(service: Service) -> APIRouter:
-    """The two routes. They share the threads that tokenize prompts, and the order of tenants in these threads."""
+    """A router with /tokenize and /detokenize. Both run in the threads that tokenize prompts, which serve tenants in
+    turn."""
     router = APIRouter(route_class=StrictRoute, tags=["tokens"])
 
     def respond(make: Callable[[str], Awaitable[list[bytes]]]) -> WatchedResponse:

@@ -104,7 +104,7 @@ class MeasuredFleet(Protocol):
 
     @property
     def engines(self) -> Sequence[MeasuredClient]:
-        """The engines by their numbers; a restart replaces an engine."""
+        """The engines, in the order of their numbers; a restart replaces an engine by a new one."""
 
     @property
     def expected(self) -> list[int]:
@@ -140,7 +140,7 @@ class MeasuredEngine:
         self._started = time.monotonic()
         self._asking: asyncio.Task[EngineStats] | None = None
         self.stats: EngineStats | None = None
-        """Statistics of the newest reading; None before the first reading."""
+        """Statistics that the engine gave at the newest reading; None before the first reading."""
 
     @property
     def client(self) -> MeasuredClient:
@@ -148,7 +148,7 @@ class MeasuredEngine:
         return self._fleet.engines[self._index]
 
     def ask(self) -> asyncio.Task[EngineStats]:
-        """The task that gets a new reading: the running one, or a new one if none runs."""
+        """The task that gets new statistics from the engine: the task that is running, or a new task if none runs."""
         if self._asking is None:
             self._asking = asyncio.create_task(self.client.ask(Stats()))
             self._asking.add_done_callback(self._note_answer)
@@ -213,7 +213,7 @@ class ServerMetrics:
 
 
 class _SingleMetric(Collector):
-    """A collector of one metric."""
+    """Yields one given metric to `prometheus_client`."""
 
     def __init__(self, metric: Metric) -> None:
         self._metric = metric
@@ -235,7 +235,7 @@ class _EngineProcesses(Collector):
         ]
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics of `prometheus_client` about each process."""
+        """Yield the metrics that `prometheus_client` measures of each engine process on this machine."""
         here = [index for index, engine in enumerate(self._engines) if engine.client.is_here]
         if len(self._collectors) == 1:
             yield from self._collectors[0].collect() if here else ()
@@ -262,7 +262,8 @@ class _ServerCollector(Collector):
         self._whole = self._bases if len(self._bases) == 1 else [(model_name, "")]
 
     def collect(self) -> Iterator[Metric]:
-        """Every metric of the table; an engine's totals only after the first reading of that engine."""
+        """Yield every metric of the table. An engine's totals and gauges are left out before the first reading of that
+        engine."""
         engines, expected = self._metrics.engines, self._metrics.fleet.expected
         yield from self._stated(expected)
         # One reading for all metrics, even if another scrape gets a newer one meanwhile.
@@ -366,7 +367,7 @@ def cache_labels(info: EngineInfo) -> dict[str, str]:
 
 
 def engine_labels(info: EngineInfo) -> dict[str, str]:
-    """Labels with the version, the model, and the settings that determine the capacity."""
+    """Labels with Pointsman's version, the device, the model's data type and maximum length, and scheduler settings."""
     knobs = ("max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill", "order", "watermark")
     return {
         "version": pointsman.__version__,

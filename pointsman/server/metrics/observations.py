@@ -44,7 +44,7 @@ class Observations:
     """Counts of the server since its start. They never fall, except the number of open streams.
 
     Args:
-        max_model_len: tokens of the longest sequence; sets the buckets of histograms over tokens.
+        max_model_len: maximum number of tokens of a sequence; sets the buckets of histograms of token counts.
         tenants: names of tenants that are known from the start.
         num_engines: number of engines.
 
@@ -67,7 +67,7 @@ class EngineObservations:
     """Histograms of one engine's requests and steps since the server started; they survive restarts of the engine.
 
     Args:
-        max_model_len: tokens of the longest sequence; sets the buckets of histograms over tokens.
+        max_model_len: maximum number of tokens of a sequence; sets the buckets of histograms of token counts.
     """
 
     def __init__(self, max_model_len: int) -> None:
@@ -86,13 +86,14 @@ class EngineObservations:
             self._inter_token(seconds / num_tokens)
 
     def steps(self, notes: Iterable[StepNote]) -> None:
-        """Observe the token counts and times of engine steps."""
+        """Observe each step's number of scheduled tokens and the scheduler's time."""
         for num_scheduled_tokens, _, scheduler_seconds in notes:
             self._iteration_tokens(num_scheduled_tokens)
             self._scheduler_step(scheduler_seconds)
 
     def client_request(self, n: int, num_generated_tokens: int) -> None:
-        """Observe a completed client's request with `n` samples, the longest of `num_generated_tokens` tokens."""
+        """Observe a client's request that has completed, with `n` samples. The longest sample has
+        `num_generated_tokens` tokens."""
         self.histograms[PARAMS_N].observe(n)
         self.histograms[MAX_GENERATION_TOKENS].observe(num_generated_tokens)
 
@@ -136,5 +137,5 @@ class EngineObservations:
 
 
 def _histogram(definition: Definition, buckets: tuple[float, ...]) -> Histogram:
-    """A histogram without labels; `exposition.py` adds them."""
+    """A histogram without labels; `exposition.py` adds the labels."""
     return Histogram(definition.name, definition.meaning, buckets=buckets, registry=None)

@@ -28,7 +28,7 @@ def _waiting(stats: EngineStats) -> Reading:
 
 
 def _preemptions(stats: EngineStats) -> dict[str, int]:
-    """The preemptions by the value of `PreemptionCause`; their sum is `num_preemptions`."""
+    """The number of preemptions for each value of `PreemptionCause`; the sum of these numbers is `num_preemptions`."""
     scheduler = stats.scheduler
     others = {
         PreemptionCause.DISPLACED.value: scheduler.num_displaced,

@@ -40,7 +40,7 @@ SCHEDULER_STEP_BUCKETS = (
 
 
 def token_buckets(max_model_len: int) -> tuple[float, ...]:
-    """Bucket bounds 1, 2, 5, 10, 20, 50, ... tokens, up to the model's longest sequence."""
+    """Upper bucket bounds 1, 2, 5, 10, 20, 50, ... tokens, up to the maximum length of a sequence."""
     steps = [factor * 10**power for power in range(len(str(max_model_len))) for factor in (1, 2, 5)]
     return tuple(float(step) for step in steps if step <= max_model_len)
 
@@ -80,15 +80,17 @@ class Definition:
     unit: str
     meaning: str
     label: str | None = None
-    """Name of the metric's further label, besides `BASE_LABELS`; None: there is none."""
+    """Name of the metric's own label, in addition to `BASE_LABELS`; None: there is no such label."""
     second_label: str | None = None
-    """Name of a second further label, whose values are not known from the start; None: there is none."""
+    """Name of a further label in addition to `label`; the values of this second label are not known from the start.
+    None: there is no second label."""
     buckets: tuple[float, ...] | None = None
     """Inclusive upper bounds of the histogram's buckets; None: those of `token_buckets`."""
 
 
 Reading = float | Mapping[str, float] | Mapping[tuple[str, str], float]
-"""The value of a metric; or a value for each value of the metric's label; or one for each pair of its two labels."""
+"""The number that a metric has; or one number for each value of the metric's `label`; or one for each pair of values of
+`label` and `second_label`."""
 
 
 # ------------------------------------------------------------------------- KEPT

@@ -1,10 +1,10 @@
 """TenantCounts: counts tokens and requests by tenant, with a bounded number of labels.
 
 Clients may choose the tenant's name (`--tenant-from`), so at most `MAX_NAMED` tenants have their own series, and all
-other tenants share the series `OTHER`. The first tenants get series of their own. Another tenant replaces the named
-tenant with the fewest tokens once it has more than twice that number. So heavy tenants have their own series, and two
-similar tenants do not alternate. A series counts only tokens from the time that its tenant was named, so that no
-counter falls.
+other tenants share the series `OTHER`. The first tenants get series of their own. An unnamed tenant replaces the named
+tenant with the fewest tokens as soon as the unnamed one has more than twice as many. So heavy tenants have their own
+series, and two similar tenants do not alternate. A series counts only tokens from the time that its tenant was named,
+so that no counter falls.
 
 Counting happens once per delta, so it only adds to an attribute of a `TenantCount`; a scrape computes the sums.
 """
@@ -61,8 +61,8 @@ class TenantCounts:
         self._known: dict[str, TenantCount] = {}
         self._named: set[str] = set()
         self._others = TenantCount(OTHER)
-        """Count whose `exposed_...` are the tokens of all tenants from the times when they had no series of their
-        own."""
+        """The series `OTHER`: its fields `exposed_...` are the tokens that all tenants had while they had no series of
+        their own."""
         for name in names:
             self._count_of(name)
 
@@ -74,7 +74,7 @@ class TenantCounts:
         return count
 
     def close(self, count: TenantCount, *, is_started: bool) -> None:
-        """Count a finished request; `is_started`: whether it had a first token."""
+        """Count a request of a tenant as finished; `is_started`: whether the request had a first token."""
         count.num_open -= 1
         if not is_started:
             count.num_unstarted -= 1
@@ -109,7 +109,8 @@ class TenantCounts:
         return prompt, generated, num_open, num_unstarted
 
     def named(self, amounts: Mapping[str, float]) -> dict[str, float]:
-        """Amounts by tenant, summed under the labels of `readings`; empty while there is only one tenant."""
+        """Sums `amounts`, which are given by tenant: one sum for each tenant with its own series, and one sum under
+        `OTHER` for all other tenants. Empty while there is only one tenant."""
         if len(self._known) < 2:
             return {}
         found = dict.fromkeys(sorted(self._named), 0.0)

@@ -30,7 +30,7 @@ MAX_SAMPLES = 1024
 
 
 class Backlog:
-    """The open requests, and the prompts that wait.
+    """Counts and limits the open requests and the waiting prompt tokens.
 
     Args:
         requests: the limit on open requests of the engine.
@@ -51,7 +51,8 @@ class Backlog:
         self._waiting_since = 0.0
 
     def enter(self, tenant: str, num_requests: int) -> Ticket:
-        """Accept a client's request, which becomes `num_requests` requests of the engine.
+        """Accept a client's request, which becomes `num_requests` requests of the engine. Returns the ticket of the
+        client's request.
 
         Raises:
             ApiError: 429, too many requests are open; 400, the request alone exceeds the limit.
@@ -69,8 +70,8 @@ class Backlog:
     def retry_after(self, tenant: str) -> int:
         """Estimated seconds until all waiting prompts of the tenant have their first token.
 
-        The estimate assumes the worst order: all waiting prompts precede. With equal shares of tenants, each other
-        tenant starts at most as many prompts as this tenant has.
+        The estimate assumes the worst order: all waiting prompts of other tenants precede. But each other tenant counts
+        with at most as many prompts as this tenant has, as tenants get equal shares.
         """
         now = self._clock()
         while self._first_tokens and self._first_tokens[0] < now - WINDOW:
@@ -143,7 +144,8 @@ class Ticket:
         backlog._add(tenant, len(num_tokens))
 
     def first_token(self, prompt: int) -> None:
-        """End the wait of a prompt, because its first token, in any sample, has arrived. Later calls have no effect."""
+        """Count the prompt with index `prompt` as no longer waiting, because the first token of one of its samples has
+        arrived. Later calls for this prompt have no effect."""
         if self._waiting.pop(prompt, None) is None:
             return
         backlog, left = self._backlog, min(self._num_tokens, sum(self._waiting.values()))

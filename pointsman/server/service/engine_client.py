@@ -54,8 +54,8 @@ logger = logging.getLogger(__name__)
 ENGINE_PROCESS = "pointsman.server.engine_process"
 """The module that the engine process runs. Programs find the process by this name in its command line."""
 SECONDS_TO_DIE = 10.0
-"""Time for the engine process to exit after `Stop`, without draining. Then it is killed, and has the same time
-to disappear."""
+"""Time for the engine process to exit after `Stop`, without draining. Then it is killed, and this process waits as long
+again until it has exited."""
 SECONDS_BETWEEN_POLLS = 0.01
 MAX_UNREAD_BYTES = 16 * 1024 * 1024
 """Maximum number of bytes that wait for an engine process that does not read; with more, requests are refused."""
@@ -153,7 +153,7 @@ class EngineClient:
             must_record: whether an engine whose recording cannot be opened does not start.
             log_stats_interval: seconds between lines of statistics in the log; None: no such lines.
             max_step_retries: maximum number of consecutive retries of a failed step.
-            warm_up: whether requests of every kind are rehearsed first, so that no real request is slow.
+            warm_up: whether the engine first runs test requests of every kind, so that no real request is slow.
             name: prefix of the engine's log lines, after the program's name.
             cores: the only processors that the process may run on, if the system can bind it to them; None: all.
             tokenizer: the model's tokenizer, if it was read before; None: it is read here.
@@ -264,8 +264,8 @@ class EngineClient:
         self.send(streams)
 
     def send(self, streams: Sequence[ClientStream]) -> None:
-        """As `submit`, without checks. If the engine has died unnoticed, `_mark_dead` handles these streams like all
-        streams of the engine."""
+        """As `submit`, but without checking that the engine runs and reads its socket. If the engine has died
+        unnoticed, `_mark_dead` handles these streams like all streams of the engine."""
         for stream in streams:
             stream.note_sent(next(self._keys))
             self.receiver.streams[stream.key] = stream
@@ -313,7 +313,7 @@ class EngineClient:
 
     @property
     def is_slow(self) -> bool:
-        """Whether the engine is silent at the moment, so that other engines should get new requests."""
+        """Whether the engine is slow as `heartbeat.py` defines it, so that other engines should get new requests."""
         return self.heartbeat.is_slow
 
     @property
@@ -326,7 +326,7 @@ class EngineClient:
 
     @property
     def death(self) -> str | None:
-        """Why the engine process ended by itself; None while it runs, or after `shutdown`."""
+        """The reason why the engine process ended by itself; None while the process runs, or after `shutdown`."""
         return None if self._is_stopping else self._death
 
     def check_health(self) -> None:
@@ -402,8 +402,8 @@ class EngineClient:
         await self._gone.wait()
 
     async def _exit_code(self) -> int | None:
-        """The exit code of the process, which is killed if it does not end by itself in time; None: it cannot be
-        ended."""
+        """Wait until the process has exited, and kill it if it does not exit in time. Returns the exit code; None: the
+        process cannot be ended."""
         for kills in (True, False):
             limit = time.monotonic() + SECONDS_TO_DIE
             while (code := self._process.poll()) is None and time.monotonic() < limit:
@@ -494,8 +494,8 @@ class EngineClient:
         self._mark_dead(why)
 
     def _mark_dead(self, why: str) -> None:
-        """Mark the engine as dead; called once. Open questions fail. `on_death` gets the streams, and a fleet resumes
-        their requests elsewhere. Without `on_death`, or at shutdown, the streams fail too."""
+        """Mark the engine as dead; called once. Unanswered questions fail. `on_death` gets the streams, so that a fleet
+        resumes their requests. Without `on_death`, or at shutdown, the streams fail too."""
         self._death = "the engine has been shut down" if self._is_stopping else why
         orphans = self.receiver.take_all()
         why = self.receiver.last_words or self._death

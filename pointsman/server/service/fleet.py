@@ -221,8 +221,9 @@ class EngineFleet:
         return dict(groups)
 
     def _loads(self) -> list[int | None]:
-        """The number of open requests of each engine; None: the engine should get no request. Only the engines
-        with the best state have a number: those that read and answer, else those that read, else all that live."""
+        """The number of open requests of each engine; None: the engine should get no request. Engines that read their
+        socket and answer questions have a number. If there are none, engines that read have one; if none reads, all
+        living engines."""
         takes = [engine.takes_requests for engine in self.engines]
         answers = [taken and not engine.is_slow for taken, engine in zip(takes, self.engines, strict=True)]
         lives = [engine.is_alive for engine in self.engines]
@@ -247,8 +248,8 @@ class EngineFleet:
 
         Raises:
             EngineDeadError: all engines are dead, and none will be restarted.
-            EngineStalledError: no engine to ask lives now, or one to ask gives no sign of life; then no engine is
-                asked.
+            EngineStalledError: none of the engines that should get the question lives now, or one of them gives no sign
+                of life. Then no engine gets it.
             Exception: as the question's class documents.
         """
         self.check_health()
@@ -336,7 +337,8 @@ class EngineFleet:
                 self._paused = None
 
     def _note_answered(self, question: Question[Any]) -> None:
-        """Remember a command that all engines have followed."""
+        """Apply the effects of a command, which all living engines have executed, to the fleet's limit of running
+        requests and to the router."""
         match question:
             case SetMaxNumActiveSeqs():
                 self._active_limit = question
@@ -345,8 +347,9 @@ class EngineFleet:
                     self._router.forget()
 
     def _set_priority(self, question: SetPriority, changed: Sequence[str]) -> list[str]:
-        """Change the priority of requests that wait for an engine, and remember that of `changed` requests, in case
-        they are resumed after their engine's death. Returns the ids of all requests that exist.
+        """Change the priority of requests that wait for an engine. For the requests `changed`, whose engine has changed
+        the priority, store it too, as they may be resumed in another engine. Returns the ids in `question` of requests
+        that exist.
         """
         waiting = [stream.request for stream in self._waiting if stream.request.request_id in question.request_ids]
         running = [stream.request for engine in self.engines for stream in engine.receiver.streams.values()]
@@ -378,7 +381,7 @@ class EngineFleet:
         self._resume(index, orphans, why)
 
     def note_death(self, index: int, why: str) -> None:
-        """Restart engine `index`, which died before it was in the fleet."""
+        """Restart engine `index`, which died before it was added to the fleet."""
         self._on_death(index, [], why)
 
     def _resume(self, index: int, orphans: list[ClientStream], why: str) -> None:
@@ -413,8 +416,8 @@ class EngineFleet:
         self._starting[index] = asyncio.get_running_loop().create_task(self._start_until_ready(index, starting))
 
     async def _start_until_ready(self, index: int, starting: Awaitable[EngineClient] | None = None) -> None:
-        """Add engine `index` when it is ready. Without `starting`, or after a failed start, restart it until that
-        succeeds."""
+        """Add engine `index` when it is ready. Without `starting`, or after a failed start, restart the engine until a
+        start succeeds."""
         why = ""
         while self._num_failures[index] <= self._max_restarts:
             if starting is None:
@@ -496,15 +499,15 @@ class EngineFleet:
 
     @property
     def expected(self) -> list[int]:
-        """The numbers of the engines that should live: those of all living engines, and the lowest other numbers up to
-        `num_wanted` in all."""
+        """The numbers of the engines that should live: those of all living engines, and, if fewer than `num_wanted`
+        live, the lowest other numbers."""
         living = {index for index, engine in enumerate(self.engines) if engine.is_alive}
         others = [index for index in range(len(self.engines)) if index not in living]
         return sorted([*living, *others[: max(0, self.num_wanted - len(living))]])
 
     @property
     def death(self) -> str | None:
-        """Why the last engine ended by itself; None while an engine lives or starts, or after `shutdown`."""
+        """The reason why the last engine ended by itself; None while an engine lives or starts, or after `shutdown`."""
         return self._death
 
     def check_health(self) -> None:

@@ -43,7 +43,7 @@ class Gate:
 
     def __init__(self, client: EngineFleet, drain_timeout: float) -> None:
         self.is_leaving = False
-        """Whether new requests should be sent elsewhere."""
+        """Whether new requests should be sent to another server."""
         self.is_closed = False
         """Whether new requests are refused."""
         self.num_open = 0
@@ -109,7 +109,7 @@ class Gate:
     # ------------------------------------------------------------------ errors for clients
 
     def closed(self) -> ApiError:
-        """503: the server shuts down."""
+        """The error 503 for a request that the server refuses because it shuts down."""
         return ApiError(
             503,
             "the server is shutting down; send new requests to another one, or try again later",
@@ -120,8 +120,8 @@ class Gate:
         return ApiError(status, f"the engine has ended: {self._client.death or 'shut down'}", reason="engine_dead")
 
     def from_engine(self, error: Exception) -> ApiError:
-        """The client's error for an error of the engine: 503 if the engine ended because the server shuts down, else as
-        the function `from_engine`.
+        """The HTTP error that a client gets for an error of the engine: 503 if the engine ended because the server
+        shuts down, else the result of the function `from_engine`.
 
         Raises:
             Exception: `error` itself, if it is a bug in the server.
@@ -132,7 +132,8 @@ class Gate:
 
 
 def from_engine(error: Exception) -> ApiError:
-    """The client's error for an error of the engine or its client: dead, stalled, overloaded, or a refusal.
+    """The HTTP error that a client gets for an error of the engine or of `EngineClient`: the engine is dead, stalled or
+    overloaded, or it has refused the request.
 
     Raises:
         Exception: `error` itself, if it is none of these: a bug in the server, which the log must show.
@@ -157,7 +158,7 @@ def _try_again(why: str, retry_after: int) -> ApiError:
 
 
 def too_late() -> ApiError:
-    """408: the deadline passed before the first token."""
+    """The error 408: the deadline passed before the first token."""
     return ApiError(
         408,
         "the deadline passed before the first token; give it more time, or try when the server has less to do",
@@ -167,7 +168,7 @@ def too_late() -> ApiError:
 
 
 def check_finish(finish_reason: str | None, detail: str) -> None:
-    """Accept every finish reason but "error".
+    """Raise an error if the finish reason is "error"; accept all other finish reasons.
 
     Raises:
         ApiError: the request failed. 400 if its fields contradict each other or its grammar takes too long; 503 if its

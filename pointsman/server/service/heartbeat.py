@@ -8,9 +8,9 @@ while idle. Everything that the engine sends is a sign of life: answers, tokens,
     stalled  silent for `STALLED_AFTER`: operators get an error at once
     late     silent for longer than the limit: the engine counts as dead, and its process is ended
 
-The limit is the maximum of three times: the operator's, ten times the longest silence within a step that ended well,
-and the time that the engine has announced. An engine that is paused, idle or waiting for KV still answers, so it is
-never slow, stalled or late.
+The limit is the maximum of three times: the operator's timeout, ten times the longest silence within a step that
+succeeded, and the silence that the engine has announced. An engine that is paused, idle or waiting for KV still
+answers, so it is never slow, stalled or late.
 
 Only time in which the API process's own loop ran counts: after the process was stopped or the machine suspended, the
 answers have arrived but are not read yet.
@@ -32,11 +32,11 @@ late."""
 STALLED_AFTER = 5.0
 SLOW_AFTER = 1.0
 MEAN_STEPS = 5
-"""Number of mean steps: an engine is slow if it is silent for longer than their time, and for `SLOW_AFTER`."""
+"""An engine is slow if its silence is longer than this number of mean steps takes, and longer than `SLOW_AFTER`."""
 LONGEST_SILENCES = 10
-"""Multiple of the engine's longest silence in a step after which the engine is late, at the earliest."""
+"""An engine is late only if its silence is longer than this multiple of its longest silence within a step."""
 SECONDS_TO_HALVE = 600.0
-"""Half-life of the longest silence in seconds, so that an accidental silence is forgotten."""
+"""Seconds in which the recorded longest silence falls to half, so that an accidental silence is forgotten."""
 
 
 class Heartbeat:
@@ -66,8 +66,8 @@ class Heartbeat:
         self._silence, self._measured_at, self._patience = 0.0, None, patience
 
     def ask(self) -> bool:
-        """Whether to send a question now, as no question is unanswered; if True, it counts as sent. To be called every
-        `INTERVAL`."""
+        """Returns whether to send a question now: False while an earlier question is unanswered. If True, the question
+        counts as sent. To be called every `INTERVAL`."""
         if self._is_asked:
             self._measure()
             return False
@@ -76,7 +76,7 @@ class Heartbeat:
         return True
 
     def note_answer(self, reading: PulseReading | None) -> None:
-        """Take the engine's answer to the question; None: the engine is ending."""
+        """Process the engine's answer to the question, the times of its steps. None: the engine is ending."""
         self._is_asked = False
         if reading is not None:
             kept = self._longest * 0.5 ** (INTERVAL / SECONDS_TO_HALVE)

@@ -20,7 +20,7 @@ OWNER = "pointsman.owner"
 """Key in a request's ASGI scope. Its value is the index of the client's API key, if clients have keys; the API key
 itself is not kept."""
 HIDDEN = "another client's request"
-"""The name of a request for a client that is not its owner."""
+"""The text that a client sees in place of the name of another client's request."""
 
 
 class Name(NamedTuple):
@@ -64,8 +64,8 @@ class RequestNames:
         return viewer is None if name is None else name.is_for(viewer)
 
     def shown(self, engine_id: str, viewer: int | None = None) -> str:
-        """The name that clients know, or the engine's id if the request has just finished. `HIDDEN` if the request
-        is another client's.
+        """The name that clients know for a request with an engine's id, or this id if the request has just finished.
+        `HIDDEN` if the request is another client's.
         """
         if not self.belongs(engine_id, viewer):
             return HIDDEN

@@ -106,8 +106,8 @@ class ChatPrompt:
 
 
 class PromptReader:
-    """Reads prompts for one model. The argument `tenant` of methods is the request's: `TextWork` serves tenants in
-    turn.
+    """Reads prompts for one model. The argument `tenant` of methods is the request's tenant, as `TextWork` serves
+    tenants in turn.
 
     Args:
         tokenizer: the model's tokenizer; None if the model has none.
@@ -148,7 +148,8 @@ class PromptReader:
             return [await text.run(cost, job) for cost, job in jobs]
 
     async def add_texts(self, source: TextPrompts | ChatPrompt, prompts: list[Prompt], tenant: str = "") -> None:
-        """Add to prompts the text, pieces and offsets that the response needs.
+        """Add to each prompt its text, the text of each token, and the offsets of these texts, as far as the response
+        needs them.
 
         Raises:
             ValueError: a prompt of token ids has no text.
@@ -233,8 +234,8 @@ class PromptReader:
     # ------------------------------------------------------------------ preparing the work
 
     def _prepare(self, source: TextPrompts | ChatPrompt) -> tuple[int, list[tuple[int, Callable[[], Prompt]]]]:
-        """The size of all texts of a request; and for each text its size and the function that converts it to a prompt,
-        to be called in a thread.
+        """Returns the size of all texts of a request together; and for each text its size, and the function that
+        converts the text to a prompt and is to be called in a thread. Sizes are in characters.
 
         Raises:
             ValueError, ApiError: there is no tokenizer, or a text is too long or invalid.
@@ -315,7 +316,8 @@ def _json(value: Any) -> str:
 
 
 def _in_parts(token_ids: list[int]) -> tuple[int, deque[list[int]]]:
-    """The number of token ids, and the ids in parts of `TOKENS_AT_ONCE`. Empties `token_ids`."""
+    """Returns the number of token ids, and the token ids in parts of at most `TOKENS_AT_ONCE`. Empties the list
+    `token_ids`."""
     count = len(token_ids)
     parts = deque[list[int]]()
     while token_ids:
@@ -326,7 +328,7 @@ def _in_parts(token_ids: list[int]) -> tuple[int, deque[list[int]]]:
 
 
 def _list_piece(number: int, part: list[int], write: Callable[[list[int]], str]) -> bytes:
-    """The JSON of a part of a list, with a comma in front unless it is the first part."""
+    """The JSON of a part of a list, with a comma in front unless `number`, the index of the part, is 0."""
     comma = "," if number else ""
     return f"{comma}{write(part)}".encode()
 
@@ -336,7 +338,8 @@ def _ids_json(token_ids: list[int]) -> str:
 
 
 def _add_text(decoder: TextDecoder, source: TextPrompts | ChatPrompt, prompt: Prompt) -> None:
-    """Add to a prompt the text, pieces and offsets that the response needs."""
+    """Add to a prompt its text, the text of each token, and the offsets of these texts, as far as the response needs
+    them."""
     if source.needs_text and prompt.text is None:
         prompt.text = decoder.prompt_text(prompt.token_ids)
     if source.has_logprobs:

@@ -6,8 +6,8 @@ A stream is over after the delta with a finish_reason, after an error, or when i
 
     not sent -> sent -> accepted (queued, its grammar compiled) -> deltas -> over
 
-Deltas that arrive before the reader has taken the last one are merged into it, so an unread stream holds one delta.
-While the reader waits, a shortcut may take tokens instead: then no task is woken, and no delta is made.
+Deltas that arrive before the reader has read the last one are merged into that delta, so an unread stream holds one
+delta. While the reader waits, a shortcut may process tokens in its place: then no task is woken, and no delta is made.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from pointsman.server.service.heartbeat import Heartbeat
 from pointsman.server.wire.messages import Delta, EngineOutputs, EngineRequest, StepNote, Unpacker
 
 Shortcut: TypeAlias = Callable[[str, list[int], int], bool]
-"""A function of the text, the token ids and the number of cached tokens of a delta; returns whether it took them."""
+"""A function that may process a delta in place of the stream's reader. Its arguments are the delta's text, token ids
+and number of cached tokens. It returns whether it has processed the delta."""
 
 
 class Receiver(asyncio.Protocol):
@@ -130,8 +131,8 @@ class ClientStream(AsyncIterator[Delta]):
         self.num_deaths = 0
         """Number of engines that died after the request was sent to them and before it finished."""
         self.shortcut: Shortcut | None = None
-        """Called with tokens that arrive while the reader waits; returns whether it has taken them, so that the reader
-        gets none."""
+        """Called with tokens that arrive while the reader waits. If it returns True, it has processed them, and the
+        reader does not get them."""
         self._first_token_time = 0.0
         self._num_cached_tokens = 0
         self._submit = submit
@@ -211,7 +212,7 @@ class ClientStream(AsyncIterator[Delta]):
             self.request.resumed = Resumed(known, self._first_token_time, self._num_cached_tokens)
 
     def note_sent(self, key: int = -1) -> None:
-        """Mark the request as sent, or as waiting for an engine."""
+        """Mark the request as sent with `key` to an engine, or as waiting for an engine if `key` is -1."""
         self._is_sent = True
         self.key = key
 
@@ -245,7 +246,7 @@ class ClientStream(AsyncIterator[Delta]):
             self.output_token_ids += token_ids
 
     def _keep(self, delta: Delta) -> None:
-        """Keep a delta for the reader, merged into the unread delta if there is one."""
+        """Store a delta for the reader; if there is an unread delta, merge the new one into that."""
         if self._next is None:
             self._next = delta
         else:

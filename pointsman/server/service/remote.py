@@ -9,8 +9,9 @@ An engine lives as long as its connection is open and the call of `launch` that 
 call ends, because the engine or its machine is gone, the connection is closed. When it is closed, the engine process
 exits (`engine_process.py`). A machine that disappears silently is noticed after `SECONDS_OF_SILENCE`.
 
-Engines get their numbers in the order in which they connect: each gets the lowest number that is waited for, regardless
-of the call that hosts the engine. So the numbers of living engines have no gaps, however often they are replaced.
+Engines get their numbers in the order in which they connect: each gets the lowest number whose engine has not connected
+yet, regardless of the call that hosts the engine. So the numbers of living engines have no gaps, however often they are
+replaced.
 
 Messages are pickled, so bytes are read as messages only after the token of the invitation, which is valid once.
 `launch` sends the token over its own network; a reader of that network could call an engine. Run this only where Ray or
@@ -43,7 +44,8 @@ logger = logging.getLogger(__name__)
 TOKEN_BYTES = 32
 MAX_HELLO_BYTES = 1 << 20
 SECONDS_FOR_HELLO = 60.0
-"""Maximum seconds from a connection to its token. The token is sent immediately, but this process may read it late."""
+"""Maximum seconds from the start of a connection until its token is read. The token is sent immediately, but this
+process may read it late."""
 SECONDS_TO_CONNECT = 10.0
 SECONDS_TO_NEXT_HOST = 1.0
 """Seconds before a lost host is replaced, as the launcher may not know of the loss yet."""
@@ -170,12 +172,13 @@ class EngineListener:
                 arriving.set_exception(_start_error(hosting))
 
     def _invite_missing(self) -> None:
-        """Replace an invitation whose host was lost, if an engine is still waited for."""
+        """Send another invitation in place of one whose host was lost, if an engine is still waited for."""
         if len(self._invited) < len(self._waited_for):
             self._invite()
 
     def _next_waited_for(self) -> asyncio.Future[_Arrival] | None:
-        """Remove and return the future of the lowest number that is waited for; None: no engine is waited for."""
+        """Remove and return the future of the lowest number whose engine has not connected yet; None: no engine is
+        waited for."""
         numbers = [index for index, arriving in self._waited_for.items() if not arriving.done()]
         return self._waited_for.pop(min(numbers)) if numbers else None
 

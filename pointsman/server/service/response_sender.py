@@ -2,11 +2,11 @@
 
     receiver -> Sample (counts, times) -> answer writer -> sse
 
-Reading and sending alternate: the next delta of a sample is read when the transport has taken its last event. A
-shortcut (`_shortcut_for`) writes a delta of plain text without waking the sample's task, while the task waits and the
-transport can be written. That halves the cost of a token here. A sample's first token never takes the shortcut, which
-returns False while `choice.plain_head` is "", and only an event written by the task sets
-this field. Leaving a sender in any way aborts its unfinished requests.
+Reading and sending alternate: the next delta of a sample is read when the transport has accepted the sample's last
+event. A shortcut (`_shortcut_for`) writes a delta of plain text without waking the sample's task, while the task waits
+and the transport can be written. That halves the cost of a token here. The shortcut never writes a sample's first
+token: it returns False while `choice.plain_head` is "". This field is set when the task writes an event. Leaving a
+sender in any way aborts its unfinished requests.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Sample:
     Args:
         choice: the response's choice for this sample; holds the counts.
         stream: the deltas of the engine.
-        ticket: the request's place in the backlog; the first token frees the part of its prompt.
+        ticket: the request's ticket in the backlog; at the sample's first token its prompt no longer counts as waiting.
         observations: the observed times and counts of the server.
         seconds_left: seconds after which the sample finishes as "deadline" at the latest; None: no limit.
         shared: the log probabilities of the prompt, which the prompt's first sample computes and its other samples
@@ -319,8 +319,9 @@ class ResponseSender:
 
 
 def _shortcut_for(sample: Sample, writer: TextWriter, events: EventStream) -> Shortcut:
-    """A function that writes plain tokens of a sample without a task, and returns whether it did. It writes last:
-    writing wakes the client, which may run on this processor, so that later code would find cold caches.
+    """Returns a function that writes plain tokens of a sample without a task, and returns whether it has written them.
+    The function writes after all its other work: writing wakes the client, which may run on this processor, and code
+    after that would find cold caches.
 
     The function returns False for the first token: `plain_chunk` returns None until the task has written a chunk.
     """

@@ -221,7 +221,7 @@ def _biases(biases: Mapping[str, float] | None) -> dict[int, float] | None:
 
 
 def structured_outputs(body: SamplingFields) -> StructuredOutputsParams | None:
-    """The constraints on the text, from either of the two fields for them; None: no constraint.
+    """The constraints on the text, from `response_format` or `structured_outputs`; None: no constraint.
 
     Raises:
         ValueError, ApiError: both fields are given, or the constraint is invalid.

@@ -38,7 +38,7 @@ class Queue(Protocol):
 
 
 class Sending:
-    """The requests that are sent and not queued yet. To be used in one event loop.
+    """Sends requests to the engines, and limits those that are sent and not queued yet. To be used in one event loop.
 
     Args:
         client: the engines.

@@ -72,7 +72,7 @@ class Job:
 
     @property
     def ttft_target(self) -> float | None:
-        """Seconds from arrival until the first token should come; None: no target."""
+        """Seconds from the request's arrival until the first token should be generated; None: no target."""
         return min((one for one in (self.ttft_header, self.body.ttft_target) if one is not None), default=None)
 
     def deadline(self, config: ServerConfig) -> float | None:

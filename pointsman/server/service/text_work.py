@@ -7,8 +7,8 @@ for long ones.
 
 A tokenizer takes 0.3 to 3 microseconds per character, so a body of 2 MB takes up to 2 s. There is a thread for each
 class of sizes (`LONGEST`), so that a text never waits for texts of a larger class. Within a thread the tenant that has
-been served least is next (`engine/fair_queue.py`); the tenant's requests that have begun come first. Work of
-disconnected clients is removed from the queue.
+been served least is next (`engine/fair_queue.py`); among the tenant's requests, those whose work has begun are first.
+Work of disconnected clients is removed from the queue.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _Turn: TypeAlias = "QueuedItem[asyncio.Future[_Turn] | None]"
 
 
 class _TextThread:
-    """One thread, and its queue. To be used in one event loop.
+    """One thread that processes texts, and the queue of functions to call in it. To be used in one event loop.
 
     Args:
         name: name of the thread.
@@ -51,8 +51,8 @@ class _TextThread:
         self._is_busy = False
 
     async def run(self, tenant: str, cost: float, function: Callable[[], ResultT], *, has_begun: bool) -> ResultT:
-        """Call a function in the thread when it is the tenant's turn. `has_begun`: the text has begun, so the function
-        precedes the tenant's other functions.
+        """Call a function in the thread when it is the tenant's turn. `has_begun`: whether work on the request's texts
+        has begun; then the function precedes other functions of the tenant.
         """
         turn = await self._wait(tenant, cost, has_begun)
         try:
@@ -92,7 +92,7 @@ class _TextThread:
         self._begin_next()
 
     def _begin_next(self) -> None:
-        """Begin the next turn, skipping turns whose tasks were cancelled."""
+        """Wake the task whose turn in the queue is next, skipping turns whose tasks were cancelled."""
         while (turn := self._turns.take()) is not None:
             assert turn.item is not None  # turns without a waiter begin in `_wait`
             if not turn.item.cancelled():
@@ -112,7 +112,7 @@ class _TextThread:
 
 
 class TextWork:
-    """The threads, and the limit on waiting characters.
+    """The threads that process texts, and the limit on the characters of waiting texts.
 
     Args:
         limit: the limit of the stage `TEXTS`.
@@ -163,7 +163,7 @@ class Text:
         self._limit.give_back(self._tenant, self._size)
 
     async def run(self, size: int, function: Callable[[], ResultT]) -> ResultT:
-        """Call a function in a thread.
+        """Call a function in the thread for texts of the request's size; returns the function's result.
 
         Args:
             size: number of characters that the function processes.

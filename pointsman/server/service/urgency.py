@@ -19,10 +19,10 @@ PRIORITY, TTFT_TARGET, RETENTION = "priority", "ttft_target", "retention"
 
 def fields_read(scheduler: Mapping[str, Any]) -> frozenset[str]:
     """The fields among `priority`, `ttft_target` and `retention` that the server's policies read. A policy that is not
-    built in, such as one of an installed package, counts as reading all fields of its kind.
+    built in, such as one of an installed package, counts as reading all fields that policies of its kind may read.
 
     Args:
-        scheduler: `SchedulerConfig.to_dict()`.
+        scheduler: the scheduler's configuration, from `SchedulerConfig.to_dict()`.
     """
     both = frozenset({PRIORITY, TTFT_TARGET})
     read: frozenset[str] = frozenset()

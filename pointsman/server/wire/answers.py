@@ -137,7 +137,7 @@ class TextWriter(AnswerWriter):
     """
 
     object_name: ClassVar[str]
-    """Value of the field `object` in events."""
+    """Value of the JSON field `object` in the events of this kind of response."""
     head: ClassVar[str]
     """The part of a plain chunk between the choice's index and the text."""
     middle: ClassVar[str]
@@ -200,8 +200,8 @@ class TextWriter(AnswerWriter):
 
         Args:
             choice: the choice.
-            data: fields of the choice.
-            more: fields besides the choices.
+            data: further fields of the choice's object in the event.
+            more: fields of the event in addition to `choices`.
             logprobs: log probabilities of the event's tokens, as JSON.
             num_tokens: number of generated tokens in the event's usage; None: all tokens so far.
         """
@@ -286,7 +286,8 @@ class CompletionWriter(TextWriter):
         """Log probabilities of the tokens whose place in the text is known now, preceded by those of an echoed prompt
         in the first call.
 
-        In a stream, a token whose text is held back may be cut off, so the log probability is sent with the text.
+        In a stream, a token whose text is held back may be cut off later, so its log probability is sent together with
+        its text.
         """
         if not self._has_logprobs:
             return "null"
@@ -442,12 +443,12 @@ def with_json(fields: Mapping[str, Any], written: Mapping[str, str], *, is_ascii
 
 
 def event(data: Mapping[str, Any]) -> bytes:
-    """One server-sent event."""
+    """One server-sent event; its JSON is made from `data`."""
     return written_event(to_json(data))
 
 
 def written_event(data: str) -> bytes:
-    """One server-sent event of JSON in ASCII."""
+    """One server-sent event; `data` is its JSON, in ASCII."""
     return f"data: {data}\n\n".encode("ascii")
 
 

@@ -67,17 +67,18 @@ FOR_INPUT = frozenset({Wait.REQUEST, Wait.HEADERS, Wait.BODY})
 SECONDS_TO_WAIT = {Wait.END: 3.0, Wait.REQUEST: KEEP_ALIVE, Wait.HEADERS: 10.0, Wait.BODY: 60.0, Wait.READER: 300.0}
 """Seconds of waiting after which a connection is closed."""
 SECONDS_UNTIL_REPLACED = {Wait.BODY: 10.0, Wait.READER: 30.0}
-"""Minimum seconds of waiting before a newer connection replaces one, as an honest client may need them."""
+"""Minimum seconds that a connection waits before a newer one may replace it, as a well-behaved client may need this
+time."""
 
 CLOSED = ("replaced", "late", "refused")
 """Reasons why the server closed a connection: a newer one replaced it; it waited too long; all were in use."""
 
 
 class Connection(Protocol):
-    """A connection that is counted here."""
+    """The interface of a connection that `Connections` counts."""
 
     place: Place | None
-    """The connection's pool and what it waits for; set by `Connections`."""
+    """The pool that counts the connection, and the event that the connection waits for; set by `Connections`."""
 
     def has_input(self) -> bool:
         """Whether unread bytes, or the end of the input, have arrived."""
@@ -91,7 +92,7 @@ class Connection(Protocol):
 
 @dataclass(slots=True)
 class Place:
-    """The pool that counts a connection, and what the connection waits for."""
+    """The pool that counts a connection, and the event that the connection waits for."""
 
     pool: Pool
     network: str
@@ -219,7 +220,7 @@ class Connections:
                 del self._by_network[place.network]
 
     def wait(self, connection: Connection, wait: Wait) -> None:
-        """Set what a connection waits for. If `wait` is the same as before, the waiting time continues."""
+        """Set the event that a connection waits for. If `wait` is the same as before, the waiting time continues."""
         if (place := connection.place) is not None and wait is not place.wait:
             place.pool.end(connection, place.wait)
             place.wait = wait

@@ -59,7 +59,7 @@ class ApiError(HTTPException):
     Args:
         status: HTTP status.
         message: one line for the client.
-        param: the field at fault.
+        param: name of the invalid field of the request; None: the error is not about one field.
         headers: further headers of the response.
         reason: one of `metrics.table.REFUSALS`, for the metrics; None: the reason follows from the status.
     """
@@ -109,7 +109,8 @@ class ErrorAnswers:
         self._count = count
 
     def __call__(self, error: HTTPException, *, is_refusal: bool = True) -> Response:
-        """The response, in ASCII with escapes, so that no text can make it invalid.
+        """Returns the response to `error`, in ASCII with escapes, so that no text of a message can make the response
+        invalid.
 
         Args:
             error: the error for the client.
@@ -166,20 +167,21 @@ def validation_error(errors: Iterable[Mapping[str, Any]]) -> ApiError:
 
 
 def _field(error: Mapping[str, Any]) -> str:
-    """The field at fault; "" for the body as a whole."""
+    """The name of the field that an error of pydantic is about; "" for the body as a whole."""
     given = error.get("ctx", {}).get("param")
     if given is not None:
         return str(given)
     where, *path = error["loc"]
     if where != "body":
         return str(path[0])
-    # If a field takes several types, the path also names classes and types.
+    # If a field accepts several types, the path also names classes and types.
     names = [part for part in path if isinstance(part, str) and part.isidentifier() and part[0].islower()]
     return names[0] if names else ""
 
 
 def _field_message(field: str, errors: list[Mapping[str, Any]]) -> str:
-    """The text about one field. A field that accepts several types has an error for each type."""
+    """The message about one invalid field, from pydantic's errors for it: a field that accepts several types has an
+    error for each type."""
     messages = list(dict.fromkeys(str(error["msg"]) for error in errors))[:4]
     text = ", or ".join([messages[0], *(message[:1].lower() + message[1:] for message in messages[1:])])
     # Messages of this server's validators begin with the field's name already.

@@ -13,7 +13,7 @@
 - A streamed response may be written without a task, see `has_room` and `write_now`.
 
 uvicorn stops reading while a pipelined request waits, and would not notice that the client is gone. Here a connection
-is read until it ends, and a client that hangs up stops its request at once.
+is read until it ends, and a request is aborted immediately when its client hangs up.
 """
 
 from __future__ import annotations
@@ -87,11 +87,11 @@ class SeldomFilter(logging.Filter):
 
 
 class _Refused(Exception):
-    """Raised in a callback of the parser to stop it."""
+    """Raised in a callback of the HTTP parser to stop the parser."""
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """One connection.
+    """One connection of a client, with the limits that the module describes.
 
     Args:
         args: positional arguments of uvicorn's protocol.
@@ -188,9 +188,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         is_ordinary = self._all.is_ordinary(self)
         self.app = self.config.loaded_app if is_ordinary or self._reserve_app is None else self._reserve_app
         super().on_headers_complete()
-        # A response before the end of the request ends the connection; `on_message_complete` takes this back.
+        # A response before the end of the request ends the connection; `on_message_complete` cancels this.
         self.cycle.default_headers = [*self.cycle.default_headers, CLOSE_HEADER]
-        # The app's task begins in the next iteration of the loop, so it sees this.
+        # The app's task begins in the next iteration of the loop, so the task sees this value.
         self.scope["extensions"] = {
             WRITE_NOW: {"has_room": partial(has_room, self.cycle), "write_now": partial(write_now, self.cycle)}
         }
@@ -216,7 +216,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._wait()
 
     def send_400_response(self, msg: str) -> None:
-        """Called when the parser has stopped."""
+        """Called when the parser has stopped: respond with the error 400, unless this class has stopped the parser."""
         if not self._ignores_input:  # otherwise this class stopped it, and a response is on its way
             self._is_refused = True
             super().send_400_response(msg)
@@ -237,7 +237,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._socket.abort()
 
     def _wait(self) -> None:
-        """Report to `Connections` what the connection waits for now."""
+        """Report to `Connections` the event that the connection waits for now."""
         if self.transport.is_closing():
             return
         if self.flow.write_paused:
@@ -322,7 +322,7 @@ def _always_true() -> bool:
 
 def has_room(cycle: RequestResponseCycle) -> bool:
     """Whether a part of a streamed response's body can be written without waiting: the headers have been sent, the end
-    has not, and the transport's buffer is not full.
+    of the body has not, and the transport's buffer is not full.
     """
     return not (
         cycle.flow.write_paused

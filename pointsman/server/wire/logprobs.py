@@ -44,9 +44,10 @@ class Logprobs:
     """Log probabilities of consecutive positions: `counts[i]` elements of each of the other lists are of position i."""
 
     counts: list[int] = field(default_factory=list)
-    """Number of elements of each position; 0: no log probabilities, as for the first position of a prompt."""
+    """Number of elements that each position has in the other lists; 0: no log probabilities, as for the first position
+    of a prompt."""
     token_ids: list[int] = field(default_factory=list)
-    """Token ids; for each position the position's own token first."""
+    """Token ids; for each position first the token at this position, then the most likely tokens."""
     values: list[float] = field(default_factory=list)
     """Log probabilities, as natural logarithms."""
     ranks: list[int | None] = field(default_factory=list)
@@ -65,7 +66,7 @@ class Logprobs:
         Args:
             entries: the engine's arrays, one entry per position.
             piece_of: returns the text of a token that follows other text.
-            own: the text of each position's own token in its actual place.
+            own: the text of the token at each position, as it is after the tokens before it.
         """
         made = cls()
         for entry in entries:
@@ -99,12 +100,13 @@ class Logprobs:
         self.pieces += later.pieces
 
     def drop(self, num_positions: int) -> None:
-        """Remove the log probabilities of the first positions."""
+        """Remove the log probabilities of the first `num_positions` positions."""
         end = sum(self.counts[:num_positions])
         del self.counts[:num_positions], self.token_ids[:end], self.values[:end], self.ranks[:end], self.pieces[:end]
 
     def own_pieces(self) -> list[Piece]:
-        """The text of each position's own token; None if the position has no log probabilities."""
+        """The text of the token at each position, without the other likely tokens; None if the position has no log
+        probabilities."""
         return [self.pieces[place.start] if place else None for place in self.positions()]
 
     def positions(self) -> Iterator[range]:
@@ -172,7 +174,7 @@ class TextPlaces:
         )
 
     def _pass_added(self) -> None:
-        """Advance past the text that the last token added."""
+        """Advance the place in the text past the text that the last token added."""
         text, at, added = self._text, self._at, self._added
         if not text.startswith(added, at):
             if added.startswith(" ") and text.startswith(added[1:], at):
@@ -183,7 +185,7 @@ class TextPlaces:
         self._added = ""
 
     def _pass_unknown(self) -> None:
-        """Advance to the text of the new token, past a few characters that belong to no token."""
+        """Advance the place in the text to the text of the new token, past a few characters that belong to no token."""
         at, added = self._at, self._added
         is_shorter = added.startswith(" ") and self._text.startswith(added[1:], at)
         if is_shorter or added.startswith(self._text[at : at + len(added)]):  # or the rest of the text has not arrived
@@ -214,7 +216,8 @@ class UnplacedLogprobs:
     """Texts of the tokens in their actual places."""
     entries: Logprobs = field(default_factory=Logprobs)
     offsets: list[int] = field(default_factory=list)
-    """Known offsets of the first tokens, if these are prompt tokens."""
+    """Offsets of the first tokens in the text, known already because these are prompt tokens; empty if there are
+    none."""
 
     def add(
         self, token_ids: Sequence[int], pieces: Sequence[Piece], entries: Logprobs, offsets: Sequence[int] = ()
@@ -226,7 +229,7 @@ class UnplacedLogprobs:
         self.offsets += offsets
 
     def drop(self, num_tokens: int) -> None:
-        """Remove the first tokens."""
+        """Remove the first `num_tokens` tokens and their log probabilities."""
         del self.token_ids[:num_tokens], self.pieces[:num_tokens], self.offsets[:num_tokens]
         self.entries.drop(num_tokens)
 
@@ -244,7 +247,8 @@ class LogprobWriter:
         self._as_token_ids = as_token_ids
 
     def _token(self, token_id: int, piece: Piece, prefix: str = "") -> str:
-        """A token in the form that the client asked for; with `prefix` if the bytes are not whole characters."""
+        """A token as text, or as "token_id:17" if the client asked for that; `prefix` precedes the text if the token's
+        bytes are not whole characters."""
         if self._as_token_ids or piece is None:
             return f"token_id:{token_id}"
         if isinstance(piece, str):
@@ -257,8 +261,8 @@ class LogprobWriter:
     # ------------------------------------------------------------------ completions
 
     def completion(self, unplaced: UnplacedLogprobs) -> Pieces[str]:
-        """An object of four lists, with one element for each token whose place in the text is known. These tokens are
-        removed from `unplaced`."""
+        """The JSON of an object of four lists, with one element for each token whose place in the text is known. These
+        tokens are removed from `unplaced`."""
         written = _Lists("text_offset", "token_logprobs", "tokens", "top_logprobs")
         logprobs, places, known = unplaced.entries, unplaced.places, iter(unplaced.offsets)
         num_written = num_pending = 0
@@ -364,7 +368,7 @@ class _Lists:
             pending.append(value)
 
     def write(self) -> None:
-        """Turn the appended values into text."""
+        """Convert the values that were appended since the last call to JSON text."""
         for pending, texts in zip(self._pending, self._texts, strict=True):
             if pending:
                 texts.append(_elements(pending))

@@ -98,7 +98,7 @@ class Ask:
 
 @dataclass(slots=True)
 class Stop:
-    """End the engine: immediately, or (`drain`) when all added requests have finished."""
+    """End the engine: immediately, or, if `drain` is set, when all added requests have finished."""
 
     drain: bool
 
@@ -114,7 +114,7 @@ class Start:
     log_stats_interval: float | None
     max_step_retries: int
     warm_up: bool
-    """Whether requests of every kind are rehearsed before the engine accepts any."""
+    """Whether the engine runs test requests of every kind before it accepts requests."""
     name: str = ""
     """Prefix of the engine's log lines, after the program's name."""
     clock_offset: float = 0.0
@@ -146,7 +146,8 @@ class EngineInfo:
     block_size: int
     kv_cache_bytes: int
     kv_cache_tokens: int
-    """Number of tokens that the KV pool can hold; if layers are in groups, in requests of the maximum length."""
+    """Number of tokens that the KV pool can hold; if layers are in KV groups, the number holds for requests of the
+    maximum length."""
     full_length_requests: float
     """Number of requests of the maximum length that the KV pool can hold together."""
     scheduler: dict[str, Any]
@@ -186,7 +187,8 @@ them."""
 
 @dataclass(slots=True)
 class Delta:
-    """The changes of a request since its previous delta, in several steps if the reader was slow."""
+    """The changes of a request since its previous delta. If the reader was slow, a delta has the changes of several
+    steps."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -247,7 +249,7 @@ class Answer:
 
 @dataclass(slots=True)
 class Beat:
-    """A sign of life of the engine's thread, in a long step."""
+    """A sign of life, which the engine's thread sends during a long step."""
 
     patience: float
     """Seconds of silence that the engine announces; 0: no longer than usual."""
@@ -299,7 +301,8 @@ class Unpacker:
 
 
 def portable(error: BaseException) -> Exception:
-    """An error that can be sent: `error` itself if it can be pickled and rebuilt, else another one with its message."""
+    """An error that can be sent: `error` itself if it can be pickled and rebuilt, else another exception with the same
+    message."""
     try:
         rebuilt = pickle.loads(pickle.dumps(error))
     except Exception:

@@ -275,7 +275,7 @@ class RepetitionDetection(ProtocolModel):
 
 
 class SamplingFields(_Refusing):
-    """The fields of both kinds of completions."""
+    """The fields that /v1/completions and /v1/chat/completions have in common."""
 
     model: str | None = Field(None, description="A name that /v1/models lists; left out: the model that is served.")
     frequency_penalty: Penalty | None = None

@@ -33,7 +33,8 @@ class Question(Generic[AnswerT]):
     """A question or command to an engine, which answers it between two steps. A fleet asks all living engines."""
 
     def merge(self, answers: Mapping[int, AnswerT]) -> AnswerT:
-        """The answer of a fleet: by default that of the engine with the lowest number.
+        """Combine the engines' answers into the answer of a fleet: by default the answer of the engine with the lowest
+        number.
 
         Args:
             answers: the answers of the engines, by their numbers in ascending order; at least one.
@@ -82,14 +83,14 @@ class RequestExplanation:
 
 @dataclass(frozen=True, slots=True)
 class Explain(RequestQuestion[RequestExplanation]):
-    """The state of a request, the reason and the time of its wait, and the requests that it waits for.
+    """The state of a request, the reason and the duration of its wait, and the requests that it waits for.
 
     Raises:
         UnknownRequest: there is no such request, or it has finished.
     """
 
     def merge(self, answers: Mapping[int, RequestExplanation]) -> RequestExplanation:
-        """The answer, with the number of the engine."""
+        """The answer of the one engine that has the request, with the number of this engine."""
         ((engine, answer),) = answers.items()
         return replace(answer, engine=engine)
 
@@ -117,7 +118,7 @@ class SetPriority(Question[list[str]]):
     priority: int
 
     def merge(self, answers: Mapping[int, list[str]]) -> list[str]:
-        """The ids that an engine knows, in the order of `request_ids`."""
+        """The ids that at least one engine knows, in the order of `request_ids`."""
         known = {request_id for some in answers.values() for request_id in some}
         return [request_id for request_id in self.request_ids if request_id in known]
 
@@ -176,7 +177,7 @@ class SetMaxNumActiveSeqs(Question[int]):
 
 @dataclass(frozen=True, slots=True)
 class Stats(OneEngineQuestion[EngineStats]):
-    """Counters and gauges of engine and scheduler at one time."""
+    """Counters and gauges of engine and scheduler, all read between the same two steps."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ class EventStream:
         await self._send({"type": "http.response.start", "status": 200, "headers": _raw(self._headers)})
 
     async def write(self, events: bytes) -> None:
-        """Send events; returns when the transport can take more."""
+        """Send events; returns when the transport can accept further bytes."""
         async with self._lock:
             await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
