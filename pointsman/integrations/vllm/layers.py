@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 _PLENTY = 1 << 60
-"""Size of a memory that suffices for every model, in bytes."""
+"""Stand-in for the size of the GPU memory, in bytes: large enough for every model."""
 
 
 class LayersUnknown(Exception):
@@ -114,7 +114,7 @@ def _grouped(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> Groups:
 
 
 def _kv_cache_config(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> KVCacheConfig:
-    """vLLM's `KVCacheConfig` for a memory that suffices for every model."""
+    """vLLM's `KVCacheConfig` of the model, for a GPU memory that suffices for every model."""
     try:
         from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
     except ImportError:  # before 0.33

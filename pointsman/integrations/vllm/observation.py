@@ -249,12 +249,12 @@ class Observation:
         atexit.register(self.close)
 
     def abandon(self) -> None:
-        """End the recording; notes that were not yet passed to the thread are dropped."""
+        """End the recording. Notes that were not yet passed to the recording thread are dropped."""
         atexit.unregister(self.close)
         self._thread.end()
 
     def close(self) -> None:
-        """Pass all notes to the thread, and wait until the recording has ended."""
+        """Pass all notes to the recording thread, and wait until it has ended."""
         self._put()
         self.abandon()
         self._thread.wait()
@@ -368,7 +368,7 @@ class Observation:
         return total, num_rows, context, attended, num_samples
 
     def _pause(self, name: str, step: int) -> None:
-        """Record that a request does not run in this step."""
+        """Record that the request `name` does not run in the step `step`."""
         seen = self._requests.get(name)
         if seen is not None:
             self._unsettled[name] = seen

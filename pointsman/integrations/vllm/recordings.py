@@ -54,7 +54,8 @@ class Recordings:
         self.current: RecordingFile | None = None
 
     def note(self, file: RecordingFile) -> None:
-        """Set the current recording: the file to which the recorder of the scheduler's constructor writes."""
+        """Set the current recording to one that began when vLLM started: the scheduler's recorder already writes to
+        `file`."""
         self.current = file
         file.on_end = self._scheduler.stop_recording
 

@@ -61,7 +61,7 @@ class Statistics:
         self._work = work if work is not None and work.is_enabled() else None
 
     def looked_up(self, request: Request, num_hits: int, is_resumed: bool) -> None:
-        """Count the lookup of an admitted request in the prefix cache, which found `num_hits` tokens."""
+        """Count a lookup in the prefix cache: for this admitted request it found `num_hits` tokens."""
         if self._counts_lookups and request.reads_prefix_cache:
             if self._prefix is self._no_lookups:
                 self._prefix = PrefixCacheStats()

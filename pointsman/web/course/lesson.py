@@ -79,14 +79,14 @@ Piece: TypeAlias = str | Moment
 
 @dataclass(frozen=True, slots=True)
 class Performed:
-    """A lesson with its runs."""
+    """A lesson, with the runs of its variants and its figures."""
 
     lesson: Lesson
     runs: list[Run]
     figures: Figures = field(repr=False)
 
     def pieces(self, template: str) -> list[Piece]:
-        """A template as text and moments, in order.
+        """The template's text, with figures filled in, as a list of texts and moments in order.
 
         Raises:
             KeyError: the template contains a figure that the lesson lacks.

@@ -75,7 +75,7 @@ class Run:
         """The output of each step, by step number."""
         self.requests = requests
         self.notes = notes
-        """Values that the lesson noted while it ran."""
+        """Values that the lesson has stored during the run, for its figures."""
         self._steps = steps
         self._times = times
 

@@ -50,7 +50,7 @@ def _methods(sources: Sources) -> Iterator[tuple[str, Class]]:
 
 
 def _checked_methods(sources: Sources, ours: Class) -> Iterator[Assumption]:
-    """Check the abstract methods of vLLM's interface."""
+    """Yield an assumption for each abstract method of vLLM's interface, checked against our class."""
     found = False
     for name, kind in _methods(sources):
         found = True
@@ -92,7 +92,8 @@ def _checked_uses(module: Module, ours: Class) -> Iterator[Assumption]:
 
 
 def _checked_call(place: str, name: str, signature: Signature | None, given: Arguments) -> Assumption:
-    """Check that our signature accepts the arguments that vLLM passes."""
+    """The assumption that our method `name` accepts the arguments that vLLM passes. `signature`: the method's
+    signature; None: it is unknown, and the assumption counts as true."""
     problem = None if signature is None else signature.problem(given)
     found = f"ours {problem}, with {signature}" if problem else ""
     return Assumption("scheduler", place, f"{name}({given})", problem is None, found)

@@ -43,7 +43,7 @@ class Function:
 
     @property
     def decorators(self) -> set[str]:
-        """The last parts of the decorators' names."""
+        """The decorators' names without the modules before them: "b" of `@a.b`."""
         return {_last_name(each) for each in self.node.decorator_list}
 
 
@@ -414,7 +414,7 @@ class Sources:
     _classes: dict[ast.ClassDef, Class] = field(default_factory=dict)
 
     def module(self, name: str) -> Module | External | None:
-        """A module; None: the packages lack it."""
+        """The module called `name`, parsed; None: the packages lack it."""
         if name not in self._modules:
             self._modules[name] = self._read(name)
         return self._modules[name]

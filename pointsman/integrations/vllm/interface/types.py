@@ -50,7 +50,7 @@ class Container:
 
 @dataclass(frozen=True, slots=True)
 class MethodOf:
-    """A method of a container."""
+    """A method of a container, as a value."""
 
     container: Container
     name: str
@@ -58,21 +58,21 @@ class MethodOf:
 
 @dataclass(frozen=True, slots=True)
 class Attributes:
-    """The value of `vars(object)`."""
+    """The dictionary that `vars(object)` returns for an object."""
 
     of: Type
 
 
 @dataclass(frozen=True, slots=True)
 class Bases:
-    """The value of `super()` in a class."""
+    """The object that `super()` returns in a method of a class."""
 
     kind: Class
 
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """The constructor of one of vLLM's records that a call of `support.maker` returns."""
+    """A constructor of one of vLLM's records, as `support.maker` returns it."""
 
     kind: Class
     fields: tuple[str, ...]
