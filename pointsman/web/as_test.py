@@ -156,7 +156,7 @@ def _state(request: Request) -> tuple[str, int, int, int]:
 
 
 def _value(value: Mapping[str, object] | list[str]) -> str:
-    """The value as Python code; one entry a line if it does not fit one line."""
+    """The value as Python code. If the code does not fit one line, each entry of the value gets a line of its own."""
     if len(short := repr(value)) <= _WIDTH:
         return short
     entries = [f"{key!r}: {each!r}" for key, each in value.items()] if isinstance(value, Mapping) else map(repr, value)

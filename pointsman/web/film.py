@@ -1,11 +1,12 @@
 """Reads a film (`core/observe/film.py`): its steps, and the state at any step.
 
     film = Film.read(path)
-    film.frames                 one for each step that was decided alone, and one for each run of steps
+    film.frames                 one for each step decided by itself, and one for several steps decided in one call
     state = film.state_at(17)   requests, queue and blocks after the decision of frame 17
-    film.events(0, 18)          the events, in order
+    film.events(0, 18)          the events of frames 0 to 17, in order
 
-The state at a frame is the nearest key frame before it, with the events since then applied. Nothing is decided again.
+The state at a frame is computed from the nearest key frame (a whole state in the film) before it, by applying the
+events since then. No scheduling decision is made again.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ class Frame(NamedTuple):
 
     chunk: int
     event: int
-    """Index of the frame's event among the events of the chunk."""
+    """Index of the frame's event among the events of the frame's chunk."""
     place: int
-    """Index of the frame among the frames of the chunk."""
+    """Index of the frame among the frames of its chunk."""
     step_id: int
     num_steps: int
     time: float
@@ -59,7 +60,7 @@ class Event(NamedTuple):
     """Time of the event, in seconds since the film began."""
     request: int | None
     fields: dict[str, Any]
-    """Values of the event, by the names of their columns without the prefix for the event."""
+    """Values of the event, by column name; the prefix that names the kind of event is removed from the column names."""
 
 
 @dataclass(slots=True)
@@ -90,12 +91,13 @@ class RequestState:
     """Number of tokens that the request's last admission found in the prefix cache."""
     num_preemptions: int = 0
     reason: str | None = None
-    """Why the request did not start when the scheduler last checked it. Up to date only if it is the blocker or was
-    skipped."""
+    """Why the request did not start when the scheduler last checked it. Up to date only if this request is the state's
+    `blocker` or one of its `skipped`."""
     missing: int = 0
-    """The missing amount of the resource when `reason` was set."""
+    """The amount of the resource that the request lacked when `reason` was set."""
     holder: int | None = None
-    """Number of the request that holds the missing resource; of several, the one with the largest amount."""
+    """Number of the request that holds the missing resource. If several requests hold it: the request with the largest
+    amount."""
     admission: int = 0
     table: list[int] = field(default_factory=list)
     """Block ids of the request, if the film has blocks."""
@@ -125,7 +127,7 @@ class State:
     parked: list[int]
     time: float
     batch: list[BatchRow] = field(default_factory=list)
-    """The rows of the frame's step; if the frame has several steps, of the last step."""
+    """The rows of the frame's step; if the frame has several steps, the rows of the last step."""
     blocker: int | None = None
     """Number of the request that blocked the queue in the step. Requests behind it were not checked, except the
     `skipped`."""
@@ -133,12 +135,12 @@ class State:
     """Numbers of the requests that were checked in the step, did not start, and were skipped."""
     in_flight: list[list[BatchRow]] = field(default_factory=list)
     held: dict[int, int] = field(default_factory=dict)
-    """By block: number of references to the block from other holders than block tables."""
+    """By block id: number of references to the block from holders other than block tables."""
     is_cached: npt.NDArray[np.bool_] | None = None
-    """[blocks] whether a free block has content that can be found; None: the film has no blocks."""
+    """[blocks] whether the block is free and the prefix cache can find its content; None: the film has no blocks."""
 
     def num_references(self) -> Int32Array:
-        """[blocks] number of references to each block, from tables and other holders."""
+        """[blocks] number of references to each block, from block tables and from other holders."""
         assert self.is_cached is not None, "the film has no blocks"
         count = np.zeros(len(self.is_cached), dtype=np.int32)
         for number in self.running:
@@ -199,7 +201,7 @@ class Film:
 
     Args:
         file: binary file, which is read to its end.
-        with_blocks: whether to keep the blocks, which are most of the data.
+        with_blocks: whether to keep the block operations, which are most of the data.
 
     Raises:
         FilmError: the file is not a film, is broken, or has another version.
@@ -215,7 +217,7 @@ class Film:
         self.is_complete = False
         """Whether the film was closed; if not, it can be shown up to its last whole chunk."""
         self._chunks: list[_Chunk] = []
-        self._num_bytes = 0  # memory that the film takes
+        self._num_bytes = 0  # memory that the film uses, in bytes
         columns: Columns | None = None
         for kind, data in read_chunks(file):
             if kind == "Z":
@@ -239,7 +241,7 @@ class Film:
         if not self._chunks:
             raise FilmError("the film has no events; it was cut off at once")
         if not self.is_complete and self._chunks[0].blocks is not None and self._chunks[-1].blocks is None:
-            self._chunks.pop()  # the film ends between its events and its blocks
+            self._chunks.pop()  # the film ends between the events and the block operations of a chunk
         self.has_blocks = all(chunk.blocks is not None for chunk in self._chunks)
         self._check()
         self.frames: list[Frame] = [frame for index in range(len(self._chunks)) for frame in self._frames_of(index)]
@@ -248,7 +250,7 @@ class Film:
         self._count_memory(sum(values.nbytes for values in columns.values()))
 
     def _count_memory(self, num_bytes: int) -> None:
-        """Add to the memory that the film takes.
+        """Add `num_bytes` to the memory that the film uses.
 
         Raises:
             FilmError: the memory exceeds the maximum for a film.
@@ -278,7 +280,7 @@ class Film:
             self.requests.append(FilmRequest(strings[name], whose, arrival / 1e6, prompt_tokens, max_tokens, priority))
 
     def _check(self) -> None:
-        """Check the numbers that are used as indices."""
+        """Check the numbers of requests, strings and blocks that are used as indices."""
         for chunk in self._chunks:
             for name in ("request", "key_running", "key_waiting", "key_parked", "skipped_request"):
                 numbers = chunk.events[name]
@@ -331,7 +333,8 @@ class Film:
 
     @property
     def end(self) -> float:
-        """Seconds from the start of the film to its last event; if that is a run of steps, to the end of the run."""
+        """Seconds from the start of the film to its last event. If the last event is several steps done in one call: to
+        the end of these steps."""
         events = self._chunks[-1].events
         if not len(events["time"]):
             return float(events["key_time"][0]) / 1e6
@@ -341,8 +344,8 @@ class Film:
         return end / 1e6
 
     def events(self, first: int, after: int | None) -> Iterator[Event]:
-        """The events that led to frames `first` to `after - 1`, and these frames' steps; `after` None: to the film's
-        end.
+        """Yield the events that led to frames `first` to `after - 1`, and the step events of these frames. `after`
+        None: up to the end of the film.
 
         The events that led to a frame's step precede it. So the events of the first frame are all events before its
         step.
@@ -372,8 +375,8 @@ class Film:
         """The state after the decision of a frame.
 
         Args:
-            step_id: one of the frame's steps, if it has several: return the state after that step's decision. None:
-                after the end of all steps.
+            step_id: one of the steps of a frame with several steps: return the state after the decision of that step.
+                None: return the state after the end of all steps of the frame.
 
         Raises:
             FilmError: the film contradicts itself.
@@ -415,7 +418,7 @@ class _Cursor:
         return found
 
     def run(self, end: int) -> Iterator[Event]:
-        """The first `end` events of the chunk."""
+        """Yield the first `end` events of the chunk."""
         try:
             for index in range(end):
                 op = Op(self._columns["op"][index])
@@ -482,7 +485,7 @@ _FIELDS: dict[Op, tuple[tuple[str, str], ...]] = {
 
 
 class _Player:
-    """Applies the events of a chunk to the state of its key frame."""
+    """Applies the events of a chunk, one by one, to the state of the chunk's key frame."""
 
     def __init__(self, film: Film, chunk: _Chunk) -> None:
         self._film = film
@@ -490,7 +493,7 @@ class _Player:
         self._blocks = None if chunk.blocks is None else _BlockPlayer(film, chunk.blocks)
         self._num_frames = 0
         self.num_ends = 0
-        """Number of following events that belong to the end of a frame with several steps."""
+        """Number of events still to apply that belong to the end of a frame with several steps."""
         self.state = self._key_frame(chunk.events)
         if self._blocks is not None:
             self._blocks.open(self.state)
@@ -653,7 +656,7 @@ class _Player:
 
 
 def _nothing(player: _Player, fields: dict[str, Any]) -> None:
-    """Do nothing: a pause or a limit moves no request."""
+    """Do nothing: an event about a pause or a limit changes the state of no request."""
 
 
 _ON_STEPS = {
@@ -694,8 +697,8 @@ class _BlockPlayer:
         self._state = state
 
     def drop(self, one: RequestState) -> None:
-        """Release the blocks of a request that has left its row. Blocks without references are free, and cached if
-        prefix caching is enabled."""
+        """Release the blocks of a request that no longer runs. A block without further references becomes free; if
+        prefix caching is enabled, it stays in the prefix cache."""
         table = np.array(one.table, dtype=np.int64)
         one.table = []
         self._references[table] -= 1
@@ -706,7 +709,7 @@ class _BlockPlayer:
         """Apply the block operations of a frame.
 
         Args:
-            up_to_tables: whether to apply only the operations up to the last block that a table got.
+            up_to_tables: whether to apply only the operations up to the last one that adds a block to a block table.
             num_steps: number of steps to apply, if the frame has several steps; None: all.
         """
         lists, is_cached = self._lists, state.is_cached

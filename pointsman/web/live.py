@@ -5,9 +5,9 @@
     live.leave("a")
 
 While there are watchers, one `FilmRecorder` follows the scheduler. At most every `SECONDS_BETWEEN_PARTS` its output is
-cut off as a part. Each part, together with the shared header, is a complete film, so a watcher can miss parts. A later
-watcher begins with the newest part. A slow watcher loses the oldest parts that it did not take, and gets the number of
-frames in these parts. Without watchers the scheduler is not filmed.
+cut off as a part. Each part, together with the shared header, is a complete film, so a watcher can miss parts. A
+watcher that begins later begins with the newest part. A slow watcher loses the oldest parts that it has not fetched,
+and gets the number of frames in the lost parts. Without watchers the scheduler is not filmed.
 
 The stream to a watcher is a sequence of records: a letter, a length (4 bytes, little-endian) and the data:
 
@@ -39,7 +39,7 @@ MAX_WATCHERS = 16
 MAX_WAITING = 8 << 20
 """Maximum total size of the parts that wait for a watcher, in bytes; the newest part always waits."""
 MAX_PART = 8 << 20
-"""Maximum size of a part that no watcher takes, in bytes."""
+"""Maximum size of the part being recorded while no watcher fetches it, in bytes."""
 _RECORD = struct.Struct("<cI")
 
 
@@ -51,11 +51,11 @@ class TooManyWatchers(ValueError):
 class _Watcher:
     has_header: bool = False
     parts: deque[tuple[bytes, int]] = field(default_factory=deque)
-    """Parts, each with its number of frames."""
+    """Parts not yet sent to the watcher, each with its number of frames."""
     num_bytes: int = 0
     num_dropped: int = 0
     sent_at: float = float("-inf")
-    """Time at which the last S record (the state) was sent."""
+    """Time at which the last S record was sent to this watcher (JSON about the scheduler's current state)."""
 
 
 class LiveFilm:
@@ -80,7 +80,7 @@ class LiveFilm:
         self._recorder: FilmRecorder | None = None
         self._file = io.BytesIO()
         self._header = b""
-        self._costs: deque[float] = deque(maxlen=3)  # CPU seconds of cutting each of the newest parts
+        self._costs: deque[float] = deque(maxlen=3)  # for each of the newest parts: CPU seconds of cutting it off
         self._newest: tuple[bytes, int] | None = None
         self._due = 0.0
 
@@ -99,7 +99,7 @@ class LiveFilm:
         """The new records for a watcher.
 
         Args:
-            watcher: name of the watcher; with a new name, a new watcher begins.
+            watcher: name of the watcher; an unknown name begins a new watcher.
 
         Raises:
             TooManyWatchers: there are `MAX_WATCHERS` other watchers.
@@ -125,7 +125,7 @@ class LiveFilm:
         return b"".join(records)
 
     def leave(self, watcher: Hashable) -> None:
-        """End a watcher; does nothing for an unknown name."""
+        """Remove a watcher; does nothing for an unknown name."""
         if self._watchers.pop(watcher, None) is None or self._watchers or self._recorder is None:
             return
         self._scheduler.remove_listener(self._recorder)
@@ -170,7 +170,8 @@ class LiveFilm:
             own.num_dropped += num_frames
 
     def _drop_large_part(self) -> None:
-        """Drop a part that has grown too large, because no watcher has taken it for a long time."""
+        """Drop the part being recorded if it has grown too large because no watcher has fetched parts for a long
+        time."""
         recorder = self._recorder
         if recorder is not None and self._file.tell() > MAX_PART:
             _, num_frames = self._cut_part(recorder)
@@ -200,7 +201,7 @@ def _record(kind: bytes, data: bytes) -> bytes:
 
 
 def read_records(stream: bytes) -> Iterator[tuple[str, bytes]]:
-    """The whole records of a stream, as (letter, bytes)."""
+    """Yield each complete record of a stream, as (letter, data)."""
     at = 0
     while at + _RECORD.size <= len(stream):
         kind, length = _RECORD.unpack_from(stream, at)

@@ -6,8 +6,8 @@
 
 The page itself has no data and needs no token. Every other request needs the header "Authorization: Bearer TOKEN". The
 page finds the token in its URL's fragment, which a browser sends to no server. Any web page may send a request to an
-address of this machine, or to a name that it resolves to one (DNS rebinding). So Host must be one of this server's
-names, and Origin, if a browser sends one, must be this server.
+address of this machine, or to a host name that resolves to such an address (DNS rebinding). So Host must be one of this
+server's names, and Origin, if a browser sends one, must be this server.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SECONDS_TO_SEND = 60.0
 
 
 class Refused(Exception):
-    """A request is refused, with an HTTP status and a sentence with the reason."""
+    """A request is refused; has the HTTP status, and a sentence with the reason."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -46,10 +46,10 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request of the page, for a route."""
+    """A request that the page has sent to a route."""
 
     query: Mapping[str, str]
-    """Parameters of the URL; of a repeated name, the last value."""
+    """Parameters of the URL, by name; for a repeated name, the last value."""
     body: bytes
 
     def json(self) -> Any:
@@ -68,12 +68,12 @@ Stream: TypeAlias = Iterator[bytes]
 """Parts of a response. An empty part only checks that the client is still connected: a waiting stream yields an empty
 part at least each second. The stream is closed when the client disconnects."""
 Route: TypeAlias = Callable[[Ask], "bytes | dict[str, Any] | list[Any] | Stream"]
-"""Computes the response to a request, in the request's own thread. Bytes and streams are sent unchanged, other results
-as JSON. Raises `Refused`."""
+"""Computes the response to a request, in the thread of the request's connection. Bytes and streams are sent unchanged,
+other results as JSON. Raises `Refused`."""
 
 
 class LocalServer:
-    """A server of one page: it listens from its construction on, and responds while `serve` runs.
+    """A server of one page. It accepts connections as soon as it is constructed, and responds while `serve` runs.
 
     Args:
         page: HTML of the page at "/".
@@ -100,12 +100,13 @@ class LocalServer:
         return f"http://127.0.0.1:{self.port}/#token={self.token}"
 
     def serve(self) -> None:
-        """Respond until another thread calls `close`; Ctrl-C is raised to the caller."""
+        """Respond to requests until another thread calls `close`; Ctrl-C raises KeyboardInterrupt in the caller."""
         self._serves = True
         self._server.serve_forever(poll_interval=0.1)
 
     def close(self) -> None:
-        """End `serve`, if it runs in another thread, and stop listening. Streams end with the process."""
+        """End `serve`, if it runs in another thread, and stop listening. Open streams continue until the process
+        exits."""
         if self._serves:  # without `serve`, `shutdown` would wait forever
             self._server.shutdown()
         self._server.server_close()
@@ -120,7 +121,7 @@ class _Server(ThreadingHTTPServer):
         self.places = Places(MAX_CONNECTIONS)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Accept a client, if `places` has a place for it."""
+        """Process the requests of a new connection, if `places` has a place for it."""
         if self.places.take(request):
             super().process_request(request, client_address)
         else:
@@ -165,7 +166,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(error.status, json.dumps({"error": str(error)}).encode(), "application/json")
 
     def _check_names(self) -> None:
-        """Refuse requests of other pages.
+        """Refuse requests that were sent by other pages or under another host name.
 
         Raises:
             Refused: a header names another server or page (status 403).

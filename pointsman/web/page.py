@@ -1,10 +1,10 @@
-"""Assembles pages, each as one self-contained HTML file: it needs no network, and no Python once it is made.
+"""Assembles pages. Each page is one self-contained HTML file, which needs neither the network nor Python.
 
 The parts of pages are in `page/`: `film.js` reads films, `counts.js` counts their events, `story.js` puts events into
 words, `line.js` and `diagram.js` draw, `view.html` and `view.js` show one film, `frame.html` is the frame of all pages,
-and each page has a body and a script of its own. Each page also contains the words of `words.py`, which the page uses
-for films of other versions too. A page's policy (Content-Security-Policy) allows only its scripts and its style sheet,
-by their hashes.
+and each page has a body and a script of its own. Each page also contains the words of `words.py`, and uses them also
+for films that other versions have recorded. A page's Content-Security-Policy allows only its scripts and its style
+sheet, by their hashes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ PAGE_HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-store",
 }
-"""Headers of a page that a server sends. The rest of its policy is in the page, but a page cannot restrict frames."""
+"""HTTP headers with which a server sends a page. The page itself contains the rest of its Content-Security-Policy, but
+cannot contain the rule about frames."""
 
 
 def assemble(
@@ -71,7 +72,7 @@ def assemble(
         "script": script,
     }
     text = read("frame.html").replace("{body}", read(f"{name}.html"))
-    # In one pass, so that a title may contain the name of a part.
+    # All placeholders in one pass, so that a title may contain the name of a placeholder.
     return re.sub(rf"\{{({'|'.join(parts)})\}}", lambda found: parts[found[1]], text)
 
 

@@ -1,6 +1,7 @@
 """Writes a film as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing: each request's states, and the load.
 
-Like the trace of a simulation (`sim/report/perfetto.py`), with each wait and each preemption from the film.
+The trace is like the trace of a simulation (`sim/report/perfetto.py`), but also has each wait and each preemption of
+the film.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def _slices(film: Film, spans: list[Span]) -> list[dict[str, Any]]:
 
 
 def _preemptions(film: Film) -> list[dict[str, Any]]:
-    """Marks of preemptions across the whole process."""
+    """An event of the trace for each preemption, drawn across all rows of the process."""
     teller = Teller(film)
     return [
         {"ph": "i", "s": "p", "pid": 0, "tid": 0, "name": teller.sentence(event), "ts": round(event.time * 1e6)}

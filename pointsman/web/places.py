@@ -1,4 +1,5 @@
-"""Places: bounds the connections of a server with a thread for each, and closes idle connections for newer ones.
+"""Bounds the number of connections of a server that has a thread for each connection, and closes idle connections in
+favour of newer ones.
 
     places = Places(16)
     if places.take(sock): ...      in the thread that accepts; otherwise close the connection
@@ -7,7 +8,7 @@
     places.give_back(sock)         its thread ends
 
 Idle clients cannot block others: the connection that has been idle longest is shut down for a newer one, which ends the
-wait of the connection's thread. A connection whose request is being processed is never shut down.
+blocking read of that connection's thread. A connection whose request is being processed is never shut down.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def page_of(film: bytes | None, title: str, beside: tuple[bytes, str] | None = N
 
 
 def too_large(name: str, size: int) -> str:
-    """Why a film of `size` bytes is refused."""
+    """Message for a film of `size` bytes that is too large to embed."""
     return (
         f"{name} has {size:,} bytes as a film, and a page holds at most {MAX_FILM:,}; leave out its blocks "
         "(pointsman film --no-blocks), or record a shorter run"

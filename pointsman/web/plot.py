@@ -27,9 +27,10 @@ BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE, YELLOW, GREY = (
 COLOURS = {PREFILL: ORANGE, DECODE: BLUE, WAITING: "#DDDDDD", PARKED: PURPLE}
 OF_REASONS = (VERMILION, SKY, ORANGE, PURPLE, GREEN, YELLOW, BLUE, GREY)
 MAX_REQUESTS = 400
-"""Maximum number of requests that are drawn, each on its own line; of more requests, evenly spaced ones are drawn."""
+"""Maximum number of requests that are drawn, each on its own line. If the film has more requests, an evenly spaced
+selection is drawn."""
 MAX_POINTS = 2000
-"""Maximum number of points of a curve; with more, each point is the mean of an interval of time."""
+"""Maximum number of points of a curve. If the film has more frames, each point is the mean over an interval of time."""
 
 
 def draw(film: Film, title: str) -> Figure:

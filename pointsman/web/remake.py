@@ -1,7 +1,8 @@
 """Converts a film to a scene: the same requests at the same times under the same settings, for what-if questions.
 
-A film has no prompts, so the scene has no shared prefixes, and an unfinished request gets the output length that it had
-reached. The time of a step is fitted to the film: a constant, and a time for each token.
+A film has no prompt tokens, so the scene has no shared prefixes. A request that was unfinished at the film's end gets
+the output length that it had reached there. The duration of a step is fitted to the film, as a constant plus a time for
+each token.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _ALONE: Mapping[str, Any] = {
     "count_common_prefix": False,
     "log_request_events": False,
 }
-"""Settings of a scheduler without drafts, a connector and steps in flight, which a scene lacks."""
+"""Settings of a scheduler without drafts, without a connector and without steps in flight: a scene can have none of
+these."""
 
 
 class Remade(NamedTuple):
@@ -38,7 +40,7 @@ class Remade(NamedTuple):
 
     scene: Scene
     num_left_out: int
-    """Number of requests of the film that `scene` lacks, because they arrived after its last request."""
+    """Number of requests of the film that `scene` lacks, because they arrived after the last request of the scene."""
 
 
 def remake(film: Film, max_requests: int, max_prompt_tokens: int) -> Remade:
@@ -97,7 +99,8 @@ def _inputs(film: Film) -> list[Input]:
 
 
 def _ends(film: Film) -> tuple[dict[int, int], dict[int, float]]:
-    """By request number: the number of tokens that the request generated, and the time of its abort."""
+    """Two mappings by request number: the number of tokens that the request generated, and the time at which it was
+    aborted."""
     reasons = film.header["names"]["finish_reasons"]
     generated: dict[int, int] = {}
     aborted: dict[int, float] = {}
@@ -113,8 +116,8 @@ def _ends(film: Film) -> tuple[dict[int, int], dict[int, float]]:
 
 
 def _step_seconds(film: Film) -> tuple[float, float]:
-    """Seconds of a step and of a token in it, by least squares over the steps that were followed immediately by another
-    step."""
+    """The constant seconds of a step, and the seconds added by each token of the step. They are fitted by least squares
+    to the steps that were followed immediately by another step."""
     plain = Scene(SchedulerConfig(num_blocks=1, max_model_len=1))
     curves, _ = timeline_of(film)
     count = curves.num_steps[:-1]

@@ -3,7 +3,7 @@
     sandbox = Sandbox()
     sandbox.do({"do": "add", "prompt": 64, "output": 20})
     sandbox.do({"do": "step", "count": 3})
-    sandbox.do({"do": "settings", "settings": {"num_blocks": 4}})    # the same requests: what if?
+    sandbox.do({"do": "settings", "settings": {"num_blocks": 4}})    # plays the same requests again
     sandbox.do({"do": "undo"})
 
 The state is a `Scene`, which never changes: an action makes a new scene, which is played from its beginning. Undo plays
@@ -50,11 +50,11 @@ class Setting(NamedTuple):
     """A setting that can be changed, with its valid values."""
 
     name: str
-    """Name of a field of `SchedulerConfig`, or of `Scene`."""
+    """Name of the setting: a field of `SchedulerConfig`, or of `Scene`."""
     label: str
     kind: str
-    """Kind of the values: "integer", "number", "flag", "choice", "policy" (one, or none if `optional`) or "policies"
-    (any number)."""
+    """Kind of the values: "integer", "number", "flag", "choice", "policy" (one policy, or none if `optional`) or
+    "policies" (any number of policies)."""
     low: float | None = None
     high: float | None = None
     choices: tuple[str, ...] = ()
@@ -103,7 +103,8 @@ class _Moment:
     scene: Scene
     what: str
     base: Scene
-    """The scene with the settings to compare with: the first scene, or the scene at the last "compare_from_here"."""
+    """The scene whose settings the current settings are compared with: the first scene, or the scene at the last action
+    "compare_from_here"."""
     situation: str | None = None
 
 
@@ -112,8 +113,8 @@ class Sandbox:
 
     Args:
         scene: scene to begin with; None: no requests, and `START`.
-        commands: returns command lines for the current and the base configuration: under "change" a command line with
-            the differences, under "all" a command line with every setting.
+        commands: takes the current configuration and the one to compare with, and returns command lines by name:
+            "change" sets the settings in which they differ, "all" sets every setting.
         about: text for the user about the source of the scene; "": no text.
 
     Raises:
@@ -135,8 +136,8 @@ class Sandbox:
         self._now = _Moment(first, "begin", first)
         _check_size(first)
         self.played = self._play(first)
-        """The current scene, played."""
-        self._base_played: Played | None = None  # the newest result of `before`
+        """The result of playing the current scene."""
+        self._base_played: Played | None = None  # cache of the newest result of `before`
 
     @property
     def scene(self) -> Scene:
@@ -208,7 +209,7 @@ class Sandbox:
             raise SandboxError(str(error)) from None
 
     def _next(self, what: str, **changes: Any) -> _Moment:
-        """The scene up to the steps that were played, with `changes` of its fields."""
+        """The current scene, cut after the steps that were played, with `changes` of its fields."""
         kept = {"num_steps": self.played.num_steps, "to_the_end": False, "not_before": self.played.now}
         return replace(self._now, scene=replace(self.scene, **{**kept, **changes}), what=what)
 
@@ -316,7 +317,8 @@ class Sandbox:
             raise SandboxError(f"{MAX_STEPS:,} steps are done, which is the maximum; reset, or send less")
 
     def _reset(self) -> _Moment:
-        """Restart the scene with all its requests, without aborts and priority changes."""
+        """Go back to step 0 of the scene: keep all its requests with their arrival times, and remove aborts and
+        priority changes."""
         return self._next("reset", inputs=tuple(self.scene.arrivals), num_steps=0, not_before=0.0)
 
     def _clear(self) -> _Moment:
@@ -362,8 +364,8 @@ class Sandbox:
         return as_test(self.played)
 
     def before(self) -> Played | None:
-        """The current scene under the settings to compare with, played for as many steps; None: the settings are the
-        same."""
+        """The current scene, played for the same number of steps under the settings to compare with; None: these are
+        the current settings."""
         base = self._now.base
         if _same_settings(base, self.scene):
             return None
@@ -401,7 +403,8 @@ class Sandbox:
 
 
 def choices() -> dict[str, Any]:
-    """The choices of the page, JSON-ready: settings with their ranges, policies with their parameters, situations.
+    """The values that the page offers, JSON-ready: settings with their ranges, policies with their parameters,
+    situations.
 
     Raises:
         ConfigError: an installed package's policy cannot be loaded.

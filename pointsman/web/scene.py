@@ -1,9 +1,10 @@
 """A scene of the sandbox: requests with their arrival times, settings, and the number of steps to play.
 
-    played = play(scene)    plays the scene on a new scheduler: its film, its figures, and the final state
+    played = play(scene)    plays the scene on a new scheduler; `played` has the film, figures and the final state
 
 A scene never changes, and the scheduler is deterministic: the same scene always gives the same bytes of a film. Time is
-virtual: a step takes `Scene.step_seconds`, which depends only on its tokens, so times can be checked by hand.
+virtual: a step takes `Scene.step_seconds`, which depends only on the step's number of tokens, so times can be checked
+by hand.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ MAX_STEPS = 20_000
 """Maximum number of steps of a scene: each change of a scene plays all of its steps again."""
 EOS_TOKEN = 1
 TEXT_OF_A_REQUEST = 1_000_000
-"""Token id at position p of the n-th request's own text, n from 1: n times this number, plus p. This holds for prompt
-and output."""
+"""The token at position p of the n-th request's own text (prompt and output) has the id n times this number, plus p.
+The first request has n = 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class Arrival:
     starts_like: str | None = None
     """Id of the request whose first tokens this request shares."""
     num_shared_tokens: int = 0
-    """Number of shared tokens; they may extend into the output of that request, as in a conversation."""
+    """Number of shared tokens; they may extend into the output of the request `starts_like`, as in a conversation."""
     priority: int = 0
     tenant: str = ""
     max_tokens: int | None = None
@@ -91,7 +92,8 @@ class Scene:
     to_the_end: bool = False
     """Whether to play until all requests are finished, or `MAX_STEPS` are done, instead of `num_steps`."""
     not_before: float = 0.0
-    """Minimum time at the end of the scene, in seconds: the scene has waited for requests that were refused."""
+    """Minimum time at the end of the scene, in seconds: the time to which the scene had advanced, even if only to
+    requests that were then refused."""
     seconds_per_step: float = 0.01
     seconds_per_token: float = 0.0001
 
@@ -105,7 +107,7 @@ class Scene:
         return self.seconds_per_step + self.seconds_per_token * num_tokens
 
     def max_tokens(self, arrival: Arrival) -> int:
-        """The `max_tokens` with which a request is added to the scheduler."""
+        """The token limit with which the request of an arrival is added to the scheduler."""
         room = max(1, self.config.max_model_len - arrival.num_prompt_tokens)
         return room if arrival.max_tokens is None else arrival.max_tokens
 
@@ -114,11 +116,12 @@ class Scene:
         return {each.request_id: number * TEXT_OF_A_REQUEST for number, each in enumerate(self.arrivals, 1)}
 
     def segments(self, request_id: str, length: int) -> list[tuple[int, int]]:
-        """The first `length` tokens of a request, as (first, end) of runs of token ids."""
+        """The first `length` tokens of a request, as runs of consecutive token ids; each run is (first id, last id +
+        1)."""
         arrivals, texts = {each.request_id: each for each in self.arrivals}, self.texts()
         found: list[tuple[int, int]] = []
         name: str | None = request_id
-        while name is not None and length > 0:  # from its own text back to the texts that it begins with
+        while name is not None and length > 0:  # from its own text back to the text that it `starts_like`
             shared = min(arrivals[name].num_shared_tokens, length)
             if shared < length:
                 found.insert(0, (texts[name] + shared, texts[name] + length))
@@ -126,7 +129,7 @@ class Scene:
         return found
 
     def prompt(self, arrival: Arrival) -> Int32Array:
-        """[prompt tokens] the token ids of a prompt."""
+        """[prompt tokens] the token ids of an arrival's prompt."""
         runs = self.segments(arrival.request_id, arrival.num_prompt_tokens)
         return np.concatenate([np.arange(first, end, dtype=np.int32) for first, end in runs])
 
@@ -144,7 +147,7 @@ class Done(NamedTuple):
 
 @dataclass(slots=True)
 class Cast:
-    """A request of a scene, and what happens to it while the scene is played."""
+    """A request of a scene, with its state and times while the scene is played."""
 
     arrival: Arrival
     request: Request | None = None
@@ -179,7 +182,7 @@ class Played:
     newest: SchedulerOutput | None
     """The output of the newest step."""
     problem: str | None
-    """The error of the policy that failed, which ended the scene."""
+    """Message of the error of a policy, if a policy failed and so ended the scene."""
 
     @property
     def is_over(self) -> bool:
@@ -189,7 +192,7 @@ class Played:
         )
 
     def tables(self) -> dict[str, list[int]]:
-        """The blocks of each running request."""
+        """The block ids of each running request, by request id."""
         scheduler = self.scheduler
         return {
             request.request_id: scheduler.block_table[row, : scheduler.explain(request.request_id).num_blocks].tolist()
@@ -197,7 +200,7 @@ class Played:
         }
 
     def figures(self) -> dict[str, float | None]:
-        """Figures that a change of settings may affect. Times are seconds."""
+        """Results that a change of settings may affect, by name. Times are in seconds."""
         stats = self.scheduler.stats()
         first = [each.ttft for each in self.cast.values() if each.ttft is not None]
         gaps = [each.longest_gap for each in self.cast.values() if each.longest_gap is not None]
@@ -285,7 +288,7 @@ class _Player:
         self._apply_due_inputs()
 
     def _apply_due_inputs(self) -> None:
-        """Apply all inputs that are due."""
+        """Apply all inputs whose time has been reached."""
         while self._pending and self._pending[0].at <= self._now:
             given = self._pending.popleft()
             if isinstance(given, Arrival):

@@ -1,7 +1,7 @@
 """Ready-made situations of the sandbox: each shows one effect, and a change of settings that affects it.
 
-The tests run each situation to its end, before and after its proposed change, and compare its text with the actions of
-the scheduler.
+The tests run each situation to its end, with and without the proposed change, and compare the situation's text with the
+actions of the scheduler.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Situation:
     about: str
     scene: Scene
     what_if: Mapping[str, Any]
-    """The change of settings, in the form for `Sandbox.do`."""
+    """The proposed change of settings, as an action for `Sandbox.do`."""
     what_if_text: str
 
 

@@ -13,7 +13,7 @@ from pointsman.web.words import BEHIND
 
 Before = TypeVar("Before", str, None)
 RESOURCES = {reason.value: cause.resource for reason, cause in CAUSES.items()}
-"""By the name of the reason for waiting: the resource that is missing."""
+"""The resource that is missing, by the name of the reason for waiting."""
 TEXTS = {reason.value: cause.text for reason, cause in CAUSES.items()}
 
 
@@ -29,7 +29,7 @@ class Teller:
         return self._film.requests[number].request_id
 
     def sentence(self, event: Event) -> str | None:
-        """The sentence of an event; None: a step, or an event without a sentence."""
+        """The sentence of an event; None: the event is a step, or another kind of event without a sentence."""
         template = words.SENTENCES.get(event.op)
         return None if template is None else words.fill(template, self._values(event))
 
@@ -62,7 +62,7 @@ class Teller:
         return values
 
     def _cause(self, event: Event) -> str:
-        """Text about a preemption: the request whose need caused it, and why this victim was chosen."""
+        """Text about a preemption: the request that needed the resources, and why this victim was chosen."""
         fields = event.fields
         assert event.request is not None
         cause: str = self._names["causes"][fields["cause"]]
@@ -103,11 +103,12 @@ class Preemption:
 
     event: Event
     frame: int
-    """Index of the frame that the preemption led to; the number of frames, if no step follows."""
+    """Index of the frame that follows the preemption; if no frame follows, the film's number of frames."""
     resumed_after: float | None = None
     """Seconds until the request resumed; None: it has not resumed."""
     num_recomputed_tokens: int | None = None
-    """Number of tokens whose KV the request gave up and that were not in the cache when it resumed."""
+    """Number of tokens to recompute: their KV was released by the preemption, and was not in the cache when the request
+    resumed."""
 
     def cost(self) -> str:
         """The cost of the preemption, in words."""
@@ -146,7 +147,7 @@ class Life:
     moments: list[tuple[float, str]] = field(default_factory=list)
     """Events of the request, each as (time in seconds, sentence)."""
     waited: dict[str, float] = field(default_factory=dict)
-    """Seconds in the queue or parked, by reason, longest first."""
+    """Seconds that the request spent in the queue or parked, by reason, longest first."""
     ran: float = 0.0
     """Seconds for which the request ran."""
 
@@ -157,8 +158,8 @@ class Life:
 
 
 def life_of(film: Film, number: int) -> Life:
-    """The events of a request, and its waits with their reasons; for time behind other requests, the reason is what the
-    head of the queue lacked."""
+    """The events of a request, and its waits with their reasons. While a request waits behind other requests, its
+    reason is the resource that the head of the queue lacks."""
     teller, life = Teller(film), lives_of(film)[number]
     num_lost = 0
     for event in film.events(0, None):
@@ -174,7 +175,8 @@ def life_of(film: Film, number: int) -> Life:
 
 
 def lives_of(film: Film) -> list[Life]:
-    """The times that each request of a film ran and waited, with reasons, by number; without the moments."""
+    """For each request of a film, in order of request number: the time for which it ran, and the times for which it
+    waited, by reason. `moments` is empty."""
     found = _Lives(film)
     for event in film.events(0, None):
         found.add(event)
@@ -182,9 +184,9 @@ def lives_of(film: Film) -> list[Life]:
 
 
 class _Lives:
-    """One pass over a film. The time of waiting behind other requests is summed for all requests together, by what the
-    head of the queue lacks. Each request takes the difference between the sums at the beginning and the end of its
-    wait."""
+    """Computes the lives of all requests in one pass over a film. One set of sums, for all requests together, has the
+    time that the queue was blocked, by the resource that its head lacked. A request that waits behind other requests
+    gets the difference between these sums at the end and at the beginning of its wait."""
 
     def __init__(self, film: Film) -> None:
         self._film = film
@@ -193,7 +195,8 @@ class _Lives:
         self._behind: dict[str, float] = {}
         self._blocked = BEHIND
         self._doing: dict[int, tuple[str, float, dict[str, float]]] = {}
-        """For each unfinished request: "running", or why it waits; the time since when; and `_behind` at that time."""
+        """For each unfinished request: "running" or why it waits; the time at which that began; and a copy of `_behind`
+        at that time."""
         begin = film.beginning()
         self._now = begin.time
         for number, one in begin.requests.items():
@@ -249,8 +252,8 @@ def _add(waited: dict[str, float], reason: str, seconds: float) -> None:
 
 
 def reason_after(film: Film, event: Event, before: Before) -> str | Before:
-    """The state of a request after an event of its own: "running", why it waits, "" if it has finished; `before`: no
-    change."""
+    """The state of a request after one of its events: "running", why it waits, or "" if it has finished; `before` if
+    the event changes nothing."""
     names, fields = film.header["names"], event.fields
     match event.op:
         case Op.QUEUED | Op.PREEMPTED | Op.ROLLED_BACK:

@@ -1,4 +1,5 @@
-"""Converts a film to curves over time (requests by state, reasons, computed tokens) and to spans of requests."""
+"""Converts a film to curves over time (requests by state, reasons of waits, computed tokens), and to the intervals in
+which each request stays in one state."""
 
 from __future__ import annotations
 
@@ -24,15 +25,15 @@ class Timeline:
     """Curves of a film: each field has one value for each frame, after the frame's decision."""
 
     time: FloatArray
-    """Time of the frame, in seconds since the film began."""
+    """Time at which the frame's first step began, in seconds since the film began."""
     num_steps: Int64Array
     num_running: Int64Array
     num_waiting: Int64Array
     num_parked: Int64Array
     num_prefill_tokens: Int64Array
-    """Number of tokens of a step in rows that compute a prompt, or that recompute after a preemption."""
+    """Number of tokens that the frame computes in rows that compute a prompt, or that recompute after a preemption."""
     num_decode_tokens: Int64Array
-    """Number of tokens of a step in all other rows, including drafts."""
+    """Number of tokens, including drafts, that the frame computes in all other rows."""
     num_free_blocks: Int64Array
     num_preemptions: Int64Array
     """Number of preemptions since the previous frame."""
@@ -52,7 +53,7 @@ class Span:
 
 @dataclass(slots=True)
 class _Pass:
-    """One walk over the events of a film."""
+    """State of one pass over the events of a film."""
 
     film: Film
     running: list[int] = field(default_factory=list)
@@ -157,7 +158,7 @@ class _Pass:
 
 
 def timeline_of(film: Film) -> tuple[Timeline, list[Span]]:
-    """The curves of a film, and the spans of its requests in order of their ends."""
+    """The curves of a film, and the spans of its requests, in order of the end of the span."""
     found = _Pass(film)
     found.walk()
     columns: dict[str, Any] = {

@@ -1,10 +1,11 @@
-"""The words of stories: sentences for events, reasons to wait, and changes of a request's state.
+"""The texts with which films are described: sentences for events, reasons for waiting, and changes of a request's
+state.
 
 Sentences are templates that `fill` fills in; `page/story.js` does the same with the templates of `page_words`.
 
-    {name}          the value
-    {name:,}        the number, with commas between thousands
-    {name:token}    the number of things: "1 token", "2,500 tokens"
+    {name}          the value with this name
+    {name:,}        the value, a number, with commas between thousands
+    {name:token}    the value, a number, with a noun: "1 token", "2,500 tokens"
     [...]           omitted if a value in it is empty: 0, None or ""
 """
 
@@ -19,7 +20,7 @@ from pointsman.core.observe.film_format import Op
 
 
 class Choice(NamedTuple):
-    """Templates to choose from by the value of a field: False and 0 choose the first template."""
+    """Templates, one of which is chosen by the value of a field: its value is the index of the template (False: 0)."""
 
     by: str
     templates: tuple[str, ...]
@@ -53,14 +54,14 @@ SENTENCES: dict[Op, str | Choice] = {
 """The sentence of each event. The values in a sentence are the event's fields, and values that `Teller` adds."""
 
 SHARES = {"none": "none", "all": "all"}
-"""Words for the share of a preempted request's KV that is still cached, if none or all of it is."""
+"""Words for the share of a preempted request's KV that is still cached, if that is none or all of the KV."""
 RECOVERIES = ("", ", and evicted blocks are recomputed", ", and evicted blocks are swapped")
 PREEMPTIONS = {
     "parked": "the host parked it",
     "reset": "the prefix cache was reset, and running requests are recomputed",
     "unsampled": "a step that samples returned no token for it",
 }
-"""Why a request was preempted, by the cause, if no request needed its resources."""
+"""Why a request was preempted although no request needed its resources, by the cause."""
 MORE_URGENT = "{by} is more urgent and takes its place"
 NEEDS = {
     "own": Choice(
@@ -78,13 +79,13 @@ NEEDS = {
         ),
     ),
 }
-"""The request that needed blocks in a preemption: the victim itself, or another one."""
+"""The request whose need of blocks caused a preemption: the victim itself, or another request."""
 RULES = {
     "latest": "was the last one admitted",
     "lowest-priority": "is the least urgent running request",
     "least-cost": "is the cheapest to recompute of those that free enough",
 }
-"""Why this victim was chosen, by the policy."""
+"""Why a request was chosen as the victim of a preemption, by the victim policy."""
 OTHER_RULE = "was chosen by the policy {chooser}"
 AGAIN = ", {num_again:token} to recompute"
 """Appended to the sentence of a request that resumes."""
@@ -92,10 +93,11 @@ COSTS = {
     "open": "it did not resume",
     "resumed": "it resumed after {seconds} s, with {num_again:token} to recompute",
 }
-"""The cost of a preemption."""
+"""The cost of a preemption, by whether the request has resumed."""
 
 BEHIND = "behind others"
-"""Waiting without having been checked: a request ahead blocked the queue, or no step was scheduled since."""
+"""Reason of a request that waits and has not been checked: a request ahead of it blocked the queue, or no step was
+scheduled since it was queued."""
 NOT_ITS_TURN = "other requests were ahead of it[; head of the queue: {first}]"
 WAITS = {
     "asked": "{why}[, most of it held by {holder}]",
@@ -128,7 +130,7 @@ MOVES = {
     ("preempted", "finished"): _OVER,
     ("parked", "finished"): _OVER,
 }
-"""The cause of each change of state in the diagram."""
+"""The cause of each change of a request's state in the diagram of states, by (old state, new state)."""
 
 _VALUE = re.compile(r"\{(\w+)(?::([^}]+))?\}")
 _OPTION = re.compile(r"\[([^\]]*)\]")

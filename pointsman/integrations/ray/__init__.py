@@ -4,16 +4,16 @@
 
     client -> Serve's proxy -> Api (one replica) -> engines, in the replicas of EngineHost, on any node
 
-`Api` is the API process of `pointsman serve`. Its engines are processes on the nodes of the cluster, which connect to
-`Api` (`server/service/remote.py`). So requests are routed by exact blocks of tokens, and when an engine, its replica or
-its node dies, another engine continues its requests. Serve places the replicas, scales them by the number of waiting
-requests, and replaces replicas that die or whose engines died.
+`Api` is the API process of `pointsman serve`. Its engines are processes on the nodes of the cluster; each engine
+connects to `Api` (`server/service/remote.py`). So requests are routed by exact blocks of tokens. When an engine, its
+replica or its node fails, another engine continues the requests of that engine. Serve places the replicas, scales them
+by the number of waiting requests, and replaces replicas that fail or whose engines have failed.
 
     arguments.py    the arguments of `serve run`: options of `pointsman serve`, and Serve's own
     cluster.py      checks of the cluster before anything starts
     deployments.py  the two deployments
     status.py       reads the application's status for the API
-    autoscaling.py  the number of replicas
+    autoscaling.py  computes the number of replicas
 
 This is the one entry point that is not below `pointsman.cli`: it starts a server on a cluster, as `pointsman serve`
 starts a server on one machine.

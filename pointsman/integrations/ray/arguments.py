@@ -1,7 +1,7 @@
 """The arguments of `build_app`: options of `pointsman serve`, under the same names, and options of the deployments.
 
     model=demo num_blocks=512 order=priority               options of each replica, with the checks of the command line
-    num_replicas=2 ray_actor_options='{"num_cpus": 2}'     options of the deployment of engines, under Serve's names
+    num_replicas=2 ray_actor_options='{"num_cpus": 2}'     options of the deployment of engines, with Serve's names
 
 `serve run` passes text. Numbers and yes/no are parsed from it, and mappings and lists are read as JSON. A configuration
 file of Serve passes values with their types.
@@ -24,7 +24,7 @@ NO_MEANING = {
     "port": "Serve's proxies listen; give http_options in a configuration file of Serve, or serve start --http-port",
     "drain_delay": "Serve's proxies stop sending by themselves; leave it out",
 }
-"""Options of `pointsman serve` that have no meaning here, each with the remedy."""
+"""Options of `pointsman serve` that have no meaning on a Ray cluster, each with the remedy."""
 SERVE_OPTIONS: dict[str, Any] = {
     "num_replicas": int,
     "autoscaling_config": dict,
@@ -58,12 +58,12 @@ class RaySettings:
     replicas.
     """
     target_ongoing_requests: float | None = None
-    """Wanted number of open requests for each replica, from `autoscaling_config`; None: the number of requests that the
+    """Target number of open requests for each replica, from `autoscaling_config`; None: the number of requests that the
     replica's engines can run at the same time."""
     engine_options: dict[str, Any] = field(default_factory=dict)
     """Options of the deployment of engines."""
     api_actor_options: dict[str, Any] = field(default_factory=dict)
-    """`ray_actor_options` of the API."""
+    """`ray_actor_options` of the API's deployment."""
     check_resources: bool = True
     """Whether it is an error if the cluster lacks the nodes for all replicas."""
 
@@ -119,7 +119,7 @@ def read_arguments(arguments: Mapping[str, Any], environment: Mapping[str, str])
 
 
 def read_value(name: str, value: Any, kind: Any) -> Any:
-    """The value of an argument. Text is converted to the expected type.
+    """The value of an argument, with the type `kind`; text is converted to this type.
 
     Raises:
         RayError: the text cannot be converted, or the value has a wrong type.
@@ -157,7 +157,7 @@ def _json_or(text: str, otherwise: Any) -> Any:
 
 
 def with_deployments(serve: ServeSettings, own: dict[str, Any]) -> RaySettings:
-    """The settings for `pointsman serve` with the options of the deployments (`own`).
+    """The settings of the application, from settings for `pointsman serve` and the options of the deployments (`own`).
 
     Raises:
         RayError: an option is out of range, or two options contradict each other.
@@ -201,7 +201,7 @@ def with_deployments(serve: ServeSettings, own: dict[str, Any]) -> RaySettings:
 
 
 HEALTH_CHECK_PERIOD = 1.0
-"""Seconds between checks that the engines of a replica live; Serve replaces the replica after three failed checks."""
+"""Seconds between checks that the engines of a replica run; Serve replaces the replica after three failed checks."""
 
 
 def _autoscaling(config: dict[str, Any]) -> tuple[dict[str, Any], float | None]:

@@ -1,8 +1,8 @@
 """Autoscaling: the number of replicas of engines, from the number of waiting requests.
 
 The API knows all requests and computes the number (`replicas_wanted`). Each replica of engines reports this number as a
-custom metric of Serve's (`record_autoscaling_stats`), and Serve calls `policy` with the metric. The bounds, delays and
-factors of `autoscaling_config` are Serve's.
+custom metric of Serve's (`record_autoscaling_stats`), and Serve calls `policy` with the metric. Serve itself applies
+the bounds, delays and factors of `autoscaling_config`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ class Load(NamedTuple):
 def replicas_wanted(
     loads: list[Load], num_unsent: int, engines_per_replica: int, max_running: int, target: float | None
 ) -> int:
-    """The number of replicas for the open requests.
+    """The number of replicas that the open requests need.
 
     Args:
         loads: load of each engine that runs.
         num_unsent: number of requests that wait because no engine runs.
         engines_per_replica: number of engines in each replica, at least 1.
         max_running: maximum number of requests that an engine runs at the same time.
-        target: wanted number of open requests for each replica; None: the number that it can run at the same time.
+        target: target number of open requests for each replica; None: the number that a replica can run at the same
+            time.
     """
     waiting = num_unsent + sum(load.waiting for load in loads)
     running = sum(load.running for load in loads)

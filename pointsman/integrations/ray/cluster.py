@@ -20,7 +20,7 @@ SECONDS_TO_CONNECT = 10.0
 SECONDS_TO_LOOK = 60.0
 """Time for each node to report whether it has the model, including the start of a process on the node."""
 AMOUNTS = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}
-"""Ray's names of resources in the options of actors, each with the name on nodes."""
+"""Ray's names of resources in the options of actors, each with Ray's name of the same resource on nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +76,8 @@ def address_file() -> Path:
 
 
 def command() -> Any:
-    """click's context of the command that builds the application; None: a program or the cluster builds the
-    application."""
+    """click's context of the command (such as `serve run`) that builds the application; None: a program or the cluster
+    builds the application."""
     import click
 
     return click.get_current_context(silent=True)
@@ -129,13 +129,13 @@ def nodes_of(address: str | None, named_by: str) -> Iterator[list[Node]]:
 
 
 def this_machine() -> Node:
-    """This machine as a node, if Ray is started here without options."""
+    """This machine as the node that it would be if Ray were started here without options."""
     return Node("", "this machine", {"CPU": float(num_cores())})
 
 
 def check_that_it_answers(address: str) -> None:
-    """Raise without delay if nothing listens at a cluster's address. Ray itself tries for minutes, and prints a line
-    every few seconds.
+    """Raise without delay if nothing listens at a cluster's address. Ray itself tries to connect for minutes, and
+    prints a line every few seconds.
 
     Raises:
         ConnectionError: nothing listens at the address.
@@ -150,8 +150,9 @@ def check_that_it_answers(address: str) -> None:
 
 
 def check_port(nodes: Sequence[Node]) -> None:
-    """Raise if `serve run` is about to start Serve's proxies and cannot listen here. A configuration file has a port of
-    its own, and is read in the cluster after the proxies have started.
+    """Raise if `serve run` is about to start Serve's proxies, and the proxies' port is in use on this machine. With a
+    configuration file nothing is checked: it has a port of its own, and is read in the cluster after the proxies have
+    started.
 
     Raises:
         RayError: another program uses the port.
@@ -162,7 +163,7 @@ def check_port(nodes: Sequence[Node]) -> None:
     context = command()
     if context is None or context.info_name != "run":
         return
-    if all(node.id for node in nodes) and ray.util.list_named_actors():  # an actor in Serve's namespace: Serve runs
+    if all(node.id for node in nodes) and ray.util.list_named_actors():  # an actor of Serve's: Serve runs
         return
     options = HTTPOptions()
     if options.host is None:
@@ -182,7 +183,8 @@ def check_port(nodes: Sequence[Node]) -> None:
 
 
 def replica_needs(options: Mapping[str, Any]) -> dict[str, float]:
-    """The resources of one replica, under Ray's names. With a placement group: the sum of its bundles."""
+    """The resources that one replica needs, by Ray's name on nodes. With a placement group: the sum of the group's
+    bundles."""
     needs: dict[str, float] = {}
     for bundle in options.get("placement_group_bundles") or ():
         for name, amount in bundle.items():
@@ -195,7 +197,7 @@ def replica_needs(options: Mapping[str, Any]) -> dict[str, float]:
 
 
 def num_fitting(node: Node, needs: Mapping[str, float]) -> float:
-    """Number of replicas that fit a node; infinity if a replica needs no resources."""
+    """Number of replicas for which a node has the resources; infinity if a replica needs no resources."""
     return min(
         (node.resources.get(name, 0.0) // amount for name, amount in needs.items() if amount), default=float("inf")
     )
@@ -205,11 +207,11 @@ def check_capacity(nodes: Sequence[Node], needs: Mapping[str, float], settings: 
     """Raise if the nodes, without any load, have too few resources for the replicas that are to start.
 
     Raises:
-        RayError: the resources do not suffice; the message has the needs of each replica and the resources of each
-            node.
+        RayError: the resources do not suffice; the message has the resources that each replica needs and that each node
+            has.
     """
     options = settings.engine_options
-    if options.get("placement_group_bundles"):  # a group may spread over several nodes
+    if options.get("placement_group_bundles"):  # a placement group may spread over several nodes
         everything: dict[str, float] = {}
         for node in nodes:
             for name, amount in node.resources.items():

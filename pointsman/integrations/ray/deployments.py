@@ -1,11 +1,12 @@
-"""The two deployments of the Serve application: `Api`, and `EngineHost`, whose replicas run its engines.
+"""The two deployments of the Serve application: `Api`, and `EngineHost`, whose replicas run the API's engines.
 
-`Api` calls `EngineHost.host` once for each possible engine, and each call lasts as long as its engine. A replica
+`Api` calls `EngineHost.host` once for each possible engine, and each call lasts until its engine has ended. A replica
 accepts one call for each of its engines; further calls wait in Serve's queue until another replica starts. So Serve
 itself finds the replicas, and reports lost ones.
 
 Shutdown: Serve stops both deployments at the same time, and notifies neither. `Api` polls the application's status and,
-when it is stopped, ends as `pointsman serve` does (`status.py`); its engines stay until then, and end with it.
+when the application is being stopped, `Api` ends as `pointsman serve` does (`status.py`). The engines run until `Api`
+ends.
 """
 
 from __future__ import annotations
@@ -50,13 +51,13 @@ MAX_ONGOING_REQUESTS = 100_000
 SECONDS_TO_CLOSE = 10.0
 """Time beyond `drain_timeout` that a replica has to end when Serve stops it."""
 SECONDS_TO_ANSWER = 1.0
-"""Time for the exit code of an engine to reach the API before its replica ends."""
+"""Time that a replica waits before it ends, so that the exit code of its failed engine reaches the API."""
 SECONDS_BETWEEN_LOOKS = 2.0
 """Interval at which the status of the application is read."""
 PERIODS_OF_SILENCE = 5
-"""Number of missed health checks after which a replica of engines checks whether Serve stops it."""
+"""Number of missed health checks after which a replica of engines checks whether Serve is stopping it."""
 SECONDS_BETWEEN_LOADS = 1.0
-"""Time for which a result of `replicas_wanted` is reused."""
+"""Time for which a replica of engines reuses a result of `replicas_wanted`."""
 NEVER_GIVES_UP = sys.maxsize
 
 
@@ -118,7 +119,7 @@ class Api:
         return self._app
 
     async def _launch(self, invitation: Invitation) -> int:
-        """Have a replica run an engine; return the engine's exit code when it has ended."""
+        """Have a replica of `EngineHost` run an engine; return the engine's exit code when the engine has ended."""
         from ray.exceptions import RayActorError
 
         response = self._engines.host.remote(invitation)
@@ -154,7 +155,8 @@ class Api:
         return self._wanted
 
     async def _watch(self, fleet: EngineFleet) -> None:
-        """Follow Serve's changes to the application: the number of engines, and its end."""
+        """Follow Serve's changes to the application: apply a changed number of engines, and end when the application is
+        being stopped."""
         from ray import serve
 
         watch = StatusWatch(serve.get_replica_context().app_name, API, ENGINES)
@@ -169,7 +171,8 @@ class Api:
         await self._end(fleet)
 
     async def _end(self, fleet: EngineFleet) -> None:
-        """Refuse new requests, let the open requests finish, abort requests that take too long, and end the engines."""
+        """Refuse new requests, let the open requests finish, abort the requests that are open after `drain_timeout`,
+        and end the engines."""
         gate, seconds = self._app.state.gate, self._settings.serve.server.drain_timeout
         gate.close()
         if gate.num_open:
@@ -181,7 +184,7 @@ class Api:
         await fleet.shutdown()
 
     async def check_health(self) -> None:
-        """Raise if Serve should replace the replica."""
+        """Raise if Serve should replace this replica of the API."""
         if self._fleet is not None:
             self._fleet.check_health()
 
@@ -231,14 +234,14 @@ class EngineHost:
         count = settings.engines_per_replica
         try:
             options = with_model_found(serve.engine)
-        except ModelLoadError as error:  # the node joined after the checks of `build_app`, or a hub refuses it
+        except ModelLoadError as error:  # the node joined after the checks of `build_app`, or its download fails
             raise ValueError(
                 f"on {socket.gethostname()}: {error}; or keep replicas off this node with a resource that it lacks "
                 "(ray_actor_options)"
             ) from None
         num_cpus = settings.engine_options.get("ray_actor_options", {}).get("num_cpus")
         if count > 1 and num_cpus and "num_threads" not in options:
-            options["num_threads"] = max(count, int(num_cpus))  # for all engines together
+            options["num_threads"] = max(count, int(num_cpus))  # threads of all engines together
         self._free = share_out(options, count)
         default = 0 if count == 1 else DEFAULT_RESTARTS
         self._max_failures = serve.options.get("max_engine_restarts", default)
@@ -254,7 +257,7 @@ class EngineHost:
         """Run an engine until it ends; return its exit code.
 
         Raises:
-            RuntimeError: this replica has all its engines already.
+            RuntimeError: this replica already runs its maximum number of engines.
             ConnectionError: the API cannot be reached from here.
         """
         if self._is_leaving:
@@ -280,7 +283,7 @@ class EngineHost:
         return code
 
     def _note_failure(self, code: int) -> None:
-        """End this replica if more of its engines died than may be restarted: Serve then starts another replica
+        """End this replica if more of its engines have failed than may be restarted. Serve then starts another replica
         immediately.
 
         Raising in `check_health` would have the same effect, but takes seconds and logs three tracebacks.
@@ -304,18 +307,18 @@ class EngineHost:
             asyncio.get_running_loop().call_later(SECONDS_TO_ANSWER, partial(ray.kill, actor, no_restart=True))
 
     async def check_health(self) -> None:
-        """Called by Serve in replicas that it does not stop. Serve replaces a replica if this method raises.
+        """Serve calls this method in replicas that it is not stopping, and replaces a replica in which it raises.
 
         Raises:
-            RuntimeError: this replica has ended its engines, because it wrongly assumed that Serve stops it.
+            RuntimeError: this replica has ended its engines, because it wrongly assumed that Serve is stopping it.
         """
         self._asked_at = time.monotonic()
         if self._is_leaving:
             raise RuntimeError("the engines of this replica have been ended")
 
     async def _watch(self) -> None:
-        """End the engines when autoscaling stops this replica, so that other replicas continue the requests of these
-        engines without delay."""
+        """End this replica's engines when autoscaling stops the replica. Other replicas then continue the requests of
+        these engines without delay."""
         from ray import serve
 
         app = serve.get_replica_context().app_name

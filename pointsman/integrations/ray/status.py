@@ -1,6 +1,6 @@
-"""Reads an application's status in its replicas: whether it ends, its number of engines, and whether replicas of
-engines are being stopped. Serve itself notifies a replica of its stop only after all requests of the replica have
-finished.
+"""Reads a Serve application's status from within the application's replicas: whether it is being stopped, its number of
+replicas of engines, and whether replicas of engines are being stopped. Serve itself notifies a replica that it is being
+stopped only after all requests of the replica have finished.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 DELETING, STOPPING = "DELETING", "STOPPING"
-"""Serve's names of states of an application and of a replica."""
+"""Serve's names for the state of an application that is being deleted, and of a replica that is being stopped."""
 
 
 class StatusWatch:

@@ -2,8 +2,9 @@
 
 The package translates between vLLM's scheduler interface and the core, and gives operators a control socket. It imports
 `pointsman.core`, and vLLM only in modules that vLLM itself loads. Only Pointsman's command line imports the package.
-Begin at `scheduler.py`, which has every method that vLLM calls: `requests.py` (requests in), `scheduler_output.py`
-(decisions out), `results.py` (samples in, outputs for clients out), `settings.py` and `support.py` (configuration).
+Begin at `scheduler.py`, which has every method that vLLM calls. It uses `requests.py` (converts requests),
+`scheduler_output.py` (converts decisions), `results.py` (converts sampled tokens, and makes the outputs for clients),
+`settings.py` and `support.py` (configuration).
 
 Operation: `operation.py` (answers the questions of operators), `control.py` (the socket), `recordings.py`,
 `statistics.py` (vLLM's metrics), `kv_events.py`. `observer.py` has the other class for `--scheduler-cls`: vLLM's own
@@ -23,7 +24,7 @@ __all__ = ["Observer", "Scheduler"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Scheduler":  # its module needs vLLM, but `check` and `client` must work without vLLM
+    if name == "Scheduler":  # lazily: `scheduler.py` needs vLLM, but `check` and `client` must work without vLLM
         from pointsman.integrations.vllm.scheduler import Scheduler
 
         return Scheduler

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 SCHEDULER_CLS = "pointsman.integrations.vllm.Scheduler"
 OBSERVER_CLS = "pointsman.integrations.vllm.Observer"
-_STAND_IN_BLOCKS = 1 << 20  # the real number is known once the weights are loaded
+_STAND_IN_BLOCKS = 1 << 20  # a stand-in: the real number of blocks is known once the weights are loaded
 
 
 class CannotCheck(Exception):
@@ -120,7 +120,8 @@ def check(model: str, options: list[str], log: Path | None = None) -> Report:
     Args:
         model: name or path of the model, as on vLLM's command line.
         options: further options of vLLM's command line.
-        log: path of the log of a vLLM that has started with these options; the log has the number of requests that fit.
+        log: path of the log of a vLLM that has started with these options; the log has the number of requests that fit
+            into the KV cache.
 
     Raises:
         CannotCheck: vLLM is not installed here, rejects the options, or cannot read the model; or the log lacks the
@@ -170,10 +171,10 @@ def _allows_untested(vllm_config: VllmConfig) -> bool:
 
 
 def _read_log(path: Path) -> str:
-    """The number of requests that fit, from the log of a vLLM.
+    """The number of requests of maximum length that fit into the KV cache, from the log of a vLLM.
 
     Raises:
-        CannotCheck: the log cannot be read, or lacks the number.
+        CannotCheck: the log cannot be read, or lacks this number.
     """
     try:
         text = path.read_text(errors="replace")
@@ -241,13 +242,13 @@ def _vllm_config(model: str, options: list[str]) -> VllmConfig:
 
 
 def _with_scheduler_cls(options: list[str]) -> list[str]:
-    """Options of `vllm serve` with this scheduler."""
+    """The options, with the option that selects this scheduler added."""
     is_given = any(option.partition("=")[0].replace("_", "-") == "--scheduler-cls" for option in options)
     return options if is_given else ["--scheduler-cls", SCHEDULER_CLS, *options]
 
 
 def _parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
-    """The parser with all options of vLLM's server."""
+    """`parser`, with all options of vLLM's server added."""
     try:
         from vllm.entrypoints.common.cli_args import make_arg_parser
     except ImportError:  # before 0.33
@@ -266,7 +267,7 @@ def _has_states(vllm_config: VllmConfig) -> bool:
 
 
 def _groups(vllm_config: VllmConfig) -> str:
-    """The groups of KV that the model's configuration shows; "": one group of full attention."""
+    """Text about the KV groups that the model's configuration shows; "": one group of full attention."""
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     if _has_states(vllm_config):
         return f"states of some layers{_where_cached(vllm_config.cache_config)}"
@@ -283,7 +284,8 @@ def _groups(vllm_config: VllmConfig) -> str:
 
 
 def _where_cached(cache: CacheConfig) -> str:
-    """Where the states of layers are cached for prefixes; "": they are not cached."""
+    """Text about the positions at which the prefix cache keeps the states of layers (of Mamba, for example); "": it
+    keeps none."""
     if getattr(cache, "mamba_cache_mode", "none") != "align":
         return ""
     unit = getattr(cache, "prefix_match_unit", None)
@@ -301,7 +303,7 @@ def _as_kv_cache_config(groups: Groups) -> Any:
 
 
 def _read_knobs(report: Report, vllm_config: VllmConfig, made: Groups | None) -> None:
-    """Add the knobs to the report, and the problems of knobs in `--additional-config`."""
+    """Add to the report: the knobs, and the problems of knobs in `--additional-config`."""
     cache = vllm_config.cache_config
     blocks = cache.num_gpu_blocks_override
     size = getattr(cache, "block_size", None) or 16

@@ -46,7 +46,7 @@ class Connection:
 
         Raises:
             Refused: the question was refused.
-            ControlUnavailable: no answer came in time, or the connection was closed.
+            ControlUnavailable: no answer arrived in time, or the connection was closed.
         """
         line = json.dumps({"ask": kind, **arguments}).encode() + b"\n"
         try:
@@ -75,8 +75,8 @@ class Connection:
         return answer
 
     def wait_for_line(self, seconds: float | None) -> dict[str, Any] | None:
-        """The next line of the answer, as by `next_line`; None if no line begins within `seconds`. Must not be called
-        after only a part of a line was read."""
+        """The next line of the answer; None if no line begins to arrive within `seconds` (None: wait without a time
+        limit). Raises as `ask`. Must not be called while a line has been read only in part."""
         self._socket.settimeout(seconds)
         try:
             self._socket.recv(1, socket.MSG_PEEK)
@@ -100,7 +100,8 @@ class Connection:
 
 @contextmanager
 def connect(path: str) -> Iterator[Connection]:
-    """A connection that is closed when the context ends. Raises ControlUnavailable."""
+    """A connection to the control socket at `path`, which is closed when the context ends. Raises
+    ControlUnavailable."""
     connection = Connection(path)
     try:
         yield connection

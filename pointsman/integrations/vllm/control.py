@@ -30,16 +30,17 @@ from pointsman.web.places import Places
 
 MAX_CLIENTS = 16
 BACKLOG = 128
-"""Maximum number of connections that wait to be accepted; the system refuses further ones."""
+"""Maximum number of connections that wait to be accepted; the operating system refuses further connections."""
 MAX_QUESTION = 4096
-"""Maximum size of a line that a client sends, in bytes."""
+"""Maximum size of a question (a line that a client sends), in bytes."""
 CLIENT_SECONDS = 60.0
 """Maximum time for a client to read an answer or to send its next question, in seconds."""
 MAX_FILES = 4
-"""Maximum number of file descriptors that a client has sent and no question has taken; further descriptors are
+"""Maximum number of file descriptors that a client has sent and that no question has used yet; further descriptors are
 closed."""
 SECONDS_BETWEEN_TRIES = 0.1
-"""Interval between attempts to accept a connection when the process can open no further file, and to lock a folder."""
+"""Seconds between two attempts: to accept a connection while the process can open no further file, or to lock a
+folder."""
 LOCK_SECONDS = 5.0
 """Maximum time to wait for another process's lock on the folder of a socket, in seconds."""
 MAX_PATH = 107
@@ -62,7 +63,7 @@ class Client:
         """The client's questions, until the client closes the connection.
 
         Raises:
-            ControlError: a question is too long, or not a JSON object; later input cannot be parsed.
+            ControlError: a question is too long, or not a JSON object; the client's later input must not be read.
             OSError: the client has disconnected, or was silent for too long.
         """
         ends = time.monotonic() + CLIENT_SECONDS
@@ -112,7 +113,7 @@ class Client:
 
 
 Answer = Callable[[dict[str, Any], Client], Generator[dict[str, Any], None, None]]
-"""Turns a question of a client into the lines of the answer. Raises ControlError."""
+"""Function that yields the lines of the answer to a client's question. Raises ControlError."""
 
 
 class ControlSocket:
@@ -120,7 +121,7 @@ class ControlSocket:
 
     Args:
         path: path of the socket; None: a new path in a folder that only this user can access.
-        answer: computes the answer of a question; called in the thread of the client.
+        answer: computes the answer to a question; called in the client's own thread.
 
     Raises:
         ConfigError: the path cannot be used, or another process listens on it.
@@ -144,7 +145,7 @@ class ControlSocket:
             self._listening.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listening.close()
         with suppress(OSError):
-            if os.stat(self.path).st_ino == self._inode:  # not the socket of a later process at the same path
+            if os.stat(self.path).st_ino == self._inode:  # not the socket of a later process at this path
                 os.unlink(self.path)
 
     def _accept(self) -> None:
@@ -200,7 +201,7 @@ def own_path() -> str:
         folder = os.path.join(tempfile.gettempdir(), f"pointsman-{os.getuid()}")
         with suppress(OSError):
             os.mkdir(folder, 0o700)
-        if not _is_private(folder):  # another user has the name
+        if not _is_private(folder):  # another user has created a folder of this name
             folder = tempfile.mkdtemp(prefix="pointsman-")
     with _locked_folder(folder):
         for left in glob.glob(os.path.join(glob.escape(folder), "vllm-*.sock")):
@@ -273,7 +274,7 @@ def _remove_dead(path: str) -> None:
             probe.connect(path)
         except ConnectionRefusedError:
             os.unlink(path)
-        except TimeoutError:  # the process lives, and is busy
+        except TimeoutError:  # the process runs, and is busy
             raise ConfigError(f"another process listens on {path}; choose another name") from None
         else:
             raise ConfigError(f"another process listens on {path}; choose another name")

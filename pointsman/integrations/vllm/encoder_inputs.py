@@ -5,7 +5,7 @@ identifiers share embeddings and cached prefixes, and the workers store embeddin
 refused if its identifier was seen with another number of embeddings: then the content differs.
 
 A prompt, or a part of it, may be given as embeddings, which need no encoder. Where prefixes are cached, each block of
-such a prompt is an input that needs no computation, and its key is a digest of the block's bytes.
+such a prompt is an input of the core that needs no computation; the input's key is a digest of the block's bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ MORE_EMBEDDINGS = "raise --max-num-batched-tokens, which bounds both, or send a 
 
 
 def encoder_sizes(vllm_config: VllmConfig) -> tuple[int, int]:
-    """The maximum numbers of embeddings of a step and of the encoder cache, as vLLM computes these numbers.
+    """Two maximum numbers of embeddings, as vLLM computes them: the embeddings that a step computes, and the embeddings
+    in the encoder cache.
 
     Raises:
         ConfigError: vLLM cannot compute the numbers for this model and these limits.
@@ -45,7 +46,7 @@ def encoder_sizes(vllm_config: VllmConfig) -> tuple[int, int]:
             "--language-model-only"
         ) from error
     if not budget.encoder_compute_budget or not budget.encoder_cache_size:
-        return 0, 0  # the limit of each kind of input is 0
+        return 0, 0  # the limit of every kind of input (images, audio, video) is 0
     return budget.encoder_compute_budget, budget.encoder_cache_size
 
 
@@ -105,7 +106,8 @@ class EncoderInputs:
         return inputs
 
     def end(self, name: str) -> None:
-        """Forget the inputs of a request that has finished, or whose turn in a session has finished."""
+        """Forget the inputs of a request that has finished. In a session (a prompt that comes in parts): of a part that
+        has finished."""
         for key in self._of_request.pop(name, ()):
             self._num_users[key] -= 1
             if not self._num_users[key]:
@@ -169,11 +171,11 @@ class EncoderDecoderInputs:
         return [EncoderInput(f"{self._num_begun}", 0, 1, count)] if count else []
 
     def end(self, name: str) -> None:
-        """Do nothing: other requests share no input of a finished request."""
+        """Do nothing: no request shares an input, so nothing is kept after its request has finished."""
 
     def scheduled(self, output: Output) -> dict[str, list[int]]:
-        """By vLLM's request id: the indices of the inputs that a step computes. The first runner assigns them to the
-        new requests and then to the resumed ones, in the order of this dictionary."""
+        """By vLLM's request id: the indices of the inputs that a step computes. vLLM's first model runner assigns the
+        inputs to requests in the order of this dictionary: first the new requests, then the resumed requests."""
         rows = [*zip(output.admitted, output.is_resumed.tolist(), strict=True)]
         if not self._v2_runner:
             rows.sort(key=lambda row: row[1])
@@ -204,7 +206,7 @@ def _to_input(feature: MultiModalFeatureSpec) -> EncoderInput:
     is_embed = position.is_embed
     if is_embed is None:
         return EncoderInput(feature.identifier, position.offset, length, length)
-    bits = is_embed.numpy().tobytes()  # a byte for each placeholder
+    bits = is_embed.numpy().tobytes()  # one byte for each placeholder token: whether it stands for an embedding
     count = bits.count(1)
     mask = None if count == length else bits.translate(TO_DIGITS).decode()
     return EncoderInput(feature.identifier, position.offset, length, count, mask)
@@ -223,7 +225,7 @@ def given_embeddings(request: VLLMRequest, block_size: int) -> list[EncoderInput
     inputs = []
     for start in range(0, end, block_size):
         length = min(block_size, end - start)
-        digest = request._prompt_embeds_per_block_hashes.get((start, start + length))  # only of full blocks
+        digest = request._prompt_embeds_per_block_hashes.get((start, start + length))  # exists only for full blocks
         if digest is None:
             digest = hashlib.sha256(tensor_data(embeddings[start : start + length])).digest()
         inputs.append(EncoderInput(GIVEN + digest.hex(), start, length, 0, "0" * length))
@@ -231,7 +233,8 @@ def given_embeddings(request: VLLMRequest, block_size: int) -> list[EncoderInput
 
 
 def shift_inputs(features: Sequence[MultiModalFeatureSpec], num_tokens: int) -> list[MultiModalFeatureSpec]:
-    """The inputs of a further part of a prompt, shifted by `num_tokens` earlier tokens."""
+    """The inputs of a further part of a prompt, with their positions increased by the `num_tokens` tokens of earlier
+    parts."""
     return [
         replace(feature, mm_position=replace(feature.mm_position, offset=feature.mm_position.offset + num_tokens))
         for feature in features

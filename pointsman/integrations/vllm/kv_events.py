@@ -1,7 +1,8 @@
 """Publishes the core's prefix-cache events (blocks stored and removed) as vLLM's events, through vLLM's own publisher.
 
 The published hashes are vLLM's, with the function and the seed of its configuration, so a router can compute them from
-the tokens of a prompt and compare. In the core's events, the core's own hashes identify the blocks.
+the tokens of a prompt, and compare them with the published hashes. In the core's events, the core's own hashes identify
+the blocks.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class KVEvents:
             return of_vllm.AllBlocksCleared()
         if not isinstance(event, BlockStored):
             hashes = [maybe_convert_block_hash(self._hashes[name]) for name in event.block_hashes]
-            if event.group == self._anchor:  # its blocks are removed after those of the other groups
+            if event.group == self._anchor:  # the blocks of this group are removed after the blocks of the other groups
                 for name in event.block_hashes:
                     del self._hashes[name]
             return of_vllm.BlockRemoved(block_hashes=hashes, medium=of_vllm.MEDIUM_GPU, group_idx=event.group)
@@ -83,7 +84,8 @@ class KVEvents:
         )
 
     def _keys(self, event: BlockStored) -> list[tuple[Any, ...]]:
-        """For each block, the identity of its content apart from the tokens, in vLLM's form and order."""
+        """For each block of an event: the values besides the tokens that identify the block's content, in vLLM's form
+        and order."""
         adapter, salt = event.root.adapter, event.root.cache_salt
         of_adapter = () if adapter is None else (("lora", adapter.name, lora_path(adapter)),)
         found = []
@@ -111,5 +113,6 @@ class KVEvents:
 
 
 def _event_keys(keys: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """The keys of one block in the form of events: the adapter's name, inputs with their offsets, the salt, digests."""
+    """The values that identify one block besides its tokens, as vLLM's events have them: the adapter's name, inputs
+    with their offsets, the cache salt, digests of embeddings."""
     return tuple(key[1:] if key[0] == "mm" else key[1] for key in keys) or None

@@ -4,7 +4,7 @@ A model may store its KV in groups of layers, all from one pool: full attention,
 states of Mamba or of convolutions, KV of encoder outputs (cross-attention), blocks of different sizes. vLLM's manager
 knows for each kind the blocks that a number of tokens takes, the blocks that are no longer needed, and the part of a
 prefix that can be found again. The manager is called when a request is looked up or admitted, and for the few rows that
-run out of slots. A step in which no row runs out of slots does not call it.
+run out of slots. In a step without such rows it is not called.
 
 Generated tokens enter the prefix cache when their request releases its blocks, as everywhere in this scheduler, and not
 as soon as a block is full: in vLLM's own scheduler, publishing each full block takes a large part of the manager's time
@@ -44,7 +44,7 @@ NO_NEW: Int32Array = np.zeros(0, dtype=np.int32)
 
 
 class GroupPool:
-    """vLLM's block pool, as the core reads it. Its first block is never allocated."""
+    """vLLM's block pool with the attributes that the core reads. The pool's first block is never allocated."""
 
     def __init__(self, block_pool: BlockPool) -> None:
         self._pool = block_pool
@@ -96,13 +96,13 @@ class _Group:
         self.tables: dict[str, list[KVCacheBlock]] = manager.req_to_blocks
         self.size = int(manager.block_size)
         self.extra = self.size * int(getattr(manager, "num_speculative_blocks", 0))
-        """Number of tokens in the blocks reserved for drafts."""
+        """Number of tokens that fit the blocks reserved for the drafts of a row."""
         self.is_ring = isinstance(manager, CircularBufferManager)
         """Whether each request has one block, whatever its length."""
         self.is_of_encoder = isinstance(manager, CrossAttentionManager)
         """Whether each request has exactly the blocks of its encoder inputs, from its first step on."""
         self.window_behind_prompt: int | None = getattr(manager, "rswa_window", None)
-        """Number of newest tokens kept besides the prompt; None: the group has no such window."""
+        """Number of newest tokens whose KV is kept besides the KV of the prompt; None: the group has no such window."""
         skipped = manager.get_num_skipped_tokens(max_model_len)
         self.gives_back = skipped >= self.size or self.window_behind_prompt is not None
         """Whether the group releases blocks of a request while the request runs."""
@@ -110,7 +110,7 @@ class _Group:
             n - manager.get_num_skipped_tokens(n) for n in range(max(0, max_model_len - self.size), max_model_len + 1)
         }
         self.lag = lags.pop() if len(lags) == 1 else None
-        """Number of newest tokens kept; None: the number varies with the length."""
+        """Number of newest tokens whose KV is kept; None: the number varies with the length of the sequence."""
 
     def _num_returned(self, final: int) -> int:
         """Number of leading blocks that are no longer needed when the first `final` tokens are final."""
@@ -204,7 +204,8 @@ class KVGroups(KVCache):
         self._row_of: dict[int, Request] = {}
         """Running requests, by row of the core's batch."""
         self._new: dict[str, list[list[int]]] = {}
-        """By vLLM's request id: the new blocks, by group, of a continued request that no output has reported."""
+        """By vLLM's request id: the new blocks of a continued request, by group, that no scheduler output has reported
+        yet."""
         self._published: dict[str, int] = {}
         """By vLLM's request id: number of published tokens of a request that was released since the newest step
         began."""
@@ -212,10 +213,11 @@ class KVGroups(KVCache):
         """vLLM's ids of requests that no longer publish blocks."""
         self._num_publications = 0
         self._is_ahead = False
-        self._admitted = 0  # number of tokens of the newest admission at the end of its first step
+        self._admitted = 0  # tokens of the newest admitted request at the end of its first step
         self._num_spare = self._num_spare_blocks(vllm_config)
         self._num_usable_tokens: dict[int, int] = {}
-        """Maximum length of a sequence in the pool, by its number of encoder embeddings."""
+        """Maximum length, in tokens, of a sequence whose KV fits the pool; by the sequence's number of encoder
+        embeddings."""
 
     def _make_ends(self, vllm_config: VllmConfig, block_size: int, hash_block_size: int) -> StateEnds:
         scheduler = vllm_config.scheduler_config
@@ -342,7 +344,7 @@ class KVGroups(KVCache):
             num_embeddings=self._num_embeddings(request),
         )
         if request.row is None:
-            for each in self._states:  # the managers of states record which request asks
+            for each in self._states:  # the managers of states record which request this count is for
                 each.free(name)
         return count + self.pool.num_in_use(match.blocks)
 
@@ -393,15 +395,16 @@ class KVGroups(KVCache):
         return NO_BLOCKS
 
     def num_slots(self, request: Request, blocks: Int64Array) -> int:
-        """The length up to which an admitted row needs no check. It is below the capacity of the row's blocks if a
-        block leaves a window earlier: then the row is checked, and releases the block."""
+        """Number of leading tokens up to which an admitted row needs no check for blocks. It is below the capacity of
+        the row's blocks if one of these blocks leaves an attention window earlier: the check then releases that
+        block."""
         if self.ends is not None:
             return self._admitted
         return self._slots(request.metadata.request_id, 0, self._admitted)
 
     def _slots(self, name: str, final: int, end: int) -> int:
-        """Number of leading tokens up to which a row needs no check, if it has blocks for `end` tokens and its first
-        `final` tokens are final."""
+        """Number of leading tokens up to which a row needs no check for blocks, if the row has blocks for `end` tokens
+        and its first `final` tokens are final."""
         slots = min(
             [len(tables[name]) * size - extra for _, tables, size, extra in self._shapes], default=self._max_model_len
         )
@@ -432,7 +435,7 @@ class KVGroups(KVCache):
             count = 0
             for group in self._releasing:
                 group.give_back(name, final, self._row_of[row].num_prompt_tokens)
-            for _, tables, size, extra in self._shapes:  # inline, as this runs for a few thousand rows a second
+            for _, tables, size, extra in self._shapes:  # not a method: runs for thousands of rows a second
                 missing = -(-(end + extra) // size) - len(tables[name])
                 if missing > 0:
                     count += missing
@@ -466,8 +469,8 @@ class KVGroups(KVCache):
         return count
 
     def _publish_filled(self, request: Request, num_tokens: int) -> None:
-        """Publish the blocks that the first `num_tokens` tokens of a row with cached states fill. A partial block holds
-        only the state of the newest token, which a step in flight may be about to change."""
+        """Publish the blocks that the first `num_tokens` tokens of a row with cached states fill. Partial blocks are
+        not published: they hold only the state of the newest token, which a step in flight may still change."""
         states = self._states[0]
         num_filled = num_tokens // states.block_size
         if num_filled > states.num_cached_block.get(request.metadata.request_id, 0):
@@ -484,8 +487,8 @@ class KVGroups(KVCache):
             batch.num_slots[row] = self._slots(request.metadata.request_id, final, end)
 
     def _final(self, batch: Batch, row: int) -> int:
-        """Number of final tokens of a row before its part of the current step: no step in flight computes them, or may
-        have to recompute them."""
+        """Number of final tokens of a row before the row's tokens of the current step. A token is final if no step in
+        flight computes it or may have to recompute it."""
         computed = min(batch.num_computed_tokens.item(row), batch.num_tokens.item(row))
         return min(computed, self.num_final_tokens(self._row_of[row])) if self._is_ahead else computed
 
@@ -594,7 +597,8 @@ class KVGroups(KVCache):
                     each.num_cached_block[name] = count  # recomputed blocks are published again
 
     def retract(self, journals: Iterable[Journal], publisher: Request, running: Iterable[Request]) -> None:
-        """Evict all cached blocks if `publisher` published a block: any cached block may depend on that block."""
+        """Evict all cached blocks if the request `publisher` has published a block: any cached block may depend on that
+        block."""
         if any(entry[0] is publisher for journal in journals for entry in journal):
             self.reset()
 
@@ -662,7 +666,8 @@ class KVGroups(KVCache):
 
 
 def _prefill_end(request: Request) -> int:
-    """The position at which vLLM's prefill of a request ends; for a resumed request, the newest token is after it."""
+    """The position at which vLLM's prefill of a request ends; for a resumed request, this is the position of the newest
+    token."""
     return max(request.num_prompt_tokens, request.num_tokens - 1)
 
 

@@ -1,7 +1,7 @@
 """Builds a model's layers without weights, to find the KV groups that vLLM forms from these layers.
 
 vLLM knows the KV of layers only when it has built the layers. This module builds them on the device "meta", which holds
-no data, and then reads them as vLLM's model runner does. Building takes seconds, and needs no GPU.
+no data, and then reads the KV of the layers as vLLM's model runner does. Building takes seconds, and needs no GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 _PLENTY = 1 << 60
-"""Size of a memory that suffices for every model, in bytes."""
+"""Stand-in for the size of the GPU memory, in bytes: large enough for every model."""
 
 
 class LayersUnknown(Exception):
@@ -31,10 +31,10 @@ class Groups:
     block_bytes: int
     """Size of a block of the pool, in bytes."""
     request_blocks: int
-    """Maximum number of blocks of a request of `max_model_len` tokens."""
+    """Maximum number of blocks that a request of `max_model_len` tokens holds."""
 
     def lines(self) -> list[str]:
-        """A line for each kind of group."""
+        """Lines of text, one for each kind of group."""
         found: dict[str, int] = {}
         for group in self.groups:
             spec = group.kv_cache_spec
@@ -114,7 +114,7 @@ def _grouped(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> Groups:
 
 
 def _kv_cache_config(vllm_config: VllmConfig, specs: dict[str, KVCacheSpec]) -> KVCacheConfig:
-    """vLLM's `KVCacheConfig` for a memory that suffices for every model."""
+    """vLLM's `KVCacheConfig` of the model, for a GPU memory that suffices for every model."""
     try:
         from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
     except ImportError:  # before 0.33

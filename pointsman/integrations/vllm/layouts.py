@@ -1,4 +1,5 @@
-"""Selects the KV layouts that the core manages itself: full attention, windows and chunks in groups of one block size.
+"""Selects the KV layouts that the core manages itself: full attention and attention within windows or chunks, in groups
+that all have the same block size.
 
 vLLM's own manager keeps every other layout (`kv_groups.py`).
 """
@@ -27,7 +28,7 @@ def own_groups(
     own = tuple(group for group in groups if group is not None)
     if not own or len(own) < len(groups):
         return None
-    # vLLM's hash of a block includes the hash of the previous block, which windows alone may no longer have.
+    # vLLM's hash of a block includes the previous block's hash. Without full attention, that block may be released.
     return None if config.enable_kv_cache_events and not any(group.is_full for group in own) else own
 
 

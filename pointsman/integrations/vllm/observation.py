@@ -35,11 +35,11 @@ logger = logging.getLogger("vllm.pointsman")  # vLLM's log configuration applies
 
 STEPS_A_LINE = 512
 SECONDS_A_LINE = 1.0
-"""Maximum time between two lines of steps. If the process is killed, the notes of this time and the queue of the thread
-are lost."""
+"""Maximum time between two lines of steps in the recording. If the process is killed, the notes since the last line and
+the notes in the recording thread's queue are lost."""
 MAX_QUEUED = 256
-"""Maximum number of lists of notes, one for each line of steps, that wait for the thread; with more, the recording
-ends."""
+"""Maximum number of lists of notes, one for each line of steps, that wait for the recording thread; if more would wait,
+the recording ends."""
 MIN_BLOCKS_KNOWN = 1 << 16
 SECONDS_TO_CLOSE = 2.0
 
@@ -65,8 +65,8 @@ class BlockNumbers:
     def take(self, hashes: Sequence[bytes]) -> tuple[int | None, int, int]:
         """Number the blocks of a prompt, given hashes that each cover all earlier tokens.
 
-        Every request touches its whole prompt, so a prompt is forgotten from its end, and the known blocks are found by
-        bisection.
+        Each call marks all blocks of the prompt as recently seen. So the last blocks of a prompt are forgotten first,
+        and the number of known leading blocks is found by bisection.
 
         Returns:
             The number of the last known block, the number of the first new block, and the count of new blocks.
@@ -87,7 +87,7 @@ class BlockNumbers:
 
 
 def _num_leading_known(known: dict[bytes, int], hashes: Sequence[bytes], low: int) -> int:
-    """The number of leading hashes that are in `known`; the first `low` hashes are."""
+    """The number of leading hashes that are in `known`; the first `low` hashes are known to be in it."""
     high = len(hashes)
     while low < high:
         middle = (low + high) // 2
@@ -102,7 +102,7 @@ def _num_leading_known(known: dict[bytes, int], hashes: Sequence[bytes], low: in
 
 
 class RecordingThread:
-    """Writes notes to a file, in a thread that no other thread waits for.
+    """Writes notes to a file, in a thread of its own, so that the engine's thread never waits for the disk.
 
     Args:
         file: file to write to.
@@ -130,7 +130,8 @@ class RecordingThread:
         return self._file.ended_by
 
     def put(self, events: list[Any], steps: list[Any]) -> None:
-        """Queue notes to write: requests that were added or finished, and steps. The thread now owns the lists."""
+        """Queue notes to write: about requests that were added or finished (`events`), and about steps. The caller must
+        not use the lists afterwards."""
         self._queue.put((events, steps))
 
     def end(self) -> None:
@@ -150,7 +151,7 @@ class RecordingThread:
                 if steps:
                     lines.append(self._steps(steps))
                 self._file.write("".join(lines))
-        except Exception as error:  # ends this recording only
+        except Exception as error:  # an error ends only this recording
             self._file.end_early(f"{type(error).__name__}: {error}")
         finally:
             self._file.close()
@@ -192,8 +193,8 @@ class _Request:
         self.scheduled: int | None = None
         self.num_cached = 0
         self.steps: list[list[int]] = []
-        """[first, last] step of each run of steps in which the request samples; while it decodes, the newest `last` is
-        not set."""
+        """[first step, last step] of each run of consecutive steps in which the request samples; while the request
+        decodes, the last step of the newest run is not set."""
         self.is_decoding = False
 
     def stop(self, last: int) -> None:
@@ -248,12 +249,12 @@ class Observation:
         atexit.register(self.close)
 
     def abandon(self) -> None:
-        """End the recording; notes that were not yet passed to the thread are dropped."""
+        """End the recording. Notes that were not yet passed to the recording thread are dropped."""
         atexit.unregister(self.close)
         self._thread.end()
 
     def close(self) -> None:
-        """Pass all notes to the thread, and wait until the recording has ended."""
+        """Pass all notes to the recording thread, and wait until it has ended."""
         self._put()
         self.abandon()
         self._thread.wait()
@@ -268,7 +269,7 @@ class Observation:
 
     def added(self, request: VLLMRequest, now: int) -> None:
         """Record that vLLM queued a request."""
-        if request.resumable:  # a session: its parts are not requests
+        if request.resumable:  # a further part of a session, not a new request
             return
         seen = self._requests[request.request_id] = _Request(request, self._num_added)
         self._num_added += 1
@@ -328,8 +329,8 @@ class Observation:
     def _load(
         self, output: SchedulerOutput, total: int, num_rows: int, computed: list[int], now: int
     ) -> tuple[int, ...] | None:
-        """The load of a step that is not plain decode (numbers of tokens, rows, context tokens, attended tokens and
-        samples); None: the step computes nothing. Also updates which requests sample."""
+        """The load of a step that is not plain decode: numbers of tokens, rows, context tokens, attended tokens and
+        samples; None: the step computes nothing. Also updates the set of requests that sample."""
         step, rows, requests = self._num_steps, output.num_scheduled_tokens, self._requests
         for name in output.preempted_req_ids or ():
             self._pause(name, step)
@@ -367,7 +368,7 @@ class Observation:
         return total, num_rows, context, attended, num_samples
 
     def _pause(self, name: str, step: int) -> None:
-        """Record that a request does not run in this step."""
+        """Record that the request `name` does not run in the step `step`."""
         seen = self._requests.get(name)
         if seen is not None:
             self._unsettled[name] = seen
@@ -377,7 +378,8 @@ class Observation:
     def updated(
         self, output: SchedulerOutput, outputs: dict[int, EngineCoreOutputs], now: int, num_before: int
     ) -> None:
-        """Record that vLLM processed the result of a step at `now`; before that vLLM had `num_before` requests."""
+        """Record that vLLM processed the result of a step at the time `now`; `num_before`: vLLM's number of requests
+        before that."""
         of_step, scheduled, load = self._in_flight.popleft()
         if of_step is not output:
             raise ValueError("steps were updated in another order than they were scheduled")

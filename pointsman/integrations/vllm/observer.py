@@ -1,8 +1,8 @@
 """vLLM's own scheduler, recorded: `--scheduler-cls pointsman.integrations.vllm.Observer`.
 
 Every decision is vLLM's: each method first calls the method of vLLM's class with the same arguments, and returns the
-result of that method. `observation.py` keeps the notes of the recording. An error in it ends the recording with one
-warning, and vLLM continues.
+result of that method. `observation.py` keeps the notes of the recording. An error in `observation.py` ends the
+recording with one warning, and vLLM continues.
 """
 
 from __future__ import annotations
@@ -36,12 +36,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.pointsman")  # vLLM's log configuration applies to it
 
 BLOCKS_KNOWN = 4
-"""Minimum number of blocks that are remembered, as a multiple of the pool's size; older prompts count as new."""
+"""Minimum number of prompt blocks whose numbers are remembered, as a multiple of the pool's number of blocks; older
+blocks count as new."""
 _VLLM_DECISIONS = {"pointsman": {"preset": "vllm"}}
 
 
 class Observer:
-    """vLLM's scheduler, synchronous or asynchronous by vLLM's configuration, with a recording of its actions.
+    """vLLM's own scheduler (synchronous or asynchronous, as vLLM's configuration selects), with a recording of its
+    actions.
 
     Raises:
         ConfigError: `--additional-config` has a key for Pointsman other than `record`.
@@ -128,8 +130,8 @@ def _observed(base: type[Scheduler]) -> Any:
                 observation.close()
 
         def _end_observation(self) -> None:
-            """Stop recording, with one warning. Called when an error is handled, or when the recording has ended and
-            the log already has the reason."""
+            """Stop recording, and log one warning. Called in the handler of an error in the recording, or after the
+            recording thread has ended and has logged the reason."""
             observation, self._observation = self._observation, None
             if observation is None or not observation.ended_by:
                 logger.warning("Pointsman stopped recording because of an error; vLLM continues", exc_info=True)
@@ -159,7 +161,7 @@ def _begin(
     asynchronous = bool(vllm_config.scheduler_config.async_scheduling)
     observed = {
         "scheduler": f"vLLM {vllm.__version__}",
-        "model": str(vllm_config.model_config.model),  # for a command line; clients may know the model by another name
+        "model": str(vllm_config.model_config.model),  # as on a command line, not the name for clients
         "asynchronous": asynchronous,
         "lacking": lacks,
         "hash_block_size": hash_block_size,
@@ -182,8 +184,8 @@ def _begin(
 def _config(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_size: int, lacks: list[str]
 ) -> dict[str, Any]:
-    """vLLM's resolved settings as fields of `SchedulerConfig`, with the policies of vLLM's decisions. The reason why
-    settings cannot be expressed is added to `lacks`."""
+    """vLLM's resolved settings as fields of `SchedulerConfig`, with the policies that make vLLM's decisions. If
+    settings cannot be expressed, the reason is added to `lacks`."""
     try:
         return scheduler_config(
             vllm_config,

@@ -33,13 +33,13 @@ logger = logging.getLogger("vllm.pointsman")  # vLLM's log configuration applies
 MAX_REQUESTS = 1000
 """Maximum number of requests in an answer."""
 SECONDS_HELD = 0.0005
-"""Maximum time of one hold of the lock while requests are explained; the engine's thread can take the lock in
-between."""
+"""Maximum time for which the lock is held without a break while requests are explained; in the breaks, the engine's
+thread can acquire the lock."""
 POLL_SECONDS = 0.2
-"""Interval between checks of a recording, in seconds."""
+"""Seconds between two checks whether a recording has begun or ended."""
 PAUSE = 9.0
-"""Pause after an answer, as a multiple of its CPU time: answers take at most a tenth of the time, however many clients
-ask."""
+"""Pause after an answer, as a multiple of the answer's CPU time. So computing answers takes at most a tenth of the
+time, for any number of clients."""
 MIN_PAUSE = 0.001
 """Minimum pause after an answer, in seconds; covers the parsing of a question and the sending of a short answer."""
 
@@ -88,7 +88,7 @@ class Operation:
             logger.info("%s", line)
 
     def close(self) -> None:
-        """Close the socket, and end the recording."""
+        """Close the socket, and end all recordings."""
         if self._control is not None:
             self._control.close()
         with self._adapter.lock:
@@ -151,8 +151,8 @@ def open_record(path: str | None, vllm_config: VllmConfig) -> RecordingFile | No
 
 
 def _listen(path: str | None, vllm_config: VllmConfig, questions: Questions) -> ControlSocket | None:
-    """The control socket. If a requested path cannot be used, that is an error; if the default path cannot be used, a
-    warning."""
+    """The control socket; None: there is no socket. If a requested path cannot be used, an error is raised; if the
+    default path cannot be used, a warning is logged."""
     if path == "":
         return None
     if path is not None:
@@ -171,12 +171,12 @@ class Questions:
     """Answers the questions of clients, in the thread of each client: states of requests, metrics, recordings, the live
     film.
 
-    The scheduler is read under one lock, which every changing call of vLLM also takes. Passing questions to the
-    engine's thread in a queue would be no cheaper, because one side waits for the answer in either case. A queue would
-    also need the lock: an idle vLLM does not call the scheduler, and questions must still be answered. Taking a free
-    lock costs a call 0.1 us. The lock is held for half a millisecond at a time, for one explanation, or for one part of
-    a film, and never while an answer is sent. Python runs one thread at a time, so answers are computed one by one,
-    with pauses between them (`PAUSE`).
+    The scheduler is read under one lock. Every call of vLLM that changes the scheduler also acquires this lock. Passing
+    questions to the engine's thread in a queue would be no cheaper, because one side waits for the answer in either
+    case. A queue would also need the lock: an idle vLLM does not call the scheduler, and questions must still be
+    answered. Taking a free lock costs a call 0.1 us. The lock is held for half a millisecond at a time, for one
+    explanation, or for one part of a film, and never while an answer is sent. Python runs one thread at a time, so
+    answers are computed one by one, with pauses between them (`PAUSE`).
 
     Args:
         scheduler: the scheduler that the questions are about.
@@ -209,7 +209,8 @@ class Questions:
 
     @contextmanager
     def _paced(self) -> Iterator[None]:
-        """Compute an answer within the context: alone, and after the pause that the previous answer requires."""
+        """Context in which an answer is computed: no other answer is computed meanwhile, and it begins after the pause
+        that the previous answer requires."""
         with self._turn:
             time.sleep(max(0.0, self._resumes - time.monotonic()))
             began = time.thread_time()
@@ -219,7 +220,7 @@ class Questions:
                 self._resumes = time.monotonic() + max(MIN_PAUSE, PAUSE * (time.thread_time() - began))
 
     def answer(self, question: dict[str, Any], client: Client) -> Generator[dict[str, Any], None, None]:
-        """Yield the lines of the answer of a question.
+        """Yield the lines of the answer to a question.
 
         Raises:
             ControlError: the question is unknown, or has no answer.
@@ -262,7 +263,7 @@ class Questions:
         found: list[dict[str, Any]] = []
         while names:
             self._explain_some(names, found)
-            time.sleep(SECONDS_HELD)  # let the engine's thread take the lock first
+            time.sleep(SECONDS_HELD)  # let the engine's thread acquire the lock first
         return {**self._facts, "counts": counts, "requests": found}
 
     def _explain_some(self, names: list[str], found: list[dict[str, Any]]) -> None:
@@ -272,7 +273,7 @@ class Questions:
             while names and time.monotonic() - now < SECONDS_HELD:
                 name = names.pop(0)
                 request = self._requests.get(name)
-                if request is not None:  # the request may have finished since then
+                if request is not None:  # the request may have finished since the ids were listed
                     found.append(self._described(name, request, now))
 
     def _described(self, name: str, request: Request, now: float) -> dict[str, Any]:
@@ -322,8 +323,8 @@ class Questions:
     # ------------------------------------------------------------------ the live film
 
     def _film(self, client: Client) -> Generator[dict[str, Any], None, None]:
-        """Records of a live film (`web/live.py`) in base 64, until the client sends anything or disconnects. A client
-        that does not read gets nothing, and the records it misses are dropped."""
+        """Records of a live film (`web/live.py`) in base 64, until the client sends anything or disconnects. While a
+        client does not read, the records for it are dropped."""
         watcher = object()
         try:
             while True:
@@ -344,7 +345,8 @@ class Questions:
 
     def _record(self, client: Client) -> Generator[dict[str, Any], None, None]:
         """Yield a line when the recording has to wait, when it begins, when its first step is in the file, and when it
-        ends. The recording ends when the client sends anything or disconnects, or by itself."""
+        ends. The recording ends when the client sends anything or disconnects, at its maximum size, or because of an
+        error."""
         descriptor = client.take_file()
         if descriptor is None:
             raise ControlError("no file came with the question; pointsman record sends one")
@@ -383,13 +385,13 @@ class Questions:
 
 
 def _matching_ids(name: Any, requests: Sequence[str]) -> Iterator[str]:
-    """The request id that equals `name`; otherwise the ids of the requests of completion `name`, or with `name` as the
-    client's X-Request-Id."""
+    """Yield the request id that equals `name`. If there is none: the ids of the requests that belong to the completion
+    `name`, or whose client sent `name` as X-Request-Id."""
     if name in requests:
         return iter([name])
     start = f"{name}-"
     return (
         other
         for other in requests
-        if other.startswith(start) or other.partition("-")[2].startswith(start)  # behind cmpl- or chatcmpl-
+        if other.startswith(start) or other.partition("-")[2].startswith(start)  # the part after cmpl- or chatcmpl-
     )

@@ -1,8 +1,8 @@
 """Recordings that begin and end while vLLM runs, in files that cannot fail or stall the scheduler.
 
 A replay starts with an empty scheduler, so a recording begins when there are no requests (`Scheduler.start_recording`).
-Idle moments may be short, so a requested recording waits in this module. It begins immediately if the scheduler is
-idle, or else with the next request that arrives at an idle scheduler.
+A requested recording begins immediately if the scheduler is idle. Otherwise this module keeps it until a request
+arrives at an idle scheduler, and begins it before that request is added, because idle moments may be short.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class Recordings:
         self.current: RecordingFile | None = None
 
     def note(self, file: RecordingFile) -> None:
-        """Set the current recording: the file to which the recorder of the scheduler's constructor writes."""
+        """Set the current recording to one that began when vLLM started: the scheduler's recorder already writes to
+        `file`."""
         self.current = file
         file.on_end = self._scheduler.stop_recording
 

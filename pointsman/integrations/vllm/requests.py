@@ -73,7 +73,7 @@ def to_request(
         if sampling.min_tokens and not request.use_structured_output:
             # vLLM's sampler masks EOS and stop tokens before min_tokens, except where a grammar allows nothing else.
             min_tokens = min(sampling.min_tokens, max_tokens)
-        if sampling.eos_token_id is not None:  # None with ignore_eos
+        if sampling.eos_token_id is not None:  # None if the client has set ignore_eos
             eos_token_ids = (sampling.eos_token_id,)
         stop_token_ids = sampling.stop_token_ids or ()
         repetition = sampling.repetition_detection
@@ -156,7 +156,7 @@ class Sessions:
         return bool(self._parts[name])
 
     def is_over(self, name: str) -> bool:
-        """Whether a session is over: its input ends after the current part."""
+        """Whether a session is over: no part follows the current part."""
         parts = self._parts[name]
         return bool(parts) and parts[0] is None
 
@@ -166,7 +166,8 @@ class Sessions:
 
 
 def close_turn(request: VLLMRequest, ours: Request) -> None:
-    """Make all tokens of a session so far, except the token sampled last, the session's prompt."""
+    """Close the current part: from now on, all tokens of the session so far, except the token sampled last, are the
+    session's prompt."""
     kept = ours.all_token_ids[: max(ours.num_tokens - 1, ours.num_prompt_tokens)].tolist()
     _set_prompt(request, kept)
     set_status(request, RequestStatus.WAITING_FOR_STREAMING_REQ)

@@ -60,7 +60,7 @@ new_output = maker(
         "kv_transfer_params",
         "mm_cache_miss_hashes",
         "routed_experts",
-    ),  # features that are refused
+    ),  # fields that stay unset, because `support.py` refuses their features
 )
 
 MAX_TOKEN_ID = 2**31 - 1
@@ -131,7 +131,7 @@ class Judge:
     """Finds the errors of a result that does not fit its step, row by row.
 
     A row that samples may have no token if requests are aborted or preempted in flight. vLLM's own scheduler accepts a
-    missing token: the row samples again. A row that contradicts the step is an error of its request alone.
+    missing token: the row samples again. A row that contradicts its step fails only the row's own request.
     """
 
     MAX_ATTEMPTS = 4
@@ -161,7 +161,8 @@ class Judge:
         return StepResult(list(chain.from_iterable(sampled.lists)), counts, errors, unsampled=unsampled)
 
     def _sample_again(self, request: Request) -> str | None:
-        """Let a request sample again (None), or return the error after too many attempts."""
+        """Count an attempt without a token. Returns None if the request may sample again, and an error message after
+        too many attempts."""
         num_tokens, attempts = self._attempts.get(request, (0, 0))
         attempts = attempts + 1 if num_tokens == request.num_tokens else 1
         self._attempts[request] = request.num_tokens, attempts
@@ -175,8 +176,8 @@ def _num_tokens(tokens: Any) -> int:
 
 
 def _contradiction(tokens: Any, samples: bool, num_drafts: int, is_live: bool) -> str | None:
-    """Why the tokens of a row cannot be from this step; None: they can be from it. `is_live`: whether the row's request
-    still runs as in the step."""
+    """Why the tokens of a row contradict the step; None: they do not. `is_live`: whether the row's request still runs,
+    and has not been preempted since the step was scheduled."""
     if tokens is None:
         return "the model runner returned nothing for it" if is_live else None
     most = 1 + num_drafts if samples else 0
@@ -285,13 +286,14 @@ class Details:
     def add_to(
         self, outputs: list[EngineCoreOutput], indices: Sequence[int], sampled: Sampled, result: ModelRunnerOutput
     ) -> None:
-        """Add the details to outputs; `indices` are the rows of the outputs, `result` is the `ModelRunnerOutput`."""
+        """Add the details to a step's outputs; `indices`: the core's output row of each output; `result`: vLLM's
+        `ModelRunnerOutput` of the step."""
         masks, nans = result.sampling_masks, result.num_nans_in_logits
         if self._always or nans or masks is not None:
             self._add_tensors(outputs, indices, sampled, result)
         if not self._once:
             return
-        for output in reversed(outputs):  # mostly the last outputs, of requests admitted in this step
+        for output in reversed(outputs):  # mostly the last outputs: they are of requests admitted in this step
             name = output.request_id
             if name in self._once:
                 self._once.discard(name)

@@ -5,8 +5,9 @@ does not check the type. vLLM's request objects hold the client's view of a requ
 core. In names, `of_vllm` is an object of vLLM's and `ours` an object of the core's.
 
 One thread of vLLM calls all methods. Methods that change state hold `lock`, because the threads of the control socket
-use the scheduler too (`operation.py`). Methods that only read need no lock: those threads change only an idle
-scheduler, when a recording begins, and the values read from an idle scheduler stay the same.
+use the scheduler too (`operation.py`). Methods that only read need no lock. The threads of the socket change the
+scheduler only when a recording begins. The scheduler is idle then, and the change does not affect the values that these
+methods read.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ new_grammar_output = maker(
 )
 new_outputs = maker(
     EngineCoreOutputs,
-    left=(  # the engine core sets them, or they are for outputs of other calls
+    left=(  # fields that the engine core sets, or that outputs of other calls need
         "engine_index",
         "start_wave",
         "timestamp",
@@ -114,16 +115,18 @@ new_outputs = maker(
     ),
 )
 new_ended = maker(EngineCoreOutput, "request_id", "new_token_ids", optional=("error",))
-"""Makes an output that ends its request. Since vLLM 0.33 the output has the error for the client."""
+"""Constructor of an `EngineCoreOutput` that ends its request. Since vLLM 0.33 such an output can contain the error for
+the client."""
 new_error = getattr(vllm.outputs, "RequestError", None)
-"""vLLM's class of an output's error; None before vLLM 0.32. In 0.32 outputs do not have the field for it yet."""
+"""vLLM's class of the error in an output; None before vLLM 0.32. In vLLM 0.32 the class exists, but outputs have no
+field for an error yet."""
 
 PAUSES = {PauseState.PAUSED_NEW: PauseMode.ADMISSIONS, PauseState.PAUSED_ALL: PauseMode.ALL}
 
 
 @dataclass(slots=True)
 class Step:
-    """A step in flight, as vLLM's output and as the core's output."""
+    """A step in flight: the core's output for it, and vLLM's output made from that."""
 
     of_vllm: VLLMOutput
     output: Output | None
@@ -194,10 +197,10 @@ class Scheduler:
         self._judge = Judge()
         self._refusals: dict[str, str] = {}
         """By request id: the error message for a request in `_unsent` that ended because of an error of the client."""
-        self._unsent: list[VLLMRequest] = []  # finished outside `update_from_output`, whose outputs alone reach clients
+        self._unsent: list[VLLMRequest] = []  # finished outside `update_from_output`, which alone sends outputs
         self._steps: deque[Step] = deque()
         self._max_retention = settings.max_retention
-        self._last_step: Step | None = None  # the step whose tokens new drafts follow
+        self._last_step: Step | None = None  # the step that was updated last; new drafts follow its tokens
         self._speculates = config.num_draft_tokens > 0
         asynchronous = bool(vllm_config.scheduler_config.async_scheduling)
         self._runs_ahead = asynchronous or config.max_steps_in_flight == 1
@@ -228,8 +231,8 @@ class Scheduler:
         self._finished_ids: dict[int, set[str]] | None = defaultdict(set) if include_finished_set else None
         self._clock_offset = time.time() - time.monotonic()  # vLLM's arrival times are in wall-clock time
         self._in_order_of_adding = config.order in ("fcfs", "fcfs-front")
-        """Whether arrival times must not decrease from one added request to the next, as in vLLM's own "fcfs": the
-        clocks of front ends differ."""
+        """Whether the arrival time of an added request is raised to that of the request added before it. vLLM's own
+        "fcfs" keeps the order of adding, and the clocks of front ends differ."""
         self._newest_arrival = -math.inf
         self.kv_cache_config = kv_cache_config
         self.kv_cache_manager: Any = KVCacheManagerView(self.core, kv_cache_config, block_size, self.of_id)
@@ -242,12 +245,12 @@ class Scheduler:
         self._operation = Operation(self, vllm_config, settings, recording)
 
     def _num_full_prompt_tokens(self, ours: Request) -> int:
-        """Number of tokens in the full blocks of a request's prompt. All these blocks have been published to the prefix
-        cache."""
+        """Number of tokens of a request that the prefix cache can find, if the core owns the blocks: the tokens in the
+        full blocks of the request's prompt. All these blocks have been published."""
         return ours.num_prompt_tokens - ours.num_prompt_tokens % self.core.config.block_size
 
     def forget_steps(self) -> None:
-        """Drop the state of earlier steps, because a recording begins."""
+        """Drop the state kept from earlier steps. Called when a recording begins."""
         self._last_step = None
 
     # ------------------------------------------------------------------ requests
@@ -355,8 +358,8 @@ class Scheduler:
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[VLLMRequest]:
-        """Finish requests before their own end; `request_ids` None: all unfinished requests. Ids of unknown or finished
-        requests are ignored.
+        """Finish requests early, for example aborted requests; `request_ids` None: all unfinished requests. Ids of
+        unknown or finished requests are ignored.
 
         Returns:
             vLLM's requests that this call has finished.
@@ -450,18 +453,19 @@ class Scheduler:
         return of_vllm
 
     def _step_without_rows(self) -> VLLMOutput:
-        """A step without requests, after a policy failed. The core has undone the decisions of the failed step, logs
-        the failure, and replaces a policy that keeps failing. The next step decides again.
+        """vLLM's output of a step without requests, used when a policy has failed. The core has undone the decisions of
+        the failed step. It logs the failure, and replaces a policy that keeps failing. The next call of `schedule`
+        decides again.
         """
         of_vllm = self._outputs.without_rows()
         self._steps.append(Step(of_vllm, None, []))
         return of_vllm
 
     def _note_changes(self, output: Output, now: float) -> None:
-        """Process the requests that a step admits, preempts or finishes."""
+        """Update the adapter's state for the requests that a step admits, preempts or finishes."""
         for ours in output.finished:
             request = ours.metadata
-            if self.of_id.get(request.request_id) is ours:  # no update has reported its end
+            if self.of_id.get(request.request_id) is ours:  # it finished without an update that reports its end
                 self._end(request, ours.finish_reason or FinishReason.ERROR)
                 request.stop_reason = ours.stop_reason
                 self._unsent.append(request)
@@ -499,8 +503,8 @@ class Scheduler:
                 request.record_event(EngineCoreEventType.PREEMPTED, now)
 
     def _mark_structured(self, of_vllm: VLLMOutput, output: Output, ids: list[str]) -> None:
-        """Mark a step that samples under a grammar, and a step with a grammar that needs a token that is still in
-        flight."""
+        """Set two flags of vLLM's output: whether the step samples under a grammar; and whether one of these grammars
+        still needs a token that is in flight."""
         last = output.num_computed_tokens + output.num_scheduled_tokens - output.num_draft_tokens
         for index, name in enumerate(ids):
             if name in self._structured and output.samples[index]:
@@ -577,7 +581,7 @@ class Scheduler:
     def _add_failed(
         self, step: Step, result: StepResult, update: StepUpdate, outputs: list[EngineCoreOutput]
     ) -> list[int]:
-        """Add outputs of requests that this step fails, and return the indices of their rows."""
+        """Add outputs for the requests that fail in this step, and return the indices of their rows."""
         assert step.output is not None
         indices = [index for index in result.errors if step.output.requests[index] in update.finished]
         for index in indices:
@@ -598,13 +602,13 @@ class Scheduler:
         return indices
 
     def _advance_grammars(self, outputs: list[EngineCoreOutput]) -> None:
-        """Advance grammars by the new tokens of their requests."""
+        """Advance the grammar of each request by the new tokens in the request's output."""
         for output in outputs:
             name = output.request_id
             if name not in self._structured or not output.new_token_ids:
                 continue
             request = self._requests[name]
-            request._output_token_ids.extend(output.new_token_ids)  # a reasoning parser reads them here
+            request._output_token_ids.extend(output.new_token_ids)  # for a reasoning parser
             request._all_token_ids.extend(output.new_token_ids)
             if not self._grammar_accepts(request, output.new_token_ids):
                 ours = self.of_id[name]
@@ -619,7 +623,7 @@ class Scheduler:
         try:
             if self._grammars.accept_tokens(request, token_ids):
                 return True
-        except Exception:  # from the grammar's library; fails this request only
+        except Exception:  # an error from the grammar's library fails only this request
             logger.exception("the grammar of request %s failed on %s; the request fails", request.request_id, token_ids)
             return False
         logger.error("the grammar of request %s does not allow %s; the request fails", request.request_id, token_ids)
@@ -628,7 +632,8 @@ class Scheduler:
     def _finish(
         self, finished: Iterable[Request], ids: list[str], outputs: list[EngineCoreOutput], indices: Sequence[int]
     ) -> None:
-        """Complete the outputs of requests that the core's update has finished, and end the requests or their turns."""
+        """Complete the outputs of requests that the core's update has finished. End each of these requests or, in a
+        session, its current part."""
         at_row = None if isinstance(indices, range) else {index: at for at, index in enumerate(indices)}
         for ours in finished:
             request = ours.metadata
@@ -646,7 +651,7 @@ class Scheduler:
                 self._end(request, ours.finish_reason or FinishReason.ERROR)
 
     def _end_turn(self, session: VLLMRequest, ours: Request) -> None:
-        """Close a part of a session whose output is complete, and begin the next part if it has arrived."""
+        """Close the current part of a session, whose output is complete; begin the next part if it has arrived."""
         name = session.request_id
         if self._sessions.is_over(name):
             self._end(session, ours.finish_reason or FinishReason.STOP)
@@ -727,7 +732,8 @@ class Scheduler:
             self.core.propose(step.output, proposed, counts, time.monotonic())
 
     def update_draft_token_ids_in_output(self, draft_token_ids: DraftTokenIds, scheduler_output: VLLMOutput) -> None:
-        """Called by vLLM only with asynchronous speculation, which is refused when vLLM starts."""
+        """Part of vLLM's interface. vLLM calls it only with asynchronous speculation, which this scheduler refuses when
+        vLLM starts."""
         raise NotImplementedError("asynchronous speculation is not supported; give --no-async-scheduling")
 
     def get_grammar_bitmask(self, scheduler_output: VLLMOutput) -> GrammarOutput | None:
@@ -788,7 +794,7 @@ class Scheduler:
         return self.get_num_unfinished_requests() > 0
 
     def get_num_unfinished_requests(self) -> int:
-        """Number of requests that may still advance; paused requests may not."""
+        """Number of unfinished requests that may still run; requests excluded by a pause do not count."""
         if self._pause_state == PauseState.PAUSED_ALL:
             return 0
         if self._pause_state == PauseState.PAUSED_NEW:
@@ -820,7 +826,7 @@ class Scheduler:
         return frozenset(self._others([ours.metadata for ours in self.core.waiting]))
 
     skipped_waiting = deferred_waiting
-    """The name of `deferred_waiting` in other versions of vLLM."""
+    """Same as `deferred_waiting`: the attribute's name in other versions of vLLM."""
 
     @property
     def kv_holding_waiting(self) -> ReadOnlyList:

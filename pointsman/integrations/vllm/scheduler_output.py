@@ -1,10 +1,11 @@
 """Converts the core's decisions to vLLM's `SchedulerOutput`.
 
-The lists of an output are made from whole arrays of the core. Values that depend only on the set of running requests
-are reused from the previous step. Python loops visit only rows that got blocks, were admitted, or have a grammar.
+The lists of an output are made from whole arrays of the core's output. Values that depend only on the set of running
+requests are reused from the previous step. Python loops visit only rows that got blocks, were admitted, or have a
+grammar.
 
-vLLM has two model runners, which read a resumed request in different ways: the first as a cached request, with all its
-blocks and its tokens; the second as a new request, with its tokens. Both runners keep the lists of an output, so every
+vLLM has two model runners, which get a resumed request in different ways: the first as a cached request with all its
+blocks and tokens, the second as a new request with its tokens. Both runners keep the lists of an output, so every
 output gets new lists.
 """
 
@@ -42,7 +43,7 @@ new_output = maker(
     "scheduled_encoder_inputs",
     "finished_req_ids",
     "free_encoder_mm_hashes",
-    left=(  # for connectors, for statistics of vLLM's own scheduler, or always empty
+    left=(  # fields for connectors, for statistics of vLLM's own scheduler, or that are always empty
         "aux_output_connector_metadata",
         "block_table_updates",
         "ec_connector_metadata",
@@ -82,7 +83,7 @@ new_request_data = maker(
     "block_ids",
     "num_computed_tokens",
     "lora_request",
-    left=("replay_start",),  # for models that are refused
+    left=("replay_start",),  # fields for models that are refused
 )
 
 
@@ -94,8 +95,8 @@ class OutputMaker:
         sends_tokens: whether workers need the sampled tokens (pipeline parallelism without asynchronous scheduling).
         runs_ahead: whether steps are scheduled while other steps are in flight, so that a row may be missing in the
             next step.
-        uses_mrope: whether positions depend on the grids of images, so that workers need the grids even without the
-            embeddings.
+        uses_mrope: whether token positions depend on the grids (patch layouts) of images, so that workers need the
+            grids even if they need no embeddings.
         groups: the KV groups, if vLLM's manager holds the blocks; None: the core's outputs have the blocks.
         num_groups: number of KV groups in the core; 0: one group of full attention.
         num_kv_groups: number of KV groups in vLLM's workers.
@@ -120,13 +121,13 @@ class OutputMaker:
         self._is_one_group = groups is None and not num_groups and self._reported is None
         """Whether the core's outputs have each block of each row exactly once, in one table."""
         self._new_output = new_output
-        if _NAMES_COMMON_PREFIX:  # one number for each group; 0: no shared attention
+        if _NAMES_COMMON_PREFIX:  # the number 0 for each group: no attention over a common prefix
             self._new_output = partial(new_output, num_common_prefix_blocks=[0] * num_kv_groups)
         self._v2_runner = v2_runner
         self._uses_mrope = uses_mrope
         self._sends_tokens = sends_tokens
         self._sends_all_tokens = runs_ahead and not v2_runner
-        # By row of the core's batch: values of the row's request. Both arrays grow with the rows.
+        # Two arrays with values of each row's request, by row of the core's batch. They grow with the number of rows.
         self._id_of: npt.NDArray[np.object_] = np.empty(64, dtype=object)
         self._prompt_end_of: Int64Array = np.zeros(64, dtype=np.int64)
         # Values of the newest output, in the order of its rows:
@@ -135,7 +136,7 @@ class OutputMaker:
         self._prompt_ends: Int64Array = np.zeros(0, dtype=np.int64)
         """[rows] position of the last prompt token of each row."""
         self._one_each: dict[str, int] = {}
-        """The value 1 for each id in `_ones_of`."""
+        """A dictionary with the value 1 for each id in `_ones_of`."""
         self._ones_of: list[str] = []
         self._all_sample: npt.NDArray[np.bool_] | None = None
         """The newest array `samples` whose values were all true."""
@@ -155,7 +156,7 @@ class OutputMaker:
         return self._ids
 
     def _place(self, row: int, request: Request) -> None:
-        """Store the id and the end of the prompt of a request that was admitted to this row."""
+        """Store, for this row, the id and the end of the prompt of the request admitted to it."""
         if row >= len(self._id_of):
             self._id_of.resize(2 * row, refcheck=False)
             self._prompt_end_of.resize(2 * row, refcheck=False)
@@ -163,7 +164,7 @@ class OutputMaker:
         self._prompt_end_of[row] = request.num_prompt_tokens - 1
 
     def make(self, output: Output, ids: list[str], num_drafts: int) -> SchedulerOutput:
-        """The output for vLLM's workers.
+        """vLLM's `SchedulerOutput` of a step.
 
         Args:
             output: the core's newest output.
@@ -240,8 +241,8 @@ class OutputMaker:
     def _whole_tables(
         self, output: Output, request: Request, blocks: list[int], start: int, end: int
     ) -> tuple[list[int], ...]:
-        """The blocks of an admitted row, by group, from the output; 0, vLLM's null block, for blocks that have left a
-        window."""
+        """The block ids of an admitted row, by group, from the core's output. A block that has left an attention window
+        has the id 0, vLLM's null block."""
         if self._groups is not None:
             return self._groups.blocks_of(request)
         if not self._num_groups:
@@ -252,7 +253,8 @@ class OutputMaker:
         return tuple(tables.tolist())
 
     def without_rows(self) -> SchedulerOutput:
-        """The output of a step that runs no request and reports nothing. Continued rows skip the step."""
+        """vLLM's `SchedulerOutput` of a step that runs no request and reports nothing. Continued rows are skipped in
+        this step."""
         self._ids_before = ()
         return SchedulerOutput.make_empty()
 
@@ -280,9 +282,9 @@ class OutputMaker:
                 ones.pop(request.metadata.request_id, None)
             for name in ids[output.num_continued :]:
                 ones[name] = 1
-            if list(ones) != ids:  # rows were skipped, or run again after that
+            if list(ones) != ids:  # some rows were skipped, or run again after they were skipped
                 ones = dict.fromkeys(ids, 1)
-            self._one_each = ones = ones.copy()  # without gaps, which slow down copies
+            self._one_each = ones = ones.copy()  # a dictionary without removed entries, which slow down copies
             self._ones_of = ids
         return ones
 
@@ -315,7 +317,7 @@ class OutputMaker:
         return {name: request.all_token_ids.tolist() for name, request in continued if name not in before}
 
     def _sampled_before(self, output: Output) -> list[list[int]]:
-        """The known tokens that the continued rows compute."""
+        """For each continued row: the known tokens that the row computes in this step."""
         starts = output.num_computed_tokens.tolist()
         counts = (output.num_scheduled_tokens - output.num_draft_tokens).tolist()
         rows = zip(output.continued, starts, counts, strict=False)
@@ -357,9 +359,9 @@ class OutputMaker:
         return new
 
     def _inputs(self, features: list[MultiModalFeatureSpec], num_hits: int) -> list[MultiModalFeatureSpec]:
-        """The encoder inputs of an admitted request. The second runner gets the inputs within the cached prefix without
-        their payload. The first runner keeps the inputs as long as the request lives, and needs their payload if the
-        request is preempted and the prefix evicted."""
+        """The encoder inputs of an admitted request. For vLLM's second model runner, the inputs within the cached
+        prefix have no payload. The first runner keeps the inputs until the request has finished, and needs their
+        payload if the request is preempted and the prefix evicted."""
         if self._v2_runner:
             return list(strip_covered_mm_data(features, num_hits, uses_mrope=self._uses_mrope))
         return list(features)
@@ -383,7 +385,7 @@ class OutputMaker:
 
 
 class _ReportedBlocks:
-    """The number of blocks of each row that have been reported to the workers. Used only where a policy may fail.
+    """Counts, for each row, the blocks that have been reported to the workers. Used only if a policy may fail.
 
     After a step in which a policy failed, the core's output has the whole tables of its rows, because hosts do not know
     which blocks the rows got in that step. Workers append the blocks that they get, so no block may be reported twice.

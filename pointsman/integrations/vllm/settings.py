@@ -46,7 +46,8 @@ FLAGS = {
     "keep_embeddings": "",
     "enable_kv_cache_events": "--kv-events-config",
 }
-"""Knobs that a flag of vLLM sets, with the flag; "": the model decides. vLLM's flags keep their meaning."""
+"""Knobs that a flag of vLLM sets, each with its flag; "": the model determines the knob. vLLM's flags keep their
+meaning."""
 _NOT_HERE = {
     "share_within_step",
     "log_request_events",
@@ -197,7 +198,7 @@ def scheduler_config(
     budget = scheduler.max_num_scheduled_tokens
     budget = scheduler.max_num_batched_tokens if budget is None else budget
     threshold = scheduler.long_prefill_token_threshold
-    threshold = threshold if threshold < budget else 0  # vLLM accepts a larger threshold, without effect
+    threshold = threshold if threshold < budget else 0  # vLLM accepts a larger threshold, which has no effect
     events = vllm_config.kv_events_config
     encoder_budget, encoder_cache_size = encoder_sizes(vllm_config)
     order = "priority" if scheduler.policy == "priority" else "fcfs"
@@ -230,7 +231,7 @@ def scheduler_config(
         "order": order,
     }
     settled = {**values, **knobs}
-    if settled["order"] == "fcfs-front" and order == "priority":  # "fcfs-front" is from the preset "vllm"
+    if settled["order"] == "fcfs-front" and order == "priority":  # "fcfs-front" was set by the preset "vllm"
         settled["order"] = "priority-by-arrival"
     # As in vLLM's own scheduler: its workers capture graphs of decodes in which all rows have equally many tokens.
     settled["pad_first_decodes"] = bool(settled["num_draft_tokens"]) and not settled.get("draft_table")
@@ -247,7 +248,7 @@ def _splits(vllm_config: VllmConfig, version: str) -> bool | Literal["begun"]:
 
 
 def _watermark(share: float, num_blocks: int) -> float:
-    """Convert vLLM's watermark, a `share` of all `num_blocks`, to the share of the usable blocks that is equally many
-    blocks. vLLM rounds its number of blocks down."""
+    """Convert vLLM's watermark, a `share` of all `num_blocks`, to a share of the usable blocks: the result is the same
+    number of blocks. vLLM rounds this number down."""
     blocks = int(share * num_blocks)
     return min(math.nextafter(1.0, 0.0), (blocks + 0.5) / (num_blocks - 1)) if blocks else 0.0

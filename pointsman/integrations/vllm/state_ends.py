@@ -1,8 +1,8 @@
 """Ends of prefill chunks for models that cache states of Mamba, linear attention or convolutions for prefixes.
 
 vLLM calls this the mode "align". A state covers all tokens before it, and is stored at the end of a chunk, so a prefix
-can only be found up to the end of a chunk. A chunk therefore ends at a block's boundary if the step has the tokens for
-it, and never crosses a position at which other requests will look up a state.
+can only be found up to the end of a chunk. A chunk therefore ends at the boundary of a block if the token budget of the
+step suffices, and never crosses a position at which other requests will look up a state.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class StateEnds:
         is_before_0_32: bool,
     ) -> None:
         self.size = int(managers[0].block_size)
-        """Number of tokens between two stored states."""
+        """Number of tokens between two positions at which states are stored: vLLM's block size for states."""
         self.hash_size = hash_block_size
         self.finds_parts = finds_parts and hash_block_size < scheduler_block_size
         by_hash = self.finds_parts or is_before_0_32
@@ -57,7 +57,7 @@ class StateEnds:
         """Number of tokens from `start` on that a request may compute in this step, at most `want`.
 
         Args:
-            most: maximum number of tokens that another step might give the request.
+            most: maximum number of tokens that the request might compute in another step.
             num_tokens: number of known tokens of the request: its prompt, and its output before a preemption.
             junction: end of the prefix that the request shares with other requests, if no state is stored at this end;
                 0: no such prefix.
@@ -77,7 +77,7 @@ class StateEnds:
                 end = boundary
         stops = [] if keeps_within else [(num_tokens - self._num_left) // size * size]
         last = stops[0] if stops else 0
-        if start % size:  # always, unlike in vLLM's own scheduler: otherwise the first block would count as full
+        if start % size:  # in all cases, unlike vLLM's own scheduler: otherwise the first block would count as full
             stops.append((start // size + 1) * size)
         if self.finds_parts and not keeps_within:
             tail = (num_prompt_tokens - self._num_left) // self.hash_size * self.hash_size
@@ -88,7 +88,8 @@ class StateEnds:
         return max(0, min([stop for stop in stops if start < stop < end], default=end) - start)
 
     def _keeps_within(self, start: int, end: int, prefill_end: int) -> bool:
-        """Whether the layers store the state of the last boundary in the middle of this chunk."""
+        """Whether the layers can store, in the middle of this chunk, the state at the last boundary before the end of
+        the prefill."""
         return self._has_checkpoints and bool(
             is_mamba_prefill_checkpoint_valid(
                 query_start=start,

@@ -26,7 +26,7 @@ new_stats = maker(
     "num_running_reqs",
     "num_waiting_reqs",
     "num_skipped_waiting_reqs",
-    left=(  # the engine core or its clients set them, or the feature is refused
+    left=(  # fields that the engine core or its clients set, or whose feature is refused
         "connector_prefix_cache_stats",
         "current_wave",
         "ec_connector_stats",
@@ -61,7 +61,7 @@ class Statistics:
         self._work = work if work is not None and work.is_enabled() else None
 
     def looked_up(self, request: Request, num_hits: int, is_resumed: bool) -> None:
-        """Count the lookup of an admitted request in the prefix cache, which found `num_hits` tokens."""
+        """Count a lookup in the prefix cache: for this admitted request it found `num_hits` tokens."""
         if self._counts_lookups and request.reads_prefix_cache:
             if self._prefix is self._no_lookups:
                 self._prefix = PrefixCacheStats()
@@ -83,12 +83,12 @@ class Statistics:
             stats.num_draft_tokens_per_pos[place] += int((proposed > place).sum())
 
     def reset_prefix_cache(self) -> None:
-        """Restart the counts of cache hits, because the prefix cache is empty."""
+        """Restart the counts of cache hits. Called when the prefix cache has been emptied."""
         self._prefix = PrefixCacheStats()
         self._prefix.reset = True
 
     def take(self, of_vllm: VLLMOutput | None = None, result: ModelRunnerOutput | None = None) -> SchedulerStats:
-        """vLLM's `SchedulerStats` since the last call, with the current gauges.
+        """vLLM's `SchedulerStats`: the counts since the last call of `take`, and the current values of the gauges.
 
         Args:
             of_vllm: vLLM's `SchedulerOutput` of the updated step; None: no step was updated.
@@ -128,13 +128,13 @@ class Drafts:
         self._statistics = statistics
 
     def begin(self, request: VLLMRequest) -> None:
-        """Begin to count the drafts of a queued request of vLLM's, or of its next part."""
+        """Begin to count the drafts of a request of vLLM's that was queued, or whose next part was queued."""
         if self._detail != "none" and request.spec_decode_metrics is None:
             request.spec_decode_metrics = RequestSpecDecodeMetrics.new(self._num_drafts)
 
     def verified(self, output: SchedulerOutput, result: StepResult, update: StepUpdate) -> None:
-        """Count the drafts of a step. Drafts after a stop count, as in vLLM; drafts of requests that have finished
-        meanwhile do not count."""
+        """Count the verified drafts of a step. Drafts behind a stop token count, as in vLLM. Drafts of requests that
+        finished while the step was in flight do not count."""
         assert result.counts is not None
         which = ((output.num_draft_tokens > 0) & (update.counts > 0)).nonzero()[0]
         proposed, accepted = output.num_draft_tokens[which], np.asarray(result.counts)[which] - 1

@@ -43,7 +43,8 @@ ONE_GROUP = (
     "--disable-hybrid-kv-cache-manager, with which layers that attend within a window keep the KV of the whole context "
     "too, so that fewer requests fit"
 )
-"""The remedy for models with windows or chunks beside full attention."""
+"""Text of the remedy for models that have layers with attention windows or chunks besides layers with full
+attention."""
 TESTED = {
     "0.31": "run on a CPU",
     "0.32": "run on a CPU",
@@ -57,7 +58,7 @@ UNTESTED = (
     "no assumption about its interface is known to be broken, but its behaviour may have changed in ways that a "
     "comparison of interfaces does not show"
 )
-"""Warning about a version that runs because `--additional-config` allows it."""
+"""Text of the warning about an untested version of vLLM that runs because `--additional-config` allows it."""
 MAX_SHOWN = 3
 """Maximum number of broken assumptions in an error; `pointsman vllm interface` lists all."""
 
@@ -97,7 +98,7 @@ def problem_of_version(version: str, *, allows_untested: bool = False) -> Refusa
 
     try:
         broken = [f"{each.expected} ({each.place})" for each in examine().broken]
-    except NoVLLM:  # `version` is not of a vLLM in this environment
+    except NoVLLM:  # no vLLM is installed here; `version` is of another environment
         found = remedy = ""
     else:
         if allows_untested and not broken:
@@ -111,7 +112,7 @@ def problem_of_version(version: str, *, allows_untested: bool = False) -> Refusa
 
 
 def _comparison_with_sources(broken: Sequence[str]) -> tuple[str, str]:
-    """Parts of an error message: the result of comparing our assumptions with vLLM's sources, and a remedy."""
+    """Two parts of an error message: the result of comparing our assumptions with vLLM's sources, and a remedy."""
     if not broken:
         remedy = ', or try it all the same with {"pointsman": {"untested_version": true}} in --additional-config'
         return " (no assumption about it is known to be broken)", remedy
@@ -140,7 +141,8 @@ def maker(kind: Any, *names: str, optional: Collection[str] = (), left: Collecti
     Args:
         kind: class of the records: a dataclass, or a msgspec structure.
         names: the fields given by position.
-        optional: given fields that some supported versions lack; such a field is omitted in these versions.
+        optional: fields among `names`, or given by name, that some supported versions of vLLM lack; in these versions
+            the field is omitted.
         left: fields that keep their defaults on purpose. `pointsman vllm interface` reads these names, and reports as
             new any other field with a default that our code does not set.
 
@@ -415,7 +417,7 @@ _KNOWN_MANAGERS = frozenset(
         "CrossAttentionManager",
     }
 )
-"""Names of vLLM's managers of a group's KV that are supported."""
+"""Names of the supported classes of vLLM that manage the KV of a group."""
 
 
 def is_one_full_group(kv_cache_config: KVCacheConfig) -> bool:
@@ -430,7 +432,7 @@ def is_one_full_group(kv_cache_config: KVCacheConfig) -> bool:
 
 
 def check_recording(record: str | None) -> None:
-    """Raise ConfigError if a recording is requested for KV in groups."""
+    """Raise ConfigError if a recording is requested (`record` is its path) and the KV is in groups."""
     if record is not None:
         raise ConfigError(
             Refusal(
@@ -443,7 +445,7 @@ def check_recording(record: str | None) -> None:
 
 
 def _mamba_mode(group: KVCacheGroupSpec) -> str | None:
-    """The cache mode of a group's states; None: it has no states."""
+    """vLLM's cache mode for the states of a group; None: the group has no states."""
     from vllm.v1.kv_cache_interface import MambaSpec, iter_layer_specs
 
     modes = {spec.mamba_cache_mode for spec in iter_layer_specs(group.kv_cache_spec) if isinstance(spec, MambaSpec)}
@@ -466,7 +468,7 @@ def _may_be_one_group(groups: Sequence[KVCacheGroupSpec]) -> bool:
 
 
 def managers_of(group: KVCacheGroupSpec) -> set[str]:
-    """The names of vLLM's managers of a group."""
+    """The names of the classes of vLLM that manage the KV of a group."""
     from vllm.v1.kv_cache_interface import iter_layer_specs
     from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 

@@ -1,11 +1,11 @@
 """Views: the attributes of vLLM's scheduler that loggers, plugins and tests read, such as `scheduler.running` or the
 state of a request.
 
-Nothing here is updated: each value is computed from the core when it is read, and is valid until the next call. So
-steps do no work for these attributes. The values cannot be set, because the core would not notice.
+Each value is computed from the core when the attribute is read, and is valid until the next call of the scheduler. So
+steps do no work for these attributes. The attributes cannot be set, because the core would not notice the change.
 
-A queued request of vLLM's gets a subclass of its class, whose properties read the core's request. Once the request has
-finished, the attributes of vLLM's class are used again, and hold the final state.
+When a request of vLLM's is queued, its class is replaced by a subclass whose properties read the core's request. Once
+the request has finished, the attributes of vLLM's class are used again, and hold the final state.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _STATUS = {
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The source of the state of vLLM's requests.
+    """The objects from which the state of vLLM's requests is read.
 
     Args:
         core: the core's scheduler.
@@ -99,13 +99,13 @@ class _Live:
 
     @property
     def num_computed_tokens(self) -> int:
-        """Number of tokens whose KV exists once the steps in flight have run."""
+        """Number of tokens whose KV exists when all steps in flight have been executed."""
         ours = self._ours()
         return int(vars(self)["num_computed_tokens"] if ours is None else ours.num_computed_tokens)
 
     @num_computed_tokens.setter
     def num_computed_tokens(self, value: int) -> None:
-        if value != self.num_computed_tokens:  # vLLM's KV manager sets the current value
+        if value != self.num_computed_tokens:  # vLLM's KV manager sets the value that is current anyway
             self._refuse("num_computed_tokens", value)
 
     @property
@@ -141,8 +141,8 @@ class _Live:
 
     @property
     def is_prefill_chunk(self) -> bool:
-        """Whether known tokens of the request were still to compute after the newest step that computed tokens of
-        it."""
+        """Whether, after the newest step that computes tokens of the request, some of its known tokens are still not
+        computed."""
         ours = self._ours()
         if ours is None or ours.num_tokens + ours.num_pending != ours.num_admitted_tokens:
             return False
@@ -164,13 +164,13 @@ class _Live:
 
     @property
     def output_token_ids(self) -> Any:
-        """The output tokens, in vLLM's list that cannot be changed."""
+        """The output tokens, as vLLM's read-only list."""
         self._take_tokens()
         return vars(self)["output_token_ids"]
 
     @property
     def all_token_ids(self) -> Any:
-        """The tokens of prompt and output, in vLLM's list that cannot be changed."""
+        """The tokens of prompt and output, as vLLM's read-only list."""
         self._take_tokens()
         return vars(self)["all_token_ids"]
 
@@ -189,7 +189,7 @@ def show(request: VLLMRequest, source: Source) -> None:
 
 
 def set_status(request: VLLMRequest, status: RequestStatus) -> None:
-    """Set the status that a request shows while the core has no request for it."""
+    """Set the status that a request of vLLM's shows while the core has no request for it."""
     vars(request)["status"] = status
 
 
@@ -279,7 +279,7 @@ class ReadOnlyDict(Mapping[str, "VLLMRequest"]):
 
 
 class BlockPoolView:
-    """The readable part of vLLM's `BlockPool`, if the core owns the blocks."""
+    """A read-only stand-in for vLLM's `BlockPool`, used if the core owns the blocks."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
@@ -296,7 +296,7 @@ class BlockPoolView:
 
 
 class KVCacheManagerView:
-    """The readable part of vLLM's `KVCacheManager`, if the core owns the blocks.
+    """A read-only stand-in for vLLM's `KVCacheManager`, used if the core owns the blocks.
 
     Args:
         core: the core's scheduler.
@@ -327,8 +327,8 @@ class KVCacheManagerView:
         return self._core.kv_cache_usage
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
-        """The block table of a request in each group, 0 for released blocks; empty lists: the request holds no
-        blocks."""
+        """The block table of a request in each KV group, with id 0 for released blocks; empty lists: the request holds
+        no blocks."""
         ours = self._of_id.get(request_id)
         if ours is None:
             return tuple([] for _ in range(self.num_kv_cache_groups))

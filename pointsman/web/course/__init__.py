@@ -1,5 +1,6 @@
 """The course: lessons about a scheduler's decisions, each with films of the real scheduler.
 
-A lesson is a module with a `LESSON` (a class of `lesson.py`), named after its subject. The build runs the variants of
-each lesson on a `Stage` (`stage.py`). `build.py` has the order of the lessons, and makes the page.
+Each lesson is a module, named after the lesson's subject, with a variable `LESSON` (a `Lesson` of `lesson.py`). The
+build runs the variants of each lesson on a `Stage` (`stage.py`). `build.py` lists the lessons in order, and makes the
+course's HTML page.
 """

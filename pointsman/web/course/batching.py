@@ -8,11 +8,11 @@ from pointsman.web.course.lesson import Answer, Figures, Lesson, Moment, Questio
 from pointsman.web.course.stage import Run, Stage
 
 SLOTS, LONG, SHORT, EQUAL = 8, 500, 10, 70
-_GROUPS = 12  # more groups than the filmed steps can serve
+_GROUPS = 12  # more groups of requests than the filmed steps can serve
 
 
 def _run(batching: str, long: int = LONG, short: int = SHORT) -> Run:
-    """Groups of one long and seven short requests, all added at the start; the first 500 steps."""
+    """Run the first 500 steps of groups of one long and seven short requests, all added at the start."""
     stage = Stage(batching=batching, max_num_seqs=SLOTS, num_blocks=512)
     for group in range(1, _GROUPS + 1):
         for index in range(SLOTS):

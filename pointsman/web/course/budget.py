@@ -20,8 +20,8 @@ _OUTPUTS = 50
 
 
 class _FirstChunk(Limit):
-    """Limits each prompt to 300 tokens a step until the limit is lifted. So the lesson's request C is half computed
-    when its example begins."""
+    """Limits each prompt to 300 tokens a step, until the run removes this limit. So the prompt of the lesson's request
+    C is half computed when the lesson's example begins."""
 
     name = "first-chunk"
     most = 300
@@ -34,7 +34,8 @@ class _FirstChunk(Limit):
 
 
 def _run(num_blocks: int, budget: int) -> Run:
-    """An earlier request leaves 256 tokens of D's prompt in the cache; A decodes; B and C arrive, then D and E."""
+    """Run the example: an earlier request leaves 256 tokens of D's prompt in the cache; A decodes; B and C arrive, then
+    D and E."""
     limit = _FirstChunk()
 
     def drafts(request: Request, most: int) -> list[int]:

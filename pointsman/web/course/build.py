@@ -51,7 +51,7 @@ def perform_all() -> list[Performed]:
 
 
 def course_page(performed: list[Performed]) -> str:
-    """The page: one self-contained HTML file."""
+    """The course's page, as the text of one self-contained HTML file."""
     data = {"lessons-data": json.dumps([_content(one) for one in performed], ensure_ascii=False).encode()}
     for number, one in enumerate(performed):
         data |= {f"film-{number}-{variant}": run.film for variant, run in enumerate(one.runs)}
@@ -78,7 +78,7 @@ def _question(one: Performed, question: Question) -> dict[str, Any]:
 
 
 def _pieces(one: Performed, template: str) -> list[Any]:
-    """A text as `course.js` expects it: strings, and the data of buttons."""
+    """The text of a template in the form that `course.js` reads: strings, and the data of the buttons between them."""
     return [
         piece
         if isinstance(piece, str)

@@ -11,7 +11,7 @@ PROMPT, BUDGETS, ARRIVES = 2000, (2048, 1024, 512, 256, 128), 10
 
 
 def _run(budget: int) -> Run:
-    """Four requests decode when a long prompt arrives."""
+    """Run four requests that decode when a request with a long prompt arrives."""
     stage = Stage(num_blocks=192, max_num_batched_tokens=budget)
     for name in "ABCD":
         stage.add(name, 16, max_tokens=40)

@@ -13,7 +13,7 @@ ASKED = 6
 
 
 def _stage(**settings: Any) -> Stage:
-    """C and D are explained after the same step in every variant."""
+    """The stage of a variant; in every variant, `explain` is called for C and D after the same step."""
     stage = Stage(**{"num_blocks": 40, "max_num_seqs": 4, "max_num_batched_tokens": 64, **settings})
 
     def ask() -> None:

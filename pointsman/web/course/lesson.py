@@ -1,8 +1,9 @@
-"""The parts of a lesson: three paragraphs, films to step through, and questions. Its figures come from the films.
+"""The classes that make up a lesson: its paragraphs, variants (each with a film to step through) and questions. The
+numbers in a lesson's texts come from the films.
 
-Texts are templates. `{name}` stands for a figure of the lesson: a number, formatted as in `{name:,}`, or a `Moment`,
-which becomes a button that shows a step. Digits that no run computes are quotations, and are listed in `stated`, so
-that a test can tell them from figures.
+Texts are templates. `{name}` stands for a figure of the lesson. A figure is a number, formatted as in `{name:,}`, or a
+`Moment`, which becomes a button that shows a step. Digits that no run computes are quotations, and are listed in
+`stated`, so that a test can tell them from figures.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Figures: TypeAlias = Mapping[str, Figure]
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One of the choices that a lesson compares, with the film of its effect."""
+    """One of the configurations that a lesson compares; a film shows its effect."""
 
     name: str
     shows: str
@@ -67,7 +68,7 @@ class Lesson:
     """Label of the variants' select element: what differs between the variants."""
     variants: tuple[Variant, ...]
     figures: Callable[[list[Run]], Figures]
-    """Computes the figures from the runs of the variants, in the order of the variants."""
+    """Computes the lesson's figures from one run for each variant; the runs are in the order of the variants."""
     questions: tuple[Question, ...]
     stated: tuple[str, ...] = ()
     """Digits in the texts that are quoted from a document, or part of a name."""
@@ -78,14 +79,14 @@ Piece: TypeAlias = str | Moment
 
 @dataclass(frozen=True, slots=True)
 class Performed:
-    """A lesson with its runs."""
+    """A lesson, with the runs of its variants and its figures."""
 
     lesson: Lesson
     runs: list[Run]
     figures: Figures = field(repr=False)
 
     def pieces(self, template: str) -> list[Piece]:
-        """A template as text and moments, in order.
+        """The template's text, with figures filled in, as a list of texts and moments in order.
 
         Raises:
             KeyError: the template contains a figure that the lesson lacks.

@@ -11,7 +11,7 @@ BLOCKS, ENOUGH = 9, 32
 
 
 def _run(num_blocks: int) -> Run:
-    """Three requests that arrive and finish at different times."""
+    """Run three requests that arrive and finish at different times."""
     stage = Stage(num_blocks=num_blocks, max_num_seqs=4, max_num_batched_tokens=32)
     stage.add("A", 30, max_tokens=44)
     stage.add("B", 20, max_tokens=10, step=8)

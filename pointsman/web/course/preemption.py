@@ -11,7 +11,7 @@ BLOCKS, ENOUGH = 13, 24
 
 
 def _run(num_blocks: int, caches: bool = True) -> Run:
-    """A, B and C fill the pool; D arrives while they run."""
+    """Run A, B and C, which fill the pool, and D, which arrives while they run."""
     stage = Stage(num_blocks=num_blocks, max_num_seqs=4, enable_prefix_caching=caches)
     stage.add("A", 40, max_tokens=14)
     stage.add("B", 40, max_tokens=30)

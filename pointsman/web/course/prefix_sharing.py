@@ -11,7 +11,8 @@ SYSTEM, OWN, BLOCK = 70, 20, 16
 
 
 def _run(caches: bool = True, stamped: bool = False) -> Run:
-    """A and B arrive together, C later; all begin with the same system prompt, or with a time stamp before it."""
+    """Run A and B, which arrive together, and C, which arrives later. All begin with the same system prompt; if
+    `stamped`, each has its own time stamp before it."""
     stage = Stage(num_blocks=32, max_num_seqs=4, enable_prefix_caching=caches)
     system = stage.prompt(SYSTEM)
     for name, step in (("A", 0), ("B", 0), ("C", 4)):

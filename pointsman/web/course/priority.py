@@ -12,7 +12,7 @@ SLOTS, URGENT, EVERY = 2, 16, 4
 
 
 def _run(**settings: Any) -> Run:
-    """Two patient requests run, a third waits, and a stream of urgent ones fills both slots."""
+    """Run two requests of low priority, a third that waits, and a stream of urgent requests that fills both slots."""
     stage = Stage(max_num_seqs=SLOTS, num_blocks=64, **settings)
     for name in ("patient-1", "patient-2", "patient-3"):
         stage.add(name, 32, max_tokens=24, priority=5, tenant="patient")

@@ -1,4 +1,4 @@
-"""Lesson: drafts, which are verified beside the next token."""
+"""Lesson: drafts, which are verified in the step that computes the request's next token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ DRAFTS, OUTPUT = 3, 24
 
 
 def _run(num_right: int | None) -> Run:
-    """Two requests; in each proposal the first `num_right` drafts are the model's own samples. None: no drafts."""
+    """Run two requests. In each proposal the first `num_right` drafts equal the tokens that the model samples; None: no
+    drafts."""
 
     def draft(request: Request, most: int) -> list[int]:
         tokens, found = request.all_token_ids, list[int]()

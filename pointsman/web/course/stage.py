@@ -6,7 +6,7 @@
     run = stage.run()
 
 The scheduler is the real one. Only the model is simulated: a step takes the time of `STEP_TIME`, and each sampled token
-is a function of all tokens before it, like that of a model at temperature 0.
+is a function of all tokens before it, like a token that a real model samples at temperature 0.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class Wait(NamedTuple):
     request_id: str
     reason: str
     missing: int
-    """The missing amount of the reason's resource; 0 if nothing is counted."""
+    """The amount of the resource that the request lacks; 0 if the reason has no countable resource."""
     holder: str | None
-    """Id of the request that holds the largest amount of that resource."""
+    """Id of the request that holds the largest amount of the lacking resource."""
 
 
 class Run:
@@ -75,7 +75,7 @@ class Run:
         """The output of each step, by step number."""
         self.requests = requests
         self.notes = notes
-        """Values that the lesson noted while it ran."""
+        """Values that the lesson has stored during the run, for its figures."""
         self._steps = steps
         self._times = times
 
@@ -100,7 +100,7 @@ class Run:
 
     @cached_property
     def names(self) -> list[str]:
-        """The ids of the film's requests, by their numbers."""
+        """The id of each request of the film; the index is the request's number."""
         return [request.request_id for request in self.opened.requests]
 
     def state(self, step: int) -> State:
@@ -139,8 +139,8 @@ class Run:
         return [Preemption(step, name, fields["lost"], fields["cached"]) for step, name, fields in found]
 
     def waits(self, request_id: str | None = None) -> list[Wait]:
-        """The reasons for which one request, or each request, waits, in order. A reason applies until the request's
-        next reason, or until it starts."""
+        """The reasons for which one request, or each request, waits, in order. A reason applies until the request gets
+        another reason, or starts."""
         reasons = self.opened.header["names"]["reasons"]
         return [
             Wait(step, name, reasons[e["reason"]], e["missing"], self.names[e["holder"] - 1] if e["holder"] else None)
@@ -178,7 +178,7 @@ class Run:
 
     @property
     def slots_used(self) -> float:
-        """Share of the sequence slots that hold a request, over all steps."""
+        """Share of the sequence slots that hold a request, as a mean over all steps."""
         rows = sum(output.num_rows for output in self.outputs)
         return rows / (self.num_steps * self.config.max_num_seqs)
 
@@ -210,7 +210,7 @@ class Stage:
 
     Args:
         drafter: proposes drafts after each step; None: no drafts.
-        ahead: whether each step is scheduled before the result of the previous step has returned.
+        ahead: whether each step is scheduled before the scheduler gets the result of the previous step.
         settings: fields of the `SchedulerConfig`.
     """
 
@@ -309,7 +309,7 @@ def next_token(tokens: npt.NDArray[np.integer]) -> int:
 
 
 def _sampled(output: SchedulerOutput) -> StepResult:
-    """For each row that samples: the correct drafts, and the next token."""
+    """The step's result: for each row that samples, the correct drafts and the next token."""
     sampled: list[list[int]] = []
     drafts, offset = output.draft_token_ids.tolist(), 0
     for request, samples, count in zip(

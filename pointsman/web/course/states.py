@@ -11,7 +11,7 @@ _READY = 5
 
 
 def _plain() -> Run:
-    """One slot, and a budget that splits the prompt of R in two."""
+    """Run requests with one sequence slot, and a token budget that splits the prompt of R into two chunks."""
     stage = Stage(max_num_seqs=1, max_num_batched_tokens=32, num_blocks=16)
     stage.add("A", 16, max_tokens=3)
     stage.add("R", 48, max_tokens=4)
@@ -36,7 +36,8 @@ def _in_parts() -> Run:
 
 
 def _preempted() -> Run:
-    """A and R fill the pool; A needs another block first, and R, admitted last, loses its blocks."""
+    """Run A and R, which fill the pool. A is the first that needs another block, so R, which was admitted last, is
+    preempted."""
     stage = Stage(max_num_seqs=2, num_blocks=5)
     stage.add("A", 30, max_tokens=8)
     stage.add("R", 40, max_tokens=8)

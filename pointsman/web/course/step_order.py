@@ -1,4 +1,4 @@
-"""Lesson: the order of a step, and why finished requests are freed first."""
+"""Lesson: the order of the actions in a step, and why the blocks of finished requests are freed first."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ BLOCKS = 10
 
 
 def _run(ahead: bool) -> Run:
-    """A and B hold most of the pool; D needs what A holds."""
+    """Run A and B, which hold most of the pool, and D, which needs the blocks of A."""
     stage = Stage(num_blocks=BLOCKS, max_num_seqs=4, ahead=ahead)
     stage.add("A", 60, max_tokens=4)
     stage.add("B", 60, max_tokens=16)

@@ -13,7 +13,8 @@ _NAMES = ("plain", "mark", "seqs", "budget", "more")
 
 
 def _run(**settings: Any) -> Run:
-    """Prompts of three or four blocks that grow to seven or nine; a new one every second step."""
+    """Run requests with prompts of three or four blocks that grow to seven or nine blocks; a new request arrives every
+    second step."""
     values = {"num_blocks": BLOCKS, "max_num_seqs": 16, "max_num_batched_tokens": BUDGET, **settings}
     stage = Stage(**values)
     for index in range(REQUESTS):

@@ -35,7 +35,7 @@ KINDS = {
     "override": "members overridden",
     "scheduler": "uses of the scheduler by vLLM",
 }
-"""The kinds of assumptions, with their names in a report."""
+"""The kinds of assumptions, each with its description in a report."""
 
 
 class NoVLLM(Exception):
@@ -150,7 +150,8 @@ def _class(sources: Sources, module: str, name: str) -> Class:
 
 
 def _with_homes(sources: Sources, assumptions: Sequence[Assumption]) -> list[Assumption]:
-    """The same assumptions; if an imported name is missing, `found` also lists the modules that define the name now."""
+    """`assumptions`; where an imported name is missing, `found` also lists the modules of vLLM that now define the
+    name."""
     found = []
     for each in assumptions:
         if each.kind == "name" and each.holds is False:

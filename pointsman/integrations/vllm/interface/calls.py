@@ -1,7 +1,7 @@
 """Checks that our scheduler has every attribute and method that vLLM expects of a scheduler.
 
-Expected are the abstract methods of vLLM's scheduler interface, and all uses of a scheduler in vLLM's engine core,
-executors and workers.
+vLLM needs the abstract methods of its scheduler interface, and each attribute that its engine core, executors and
+workers use.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pointsman.integrations.vllm.interface.uses import Assumption, misfit
 
 INTERFACE = ("vllm.v1.core.sched.interface", "SchedulerInterface")
 READERS = ("vllm.v1.engine", "vllm.v1.executor", "vllm.v1.worker")
-"""Packages of vLLM's in which a variable named `scheduler` is a scheduler."""
+"""Packages of vLLM's in which every variable named `scheduler` is a scheduler."""
 
 
 def expected_of_scheduler(sources: Sources, ours: Class) -> Iterator[Assumption]:
-    """vLLM's expectations of a scheduler, checked against our class."""
+    """Yield vLLM's assumptions about a scheduler, each checked against our class."""
     yield from _checked_methods(sources, ours)
     for package in READERS:
         for module in sources.modules_under(package, word="scheduler"):
@@ -27,7 +27,8 @@ def expected_of_scheduler(sources: Sources, ours: Class) -> Iterator[Assumption]
 
 
 def new_arguments(sources: Sources, ours: Class) -> Iterator[Assumption]:
-    """Arguments with defaults that vLLM's interface declares and our methods do not accept."""
+    """Yield an assumption for each method of ours that does not accept the arguments with defaults that vLLM's
+    interface declares."""
     for name, kind in _methods(sources):
         own, theirs = ours.member(name), kind.member(name)
         if own is None or own.function is None or theirs is None or theirs.function is None or name == "__init__":
@@ -49,7 +50,7 @@ def _methods(sources: Sources) -> Iterator[tuple[str, Class]]:
 
 
 def _checked_methods(sources: Sources, ours: Class) -> Iterator[Assumption]:
-    """Check the abstract methods of vLLM's interface."""
+    """Yield an assumption for each abstract method of vLLM's interface, checked against our class."""
     found = False
     for name, kind in _methods(sources):
         found = True
@@ -70,7 +71,7 @@ def _checked_methods(sources: Sources, ours: Class) -> Iterator[Assumption]:
 
 
 def _checked_uses(module: Module, ours: Class) -> Iterator[Assumption]:
-    """Check a module of vLLM's: its reads and calls of a scheduler."""
+    """Check the attributes of a scheduler that a module of vLLM's reads or calls."""
     nodes = list(ast.walk(module.tree))
     asked = {name for node in nodes if isinstance(node, ast.Call) for name in _optional_attributes(node)}
     for node in nodes:
@@ -91,7 +92,8 @@ def _checked_uses(module: Module, ours: Class) -> Iterator[Assumption]:
 
 
 def _checked_call(place: str, name: str, signature: Signature | None, given: Arguments) -> Assumption:
-    """Check that our signature accepts the arguments that vLLM passes."""
+    """The assumption that our method `name` accepts the arguments that vLLM passes. `signature`: the method's
+    signature; None: it is unknown, and the assumption counts as true."""
     problem = None if signature is None else signature.problem(given)
     found = f"ours {problem}, with {signature}" if problem else ""
     return Assumption("scheduler", place, f"{name}({given})", problem is None, found)
@@ -112,7 +114,7 @@ def _is_scheduler(node: ast.expr) -> bool:
 
 
 def _place(path: Path, node: ast.AST) -> str:
-    """The place in a file of vLLM's; the path begins with vLLM's package."""
+    """Path and line of a node in a file of vLLM's; the path begins with the name of vLLM's package."""
     parts = path.parts
     start = len(parts) - 1 - parts[::-1].index("vllm")
     return f"{'/'.join(parts[start:])}:{getattr(node, 'lineno', 0)}"

@@ -23,7 +23,8 @@ class Imported:
 
 @dataclass(frozen=True, slots=True)
 class External:
-    """An object outside of the packages, or in a file that cannot be read. Nothing is known about such an object."""
+    """An object outside of the packages whose sources are read, or in a file that cannot be read. Nothing is known
+    about such an object."""
 
     name: str
 
@@ -42,7 +43,7 @@ class Function:
 
     @property
     def decorators(self) -> set[str]:
-        """The last parts of the decorators' names."""
+        """The decorators' names without the modules before them: "b" of `@a.b`."""
         return {_last_name(each) for each in self.node.decorator_list}
 
 
@@ -55,7 +56,7 @@ class Variable:
 
 
 class Module:
-    """A parsed module. If a name has several definitions, the first counts, as it is the one for type checkers."""
+    """A parsed module. If a name has several definitions, the first is used, because type checkers use it."""
 
     def __init__(self, name: str, path: Path, text: str) -> None:
         self.name = name
@@ -63,7 +64,7 @@ class Module:
         self.tree = ast.parse(text)
         self.names: dict[str, ast.stmt | Imported] = {}
         self.runtime: set[str] = set()
-        """Names that exist when the module runs, not only for type checkers."""
+        """Names that exist at run time; other names exist only for type checkers."""
         self.stars: list[str] = []
         """Modules imported with `*`."""
         for node, for_types_alone in _bindings(self.tree.body):
@@ -106,7 +107,8 @@ class Module:
 
     @cached_property
     def lazy(self) -> dict[str, Imported]:
-        """Names that the module's `__getattr__` imports, from a table "name": "module:name"."""
+        """Names that the module's `__getattr__` imports, by name; read from a dictionary "name": "module:name" in the
+        module."""
         found: dict[str, Imported] = {}
         if "__getattr__" not in self.names:
             return found
@@ -134,7 +136,8 @@ class Member:
     name: str
     node: ast.stmt
     method: Function | None = None
-    """For an attribute of `self`, the method that assigns it; for a method or property, the function itself."""
+    """For an attribute of `self`: the method that assigns the attribute. For a method or property: the function that
+    defines it."""
 
     @property
     def function(self) -> Function | None:
@@ -162,7 +165,7 @@ _PLAIN = {
     "IntEnum": ("name", "value", "bit_count", "to_bytes"),
     "StrEnum": ("name", "value"),
 }
-"""Bases outside of the packages that add no fields, with the members that they add."""
+"""Base classes outside of the packages that add no fields, each with the members that it adds."""
 _ENUMS = {"Enum", "IntEnum", "StrEnum"}
 
 
@@ -211,7 +214,7 @@ class Class:
 
     @cached_property
     def external_bases(self) -> frozenset[str]:
-        """Names of the bases about which nothing is known."""
+        """Names of the base classes about which nothing is known."""
         return frozenset(base.name for each in self.lineage for base in each.bases if isinstance(base, External))
 
     @cached_property
@@ -262,7 +265,7 @@ class Class:
 
     @cached_property
     def is_record(self) -> bool:
-        """Whether the annotations of the class are the arguments of its constructor."""
+        """Whether the annotated names in the class body are the arguments of its constructor (as in a dataclass)."""
         kinds = {_last_name(each) for known in self.lineage for each in known.node.decorator_list}
         return bool(kinds & {"dataclass", "config"} or self.external_bases & {"NamedTuple", "Struct", "BaseModel"})
 
@@ -298,7 +301,7 @@ class Class:
                 return Signature.of(made.function.node, bound=True)
             if each.is_record:
                 return Signature(list(self.fields.values()))
-        if self.external_bases & _ENUMS:  # the constructor looks up a member by value
+        if self.external_bases & _ENUMS:  # an enum: its constructor looks up a member by value
             return Signature([Parameter("value", has_default=False)])
         return None if self.is_open or self.external_bases - {"object", "ABC"} else Signature([])
 
@@ -320,9 +323,9 @@ class Arguments:
     num_positional: int
     keywords: frozenset[str]
     has_more_positional: bool = False
-    """The call has `*values`."""
+    """Whether the call has an argument `*values`."""
     has_more_keywords: bool = False
-    """The call has `**values`."""
+    """Whether the call has an argument `**values`."""
 
     @staticmethod
     def of(node: ast.Call) -> Arguments:
@@ -342,7 +345,7 @@ class Arguments:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """The arguments that a function or a constructor takes."""
+    """The arguments that a function or a constructor accepts."""
 
     parameters: list[Parameter]
     takes_more_positional: bool = False
@@ -350,7 +353,7 @@ class Signature:
 
     @staticmethod
     def of(node: ast.FunctionDef | ast.AsyncFunctionDef, *, bound: bool) -> Signature:
-        """The signature of a function; `bound`: without its first argument."""
+        """The signature of a function; `bound`: leave out its first argument."""
         given = node.args
         before = [*given.posonlyargs, *given.args]
         num_required = len(before) - len(given.defaults)
@@ -411,7 +414,7 @@ class Sources:
     _classes: dict[ast.ClassDef, Class] = field(default_factory=dict)
 
     def module(self, name: str) -> Module | External | None:
-        """A module; None: the packages lack it."""
+        """The module called `name`, parsed; None: the packages lack it."""
         if name not in self._modules:
             self._modules[name] = self._read(name)
         return self._modules[name]
@@ -542,7 +545,8 @@ def is_for_types(node: ast.If) -> bool:
 
 
 def _bindings(body: list[ast.stmt], for_types_alone: bool = False) -> Iterator[tuple[ast.stmt, bool]]:
-    """The statements that run with a body, including those in branches, each with whether only type checkers see it."""
+    """Yield the statements of a body, including the statements in branches; with each, whether only type checkers see
+    it."""
     for node in body:
         if isinstance(node, ast.If):
             yield from _bindings(node.body, for_types_alone or is_for_types(node))
@@ -581,7 +585,7 @@ def assigned_to_self(
 
 
 def _options(value: ast.expr | None) -> dict[str, object]:
-    """Constant keywords of a field's value, such as `field(init=False)`."""
+    """The keyword arguments with constant values in a field's value, such as `init` in `field(init=False)`."""
     if not isinstance(value, ast.Call):
         return {}
     return {each.arg: each.value.value for each in value.keywords if each.arg and isinstance(each.value, ast.Constant)}

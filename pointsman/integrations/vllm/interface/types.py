@@ -1,6 +1,7 @@
 """Infers types of expressions from annotations, constructors and assignments.
 
-A type is a tuple of options. The type of None has no options; an unknown type has the option `UNKNOWN`.
+A type is a tuple of options: the value has one of these types. The type of None has no options; an unknown type has the
+option `UNKNOWN`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A function as a value; `is_bound`: its first argument is already given."""
+    """A function as a value; `is_bound`: whether its first argument is already given, as in a method of an object."""
 
     function: Function
     is_bound: bool
@@ -40,8 +41,8 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """A "list" (any iterable) of one type, a "dict" of two types, a "tuple" of one type for each place, or a "callable"
-    with its return type."""
+    """A container or callable. Its `kind` names the meaning of `items`: "list" (any iterable): the type of the
+    elements; "dict": the types of keys and values; "tuple": one type for each position; "callable": the return type."""
 
     kind: str
     items: tuple[Type, ...]
@@ -49,7 +50,7 @@ class Container:
 
 @dataclass(frozen=True, slots=True)
 class MethodOf:
-    """A method of a container."""
+    """A method of a container, as a value."""
 
     container: Container
     name: str
@@ -57,31 +58,31 @@ class MethodOf:
 
 @dataclass(frozen=True, slots=True)
 class Attributes:
-    """The value of `vars(object)`."""
+    """The dictionary that `vars(object)` returns for an object."""
 
     of: Type
 
 
 @dataclass(frozen=True, slots=True)
 class Bases:
-    """The value of `super()` in a class."""
+    """The object that `super()` returns in a method of a class."""
 
     kind: Class
 
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """The value of `support.maker`."""
+    """A constructor of one of vLLM's records, as `support.maker` returns it."""
 
     kind: Class
     fields: tuple[str, ...]
-    """Fields given by position."""
+    """Names of the fields that are passed by position."""
     optional: frozenset[str]
-    """Fields that are omitted in versions of vLLM that lack them."""
+    """Names of fields that are omitted in versions of vLLM that lack them."""
     left: frozenset[str]
-    """Fields that keep their defaults on purpose."""
+    """Names of fields that keep their defaults on purpose."""
     given: frozenset[str] = frozenset()
-    """Fields given by `functools.partial`."""
+    """Names of fields that `functools.partial` has already given."""
 
 
 Option = Instance | Class | Module | Bound | Container | MethodOf | Attributes | Bases | Maker | External
@@ -98,8 +99,8 @@ Local = Callable[["Scope"], Type]
 
 @dataclass
 class Scope:
-    """Resolves names in a function, a comprehension, or a branch after `isinstance`; a scope without a parent is a
-    module's.
+    """Resolves names in a module, a function, a comprehension, or a branch after `isinstance`. The scope of a module
+    has no parent.
 
     If a name is bound several times in a function, its type has the options of all bindings.
     """
@@ -112,7 +113,7 @@ class Scope:
     known: dict[str, Type] = field(default_factory=dict)
 
     def within(self, known: Mapping[str, Type]) -> Scope:
-        """A scope within this one, in which names have these types."""
+        """A scope within this scope, in which the names in `known` have the types given there."""
         return Scope(self.module, self, self.owner, known=dict(known))
 
 
@@ -137,15 +138,16 @@ class Types:
     def __init__(self, sources: Sources) -> None:
         self.sources = sources
         self.carried: dict[tuple[Class, str], Type] = {}
-        """Types of attributes without a usable annotation, from the arguments of constructors."""
+        """By class and attribute name: the type of an attribute without a usable annotation, inferred from a
+        constructor argument of the same name."""
         self.mixed_into: dict[Class, Class] = {}
-        """Classes that the code combines with another class at run time, with that other class, which follows in the
-        bases."""
+        """Classes that the code combines with another class at run time; the value is the other class, which follows in
+        the bases."""
         self._attributes: dict[tuple[Class, str], Type] = {}
         self._functions: dict[ast.AST, Scope] = {}
 
     def forget(self) -> None:
-        """Drop all inferred types, so that they are inferred again with the types learned since."""
+        """Drop all inferred types, so that they are inferred again with the types that `carried` has got since."""
         self._attributes.clear()
         self._functions.clear()
 
@@ -260,7 +262,7 @@ class Types:
             scope.names[node.name] = [lambda at: (Bound(Function(at.module, node), False),)]
 
     def _targets(self, target: ast.expr, value: Local) -> Iterator[tuple[str, Local]]:
-        """The names in the target of an assignment, each with its part of the value."""
+        """Yield each name in the target of an assignment, with the part of the value that is assigned to it."""
         if isinstance(target, ast.Name):
             yield target.id, value
         elif isinstance(target, ast.Tuple | ast.List):
@@ -367,7 +369,8 @@ class Types:
         )
 
     def _part_of(self, node: ast.Assign, name: str, value: Type) -> Type:
-        """The part for one attribute in `self.a, self.b = value`."""
+        """The type of the part of `value` that an assignment such as `self.a, self.b = value` assigns to the attribute
+        `name`."""
         for target in node.targets:
             if isinstance(target, ast.Tuple):
                 for at, each in enumerate(target.elts):
@@ -388,7 +391,7 @@ class Types:
     # ------------------------------------------------------------------ containers
 
     def element(self, kind: Type) -> Type:
-        """The type of the elements in an iteration."""
+        """The type of the elements when a value of type `kind` is iterated over."""
         found: list[Type] = []
         for option in kind:
             if isinstance(option, Container) and option.kind in ("list", "dict"):
@@ -402,7 +405,7 @@ class Types:
         return joined(found)
 
     def _item(self, kind: Type, at: int | None) -> Type:
-        """The type of `kind[at]`; None: the index is unknown."""
+        """The type of the item at index `at` of a value of type `kind`; `at` None: the index is unknown."""
         found: list[Type] = []
         for option in kind:
             if isinstance(option, Container) and option.kind == "tuple" and at is not None and at < len(option.items):
@@ -429,7 +432,7 @@ class Types:
     # ------------------------------------------------------------------ calls
 
     def _called(self, kind: Type) -> Type:
-        """The type of a call's result."""
+        """The type of the result of calling a value of type `kind`."""
         found: list[Type] = []
         for option in kind:
             if isinstance(option, Class):
@@ -541,7 +544,7 @@ class Types:
         return self.infer(node, scope)
 
     def comprehension(self, generators: list[ast.comprehension], scope: Scope) -> Scope:
-        """The scope inside a comprehension, in which its variables have types."""
+        """The scope inside a comprehension, in which the comprehension's variables have types."""
         for each in generators:
             kind = self.element(self.infer(each.iter, scope))
             names = {name: part(scope) for name, part in self._targets(each.target, lambda _, kind=kind: kind)}  # type: ignore[misc]
@@ -551,7 +554,8 @@ class Types:
         return scope
 
     def narrowed(self, test: ast.expr, scope: Scope) -> Scope:
-        """The scope after a test was true, for tests with `isinstance(name, classes)`."""
+        """The scope of the code that runs if a test is true; a test `isinstance(name, classes)` gives `name` the type
+        `classes`."""
         if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
             for each in test.values:
                 scope = self.narrowed(each, scope)

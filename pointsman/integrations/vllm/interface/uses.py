@@ -50,7 +50,7 @@ class Assumption:
     holds: bool | None
     """Whether the assumption holds; None: unknown."""
     found: str = ""
-    """The actual state of vLLM, if it differs."""
+    """What vLLM has instead, if the assumption does not hold or is unknown."""
 
 
 class Reader:
@@ -65,21 +65,22 @@ class Reader:
         self.types = Types(sources)
         self.assumptions: dict[tuple[str, str, str], Assumption] = {}
         self.fallbacks: list[Assumption] = []
-        """Guarded uses of missing names."""
+        """Assumptions that do not hold, and whose uses are guarded."""
         self.made: dict[Class, set[str]] = {}
-        """Classes of vLLM's that a `maker` constructs, with the fields that our code knows."""
+        """Classes of vLLM's that a `maker` constructs, each with the fields that our code sets or leaves out on
+        purpose."""
         self.made_at: dict[Class, str] = {}
         """File and line of the `maker` call of each class."""
         self._module: Module
         self._learns = False
         self._guarded: set[tuple[str, str]] = set()
-        self._ours: set[str] = set()  # private names that our code sets on vLLM's objects
+        self._ours: set[str] = set()  # private attribute names that our code sets on vLLM's objects
         self._may_fail = False  # within a `try` that catches a failing import
         self._has_failed = False  # an import in that `try` has failed
 
     def read(self, modules: list[Module]) -> None:
-        """Read modules twice: first for the types of objects' attributes, which other modules read, then for
-        assumptions.
+        """Read the modules twice: first to learn the types of attributes, which the code of other modules needs, then
+        to collect the assumptions.
         """
         for self._learns in (True, False):
             self.types.forget()
@@ -174,7 +175,7 @@ class Reader:
             function, given = node.args[0], Arguments(len(node.args) - 1, frozenset())
         options = self.types.infer(function, scope)
         makers = [(option.kind, self._by_names(node, option, given)) for option in options if isinstance(option, Maker)]
-        if makers:  # of several makers, each version of vLLM fits one
+        if makers:  # our code has several makers of the class, and each version of vLLM fits one of them
             fits = [each for each in makers if each[0].constructor is None or not each[0].constructor.problem(each[1])]
             self._note_construction(node, *(fits or makers)[0])
         for option in options:
@@ -186,7 +187,7 @@ class Reader:
                 self._check(node, name, Signature.of(function_node, bound=option.is_bound), given)
 
     def _by_names(self, node: ast.Call, maker: Maker, given: Arguments) -> Arguments:
-        """The arguments of a maker's call, by the names of the fields."""
+        """The arguments of a call of a maker's result, with the positional arguments converted to keyword arguments."""
         names = frozenset(maker.fields[: given.num_positional]) | given.keywords | maker.given
         lacking = names & maker.optional - maker.kind.fields.keys()
         for name in sorted(lacking):
@@ -231,8 +232,8 @@ class Reader:
         self._note("field", node, f"{kind.name}.{name}", is_there, found)
 
     def _note_overrides(self, node: ast.ClassDef, kind: Class, base: Class) -> None:
-        """Keep the assumptions about the public members of a class that precedes `base` in a lineage: they override the
-        members of `base`."""
+        """Keep the assumptions about the public members of our class `kind`, which precedes vLLM's class `base` in the
+        order of attribute lookup: they override the members of `base`."""
         for name, member in kind.own_members.items():
             is_declared = isinstance(member.node, ast.AnnAssign) and member.node.value is None
             if member.owner is not kind or (name.startswith("_") and not is_declared):
@@ -250,7 +251,8 @@ class Reader:
             self._note("override", member.node, expected, problem is None, problem or "")
 
     def _learn(self, node: ast.Call, scope: Scope) -> None:
-        """Learn types of attributes from the arguments of our own classes."""
+        """Learn the types of attributes of our own classes from the arguments with which these classes are
+        constructed."""
         for option in self.types.infer(node.func, scope):
             if not isinstance(option, Class) or _is_of_vllm(option):
                 continue
@@ -296,7 +298,8 @@ class Reader:
             self._visit(node, scope)
 
     def _visit_try(self, node: ast.Try, scope: Scope) -> None:
-        """If a failing import is caught, visit only the branch that runs with this vLLM."""
+        """Visit a `try` statement. If it catches a failing import, visit only the branch that runs with this version of
+        vLLM."""
         if not {name for each in node.handlers for name in _names(each.type)} & _CATCHES_IMPORT:
             self._visit_all([*node.body, *node.handlers, *node.orelse, *node.finalbody], scope)
             return
@@ -426,12 +429,12 @@ def _names(node: ast.expr | None) -> Iterator[str]:
 
 
 def _similar(name: str, names: set[str]) -> str:
-    """Those of `names` that are most similar to `name`, as text."""
+    """Text that lists the elements of `names` that are most similar to `name`."""
     return ", ".join(get_close_matches(name, sorted(names), n=3, cutoff=0.6)) or "nothing like it"
 
 
 def misfit(ours: Function, theirs: Function, *, with_defaults: bool) -> str | None:
-    """Why our method cannot be called like vLLM's method; None: it can be called so.
+    """Why our method cannot be called with the arguments of vLLM's method; None: it can be called with them.
 
     Args:
         with_defaults: whether the call also passes the arguments that have defaults in vLLM.
@@ -448,6 +451,6 @@ def misfit(ours: Function, theirs: Function, *, with_defaults: bool) -> str | No
 
 
 def now(signature: Signature) -> str:
-    """Text with the arguments of vLLM's signature; "": the text would be too long."""
+    """Text with the arguments that a method or class of vLLM's has now; "": the text would be too long."""
     shown = str(signature)
     return f"; vLLM has {shown}" if len(shown) <= 120 else ""
