@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import subprocess
+import sys
+
 import pytest
 
 from pointsman import (
@@ -85,3 +89,18 @@ def test_the_configuration_finds_an_unknown_policy() -> None:
 def test_a_class_in_the_place_of_a_policy_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"order is the class FirstComeFirstServed; pass an object"):
         SchedulerConfig(**SMALL, order=FirstComeFirstServed)
+
+
+def test_import_parses_no_sources() -> None:
+    code = "import ast; ast.parse = None; import pointsman; print(len(pointsman.__all__))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(found.stdout) > 50
+
+
+def test_without_sources_a_class_keeps_its_own_docstring(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unavailable(module: object) -> str:
+        raise OSError("could not get source code")
+
+    monkeypatch.setattr(inspect, "getsource", unavailable)
+    assert (StepUpdate.__doc__ or "").startswith("The part of a step result")
+    assert "Fields:" not in (StepUpdate.__doc__ or "")

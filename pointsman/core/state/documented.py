@@ -15,9 +15,12 @@ class Documented(type):
     @property
     def __doc__(cls) -> str:  # type: ignore[override]
         own = inspect.cleandoc(cls.__dict__.get("__doc__") or "")
+        if getattr(sys.modules.get(cls.__module__), cls.__name__, None) is not cls:
+            return own  # `dataclass` asks while it makes the class: parsing the module then would slow down its import
         kinds = [kind for kind in reversed(cls.__mro__) if isinstance(kind, Documented)]
-        texts = {name: text for kind in kinds for name, text in docstrings(kind).items()}
-        if not texts:
+        try:
+            texts = {name: text for kind in kinds for name, text in docstrings(kind).items()}
+        except OSError:  # installed without sources
             return own
         fields = "\n\n".join(f"{name}\n{indent(text, '    ')}" for name, text in texts.items())
         return f"{own}\n\nFields:\n\n{fields}"
