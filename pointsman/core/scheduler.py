@@ -187,7 +187,7 @@ class Scheduler:
 
         Raises:
             StepOrderError: `max_steps_in_flight` outputs already wait for their update.
-            ClockError: `now` is earlier than the time of an earlier `schedule` or `update`.
+            ClockError: `now` is earlier than the time of an earlier call, or not a number. Nothing has changed.
             PolicyError: a policy of another package raised, or broke its contract. The step is void, as after `fail`;
                 preemptions before the error remain valid. Call again: after `max_policy_failures` such steps the
                 default policy of the same kind replaces the failing policy.
@@ -291,7 +291,7 @@ class Scheduler:
             raise self._steps.not_the_oldest(output)
         if not isinstance(result, StepResult):
             raise StepResultError(f"the result is {result!r}; pass StepResult(token_ids)")
-        if now < self._now:
+        if not now >= self._now:  # also true for not-a-number
             raise self._clock_went_back(now)
         step, self._now = records[0], now
         # 1. Append and 2. stop: check the result, append its tokens, test stop conditions (`step/update.py`).
@@ -350,7 +350,10 @@ class Scheduler:
 
         Raises:
             StepOrderError: `output` is not in flight.
+            ClockError: as in `schedule`. The step is still in flight.
         """
+        if not now >= self._now:
+            raise self._clock_went_back(now)
         void, self._now = self._steps.take_from(output), now
         self._void(void, now)
         for method in self._events.failed:
@@ -415,7 +418,11 @@ class Scheduler:
                 changed.
             StepResultError: a token array has a wrong shape or type, or a token stops a request before the last step.
                 Nothing has changed.
+            ClockError: the first time is earlier than the time of an earlier call, or the last time than the first.
+                Nothing has changed.
         """
+        if len(times) and not times[-1] >= times[0] >= self._now:
+            raise self._clock_went_back(times[-1] if times[0] >= self._now else times[0], times[0])
         first = self._next_step_id
         update, run = self._fast_forward.advance(first, times, token_ids, last_token_ids)
         self._next_step_id += run.num_steps
@@ -433,7 +440,7 @@ class Scheduler:
         records = self._steps.records
         if len(records) >= self._steps.max_steps:
             raise self._steps.too_many()
-        if now < self._now:
+        if not now >= self._now:  # also true for not-a-number
             raise self._clock_went_back(now)
         self._now = now
         self._view.open_step(now)
@@ -447,10 +454,10 @@ class Scheduler:
             self._encoder.open(step.step_id, now)
         return step
 
-    def _clock_went_back(self, now: float) -> ClockError:
+    def _clock_went_back(self, now: float, first: float = -inf) -> ClockError:
         return ClockError(
-            f"now is {now}, and it was {self._now} in an earlier call; pass the time of a clock that never goes back, "
-            "such as time.monotonic()"
+            f"now is {now}, and it was {max(first, self._now)} in an earlier call or step; pass the time of a clock "
+            "that never goes back, such as time.monotonic()"
         )
 
     def _choose_parts(self) -> None:

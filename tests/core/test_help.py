@@ -6,6 +6,7 @@ import inspect
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from pointsman import (
@@ -71,12 +72,24 @@ def test_a_list_as_result_is_refused_with_the_remedy() -> None:
 def test_a_clock_that_goes_back_is_refused_and_changes_nothing() -> None:
     scheduler = Scheduler(SchedulerConfig(**SMALL))
     scheduler.add(request(), 5.0)
-    with pytest.raises(ClockError, match=r"now is 4.0, and it was 5.0 in an earlier call; .*time.monotonic"):
+    with pytest.raises(ClockError, match=r"now is 4.0, and it was 5.0 in an earlier call or step; .*time.monotonic"):
         scheduler.schedule(4.0)
     output = scheduler.schedule(5.0)
     with pytest.raises(ClockError, match=r"now is 1.0, and it was 5.0"):
         scheduler.update(output, StepResult([7]), 1.0)
+    with pytest.raises(ClockError, match=r"now is nan, and it was 5.0"):
+        scheduler.update(output, StepResult([7]), float("nan"))
+    with pytest.raises(ClockError, match=r"now is 2.0, and it was 5.0"):
+        scheduler.fail(output, 2.0)
     assert scheduler.update(output, StepResult([7]), 6.0).counts.tolist() == [1]
+    for times, message in (
+        ([3.0, 7.0], "now is 3.0, and it was 6.0"),
+        ([8.0, 7.0], "now is 7.0, and it was 8.0"),
+        ([float("nan"), 7.0], "now is nan, and it was"),
+    ):
+        with pytest.raises(ClockError, match=message):
+            scheduler.advance(times, np.array([7], np.int32))
+    assert scheduler.advance([6.0, 7.0], np.array([7], np.int32)).counts.tolist() == [1]
 
 
 def test_the_configuration_finds_an_unknown_policy() -> None:

@@ -160,7 +160,7 @@ def test_advance_takes_tokens_of_each_step_and_separate_last_ones() -> None:
     host = decoding(1)
     host.scheduler.advance(ends(3), [[1], [2], [3]])
     host.now = 120.0
-    host.scheduler.advance(ends(2), [4], [5])
+    host.scheduler.advance(ends(2, 103.0), [4], [5])
     host.now = 120.0
     request = host.scheduler.get_request("r0")
     assert request is not None
@@ -195,8 +195,8 @@ def test_advance_may_exceed_the_space_for_recent_tokens() -> None:
     host.step()
     host.scheduler.abort("r0", 50.0)
     tokens = np.arange(2000, dtype=np.int32)[:, None]
-    host.scheduler.advance(np.arange(2001.0), tokens)
-    host.now = 120.0
+    host.scheduler.advance(np.arange(100.0, 2101.0), tokens)
+    host.now = 2200.0
     request = host.scheduler.get_request("long")
     assert request is not None
     assert request.output_token_ids[1:].tolist() == tokens[:, 0].tolist()
@@ -207,7 +207,7 @@ def test_advance_may_exceed_the_space_for_recent_tokens() -> None:
     ("times", "tokens", "last", "error", "message"),
     [
         (ends(20), [1, 1], None, StepOrderError, "20 step\\(s\\) at once, and 19 are guaranteed"),
-        ([1.0], [1, 1], None, StepOrderError, "times has 1 value"),
+        ([100.0], [1, 1], None, StepOrderError, "times has 1 value"),
         (ends(2), [1], None, StepResultError, r"shape \(1,\); give \[2\] \(rows\) or \[2, 2\]"),
         (ends(2), [[1, 1]], None, StepResultError, r"shape \(1, 2\)"),
         (ends(2), [1, -1], None, StepResultError, "token id -1"),
@@ -256,7 +256,7 @@ def record() -> list[str]:
     host.scheduler.advance(ends(4), np.array([3, 4]), [3, EOS])
     host.now = 120.0
     host.step()
-    host.scheduler.advance(np.array(ends(2)), [[1], [2]])
+    host.scheduler.advance(np.array(ends(2, 200.0)), [[1], [2]])
     host.now = 120.0
     return file.getvalue().splitlines()
 
