@@ -132,6 +132,12 @@ def _check_object(kind: str, policy: Any) -> None:
             f"{kind} is {policy!r}, neither a name nor an object with the {kind.capitalize()} protocol: it has no "
             f"{', '.join(missing)}"
         )
+    own = built_in(kind, str(policy.name))
+    if own is not None and type(policy) is not own:
+        raise ConfigError(
+            f"{kind} is {policy!r}, with the name {policy.name!r} of a built-in {kind}; give its class a name of its "
+            "own, or recordings of it replay with the built-in one"
+        )
 
 
 def _build_guarded(

@@ -150,6 +150,7 @@ def test_a_skipped_request_keeps_its_place_in_every_order(order: str) -> None:
 
 def test_a_step_skips_a_bounded_number_of_requests() -> None:
     class Counting(FirstComeFirstServed):
+        name = "counting"
         pops = 0
 
         def pop(self) -> Request:

@@ -218,6 +218,7 @@ class CountingTime(float):
 class CountingOrder(FirstComeFirstServed):
     """First come, first served; counts iterations over the whole queue."""
 
+    name = "counting"
     walks = 0
 
     def __iter__(self) -> Iterator[Request]:

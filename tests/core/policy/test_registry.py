@@ -177,3 +177,13 @@ def test_an_object_without_the_whole_protocol_is_refused() -> None:
     assert make("victim", Nameless()) is not None
     with pytest.raises(ConfigError, match="neither a name nor an object with the Victim protocol: it has no choose"):
         make("victim", LastComeFirstServed())
+
+
+def test_an_object_with_the_name_of_a_built_in_policy_is_refused() -> None:
+    class Newest(FirstComeFirstServed):
+        def key(self, request: Any) -> tuple[Any, ...]:
+            return (-request.arrival_time,)
+
+    with pytest.raises(ConfigError, match=r"order is .*Newest.*, with the name 'fcfs' of a built-in order; give its"):
+        small_config(order=Newest())
+    assert small_config(order=FirstComeFirstServed()).order.name == "fcfs"

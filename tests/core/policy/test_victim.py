@@ -374,6 +374,8 @@ def test_max_preemptions_exempts_requests_and_all_requests_finish(
 class Watched(LeastCost):
     """Checks the bound at every choice."""
 
+    name = "watched"
+
     def __init__(self, max_preemptions: int) -> None:
         super().__init__(max_preemptions)
         self.most = max_preemptions
