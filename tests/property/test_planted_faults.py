@@ -474,7 +474,7 @@ def pause_lets_the_urgent_displace(patch: Patch) -> None:
     def displace(original: Any, scheduler: Any, step: Any) -> Any:
         return _without_pause(scheduler._admission, original, scheduler, step)
 
-    around(patch, "Scheduler._displace", displace)
+    around(patch, "Scheduler._preempt_for_urgent", displace)
 
 
 def _without_pause(admission: Any, original: Any, *args: Any) -> Any:
@@ -1152,6 +1152,14 @@ def first_catch(overrides: dict[str, Any], kind: type[AssertionError]) -> Assert
 
 def names(faults: tuple[Fault, ...]) -> list[str]:
     return [plant.__name__ for plant, _ in faults]
+
+
+@pytest.mark.parametrize(
+    "plant", [plant for plant, _ in (*BOOKKEEPING, *WRONG_CONTENT)], ids=lambda plant: plant.__name__
+)
+def test_each_fault_replaces_code_that_exists(plant: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    """The short form does not search for slow faults, but a renamed function must not disable them."""
+    plant(monkeypatch)
 
 
 @pytest.mark.parametrize(("plant", "overrides"), planted(BOOKKEEPING))

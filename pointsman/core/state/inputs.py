@@ -62,7 +62,9 @@ class EncoderInput(NamedTuple):
     @property
     def entry(self) -> EncoderEntry:
         """The entry of the encoder cache for the input's embeddings."""
-        return EncoderEntry(self.key, self.length if self.num_embeddings is None else self.num_embeddings)
+        if self.num_embeddings is not None:
+            return EncoderEntry(self.key, self.num_embeddings)
+        return EncoderEntry(self.key, self.length if self.mask is None else self.mask.count("1"))
 
 
 def read_encoder_inputs(
