@@ -202,11 +202,11 @@ class KVCache(ABC):
         as the step that computes them is scheduled, and some layouts cannot be read in the same step."""
         return True
 
-    def cut(self, request: Request, start: int, want: int, most: int) -> int:
+    def cut(self, request: Request, start: int, num_tokens: int, max_tokens: int) -> int:
         """Shorten a chunk so that it ends where layer states can be cached. Returns the number of tokens from `start`
-        on, at most `want`, that the request may compute in this step. 0: the request waits for a step that can give it
-        more tokens, at most `most`."""
-        return want
+        on, at most `num_tokens`, that the request may compute in this step. 0: the request waits for a step that can
+        compute more of its tokens, at most `max_tokens`."""
+        return num_tokens
 
     def with_external(self, match: Match, num_tokens: int) -> Match:
         """The match of a request for which a connector loads `num_tokens` tokens after the cached tokens."""

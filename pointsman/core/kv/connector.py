@@ -90,7 +90,7 @@ def has_groups(connector: KVConnector) -> TypeGuard[GroupConnector]:
 
 
 class AnswerLog:
-    """Wraps a connector, and logs for a recording the values that its methods returned since the last `take`."""
+    """Wraps a connector, and logs for a recording the values that the connector's methods returned."""
 
     def __init__(self, connector: KVConnector) -> None:
         self._connector = connector
@@ -99,8 +99,8 @@ class AnswerLog:
         if has_groups(connector):
             self.num_tokens_in_groups = partial(self._num_tokens_in_groups, connector)
 
-    def take(self) -> list[object]:
-        """The values that the connector returned since the last call of `take`, in the order of the calls."""
+    def take_answers(self) -> list[object]:
+        """The values that the connector returned since the last call of `take_answers`, in the order of the calls."""
         answers, self._answers = self._answers, []
         return answers
 
@@ -132,7 +132,7 @@ class RecordedConnector:
         self.saves_evicted = saves_evicted
         self._answers: list[object] = []
 
-    def expect(self, answers: list[object]) -> None:
+    def set_answers(self, answers: list[object]) -> None:
         """Set the recorded values to return during the scheduler's next call."""
         self._answers = answers[::-1]
 

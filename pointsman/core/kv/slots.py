@@ -5,7 +5,7 @@ copies of a step. The host copies the bytes before the step computes: first bloc
 slots to blocks. It executes the plans in the order of their steps.
 
     plan = directory.assign(saves, loads)     assign slots to blocks to save, the least recently used slots first
-    directory.withdraw(plan.saves)            record that the copies of a plan are not executed
+    directory.withdraw_saves(plan.saves)      record that the copies of a plan are not executed
     directory.discard(keys)                   free slots whose content no request will need again
 """
 
@@ -96,14 +96,14 @@ class SlotDirectory:
         for block, key in saves:
             if key in self._slots:
                 self._slots.move_to_end(key)
-            elif (slot := self._take_slot(needed)) is not None:
+            elif (slot := self._reuse_slot(needed)) is not None:
                 taken.append(SlotSave(key, block, slot))
                 self._slots[key] = slot
         # If there are fewer slots than blocks to save, later contents took the slots of earlier contents.
         kept = [one for one in taken if self._slots.get(one.key) == one.slot]
         return SlotPlan(kept, loaded_slots, loaded_blocks, moves)
 
-    def _take_slot(self, needed: set[int]) -> int | None:
+    def _reuse_slot(self, needed: set[int]) -> int | None:
         if self._free:
             return self._free.pop()
         key, slot = next(iter(self._slots.items()))
@@ -119,7 +119,7 @@ class SlotDirectory:
             if slot is not None:
                 self._free.append(slot)
 
-    def withdraw(self, saves: Iterable[SlotSave]) -> None:
+    def withdraw_saves(self, saves: Iterable[SlotSave]) -> None:
         """Remove the contents of copies that are not executed: their slots do not have the content."""
         for one in saves:
             if self._slots.get(one.key) == one.slot:

@@ -249,14 +249,14 @@ class Events:
         self.find_holder = find_holder
         """Function that finds the id of the request that holds the resource for which another request waits; called
         only if a listener overrides `on_deferred`."""
-        self.set(())
+        self.set_listeners(())
 
-    def set(self, listeners: Iterable[Listener]) -> None:
+    def set_listeners(self, listeners: Iterable[Listener]) -> None:
         """Report to these listeners from now on, in this order."""
         self.listeners: tuple[Listener, ...] = tuple(listeners)
-        self._connect()
+        self._collect_methods()
 
-    def _connect(self) -> None:
+    def _collect_methods(self) -> None:
         listeners = self.listeners
         self.wants_blocks = any(listener.wants_blocks for listener in listeners)
         self.called: _Methods[Call] = _overriding_methods(listeners, "on_call")

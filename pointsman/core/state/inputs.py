@@ -66,17 +66,17 @@ class EncoderInput(NamedTuple):
 
 
 def read_encoder_inputs(
-    given: Sequence[EncoderInput | Sequence[Any]], num_tokens: int, of: str = "prompt"
+    values: Sequence[EncoderInput | Sequence[Any]], num_tokens: int, owner: str = "prompt"
 ) -> tuple[EncoderInput, ...]:
-    """The checked encoder inputs of a prompt of `num_tokens` tokens. `of`: the prompt's name in error messages.
+    """The checked encoder inputs of a prompt of `num_tokens` tokens. `owner`: the prompt's name in error messages.
 
     Raises:
         ValueError: an input is malformed, out of order, out of range, or overlaps another input.
     """
     inputs: list[EncoderInput] = []
     end = 0
-    for item in given:
-        if type(item) is EncoderInput and item.mask is None and _is_usual(item, end, num_tokens):
+    for item in values:
+        if type(item) is EncoderInput and item.mask is None and _is_valid_without_mask(item, end, num_tokens):
             inputs.append(item)
             end = item.start + item.length
             continue
@@ -96,12 +96,12 @@ def read_encoder_inputs(
             raise ValueError(f"encoder input {key!r} starts at {start}, before {end}, where the one before it ends")
         end = start + length
         if end > num_tokens:
-            raise ValueError(f"encoder input {key!r} ends at {end}, and the {of} has {num_tokens} tokens")
+            raise ValueError(f"encoder input {key!r} ends at {end}, and the {owner} has {num_tokens} tokens")
         inputs.append(EncoderInput(key, start, length, num_embeddings, mask))
     return tuple(inputs)
 
 
-def _is_usual(item: EncoderInput, minimum: int, maximum: int) -> bool:
+def _is_valid_without_mask(item: EncoderInput, minimum: int, maximum: int) -> bool:
     """Whether an input without a mask is well-formed, and its placeholders lie between positions `minimum` and
     `maximum`."""
     key, start, length, count, _ = item

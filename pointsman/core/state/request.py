@@ -43,11 +43,11 @@ class Columns(Protocol):
     num_computed_tokens: Int64Array
     num_pending: Int64Array
 
-    def recent(self, row: int, start: int) -> Int32Array:
+    def tokens_since(self, row: int, start: int) -> Int32Array:
         """A view of the tokens from position `start` to the end of a row's sequence, valid until the next append. They
         are not yet in the request's own array."""
 
-    def drafts_of(self, row: int) -> tuple[int, int]:
+    def draft_counts_of(self, row: int) -> tuple[int, int]:
         """Number of drafts verified since the row was assigned, and number of drafts accepted."""
 
 
@@ -186,14 +186,14 @@ class RequestState:
     def num_draft_tokens(self) -> int:
         """Number of the request's drafts that the model has verified."""
         if self.batch is not None and self.row is not None:
-            return self._num_draft_tokens + self.batch.drafts_of(self.row)[0]
+            return self._num_draft_tokens + self.batch.draft_counts_of(self.row)[0]
         return self._num_draft_tokens
 
     @property
     def num_accepted_tokens(self) -> int:
         """Number of the request's drafts that the model has accepted; they became tokens of the output."""
         if self.batch is not None and self.row is not None:
-            return self._num_accepted_tokens + self.batch.drafts_of(self.row)[1]
+            return self._num_accepted_tokens + self.batch.draft_counts_of(self.row)[1]
         return self._num_accepted_tokens
 
     @property
@@ -214,14 +214,14 @@ class RequestState:
         """[num_output_tokens] int32: a copy of the tokens generated so far."""
         flushed = self._output.array()
         if self.batch is not None and self.row is not None:
-            return np.concatenate([flushed, self.batch.recent(self.row, self.num_prompt_tokens + len(flushed))])
+            return np.concatenate([flushed, self.batch.tokens_since(self.row, self.num_prompt_tokens + len(flushed))])
         return flushed.copy()
 
     def output_since(self, start: int) -> Int32Array:
         """A copy of the output tokens from index `start` on, int32. Tokens that are still in the batch are copied
         without the rest of the output."""
         if self.batch is not None and self.row is not None and start >= self._output.length:
-            return self.batch.recent(self.row, self.num_prompt_tokens + start).copy()
+            return self.batch.tokens_since(self.row, self.num_prompt_tokens + start).copy()
         return self.output_token_ids[start:]
 
     def tokens(self, start: int, end: int) -> Int32Array:
@@ -249,7 +249,7 @@ class RequestState:
         if self.batch is not None and self.row is not None:
             start = self.num_prompt_tokens + self._output.length
             if start < self.batch.num_tokens.item(self.row):
-                self._output.add(self.batch.recent(self.row, start).copy())
+                self._output.add(self.batch.tokens_since(self.row, start).copy())
         return self.prompt_bytes + self._output.array().tobytes() if self._output.length else self.prompt_bytes
 
     # ------------------------------------------------------------------ moving between queue and rows
@@ -262,11 +262,11 @@ class RequestState:
         """Record that a scheduler has added the request."""
         self.sequence_number = sequence_number
 
-    def limit(self, token_limit: int, detail: str) -> None:
+    def set_limit(self, token_limit: int, detail: str) -> None:
         """Set the number of known tokens at which the request finishes; `detail` is the name of the limit."""
         self.token_limit, self.limit_detail = token_limit, detail
 
-    def watch(self, watch: RepetitionWatch) -> None:
+    def set_watch(self, watch: RepetitionWatch) -> None:
         """Set the repetition watch: a repetition that it finds finishes the request."""
         self.repetition_watch = watch
 
@@ -287,7 +287,7 @@ class RequestState:
         """Clear the reason why the request waits."""
         self.deferral = None
 
-    def was_bypassed(self, count: int) -> None:
+    def add_bypasses(self, count: int) -> None:
         """Record that `count` requests behind this one in the queue were admitted."""
         self.num_bypassed += count
 
@@ -312,7 +312,7 @@ class RequestState:
         self._num_computed_tokens = num_computed_tokens
         self._num_pending = num_pending
 
-    def lost_row(self, loss_number: int, cause: PreemptionCause | None) -> None:
+    def record_row_loss(self, loss_number: int, cause: PreemptionCause | None) -> None:
         """Record that the request lost its row and its KV. `loss_number` counts the losses of all requests. `cause` is
         None if the row had no more tokens to compute."""
         self.loss_number = loss_number
@@ -323,7 +323,7 @@ class RequestState:
             self.num_preemptions += 1
             self.preemption_causes += (cause,)
 
-    def recover(self, recovery: Recovery | None) -> None:
+    def set_recovery(self, recovery: Recovery | None) -> None:
         """Set how the request gets its lost KV back; None: by recomputing it."""
         self.recovery = recovery
 
@@ -333,13 +333,13 @@ class RequestState:
         self.transition(status)
         self.serial = serial
 
-    def drop_in_flight(self, serial: int) -> None:
+    def drop_results_in_flight(self, serial: int) -> None:
         """Drop the request's results of steps in flight, by giving the request a serial that these steps do not
         name."""
         self.serial = serial
         self._num_pending = 0
 
-    def hold(self, holding: Any) -> None:
+    def set_holding(self, holding: Any) -> None:
         """Record the blocks that the request holds without a row; None: it holds none."""
         self.holding = holding
 
@@ -354,11 +354,11 @@ class RequestState:
 
     # ------------------------------------------------------------------ changing
 
-    def prioritise(self, priority: int) -> None:
+    def set_priority(self, priority: int) -> None:
         """Set the priority; a smaller one is more urgent."""
         self.priority = priority
 
-    def extend(self, part: Part, *, more: bool) -> None:
+    def add_part(self, part: Part, *, more: bool) -> None:
         """Store a later part of the prompt, to be appended when the present parts are complete. `more`: further parts
         follow."""
         self.more_input = more
@@ -388,13 +388,13 @@ class RequestState:
         """Append a copy of tokens to the request's own array."""
         self._output.extend(token_ids)
 
-    def take_recent(self, tokens: Int32Array, offset: int, end: int) -> None:
+    def append_recent(self, tokens: Int32Array, offset: int, end: int) -> None:
         """Append a copy of the row's newer tokens, up to position `end`, to the request's own array. The token at
         position i is `tokens[offset + i]`."""
         own = self._output
         own.add(tokens[offset + self.num_prompt_tokens + own.length : offset + end].copy())
 
-    def take(self, tokens: Int32Array) -> None:
+    def append_without_copy(self, tokens: Int32Array) -> None:
         """Append tokens to the request's own array without a copy: the caller must not keep `tokens`."""
         self._output.add(tokens)
 
@@ -421,7 +421,7 @@ class RequestState:
         self._num_draft_tokens += num_verified
         self._num_accepted_tokens += num_accepted
 
-    def settle_pending(self, count: int) -> None:
+    def subtract_pending(self, count: int) -> None:
         """Subtract `count` pending samples of a request without a row: they were returned, or never will be."""
         self._num_pending -= count
 

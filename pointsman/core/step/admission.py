@@ -257,7 +257,7 @@ class Admission:
             ended_otherwise = blocker is not None and len(skipped) < MAX_SKIPPED
             self._kept = search.close(found=bool(admitted) or ended_otherwise) or self._kept
         if admitted:
-            batch.join([entry.row for entry in admitted], [entry.request for entry in admitted])
+            batch.add_members([entry.row for entry in admitted], [entry.request for entry in admitted])
         if self._newly_deferred:
             self._report_deferrals(step.now)
 
@@ -277,7 +277,7 @@ class Admission:
         have bypassed it."""
         self._table.queue.put_back([request for request, _ in skipped])
         for request, num_before in skipped:
-            request._state.was_bypassed(num_admitted - num_before)
+            request._state.add_bypasses(num_admitted - num_before)
 
     def _note(self, request: Request, verdict: Deferral, now: float) -> None:
         """Record why a request waits, and since when: since `now` if the reason has changed."""
@@ -527,7 +527,7 @@ class Admission:
         self._kept = self._lacking = None
         match = kv.look_up(request)
         cached = match.num_tokens
-        external = NOTHING if self._transfers is None else self._transfers.ask(request, match)
+        external = NOTHING if self._transfers is None else self._transfers.find_load(request, match)
         if isinstance(external, Deferral):
             return external
         if external.num_tokens:

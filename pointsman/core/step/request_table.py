@@ -175,7 +175,7 @@ class RequestTable:
         if queued:
             self.leave_queue(request)
         state = request._state
-        state.prioritise(priority)
+        state.set_priority(priority)
         if queued:
             self.num_arrivals += 1
             self.queue.push(request)
@@ -239,7 +239,7 @@ class RequestTable:
             is_queued = request in self.queue
             if is_queued:
                 self.leave_queue(request)
-            request._state.settle_pending(1)
+            request._state.subtract_pending(1)
             if request.num_pending:
                 self.disown_steps_in_flight(request)
             if is_queued:
@@ -289,11 +289,11 @@ class RequestTable:
             )
             for release in self._releases:
                 release(request)
-        batch.leave(requests, self._steps.newest_step_id)
+        batch.release_rows(requests, self._steps.newest_step_id)
 
     def disown_steps_in_flight(self, request: Request) -> None:
         """Drop the samples of steps in flight for a request without a row."""
-        request._state.drop_in_flight(self.next_serial)
+        request._state.drop_results_in_flight(self.next_serial)
         self.next_serial += 1
 
     # ------------------------------------------------------------------ finished, and reported
@@ -360,7 +360,9 @@ class RequestTable:
         self._release_rows(requests, now, publish=publish)
         self._num_losses += len(requests)
         for index, request in enumerate(requests):
-            request._state.lost_row(self._num_losses - index, cause)  # of several requests, the first one resumes first
+            request._state.record_row_loss(
+                self._num_losses - index, cause
+            )  # of several requests, the first one resumes first
             if cause is not None:
                 self._report_preempted(request, cause, need, now)
         self.preempted += requests
@@ -370,7 +372,7 @@ class RequestTable:
         state = request._state
         cached = min(state.lost_tokens, self._kv.num_findable_tokens(request))
         swaps = self._swap is not None and cause is not PreemptionCause.RESET
-        state.recover(self._swap.preempted(request, cached) if self._swap is not None and swaps else None)
+        state.set_recovery(self._swap.preempted(request, cached) if self._swap is not None and swaps else None)
         if self._events.preempted:
             event = Preempted(request, cause, state.lost_tokens, cached, now, state.recovery, need)
             send(self._events.preempted, event)
@@ -413,7 +415,7 @@ class RequestTable:
         """Release the blocks that the request holds without a row."""
         if request._state.holding is not None:
             assert self._transfers is not None
-            self._transfers.let_go(request)
+            self._transfers.release_holding(request)
 
     def _hold_blocks_being_sent(self, requests: list[Request], transfers: Transfers) -> None:
         """Hold the blocks of requests that the device is still sending, before the requests' rows are released."""

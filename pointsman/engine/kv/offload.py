@@ -116,7 +116,7 @@ class HostTier(SlotDirectory):
 
     def drop_plans(self) -> None:
         """Forget the planned saves of voided steps, whose copies will not run."""
-        self.withdraw(save for copies in self._plans if not copies.is_done for save in copies.plan.saves)
+        self.withdraw_saves(save for copies in self._plans if not copies.is_done for save in copies.plan.saves)
         self._plans = []
 
 

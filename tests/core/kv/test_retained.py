@@ -170,7 +170,7 @@ def test_with_more_tenants_than_blocks_the_earliest_expiry_leaves_first() -> Non
     for index, prompt in enumerate(prompts):
         run(host, f"r{index}", prompt, tenant=f"t{index}", retention=1000.0 - 100 * (index % 3))
     pool = retaining(host)
-    assert pool.num_retained == 4 and pool.max_of_a_tenant() == 1
+    assert pool.num_retained == 4 and pool.max_retained_of() == 1
     assert by_tenant(pool, [f"t{index}" for index in range(6)]) == {"t0": 1, "t1": 1, "t3": 1, "t4": 1}
     assert "of at most 1 KV blocks" in explained(host)
 
@@ -218,8 +218,8 @@ def test_a_reset_removes_retained_blocks() -> None:
 def test_a_parent_that_was_computed_twice_outlives_its_child() -> None:
     """The second table has another block for the parent than the first table, and the same child."""
     pool = RetainingPool(4, 0, 1.0)
-    parent, child = pool.take(2)[0]
-    other = pool.take(1)[0][0]
+    parent, child = pool.allocate(2)[0]
+    other = pool.allocate(1)[0][0]
     for block in (parent, child, other):
         pool.set_cached(np.array([block]))
     pool.acquire(np.array([child]))
@@ -258,7 +258,7 @@ def test_random_tables_of_many_tenants_keep_the_retention_limits(seed: int, num_
                     block = parents.get(block)
             if found:
                 pool.acquire(np.array(found))
-            new, evicted = pool.take(random.randint(1, 4))
+            new, evicted = pool.allocate(random.randint(1, 4))
             for block in evicted.tolist():
                 parents.pop(block, None)
             pool.set_cached(new)
@@ -274,14 +274,14 @@ def test_random_tables_of_many_tenants_keep_the_retention_limits(seed: int, num_
         num_shared = pool.num_retained - sum(counts.values())
         assert num_shared <= pool.capacity // 2
         most = max(1, (pool.capacity - num_shared) // max(1, len(counts)))
-        assert most == pool.max_of_a_tenant() and all(count <= most for count in counts.values())
+        assert most == pool.max_retained_of() and all(count <= most for count in counts.values())
         assert pool.num_free == len(turn) + pool.num_blank == int((pool.num_references == 0).sum())
     assert pool.num_retained
 
 
 def test_the_queue_of_retained_blocks_stays_smaller_than_the_pool() -> None:
     pool = RetainingPool(64, 0, 1.0)
-    blocks, _ = pool.take(32)
+    blocks, _ = pool.allocate(32)
     pool.set_cached(blocks)
     for step in range(500):
         pool.expire(float(step))
@@ -293,7 +293,7 @@ def test_the_queue_of_retained_blocks_stays_smaller_than_the_pool() -> None:
 
 def test_tenants_without_a_block_of_their_own_are_dropped() -> None:
     pool = RetainingPool(64, 0, 1.0)
-    blocks, _ = pool.take(4)
+    blocks, _ = pool.allocate(4)
     pool.set_cached(blocks)
     for step in range(500):
         pool.acquire(blocks)  # beside a request that keeps them
@@ -307,7 +307,7 @@ def test_a_release_takes_no_longer_with_many_tenants() -> None:
     for num_tenants in (10, 8000):
         pool, seconds = RetainingPool(16384, 0, 1.0), list[float]()
         for index in range(num_tenants + 100):
-            table = pool.take(1)[0]
+            table = pool.allocate(1)[0]
             pool.set_cached(table)
             pool.retain(table, 1e6 + index, f"tenant {min(index, num_tenants)}")
             begin = perf_counter()

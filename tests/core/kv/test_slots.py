@@ -28,7 +28,7 @@ def test_contents_of_withdrawn_copies_are_not_found() -> None:
     directory = filled(4, 2)
     plan = directory.assign([(5, key_of(5)), (0, key_of(0))], [SlotLoad([key_of(1)], [8])])
     assert (plan.num_blocks, plan.loaded_slots, plan.loaded_blocks) == (2, [1], [8]), "0 is here already"
-    directory.withdraw(plan.saves)
+    directory.withdraw_saves(plan.saves)
     directory.check()
     assert [directory.num_found([key_of(value)]) for value in (0, 1, 5)] == [1, 1, 0]
     assert len(directory) == 2

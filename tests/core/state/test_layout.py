@@ -7,7 +7,7 @@ import random
 import pytest
 
 from pointsman.core import KVGroup
-from pointsman.core.state.layout import FULL, layers_per_group, text_of
+from pointsman.core.state.layout import FULL, describe_groups, layers_per_group
 
 WINDOW = KVGroup("window", 1024)
 
@@ -52,6 +52,6 @@ def test_more_kinds_than_max_groups_get_one_group_each() -> None:
 
 
 def test_kv_groups_are_described_in_words() -> None:
-    assert text_of(()) == "1 group of full attention"
-    assert text_of((WINDOW, FULL, WINDOW)) == "2 groups of a window of 1024, 1 of full attention"
-    assert text_of((KVGroup("chunk", 8),)) == "1 group of a chunk of 8"
+    assert describe_groups(()) == "1 group of full attention"
+    assert describe_groups((WINDOW, FULL, WINDOW)) == "2 groups of a window of 1024, 1 of full attention"
+    assert describe_groups((KVGroup("chunk", 8),)) == "1 group of a chunk of 8"
