@@ -151,5 +151,7 @@ class RecordedConnector:
 
     def _next_answer(self, kind: type) -> Any:
         if not self._answers or not isinstance(self._answers[-1], kind):
-            raise ValueError("the calls of the connector differ from those that were recorded")
+            raise ValueError(
+                "the replay calls the connector differently from the recording; use the Pointsman version that recorded"
+            )
         return self._answers.pop()

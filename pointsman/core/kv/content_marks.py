@@ -40,8 +40,8 @@ class ContentMarks:
         self.generation = 0
 
     def rekey_starts_generation(self, request: Request) -> bool:
-        """Put the marks of a request's contents into the request's prompt key. Returns whether a new generation
-        began."""
+        """Put the marks of a request's encoder inputs into the request's prompt key. Returns whether a new generation
+        of marks began."""
         state = request._state
         if state.content_generation == self.generation:
             return False

@@ -281,8 +281,8 @@ class KVCacheManager(KVCache):
         return self._attended.num_reusable(has_block)
 
     def num_blocks_to_hold(self, num_blocks: int) -> int:
-        """Number of blocks that a request with `num_blocks` places in each table holds: without the blocks behind its
-        windows."""
+        """Number of blocks that a request holds, in all groups together, once each of its tables has `num_blocks`
+        places; the blocks behind its windows are not held."""
         return num_blocks * self.num_groups - int(self._attended.first_blocks(num_blocks).sum())
 
     def num_blocks_to_start(self, request: Request, match: Match, num_tokens: int) -> int:
@@ -345,7 +345,8 @@ class KVCacheManager(KVCache):
         return self._entering.table, self._entering.is_local
 
     def _labelled_blocks(self, match: Match) -> Int64Array:
-        """The blocks of a match that carry labels: those of one group, which were labelled when they were released."""
+        """The blocks of a match that may carry a label of the eviction policy: those of one group, which got a label
+        when they were released."""
         if match.table is None:
             return match.blocks
         group = self.anchor or 0
@@ -567,8 +568,8 @@ class KVCacheManager(KVCache):
         return np.array(shared, dtype=np.int64)
 
     def _num_shared_blocks(self, request: Request, row: int) -> int:
-        """Number of leading blocks of a running request that a lookup would still find if its row were released. The
-        row may have given back some of these blocks, which other requests hold."""
+        """Number of leading blocks of a running request that a lookup would still find if the request's row were
+        released. The row may have given back some of these blocks, which other requests hold."""
         state, prefix, count = request._state, self.prefix, request._state.num_published_blocks
         if prefix is None or not request.use_prefix_cache or state.prefix_epoch != prefix.epoch:
             return 0
@@ -844,7 +845,8 @@ class KVCacheManager(KVCache):
         return blocks
 
     def _add_saves(self, saves: list[Save], evicted: Int64Array) -> None:
-        """Add evicted blocks to `saves`, except blocks that a step in flight computes: the step may still fail."""
+        """Add evicted blocks to the list `saves` that the next output reports, except blocks that a step in flight
+        computes: the step may still fail."""
         wanted = self.wanted
         for block in evicted.tolist():
             key, step = self._key_of.pop(block)

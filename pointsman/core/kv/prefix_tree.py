@@ -145,7 +145,7 @@ class Found(NamedTuple):
 
     @property
     def last(self) -> RunNode:
-        """The last node of the prefix. Only if at least one node was found."""
+        """The last node of the prefix; defined only if at least one node was found."""
         run, first, count = self.spans[-1]
         return new_tuple(RunNode, (run, first + count - 1))
 
@@ -221,7 +221,8 @@ class PrefixCache:
         return sum(run.length for run in self._runs.values())
 
     def _make_cells(self, count: int) -> Int64Array:
-        """[groups, count] the cells of the first `count` nodes of any run."""
+        """[groups, count] the cells of the first `count` nodes of any run; a cell is one node in one group of
+        layers."""
         cells: Int64Array = np.arange(count) * self.num_groups + np.arange(self.num_groups)[:, None]
         return cells
 
@@ -395,7 +396,7 @@ class PrefixCache:
             self._shorten_evicted_runs()
 
     def _shorten_evicted_runs(self) -> None:
-        """Shorten the runs of the evicted blocks in `_evicted`."""
+        """Remove the blocks evicted since the last call from their runs, and shorten the runs."""
         if not self._evicted:
             return
         blocks, runs, cells = self._evicted[0]
@@ -490,8 +491,8 @@ class PrefixCache:
         self.num_publications += 1
 
     def _drop_duplicate_block(self, run: Run, cell: int, block: int) -> None:
-        """Remove one of several blocks of a cell. A lookup may then find another block of the cell, which is
-        referenced."""
+        """Remove one of several blocks with the content of one cell. A lookup may then find another of these blocks,
+        which is referenced."""
         index, group = divmod(cell, self.num_groups)
         others = run.duplicates[cell]
         self.num_duplicates -= 1

@@ -51,7 +51,7 @@ class TableReports:
         self._has_grown = True
 
     def note_reported(self, rows: Int64Array, ends: Int64Array) -> None:
-        """Record that the host knows all blocks of these rows before the places `ends` [rows]."""
+        """Record that the host knows all blocks of these rows at places before `ends` [rows]."""
         self._reported[rows] = ends
 
     def note_one_block_each(self, rows: Int64Array, ids: IntArray, places: Int64Array, ends: Int64Array) -> None:

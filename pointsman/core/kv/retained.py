@@ -95,7 +95,8 @@ class RetainingPool(BlockPool):
         return self._num_retained
 
     def max_retained_of(self, tenant: str | None = None) -> int:
-        """Maximum number of retained blocks of each tenant now, counting `tenant` as a tenant with retained blocks."""
+        """Maximum number of retained blocks that each tenant may have now. `tenant` is counted as a tenant with
+        retained blocks."""
         is_new = tenant is not None and self._owners.get(tenant, 0) not in self._num_of
         num_tenants = len(self._num_of) - (SHARED in self._num_of) + is_new
         part = (self.capacity - self._num_of.get(SHARED, 0)) // max(1, num_tenants)
@@ -242,7 +243,7 @@ class RetainingPool(BlockPool):
         self._push_retained(blocks[~is_over])
 
     def _clear_expired_marks(self, blocks: Int64Array) -> Int64Array:
-        """Remove the marks of expired blocks, and return the blocks."""
+        """Clear the marks of blocks whose retention has expired. Returns the blocks."""
         self._num_shared -= self._num_marked_shared(blocks)
         self._until[blocks] = _NEVER
         return blocks

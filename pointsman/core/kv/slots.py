@@ -120,7 +120,8 @@ class SlotDirectory:
                 self._free.append(slot)
 
     def withdraw_saves(self, saves: Iterable[SlotSave]) -> None:
-        """Remove the contents of copies that are not executed: their slots do not have the content."""
+        """Remove from the directory the contents of planned copies that are not executed: their slots do not have these
+        contents."""
         for one in saves:
             if self._slots.get(one.key) == one.slot:
                 del self._slots[one.key]
@@ -132,6 +133,6 @@ class SlotDirectory:
         self._free = list(range(self.num_slots - 1, -1, -1))
 
     def check(self) -> None:
-        """Raises AssertionError unless every slot is either free or has one key."""
+        """Check that every slot is either free or has one key. Raises AssertionError otherwise."""
         slots = [*self._free, *self._slots.values()]
         assert sorted(slots) == list(range(self.num_slots)), f"{self.num_slots} slots of host memory, found {slots}"

@@ -62,7 +62,7 @@ class Holding:
         self.is_open = False
 
     def keep_places(self, num_places: int) -> Int64Array:
-        """Keep the blocks of the first `num_places` places of each table. Returns the other blocks."""
+        """Keep the blocks at the first `num_places` places of each table. Returns the other blocks."""
         self.table = self.table[:, :num_places]
         is_kept = np.isin(self.blocks, self.table)
         others = self.blocks[~is_kept]
@@ -88,7 +88,8 @@ class Holding:
 
 
 class External(NamedTuple):
-    """The load for a request that is to be admitted."""
+    """The tokens that a connector loads for a request when the request is admitted, and whether it loads them
+    asynchronously."""
 
     num_tokens: int
     """Number of tokens to load, in whole blocks."""
@@ -190,13 +191,14 @@ class Transfers:
         return self._fit_async_load(num_local // size, count // size)
 
     def _num_blocks_to_load(self, match: Match, num_tokens: int) -> int:
-        """Number of blocks that a load of `num_tokens` tokens after a match fills."""
+        """Number of blocks that a load fills if it loads `num_tokens` tokens after the cached tokens of `match`."""
         num_blocks = self._kv.num_blocks_to_hold((match.num_tokens + num_tokens) // self._kv.block_size)
         return num_blocks - len(self._kv.with_external(match, num_tokens).blocks)
 
     def _num_saved_tokens(self, request: Request, num_local_tokens: int, has: BoolArray | None) -> int:
-        """Number of tokens after the local tokens in blocks that this step evicts and saves, so that it can load them
-        again. With several groups, `has` marks the blocks in the pool; the saved blocks are marked in it, too."""
+        """Number of tokens, directly after the first `num_local_tokens`, in blocks that this step evicts and saves, so
+        that the step can load them again. With several groups, `has` marks the blocks in the pool; this method marks
+        the saved blocks in it, too."""
         saved, size = {save.key for save in self._kv.saves or ()}, self._kv.block_size
         start, end = num_local_tokens // size, (request.num_tokens - 1) // size
         if has is None:
@@ -255,7 +257,8 @@ class Transfers:
         """
         if transfer_id not in self._open:
             raise UnknownTransfer(
-                f"no transfer {transfer_id!r} is under way; each asynchronous load and each send ends exactly once"
+                f"no transfer {transfer_id!r} is under way; call transfer_done exactly once for each asynchronous load "
+                "and each send"
             )
         return self._open[transfer_id]
 
@@ -280,7 +283,7 @@ class Transfers:
         self._num_stuck -= len(holding.blocks)
 
     def move_holding_to_row(self, request: Request) -> None:
-        """End the holding of a request that runs now: its row holds the blocks."""
+        """End the holding of a request that has got a row: the row now holds the blocks."""
         holding = request._state.holding
         assert holding is not None and not holding.is_open
         del self._loaded[holding.transfer_id]
@@ -351,8 +354,8 @@ def make_transfers(config: SchedulerConfig, kv: KVCacheManager, connector: KVCon
         return Transfers(config, kv, connector)
     if config.preemption_mode != "recompute":
         raise ConfigError(
-            f'preemption_mode is "{config.preemption_mode}" and there is no host memory to swap to; give some '
-            '(kv_offload_bytes), or pass a connector, or use "recompute"'
+            f'preemption_mode is "{config.preemption_mode}" and there is no host memory to swap to; pass a '
+            'connector (with the engine: set kv_offload_bytes), or set it to "recompute"'
         )
     for name, default in (("kv_load_failure_policy", "recompute"), ("kv_load_timeout", None)):
         if getattr(config, name) != default:

@@ -40,7 +40,8 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 class Windows:
-    """Gives back the blocks behind the windows of all rows: see the module.
+    """Gives back the blocks behind the windows of all rows: when a row lacks a block, when free blocks are short, or
+    when requests wait.
 
     Args:
         take: function that allocates a given number of blocks, and returns their ids.
@@ -123,7 +124,8 @@ class Windows:
         return num_blocks * self.block_size
 
     def place(self, batch: Batch, row: int, tails: tuple[int, int, int]) -> None:
-        """Initialize the columns of a row that was given its tables. `tails`: the elements of `_tails` for the row."""
+        """Initialize the columns of a row that was given its tables. `tails`: the places in the tables at which a later
+        lookup is likely to end."""
         end = self._tables.ends.item(row)
         self._public[row], self._moves_at[row] = end, -1
         self._tails[row] = tails
@@ -137,7 +139,8 @@ class Windows:
 
     def is_evicted_last(self, row: int, places: Int64Array, groups: Int64Array) -> BoolArray:
         """[blocks] whether each block of a finished request is evicted last, because a lookup is likely to need it.
-        These are the blocks of full attention, and the blocks in the windows before the row's `_tails`."""
+        These are the blocks of full attention, and the blocks in the windows before the places at which a lookup is
+        likely to end."""
         starts, ends = np.zeros((2, self._tables.num_groups, 3), dtype=np.int64)
         ends[:] = self._tails[row]
         for kind in self._tables.kinds:
@@ -250,7 +253,8 @@ class Windows:
         self._pool.release_any(blocks[is_tail][::-1])
 
     def _update_due_places(self, rows: Int64Array) -> None:
-        """Update `_due_at` and `_moves_at` of rows after a change of their first blocks (`Kind.first`)."""
+        """Recompute the places at which rows next have a block to give back or to move, because the first blocks of the
+        rows have changed."""
         due = np.full(len(rows), MAX_INT, dtype=np.int64)
         for kind in self.kinds:
             next_return = kind.group.min_tokens_with((kind.first[rows] + 1) * self.block_size)

@@ -75,7 +75,7 @@ class Acceptance:
         return (int(self._verified[row]), int(self._accepted[row])) if row < len(self._verified) else (0, 0)
 
     def release_row(self, row: int) -> tuple[int, int]:
-        """Return the counts of a row, as `of` does, and reset them: the row is released."""
+        """Return the numbers of verified and accepted drafts of a row, and reset them, because the row is released."""
         counts = self.counts_of(row)
         if any(counts):
             self._verified[row] = self._accepted[row] = 0

@@ -128,7 +128,7 @@ class Members:
         self._stop_tokens: Int32Array | None = None
         self.ones = batch.ones[:count]
         self.ends = batch.count_up[1 : 1 + count]
-        """`Runs.ends` of runs of one token each."""
+        """[members] 1, 2, 3, ...: the field `ends` of `Runs` with one token for each row."""
         self.trues = batch.trues[:count]
         self.zeros = batch.zeros[:count]
         return getattr(self, name)
@@ -137,7 +137,8 @@ class Members:
         return len(self.requests)
 
     def append_offsets(self, batch: Batch) -> Int64Array:
-        """[members] for each row: the index in flat `recent_tokens` of the token behind position p, minus p."""
+        """[members] for each row, the number to add to a position p to get the index in flat `recent_tokens` of the
+        token at position p + 1."""
         if self._num_flushes != batch.num_flushes:
             self._num_flushes, self._indices = batch.num_flushes, batch.recent_offset[self.rows] + ONE
         return self._indices
@@ -191,7 +192,7 @@ class StopFilter:
             self._change_counts(stop_tokens, -1)
 
     def may_stop(self, token_ids: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
-        """[len(token_ids)] whether each token may be a counted stop token. False: certainly not."""
+        """[len(token_ids)] whether each token may be a counted stop token. False: the token is none."""
         may: npt.NDArray[np.bool_] = self.counts[token_ids & _STOP_MASK] != 0
         return may
 
@@ -444,7 +445,7 @@ class Batch:
 
     def reaches_limit(self, num_tokens: int) -> BoolArray | None:
         """[members] whether each running row would reach its token limit with `num_tokens` further tokens; None: no row
-        would. The rows are read only if `min_tokens_left` does not exclude it."""
+        would. The rows are read only if `min_tokens_left` shows that a row may reach its limit."""
         if self.min_tokens_left > num_tokens:
             return None
         left = self.members.token_limit - self.num_tokens[self.members.rows]
@@ -489,7 +490,7 @@ class Batch:
         return self._flat_recent[offset + start : offset + self.num_tokens.item(row)]
 
     def draft_counts_of(self, row: int) -> tuple[int, int]:
-        """Number of verified drafts and number of accepted drafts of a row, see `Acceptance.counts_of`."""
+        """Number of drafts of a row that were verified since the row was assigned, and number of drafts accepted."""
         return self.acceptance.counts_of(row)
 
     def last_tokens(self, rows: npt.NDArray[np.integer]) -> Int32Array:

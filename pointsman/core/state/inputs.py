@@ -82,7 +82,8 @@ def read_encoder_inputs(
             continue
         if not isinstance(item, (tuple, list)) or not 3 <= len(item) <= 5 or not (isinstance(item[0], str) and item[0]):
             raise ValueError(
-                f"an encoder input is {item!r}; give (key, start, length, num_embeddings, mask), the key a text"
+                f"an encoder input is {item!r}; give (key, start, length, num_embeddings, mask), with a "
+                "non-empty string as the key"
             )
         key, start, length, num_embeddings, mask = (*item, None, None)[:5]
         start = checked_integer("an encoder input's start", start, 0)
@@ -91,12 +92,18 @@ def read_encoder_inputs(
         num_embeddings = num_masked if num_embeddings is None else num_embeddings
         num_embeddings = checked_integer("an encoder input's num_embeddings", num_embeddings, 0)
         if mask is not None and num_embeddings != num_masked:
-            raise ValueError(f"encoder input {key!r} has {num_embeddings} embeddings, and its mask {num_masked}")
+            raise ValueError(
+                f"encoder input {key!r} has num_embeddings {num_embeddings}, but its mask has {num_masked} "
+                "ones; make them equal"
+            )
         if start < end:
-            raise ValueError(f"encoder input {key!r} starts at {start}, before {end}, where the one before it ends")
+            raise ValueError(
+                f"encoder input {key!r} starts at {start}, but the input before it ends at {end}; "
+                "sort the inputs, without overlap"
+            )
         end = start + length
         if end > num_tokens:
-            raise ValueError(f"encoder input {key!r} ends at {end}, and the {owner} has {num_tokens} tokens")
+            raise ValueError(f"encoder input {key!r} ends at {end}, but the {owner} has only {num_tokens} tokens")
         inputs.append(EncoderInput(key, start, length, num_embeddings, mask))
     return tuple(inputs)
 

@@ -50,8 +50,8 @@ class KVGroup(NamedTuple):
         return num_tokens * 0
 
     def min_tokens_with(self, num_skipped: Tokens) -> Tokens:
-        """The smallest number of tokens n for which the method `num_skipped(n)` returns at least `num_skipped`, which
-        is at least 1. Not for "full" groups."""
+        """The smallest number of tokens after which at least `num_skipped` leading tokens (1 or more) are attended to
+        by no later token. Not for "full" groups."""
         if self.kind == "window":
             return num_skipped + self.reach
         return -(-num_skipped // self.size) * self.size

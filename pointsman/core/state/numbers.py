@@ -79,11 +79,11 @@ def flat_integers(
     try:
         array = np.asarray(values)
     except ValueError as reason:
-        raise error(f"{name} must be a flat sequence of integers: {reason}") from None
+        raise error(f"{name} must be a flat sequence of integers, but NumPy reports: {reason}") from None
     if array.dtype is INT64 or array.dtype == INT64:
         return array
     if array.dtype.kind not in "iu" and array.size:
-        raise error(f"{name} must be a flat sequence of integers, and they are of type {array.dtype}")
+        raise error(f"{name} must be a flat sequence of integers, but its elements are of type {array.dtype}")
     return array.astype(INT64)
 
 

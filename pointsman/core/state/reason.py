@@ -96,7 +96,7 @@ class Deferral(NamedTuple):
     reason: Reason
     missing: int
     """Number of sequence slots, tokens, blocks, adapter slots, partial prefills or embeddings that the request lacks,
-    depending on the reason; 0 if the reason counts nothing."""
+    depending on the reason; 0 if the reason is no shortage."""
     blocks_queue: bool = True
     """Whether no request behind this one is admitted in the same step. If False, this request is skipped.
 
@@ -108,7 +108,7 @@ class Holder(NamedTuple):
 
     request_id: str
     amount: int
-    """Amount of the resource that the request holds, in the unit of the resource; 0 if the reason counts nothing."""
+    """Amount of the resource that the request holds, in the unit of the resource; 0 if the resource is not counted."""
     what: str = ""
     """Name of the adapter, if the resource is an adapter slot."""
     transfer: int | None = None

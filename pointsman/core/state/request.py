@@ -276,7 +276,7 @@ class RequestState:
 
     def defer(self, deferral: Deferral | None, now: float) -> bool:
         """Record why the newest step that checked the request did not admit it. Returns whether the reason differs from
-        the one recorded before; if so, it holds since `now`."""
+        the recorded one; if so, the time of the reason is set to `now`."""
         before, self.deferral = self.deferral, deferral
         if before is not None and deferral is not None and before.reason is deferral.reason:
             return False
@@ -381,7 +381,9 @@ class RequestState:
             InvalidTransition: a request cannot change from its present status to this one.
         """
         if status not in NEXT[self.status]:
-            raise InvalidTransition(f"request {self.request_id!r} cannot go from {self.status.name} to {status.name}")
+            raise InvalidTransition(
+                f"request {self.request_id!r} cannot change from status {self.status.name} to {status.name}"
+            )
         self.status = status
 
     def append_output(self, token_ids: IntArray | Sequence[int]) -> None:
@@ -389,7 +391,7 @@ class RequestState:
         self._output.extend(token_ids)
 
     def append_recent(self, tokens: Int32Array, offset: int, end: int) -> None:
-        """Append a copy of the row's newer tokens, up to position `end`, to the request's own array. The token at
+        """Append a copy of the row's newest tokens, up to position `end`, to the request's own array. The token at
         position i is `tokens[offset + i]`."""
         own = self._output
         own.add(tokens[offset + self.num_prompt_tokens + own.length : offset + end].copy())
@@ -422,7 +424,8 @@ class RequestState:
         self._num_accepted_tokens += num_accepted
 
     def subtract_pending(self, count: int) -> None:
-        """Subtract `count` pending samples of a request without a row: they were returned, or never will be."""
+        """Subtract `count` from the pending samples of a request without a row: these samples were returned, or never
+        will be."""
         self._num_pending -= count
 
 
@@ -601,11 +604,13 @@ class Request(Sealed, _RequestFields):
             checks.refuse(f"min_tokens is {min_tokens}, more than max_tokens {max_tokens}; lower it")
         if len(output_token_ids):
             if more_input:
-                checks.refuse("it has output_token_ids and more_input; tokens are generated behind a whole prompt only")
+                checks.refuse(
+                    "output_token_ids are given and more_input is True; give the whole prompt, or no output_token_ids"
+                )
             if len(output_token_ids) >= state.max_tokens:
                 checks.refuse(
-                    f"it has {len(output_token_ids)} output_token_ids and max_tokens is {max_tokens}, so nothing is "
-                    "left to generate; raise max_tokens"
+                    f"{len(output_token_ids)} output_token_ids are given and max_tokens is {max_tokens}, so no token "
+                    "is left to generate; raise max_tokens"
                 )
             state.append_output(token_array(request_id, output_token_ids))
         return sealed_as(cls, fields)
@@ -833,7 +838,7 @@ class _Checks:
     def token_ids(self, values: Sequence[int]) -> tuple[int, ...]:
         """EOS or stop token ids, as a tuple."""
         if not isinstance(values, Iterable):
-            self.refuse(f"EOS or stop token ids are {values!r}; give a list, such as [{values!r}]")
+            self.refuse(f"EOS or stop token ids are {values!r}; give a list of token ids, such as [{values!r}]")
         for token in values:
             if type(token) is not int or not 0 <= token <= MAX_INT:
                 return tuple([self.integer("an EOS or stop token id", each, 0) for each in values])
@@ -895,4 +900,7 @@ class _Checks:
             sound_version = isinstance(version, (int, str)) and not isinstance(version, bool)
             if isinstance(name, str) and name and sound_version:
                 return Adapter(name, version)
-        self.refuse(f"adapter is {given!r}; give (name, version), a text that is not empty and a number or text")
+        self.refuse(
+            f"adapter is {given!r}; give (name, version), where name is a non-empty string and version a "
+            "number or a string"
+        )

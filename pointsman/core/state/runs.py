@@ -53,7 +53,7 @@ class Runs(NamedTuple):
         return tokens
 
     def select(self, is_selected: npt.NDArray[np.bool_]) -> Runs:
-        """The runs that are True in `is_selected` [s]."""
+        """The runs selected by the mask `is_selected` [s]."""
         return Runs.of(self.counts[is_selected], self.token_ids[is_selected.repeat(self.counts)])
 
     def truncate(self, lengths: Int64Array) -> Runs:

@@ -147,7 +147,8 @@ def test_cached_blocks_are_evicted_in_order_of_release(seed: int) -> None:
 
 
 def test_release_any_takes_blocks_in_eviction_order() -> None:
-    """A block that two tables release at once is free once. `evict_first` blocks come before all others."""
+    """A block that two tables release in one call is listed once. Blocks released with `evict_first` come before all
+    others."""
     pool = BlockPool(8)
     blocks, _ = pool.allocate(6)
     pool.acquire(blocks[:2])

@@ -95,7 +95,7 @@ def test_blocks_behind_the_window_return_to_the_pool() -> None:
 
 
 def test_a_long_prompt_runs_in_a_pool_that_holds_its_window() -> None:
-    """Its admission counts the maximum number of blocks that it holds at a time."""
+    """Admission counts the maximum number of blocks that the prompt holds at a time."""
     host = Host(kv_groups=(WINDOW,), num_blocks=8, max_model_len=400)
     assert host.config.num_usable_tokens == 400
     request = host.add("a", 300, max_tokens=20)
@@ -194,7 +194,7 @@ def test_a_preempted_request_finds_its_generated_blocks() -> None:
 
 
 def test_a_prompt_returns_blocks_that_a_chunk_left_behind_the_window() -> None:
-    """It does so in the step after the chunk, whatever that computes."""
+    """The blocks return in the step after the chunk, even if that step computes other tokens."""
     host = Host(kv_groups=(FULL, WINDOW), num_blocks=40, max_num_batched_tokens=30)
     host.add("a", 30, max_tokens=9)
     output = host.step()
@@ -219,7 +219,7 @@ def test_windows_that_are_likely_to_be_looked_up_are_evicted_last() -> None:
 
 
 def test_windows_give_back_blocks_before_a_request_is_preempted() -> None:
-    """With windows alone the pool holds all requests for as long as they generate."""
+    """If all groups have windows, the pool holds all requests for as long as they generate."""
     host = Host(kv_groups=(WINDOW, WINDOW), num_blocks=4 * 8 + 2, max_num_seqs=4, enable_prefix_caching=False)
     requests = [host.add(f"r{number}", 5 + number, max_tokens=45) for number in range(4)]
     host.run_to_end()
@@ -273,7 +273,8 @@ def _workload(seed: int, config: SchedulerConfig) -> Iterator[tuple[Any, ...]]:
 def test_steady_growth_in_windows_decides_as_the_general_path(
     groups: tuple[KVGroup, ...], steps_in_flight: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows that move the block behind their window take the same decisions as rows on the general path."""
+    """The scheduler decides the same whether rows move the block behind their window to its end or take the general
+    path."""
     config = small_config(kv_groups=groups, num_blocks=30 + 20 * len(groups), max_steps_in_flight=steps_in_flight)
     counts = {True: 0, False: 0}
     steady = Windows.grow_steadily
@@ -338,7 +339,7 @@ def test_a_retained_prefix_outlives_other_prefixes_in_every_group(groups: tuple[
 
 @LAYOUTS
 def test_blocks_that_a_lookup_of_a_retained_prefix_needs_are_retained(groups: tuple[KVGroup, ...]) -> None:
-    """These are all blocks with full attention, and the blocks of its end with a window."""
+    """With full attention these are all blocks of the prefix; with a window, the blocks at its end."""
     host = Host(kv_groups=groups, num_blocks=24 * len(groups), max_model_len=64, eviction="retention:share=1")
     host.add("a", 33, max_tokens=1, retention=1000.0)
     host.run_to_end()

@@ -19,7 +19,7 @@ def host_with(share: float = 1.0, **overrides: Any) -> Host:
 
 
 def run(host: Host, name: str, prompt: Any, **fields: Any) -> int:
-    """A request of one token; returns its cached tokens."""
+    """Run a request that generates one token; returns its number of cached tokens."""
     request = host.add(name, prompt, max_tokens=1, **fields)
     host.run_to_end()
     return request.num_cached_tokens
@@ -37,7 +37,7 @@ def explained(host: Host) -> str:
 
 
 def flood(host: Host, num_blocks: int, name: str = "flood") -> None:
-    """One-shot prompts that take that many blocks, one at a time."""
+    """Run requests with different prompts, one at a time, that take `num_blocks` blocks together."""
     for index in range(num_blocks // 4):
         run(host, f"{name} {index}", 15)
 
@@ -150,7 +150,7 @@ def test_a_tenant_with_many_blocks_leaves_other_tenants_their_share() -> None:
 
 
 def by_tenant(pool: RetainingPool, tenants: Iterable[str]) -> dict[str, int]:
-    """The number of retained blocks of each tenant that has some."""
+    """The number of retained blocks of each tenant that has retained blocks."""
     counts = {tenant: pool.num_retained_of(tenant) for tenant in tenants}
     return {tenant: count for tenant, count in counts.items() if count}
 
@@ -216,7 +216,7 @@ def test_a_reset_removes_retained_blocks() -> None:
 
 
 def test_a_parent_that_was_computed_twice_outlives_its_child() -> None:
-    """The second table has another block for the parent than the first table, and the same child."""
+    """The second table has the same child block as the first table, and another block for the parent's content."""
     pool = RetainingPool(4, 0, 1.0)
     parent, child = pool.allocate(2)[0]
     other = pool.allocate(1)[0][0]
@@ -233,7 +233,7 @@ def test_a_parent_that_was_computed_twice_outlives_its_child() -> None:
 
 @pytest.mark.parametrize(("seed", "num_tenants"), [(0, 3), (1, 3), (2, 8), (3, 60)])
 def test_random_tables_of_many_tenants_keep_the_retention_limits(seed: int, num_tenants: int) -> None:
-    """Chains of blocks that share their beginnings: the bounds, the counts and the order hold after every call."""
+    """Random tables share their first blocks; the limits, counts and order hold after every call."""
     random, pool = Random(seed), RetainingPool(64, 0, 0.6)
     now, held = 0.0, list[Any]()
     parents: dict[int, int] = {}

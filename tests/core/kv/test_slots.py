@@ -35,7 +35,7 @@ def test_contents_of_withdrawn_copies_are_not_found() -> None:
 
 
 def test_a_step_may_load_blocks_that_it_saves() -> None:
-    """Copied within the pool, because host memory may have no slot for the block."""
+    """The blocks are copied within the pool, because host memory may have no slot for them."""
     directory = filled(2, 2)
     load = SlotLoad([key_of(7), key_of(0), key_of(1)], [10, 11, 12])
     plan = directory.assign([(3, key_of(7))], [load])

@@ -322,5 +322,5 @@ def test_invalid_swap_settings_are_refused(overrides: dict[str, Any], words: str
 
 def test_swapping_needs_host_memory() -> None:
     config = SchedulerConfig(num_blocks=8, max_model_len=16, preemption_mode="cheaper")
-    with pytest.raises(ConfigError, match="there is no host memory to swap to; give some"):
+    with pytest.raises(ConfigError, match="there is no host memory to swap to; pass a connector"):
         Scheduler(config)

@@ -149,7 +149,7 @@ def test_the_span_holds_all_running_rows_unless_it_is_mostly_free(monkeypatch: p
 
 
 def test_the_documented_layout_names_every_column() -> None:
-    """In the order in which they are made, with their types."""
+    """The docstring lists the columns in the order in which they are created, with their types."""
     listed = re.findall(r"^    (\w+) +(u?int\d+) \[R", batch.__doc__ or "", re.MULTILINE)
     columns = Batch(block_size=4, accepted_drafts=[0])
     assert listed == [(name, str(getattr(columns, name).dtype)) for name in batch._COLUMNS]

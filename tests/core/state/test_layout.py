@@ -27,7 +27,7 @@ WINDOW = KVGroup("window", 1024)
 def test_groups_have_the_number_of_layers_that_wastes_least_memory(
     name: str, full: int, windowed: int, size: int
 ) -> None:
-    """At 32,768 tokens in blocks of 16, of which a window takes 65."""
+    """A request has 32,768 tokens in blocks of 16; a window holds 65 of these blocks."""
     kinds = [(blocks, layers) for blocks, layers in ((2048, full), (65, windowed)) if layers]
     assert layers_per_group(kinds, 8) == size
 

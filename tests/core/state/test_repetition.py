@@ -63,7 +63,7 @@ def test_a_repetition_watch_is_no_larger_than_the_longest_output() -> None:
         ({"max_pattern_size": -1}, "max_pattern_size is -1"),
         ({"max_pattern_size": 2.0, "min_count": 2}, "max_pattern_size is 2.0"),
         ({"max_pattern_size": 2, "min_pattern_size": 3, "min_count": 2}, "min_pattern_size is 3, more than"),
-        ({"max_pattern_size": 2}, "min_count is 0; a repetition is 2 times or more"),
+        ({"max_pattern_size": 2}, "min_count is 0; it must be at least 2"),
         ({"max_pattern_size": 2, "min_count": True}, "min_count is True"),
     ],
 )

@@ -113,7 +113,9 @@ def test_a_request_allows_only_the_listed_transitions(status: RequestStatus) -> 
             request._state.transition(following)
             assert request.status is following
         else:
-            with pytest.raises(InvalidTransition, match=f"'r' cannot go from {status.name} to {following.name}"):
+            with pytest.raises(
+                InvalidTransition, match=f"'r' cannot change from status {status.name} to {following.name}"
+            ):
                 request._state.transition(following)
             assert request.status is status
 
