@@ -98,7 +98,7 @@ def test_the_content_of_an_evicted_block_is_not_found() -> None:
     assert cached_of(host.step()) == {"d": 0}
 
 
-def test_a_request_may_take_the_whole_pool() -> None:
+def test_a_request_may_hold_all_blocks_of_the_pool() -> None:
     host = Host(num_blocks=4, max_model_len=17)
     host.add("a", 16)
     output = host.schedule()
@@ -146,7 +146,7 @@ def test_cached_blocks_are_evicted_in_order_of_release(seed: int) -> None:
         assert pool.num_free == len(cached)
 
 
-def test_release_any_takes_blocks_in_eviction_order() -> None:
+def test_release_any_queues_blocks_in_eviction_order() -> None:
     """A block that two tables release in one call is listed once. Blocks released with `evict_first` come before all
     others."""
     pool = BlockPool(8)

@@ -63,7 +63,7 @@ def test_block_keys_depend_on_encoder_inputs_and_their_positions() -> None:
     assert late[0] == plain[0] and not set(late[1:]) & {*plain, *cat}
 
 
-def test_two_halves_of_an_input_have_other_keys_than_the_whole() -> None:
+def test_block_keys_differ_for_an_encoder_input_and_its_two_halves() -> None:
     """Two halves of one picture are not two equal ones."""
     whole = keys(0, 0, 0, 0, encoder_inputs=[EncoderInput("cat", 0, 4)])
     halves = keys(0, 0, 0, 0, encoder_inputs=[EncoderInput("cat", 0, 2), EncoderInput("cat", 2, 2)])

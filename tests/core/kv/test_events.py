@@ -28,7 +28,7 @@ def chain(root: str, tokens: list[int]) -> list[bytes]:
     return names
 
 
-def test_a_scheduled_prompt_is_reported_with_chained_hashes() -> None:
+def test_kv_events_report_a_scheduled_prompt_with_chained_hashes() -> None:
     host = with_events()
     prompt = host.prompt(9)
     host.add("a", prompt)
@@ -38,7 +38,7 @@ def test_a_scheduled_prompt_is_reported_with_chained_hashes() -> None:
     assert host.scheduler.take_kv_events() == []
 
 
-def test_stored_events_name_the_parent_and_generated_blocks_come_last() -> None:
+def test_kv_events_name_the_parent_and_report_generated_blocks_last() -> None:
     host = with_events(max_num_batched_tokens=4)
     prompt = host.prompt(6)
     request = host.add("a", prompt, max_tokens=4)
@@ -51,7 +51,7 @@ def test_stored_events_name_the_parent_and_generated_blocks_come_last() -> None:
     assert second.token_ids == tuple(request.all_token_ids[4:8].tolist())
 
 
-def test_content_is_reported_once_and_removed_with_its_last_block() -> None:
+def test_kv_events_report_content_stored_once_and_removed_once() -> None:
     host = with_events(share_within_step=False, num_blocks=8, max_model_len=32, max_num_batched_tokens=32)
     prompt = host.prompt(8)
     host.add("a", [*prompt, 1], max_tokens=2)
@@ -65,7 +65,7 @@ def test_content_is_reported_once_and_removed_with_its_last_block() -> None:
     assert [name for event in removed for name in event.block_hashes] == names[::-1], "the last block is removed first"
 
 
-def test_hashes_depend_on_salt_and_adapter() -> None:
+def test_kv_event_hashes_depend_on_cache_salt_and_adapter() -> None:
     host = with_events(max_loras=2)
     prompt = host.prompt(5)
     host.add("plain", prompt)
@@ -78,7 +78,7 @@ def test_hashes_depend_on_salt_and_adapter() -> None:
     assert stored[2].root.adapter == Adapter("x", 3)
 
 
-def test_events_and_hashes_include_encoder_inputs() -> None:
+def test_kv_events_and_their_hashes_include_encoder_inputs() -> None:
     host = with_events(encoder_budget=8, encoder_cache_size=16, max_num_batched_tokens=32)
     prompt = host.prompt(12)
     for name in ("cat", "dog"):
@@ -95,7 +95,7 @@ def test_events_and_hashes_include_encoder_inputs() -> None:
     assert cat.extra_keys() == [(("cat", 3),), (("cat", -1),), None]
 
 
-def test_blocks_of_a_failed_step_are_reported_as_removed() -> None:
+def test_kv_events_report_blocks_of_a_failed_step_as_removed() -> None:
     host = with_events()
     host.add("a", 9)
     host.fail(host.schedule())
@@ -105,7 +105,7 @@ def test_blocks_of_a_failed_step_are_reported_as_removed() -> None:
     assert tuple(gone) == stored.block_hashes[::-1]
 
 
-def test_a_reset_reports_all_blocks_as_cleared() -> None:
+def test_a_prefix_cache_reset_reports_all_blocks_as_cleared() -> None:
     host = with_events()
     host.add("a", 9)
     host.step()

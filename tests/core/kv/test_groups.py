@@ -69,7 +69,7 @@ def test_kv_groups_with_a_kv_cache_of_the_host_are_refused() -> None:
         Scheduler(config, kv_cache=KVCacheManager(small_config()))
 
 
-def test_one_group_of_full_attention_is_the_same_as_no_groups() -> None:
+def test_one_group_of_full_attention_acts_like_no_kv_groups() -> None:
     host = Host(kv_groups=(FULL,))
     host.add("a", 5)
     output = host.schedule()
@@ -113,7 +113,7 @@ def test_a_prompt_that_can_never_fit_is_refused_with_the_numbers() -> None:
     assert request.finish_detail == "kv_capacity"
 
 
-def test_an_output_has_the_group_and_place_of_each_block() -> None:
+def test_an_output_lists_the_group_and_place_of_each_block() -> None:
     host = Host(kv_groups=TWO)
     host.add("a", 7)
     output = host.schedule()
@@ -131,7 +131,7 @@ def test_an_output_has_the_group_and_place_of_each_block() -> None:
 # ------------------------------------------------------------------ cache hits
 
 
-def test_a_hit_acquires_only_blocks_that_the_next_token_attends_to() -> None:
+def test_a_cache_hit_acquires_only_blocks_that_the_next_token_attends_to() -> None:
     host = Host(kv_groups=TWO, num_blocks=40)
     prompt = host.prompt(17)
     host.add("a", prompt, max_tokens=1)
@@ -144,7 +144,7 @@ def test_a_hit_acquires_only_blocks_that_the_next_token_attends_to() -> None:
     assert sorted(found[1]) == [2, 3, 4]  # token 16 attends to 9 to 16
 
 
-def test_a_hit_ends_where_every_group_has_its_window() -> None:
+def test_a_cache_hit_ends_where_every_group_has_all_blocks_of_its_window() -> None:
     """A block in the middle of the window's blocks is evicted first here: a shorter prefix is still found."""
     host = Host(kv_groups=TWO, num_blocks=40)
     prompt = host.prompt(25)
@@ -162,7 +162,7 @@ def test_a_hit_ends_where_every_group_has_its_window() -> None:
     assert kv.prefix.is_cached(found.blocks[0, 4]), "full attention still has the block there"
 
 
-def test_a_hit_at_a_chunk_border_needs_no_block_of_a_chunk_group() -> None:
+def test_a_cache_hit_at_a_chunk_border_needs_no_block_of_the_chunk_group() -> None:
     """At the border of a chunk no block of a group of chunks is needed."""
     host = Host(kv_groups=(FULL, KVGroup("chunk", 8)), num_blocks=40)
     prompt = host.prompt(17)
@@ -193,7 +193,7 @@ def test_a_preempted_request_finds_its_generated_blocks() -> None:
         host.scheduler.reset_prefix_cache(host.now)
 
 
-def test_a_prompt_returns_blocks_that_a_chunk_left_behind_the_window() -> None:
+def test_prefill_releases_blocks_that_fell_behind_the_window() -> None:
     """The blocks return in the step after the chunk, even if that step computes other tokens."""
     host = Host(kv_groups=(FULL, WINDOW), num_blocks=40, max_num_batched_tokens=30)
     host.add("a", 30, max_tokens=9)
@@ -204,7 +204,7 @@ def test_a_prompt_returns_blocks_that_a_chunk_left_behind_the_window() -> None:
     assert host.stats().num_free_blocks == free + 5  # blocks 0 to 4; token 28, the last of a full block, reads 21 to 28
 
 
-def test_windows_that_are_likely_to_be_looked_up_are_evicted_last() -> None:
+def test_window_blocks_before_the_end_of_a_prompt_are_evicted_last() -> None:
     """The window before the prompt's last full block survives other requests; earlier windows do not."""
     host = Host(kv_groups=TWO, num_blocks=30, max_model_len=100, max_num_batched_tokens=40)
     prompt = host.prompt(33)
@@ -218,7 +218,7 @@ def test_windows_that_are_likely_to_be_looked_up_are_evicted_last() -> None:
     assert host.schedule().num_cached_tokens.tolist() == [32]
 
 
-def test_windows_give_back_blocks_before_a_request_is_preempted() -> None:
+def test_blocks_behind_windows_are_released_before_any_preemption() -> None:
     """If all groups have windows, the pool holds all requests for as long as they generate."""
     host = Host(kv_groups=(WINDOW, WINDOW), num_blocks=4 * 8 + 2, max_num_seqs=4, enable_prefix_caching=False)
     requests = [host.add(f"r{number}", 5 + number, max_tokens=45) for number in range(4)]
@@ -270,7 +270,7 @@ def _workload(seed: int, config: SchedulerConfig) -> Iterator[tuple[Any, ...]]:
 
 @pytest.mark.parametrize("steps_in_flight", short_of([1, 2, 3], {1, 2}))
 @pytest.mark.parametrize("groups", [TWO, (FULL, *[KVGroup("window", 5)] * 3), (WINDOW,), (KVGroup("chunk", 8), FULL)])
-def test_steady_growth_in_windows_decides_as_the_general_path(
+def test_moving_window_blocks_within_a_table_changes_no_decision(
     groups: tuple[KVGroup, ...], steps_in_flight: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The scheduler decides the same whether rows move the block behind their window to its end or take the general
@@ -338,7 +338,7 @@ def test_a_retained_prefix_outlives_other_prefixes_in_every_group(groups: tuple[
 
 
 @LAYOUTS
-def test_blocks_that_a_lookup_of_a_retained_prefix_needs_are_retained(groups: tuple[KVGroup, ...]) -> None:
+def test_retention_keeps_the_blocks_that_a_lookup_of_the_prefix_needs(groups: tuple[KVGroup, ...]) -> None:
     """With full attention these are all blocks of the prefix; with a window, the blocks at its end."""
     host = Host(kv_groups=groups, num_blocks=24 * len(groups), max_model_len=64, eviction="retention:share=1")
     host.add("a", 33, max_tokens=1, retention=1000.0)
@@ -348,7 +348,7 @@ def test_blocks_that_a_lookup_of_a_retained_prefix_needs_are_retained(groups: tu
     host.scheduler.check_invariants()
 
 
-def test_events_name_the_group_of_their_blocks() -> None:
+def test_kv_events_name_the_group_of_their_blocks() -> None:
     host = Host(kv_groups=TWO, num_blocks=40, max_num_batched_tokens=64, enable_kv_cache_events=True)
     prompt = host.prompt(25)
     host.add("a", prompt, max_tokens=1)
@@ -369,7 +369,7 @@ def test_events_name_the_group_of_their_blocks() -> None:
     assert again == BlockStored(full.block_hashes[3:4], full.block_hashes[2], tuple(prompt[12:16]), Root(), (), 1)
 
 
-def test_events_of_one_group_have_group_0() -> None:
+def test_kv_events_have_group_0_by_default() -> None:
     assert BlockStored((), None, (), Root()).group == BlockRemoved(()).group == 0
 
 
@@ -382,7 +382,7 @@ def test_the_common_prefix_is_counted_in_the_full_attention_group() -> None:
         assert host.schedule().num_common_prefix_blocks == expected
 
 
-def test_groups_of_full_attention_take_the_fast_path() -> None:
+def test_fast_path_serves_groups_of_full_attention() -> None:
     """The blocks and tables are the same as in single steps."""
     tables_of = []
     for at_once in (False, True):
@@ -401,7 +401,7 @@ def test_groups_of_full_attention_take_the_fast_path() -> None:
     assert tables_of[0] == tables_of[1] and len(tables_of[0][0][0]) > 6
 
 
-def test_windows_do_not_take_the_fast_path() -> None:
+def test_fast_path_is_not_used_for_groups_with_windows() -> None:
     host = Host(kv_groups=TWO, num_blocks=200)
     host.add("a", 5, max_tokens=60)
     host.update(host.schedule())

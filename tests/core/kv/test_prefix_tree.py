@@ -125,7 +125,7 @@ def test_requests_with_different_salts_share_no_prefix() -> None:
     assert library.run(sequence(1, 3), cache_salt="bob") == 1
 
 
-def test_eviction_takes_the_end_of_the_least_recently_used_prefix() -> None:
+def test_eviction_removes_the_end_of_the_least_recently_used_prefix() -> None:
     library = Library(num_blocks=7)
     library.run(sequence(1, 2, 3))
     library.run(sequence(4, 5))
@@ -135,7 +135,7 @@ def test_eviction_takes_the_end_of_the_least_recently_used_prefix() -> None:
     assert library.run(sequence(1, 2, 3)) == 1
 
 
-def test_evicting_a_branch_keeps_the_trunk_and_the_other_branch() -> None:
+def test_evicting_a_branch_keeps_the_common_prefix_and_the_other_branch() -> None:
     library = Library(num_blocks=7)
     library.run(sequence(1, 2, 3))
     library.run(sequence(1, 2, 4))
@@ -167,7 +167,7 @@ def test_a_referenced_prefix_is_not_evicted_but_its_suffix_is() -> None:
     assert cached_of(host.step()) == {"again": 8}
 
 
-def test_blocks_after_a_duplicate_are_found() -> None:
+def test_blocks_after_a_duplicate_block_are_found() -> None:
     host = Host(share_within_step=False, num_blocks=8, max_num_batched_tokens=64)
     host.add("a", [*sequence(1), 99], max_tokens=1)
     host.add("b", [*sequence(1, 2), 98], max_tokens=1)

@@ -155,7 +155,7 @@ def by_tenant(pool: RetainingPool, tenants: Iterable[str]) -> dict[str, int]:
     return {tenant: count for tenant, count in counts.items() if count}
 
 
-def test_a_block_that_two_tenants_retain_counts_for_neither() -> None:
+def test_a_block_that_two_tenants_retain_counts_for_neither_tenant() -> None:
     host = host_with(share=0.5)
     shared = host.prompt(16)
     for tenant in ("a", "b"):
@@ -164,7 +164,7 @@ def test_a_block_that_two_tenants_retain_counts_for_neither() -> None:
     assert by_tenant(pool, "ab") == {"a": 2, "b": 2} and pool.num_retained == 8
 
 
-def test_with_more_tenants_than_blocks_the_earliest_expiry_leaves_first() -> None:
+def test_more_tenants_than_blocks_evict_the_earliest_expiring_block_first() -> None:
     host = host_with(share=0.25)  # 4 of 16
     prompts = [host.prompt(5) for _ in range(6)]
     for index, prompt in enumerate(prompts):
@@ -215,7 +215,7 @@ def test_a_reset_removes_retained_blocks() -> None:
     assert host.stats().num_retained_blocks == 0, "its blocks were not cached when it finished"
 
 
-def test_a_parent_that_was_computed_twice_outlives_its_child() -> None:
+def test_a_parent_block_that_was_computed_twice_outlives_its_child() -> None:
     """The second table has the same child block as the first table, and another block for the parent's content."""
     pool = RetainingPool(4, 0, 1.0)
     parent, child = pool.allocate(2)[0]
@@ -232,7 +232,7 @@ def test_a_parent_that_was_computed_twice_outlives_its_child() -> None:
 
 
 @pytest.mark.parametrize(("seed", "num_tenants"), [(0, 3), (1, 3), (2, 8), (3, 60)])
-def test_random_tables_of_many_tenants_keep_the_retention_limits(seed: int, num_tenants: int) -> None:
+def test_random_block_tables_of_many_tenants_obey_retention_limits(seed: int, num_tenants: int) -> None:
     """Random tables share their first blocks; the limits, counts and order hold after every call."""
     random, pool = Random(seed), RetainingPool(64, 0, 0.6)
     now, held = 0.0, list[Any]()
@@ -291,7 +291,7 @@ def test_the_queue_of_retained_blocks_stays_smaller_than_the_pool() -> None:
     assert len(pool._queue) < 64 and len(pool._owners) < 64
 
 
-def test_tenants_without_a_block_of_their_own_are_dropped() -> None:
+def test_retaining_pool_drops_tenants_without_unshared_blocks() -> None:
     pool = RetainingPool(64, 0, 1.0)
     blocks, _ = pool.allocate(4)
     pool.set_cached(blocks)
@@ -302,7 +302,7 @@ def test_tenants_without_a_block_of_their_own_are_dropped() -> None:
     assert len(pool._owners) <= 2 * 64
 
 
-def test_a_release_takes_no_longer_with_many_tenants() -> None:
+def test_release_time_does_not_grow_with_the_number_of_tenants() -> None:
     shortest = []
     for num_tenants in (10, 8000):
         pool, seconds = RetainingPool(16384, 0, 1.0), list[float]()

@@ -78,7 +78,7 @@ def listened(**config: Any) -> tuple[Host, Notes]:
     return host, notes
 
 
-def test_a_request_is_reported_from_arrival_to_finish() -> None:
+def test_a_listener_gets_the_events_of_a_request_from_arrival_to_end() -> None:
     host, notes = listened(max_num_seqs=1)
     host.add("a", 4, max_tokens=2)
     host.add("b", 4, max_tokens=1, park=ParkReason.GRAMMAR)
@@ -138,7 +138,7 @@ def test_a_failed_step_reports_rolled_back_admissions() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_allocated_minus_returned_blocks_are_the_held_blocks(seed: int) -> None:
+def test_reported_allocations_minus_returns_equal_the_held_blocks(seed: int) -> None:
     """Over a random run with preemptions, aborts and shared prefixes, in references to blocks."""
     random = Random(seed)
     host, notes = listened(num_blocks=12, max_model_len=32, full_sequence_must_fit=False)

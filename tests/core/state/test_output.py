@@ -22,7 +22,7 @@ def busy() -> Host:
     return host
 
 
-def test_rows_are_continued_requests_then_admitted_ones_in_order() -> None:
+def test_rows_list_continued_requests_then_admitted_requests_in_order() -> None:
     output = busy().schedule()
     assert tokens_of(output) == {"old": 1, "long": 4, "back": 4, "new": 3}
     assert output.num_rows == 4
@@ -51,7 +51,7 @@ def test_a_resumed_request_with_all_but_its_newest_token_cached_decodes() -> Non
     assert (cached_of(output), tokens_of(output), names(output.decode)) == ({"a": 4}, {"a": 1}, ["a"])
 
 
-def test_a_chunk_of_the_last_token_of_a_prompt_is_prefill() -> None:
+def test_a_chunk_with_only_the_last_prompt_token_is_prefill() -> None:
     host = Host(max_num_batched_tokens=8)
     host.add("a", 9, max_tokens=3)
     host.step()
@@ -155,7 +155,7 @@ def test_requests_finished_later_do_not_appear_in_an_earlier_output() -> None:
     assert (names(output.finished), names(output.preempted)) == ([], [])
 
 
-def test_an_empty_step_is_legal_and_is_updated_like_any_other() -> None:
+def test_a_step_without_rows_is_valid_and_updated_like_any_other() -> None:
     host = Host()
     output = host.schedule()
     assert (output.num_rows, output.total_num_scheduled_tokens, output.num_continued) == (0, 0, 0)

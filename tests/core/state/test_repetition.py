@@ -89,7 +89,7 @@ def run_with(host: Host, request: Request, tokens: list[int]) -> None:
             host.step({request.request_id: token})
 
 
-def test_a_request_that_repeats_itself_finishes() -> None:
+def test_a_request_with_a_repetitive_output_finishes() -> None:
     host = Host()
     request = host.add("a", repetition_detection=TWICE)
     other = host.add("b")
@@ -104,14 +104,14 @@ def test_a_request_that_repeats_itself_finishes() -> None:
     assert host.stats().finished["repetition"] == 1
 
 
-def test_the_prompt_is_no_part_of_the_repetition() -> None:
+def test_repetition_detection_ignores_the_prompt() -> None:
     host = Host()
     request = host.add("a", [1, 2, 3, 1, 2, 3], repetition_detection=TWICE)
     run_with(host, request, [1, 2, 3])
     assert request.status is RequestStatus.RUNNING
 
 
-def test_a_repetition_before_min_tokens_finishes_the_request_later() -> None:
+def test_a_repetition_finishes_its_request_only_after_min_tokens() -> None:
     host = Host()
     request = host.add("a", repetition_detection=TWICE, min_tokens=6)
     run_with(host, request, [1, 2, 1, 2, 1])
@@ -143,7 +143,7 @@ def test_a_repetition_is_found_across_a_preemption_with_samples_in_flight() -> N
     assert (request.status, request.num_preemptions) == (RequestStatus.FINISHED_REPETITION, 1)
 
 
-def test_default_repetition_parameters_make_no_watch() -> None:
+def test_default_repetition_parameters_create_no_repetition_watch() -> None:
     host = Host()
     request = host.add("a", repetition_detection=RepetitionDetectionParams())
     assert request.repetition_detection is None and request._state.repetition_watch is None

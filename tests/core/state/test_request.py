@@ -52,7 +52,7 @@ def make(prompt: Any = (1, 2, 3), **fields: Any) -> Request:
     ],
     ids=str,
 )
-def test_bad_arguments_are_refused_with_the_value_and_the_limit(fields: dict[str, Any], message: str) -> None:
+def test_invalid_request_arguments_are_refused_with_value_and_limit(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestRefused, match=f"request 'r' refused: .*({message})"):
         make(**fields)
 
@@ -90,7 +90,7 @@ def test_a_slice_of_another_prompt_has_its_own_length() -> None:
     assert second._state.prompt_bytes == np.array([2, 3, 4], dtype=np.int32).tobytes()
 
 
-def test_metadata_is_kept_unchanged() -> None:
+def test_request_metadata_is_kept_unchanged() -> None:
     marker = object()
     assert make(metadata=marker).metadata is marker
 
@@ -105,7 +105,7 @@ ALLOWED = {
 
 
 @pytest.mark.parametrize("status", list(S), ids=lambda status: status.name)
-def test_a_request_allows_only_the_listed_transitions(status: RequestStatus) -> None:
+def test_a_request_allows_only_the_listed_status_transitions(status: RequestStatus) -> None:
     for following in S:
         request = make()
         request._state.status = status
@@ -144,7 +144,7 @@ def test_phase_is_prefill_until_the_first_sample_since_admission() -> None:
     assert request.phase == "finished"
 
 
-def test_a_request_reads_the_same_whether_it_has_a_row_or_not() -> None:
+def test_request_properties_are_equal_with_and_without_a_row() -> None:
     host = Host()
     request = host.add("a", 4, max_tokens=6)
     host.step()
@@ -159,7 +159,7 @@ def test_a_request_reads_the_same_whether_it_has_a_row_or_not() -> None:
     assert request._state.last_token_id == running[1][-1]
 
 
-def test_a_long_output_is_kept_whole() -> None:
+def test_a_long_output_keeps_all_its_tokens() -> None:
     host = Host(num_blocks=200, max_model_len=800)
     request = host.add("a", 3, max_tokens=700)
     host.run_to_end(max_steps=800)
