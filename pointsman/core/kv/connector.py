@@ -137,20 +137,20 @@ class RecordedConnector:
         self._answers = answers[::-1]
 
     def num_external_tokens(self, request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
-        count, is_async = self._next_answer(list)
+        count, is_async = self._pop_answer(list)
         return count, is_async
 
     def num_tokens_in_groups(self, request: Request, num_local_tokens: int, has: BoolArray) -> tuple[int | None, bool]:
         return self.num_external_tokens(request, num_local_tokens)
 
     def request_ended(self, request: Request, block_ids: Int64Array, num_tokens: int, transfer_id: int) -> bool:
-        return bool(self._next_answer(bool))
+        return bool(self._pop_answer(bool))
 
     def reset(self) -> None:
         pass
 
-    def _next_answer(self, kind: type) -> Any:
-        if not self._answers or not isinstance(self._answers[-1], kind):
+    def _pop_answer(self, answer_type: type) -> Any:
+        if not self._answers or not isinstance(self._answers[-1], answer_type):
             raise ValueError(
                 "the replay calls the connector differently from the recording; use the Pointsman version that recorded"
             )

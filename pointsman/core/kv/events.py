@@ -97,13 +97,13 @@ class KVEvents:
         events, self._events = self._events, []
         return events
 
-    def on_run_added(self, run: Run, request: Request, first: int, has: BoolArray) -> None:
-        """A request's blocks from `first` on entered the tree, as `run`. `has`: [groups, nodes] whether each group has
-        a block."""
+    def on_run_added(self, run: Run, request: Request, first: int, has_block: BoolArray) -> None:
+        """A request's blocks from `first` on entered the tree, as `run`. `has_block`: [groups, nodes] whether each
+        group has the block of each node."""
         self._hashes[run.run_id] = list(block_keys(request, self._block_size)[first : first + run.length])
-        self._has[run.run_id] = has
+        self._has[run.run_id] = has_block
         for group in self._groups:
-            self._report_stored(request, group, first + np.flatnonzero(has[group]))
+            self._report_stored(request, group, first + np.flatnonzero(has_block[group]))
 
     def on_cells_filled(self, run: Run, request: Request, offset: int, groups: Int64Array, indices: Int64Array) -> None:
         """Nodes of a run got their first block of a group: node `indices[k]` of group `groups[k]`. Node i is block

@@ -372,7 +372,7 @@ class KVCacheManager(KVCache):
         )  # a kernel may read any entry
         self._reports.note_placed(row)
         if self._windows is not None:
-            self._windows.place(batch, row, tails)
+            self._windows.place_row(batch, row, tails)
 
     def _add_rows(self, count: int) -> None:
         self._tables.add_rows(count)

@@ -162,9 +162,9 @@ class Found(NamedTuple):
 class RunListener(Protocol):
     """An object whose methods the tree calls when content enters and leaves it."""
 
-    def on_run_added(self, run: Run, request: Request, first: int, has: BoolArray) -> None:
-        """A request's blocks from `first` on entered the tree, as `run`. `has`: [groups, nodes] whether each group has
-        a block."""
+    def on_run_added(self, run: Run, request: Request, first: int, has_block: BoolArray) -> None:
+        """A request's blocks from `first` on entered the tree, as `run`. `has_block`: [groups, nodes] whether each
+        group has the block of each node."""
 
     def on_cells_filled(self, run: Run, request: Request, offset: int, groups: Int64Array, indices: Int64Array) -> None:
         """Existing nodes of `run` got their first block of a group: node `indices[k]` of group `groups[k]`. Node i is
@@ -632,7 +632,7 @@ class PrefixCache:
             runs += [child for (index, _), child in run.children.items() if index < run.length]
         return found
 
-    def content(self, block: int) -> tuple[Root, bytes]:
+    def content_of(self, block: int) -> tuple[Root, bytes]:
         """For checks: the root of a cached block, and all tokens of its sequence up to the block's end, as bytes."""
         (run, index), _ = self.node_of(block)
         parts = [run.token_bytes[: (index + 1) * self._block_bytes]]

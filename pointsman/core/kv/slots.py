@@ -4,9 +4,9 @@ A slot holds the content of one block, and is found by the key of this content (
 copies of a step. The host copies the bytes before the step computes: first blocks to slots, then blocks to blocks, then
 slots to blocks. It executes the plans in the order of their steps.
 
-    plan = directory.assign(saves, loads)     assign slots to blocks to save, the least recently used slots first
-    directory.withdraw_saves(plan.saves)      record that the copies of a plan are not executed
-    directory.discard(keys)                   free slots whose content no request will need again
+    plan = directory.assign_slots(saves, loads)  assign slots to blocks to save, the least recently used slots first
+    directory.withdraw_saves(plan.saves)         record that the copies of a plan are not executed
+    directory.discard_contents(keys)             free slots whose content no request will need again
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class SlotDirectory:
         """Number of contents in slots, including contents that steps in flight save."""
         return len(self._slots)
 
-    def has(self, key: bytes) -> bool:
+    def has_content(self, key: bytes) -> bool:
         """Whether the content with this key has a slot. Does not change the order in which slots are reused."""
         return key in self._slots
 
@@ -70,7 +70,7 @@ class SlotDirectory:
         reused."""
         return next((index for index, key in enumerate(keys) if key not in self._slots), len(keys))
 
-    def assign(self, saves: Sequence[tuple[int, bytes]], loads: Sequence[SlotLoad]) -> SlotPlan:
+    def assign_slots(self, saves: Sequence[tuple[int, bytes]], loads: Sequence[SlotLoad]) -> SlotPlan:
         """Plan the copies of a step: assign slots to the blocks to save, (block, key) each, and find the slots of the
         contents to load.
 
@@ -112,7 +112,7 @@ class SlotDirectory:
         del self._slots[key]
         return slot
 
-    def discard(self, keys: Iterable[bytes]) -> None:
+    def discard_contents(self, keys: Iterable[bytes]) -> None:
         """Free the slots of the contents with these keys, if they have slots."""
         for key in keys:
             slot = self._slots.pop(key, None)

@@ -138,10 +138,10 @@ class BlockTables:
         self.ends[rows] = ends
         return ends
 
-    def write_blocks(self, at: Int64Array, blocks: Int32Array) -> None:
-        """Write `blocks`, one per index and group: at the flat indices `at` of the first group's tables, and at the
+    def write_blocks(self, indices: Int64Array, blocks: Int32Array) -> None:
+        """Write `blocks`, one per index and group, at the flat `indices` of the first group's tables and at the
         corresponding indices of the other groups' tables."""
-        self.flat[at if self.num_groups == 1 else (at[:, None] + self.offsets).ravel()] = blocks
+        self.flat[indices if self.num_groups == 1 else (indices[:, None] + self.offsets).ravel()] = blocks
 
     # ------------------------------------------------------------------ reading
 

@@ -213,7 +213,7 @@ class Transfers:
         is_asked = deferral is not None and deferral.reason is Reason.KV_CONNECTOR
         asked_since = request._state.deferred_since if is_asked else self._now
         if self._timeout is not None and self._now - asked_since >= self._timeout:
-            request._state.load_ended()
+            request._state.end_loads()
             return NOTHING
         if request is self._preemptor:
             return NOTHING

@@ -123,7 +123,7 @@ class Windows:
                 return num_tokens
         return num_blocks * self.block_size
 
-    def place(self, batch: Batch, row: int, tails: tuple[int, int, int]) -> None:
+    def place_row(self, batch: Batch, row: int, tails: tuple[int, int, int]) -> None:
         """Initialize the columns of a row that was given its tables. `tails`: the places in the tables at which a later
         lookup is likely to end."""
         end = self._tables.ends.item(row)
@@ -302,7 +302,7 @@ class Windows:
             due_at = self._due_at[rows]
             due = due_at <= places
             if due.item(due.argmax()):
-                if kind is None or not self._can_exchange(batch, kind, rows[due], places[due], due_at[due]):
+                if kind is None or not self._can_exchange_blocks(batch, kind, rows[due], places[due], due_at[due]):
                     return False
                 ids = self._exchange_blocks(kind, rows, places, due, at).astype(INT32)
             else:
@@ -313,7 +313,9 @@ class Windows:
         self._reports.note_one_block_each(rows, ids, places, ends)
         return True
 
-    def _can_exchange(self, batch: Batch, kind: Kind, rows: Int64Array, places: Int64Array, due_at: Int64Array) -> bool:
+    def _can_exchange_blocks(
+        self, batch: Batch, kind: Kind, rows: Int64Array, places: Int64Array, due_at: Int64Array
+    ) -> bool:
         """Whether each of these rows has exactly one block in each table to give back, and no step that may have to be
         recomputed reads this block."""
         if due_at.tobytes() != places.tobytes():
@@ -324,13 +326,13 @@ class Windows:
         return bool((kept > kind.first[rows]).all())
 
     def _exchange_blocks(
-        self, kind: Kind, rows: Int64Array, places: Int64Array, due: BoolArray, at: Int64Array
+        self, kind: Kind, rows: Int64Array, places: Int64Array, due: BoolArray, indices: Int64Array
     ) -> Int64Array:
         """[rows, groups] the next block of each row and group; rows that are `due` give back one block in each table of
         the kind."""
         moves = self._moves_at[rows] == places
         returns = due & ~moves
-        ids: Int64Array = self._tables.flat[at - self._back].astype(INT64)
+        ids: Int64Array = self._tables.flat[indices - self._back].astype(INT64)
         old, takes = ids[:, kind.groups], ~moves
         if np.count_nonzero(returns):
             first = places[returns] - self._back

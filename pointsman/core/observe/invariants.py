@@ -332,7 +332,7 @@ def _check_contents(batch: Batch, kv: KVCache) -> None:
                 continue
             held = (root, known[: (index + 1) * kv.block_size * TOKEN_BYTES], group)
             _require(
-                (*prefix.content(block), prefix.group_of(block)) == held,
+                (*prefix.content_of(block), prefix.group_of(block)) == held,
                 9,
                 "the key of block {} of {} differs from its tokens, or its group",
                 block,

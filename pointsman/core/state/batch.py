@@ -143,7 +143,7 @@ class Members:
             self._num_flushes, self._indices = batch.num_flushes, batch.recent_offset[self.rows] + ONE
         return self._indices
 
-    def without(self, batch: Batch, requests: list[Request]) -> Members:
+    def without_requests(self, batch: Batch, requests: list[Request]) -> Members:
         """The members without `requests`, whose rows have just been released. Some of `requests` may not be members."""
         if len(requests) == 1:  # the usual case, in a third of the time
             index = self.serials.searchsorted(requests[0]._state.serial).item()  # serials ascend
@@ -288,7 +288,7 @@ class Batch:
         left = state.token_limit - num_tokens
         if left < self.min_tokens_left:
             self.min_tokens_left = left
-        state.placed(self, row)
+        state.set_row(self, row)
         return row
 
     def add_members(self, rows: list[int], requests: list[Request]) -> None:
@@ -306,7 +306,7 @@ class Batch:
             state = request._state
             row = state.row
             assert row is not None
-            self.flush(row, state)
+            self.flush_recent_tokens(row, state)
             if self.flags.item(row):
                 self.clear_flags(row, PREFILLING | WATCHED | NOT_AHEAD | NO_SAMPLE | ENCODER_INPUTS)
             self.num_with_one_stop -= len(request.stop_set) == 1
@@ -319,7 +319,7 @@ class Batch:
                 self._free_rows.append(row)
             else:
                 self.fenced_rows.append((last_step, row))
-        self.members = self.members.without(self, requests)
+        self.members = self.members.without_requests(self, requests)
 
     def free_fenced_rows(self, step_id: int) -> None:
         """Make the released rows reusable that waited for the update of step `step_id` or of an earlier step: these
@@ -498,7 +498,7 @@ class Batch:
         tokens: Int32Array = self._flat_recent[self.recent_offset[rows] + self.num_tokens[rows] - 1]
         return tokens
 
-    def flush(self, row: int, state: RequestState) -> None:
+    def flush_recent_tokens(self, row: int, state: RequestState) -> None:
         """Move the recent tokens of a row to the request's own array."""
         end = self.num_tokens.item(row)
         if state.num_prompt_tokens + state.num_own_output_tokens < end:

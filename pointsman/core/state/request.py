@@ -249,7 +249,7 @@ class RequestState:
         if self.batch is not None and self.row is not None:
             start = self.num_prompt_tokens + self._output.length
             if start < self.batch.num_tokens.item(self.row):
-                self._output.add(self.batch.tokens_since(self.row, start).copy())
+                self._output.append_without_copy(self.batch.tokens_since(self.row, start).copy())
         return self.prompt_bytes + self._output.array().tobytes() if self._output.length else self.prompt_bytes
 
     # ------------------------------------------------------------------ moving between queue and rows
@@ -258,7 +258,7 @@ class RequestState:
         """Set the encoder inputs of the prompt."""
         self.encoder_inputs = encoder_inputs
 
-    def added(self, sequence_number: int) -> None:
+    def record_added(self, sequence_number: int) -> None:
         """Record that a scheduler has added the request."""
         self.sequence_number = sequence_number
 
@@ -270,11 +270,11 @@ class RequestState:
         """Set the repetition watch: a repetition that it finds finishes the request."""
         self.repetition_watch = watch
 
-    def queued(self, now: float) -> None:
+    def record_queued(self, now: float) -> None:
         """Record that the request enters the queue."""
         self.queued_at = now
 
-    def defer(self, deferral: Deferral | None, now: float) -> bool:
+    def set_deferral(self, deferral: Deferral | None, now: float) -> bool:
         """Record why the newest step that checked the request did not admit it. Returns whether the reason differs from
         the recorded one; if so, the time of the reason is set to `now`."""
         before, self.deferral = self.deferral, deferral
@@ -283,7 +283,7 @@ class RequestState:
         self.deferred_since = now
         return True
 
-    def undefer(self) -> None:
+    def clear_deferral(self) -> None:
         """Clear the reason why the request waits."""
         self.deferral = None
 
@@ -291,17 +291,17 @@ class RequestState:
         """Record that `count` requests behind this one in the queue were admitted."""
         self.num_bypassed += count
 
-    def admitted(self, serial: int, num_cached_tokens: int) -> None:
+    def record_admitted(self, serial: int, num_cached_tokens: int) -> None:
         """Record that the request runs, with admission number `serial`, and need not compute its first
         `num_cached_tokens` tokens."""
         self.serial = serial
-        self.transition(RequestStatus.RUNNING)
+        self.change_status(RequestStatus.RUNNING)
         self.deferral = None
         self.num_admitted_tokens = self.num_tokens
         self.num_cached_tokens = num_cached_tokens
         self.may_load = True
 
-    def placed(self, batch: Columns, row: int) -> None:
+    def set_row(self, batch: Columns, row: int) -> None:
         """Record that the request has a row of the batch."""
         self.batch, self.row = batch, row
 
@@ -327,10 +327,10 @@ class RequestState:
         """Set how the request gets its lost KV back; None: by recomputing it."""
         self.recovery = recovery
 
-    def rolled_back(self, status: RequestStatus, serial: int) -> None:
+    def undo_admission(self, status: RequestStatus, serial: int) -> None:
         """Undo the admission of the request: restore the status and the serial that it had before."""
         self.leave_row(0, 0)
-        self.transition(status)
+        self.change_status(status)
         self.serial = serial
 
     def drop_results_in_flight(self, serial: int) -> None:
@@ -343,12 +343,12 @@ class RequestState:
         """Record the blocks that the request holds without a row; None: it holds none."""
         self.holding = holding
 
-    def load_ended(self) -> None:
+    def end_loads(self) -> None:
         """Record that no more KV is loaded for the request until it is admitted."""
         self.may_load = False
 
-    def finished(self, reason: FinishReason, detail: str, stop_reason: int | str | None) -> None:
-        self.transition(reason.status)
+    def record_finished(self, reason: FinishReason, detail: str, stop_reason: int | str | None) -> None:
+        self.change_status(reason.status)
         self.finish_reason, self.finish_detail, self.stop_reason = reason, detail, stop_reason
         self.deferral = None
 
@@ -358,10 +358,10 @@ class RequestState:
         """Set the priority; a smaller one is more urgent."""
         self.priority = priority
 
-    def add_part(self, part: Part, *, more: bool) -> None:
-        """Store a later part of the prompt, to be appended when the present parts are complete. `more`: further parts
-        follow."""
-        self.more_input = more
+    def add_part(self, part: Part, *, more_input: bool) -> None:
+        """Store a later part of the prompt, to be appended when the present parts are complete. `more_input`: whether
+        further parts follow."""
+        self.more_input = more_input
         self.parts.append(part)
 
     def await_input(self) -> None:
@@ -374,7 +374,7 @@ class RequestState:
         self.prompt_bytes = prompt_bytes
         self.content_generation = generation
 
-    def transition(self, status: RequestStatus) -> None:
+    def change_status(self, status: RequestStatus) -> None:
         """Change the status.
 
         Raises:
@@ -394,11 +394,11 @@ class RequestState:
         """Append a copy of the row's newest tokens, up to position `end`, to the request's own array. The token at
         position i is `tokens[offset + i]`."""
         own = self._output
-        own.add(tokens[offset + self.num_prompt_tokens + own.length : offset + end].copy())
+        own.append_without_copy(tokens[offset + self.num_prompt_tokens + own.length : offset + end].copy())
 
     def append_without_copy(self, tokens: Int32Array) -> None:
         """Append tokens to the request's own array without a copy: the caller must not keep `tokens`."""
-        self._output.add(tokens)
+        self._output.append_without_copy(tokens)
 
     def truncate_output(self, num_output_tokens: int) -> None:
         """Keep only the first `num_output_tokens` output tokens of a request without a row."""
@@ -887,20 +887,20 @@ class _Checks:
         return params if params.max_pattern_size else None
 
     def encoder_inputs(
-        self, given: Sequence[EncoderInput | Sequence[Any]], num_tokens: int
+        self, values: Sequence[EncoderInput | Sequence[Any]], num_tokens: int
     ) -> tuple[EncoderInput, ...]:
         try:
-            return read_encoder_inputs(given, num_tokens)
+            return read_encoder_inputs(values, num_tokens)
         except ValueError as error:
             self.refuse(str(error))
 
-    def adapter(self, given: Sequence[Any]) -> Adapter:
-        if isinstance(given, (tuple, list)) and len(given) == 2:
-            name, version = given
+    def adapter(self, value: Sequence[Any]) -> Adapter:
+        if isinstance(value, (tuple, list)) and len(value) == 2:
+            name, version = value
             sound_version = isinstance(version, (int, str)) and not isinstance(version, bool)
             if isinstance(name, str) and name and sound_version:
                 return Adapter(name, version)
         self.refuse(
-            f"adapter is {given!r}; give (name, version), where name is a non-empty string and version a "
+            f"adapter is {value!r}; give (name, version), where name is a non-empty string and version a "
             "number or a string"
         )

@@ -40,7 +40,7 @@ class OutputTokens:
         self._pieces.append(np.array(token_ids, dtype=np.int32))
         self.length += len(token_ids)
 
-    def add(self, piece: Int32Array) -> None:
+    def append_without_copy(self, piece: Int32Array) -> None:
         """Append `piece` without a copy: the caller must not keep the array."""
         self._pieces.append(piece)
         self.length += len(piece)

@@ -283,7 +283,7 @@ class Admission:
         """Record why a request waits, and since when: since `now` if the reason has changed."""
         if verdict.reason is Reason.PAUSED:
             return  # the request keeps its earlier reason during a pause
-        if request._state.defer(verdict, now) and self._events.deferred:
+        if request._state.set_deferral(verdict, now) and self._events.deferred:
             self._newly_deferred.append((request, verdict))
 
     def _report_deferrals(self, now: float) -> None:
@@ -508,7 +508,7 @@ class Admission:
         shortage, deferral = blocked.shortage, blocked.deferral
         if shortage is not None:
             deferral = shortage.deferral(num_free)
-        head._state.defer(deferral, head._state.deferred_since)
+        head._state.set_deferral(deferral, head._state.deferred_since)
 
     def _verdict_key(self, budget: int, num_running: int, num_owed_blocks: int) -> tuple[Any, ...]:
         """The state, besides the free blocks, on which the verdict on a blocked head depends."""

@@ -89,7 +89,7 @@ class Loading:
         load = self._load(request, grant, blocks, record.now)
         self._table.park(request, ParkReason.REMOTE_KVS, record.now)
         self._transfers.start_load(request, load, self._external_table(grant, blocks)[0].copy(), record.now)
-        request._state.defer(Deferral(Reason.KV_LOAD, 0), record.now)
+        request._state.set_deferral(Deferral(Reason.KV_LOAD, 0), record.now)
         record.loaded(load)
 
     def done(self, transfer_id: int, num_tokens: int | None, failed_blocks: list[int], now: float) -> Request | None:
@@ -106,7 +106,7 @@ class Loading:
         if request is None or load is None:
             self._transfers.release_finished(holding)
             return None
-        request._state.load_ended()
+        request._state.end_loads()
         size = self._kv.block_size
         wanted, num_loaded = load.num_tokens // size, max(0, num_places - load.first_token // size)
         self._report_finished(request, num_loaded * size, now, failed=num_loaded < wanted)
@@ -146,7 +146,7 @@ class Loading:
             return
         for request in self._transfers.overdue_requests(now - self._timeout):
             self._report_finished(request, 0, now, failed=True)
-            request._state.load_ended()
+            request._state.end_loads()
             if self._recomputes:
                 self._let_go(request, now)
             else:

@@ -139,7 +139,7 @@ def encoder_inputs_fit(config: SchedulerConfig, inputs: Sequence[EncoderInput], 
 
 def refused(request: Request, why: str) -> RequestRefused:
     """Finish a request that can never run; returns the error to raise. `why`: the reason."""
-    request._state.finished(FinishReason.REFUSED, why, None)
+    request._state.record_finished(FinishReason.REFUSED, why, None)
     return RequestRefused(f"request {request.request_id!r} refused: {why}")
 
 

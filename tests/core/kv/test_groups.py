@@ -35,7 +35,7 @@ TWO = (FULL, WINDOW)
 PAIRS = seeds(1, 10)
 
 
-def tables(output: SchedulerOutput, index: int) -> dict[int, dict[int, int]]:
+def tables_by_group(output: SchedulerOutput, index: int) -> dict[int, dict[int, int]]:
     """The blocks of a row in an output: by group, the block at each place."""
     found: dict[int, dict[int, int]] = {}
     mine = output.block_rows == index
@@ -117,14 +117,14 @@ def test_an_output_lists_the_group_and_place_of_each_block() -> None:
     host = Host(kv_groups=TWO)
     host.add("a", 7)
     output = host.schedule()
-    found = tables(output, 0)
+    found = tables_by_group(output, 0)
     assert {group: sorted(places) for group, places in found.items()} == {0: [0, 1], 1: [0, 1]}
     assert len({block for places in found.values() for block in places.values()}) == 4
     host.update(output)
     second = host.schedule()  # the eighth token has its slot
     assert len(second.block_ids) == 0
     host.update(second)
-    third = tables(host.schedule(), 0)
+    third = tables_by_group(host.schedule(), 0)
     assert {group: list(places) for group, places in third.items()} == {0: [2], 1: [2]}
 
 
@@ -139,7 +139,7 @@ def test_a_cache_hit_acquires_only_blocks_that_the_next_token_attends_to() -> No
     host.add("b", [*prompt, 1])
     output = host.schedule()
     assert output.num_cached_tokens.tolist() == [16]
-    found = tables(output, 0)
+    found = tables_by_group(output, 0)
     assert sorted(found[0]) == [0, 1, 2, 3, 4]
     assert sorted(found[1]) == [2, 3, 4]  # token 16 attends to 9 to 16
 
@@ -171,7 +171,7 @@ def test_a_cache_hit_at_a_chunk_border_needs_no_block_of_the_chunk_group() -> No
     host.add("b", prompt)
     output = host.schedule()
     assert output.num_cached_tokens.tolist() == [16]
-    assert sorted(tables(output, 0)[1]) == [4]
+    assert sorted(tables_by_group(output, 0)[1]) == [4]
 
 
 def test_a_preempted_request_finds_its_generated_blocks() -> None:
@@ -198,7 +198,7 @@ def test_prefill_releases_blocks_that_fell_behind_the_window() -> None:
     host = Host(kv_groups=(FULL, WINDOW), num_blocks=40, max_num_batched_tokens=30)
     host.add("a", 30, max_tokens=9)
     output = host.step()
-    assert len(tables(output, 0)[1]) == 8
+    assert len(tables_by_group(output, 0)[1]) == 8
     free = host.stats().num_free_blocks
     host.step()
     assert host.stats().num_free_blocks == free + 5  # blocks 0 to 4; token 28, the last of a full block, reads 21 to 28
@@ -244,7 +244,7 @@ def _decisions(scheduler: Scheduler, output: SchedulerOutput) -> tuple[Any, ...]
     )
 
 
-def _workload(seed: int, config: SchedulerConfig) -> Iterator[tuple[Any, ...]]:
+def _run_random_workload(seed: int, config: SchedulerConfig) -> Iterator[tuple[Any, ...]]:
     """Requests with shared prefixes arrive and finish; a step fails now and then."""
     chance = random.Random(seed)
     scheduler = Scheduler(config)
@@ -286,9 +286,9 @@ def test_moving_window_blocks_within_a_table_changes_no_decision(
 
     for seed in PAIRS:
         monkeypatch.setattr(Windows, "grow_steadily", counted)
-        first = list(_workload(seed, config))
+        first = list(_run_random_workload(seed, config))
         monkeypatch.setattr(Windows, "grow_steadily", lambda *_: False)
-        assert list(_workload(seed, config)) == first
+        assert list(_run_random_workload(seed, config)) == first
     assert counts[True] >= 15 or steps_in_flight > 1
 
 
@@ -318,7 +318,7 @@ GPT_OSS = (KVGroup("window", 8), FULL)
 LAYOUTS = pytest.mark.parametrize("groups", [GEMMA, GPT_OSS, (WINDOW,)], ids=["gemma3", "gpt-oss", "windows alone"])
 
 
-def _found_after_a_flood(groups: tuple[KVGroup, ...], eviction: str, retention: float | None) -> int:
+def _num_found_after_other_prompts(groups: tuple[KVGroup, ...], eviction: str, retention: float | None) -> int:
     host = Host(kv_groups=groups, num_blocks=24 * len(groups), max_model_len=64, eviction=eviction)
     prompt = host.prompt(33)
     host.add("a", prompt, max_tokens=1, retention=retention)
@@ -332,9 +332,9 @@ def _found_after_a_flood(groups: tuple[KVGroup, ...], eviction: str, retention: 
 
 @LAYOUTS
 def test_a_retained_prefix_outlives_other_prefixes_in_every_group(groups: tuple[KVGroup, ...]) -> None:
-    assert _found_after_a_flood(groups, "lru", None) == 0
-    assert _found_after_a_flood(groups, "retention:share=0.9", 1000.0) == 32
-    assert _found_after_a_flood(groups, "retention:share=0.9", None) == 0
+    assert _num_found_after_other_prompts(groups, "lru", None) == 0
+    assert _num_found_after_other_prompts(groups, "retention:share=0.9", 1000.0) == 32
+    assert _num_found_after_other_prompts(groups, "retention:share=0.9", None) == 0
 
 
 @LAYOUTS

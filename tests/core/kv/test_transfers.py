@@ -91,7 +91,7 @@ def test_blocks_of_an_aborted_load_are_held_until_the_device_is_done() -> None:
     assert host.stats().num_free_blocks == 14
     host.transfer_done(load.transfer_id)
     assert host.stats().num_free_blocks == 16
-    with pytest.raises(UnknownTransfer, match="ends exactly once"):
+    with pytest.raises(UnknownTransfer, match="call transfer_done exactly once"):
         host.transfer_done(load.transfer_id)
 
 

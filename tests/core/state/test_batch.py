@@ -89,7 +89,7 @@ def test_only_rows_whose_token_may_be_a_stop_token_are_tested(monkeypatch: pytes
 # ------------------------------------------------------------------ all running rows as a slice
 
 
-def decided(monkeypatch: pytest.MonkeyPatch, max_steps_in_flight: int, **constants: int) -> list[object]:
+def run_random_steps(monkeypatch: pytest.MonkeyPatch, max_steps_in_flight: int, **constants: int) -> list[object]:
     """Outputs and updates while requests of different lengths arrive, are preempted, aborted and finished."""
     monkeypatch.setattr(batch, "SPANNED_FROM", constants["spanned_from"])
     monkeypatch.setattr(tables, "MAX_LOOP_ROWS", constants["max_loop_rows"])
@@ -126,8 +126,8 @@ def decided(monkeypatch: pytest.MonkeyPatch, max_steps_in_flight: int, **constan
 def test_decisions_are_the_same_with_bulk_writes_and_row_loops(
     monkeypatch: pytest.MonkeyPatch, max_steps_in_flight: int
 ) -> None:
-    at_once = decided(monkeypatch, max_steps_in_flight, spanned_from=1, max_loop_rows=0)
-    assert at_once == decided(monkeypatch, max_steps_in_flight, spanned_from=1000, max_loop_rows=1000)
+    at_once = run_random_steps(monkeypatch, max_steps_in_flight, spanned_from=1, max_loop_rows=0)
+    assert at_once == run_random_steps(monkeypatch, max_steps_in_flight, spanned_from=1000, max_loop_rows=1000)
 
 
 def test_running_rows_get_a_slice_unless_most_of_its_rows_are_unused(monkeypatch: pytest.MonkeyPatch) -> None:
