@@ -336,10 +336,8 @@ class KVCacheManager(KVCache):
 
     def admitted_tables(self, blocks: Int64Array, num_cached: int) -> tuple[Int64Array, BoolArray]:
         """The block tables [groups, blocks] of the newest admission, and whether each of their blocks was found in the
-        prefix cache.
-
-        `blocks`: the result of `admit`. An entry without a block is the number of blocks in the pool. With one table,
-        the first `num_cached` blocks of the table were found."""
+        prefix cache. `blocks`: the result of `admit`. At a place without a block, the entry is the number of blocks in
+        the pool. With one table, the first `num_cached` blocks of the table were found."""
         if self.has_tables:
             return blocks[None], (np.arange(len(blocks)) < num_cached)[None]
         return self._entering.table, self._entering.is_local

@@ -48,8 +48,8 @@ class Holding:
     load: Load | None
     """The load that fills the blocks; None: the transfer is a send."""
     table: Int64Array
-    """[groups, blocks] the beginning of the request's block tables, for a load. An entry without a block is the number
-    of blocks in the pool."""
+    """[groups, blocks] the beginning of the request's block tables, for a load. At a place without a block, the entry
+    is the number of blocks in the pool."""
     num_local_places: int = 0
     """Number of places of each table before the blocks to fill."""
     since: float = 0.0
@@ -263,7 +263,8 @@ class Transfers:
         return self._open[transfer_id]
 
     def finish_transfer(self, holding: Holding) -> None:
-        """Record that the device has finished a transfer. If no request waits for the transfer, call `close` next."""
+        """Record that the device has finished a transfer. If no request waits for the transfer, the caller next calls
+        `release_finished`."""
         del self._open[holding.transfer_id]
         holding.mark_finished()
         if holding.request is not None:

@@ -222,7 +222,7 @@ class Windows:
         return self._in_flight[rows]
 
     def _give_back_rows(self, rows: Int64Array, final: Int64Array) -> None:
-        """Release the blocks of each row to which no token after the first `final` tokens attends."""
+        """For each row, release the blocks to which no token after the row's first `final` tokens attends."""
         has_released = False
         for kind in self.kinds:
             first = kind.first[rows]

@@ -250,8 +250,8 @@ class Batch:
     # ------------------------------------------------------------------ rows
 
     def place(self, request: Request, num_computed_tokens: int, num_slots: int) -> int:
-        """Assign a row to a request and fill the columns of the row. The request runs once `join` has been called with
-        the row."""
+        """Assign a row to a request and fill the columns of the row. The request runs once `add_members` has been
+        called with the row."""
         if not self._free_rows:
             self._grow_columns()
         row = self._free_rows.pop()

@@ -77,7 +77,8 @@ class Reason(enum.Enum):
 
 
 class Recovery(NamedTuple):
-    """How a preempted request gets back the KV that the pool evicts before it resumes: see `preemption_mode`."""
+    """How a preempted request gets back the KV that the pool evicts before the request resumes: the KV is recomputed,
+    or copied back from host memory (`preemption_mode`)."""
 
     swaps: bool
     """Whether the KV is copied to host memory and back; otherwise it is recomputed."""

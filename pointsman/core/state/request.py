@@ -44,8 +44,8 @@ class Columns(Protocol):
     num_pending: Int64Array
 
     def tokens_since(self, row: int, start: int) -> Int32Array:
-        """A view of the tokens from position `start` to the end of a row's sequence, valid until the next append. They
-        are not yet in the request's own array."""
+        """A view of the tokens from position `start` to the end of a row's sequence, valid until the next append. These
+        tokens are not yet in the request's own array."""
 
     def draft_counts_of(self, row: int) -> tuple[int, int]:
         """Number of drafts verified since the row was assigned, and number of drafts accepted."""
