@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from pointsman.core.kv.block_pool import NO_BLOCKS
 from pointsman.core.kv.cache import NewBlocks
-from pointsman.core.kv.tables import BlockTables, lengthened
+from pointsman.core.kv.tables import BlockTables, lengthen_column
 from pointsman.core.state.batch import INITIAL_ROWS
 from pointsman.core.state.numbers import INT32
 
@@ -34,7 +34,7 @@ class TableReports:
 
     def add_rows(self, count: int) -> None:
         """Lengthen the arrays with one element per row to `count` rows."""
-        self._reported = lengthened(self._reported, count)
+        self._reported = lengthen_column(self._reported, count)
         self._group_at = _repeated_range(self._tables.num_groups, count)
 
     def open_step(self) -> None:

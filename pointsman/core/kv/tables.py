@@ -71,9 +71,9 @@ class BlockTables:
     def add_rows(self, count: int) -> None:
         """Lengthen the arrays with one element per row to `count` rows."""
         before, used = self.ids, int(self.ends.max(initial=0))
-        self.ends = lengthened(self.ends, count)
+        self.ends = lengthen_column(self.ends, count)
         for kind in self.kinds:
-            kind.first = lengthened(kind.first, count)
+            kind.first = lengthen_column(kind.first, count)
         self.ids = np.zeros((count, self.num_groups, self.width), dtype=np.int32)
         self.ids[: len(before), :, :used] = before[:, :, :used]
         self.flat: Int32Array = self.ids.reshape(-1)
@@ -208,8 +208,8 @@ class BlockTables:
         return blocks
 
 
-def lengthened(column: npt.NDArray[Any], count: int) -> npt.NDArray[Any]:
-    """A copy of an array with one element per row, lengthened to `count` rows; new elements are 0."""
-    grown = np.zeros((count, *column.shape[1:]), dtype=column.dtype)
+def lengthen_column(column: npt.NDArray[Any], num_rows: int) -> npt.NDArray[Any]:
+    """A copy of an array with one element per row, lengthened to `num_rows` rows; new elements are 0."""
+    grown = np.zeros((num_rows, *column.shape[1:]), dtype=column.dtype)
     grown[: len(column)] = column
     return grown

@@ -30,7 +30,7 @@ import numpy.typing as npt
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.kv.block_pool import BlockPool
 from pointsman.core.kv.reports import TableReports
-from pointsman.core.kv.tables import BlockTables, Kind, lengthened
+from pointsman.core.kv.tables import BlockTables, Kind, lengthen_column
 from pointsman.core.state.batch import INITIAL_ROWS, Batch
 from pointsman.core.state.numbers import INT32, INT64, MAX_INT, ONE
 
@@ -100,7 +100,7 @@ class Windows:
     def add_rows(self, count: int) -> None:
         """Lengthen the arrays with one element per row to `count` rows."""
         for name in ("_public", "_tails", "_due_at", "_moves_at"):
-            setattr(self, name, lengthened(getattr(self, name), count))
+            setattr(self, name, lengthen_column(getattr(self, name), count))
 
     def open_step(self, is_ahead: bool, count_in_flight: Callable[[int], Int64Array]) -> None:
         """Begin to schedule a step. `is_ahead`: other steps are in flight; `count_in_flight` counts their tokens when
