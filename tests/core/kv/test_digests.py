@@ -64,7 +64,7 @@ def test_block_keys_depend_on_encoder_inputs_and_their_positions() -> None:
 
 
 def test_block_keys_differ_for_an_encoder_input_and_its_two_halves() -> None:
-    """Two halves of one picture are not two equal ones."""
+    """An image in two encoder inputs, one for each half, gets other keys than in one encoder input."""
     whole = keys_of_blocks(0, 0, 0, 0, encoder_inputs=[EncoderInput("cat", 0, 4)])
     halves = keys_of_blocks(0, 0, 0, 0, encoder_inputs=[EncoderInput("cat", 0, 2), EncoderInput("cat", 2, 2)])
     assert not set(whole) & set(halves)

@@ -81,7 +81,7 @@ def test_one_group_of_full_attention_acts_like_no_kv_groups() -> None:
 
 
 def test_blocks_behind_the_window_return_to_the_pool() -> None:
-    """A block is behind the window for at most one step."""
+    """A row holds a block behind its window for at most one step."""
     host = Host(kv_groups=(WINDOW,), num_blocks=5, enable_prefix_caching=False)
     host.add("a", 6, max_tokens=50)
     step = host.schedule()
@@ -163,7 +163,7 @@ def test_a_cache_hit_ends_where_every_group_has_all_blocks_of_its_window() -> No
 
 
 def test_a_cache_hit_at_a_chunk_border_needs_no_block_of_the_chunk_group() -> None:
-    """At the border of a chunk no block of a group of chunks is needed."""
+    """The token after the border begins a chunk, so it attends to no earlier block of a group with chunks."""
     host = Host(kv_groups=(FULL, KVGroup("chunk", 8)), num_blocks=40)
     prompt = host.prompt(17)
     host.add("a", prompt, max_tokens=1)
@@ -245,7 +245,7 @@ def _decisions(scheduler: Scheduler, output: SchedulerOutput) -> tuple[Any, ...]
 
 
 def _run_random_workload(seed: int, config: SchedulerConfig) -> Iterator[tuple[Any, ...]]:
-    """Requests with shared prefixes arrive and finish; a step fails now and then."""
+    """Requests with shared prefixes arrive and finish; some steps fail."""
     chance = random.Random(seed)
     scheduler = Scheduler(config)
     flight: list[SchedulerOutput] = []

@@ -14,12 +14,12 @@ from tests.core.helpers import Host, blocks_of, cached_of
 
 
 def tokens_of_block(number: int) -> list[int]:
-    """Four tokens that no other number's block has."""
+    """The four tokens of block `number`; blocks with other numbers have none of these tokens."""
     return [4 * number, 4 * number + 1, 4 * number + 2, 4 * number + 3]
 
 
 def tokens_of_blocks(*numbers: int) -> list[int]:
-    """The blocks of these numbers, one after the other."""
+    """The tokens of the blocks with these numbers, one block after the other."""
     return [token for number in numbers for token in tokens_of_block(number)]
 
 
@@ -31,7 +31,7 @@ class Library:
         self._count = 0
 
     def run(self, tokens: Sequence[int], **fields: str) -> int:
-        """Compute a prompt; returns how many of its blocks were found."""
+        """Compute a prompt; returns the number of its blocks that were found in the cache."""
         self._count += 1
         request_id = f"r{self._count}"
         self.host.add(request_id, [*tokens, 10_000 + self._count], max_tokens=1, **fields)

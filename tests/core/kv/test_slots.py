@@ -1,4 +1,4 @@
-"""The directory of host memory: which contents leave it. `tests/engine/kv/test_kv_offload.py` tests the copies."""
+"""The directory of host memory: which contents it drops. `tests/engine/kv/test_kv_offload.py` tests the copies."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def test_a_failed_step_reports_rolled_back_admissions() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_reported_allocations_minus_returns_equal_the_held_blocks(seed: int) -> None:
-    """Over a random run with preemptions, aborts and shared prefixes, in references to blocks."""
+    """Counts references to blocks over a random run with preemptions, aborts and shared prefixes."""
     random = Random(seed)
     host, notes = host_with_listener(num_blocks=12, max_model_len=32, full_sequence_must_fit=False)
     beginning = host.prompt(8)
