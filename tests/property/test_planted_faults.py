@@ -614,7 +614,7 @@ def a_block_of_two_tenants_is_the_last_one(patch: Patch) -> None:
     def retain(original: Any, pool: Any, blocks: Any, until: float, tenant: str | None) -> None:
         original(pool, blocks, until, tenant)
         if tenant is not None:
-            pool._owner[blocks] = pool._number(tenant)
+            pool._owner[blocks] = pool._tenant_number(tenant)
 
     around(patch, "RetainingPool.retain", retain)
 
@@ -884,7 +884,7 @@ def abandoned_blocks_are_free_at_once(patch: Patch) -> None:
         holding = request._state.holding
         original(transfers, request)
         if holding.is_open:
-            transfers._kv.take_back(holding.blocks)
+            transfers._kv.release_held_blocks(holding.blocks)
             transfers.num_blocks -= len(holding.blocks)
             holding.blocks = holding.blocks[:0]
 
