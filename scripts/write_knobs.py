@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pointsman.cli.scheduler_options import OPTIONS, flag, served_default
 from pointsman.core.config import SchedulerConfig
-from pointsman.core.state.documented import docstrings
+from pointsman.core.state.documented import field_docstrings
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "operating.md"
 BEGIN = "<!-- The scheduler's knobs, written by scripts/write_knobs.py: change pointsman/core/config.py instead. -->\n"
@@ -22,7 +22,7 @@ END = "<!-- End of the scheduler's knobs. -->\n"
 
 def table() -> str:
     """The table, a row for each knob with an option, in the order of the declarations."""
-    texts = docstrings(SchedulerConfig)
+    texts = field_docstrings(SchedulerConfig)
     rows = [(f"`{flag(name)}`", _code(served_default(name)) or "none", _linked(texts[name])) for name in OPTIONS]
     lines = [("option", "default", "what it does, and when to move it"), ("---", "---", "---"), *rows]
     return "".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |\n" for line in lines)

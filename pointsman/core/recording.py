@@ -192,14 +192,14 @@ class Recorder(Listener):
         """See `Listener`."""
         if self._file.has_ended():
             if self._answers is not None:
-                self._answers.take()
+                self._answers.take_answers()
             return
         line = {"call": event.name, "now": event.now}
         self._write(line | _FIELDS[event.name](**event.arguments))
 
     def _write(self, line: dict[str, Any]) -> None:
         """Write one line: the header or a call, with the connector's answers since the line before."""
-        if self._answers is not None and (answers := self._answers.take()):
+        if self._answers is not None and (answers := self._answers.take_answers()):
             line["answers"] = answers
         self._file.write(json.dumps(line, separators=(",", ":"), default=_plain) + "\n")
 

@@ -134,7 +134,7 @@ class _Replay:
         if name not in self._calls:
             raise RecordingError(f"line {number} calls {represented(name)}, which no scheduler has")
         if self._connector is not None:
-            self._connector.expect(call.get("answers", []))
+            self._connector.set_answers(call.get("answers", []))
         self._calls[name](self._scheduler, call, number)
         self._num_calls += 1
 

@@ -149,7 +149,7 @@ class Scheduler:
         kept."""
         config, events = self._config, self._events
         log = [RequestLog()] if config.log_request_events else []
-        events.set([self._statistics, *log, *self._listeners])
+        events.set_listeners([self._statistics, *log, *self._listeners])
         self._parts = parts = assemble(
             config,
             start,
@@ -159,7 +159,7 @@ class Scheduler:
             self._kv_cache,
             checks_guaranteed_steps=self._check_guaranteed_steps,
         )
-        events.set([self._statistics, *log, *parts.policy_listeners, *self._listeners])
+        events.set_listeners([self._statistics, *log, *parts.policy_listeners, *self._listeners])
         self._batch, self._kv, self._table, self._steps = parts.batch, parts.kv, parts.table, parts.steps
         self._running, self._drafts, self._emission = parts.running, parts.drafts, parts.emission
         self._admission, self._priority_preemption, self._loading = (
@@ -305,7 +305,7 @@ class Scheduler:
         records.popleft()
         self._drafts.updated(step.step_id)
         if self._batch.fenced_rows:
-            self._batch.fence_passed(step.step_id)
+            self._batch.free_fenced_rows(step.step_id)
         if not records:
             self._kv.log_to(None)
         # 5. Report: seal the update, and notify listeners.
@@ -706,7 +706,7 @@ class Scheduler:
     def take_kv_events(self) -> list[KVEvent]:
         """Return the events of blocks that entered or left the prefix cache since the last call, in order; needs
         `enable_kv_cache_events`."""
-        return self._kv.events.take() if self._kv.events is not None else []
+        return self._kv.events.take_events() if self._kv.events is not None else []
 
     # ------------------------------------------------------------------ listeners and recordings
 
@@ -716,13 +716,13 @@ class Scheduler:
         if listener in self._listeners:
             return
         self._listeners = (*self._listeners, listener)
-        self._events.set([*self._events.listeners, listener])
+        self._events.set_listeners([*self._events.listeners, listener])
         self._kv.track_returned(self._events.wants_blocks)
 
     def remove_listener(self, listener: Listener) -> None:
         """Stop reporting decisions to a listener; no effect on a listener that was not added."""
         self._listeners = tuple(other for other in self._listeners if other is not listener)
-        self._events.set([other for other in self._events.listeners if other is not listener])
+        self._events.set_listeners([other for other in self._events.listeners if other is not listener])
         self._kv.track_returned(self._events.wants_blocks)
 
     def check_recordable(self) -> None:

@@ -20,7 +20,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from pointsman.core import KVGroup, SchedulerConfig
-from pointsman.core.state.layout import text_of
+from pointsman.core.state.layout import describe_groups
 
 if TYPE_CHECKING:
     from pointsman.server.config import ServerConfig
@@ -109,7 +109,7 @@ def _engines(infos: Sequence[EngineInfo]) -> str:
 
 def _capacity(info: EngineInfo) -> str:
     groups = tuple(KVGroup(*group) for group in info.scheduler["kv_groups"])
-    in_groups = f" in {text_of(groups)}" if groups else ""
+    in_groups = f" in {describe_groups(groups)}" if groups else ""
     return (
         f"{info.num_blocks:,} blocks of {info.block_size} tokens{in_groups}, {info.kv_cache_bytes / 2**20:,.0f} MiB in "
         f"{info.kv_cache_dtype}: room for {info.kv_cache_tokens:,} tokens, or {info.full_length_requests:,.1f} "

@@ -135,7 +135,7 @@ class HostTier:
         if self._is_for_swap:
             for request in output.finished:
                 if request.num_preemptions:  # no request resumes with these blocks
-                    self._directory.discard(block_keys(request, self._block_size))
+                    self._directory.discard_contents(block_keys(request, self._block_size))
         return copies
 
     def _copy(self, output: SchedulerOutput) -> Copies | None:
@@ -144,7 +144,7 @@ class HostTier:
         for load in output.loads:
             first, block_ids = load.first_token // size, load.block_ids.tolist()
             loads.append(SlotLoad(block_keys(load.request, size)[first : first + len(block_ids)], block_ids))
-        plan = self._directory.assign([(save.block_id, save.key) for save in output.saves], loads)
+        plan = self._directory.assign_slots([(save.block_id, save.key) for save in output.saves], loads)
         if not plan.num_blocks:
             return None
         seconds = plan.num_blocks * self._block_seconds

@@ -28,7 +28,7 @@ def test_finished_requests_are_neither_overdue_nor_kept() -> None:
     ended = [request(str(number)) for number in range(10 * MIN_ENTRIES)]
     for one in ended:
         deadlines.add(one, 1000.0)
-        one._state.transition(RequestStatus.FINISHED_REFUSED)
+        one._state.change_status(RequestStatus.FINISHED_REFUSED)
     assert len(deadlines._heap) <= MIN_ENTRIES  # bounded, not proportional to the number of all requests so far
     assert deadlines.next() is None and deadlines.take_overdue(2000.0) == []
 

@@ -388,6 +388,6 @@ def test_events_report_the_blocks_of_every_group() -> None:
     prefix = engine.scheduler._kv.prefix
     assert prefix is not None
     cached = prefix.blocks()
-    assert len(stored) == len({(prefix.group_of(block), prefix.content(block)) for block in cached}) > 10
+    assert len(stored) == len({(prefix.group_of(block), prefix.content_of(block)) for block in cached}) > 10
     assert {group for group, _ in stored} == {0, 1, 2}
     engine.close()

@@ -63,7 +63,7 @@ class KVMirror:
         prefix = self._scheduler._kv.prefix
         names = set()
         for block in prefix.blocks() if prefix is not None and self._scheduler.config.enable_kv_cache_events else ():
-            content = prefix.content(block)
+            content = prefix.content_of(block)
             names.add((prefix.group_of(block), self._names.get(content) or self._name(content, size)))
         return names
 

@@ -157,11 +157,11 @@ def row_is_not_left(patch: Patch) -> None:
         if len(requests) > 1:
             batch.members = members
 
-    around(patch, "Batch.leave", leave)
+    around(patch, "Batch.release_rows", leave)
 
 
 def row_is_reused_too_early(patch: Patch) -> None:
-    around(patch, "Batch.leave", lambda original, batch, requests, last_step: original(batch, requests, None))
+    around(patch, "Batch.release_rows", lambda original, batch, requests, last_step: original(batch, requests, None))
 
 
 def token_limit_is_off_by_one(patch: Patch) -> None:
@@ -241,7 +241,7 @@ def one_of_several_stop_tokens_is_forgotten(patch: Patch) -> None:
         if len(tokens) > 1:
             stops.counts[max(tokens)] = 0
 
-    around(patch, "StopFilter._count", count)
+    around(patch, "StopFilter._change_counts", count)
     replace(patch, "_check_stop_filter", lambda batch: None)
 
 
@@ -328,7 +328,7 @@ def removals_are_not_told(patch: Patch) -> None:
         if length:
             original(events, run, length)
 
-    around(patch, "KVEvents.shrunk", shrunk)
+    around(patch, "KVEvents.on_run_shortened", shrunk)
 
 
 def duplicates_are_told(patch: Patch) -> None:
@@ -339,7 +339,7 @@ def duplicates_are_told(patch: Patch) -> None:
             stored = find("BlockStored")(hashes[span.first : span.first + 1], None, [], Root())
             cache.listener._events.append(stored)
 
-    around(patch, "PrefixCache._add_to", add)
+    around(patch, "PrefixCache._add_blocks_to_nodes", add)
 
 
 def owed_blocks_are_forgotten(patch: Patch) -> None:
@@ -530,7 +530,7 @@ def drafts_ignore_the_table(patch: Patch) -> None:
 
 
 def drafts_of_the_last_request_count_for_the_next(patch: Patch) -> None:
-    replace(patch, "Acceptance.leave", lambda acceptance, row: acceptance.of(row))
+    replace(patch, "Acceptance.release_row", lambda acceptance, row: acceptance.counts_of(row))
 
 
 def recent_tokens_are_moved_too_late(patch: Patch) -> None:
@@ -538,7 +538,7 @@ def recent_tokens_are_moved_too_late(patch: Patch) -> None:
         original(batch, row, num_tokens, newest)
         batch.recent_limit[row] += batch._num_recent
 
-    around(patch, "Batch._keep_recent", keep_recent)
+    around(patch, "Batch._keep_newest_token", keep_recent)
 
 
 def the_last_row_is_not_in_the_slice(patch: Patch) -> None:
@@ -600,7 +600,7 @@ def too_much_is_said_to_be_missing(patch: Patch) -> None:
 
 def children_are_retained_without_their_parents(patch: Patch) -> None:
     around(patch, "RetainingPool.retain", lambda original, pool, blocks, *args: original(pool, blocks[::-1][:1], *args))
-    around(patch, "RetainingPool.straighten", lambda original, pool, blocks: None)
+    around(patch, "RetainingPool.order_marks", lambda original, pool, blocks: None)
 
 
 def what_has_expired_stays_while_its_parents_are_released(patch: Patch) -> None:
@@ -614,13 +614,13 @@ def a_block_of_two_tenants_is_the_last_one(patch: Patch) -> None:
     def retain(original: Any, pool: Any, blocks: Any, until: float, tenant: str | None) -> None:
         original(pool, blocks, until, tenant)
         if tenant is not None:
-            pool._owner[blocks] = pool._number(tenant)
+            pool._owner[blocks] = pool._tenant_number(tenant)
 
     around(patch, "RetainingPool.retain", retain)
 
 
 def a_tenant_retains_what_it_likes(patch: Patch) -> None:
-    around(patch, "RetainingPool._keep_bounds", lambda original, pool: None)
+    around(patch, "RetainingPool._enforce_limits", lambda original, pool: None)
 
 
 # ------------------------------------------------------------- wrong KV: the shadow must notice
@@ -660,7 +660,7 @@ def eviction_is_not_told(patch: Patch) -> None:
 
 
 def evictions_are_forgotten(patch: Patch) -> None:
-    around(patch, "PrefixCache._settle", lambda original, cache: cache._evicted.clear())
+    around(patch, "PrefixCache._shorten_evicted_runs", lambda original, cache: cache._evicted.clear())
 
 
 def a_look_up_finds_what_is_about_to_leave(patch: Patch) -> None:
@@ -802,7 +802,7 @@ def content_is_no_part_of_the_key(patch: Patch) -> None:
 
 
 def contents_of_equal_length_have_one_mark(patch: Patch) -> None:
-    around(patch, "ContentMarks._range", lambda original, marks, content: original(marks, ("", *content[1:])))
+    around(patch, "ContentMarks._marks_of", lambda original, marks, content: original(marks, ("", *content[1:])))
 
 
 def chunk_is_cut_one_token_too_late(patch: Patch) -> None:
@@ -849,7 +849,7 @@ def bound_of_holders_is_ignored(patch: Patch) -> None:
     def fit(transfers: Any, local: Any, external: int) -> Any:
         return find("External")(external * transfers._kv.block_size, True)
 
-    replace(patch, "Transfers._fit", fit)
+    replace(patch, "Transfers._fit_async_load", fit)
 
 
 def holder_does_not_hand_over(patch: Patch) -> None:
@@ -867,14 +867,14 @@ def transfer_ends_twice(patch: Patch) -> None:
         original(transfers, holding)
         transfers._open[holding.transfer_id] = holding
 
-    around(patch, "Transfers.end", end)
+    around(patch, "Transfers.finish_transfer", end)
 
 
 def partial_load_counts_as_whole(patch: Patch) -> None:
     def shorten(original: Any, transfers: Any, holding: Any, num_blocks: int) -> None:
         original(transfers, holding, len(holding.blocks) if num_blocks else 0)
 
-    around(patch, "Transfers.shorten", shorten)
+    around(patch, "Transfers.shorten_load", shorten)
 
 
 def abandoned_blocks_are_free_at_once(patch: Patch) -> None:
@@ -884,11 +884,11 @@ def abandoned_blocks_are_free_at_once(patch: Patch) -> None:
         holding = request._state.holding
         original(transfers, request)
         if holding.is_open:
-            transfers._kv.take_back(holding.blocks)
+            transfers._kv.release_held_blocks(holding.blocks)
             transfers.num_blocks -= len(holding.blocks)
             holding.blocks = holding.blocks[:0]
 
-    around(patch, "Transfers.let_go", let_go)
+    around(patch, "Transfers.release_holding", let_go)
 
 
 def load_is_published_when_it_starts(patch: Patch) -> None:
@@ -943,7 +943,11 @@ def window_blocks_are_lost(patch: Patch) -> None:
 
 
 def given_back_one_too_early(patch: Patch) -> None:
-    around(patch, "Windows._final", lambda original, windows, *args: original(windows, *args) + windows.block_size)
+    around(
+        patch,
+        "Windows._num_final_tokens",
+        lambda original, windows, *args: original(windows, *args) + windows.block_size,
+    )
 
 
 def read_in_flight_and_given_back(patch: Patch) -> None:
@@ -960,7 +964,7 @@ def a_block_is_found_as_it_was(patch: Patch) -> None:
     def has(original: Any, cache: Any, run: Any, first: int, count: int) -> Any:
         return run.blocks[:, first : first + count] != cache.no_block
 
-    around(patch, "PrefixCache._has", has)
+    around(patch, "PrefixCache._has_blocks", has)
 
 
 def a_group_is_found_for_another(patch: Patch) -> None:
@@ -983,7 +987,7 @@ def moves_what_others_hold(patch: Patch) -> None:
         original(windows, row)
         windows._public[row], windows._moves_at[row] = 0, windows._due_at[row]
 
-    around(patch, "Windows.publish", publish)
+    around(patch, "Windows.mark_public", publish)
 
 
 BOOKKEEPING: tuple[Fault, ...] = (

@@ -98,7 +98,7 @@ class Twin:
                 tokens, last = tokens[0], tokens[-1].tolist()
             queued = self.second.num_queued > 0
             if self._replay._connector is not None:
-                self._replay._connector.expect(run[-1][1].get("answers", []))
+                self._replay._connector.set_answers(run[-1][1].get("answers", []))
             done = self.second.advance(times, tokens, last)
             decision = run[-1][1]["decision"]
             require([r.request_id for r in done.finished] == [end[0] for end in decision["finished"]], "other ends")

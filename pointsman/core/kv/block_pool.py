@@ -69,7 +69,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Number of blocks that `take` can allocate."""
+        """Number of blocks that `allocate` can return."""
         return self._num_blank + self._num_cached
 
     @property
@@ -87,7 +87,7 @@ class BlockPool:
         """Number of free blocks whose content is still cached."""
         return self._num_cached
 
-    def take(self, count: int) -> tuple[Int64Array, Int64Array]:
+    def allocate(self, count: int) -> tuple[Int64Array, Int64Array]:
         """Allocate `count` blocks, each with one reference.
 
         Returns the block ids (int64 [count]), and the ids of those blocks that were cached, least recently used first,
@@ -99,7 +99,7 @@ class BlockPool:
             self._num_blank = num_blank - count
             blocks = self._blank[num_blank - count : num_blank][::-1].copy()
         else:
-            evicted = blocks = self._take_cached(count - num_blank)
+            evicted = blocks = self._pop_cached(count - num_blank)
             if num_blank:
                 self._num_blank = 0
                 blocks = np.concatenate([self._blank[:num_blank][::-1], evicted])
@@ -129,7 +129,7 @@ class BlockPool:
         if num_blank:
             self._push_blank(freed[:num_blank])
         if num_cached:
-            self._append(freed[num_blank:])
+            self._append_segment(freed[num_blank:])
 
     def release_unshared(self, blocks: Int64Array) -> None:
         """Release the blocks of a table that are in no other table and were never cached; faster than `release`."""
@@ -153,9 +153,9 @@ class BlockPool:
         if num_cached < len(freed):
             self._push_blank(freed[~is_cached])
         if num_cached and evict_first:
-            self._prepend(freed[is_cached])
+            self._prepend_segment(freed[is_cached])
         elif num_cached:
-            self._append(freed[is_cached])
+            self._append_segment(freed[is_cached])
 
     def set_cached(self, blocks: Int64Array) -> None:
         """Record that these referenced blocks are now in the prefix tree."""
@@ -198,18 +198,18 @@ class BlockPool:
         self._blank[self._num_blank : end] = blocks
         self._num_blank = end
 
-    def _append(self, blocks: Int64Array) -> None:
+    def _append_segment(self, blocks: Int64Array) -> None:
         """Add blocks to the queue as one segment, at the most recently used end."""
         self._segments.append(self._new_segment(blocks))
         if self._num_entries > 2 * self.num_blocks:
-            self._compact()
+            self._compact_queue()
 
-    def _prepend(self, blocks: Int64Array) -> None:
+    def _prepend_segment(self, blocks: Int64Array) -> None:
         """Add blocks to the queue as one segment, at the least recently used end."""
         self._segments.appendleft(self._new_segment(blocks))
         self._num_valid = 0
         if self._num_entries > 2 * self.num_blocks:
-            self._compact()
+            self._compact_queue()
 
     def _new_segment(self, blocks: Int64Array) -> _Segment:
         number = self._next_segment
@@ -219,33 +219,33 @@ class BlockPool:
         self._num_entries += len(blocks)
         return _Segment(number, blocks)
 
-    def _compact(self) -> None:
+    def _compact_queue(self) -> None:
         """Rebuild the queue without its stale entries."""
         kept = [_Segment(segment.number, self._valid_ids(segment)) for segment in self._segments]
         self._segments = deque(segment for segment in kept if len(segment.ids))
         self._num_entries = self._num_cached
         self._num_valid = 0
 
-    def _take_cached(self, count: int) -> Int64Array:
+    def _pop_cached(self, count: int) -> Int64Array:
         """Remove the `count` least recently used cached blocks from the queue; they are no longer cached."""
-        blocks = self._take_valid(count) if count <= self._num_valid else self._take_segments(count)
+        blocks = self._pop_known_valid(count) if count <= self._num_valid else self._pop_from_segments(count)
         self.is_cached[blocks] = FALSE
         self._num_entries -= count
         self._num_cached -= count
         return blocks
 
-    def _take_segments(self, count: int) -> Int64Array:
+    def _pop_from_segments(self, count: int) -> Int64Array:
         """Remove the first `count` valid entries from the queue, from one or several segments."""
         parts: list[Int64Array] = []
         while count:
             while self._num_valid == 0:
                 self._drop_stale_front()
             taken = min(count, self._num_valid)
-            parts.append(self._take_valid(taken))
+            parts.append(self._pop_known_valid(taken))
             count -= taken
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def _take_valid(self, count: int) -> Int64Array:
+    def _pop_known_valid(self, count: int) -> Int64Array:
         """Remove the first `count` entries of the first segment, which are known to be valid."""
         first = self._segments[0]
         ids = first.ids

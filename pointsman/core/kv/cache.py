@@ -153,7 +153,8 @@ class KVCache(ABC):
         return self.num_usable_tokens
 
     def num_slots_for(self, num_tokens: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Number of token slots that requests of `num_tokens` tokens hold, see `View.num_slots_for`."""
+        """Number of token slots that requests of `num_tokens` tokens hold, summed over all groups of layers; with one
+        group this is `num_tokens`."""
         return num_tokens
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -182,8 +183,8 @@ class KVCache(ABC):
 
     @abstractmethod
     def open_step(self, step_id: int, journal: Journal | None, oldest: int) -> None:
-        """Begin to schedule step `step_id`. `oldest`: the oldest step whose result is not applied yet. `journal`: see
-        `log_to`."""
+        """Begin to schedule step `step_id`. `oldest`: the oldest step whose result is not applied yet. `journal`: the
+        journal of the newest step in flight; None: no step is in flight."""
 
     def log_to(self, journal: Journal | None) -> None:
         """Log later publications in `journal`, the journal of the newest step in flight, which computes the published
@@ -202,11 +203,11 @@ class KVCache(ABC):
         as the step that computes them is scheduled, and some layouts cannot be read in the same step."""
         return True
 
-    def cut(self, request: Request, start: int, want: int, most: int) -> int:
+    def cut(self, request: Request, start: int, num_tokens: int, max_tokens: int) -> int:
         """Shorten a chunk so that it ends where layer states can be cached. Returns the number of tokens from `start`
-        on, at most `want`, that the request may compute in this step. 0: the request waits for a step that can give it
-        more tokens, at most `most`."""
-        return want
+        on, at most `num_tokens`, that the request may compute in this step. 0: the request waits for a step that can
+        compute more of its tokens, at most `max_tokens`."""
+        return num_tokens
 
     def with_external(self, match: Match, num_tokens: int) -> Match:
         """The match of a request for which a connector loads `num_tokens` tokens after the cached tokens."""
@@ -286,7 +287,9 @@ class KVCache(ABC):
     def group_tables(self, batch: Batch) -> Int32Array:
         """[rows, groups, blocks] the tables of all rows, read-only. Entries at places without a block of the row are
         meaningless. Only if the tables are in the core."""
-        raise NotImplementedError(f"{type(self).__name__} keeps its tables elsewhere")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no group_tables(): its block tables are outside the core; call group_table()"
+        )
 
     def first_blocks(self, batch: Batch, row: int, count: int) -> Int64Array:
         """The first `count` blocks of a row; with several groups [groups, count], -1 at places where the row has no
@@ -340,7 +343,7 @@ class KVCache(ABC):
 
     @abstractmethod
     def num_findable_tokens(self, request: Request) -> int:
-        """Number of computed tokens of a request that a lookup would still find."""
+        """Number of computed tokens of a request that a lookup would still find in the prefix cache."""
 
     @abstractmethod
     def release(

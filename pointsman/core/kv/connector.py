@@ -90,7 +90,7 @@ def has_groups(connector: KVConnector) -> TypeGuard[GroupConnector]:
 
 
 class AnswerLog:
-    """Wraps a connector, and logs for a recording the values that its methods returned since the last `take`."""
+    """Wraps a connector, and logs for a recording the values that the connector's methods returned."""
 
     def __init__(self, connector: KVConnector) -> None:
         self._connector = connector
@@ -99,8 +99,8 @@ class AnswerLog:
         if has_groups(connector):
             self.num_tokens_in_groups = partial(self._num_tokens_in_groups, connector)
 
-    def take(self) -> list[object]:
-        """The values that the connector returned since the last call of `take`, in the order of the calls."""
+    def take_answers(self) -> list[object]:
+        """The values that the connector returned since the last call of `take_answers`, in the order of the calls."""
         answers, self._answers = self._answers, []
         return answers
 
@@ -132,24 +132,26 @@ class RecordedConnector:
         self.saves_evicted = saves_evicted
         self._answers: list[object] = []
 
-    def expect(self, answers: list[object]) -> None:
+    def set_answers(self, answers: list[object]) -> None:
         """Set the recorded values to return during the scheduler's next call."""
         self._answers = answers[::-1]
 
     def num_external_tokens(self, request: Request, num_local_tokens: int) -> tuple[int | None, bool]:
-        count, is_async = self._next_answer(list)
+        count, is_async = self._pop_answer(list)
         return count, is_async
 
     def num_tokens_in_groups(self, request: Request, num_local_tokens: int, has: BoolArray) -> tuple[int | None, bool]:
         return self.num_external_tokens(request, num_local_tokens)
 
     def request_ended(self, request: Request, block_ids: Int64Array, num_tokens: int, transfer_id: int) -> bool:
-        return bool(self._next_answer(bool))
+        return bool(self._pop_answer(bool))
 
     def reset(self) -> None:
         pass
 
-    def _next_answer(self, kind: type) -> Any:
-        if not self._answers or not isinstance(self._answers[-1], kind):
-            raise ValueError("the calls of the connector differ from those that were recorded")
+    def _pop_answer(self, answer_type: type) -> Any:
+        if not self._answers or not isinstance(self._answers[-1], answer_type):
+            raise ValueError(
+                "the replay calls the connector differently from the recording; use the Pointsman version that recorded"
+            )
         return self._answers.pop()

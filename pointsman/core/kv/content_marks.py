@@ -40,14 +40,14 @@ class ContentMarks:
         self.generation = 0
 
     def rekey_starts_generation(self, request: Request) -> bool:
-        """Put the marks of a request's contents into the request's prompt key. Returns whether a new generation
-        began."""
+        """Put the marks of a request's encoder inputs into the request's prompt key. Returns whether a new generation
+        of marks began."""
         state = request._state
         if state.content_generation == self.generation:
             return False
         inputs = state.encoder_inputs
         given = state.prompt_bytes if state.content_generation < 0 else state.prompt_token_ids.tobytes()
-        contents = [_content(item, given) for item in inputs]
+        contents = [_content_of(item, given) for item in inputs]
         wanted = sum([content[1] for content in contents if content not in self._first])
         begins = self._next + wanted > self._num_marks
         if begins:
@@ -56,7 +56,7 @@ class ContentMarks:
         parts: list[bytes] = []
         end = 0
         for (_, start, length, _, _), content in zip(inputs, contents, strict=True):
-            first = self._range(content)
+            first = self._marks_of(content)
             marks = np.arange(-first, -first - length, -1, dtype=np.int32).tobytes()
             parts += given[end * TOKEN_BYTES : start * TOKEN_BYTES], marks
             end = start + length
@@ -64,7 +64,7 @@ class ContentMarks:
         state.set_prompt_key(b"".join(parts), self.generation)
         return begins
 
-    def _range(self, content: Content) -> int:
+    def _marks_of(self, content: Content) -> int:
         first = self._first.pop(content, None)
         if first is None:
             first = self._next
@@ -75,10 +75,10 @@ class ContentMarks:
         return first
 
 
-def _content(item: EncoderInput, given: bytes) -> Content:
-    """The `Content` of an encoder input: its key, and the number, tokens and mask of its placeholders. `given`: the
-    prompt's int32 tokens, as bytes."""
+def _content_of(item: EncoderInput, prompt_bytes: bytes) -> Content:
+    """The `Content` of an encoder input: its key, and the number, tokens and mask of its placeholders. `prompt_bytes`:
+    the prompt's int32 tokens, as bytes."""
     key, start, length, _, mask = item
-    tokens = given[start * TOKEN_BYTES : (start + length) * TOKEN_BYTES]
+    tokens = prompt_bytes[start * TOKEN_BYTES : (start + length) * TOKEN_BYTES]
     first = tokens[:TOKEN_BYTES]
     return (key, length, int.from_bytes(first, sys.byteorder) if tokens == first * length else tokens, mask)

@@ -44,13 +44,13 @@ def root_key(root: Root) -> bytes:
     """The key of a root: the digest of a sequence's salt and adapter, from which the key of its first block is
     computed."""
     name, version = root.adapter if root.adapter is not None else (None, None)
-    return hashlib.sha256(_json([root.cache_salt, name, version])).digest()
+    return hashlib.sha256(_canonical_json([root.cache_salt, name, version])).digest()
 
 
-def block_key(before: bytes, token_bytes: bytes, inputs: Sequence[Placed] = ()) -> bytes:
-    """The key of a block. `before`: the key of the block before it, or of the root. `token_bytes`: the block's
+def block_key(parent_key: bytes, token_bytes: bytes, inputs: Sequence[Placed] = ()) -> bytes:
+    """The key of a block. `parent_key`: the key of the block before it, or of the root. `token_bytes`: the block's
     tokens."""
-    return hashlib.sha256(before + token_bytes + (_json(inputs) if inputs else b"")).digest()
+    return hashlib.sha256(parent_key + token_bytes + (_canonical_json(inputs) if inputs else b"")).digest()
 
 
 def block_keys(request: Request, block_size: int) -> tuple[bytes, ...]:
@@ -99,5 +99,5 @@ def tokens_digest(token_bytes: bytes) -> str:
     return hashlib.sha256(token_bytes).hexdigest()
 
 
-def _json(value: object) -> bytes:
+def _canonical_json(value: object) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()

@@ -77,7 +77,7 @@ KVEvent: TypeAlias = "BlockStored | BlockRemoved | AllBlocksCleared"
 
 
 class KVEvents:
-    """Listens to a prefix cache, and keeps the events until `take` returns them.
+    """Listens to a prefix cache, and keeps the events until `take_events` returns them.
 
     Args:
         groups: indices of the groups, in the order in which their content is reported as stored; removals are reported
@@ -92,20 +92,20 @@ class KVEvents:
         self._has: dict[int, BoolArray] = {}  # by run id, [groups, nodes] whether the content is reported as stored
         self._events: list[KVEvent] = []
 
-    def take(self) -> list[KVEvent]:
-        """The events since the last call of `take`, in order."""
+    def take_events(self) -> list[KVEvent]:
+        """The events since the last call of `take_events`, in order."""
         events, self._events = self._events, []
         return events
 
-    def added(self, run: Run, request: Request, first: int, has: BoolArray) -> None:
-        """A request's blocks from `first` on entered the tree, as `run`. `has`: [groups, nodes] whether each group has
-        a block."""
+    def on_run_added(self, run: Run, request: Request, first: int, has_block: BoolArray) -> None:
+        """A request's blocks from `first` on entered the tree, as `run`. `has_block`: [groups, nodes] whether each
+        group has the block of each node."""
         self._hashes[run.run_id] = list(block_keys(request, self._block_size)[first : first + run.length])
-        self._has[run.run_id] = has
+        self._has[run.run_id] = has_block
         for group in self._groups:
-            self._report_stored(request, group, first + np.flatnonzero(has[group]))
+            self._report_stored(request, group, first + np.flatnonzero(has_block[group]))
 
-    def filled(self, run: Run, request: Request, offset: int, groups: Int64Array, indices: Int64Array) -> None:
+    def on_cells_filled(self, run: Run, request: Request, offset: int, groups: Int64Array, indices: Int64Array) -> None:
         """Nodes of a run got their first block of a group: node `indices[k]` of group `groups[k]`. Node i is block
         `offset` + i of the request."""
         self._has[run.run_id][groups, indices] = True
@@ -130,13 +130,13 @@ class KVEvents:
         inputs = tuple([tuple(placed.get(block, ())) for block in range(first, end)]) if placed else ()
         return BlockStored(keys[first:end], parent, token_ids, Root.of(request), inputs, group)
 
-    def left(self, run: Run, cells: Int64Array) -> None:
+    def on_cells_emptied(self, run: Run, cells: Int64Array) -> None:
         """The last block of these cells (see `prefix_tree.py`) of a run was removed; the nodes remain."""
         indices, groups = np.divmod(cells, len(self._has[run.run_id]))
         for group in self._groups[::-1]:
             self._report_removed(run, group, np.sort(indices[groups == group]))
 
-    def shrunk(self, run: Run, length: int) -> None:
+    def on_run_shortened(self, run: Run, length: int) -> None:
         """Only the first `length` nodes of a run remain in the tree."""
         hashes = self._hashes[run.run_id]
         for group in self._groups[::-1]:
@@ -154,7 +154,7 @@ class KVEvents:
         if len(indices):
             self._events.append(BlockRemoved(tuple([hashes[index] for index in indices[::-1].tolist()]), group))
 
-    def cleared(self) -> None:
+    def on_tree_cleared(self) -> None:
         """All nodes were removed: the tree is empty."""
         self._hashes.clear()
         self._has.clear()

@@ -15,7 +15,7 @@ attention all blocks of the prefix, with a window its last blocks. Only these bl
 Content leaves the prefix cache in four cases, by these methods:
 
     why                             manager    prefix tree     pool
-    its block is allocated again    take       evict           take
+    its block is allocated again    allocate   evict           allocate
     the step that computes it fails undo       remove_block    uncache
     the request fails in a step     retract    remove_subtree  uncache
     the cache is reset              reset      clear           uncache_all
@@ -122,7 +122,7 @@ class KVCacheManager(KVCache):
         self._windows: Windows | None = None
         """Gives back blocks behind windows; None: every group attends to the whole context."""
         if has_windows:
-            self._windows = Windows(config, self._tables, self.pool, self._reports, self.take, self._note_return)
+            self._windows = Windows(config, self._tables, self.pool, self._reports, self.allocate, self._count_return)
         self._attended = AttendedBlocks(groups, size, width)
         self.anchor = next((index for index, group in enumerate(groups) if group.is_full), None)
         nothing = np.zeros((self.num_groups, 0), dtype=np.int64)
@@ -181,7 +181,7 @@ class KVCacheManager(KVCache):
             return 0
         return self.prefix.num_publications - (self._num_released_at_once if self._windows is None else 0)
 
-    def _note_return(self) -> None:
+    def _count_return(self) -> None:
         self.num_returns += 1
 
     @property
@@ -239,19 +239,19 @@ class KVCacheManager(KVCache):
         if self.has_tables:
             blocks = found.blocks[0]
             return new_tuple(Match, (blocks, found.last, len(blocks) * size, None, len(blocks), 0))
-        return self._match_in_groups(found, root)
+        return self._longest_match_in_groups(found, root)
 
     def _no_match(self, root: Root) -> Match:
         table = None if self.has_tables else np.zeros((self.num_groups, 0), dtype=np.int64)
         return new_tuple(Match, (NO_BLOCKS, root, 0, table, 0, 0))
 
-    def _match_in_groups(self, found: Found, root: Root) -> Match:
+    def _longest_match_in_groups(self, found: Found, root: Root) -> Match:
         """The match of the nodes in `found`: their longest prefix that every group can reuse."""
         num_known: int = found.blocks.shape[1]
         count, table = num_known, found.blocks
         if found.has is not None and not found.has.all():
             count, table = self._attended.num_reusable(found.has), np.where(found.has, table, self.pool.num_blocks)
-        match = Match(NO_BLOCKS, found.node(count, root), count * self.block_size, table, num_known)
+        match = Match(NO_BLOCKS, found.node_after(count, root), count * self.block_size, table, num_known)
         return match._replace(blocks=table[self._is_acquired(match)])
 
     def _is_acquired(self, match: Match) -> BoolArray:
@@ -259,7 +259,7 @@ class KVCacheManager(KVCache):
         assert match.table is not None
         start = (match.num_tokens + match.num_external) // self.block_size
         places = np.arange(match.table.shape[1])
-        is_needed: BoolArray = (places >= self._first_needed(match)[:, None]) & (places < start)
+        is_needed: BoolArray = (places >= self._num_unread_blocks(match)[:, None]) & (places < start)
         is_needed &= match.table != self.pool.num_blocks
         return is_needed
 
@@ -267,7 +267,7 @@ class KVCacheManager(KVCache):
         match = match._replace(num_external=num_tokens)
         return match if match.table is None else match._replace(blocks=match.table[self._is_acquired(match)])
 
-    def in_pool(self, match: Match, max_blocks: int) -> BoolArray:
+    def is_in_pool(self, match: Match, max_blocks: int) -> BoolArray:
         """[groups, max_blocks] whether the pool has each of the first `max_blocks` blocks of a request with this
         match."""
         has = np.zeros((self.num_groups, max_blocks), dtype=np.bool_)
@@ -275,28 +275,28 @@ class KVCacheManager(KVCache):
             has[:, : match.table.shape[1]] = (match.table != self.pool.num_blocks)[:, :max_blocks]
         return has
 
-    def num_reusable(self, has: BoolArray) -> int:
+    def num_reusable(self, has_block: BoolArray) -> int:
         """Maximum number of leading blocks after which every group has all blocks that the next token attends to.
-        `has`: [groups, blocks] whether each group has the block."""
-        return self._attended.num_reusable(has)
+        `has_block`: [groups, blocks] whether each group has the block."""
+        return self._attended.num_reusable(has_block)
 
     def num_blocks_to_hold(self, num_blocks: int) -> int:
-        """Number of blocks that a request with `num_blocks` places in each table holds: without the blocks behind its
-        windows."""
-        return num_blocks * self.num_groups - int(self._attended.first(num_blocks).sum())
+        """Number of blocks that a request holds, in all groups together, once each of its tables has `num_blocks`
+        places; the blocks behind its windows are not held."""
+        return num_blocks * self.num_groups - int(self._attended.first_blocks(num_blocks).sum())
 
     def num_blocks_to_start(self, request: Request, match: Match, num_tokens: int) -> int:
         count = -(-num_tokens // self.block_size) * self.num_groups
-        return count if self._windows is None else count - int(self._first_needed(match).sum())
+        return count if self._windows is None else count - int(self._num_unread_blocks(match).sum())
 
     def num_blocks_of_whole(self, request: Request, match: Match) -> int:
         if self._windows is None:
             return -(-request._state.num_tokens // self.block_size) * self.num_groups
-        return self._windows.num_blocks_of_whole(self._first_needed(match), request._state.num_tokens)
+        return self._windows.num_blocks_of_whole(self._num_unread_blocks(match), request._state.num_tokens)
 
-    def _first_needed(self, match: Match) -> Int64Array:
+    def _num_unread_blocks(self, match: Match) -> Int64Array:
         """[groups] number of leading blocks of the matched and loaded prefix to which no later token attends."""
-        return self._attended.first((match.num_tokens + match.num_external) // self.block_size)
+        return self._attended.first_blocks((match.num_tokens + match.num_external) // self.block_size)
 
     def admit(self, request: Request, match: Match, num_tokens: int, now: float) -> Int64Array:
         state, cached = request._state, match.blocks
@@ -316,41 +316,40 @@ class KVCacheManager(KVCache):
         if not self.has_tables:
             self._build_tables(request, match, num_tokens)
             return NO_BLOCKS
-        new = self.take(-(-num_tokens // self.block_size) - start)
+        new = self.allocate(-(-num_tokens // self.block_size) - start)
         return np.concatenate([cached, new]) if len(cached) else new
 
     def _build_tables(self, request: Request, match: Match, num_tokens: int) -> None:
         """Make the block tables of an admitted request from its acquired blocks and newly allocated blocks."""
         assert match.table is not None
-        first, none = self._first_needed(match), self.pool.num_blocks
+        first, none = self._num_unread_blocks(match), self.pool.num_blocks
         end, num_known = -(-num_tokens // self.block_size), match.table.shape[1]
         table = np.full((self.num_groups, end), none)
         is_local = np.zeros(table.shape, dtype=np.bool_)
         is_local[:, :num_known] = self._is_acquired(match)[:, :end]
         table[is_local] = match.table[:, :end][is_local[:, :num_known]]
         missing = (~is_local & (np.arange(end) >= first[:, None])).T  # place by place
-        table.T[missing] = self.take(int(np.count_nonzero(missing)))
+        table.T[missing] = self.allocate(int(np.count_nonzero(missing)))
         last = (request._state.num_prompt_tokens - 1) // self.block_size
         tails = (last, min(match.num_known, last), match.num_tokens // self.block_size)
         self._entering = Entering(table, is_local, first, num_tokens, tails)
 
-    def entered(self, blocks: Int64Array, num_cached: int) -> tuple[Int64Array, BoolArray]:
+    def admitted_tables(self, blocks: Int64Array, num_cached: int) -> tuple[Int64Array, BoolArray]:
         """The block tables [groups, blocks] of the newest admission, and whether each of their blocks was found in the
-        prefix cache.
-
-        `blocks`: the result of `admit`. An entry without a block is the number of blocks in the pool. With one table,
-        the first `num_cached` blocks of the table were found."""
+        prefix cache. `blocks`: the result of `admit`. At a place without a block, the entry is the number of blocks in
+        the pool. With one table, the first `num_cached` blocks of the table were found."""
         if self.has_tables:
             return blocks[None], (np.arange(len(blocks)) < num_cached)[None]
         return self._entering.table, self._entering.is_local
 
     def _labelled_blocks(self, match: Match) -> Int64Array:
-        """The blocks of a match that carry labels: those of one group, which were labelled when they were released."""
+        """The blocks of a match that may carry a label of the eviction policy: those of one group, which got a label
+        when they were released."""
         if match.table is None:
             return match.blocks
         group = self.anchor or 0
         start = match.num_tokens // self.block_size
-        return match.table[group, self._first_needed(match).item(group) : start]
+        return match.table[group, self._num_unread_blocks(match).item(group) : start]
 
     def num_slots(self, request: Request, blocks: Int64Array) -> int:
         if self.has_tables:
@@ -363,13 +362,15 @@ class KVCacheManager(KVCache):
         if row >= len(self._tables.ends):
             self._add_rows(len(batch.num_tokens))
         if self.has_tables:
-            self._tables.place(row, blocks[None])
+            self._tables.set_tables(row, blocks[None])
             return
         table, _, first, _, tails = self._entering
-        self._tables.place(row, np.where(table < self.pool.num_blocks, table, 0), first)  # a kernel may read any entry
-        self._reports.place(row)
+        self._tables.set_tables(
+            row, np.where(table < self.pool.num_blocks, table, 0), first
+        )  # a kernel may read any entry
+        self._reports.note_placed(row)
         if self._windows is not None:
-            self._windows.place(batch, row, tails)
+            self._windows.place_row(batch, row, tails)
 
     def _add_rows(self, count: int) -> None:
         self._tables.add_rows(count)
@@ -383,7 +384,7 @@ class KVCacheManager(KVCache):
         """As `KVCache.num_blocks_to_grow`. Before counting, gives back the blocks behind the windows of the rows."""
         ends = batch.num_computed_tokens[rows] + num_tokens
         if self._windows is not None:
-            return self._windows.give_back_and_count(batch, rows, ends)
+            return self._windows.num_blocks_to_grow(batch, rows, ends)
         needed: Int64Array = np.maximum(-(-(ends - batch.num_slots[rows]) // self.block_size), 0)
         return needed if self.num_groups == 1 else needed * self.num_groups
 
@@ -416,9 +417,9 @@ class KVCacheManager(KVCache):
         num_blocks = count * self.num_groups
         if num_blocks > self.pool.num_free:
             return None
-        blocks = self.take(num_blocks).astype(INT32)  # converting while writing at indices takes longer
+        blocks = self.allocate(num_blocks).astype(INT32)  # converting while writing at indices takes longer
         if self.has_tables and count <= MAX_LOOP_ROWS:
-            self._tables.append_to_few(rows, blocks, batch.num_slots, self.block_size)
+            self._tables.append_in_loop(rows, blocks, batch.num_slots, self.block_size)
             return blocks
         if not self.has_tables:
             blocks = blocks.reshape(-1, self.num_groups)
@@ -426,7 +427,7 @@ class KVCacheManager(KVCache):
         batch.num_slots[rows] = ends * self._size
         if self.has_tables:
             return blocks
-        self._reports.note_one(rows, blocks, ends - 1, ends)
+        self._reports.note_one_block_each(rows, blocks, ends - 1, ends)
         return NO_TOKENS
 
     def _grow_by_one_in_windows(
@@ -435,7 +436,7 @@ class KVCacheManager(KVCache):
         if windows.grow_steadily(batch, rows, num_tokens):
             return NO_TOKENS
         ends = batch.num_computed_tokens[rows] + num_tokens
-        needed = windows.give_back_and_count(batch, rows, ends)
+        needed = windows.num_blocks_to_grow(batch, rows, ends)
         if int(needed.sum()) > self.pool.num_free:
             return None
         lacking = needed.nonzero()[0]
@@ -451,7 +452,7 @@ class KVCacheManager(KVCache):
             grown = self.grow_by_one(batch, rows, 1)
             assert grown is not None, "the pool has these blocks"
             return grown
-        blocks = self.take(total).astype(INT32)
+        blocks = self.allocate(total).astype(INT32)
         in_each = self._tables.append(rows, counts if self.num_groups == 1 else counts // self.num_groups, blocks)
         if self._windows is None:
             batch.num_slots[rows] = in_each * self._size
@@ -495,8 +496,8 @@ class KVCacheManager(KVCache):
             steps = steps.repeat(counts) + within * self._size
             lacking = lacking.repeat(counts)
         order = steps.argsort(kind="stable")
-        blocks = self.take(total * num_groups).astype(INT32)
-        tables.write(at[order], blocks)
+        blocks = self.allocate(total * num_groups).astype(INT32)
+        tables.write_blocks(at[order], blocks)
         if not self.has_tables:
             self._reports.note_reported(short, ends)
         return blocks, lacking[order].repeat(num_groups), steps[order].repeat(num_groups)
@@ -507,36 +508,36 @@ class KVCacheManager(KVCache):
         return self._tables.view
 
     def group_table(self, batch: Batch, row: int) -> Int32Array:
-        return self._tables.whole(row, 0, self._tables.ends.item(row), 0).astype(INT32)
+        return self._tables.blocks_at_all_places(row, 0, self._tables.ends.item(row), 0).astype(INT32)
 
     def first_blocks(self, batch: Batch, row: int, count: int) -> Int64Array:
-        table = self._tables.whole(row, 0, min(count, self._tables.ends.item(row)), -1)
+        table = self._tables.blocks_at_all_places(row, 0, min(count, self._tables.ends.item(row)), -1)
         return table[0] if self.has_tables else table
 
-    def names(self, request: Request, group: int, num_blocks: int) -> list[bytes]:
+    def block_names(self, request: Request, group: int, num_blocks: int) -> list[bytes]:
         """The names, for stores outside the pool, of the first `num_blocks` blocks of a request in a group."""
         keys = block_keys(request, self.block_size)[:num_blocks]
         return [block_name(key, group, self.num_groups) for key in keys]
 
-    def names_to_resume(self, request: Request, num_blocks: int) -> tuple[bytes, ...]:
+    def block_names_to_resume(self, request: Request, num_blocks: int) -> tuple[bytes, ...]:
         """The names of the blocks, in all groups, that a request needs to continue after its first `num_blocks`
         blocks."""
-        first = self._attended.first(num_blocks).tolist()
-        names = [self.names(request, group, num_blocks)[at:] for group, at in enumerate(first)]
+        first = self._attended.first_blocks(num_blocks).tolist()
+        names = [self.block_names(request, group, num_blocks)[at:] for group, at in enumerate(first)]
         return tuple([name for of_group in names for name in of_group])
 
     def num_common_blocks(self, rows: npt.NDArray[np.integer]) -> int:
-        return 0 if self.anchor is None else self._tables.num_common(rows, self.anchor)
+        return 0 if self.anchor is None else self._tables.num_common_blocks(rows, self.anchor)
 
     def table(self, batch: Batch, row: int) -> Int64Array:
         """A copy of the blocks that a row holds in all its tables, place by place."""
-        return self._tables.blocks(row)
+        return self._tables.blocks_of(row)
 
-    def placed(self, row: int) -> tuple[Int64Array, Int64Array, Int64Array]:
+    def blocks_with_places(self, row: int) -> tuple[Int64Array, Int64Array, Int64Array]:
         """(blocks, places, groups): each block that a row holds, with its place and its group."""
-        return self._tables.placed(row)
+        return self._tables.blocks_with_places(row)
 
-    def broken_row(self, row: int, num_slots: int, num_computed: int) -> str | None:
+    def broken_table_invariant(self, row: int, num_slots: int, num_computed: int) -> str | None:
         """For checks: describe the broken invariant of the block tables of a row with `num_computed` computed tokens;
         None: all invariants hold."""
         held = self._tables.ends.item(row) * self.block_size
@@ -553,26 +554,26 @@ class KVCacheManager(KVCache):
     def new_blocks(
         self, batch: Batch, rows: Int64Array, grown: npt.NDArray[np.integer], *, whole: bool
     ) -> NewBlocks | None:
-        return self._reports.take(rows, grown, whole=whole)
+        return self._reports.take_new_blocks(rows, grown, whole=whole)
 
     def num_blocks_shared(self, batch: Batch) -> Int64Array:
         if self.has_tables:
             return super().num_blocks_shared(batch)
         shared = [
-            self._num_shared(request, row)
+            self._num_shared_blocks(request, row)
             for request, row in zip(batch.members.requests, batch.members.rows.tolist(), strict=True)
         ]
         return np.array(shared, dtype=np.int64)
 
-    def _num_shared(self, request: Request, row: int) -> int:
-        """Number of leading blocks of a running request that a lookup would still find if its row were released. The
-        row may have given back some of these blocks, which other requests hold."""
+    def _num_shared_blocks(self, request: Request, row: int) -> int:
+        """Number of leading blocks of a running request that a lookup would still find if the request's row were
+        released. The row may have given back some of these blocks, which other requests hold."""
         state, prefix, count = request._state, self.prefix, request._state.num_published_blocks
         if prefix is None or not request.use_prefix_cache or state.prefix_epoch != prefix.epoch:
             return 0
         is_prompt = count * self.block_size <= state.num_prompt_tokens
         found = prefix.look_up(Root.of(request), state.prompt_bytes if is_prompt else state.known_bytes(), count)
-        own = self._tables.whole(row, 0, count, prefix.no_block)
+        own = self._tables.blocks_at_all_places(row, 0, count, prefix.no_block)
         references = np.append(self.pool.num_references, 0)
         is_held: BoolArray = references[found.blocks] > (found.blocks == own[:, : found.blocks.shape[1]])
         if found.has is not None:
@@ -585,7 +586,7 @@ class KVCacheManager(KVCache):
                     at = start + index - first
                     is_held[group, at] |= any(references[block] > (block == own[group, at]) for block in others)
             start += length
-        lasting = prefix.num_lasting(found, is_held, references > 0)
+        lasting = prefix.num_remaining_nodes(found, is_held, references > 0)
         return self._attended.num_reusable(is_held[:, :lasting])
 
     # ------------------------------------------------------------------ publishing and freeing
@@ -621,7 +622,7 @@ class KVCacheManager(KVCache):
         row = state.row
         assert row is not None
         if self._windows is not None:
-            self._windows.publish(row)
+            self._windows.mark_public(row)
         computed = batch.num_computed_tokens.item(row)
         end = (computed if computed < state.num_prompt_tokens else state.num_prompt_tokens) // self.block_size
         if end <= state.num_published_blocks:
@@ -634,18 +635,18 @@ class KVCacheManager(KVCache):
         """Publish the loaded blocks of a request. `table`: [groups, blocks] the beginning of the request's block
         tables."""
         first = request._state.num_published_blocks
-        self._publish(request, table[:, first:].copy(), request._state.known_bytes())
+        self._publish_blocks(request, table[:, first:].copy(), request._state.known_bytes())
 
-    def take_back(self, blocks: Int64Array) -> None:
+    def release_held_blocks(self, blocks: Int64Array) -> None:
         """Release blocks that were held without a row; `blocks` are in the order of their table."""
         if self.has_tables:
             self.pool.release(blocks)
         else:
             if self.retaining is not None and self.prefix is not None:
                 of_anchor = [self.pool.is_cached[b] and self.prefix.group_of(b) == self.anchor for b in blocks.tolist()]
-                self.retaining.straighten(blocks[np.array(of_anchor, dtype=np.bool_)])
+                self.retaining.order_marks(blocks[np.array(of_anchor, dtype=np.bool_)])
             self.pool.release_any(blocks[::-1])
-        self._note_return()
+        self._count_return()
         if self.returned is not None:
             self.returned.append(blocks)
 
@@ -666,7 +667,7 @@ class KVCacheManager(KVCache):
         state = request._state
         row = state.row
         assert row is not None
-        table = self._tables.blocks(row)
+        table = self._tables.blocks_of(row)
         if self.returned is not None:
             self.returned.append(table)
         if self.prefix is None and not self.has_connector:
@@ -679,7 +680,7 @@ class KVCacheManager(KVCache):
             if self.retaining is not None:
                 self.retaining.expire(now)
                 if is_finished:
-                    self._retain(self.retaining, request, row, now)
+                    self._retain_blocks(self.retaining, request, row, now)
             if self.has_tables:
                 self.pool.release(table)
             else:
@@ -692,16 +693,16 @@ class KVCacheManager(KVCache):
         """Release all blocks of a row; the row's last blocks are evicted first. A preempted request continues with its
         present window. After a finished request, later requests mostly reuse the window at the end of the finished
         request's prompt."""
-        blocks, places, groups = self._tables.placed(row)
+        blocks, places, groups = self._tables.blocks_with_places(row)
         if self.retaining is not None and self.anchor is not None:
-            self.retaining.straighten(blocks[groups == self.anchor])
+            self.retaining.order_marks(blocks[groups == self.anchor])
         if is_finished and self._windows is not None and self.caches:
             is_last = self._windows.is_evicted_last(row, places, groups)
             self.pool.release_any(blocks[~is_last][::-1], evict_first=True)
             blocks = blocks[is_last]
         self.pool.release_any(blocks[::-1])
 
-    def _retain(self, pool: RetainingPool, request: Request, row: int, now: float) -> None:
+    def _retain_blocks(self, pool: RetainingPool, request: Request, row: int, now: float) -> None:
         """Mark the blocks of a finished request that the eviction policy retains."""
         state = request._state
         if self.prefix is None or state.prefix_epoch != self.prefix.epoch or self.eviction is None:
@@ -711,12 +712,15 @@ class KVCacheManager(KVCache):
             return
         count, until, label = self.eviction.retained(request, num_cached, now)
         tenant = request.tenant if self.eviction.per_tenant else None
-        table, first = self._tables.whole(row, 0, num_cached, self.prefix.no_block), self._tables.first(row)
+        table, first = (
+            self._tables.blocks_at_all_places(row, 0, num_cached, self.prefix.no_block),
+            self._tables.first_places(row),
+        )
         group = self.anchor or 0
-        pool.label(table[group, first.item(group) :], label)
+        pool.set_label(table[group, first.item(group) :], label)
         if self.anchor is not None:
             count = pool.retain(table[self.anchor, :count], until, tenant)
-        needed = np.maximum(self._attended.first(count), first)
+        needed = np.maximum(self._attended.first_blocks(count), first)
         for group in range(self.num_groups):
             if group != self.anchor:
                 pool.retain(table[group, needed.item(group) : count], until, tenant)
@@ -733,7 +737,7 @@ class KVCacheManager(KVCache):
         for entry in reversed(journal):
             gone = []
             for block, run, cell in reversed(self._cells_of(entry)):
-                if prefix.holds(block, run, cell):
+                if prefix.is_in_cell(block, run, cell):
                     prefix.remove_block(block)
                     gone.append(block)
             if not gone:
@@ -795,9 +799,11 @@ class KVCacheManager(KVCache):
         first = request._state.num_published_blocks
         if self.prefix is None or end <= first:
             return False
-        return self._publish(request, self._tables.whole(row, first, end, self.prefix.no_block), token_bytes, num_final)
+        return self._publish_blocks(
+            request, self._tables.blocks_at_all_places(row, first, end, self.prefix.no_block), token_bytes, num_final
+        )
 
-    def _publish(self, request: Request, blocks: Int64Array, token_bytes: bytes, num_final: int = 0) -> bool:
+    def _publish_blocks(self, request: Request, blocks: Int64Array, token_bytes: bytes, num_final: int = 0) -> bool:
         """Publish `blocks` [groups, blocks] of a request, which follow its published blocks. No step in flight computes
         the first `num_final` blocks of the request. Returns whether any blocks were published."""
         state, prefix = request._state, self.prefix
@@ -826,18 +832,19 @@ class KVCacheManager(KVCache):
             self.journal.append(new_tuple(Publication, (request, start, before, given, spans)))
         return True
 
-    def take(self, count: int) -> Int64Array:
+    def allocate(self, count: int) -> Int64Array:
         """Allocate `count` blocks, and evict their cached content. Returns the block ids."""
-        blocks, evicted = self.pool.take(count)
+        blocks, evicted = self.pool.allocate(count)
         if len(evicted) and self.prefix is not None:
             self.prefix.evict(evicted)
             self.num_evictions += len(evicted)
             if self.saves is not None:
-                self._note_saves(self.saves, evicted)
+                self._add_saves(self.saves, evicted)
         return blocks
 
-    def _note_saves(self, saves: list[Save], evicted: Int64Array) -> None:
-        """Add evicted blocks to `saves`, except blocks that a step in flight computes: the step may still fail."""
+    def _add_saves(self, saves: list[Save], evicted: Int64Array) -> None:
+        """Add evicted blocks to the list `saves` that the next output reports, except blocks that a step in flight
+        computes: the step may still fail."""
         wanted = self.wanted
         for block in evicted.tolist():
             key, step = self._key_of.pop(block)

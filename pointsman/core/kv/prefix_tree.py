@@ -8,8 +8,8 @@ sharing KV: equal salt and adapter. Placeholders of encoder inputs are replaced 
 A cache hit never returns KV of other tokens, for these reasons:
 
 - The key is the content itself, never a digest, so no two prefixes can collide.
-- A cached block leaves the tree (`evict`) before it can be written again: `KVCacheManager.take` does both. An admission
-  acquires the blocks of its hit before it takes new ones, so it cannot evict them.
+- A cached block leaves the tree (`evict`) before it can be written again: `KVCacheManager.allocate` does both. An
+  admission acquires the blocks of its hit before it allocates new ones, so it cannot evict them.
 - Only full blocks are published, and a request writes only to blocks after its cache hit: no request writes to a shared
   block.
 - Prompts are published before they are computed. With `share_within_step` the host writes the KV of all rows before any
@@ -145,11 +145,11 @@ class Found(NamedTuple):
 
     @property
     def last(self) -> RunNode:
-        """The last node of the prefix. Only if at least one node was found."""
+        """The last node of the prefix; defined only if at least one node was found."""
         run, first, count = self.spans[-1]
         return new_tuple(RunNode, (run, first + count - 1))
 
-    def node(self, num_nodes: int, root: Root) -> Node:
+    def node_after(self, num_nodes: int, root: Root) -> Node:
         """The last of the first `num_nodes` nodes; `root` if `num_nodes` is 0."""
         end = 0
         for run, first, count in self.spans:
@@ -162,21 +162,21 @@ class Found(NamedTuple):
 class RunListener(Protocol):
     """An object whose methods the tree calls when content enters and leaves it."""
 
-    def added(self, run: Run, request: Request, first: int, has: BoolArray) -> None:
-        """A request's blocks from `first` on entered the tree, as `run`. `has`: [groups, nodes] whether each group has
-        a block."""
+    def on_run_added(self, run: Run, request: Request, first: int, has_block: BoolArray) -> None:
+        """A request's blocks from `first` on entered the tree, as `run`. `has_block`: [groups, nodes] whether each
+        group has the block of each node."""
 
-    def filled(self, run: Run, request: Request, offset: int, groups: Int64Array, indices: Int64Array) -> None:
+    def on_cells_filled(self, run: Run, request: Request, offset: int, groups: Int64Array, indices: Int64Array) -> None:
         """Existing nodes of `run` got their first block of a group: node `indices[k]` of group `groups[k]`. Node i is
         block `offset` + i of the request."""
 
-    def left(self, run: Run, cells: Int64Array) -> None:
+    def on_cells_emptied(self, run: Run, cells: Int64Array) -> None:
         """The last block of these cells of `run` was removed; the nodes remain."""
 
-    def shrunk(self, run: Run, length: int) -> None:
+    def on_run_shortened(self, run: Run, length: int) -> None:
         """Only the first `length` nodes of a run remain in the tree."""
 
-    def cleared(self) -> None:
+    def on_tree_cleared(self) -> None:
         """All nodes were removed: the tree is empty."""
 
 
@@ -217,11 +217,12 @@ class PrefixCache:
 
     def __len__(self) -> int:
         """Number of nodes in the tree."""
-        self._settle()
+        self._shorten_evicted_runs()
         return sum(run.length for run in self._runs.values())
 
     def _make_cells(self, count: int) -> Int64Array:
-        """[groups, count] the cells of the first `count` nodes of any run."""
+        """[groups, count] the cells of the first `count` nodes of any run; a cell is one node in one group of
+        layers."""
         cells: Int64Array = np.arange(count) * self.num_groups + np.arange(self.num_groups)[:, None]
         return cells
 
@@ -237,7 +238,7 @@ class PrefixCache:
         """The nodes of the longest cached prefix of a sequence, at most `max_blocks`, up to the first node without an
         anchor block. If the anchor is the only group, all of these nodes can be reused."""
         if self.anchor is None:
-            self._settle()
+            self._shorten_evicted_runs()
         spans: list[Span] = []
         parts: list[Int64Array] = []
         has_parts: list[BoolArray] = []
@@ -251,7 +252,7 @@ class PrefixCache:
             run, first, count = span
             blocks = run.blocks[:, first : first + count]
             if is_tested:
-                has = self._has(run, first, count)
+                has = self._has_blocks(run, first, count)
                 if self.anchor is not None:  # nodes from a missing anchor block on are removed, too
                     count = int(np.count_nonzero(has[self.anchor]))
                     if count == 0:
@@ -267,7 +268,7 @@ class PrefixCache:
         blocks = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
         return new_tuple(Found, (spans, blocks, np.concatenate(has_parts, axis=1) if is_tested else None))
 
-    def _has(self, run: Run, first: int, count: int) -> BoolArray:
+    def _has_blocks(self, run: Run, first: int, count: int) -> BoolArray:
         """[groups, count] whether each group still has the block that the run lists at nodes `first` to `first + count`
         - 1."""
         blocks = run.blocks[:, first : first + count]
@@ -284,15 +285,15 @@ class PrefixCache:
         else:
             run, index = node
             if index + 1 < run.length:
-                count = self._num_equal(run, index + 1, token_bytes, start, end)
+                count = self._num_equal_nodes(run, index + 1, token_bytes, start, end)
                 if count:
                     return Span(run, index + 1, count)
             if not run.children:
                 return None
             child = run.children.get((index, token_bytes[start * size : (start + 1) * size]))
-        return None if child is None else Span(child, 0, self._num_equal(child, 0, token_bytes, start, end))
+        return None if child is None else Span(child, 0, self._num_equal_nodes(child, 0, token_bytes, start, end))
 
-    def _num_equal(self, run: Run, first: int, token_bytes: bytes, start: int, end: int) -> int:
+    def _num_equal_nodes(self, run: Run, first: int, token_bytes: bytes, start: int, end: int) -> int:
         """Number of nodes of `run` from `first` on that hold the blocks of a sequence from `start` on."""
         size = self._block_bytes
         count: int = min(run.length - first, end - start)
@@ -322,18 +323,18 @@ class PrefixCache:
         while start < end:
             span = self._successors(node, token_bytes, start, end)
             if span is not None and self._evicted:
-                self._settle()
+                self._shorten_evicted_runs()
                 span = self._successors(node, token_bytes, start, end)
             if span is None:
                 rest = blocks if start == first else blocks[:, start - first :]
                 spans.append(self._add_run(node, token_bytes, start, end, rest, request))
                 break
-            self._add_to(span, blocks[:, start - first : start - first + span.length], request, start)
+            self._add_blocks_to_nodes(span, blocks[:, start - first : start - first + span.length], request, start)
             spans.append(span)
             node = RunNode(span.run, span.first + span.length - 1)
             start += span.length
         if self.anchor is None:  # the publisher may have given back all blocks of the last nodes
-            self._shorten(spans[-1].run)
+            self._remove_empty_end(spans[-1].run)
         return spans
 
     def _add_run(
@@ -350,7 +351,7 @@ class PrefixCache:
             parent.children[at, tokens[:size]] = run
         self._record_blocks(run, 0, blocks)
         if self.listener is not None:
-            self.listener.added(run, request, start, blocks != self.no_block)
+            self.listener.on_run_added(run, request, start, blocks != self.no_block)
         return new_tuple(Span, (run, 0, length))
 
     def _record_blocks(self, run: Run, first: int, blocks: Int64Array) -> None:
@@ -363,13 +364,13 @@ class PrefixCache:
         self._cell_of[blocks] = cells
         self._run_of[self.no_block] = ZERO
 
-    def _add_to(self, span: Span, blocks: Int64Array, request: Request, start: int) -> None:
+    def _add_blocks_to_nodes(self, span: Span, blocks: Int64Array, request: Request, start: int) -> None:
         """Add blocks of a request, from its block `start` on, to existing nodes. Blocks that these nodes already have
         (cache hits beside loaded blocks) are replaced by `no_block` in `blocks`."""
         run, first, count = span
         cells = self._cells_of(first, count)
         blocks[(self._run_of[blocks] == run.run_id) & (self._cell_of[blocks] == cells)] = self.no_block
-        given, has = blocks != self.no_block, self._has(run, first, count)
+        given, has = blocks != self.no_block, self._has_blocks(run, first, count)
         for group, at in zip(*(where.tolist() for where in (given & has).nonzero()), strict=True):
             cell = (first + at) * self.num_groups + group
             run.duplicates.setdefault(cell, []).append(int(blocks[group, at]))
@@ -381,7 +382,7 @@ class PrefixCache:
         self._record_blocks(run, first, blocks)
         if self.listener is not None and np.count_nonzero(fills):
             groups, at = fills.nonzero()
-            self.listener.filled(run, request, start - first, groups, first + at)
+            self.listener.on_cells_filled(run, request, start - first, groups, first + at)
 
     # ------------------------------------------------------------------ removing
 
@@ -392,10 +393,10 @@ class PrefixCache:
         self._num_evicted += len(blocks)
         # A listener must be called immediately, and a duplicate must be replaced before the next lookup.
         if self.num_duplicates or self.listener is not None or self._num_evicted > _MAX_EVICTED:
-            self._settle()
+            self._shorten_evicted_runs()
 
-    def _settle(self) -> None:
-        """Shorten the runs of the evicted blocks in `_evicted`."""
+    def _shorten_evicted_runs(self) -> None:
+        """Remove the blocks evicted since the last call from their runs, and shorten the runs."""
         if not self._evicted:
             return
         blocks, runs, cells = self._evicted[0]
@@ -414,22 +415,22 @@ class PrefixCache:
         """Remove evicted blocks, all of one run, from this run."""
         if run.duplicates:
             for block, cell in zip(blocks.tolist(), cells.tolist(), strict=True):
-                self._remove(run, cell, block)
+                self._remove_block_of_cell(run, cell, block)
             return
         if self.anchor is None:
             if self.listener is not None:
-                self.listener.left(run, cells)
-            self._shorten(run)
+                self.listener.on_cells_emptied(run, cells)
+            self._remove_empty_end(run)
             return
         if self.num_groups > 1:
             is_anchor = cells % self.num_groups == self.anchor
             if self.listener is not None:
-                self.listener.left(run, cells[~is_anchor])
+                self.listener.on_cells_emptied(run, cells[~is_anchor])
             blocks = blocks[is_anchor]
         if len(blocks):
             length = run.length - len(blocks)
             assert run.blocks[self.anchor, length] == blocks[-1], "a block is evicted before the blocks behind it"
-            self._shrink(run, length)
+            self._shorten_run(run, length)
 
     def _clear_evicted(self) -> None:
         self._evicted.clear()
@@ -438,27 +439,27 @@ class PrefixCache:
     def remove_block(self, block: int) -> None:
         """Remove one block. If it is the only anchor block of its node, the node is removed, too; the node must then be
         the last one of its run."""
-        self._settle()
+        self._shorten_evicted_runs()
         run, cell = self._runs.get(int(self._run_of[block])), int(self._cell_of[block])
         self._run_of[block] = 0
         if run is not None:
-            self._remove(run, cell, block)
+            self._remove_block_of_cell(run, cell, block)
 
-    def _remove(self, run: Run, cell: int, block: int) -> None:
+    def _remove_block_of_cell(self, run: Run, cell: int, block: int) -> None:
         index, group = divmod(cell, self.num_groups)
         if index >= run.length:  # the block's node is already removed
             return
         if cell in run.duplicates:
-            self._drop_one_of_several(run, cell, block)
+            self._drop_duplicate_block(run, cell, block)
             return
         if group == self.anchor:
             assert index == run.length - 1, f"block {block} leaves the prefix tree before the blocks behind it"
-            self._shrink(run, index)
+            self._shorten_run(run, index)
             return
         if self.listener is not None:
-            self.listener.left(run, np.array([cell]))
+            self.listener.on_cells_emptied(run, np.array([cell]))
         if self.anchor is None:
-            self._shorten(run)
+            self._remove_empty_end(run)
 
     def remove_subtree(self, node: RunNode) -> list[int]:
         """Remove a node, and all nodes after it. Requests that continue after a removed node must publish no further
@@ -466,13 +467,13 @@ class PrefixCache:
 
         Returns the removed blocks.
         """
-        self._settle()
+        self._shorten_evicted_runs()
         run, index = node
-        gone = list(self._blocks_behind(run, index))
+        gone = list(self._collect_blocks_from(run, index))
         self._run_of[gone] = 0
-        self._shrink(run, index)
+        self._shorten_run(run, index)
         if self.anchor is None:
-            self._shorten(run)
+            self._remove_empty_end(run)
         return gone
 
     def clear(self) -> None:
@@ -486,12 +487,12 @@ class PrefixCache:
         self._run_of[:] = 0
         self.epoch += 1
         if self.listener is not None:
-            self.listener.cleared()
+            self.listener.on_tree_cleared()
         self.num_publications += 1
 
-    def _drop_one_of_several(self, run: Run, cell: int, block: int) -> None:
-        """Remove one of several blocks of a cell. A lookup may then find another block of the cell, which is
-        referenced."""
+    def _drop_duplicate_block(self, run: Run, cell: int, block: int) -> None:
+        """Remove one of several blocks with the content of one cell. A lookup may then find another of these blocks,
+        which is referenced."""
         index, group = divmod(cell, self.num_groups)
         others = run.duplicates[cell]
         self.num_duplicates -= 1
@@ -505,22 +506,22 @@ class PrefixCache:
             del run.duplicates[cell]
         self.num_publications += 1
 
-    def _shorten(self, run: Run) -> None:
+    def _remove_empty_end(self, run: Run) -> None:
         """Without an anchor: remove the nodes at the end of a run that have no block and no child."""
         while True:
-            held: Int64Array = np.flatnonzero(self._has(run, 0, run.length).any(axis=0))
+            held: Int64Array = np.flatnonzero(self._has_blocks(run, 0, run.length).any(axis=0))
             length = max([held.item(-1) if len(held) else -1, *(index for index, _ in run.children)]) + 1
             parent = run.parent
-            self._shrink(run, length)
+            self._shorten_run(run, length)
             if length or isinstance(parent, Root):
                 return
             run = parent.run
 
-    def _shrink(self, run: Run, length: int) -> None:
+    def _shorten_run(self, run: Run, length: int) -> None:
         if length >= run.length:
             return
         if self.listener is not None:
-            self.listener.shrunk(run, length)
+            self.listener.on_run_shortened(run, length)
         run.length = length
         if run.duplicates:  # duplicates in other groups, at nodes whose last anchor block is removed
             self._drop_duplicates(run, length)
@@ -545,47 +546,47 @@ class PrefixCache:
         self.num_duplicates -= len(dropped)
         return dropped
 
-    def _blocks_behind(self, run: Run, index: int) -> Iterator[int]:
+    def _collect_blocks_from(self, run: Run, index: int) -> Iterator[int]:
         """All blocks of a run from node `index` on, and of all runs that follow these nodes; the runs that follow are
         removed."""
         count = run.length - index
-        yield from run.blocks[:, index : run.length][self._has(run, index, count)].tolist()
+        yield from run.blocks[:, index : run.length][self._has_blocks(run, index, count)].tolist()
         yield from self._drop_duplicates(run, index)
         for key in [key for key in run.children if key[0] >= index]:
             child = run.children.pop(key)
-            yield from self._blocks_behind(child, 0)
+            yield from self._collect_blocks_from(child, 0)
             if self.listener is not None:
-                self.listener.shrunk(child, 0)
+                self.listener.on_run_shortened(child, 0)
             child.length = 0
             del self._runs[child.run_id]
 
     # ------------------------------------------------------------------ reading
 
-    def num_lasting(self, found: Found, is_held: BoolArray, is_referenced: BoolArray) -> int:
+    def num_remaining_nodes(self, found: Found, is_held: BoolArray, is_referenced: BoolArray) -> int:
         """Number of leading nodes of `found` that would stay in the tree if only the blocks selected by two masks
         stayed cached. `is_held` [groups, nodes] selects blocks of the nodes of `found`; `is_referenced` [blocks]
         selects blocks of all other nodes."""
         if self.anchor is not None:
             return int(np.count_nonzero(is_held[self.anchor]))
         last = np.flatnonzero(is_held.any(axis=0))
-        num_lasting, end = last.item(-1) + 1 if len(last) else 0, 0
+        num_remaining, end = last.item(-1) + 1 if len(last) else 0, 0
         for number, (run, first, length) in enumerate(found.spans):
             on_path = found.spans[number + 1].run if number + 1 < len(found.spans) else None
             if self._has_referenced_block(run, first + length, is_referenced):
-                num_lasting = max(num_lasting, end + length)
+                num_remaining = max(num_remaining, end + length)
             for (index, _), child in run.children.items():
                 if (
                     first <= index < first + length
                     and child is not on_path
                     and self._has_referenced_block(child, 0, is_referenced)
                 ):
-                    num_lasting = max(num_lasting, end + index - first + 1)
+                    num_remaining = max(num_remaining, end + index - first + 1)
             end += length
-        return num_lasting
+        return num_remaining
 
     def _has_referenced_block(self, run: Run, start: int, is_referenced: BoolArray) -> bool:
         """Whether a run has a referenced block at a node from `start` on, or a run that follows these nodes has one."""
-        blocks = run.blocks[:, start : run.length][self._has(run, start, run.length - start)].tolist()
+        blocks = run.blocks[:, start : run.length][self._has_blocks(run, start, run.length - start)].tolist()
         others = [other for cell, other in run.duplicates.items() if cell >= start * self.num_groups]
         if np.count_nonzero(is_referenced[[*blocks, *chain(*others)]]):
             return True
@@ -594,18 +595,18 @@ class PrefixCache:
 
     def is_alive(self, node: Node) -> bool:
         """Whether a node is still in the tree, so that blocks may be published after it."""
-        self._settle()
+        self._shorten_evicted_runs()
         return isinstance(node, Root) or node.is_alive
 
     def is_cached(self, block: int) -> bool:
         """Whether a lookup can find the block."""
-        self._settle()
+        self._shorten_evicted_runs()
         run = self._runs.get(int(self._run_of[block]))
         return run is not None and int(self._cell_of[block]) < run.length * self.num_groups
 
     def node_of(self, block: int) -> tuple[RunNode, int]:
         """(node, group) of a cached block."""
-        self._settle()
+        self._shorten_evicted_runs()
         index, group = divmod(int(self._cell_of[block]), self.num_groups)
         return RunNode(self._runs[int(self._run_of[block])], index), group
 
@@ -613,25 +614,25 @@ class PrefixCache:
         """The group of a cached block; for a block that is not cached, the group in which it was last published."""
         return int(self._cell_of[block]) % self.num_groups
 
-    def holds(self, block: int, run: Run, cell: int) -> bool:
+    def is_in_cell(self, block: int, run: Run, cell: int) -> bool:
         """Whether a block still belongs to the cell `cell` of `run`."""
         return bool(self._run_of[block] == run.run_id and self._cell_of[block] == cell)
 
     def blocks(self) -> list[int]:
         """For checks: all blocks that are reachable from the roots; a block that is reached several times occurs
         several times."""
-        self._settle()
+        self._shorten_evicted_runs()
         found: list[int] = []
         runs = list(self._roots.values())
         while runs:
             run = runs.pop()
-            found += run.blocks[:, : run.length][self._has(run, 0, run.length)].tolist()
+            found += run.blocks[:, : run.length][self._has_blocks(run, 0, run.length)].tolist()
             for cell, others in run.duplicates.items():
                 found += others if cell < run.length * self.num_groups else [-1]
             runs += [child for (index, _), child in run.children.items() if index < run.length]
         return found
 
-    def content(self, block: int) -> tuple[Root, bytes]:
+    def content_of(self, block: int) -> tuple[Root, bytes]:
         """For checks: the root of a cached block, and all tokens of its sequence up to the block's end, as bytes."""
         (run, index), _ = self.node_of(block)
         parts = [run.token_bytes[: (index + 1) * self._block_bytes]]

@@ -14,7 +14,7 @@ released again is retained again until its time.
 
 Children are evicted before their parents (`prefix_tree.py`), because along every released table
 
-    a block's time is at least the time of each block behind it        (`straighten` raises it)
+    a block's time is at least the time of each block behind it        (`order_marks` raises it)
     a block is SHARED if a block behind it has another owner
 
 and blocks leave the queue of all owners, or the queue of one owner, by (time, order of release). So no child of a block
@@ -94,8 +94,9 @@ class RetainingPool(BlockPool):
         """Number of free blocks that are retained."""
         return self._num_retained
 
-    def max_of_a_tenant(self, tenant: str | None = None) -> int:
-        """Maximum number of retained blocks of each tenant now, counting `tenant` as a tenant with retained blocks."""
+    def max_retained_of(self, tenant: str | None = None) -> int:
+        """Maximum number of retained blocks that each tenant may have now. `tenant` is counted as a tenant with
+        retained blocks."""
         is_new = tenant is not None and self._owners.get(tenant, 0) not in self._num_of
         num_tenants = len(self._num_of) - (SHARED in self._num_of) + is_new
         part = (self.capacity - self._num_of.get(SHARED, 0)) // max(1, num_tenants)
@@ -121,7 +122,7 @@ class RetainingPool(BlockPool):
         blocks = blocks[: np.count_nonzero(self.is_cached[blocks])]
         if until <= self._clock or not len(blocks):
             return 0
-        owner = self._number(tenant)
+        owner = self._tenant_number(tenant)
         before, owners = self._until[blocks], self._owner[blocks]
         of_others = ((before > self._clock) & (owners != owner)).nonzero()[0]
         if len(of_others):
@@ -136,40 +137,40 @@ class RetainingPool(BlockPool):
         self._until[blocks] = np.maximum(before, until)
         return len(blocks)
 
-    def label(self, blocks: Int64Array, label: int) -> None:
+    def set_label(self, blocks: Int64Array, label: int) -> None:
         """Set the label of each of the blocks to `label`."""
         self.labels[blocks] = label
 
-    def take(self, count: int) -> tuple[Int64Array, Int64Array]:
+    def allocate(self, count: int) -> tuple[Int64Array, Int64Array]:
         missing = count - self._num_blank - self._num_cached
         if missing > 0:
             self._end_retention(self._queue, missing)
-        blocks, evicted = super().take(count)
+        blocks, evicted = super().allocate(count)
         if len(evicted):
             self.labels[evicted] = 0
         return blocks, evicted
 
     def acquire(self, blocks: Int64Array) -> None:
         if self._num_retained:
-            self._take_out(blocks)
+            self._remove_retained(blocks)
         super().acquire(blocks)
 
     def release(self, blocks: Int64Array) -> None:
-        self.straighten(blocks)
+        self.order_marks(blocks)
         num_before = self._num_retained
         super().release(blocks)
         if self._num_retained > num_before:
-            self._keep_bounds()
+            self._enforce_limits()
 
     def release_any(self, blocks: Int64Array, *, evict_first: bool = False) -> None:
         num_before = self._num_retained
         super().release_any(blocks, evict_first=evict_first)
         if self._num_retained > num_before:
-            self._keep_bounds()
+            self._enforce_limits()
 
     def uncache(self, blocks: list[int]) -> None:
         ids = np.array(blocks, dtype=np.int64)
-        self._take_out(ids)
+        self._remove_retained(ids)
         super().uncache(blocks)
         self._num_shared -= self._num_marked_shared(ids)
         self._until[ids] = _NEVER
@@ -192,13 +193,14 @@ class RetainingPool(BlockPool):
 
     # ------------------------------------------------------------------ entering
 
-    def _num_shareable(self, until: FloatArray, owners: Int64Array, of_others: Int64Array) -> int:
-        """Number of leading elements of `of_others`, which are places in a table, whose blocks may become SHARED. All
-        blocks before such a block then become SHARED, too (`straighten`)."""
+    def _num_shareable(self, until: FloatArray, owners: Int64Array, places_of_others: Int64Array) -> int:
+        """Number of leading elements of `places_of_others` whose blocks may become SHARED. `places_of_others`: the
+        places of a table at which another tenant retains the block. All blocks before a SHARED block then become
+        SHARED, too (`order_marks`)."""
         num_left = self.max_shared - self._num_shared
         if len(until) <= num_left:
-            return len(of_others)
-        new = np.cumsum((owners != SHARED) | (until == _NEVER))[of_others]
+            return len(places_of_others)
+        new = np.cumsum((owners != SHARED) | (until == _NEVER))[places_of_others]
         return int(np.searchsorted(new, max(0, num_left), side="right"))
 
     def _num_marked_shared(self, blocks: Int64Array) -> int:
@@ -207,7 +209,7 @@ class RetainingPool(BlockPool):
             return 0
         return int(np.count_nonzero((self._owner[blocks] == SHARED) & (self._until[blocks] > _NEVER)))
 
-    def straighten(self, blocks: Int64Array) -> None:
+    def order_marks(self, blocks: Int64Array) -> None:
         """Adjust the times and owners of a table's blocks so that no block is retained for longer than the blocks
         before it; called before the blocks are released."""
         until = self._until[blocks]
@@ -228,20 +230,20 @@ class RetainingPool(BlockPool):
             self._owner[blocks] = owners
         self._num_shared += int(np.count_nonzero((owners == SHARED) & (raised > _NEVER)))
 
-    def _append(self, blocks: Int64Array) -> None:
+    def _append_segment(self, blocks: Int64Array) -> None:
         is_over = self._until[blocks] <= self._clock
         if np.count_nonzero(is_over):
-            super()._append(self._without_marks(blocks[is_over]))
+            super()._append_segment(self._clear_expired_marks(blocks[is_over]))
         self._push_retained(blocks[~is_over])
 
-    def _prepend(self, blocks: Int64Array) -> None:
+    def _prepend_segment(self, blocks: Int64Array) -> None:
         is_over = self._until[blocks] <= self._clock
         if np.count_nonzero(is_over):
-            super()._prepend(self._without_marks(blocks[is_over]))
+            super()._prepend_segment(self._clear_expired_marks(blocks[is_over]))
         self._push_retained(blocks[~is_over])
 
-    def _without_marks(self, blocks: Int64Array) -> Int64Array:
-        """Remove the marks of expired blocks, and return the blocks."""
+    def _clear_expired_marks(self, blocks: Int64Array) -> Int64Array:
+        """Clear the marks of blocks whose retention has expired. Returns the blocks."""
         self._num_shared -= self._num_marked_shared(blocks)
         self._until[blocks] = _NEVER
         return blocks
@@ -253,9 +255,9 @@ class RetainingPool(BlockPool):
         until, owners = self._until[blocks], self._owner[blocks]
         starts = [0, *(((until[1:] != until[:-1]) | (owners[1:] != owners[:-1])).nonzero()[0] + 1).tolist()]
         for start, end in zip(starts, [*starts[1:], len(blocks)], strict=True):
-            self._push(blocks[start:end], until.item(start), owners.item(start))
+            self._push_to_queues(blocks[start:end], until.item(start), owners.item(start))
 
-    def _push(self, blocks: Int64Array, until: float, owner: int) -> None:
+    def _push_to_queues(self, blocks: Int64Array, until: float, owner: int) -> None:
         segment = _Segment(self._next_segment, blocks)
         self._next_segment += 1
         self._segment_of[blocks] = segment.number
@@ -269,13 +271,13 @@ class RetainingPool(BlockPool):
         self._num_retained += count
         self._num_pushed += count + 1
         if self._num_pushed > 2 * self.num_blocks:
-            self._rebuild()
+            self._rebuild_queues()
 
-    def _keep_bounds(self) -> None:
+    def _enforce_limits(self) -> None:
         # SHARED blocks exceed the bound only if content was computed twice and one table has blocks of several tenants.
         while (excess := self._num_of.get(SHARED, 0) - self.max_shared) > 0:
             self._end_retention(self._queue, excess)
-        limit = self.max_of_a_tenant()
+        limit = self.max_retained_of()
         while self._largest and (count := -self._largest[0][0]) > limit:
             owner = self._largest[0][1]
             num_now = self._num_of.get(owner, 0)
@@ -305,11 +307,11 @@ class RetainingPool(BlockPool):
             taken = head[places]
             if len(taken):
                 owner = int(self._owner[taken[0]])
-                self._uncount(owner, len(taken))
+                self._subtract_retained(owner, len(taken))
                 if owner == SHARED:
                     self._num_shared -= len(taken)
                 self._until[taken] = _NEVER
-                super()._append(taken)
+                super()._append_segment(taken)
                 count -= len(taken)
                 self._drop_empty_segments(self._queue_of[owner])
             self._drop_empty_segments(queue)
@@ -318,7 +320,7 @@ class RetainingPool(BlockPool):
         while queue and not len(queue[0][2].ids):
             heappop(queue)
 
-    def _take_out(self, blocks: Int64Array) -> None:
+    def _remove_retained(self, blocks: Int64Array) -> None:
         """Remove `blocks` from the retained blocks, if they are retained. They then count as cached free blocks, until
         the caller removes them."""
         leaving = blocks[(self.num_references[blocks] == 0) & (self._until[blocks] > _NEVER)]
@@ -326,10 +328,10 @@ class RetainingPool(BlockPool):
             return
         owners, counts = np.unique(self._owner[leaving], return_counts=True)
         for owner, count in zip(owners.tolist(), counts.tolist(), strict=True):
-            self._uncount(owner, count)
+            self._subtract_retained(owner, count)
         self._num_cached += len(leaving)
 
-    def _uncount(self, owner: int, count: int) -> None:
+    def _subtract_retained(self, owner: int, count: int) -> None:
         self._num_retained -= count
         left = self._num_of[owner] - count
         if left:
@@ -339,16 +341,16 @@ class RetainingPool(BlockPool):
 
     # ------------------------------------------------------------------ tenants
 
-    def _number(self, tenant: str | None) -> int:
+    def _tenant_number(self, tenant: str | None) -> int:
         number = self._owners.get(tenant)
         if number is None:
             if len(self._owners) >= 2 * self.num_blocks:  # most of these tenants have no block of their own
-                self._rebuild()
+                self._rebuild_queues()
             number = self._owners[tenant] = self._next_owner
             self._next_owner += 1
         return number
 
-    def _rebuild(self) -> None:
+    def _rebuild_queues(self) -> None:
         """Rebuild the queues without stale entries, and drop tenants without a marked block."""
         entries = [(until, number, segment) for until, number, segment in self._queue]
         self._queue, self._queue_of = [], {}

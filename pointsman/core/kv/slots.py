@@ -4,9 +4,9 @@ A slot holds the content of one block, and is found by the key of this content (
 copies of a step. The host copies the bytes before the step computes: first blocks to slots, then blocks to blocks, then
 slots to blocks. It executes the plans in the order of their steps.
 
-    plan = directory.assign(saves, loads)     assign slots to blocks to save, the least recently used slots first
-    directory.withdraw(plan.saves)            record that the copies of a plan are not executed
-    directory.discard(keys)                   free slots whose content no request will need again
+    plan = directory.assign_slots(saves, loads)  assign slots to blocks to save, the least recently used slots first
+    directory.withdraw_saves(plan.saves)         record that the copies of a plan are not executed
+    directory.discard_contents(keys)             free slots whose content no request will need again
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class SlotDirectory:
         """Number of contents in slots, including contents that steps in flight save."""
         return len(self._slots)
 
-    def has(self, key: bytes) -> bool:
+    def has_content(self, key: bytes) -> bool:
         """Whether the content with this key has a slot. Does not change the order in which slots are reused."""
         return key in self._slots
 
@@ -70,7 +70,7 @@ class SlotDirectory:
         reused."""
         return next((index for index, key in enumerate(keys) if key not in self._slots), len(keys))
 
-    def assign(self, saves: Sequence[tuple[int, bytes]], loads: Sequence[SlotLoad]) -> SlotPlan:
+    def assign_slots(self, saves: Sequence[tuple[int, bytes]], loads: Sequence[SlotLoad]) -> SlotPlan:
         """Plan the copies of a step: assign slots to the blocks to save, (block, key) each, and find the slots of the
         contents to load.
 
@@ -96,14 +96,14 @@ class SlotDirectory:
         for block, key in saves:
             if key in self._slots:
                 self._slots.move_to_end(key)
-            elif (slot := self._take_slot(needed)) is not None:
+            elif (slot := self._reuse_slot(needed)) is not None:
                 taken.append(SlotSave(key, block, slot))
                 self._slots[key] = slot
         # If there are fewer slots than blocks to save, later contents took the slots of earlier contents.
         kept = [one for one in taken if self._slots.get(one.key) == one.slot]
         return SlotPlan(kept, loaded_slots, loaded_blocks, moves)
 
-    def _take_slot(self, needed: set[int]) -> int | None:
+    def _reuse_slot(self, needed: set[int]) -> int | None:
         if self._free:
             return self._free.pop()
         key, slot = next(iter(self._slots.items()))
@@ -112,15 +112,16 @@ class SlotDirectory:
         del self._slots[key]
         return slot
 
-    def discard(self, keys: Iterable[bytes]) -> None:
+    def discard_contents(self, keys: Iterable[bytes]) -> None:
         """Free the slots of the contents with these keys, if they have slots."""
         for key in keys:
             slot = self._slots.pop(key, None)
             if slot is not None:
                 self._free.append(slot)
 
-    def withdraw(self, saves: Iterable[SlotSave]) -> None:
-        """Remove the contents of copies that are not executed: their slots do not have the content."""
+    def withdraw_saves(self, saves: Iterable[SlotSave]) -> None:
+        """Remove from the directory the contents of planned copies that are not executed: their slots do not have these
+        contents."""
         for one in saves:
             if self._slots.get(one.key) == one.slot:
                 del self._slots[one.key]
@@ -132,6 +133,6 @@ class SlotDirectory:
         self._free = list(range(self.num_slots - 1, -1, -1))
 
     def check(self) -> None:
-        """Raises AssertionError unless every slot is either free or has one key."""
+        """Check that every slot is either free or has one key. Raises AssertionError otherwise."""
         slots = [*self._free, *self._slots.values()]
         assert sorted(slots) == list(range(self.num_slots)), f"{self.num_slots} slots of host memory, found {slots}"

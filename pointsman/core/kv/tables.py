@@ -71,9 +71,9 @@ class BlockTables:
     def add_rows(self, count: int) -> None:
         """Lengthen the arrays with one element per row to `count` rows."""
         before, used = self.ids, int(self.ends.max(initial=0))
-        self.ends = lengthened(self.ends, count)
+        self.ends = lengthen_column(self.ends, count)
         for kind in self.kinds:
-            kind.first = lengthened(kind.first, count)
+            kind.first = lengthen_column(kind.first, count)
         self.ids = np.zeros((count, self.num_groups, self.width), dtype=np.int32)
         self.ids[: len(before), :, :used] = before[:, :, :used]
         self.flat: Int32Array = self.ids.reshape(-1)
@@ -83,7 +83,7 @@ class BlockTables:
 
     # ------------------------------------------------------------------ writing
 
-    def place(self, row: int, table: IntArray, first: Int64Array | None = None) -> None:
+    def set_tables(self, row: int, table: IntArray, first: Int64Array | None = None) -> None:
         """Set the tables of a row to `table` [groups, blocks]. `first` [groups]: the place of the first block in each
         table; None: each table has all blocks."""
         end = table.shape[1]
@@ -96,7 +96,7 @@ class BlockTables:
             for kind in self.kinds:
                 kind.first[row] = first.item(kind.groups.item(0))
 
-    def at(self, rows: Int64Array, places: Int64Array) -> Int64Array:
+    def flat_indices(self, rows: Int64Array, places: Int64Array) -> Int64Array:
         """[rows, groups] flat indices into `ids` of place `places[i]` of `rows[i]`, in the table of each group."""
         at = self.starts[rows]
         at += places
@@ -107,12 +107,12 @@ class BlockTables:
         """Append a block to each table of these rows. `blocks`: [rows, groups], or [rows] if there is one group.
         Returns the rows' new `ends`."""
         ends = self.ends[rows]
-        self.flat[self.starts[rows] + ends if self.num_groups == 1 else self.at(rows, ends)] = blocks
+        self.flat[self.starts[rows] + ends if self.num_groups == 1 else self.flat_indices(rows, ends)] = blocks
         ends += ONE
         self.ends[rows] = ends
         return ends
 
-    def append_to_few(self, rows: Int64Array, blocks: IntArray, num_slots: Int64Array, block_size: int) -> None:
+    def append_in_loop(self, rows: Int64Array, blocks: IntArray, num_slots: Int64Array, block_size: int) -> None:
         """Append `blocks[i]` to the only table of `rows[i]`, in a loop over at most `MAX_LOOP_ROWS` rows; only with one
         group. Also updates the rows' elements of the column `num_slots` [R]."""
         flat, ends, width = self.flat, self.ends, self.width
@@ -133,15 +133,15 @@ class BlockTables:
         else:
             # Flat index of the first new block of each row, minus the number of new blocks of the rows before it.
             at = (self.starts[rows] + ends + counts - counts.cumsum()).repeat(counts)
-            self.write(at + np.arange(len(at)), blocks)
+            self.write_blocks(at + np.arange(len(at)), blocks)
         ends += counts
         self.ends[rows] = ends
         return ends
 
-    def write(self, at: Int64Array, blocks: Int32Array) -> None:
-        """Write `blocks`, one per index and group: at the flat indices `at` of the first group's tables, and at the
+    def write_blocks(self, indices: Int64Array, blocks: Int32Array) -> None:
+        """Write `blocks`, one per index and group, at the flat `indices` of the first group's tables and at the
         corresponding indices of the other groups' tables."""
-        self.flat[at if self.num_groups == 1 else (at[:, None] + self.offsets).ravel()] = blocks
+        self.flat[indices if self.num_groups == 1 else (indices[:, None] + self.offsets).ravel()] = blocks
 
     # ------------------------------------------------------------------ reading
 
@@ -155,32 +155,32 @@ class BlockTables:
             count += (ends - kind.first[rows]) * kind.num_groups
         return count
 
-    def first(self, row: int) -> Int64Array:
+    def first_places(self, row: int) -> Int64Array:
         """[groups] the place of the first block that a row holds in each table."""
         return np.array([kind.first.item(row) for kind in self._kind_of], dtype=np.int64)
 
-    def whole(self, row: int, start: int, end: int, hole: int) -> Int64Array:
-        """int64 [groups, end - start]: the blocks of a row at places `start` to `end` - 1; `hole` at places where the
-        row has no block."""
+    def blocks_at_all_places(self, row: int, start: int, end: int, no_block: int) -> Int64Array:
+        """int64 [groups, end - start]: the blocks of a row at places `start` to `end` - 1; `no_block` at places where
+        the row has no block."""
         table: Int64Array = self.ids[row, :, start:end].astype(INT64)
         if self._has_holes:
-            table[np.arange(start, end) < self.first(row)[:, None]] = hole
+            table[np.arange(start, end) < self.first_places(row)[:, None]] = no_block
         return table
 
-    def blocks(self, row: int) -> Int64Array:
+    def blocks_of(self, row: int) -> Int64Array:
         """int64: ids of the blocks that a row holds, place by place, and within a place group by group."""
         if self.num_groups == 1 and not self._has_holes:
             return self.ids[row, 0, : self.ends.item(row)].astype(INT64)
-        return self.placed(row)[0]
+        return self.blocks_with_places(row)[0]
 
-    def placed(self, row: int) -> tuple[Int64Array, Int64Array, Int64Array]:
+    def blocks_with_places(self, row: int) -> tuple[Int64Array, Int64Array, Int64Array]:
         """(blocks, places, groups): each block that a row holds, with its place and its group, in the order of
         `blocks`."""
-        held = np.arange(self.ends.item(row))[:, None] >= self.first(row)
+        held = np.arange(self.ends.item(row))[:, None] >= self.first_places(row)
         places, groups = held.nonzero()
         return self.ids[row, groups, places].astype(INT64), places, groups
 
-    def num_common(self, rows: IntArray, group: int) -> int:
+    def num_common_blocks(self, rows: IntArray, group: int) -> int:
         """Number of leading blocks that the tables of these rows share in a group of full attention; 0 if `rows` is
         empty."""
         if len(rows) == 0:
@@ -196,7 +196,7 @@ class BlockTables:
             start, look = end, 2 * look
         return width
 
-    def between(self, rows: Int64Array, groups: Int64Array, starts: Int64Array, ends: Int64Array) -> Int64Array:
+    def blocks_between(self, rows: Int64Array, groups: Int64Array, starts: Int64Array, ends: Int64Array) -> Int64Array:
         """int64: the blocks of `groups` at places `starts[i]` to `ends[i]` - 1 of `rows[i]`, sorted by row, place and
         group."""
         counts = ends - starts
@@ -208,8 +208,8 @@ class BlockTables:
         return blocks
 
 
-def lengthened(column: npt.NDArray[Any], count: int) -> npt.NDArray[Any]:
-    """A copy of an array with one element per row, lengthened to `count` rows; new elements are 0."""
-    grown = np.zeros((count, *column.shape[1:]), dtype=column.dtype)
+def lengthen_column(column: npt.NDArray[Any], num_rows: int) -> npt.NDArray[Any]:
+    """A copy of an array with one element per row, lengthened to `num_rows` rows; new elements are 0."""
+    grown = np.zeros((num_rows, *column.shape[1:]), dtype=column.dtype)
     grown[: len(column)] = column
     return grown

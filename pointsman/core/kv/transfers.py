@@ -48,8 +48,8 @@ class Holding:
     load: Load | None
     """The load that fills the blocks; None: the transfer is a send."""
     table: Int64Array
-    """[groups, blocks] the beginning of the request's block tables, for a load. An entry without a block is the number
-    of blocks in the pool."""
+    """[groups, blocks] the beginning of the request's block tables, for a load. At a place without a block, the entry
+    is the number of blocks in the pool."""
     num_local_places: int = 0
     """Number of places of each table before the blocks to fill."""
     since: float = 0.0
@@ -57,12 +57,12 @@ class Holding:
     is_open: bool = True
     """Whether the host has not yet reported the transfer as finished."""
 
-    def end(self) -> None:
+    def mark_finished(self) -> None:
         """Record that the host has reported the transfer as finished."""
         self.is_open = False
 
-    def keep(self, num_places: int) -> Int64Array:
-        """Keep the blocks of the first `num_places` places of each table. Returns the other blocks."""
+    def keep_places(self, num_places: int) -> Int64Array:
+        """Keep the blocks at the first `num_places` places of each table. Returns the other blocks."""
         self.table = self.table[:, :num_places]
         is_kept = np.isin(self.blocks, self.table)
         others = self.blocks[~is_kept]
@@ -75,10 +75,10 @@ class Holding:
         self.num_local_blocks = 0
         return local
 
-    def leave(self) -> None:
+    def detach_request(self) -> None:
         """Detach the request from the holding: it runs, or no longer waits for the load."""
         if self.request is not None:
-            self.request._state.hold(None)
+            self.request._state.set_holding(None)
         self.request = None
 
     @property
@@ -88,7 +88,8 @@ class Holding:
 
 
 class External(NamedTuple):
-    """The load for a request that is to be admitted."""
+    """The tokens that a connector loads for a request when the request is admitted, and whether it loads them
+    asynchronously."""
 
     num_tokens: int
     """Number of tokens to load, in whole blocks."""
@@ -122,7 +123,7 @@ class Transfers:
         """Function of (first token, number of tokens, number of blocks): whether a synchronous load of these tokens
         takes less time than computing them. None: all tokens that can be loaded are loaded."""
 
-    def compare_with(self, is_worth_loading: Callable[[int, int, int], bool]) -> None:
+    def set_load_criterion(self, is_worth_loading: Callable[[int, int, int], bool]) -> None:
         """Set `is_worth_loading`, the function that decides whether tokens are loaded synchronously or computed."""
         self.is_worth_loading = is_worth_loading
 
@@ -135,7 +136,7 @@ class Transfers:
         """All holdings, in unspecified order."""
         return [*self._open.values(), *self._loaded.values()]
 
-    def holders(self) -> list[Request]:
+    def requests_with_holdings(self) -> list[Request]:
         """Requests that wait for a load, or wait in the queue with a loaded prefix."""
         return [holding.request for holding in self.holdings() if holding.request is not None]
 
@@ -145,14 +146,14 @@ class Transfers:
 
     # ------------------------------------------------------------------ loads
 
-    def open(self, preemptor: Request | None, now: float) -> None:
+    def begin_admissions(self, preemptor: Request | None, now: float) -> None:
         """Begin the admissions of a step. `preemptor`: a request for which other requests were preempted, so it must
         not wait for a transfer."""
         self._is_claimed = False
         self._preemptor = preemptor
         self._now = now
 
-    def ask(self, request: Request, match: Match) -> External | Deferral:
+    def find_load(self, request: Request, match: Match) -> External | Deferral:
         """Ask the connector for a load after the cached tokens of a request. Returns the load, or the reason why the
         request waits."""
         if not (request._state.may_load and request.reads_prefix_cache) or request._state.holding is not None:
@@ -162,7 +163,7 @@ class Transfers:
         if max_tokens <= 0:
             return NOTHING
         is_saving = self._swaps and bool(self._kv.saves)
-        has = None if self._kv.has_tables else self._kv.in_pool(match, (num_local + max_tokens) // size)
+        has = None if self._kv.has_tables else self._kv.is_in_pool(match, (num_local + max_tokens) // size)
         saved = self._num_saved_tokens(request, num_local, has) if is_saving else 0
         if has is None:
             count, is_async = self.connector.num_external_tokens(request, num_local + saved)
@@ -180,28 +181,31 @@ class Transfers:
             return NOTHING
         if not is_async:
             is_worth_loading = self.is_worth_loading
-            if is_worth_loading is not None and not is_worth_loading(num_local, count, self._num_loaded(match, count)):
+            if is_worth_loading is not None and not is_worth_loading(
+                num_local, count, self._num_blocks_to_load(match, count)
+            ):
                 return NOTHING
             return External(count, False)
         if request is self._preemptor:
             return NOTHING
-        return self._fit(num_local // size, count // size)
+        return self._fit_async_load(num_local // size, count // size)
 
-    def _num_loaded(self, match: Match, num_tokens: int) -> int:
-        """Number of blocks that a load of `num_tokens` tokens after a match fills."""
+    def _num_blocks_to_load(self, match: Match, num_tokens: int) -> int:
+        """Number of blocks that a load fills if it loads `num_tokens` tokens after the cached tokens of `match`."""
         num_blocks = self._kv.num_blocks_to_hold((match.num_tokens + num_tokens) // self._kv.block_size)
         return num_blocks - len(self._kv.with_external(match, num_tokens).blocks)
 
     def _num_saved_tokens(self, request: Request, num_local_tokens: int, has: BoolArray | None) -> int:
-        """Number of tokens after the local tokens in blocks that this step evicts and saves, so that it can load them
-        again. With several groups, `has` marks the blocks in the pool; the saved blocks are marked in it, too."""
+        """Number of tokens, directly after the first `num_local_tokens`, in blocks that this step evicts and saves, so
+        that the step can load them again. With several groups, `has` marks the blocks in the pool; this method marks
+        the saved blocks in it, too."""
         saved, size = {save.key for save in self._kv.saves or ()}, self._kv.block_size
         start, end = num_local_tokens // size, (request.num_tokens - 1) // size
         if has is None:
-            names = self._kv.names(request, 0, end)[start:]
+            names = self._kv.block_names(request, 0, end)[start:]
             return size * next((index for index, name in enumerate(names) if name not in saved), len(names))
         for group, of_group in enumerate(has):
-            of_group |= [name in saved for name in self._kv.names(request, group, end)]
+            of_group |= [name in saved for name in self._kv.block_names(request, group, end)]
         return size * max(0, self._kv.num_reusable(has) - start)
 
     def _wait_for_answer(self, request: Request) -> External | Deferral:
@@ -209,13 +213,13 @@ class Transfers:
         is_asked = deferral is not None and deferral.reason is Reason.KV_CONNECTOR
         asked_since = request._state.deferred_since if is_asked else self._now
         if self._timeout is not None and self._now - asked_since >= self._timeout:
-            request._state.load_ended()
+            request._state.end_loads()
             return NOTHING
         if request is self._preemptor:
             return NOTHING
         return Deferral(Reason.KV_CONNECTOR, 0, blocks_queue=False)
 
-    def _fit(self, num_local: int, num_external: int) -> External | Deferral:
+    def _fit_async_load(self, num_local: int, num_external: int) -> External | Deferral:
         """The asynchronous load of at most `num_external` blocks, after `num_local` cached blocks, that fits in
         `max_blocks` beside other holdings.
 
@@ -232,7 +236,7 @@ class Transfers:
             num_external = 0 if self._kv.gives_back else max(0, left // self._kv.num_groups - num_local)
         return External(num_external * self._kv.block_size, True) if num_external else NOTHING
 
-    def start(self, request: Request, load: Load, table: Int64Array, now: float) -> Holding:
+    def start_load(self, request: Request, load: Load, table: Int64Array, now: float) -> Holding:
         """Make a holding of the blocks of a load. The blocks are referenced already, and are in `table` [groups,
         blocks]."""
         blocks = np.concatenate([load.local_blocks, load.block_ids])
@@ -242,10 +246,10 @@ class Transfers:
         )
         self._open[holding.transfer_id] = holding
         self.num_blocks += len(blocks)
-        request._state.hold(holding)
+        request._state.set_holding(holding)
         return holding
 
-    def require(self, transfer_id: int) -> Holding:
+    def find_unfinished(self, transfer_id: int) -> Holding:
         """The unfinished transfer with this id.
 
         Raises:
@@ -253,54 +257,56 @@ class Transfers:
         """
         if transfer_id not in self._open:
             raise UnknownTransfer(
-                f"no transfer {transfer_id!r} is under way; each asynchronous load and each send ends exactly once"
+                f"no transfer {transfer_id!r} is under way; call transfer_done exactly once for each asynchronous load "
+                "and each send"
             )
         return self._open[transfer_id]
 
-    def end(self, holding: Holding) -> None:
-        """Record that the device has finished a transfer. If no request waits for the transfer, call `close` next."""
+    def finish_transfer(self, holding: Holding) -> None:
+        """Record that the device has finished a transfer. If no request waits for the transfer, the caller next calls
+        `release_finished`."""
         del self._open[holding.transfer_id]
-        holding.end()
+        holding.mark_finished()
         if holding.request is not None:
             self._loaded[holding.transfer_id] = holding
 
-    def shorten(self, holding: Holding, num_places: int) -> None:
+    def shorten_load(self, holding: Holding, num_places: int) -> None:
         """Keep the blocks of the first `num_places` places of a load, and release the other blocks."""
-        others = holding.keep(num_places)
-        self._kv.take_back(others)
+        others = holding.keep_places(num_places)
+        self._kv.release_held_blocks(others)
         self.num_blocks -= len(others)
 
-    def close(self, holding: Holding) -> None:
+    def release_finished(self, holding: Holding) -> None:
         """Release the blocks of a finished transfer that no request waits for."""
         assert holding.request is None and not holding.is_open
-        self._kv.take_back(holding.blocks)
+        self._kv.release_held_blocks(holding.blocks)
         self.num_blocks -= len(holding.blocks)
         self._num_stuck -= len(holding.blocks)
 
-    def hand_over(self, request: Request) -> None:
-        """End the holding of a request that runs now: its row holds the blocks."""
+    def move_holding_to_row(self, request: Request) -> None:
+        """End the holding of a request that has got a row: the row now holds the blocks."""
         holding = request._state.holding
         assert holding is not None and not holding.is_open
         del self._loaded[holding.transfer_id]
         self.num_blocks -= len(holding.blocks)
-        holding.leave()
+        holding.detach_request()
 
-    def let_go(self, request: Request) -> None:
+    def release_holding(self, request: Request) -> None:
         """End the holding of a request that no longer waits: release its blocks, except blocks that the device may
         still write."""
         holding = request._state.holding
         assert holding is not None
-        holding.leave()
+        holding.detach_request()
         if not holding.is_open:
             del self._loaded[holding.transfer_id]
-            self.shorten(holding, 0)
+            self.shorten_load(holding, 0)
             return
         local = holding.give_back_local()
-        self._kv.take_back(local)
+        self._kv.release_held_blocks(local)
         self.num_blocks -= len(local)
         self._num_stuck += len(holding.blocks)
 
-    def overdue(self, since: float) -> list[Request]:
+    def overdue_requests(self, since: float) -> list[Request]:
         """Requests that wait for a load that began at `since` or before, the oldest load first."""
         found: list[Request] = []
         for holding in self._open.values():
@@ -349,8 +355,8 @@ def make_transfers(config: SchedulerConfig, kv: KVCacheManager, connector: KVCon
         return Transfers(config, kv, connector)
     if config.preemption_mode != "recompute":
         raise ConfigError(
-            f'preemption_mode is "{config.preemption_mode}" and there is no host memory to swap to; give some '
-            '(kv_offload_bytes), or pass a connector, or use "recompute"'
+            f'preemption_mode is "{config.preemption_mode}" and there is no host memory to swap to; pass a '
+            'connector (with the engine: set kv_offload_bytes), or set it to "recompute"'
         )
     for name, default in (("kv_load_failure_policy", "recompute"), ("kv_load_timeout", None)):
         if getattr(config, name) != default:

@@ -30,7 +30,7 @@ import numpy.typing as npt
 from pointsman.core.config import SchedulerConfig
 from pointsman.core.kv.block_pool import BlockPool
 from pointsman.core.kv.reports import TableReports
-from pointsman.core.kv.tables import BlockTables, Kind, lengthened
+from pointsman.core.kv.tables import BlockTables, Kind, lengthen_column
 from pointsman.core.state.batch import INITIAL_ROWS, Batch
 from pointsman.core.state.numbers import INT32, INT64, MAX_INT, ONE
 
@@ -40,11 +40,12 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 class Windows:
-    """Gives back the blocks behind the windows of all rows: see the module.
+    """Gives back the blocks behind the windows of all rows: when a row lacks a block, when free blocks are short, or
+    when requests wait.
 
     Args:
         take: function that allocates a given number of blocks, and returns their ids.
-        note_return: function to call when blocks are given back.
+        count_return: function to call when blocks are given back.
     """
 
     def __init__(
@@ -54,13 +55,13 @@ class Windows:
         pool: BlockPool,
         reports: TableReports,
         take: Callable[[int], Int64Array],
-        note_return: Callable[[], None],
+        count_return: Callable[[], None],
     ) -> None:
         self.block_size = size = config.block_size
         self._size = np.array(size)  # an array, see `state/numbers.py`
         self._caches = config.enable_prefix_caching
         self._tables, self._pool, self._reports, self._take = tables, pool, reports, take
-        self._note_return = note_return
+        self._count_return = count_return
         self.kinds = [kind for kind in tables.kinds if not kind.group.is_full]
         """The kinds of groups with windows or chunks."""
         self._moving = self.kinds[0] if len(self.kinds) == 1 and self.kinds[0].group.kind == "window" else None
@@ -99,7 +100,7 @@ class Windows:
     def add_rows(self, count: int) -> None:
         """Lengthen the arrays with one element per row to `count` rows."""
         for name in ("_public", "_tails", "_due_at", "_moves_at"):
-            setattr(self, name, lengthened(getattr(self, name), count))
+            setattr(self, name, lengthen_column(getattr(self, name), count))
 
     def open_step(self, is_ahead: bool, count_in_flight: Callable[[int], Int64Array]) -> None:
         """Begin to schedule a step. `is_ahead`: other steps are in flight; `count_in_flight` counts their tokens when
@@ -122,22 +123,24 @@ class Windows:
                 return num_tokens
         return num_blocks * self.block_size
 
-    def place(self, batch: Batch, row: int, tails: tuple[int, int, int]) -> None:
-        """Initialize the columns of a row that was given its tables. `tails`: the elements of `_tails` for the row."""
+    def place_row(self, batch: Batch, row: int, tails: tuple[int, int, int]) -> None:
+        """Initialize the columns of a row that was given its tables. `tails`: the places in the tables at which a later
+        lookup is likely to end."""
         end = self._tables.ends.item(row)
         self._public[row], self._moves_at[row] = end, -1
         self._tails[row] = tails
-        self._update_due(np.array([row]))
+        self._update_due_places(np.array([row]))
         if batch.num_slots.item(row) < end * self.block_size:
             self.lagging.add(row)
 
-    def publish(self, row: int) -> None:
+    def mark_public(self, row: int) -> None:
         """Mark all blocks of a row as public: other requests may hold or find them."""
         self._public[row], self._moves_at[row] = self._tables.ends.item(row), -1
 
     def is_evicted_last(self, row: int, places: Int64Array, groups: Int64Array) -> BoolArray:
         """[blocks] whether each block of a finished request is evicted last, because a lookup is likely to need it.
-        These are the blocks of full attention, and the blocks in the windows before the row's `_tails`."""
+        These are the blocks of full attention, and the blocks in the windows before the places at which a lookup is
+        likely to end."""
         starts, ends = np.zeros((2, self._tables.num_groups, 3), dtype=np.int64)
         ends[:] = self._tails[row]
         for kind in self._tables.kinds:
@@ -173,7 +176,7 @@ class Windows:
             owed += np.maximum(num_held - (has - first), 0) * kind.num_groups
         return owed
 
-    def give_back_and_count(self, batch: Batch, rows: Int64Array, ends: Int64Array) -> Int64Array:
+    def num_blocks_to_grow(self, batch: Batch, rows: Int64Array, ends: Int64Array) -> Int64Array:
         """[rows] number of new blocks that each row needs to hold `ends` tokens, after it has given back the blocks
         behind its windows. If a row needs no block, its `num_slots` is raised."""
         short = (ends > batch.num_slots[rows]).nonzero()[0]
@@ -181,7 +184,7 @@ class Windows:
         if not len(short):
             return needed
         asking, wanted = (rows, ends) if len(short) == len(rows) else (rows[short], ends[short])
-        self._give_back(asking, self._final(batch, asking))
+        self._give_back_rows(asking, self._num_final_tokens(batch, asking))
         missing = -(-wanted // self.block_size) - self._tables.ends[asking]
         enough = (missing <= 0).nonzero()[0]
         if len(enough):
@@ -199,9 +202,9 @@ class Windows:
         rows = batch.members.rows
         if len(rows):
             computed = np.minimum(batch.num_computed_tokens[rows], batch.num_tokens[rows])
-            self._give_back(rows, computed - self._tokens_in_flight(batch, rows))
+            self._give_back_rows(rows, computed - self._tokens_in_flight(batch, rows))
 
-    def _final(self, batch: Batch, rows: Int64Array) -> Int64Array:
+    def _num_final_tokens(self, batch: Batch, rows: Int64Array) -> Int64Array:
         """[rows] number of leading tokens, in full blocks, that no step in flight computes or may have to recompute."""
         computed = batch.num_computed_tokens[rows]
         full: Int64Array = np.minimum(computed, batch.num_tokens[rows]) // self.block_size * self.block_size
@@ -218,8 +221,8 @@ class Windows:
             self._in_flight = self._count_in_flight(len(batch.num_tokens))
         return self._in_flight[rows]
 
-    def _give_back(self, rows: Int64Array, final: Int64Array) -> None:
-        """Release the blocks of each row to which no token after the first `final` tokens attends."""
+    def _give_back_rows(self, rows: Int64Array, final: Int64Array) -> None:
+        """For each row, release the blocks to which no token after the row's first `final` tokens attends."""
         has_released = False
         for kind in self.kinds:
             first = kind.first[rows]
@@ -228,16 +231,16 @@ class Windows:
             if len(behind):
                 those, first, kept = rows[behind], first[behind], kept[behind]
                 counts = kept - first
-                blocks = self._tables.between(those, kind.groups, first, kept)
+                blocks = self._tables.blocks_between(those, kind.groups, first, kept)
                 places = np.arange(len(blocks) // kind.num_groups) - (counts.cumsum() - counts - first).repeat(counts)
-                self._release(kind, those.repeat(counts), places, blocks)
+                self._release_blocks(kind, those.repeat(counts), places, blocks)
                 kind.first[those] = kept
                 has_released = True
         if has_released:
-            self._update_due(rows)
-            self._note_return()
+            self._update_due_places(rows)
+            self._count_return()
 
-    def _release(self, kind: Kind, rows: Int64Array, places: Int64Array, blocks: Int64Array) -> None:
+    def _release_blocks(self, kind: Kind, rows: Int64Array, places: Int64Array, blocks: Int64Array) -> None:
         """Release blocks of a kind: for each row and place, one block in each group of the kind. Cached blocks that are
         unlikely to be looked up are evicted first, because they are many."""
         if not self._caches or not np.count_nonzero(self._pool.is_cached[blocks]):
@@ -249,8 +252,9 @@ class Windows:
         self._pool.release_any(blocks[~is_tail][::-1], evict_first=True)
         self._pool.release_any(blocks[is_tail][::-1])
 
-    def _update_due(self, rows: Int64Array) -> None:
-        """Update `_due_at` and `_moves_at` of rows after a change of their first blocks (`Kind.first`)."""
+    def _update_due_places(self, rows: Int64Array) -> None:
+        """Recompute the places at which rows next have a block to give back or to move, because the first blocks of the
+        rows have changed."""
         due = np.full(len(rows), MAX_INT, dtype=np.int64)
         for kind in self.kinds:
             next_return = kind.group.min_tokens_with((kind.first[rows] + 1) * self.block_size)
@@ -284,7 +288,7 @@ class Windows:
         if not isinstance(num_tokens, int) or self.lagging or count * tables.num_groups > self._pool.num_free:
             return False
         places = tables.ends[rows]
-        ends, at = places + ONE, tables.at(rows, places)
+        ends, at = places + ONE, tables.flat_indices(rows, places)
         ids: npt.NDArray[np.integer]
         if kind is not None and self._moves_at[rows].tobytes() == places.tobytes():
             if self._is_ahead and not self._moves_ahead:
@@ -298,37 +302,41 @@ class Windows:
             due_at = self._due_at[rows]
             due = due_at <= places
             if due.item(due.argmax()):
-                if kind is None or not self._can_exchange(batch, kind, rows[due], places[due], due_at[due]):
+                if kind is None or not self._can_exchange_blocks(batch, kind, rows[due], places[due], due_at[due]):
                     return False
-                ids = self._exchange(kind, rows, places, due, at).astype(INT32)
+                ids = self._exchange_blocks(kind, rows, places, due, at).astype(INT32)
             else:
                 ids = self._take(count * tables.num_groups).astype(INT32).reshape(at.shape)
         tables.flat[at] = ids
         tables.ends[rows] = ends
         batch.num_slots[rows] = ends * self._size
-        self._reports.note_one(rows, ids, places, ends)
+        self._reports.note_one_block_each(rows, ids, places, ends)
         return True
 
-    def _can_exchange(self, batch: Batch, kind: Kind, rows: Int64Array, places: Int64Array, due_at: Int64Array) -> bool:
+    def _can_exchange_blocks(
+        self, batch: Batch, kind: Kind, rows: Int64Array, places: Int64Array, due_at: Int64Array
+    ) -> bool:
         """Whether each of these rows has exactly one block in each table to give back, and no step that may have to be
         recomputed reads this block."""
         if due_at.tobytes() != places.tobytes():
             return False
         if not self._is_ahead:
             return True
-        kept = kind.group.num_skipped(self._final(batch, rows)) // self.block_size
+        kept = kind.group.num_skipped(self._num_final_tokens(batch, rows)) // self.block_size
         return bool((kept > kind.first[rows]).all())
 
-    def _exchange(self, kind: Kind, rows: Int64Array, places: Int64Array, due: BoolArray, at: Int64Array) -> Int64Array:
+    def _exchange_blocks(
+        self, kind: Kind, rows: Int64Array, places: Int64Array, due: BoolArray, indices: Int64Array
+    ) -> Int64Array:
         """[rows, groups] the next block of each row and group; rows that are `due` give back one block in each table of
         the kind."""
         moves = self._moves_at[rows] == places
         returns = due & ~moves
-        ids: Int64Array = self._tables.flat[at - self._back].astype(INT64)
+        ids: Int64Array = self._tables.flat[indices - self._back].astype(INT64)
         old, takes = ids[:, kind.groups], ~moves
         if np.count_nonzero(returns):
             first = places[returns] - self._back
-            self._release(kind, rows[returns], first, old[returns].ravel())
+            self._release_blocks(kind, rows[returns], first, old[returns].ravel())
         if self._num_staying:
             ids[:, self._staying] = self._take(len(rows) * self._num_staying).reshape(self._shape_of_staying)
         taken = int(np.count_nonzero(takes)) * kind.num_groups
@@ -336,7 +344,7 @@ class Windows:
             old[takes] = self._take(taken).reshape(-1, kind.num_groups)
             ids[:, kind.groups] = old
         kind.first[rows[due]] = places[due] - self._lag_array
-        self._update_due(rows[due])
+        self._update_due_places(rows[due])
         return ids
 
 

@@ -425,7 +425,7 @@ def _retention_sentence(request: Request, parts: Parts) -> str:
     retained = pool.num_retained_of(request.tenant)
     return (
         f" Its prefix is retained for {request.retention:g} s after its end; its tenant retains {retained} of at most "
-        f"{pool.max_of_a_tenant(request.tenant)} KV blocks."
+        f"{pool.max_retained_of(request.tenant)} KV blocks."
     )
 
 

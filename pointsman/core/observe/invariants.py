@@ -72,7 +72,7 @@ def _check_blocks(batch: Batch, kv: KVCacheManager, holdings: list[Holding]) -> 
     _require(everything == list(range(pool.num_blocks)), 1, "blank, cached free and referenced blocks are not the pool")
     entries, group_of = np.zeros(pool.num_blocks, dtype=np.int64), np.full(pool.num_blocks, -1)
     for row in batch.members.rows.tolist():
-        blocks, _, groups = kv.placed(row)
+        blocks, _, groups = kv.blocks_with_places(row)
         np.add.at(entries, blocks, 1)
         is_in_another = (group_of[blocks] != -1) & (group_of[blocks] != groups)
         _require(not is_in_another.any(), 1, "blocks {} are in the tables of two groups", blocks[is_in_another])
@@ -130,7 +130,7 @@ def _check_retained(pool: RetainingPool) -> None:
     shared = int(np.count_nonzero((pool._owner == SHARED) & (pool._until > -np.inf)))
     _require(shared == pool._num_shared, 1, "{} blocks are marked as shared, counted {}", shared, pool._num_shared)
     _require(owners[SHARED] <= pool.max_shared, 1, "{} shared blocks are retained", owners[SHARED])
-    most = pool.max_of_a_tenant()
+    most = pool.max_retained_of()
     for owner, count in owners.items():
         _require(owner == SHARED or count <= most, 1, "a tenant has {} retained blocks, of {}", count, most)
 
@@ -167,7 +167,7 @@ def _check_transfers(transfers: Transfers, table: RequestTable) -> None:
     held = sum(len(holding.blocks) for holding in holdings)
     _require(held == transfers.num_blocks, 1, "{} blocks are held, counted {}", held, transfers.num_blocks)
     _require(held <= transfers.max_blocks, 1, "{} blocks are held outside the batch, of {}", held, transfers.max_blocks)
-    holders = transfers.holders()
+    holders = transfers.requests_with_holdings()
     _require(len(set(holders)) == len(holders), 1, "a request holds blocks twice")
     for holding in holdings:
         request = holding.request
@@ -239,7 +239,7 @@ def _check_columns(config: SchedulerConfig, batch: Batch, kv: KVCache, verifying
         _require(0 <= computed <= most, 2, "{} has computed {} of {} + {}", request, computed, tokens, most - tokens)
         _require(computed <= slots, 1, "{} outgrew its blocks", request)
         if isinstance(kv, KVCacheManager):
-            broken = kv.broken_row(row, slots, min(computed, tokens))
+            broken = kv.broken_table_invariant(row, slots, min(computed, tokens))
             _require(broken is None, 1, "{} {}", request, broken)
         _require(batch.token_limit[row] == request.token_limit, 2, "the token limit in the row of {} is wrong", request)
         _require(
@@ -327,12 +327,12 @@ def _check_contents(batch: Batch, kv: KVCache) -> None:
         if request._state.prefix_epoch != prefix.epoch:
             continue
         root, known = Root.of(request), request._state.known_bytes()
-        for block, index, group in zip(*(column.tolist() for column in kv.placed(row)), strict=True):
+        for block, index, group in zip(*(column.tolist() for column in kv.blocks_with_places(row)), strict=True):
             if not prefix.is_cached(block):
                 continue
             held = (root, known[: (index + 1) * kv.block_size * TOKEN_BYTES], group)
             _require(
-                (*prefix.content(block), prefix.group_of(block)) == held,
+                (*prefix.content_of(block), prefix.group_of(block)) == held,
                 9,
                 "the key of block {} of {} differs from its tokens, or its group",
                 block,

@@ -117,7 +117,7 @@ class Swap(Policy):
         return self._kv.num_blocks_to_hold(num_tokens // self._kv.block_size)
 
     def _watch_evictions(self, request: Request, num_tokens: int) -> None:
-        self._open[request] = keys = self._kv.names_to_resume(request, num_tokens // self._kv.block_size)
+        self._open[request] = keys = self._kv.block_names_to_resume(request, num_tokens // self._kv.block_size)
         if self._kv.wanted is not None:
             self._kv.wanted.update(keys)
 

@@ -38,13 +38,13 @@ class Acceptance:
         self._sampled: Counts = self._drafts
         self._same: Counts | None = None  # the drafts of all steps in the buffer, if they are one array; not copied
 
-    def add(self, rows: Counts, drafts: Counts, sampled: Counts) -> None:
+    def add_step(self, rows: Counts, drafts: Counts, sampled: Counts) -> None:
         """Count the drafts of one step, for distinct `rows` [n]. `drafts` [n]: number of drafts verified for each row,
         may be 0. `sampled` [n]: number of tokens returned for each row, its accepted drafts plus 1. The caller must not
         modify `drafts` afterwards."""
         step = self._num_steps
         if rows is not self._rows or step == len(self._drafts):
-            self._settle()
+            self._add_up_buffer()
             step = 0
             if rows is not self._rows:
                 self._rows = rows
@@ -59,24 +59,24 @@ class Acceptance:
         self._sampled[step] = sampled
         self._num_steps = step + 1
 
-    def add_one(self, num_accepted: int) -> None:
+    def add_accepted(self, num_accepted: int) -> None:
         """Count `num_accepted` accepted drafts of a request that no longer has a row."""
         self._accepted_drafts[num_accepted] += 1
 
     @property
     def accepted_drafts(self) -> list[int]:
         """Element k is how often k drafts of a row were accepted in a step."""
-        self._settle()
+        self._add_up_buffer()
         return self._accepted_drafts
 
-    def of(self, row: int) -> tuple[int, int]:
+    def counts_of(self, row: int) -> tuple[int, int]:
         """Number of drafts of a row that were verified since the row was assigned, and number of drafts accepted."""
-        self._settle()
+        self._add_up_buffer()
         return (int(self._verified[row]), int(self._accepted[row])) if row < len(self._verified) else (0, 0)
 
-    def leave(self, row: int) -> tuple[int, int]:
-        """Return the counts of a row, as `of` does, and reset them: the row is released."""
-        counts = self.of(row)
+    def release_row(self, row: int) -> tuple[int, int]:
+        """Return the numbers of verified and accepted drafts of a row, and reset them, because the row is released."""
+        counts = self.counts_of(row)
         if any(counts):
             self._verified[row] = self._accepted[row] = 0
         return counts
@@ -87,7 +87,7 @@ class Acceptance:
             self._buffer = np.zeros((2, num_rows), dtype=self._buffer.dtype)
         self._drafts, self._sampled = self._buffer[:, : num_steps * num_rows].reshape(2, num_steps, num_rows)
 
-    def _settle(self) -> None:
+    def _add_up_buffer(self) -> None:
         num_steps, self._num_steps = self._num_steps, 0
         if not num_steps:
             return

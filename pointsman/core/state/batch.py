@@ -110,7 +110,7 @@ class Members:
         set_writeable(self.serials, False)
         self._batch = batch
         self._num_flushes = -1
-        self._indices = rows  # see `indices_behind`; valid while `_num_flushes` is the batch's number of flushes
+        self._indices = rows  # see `append_offsets`; valid while `_num_flushes` is the batch's number of flushes
         self.span: slice | None = None
         """A slice of the columns that contains these rows and free rows; used if these are all running rows. None: too
         few rows run, absolutely or for the length of the slice."""
@@ -128,7 +128,7 @@ class Members:
         self._stop_tokens: Int32Array | None = None
         self.ones = batch.ones[:count]
         self.ends = batch.count_up[1 : 1 + count]
-        """`Runs.ends` of runs of one token each."""
+        """[members] 1, 2, 3, ...: the field `ends` of `Runs` with one token for each row."""
         self.trues = batch.trues[:count]
         self.zeros = batch.zeros[:count]
         return getattr(self, name)
@@ -136,13 +136,14 @@ class Members:
     def __len__(self) -> int:
         return len(self.requests)
 
-    def indices_behind(self, batch: Batch) -> Int64Array:
-        """[members] for each row: the index in flat `recent_tokens` of the token behind position p, minus p."""
+    def append_offsets(self, batch: Batch) -> Int64Array:
+        """[members] for each row, the number to add to a position p to get the index in flat `recent_tokens` of the
+        token at position p + 1."""
         if self._num_flushes != batch.num_flushes:
             self._num_flushes, self._indices = batch.num_flushes, batch.recent_offset[self.rows] + ONE
         return self._indices
 
-    def without(self, batch: Batch, requests: list[Request]) -> Members:
+    def without_requests(self, batch: Batch, requests: list[Request]) -> Members:
         """The members without `requests`, whose rows have just been released. Some of `requests` may not be members."""
         if len(requests) == 1:  # the usual case, in a third of the time
             index = self.serials.searchsorted(requests[0]._state.serial).item()  # serials ascend
@@ -183,19 +184,19 @@ class StopFilter:
     def add(self, stop_tokens: Collection[int]) -> None:
         """Count the stop tokens of a row that has several."""
         if len(stop_tokens) > 1:
-            self._count(stop_tokens, 1)
+            self._change_counts(stop_tokens, 1)
 
     def remove(self, stop_tokens: Collection[int]) -> None:
         """Remove the stop tokens of a released row."""
         if len(stop_tokens) > 1:
-            self._count(stop_tokens, -1)
+            self._change_counts(stop_tokens, -1)
 
     def may_stop(self, token_ids: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
-        """[len(token_ids)] whether each token may be a counted stop token. False: certainly not."""
+        """[len(token_ids)] whether each token may be a counted stop token. False: the token is none."""
         may: npt.NDArray[np.bool_] = self.counts[token_ids & _STOP_MASK] != 0
         return may
 
-    def _count(self, stop_tokens: Collection[int], change: int) -> None:
+    def _change_counts(self, stop_tokens: Collection[int], change: int) -> None:
         self.num_rows += change
         indices = np.fromiter(stop_tokens, dtype=np.int64, count=len(stop_tokens)) & _STOP_MASK
         np.add.at(self.counts, indices, change)
@@ -249,10 +250,10 @@ class Batch:
     # ------------------------------------------------------------------ rows
 
     def place(self, request: Request, num_computed_tokens: int, num_slots: int) -> int:
-        """Assign a row to a request and fill the columns of the row. The request runs once `join` has been called with
-        the row."""
+        """Assign a row to a request and fill the columns of the row. The request runs once `add_members` has been
+        called with the row."""
         if not self._free_rows:
-            self._grow()
+            self._grow_columns()
         row = self._free_rows.pop()
         state = request._state
         num_tokens = state.num_admitted_tokens
@@ -280,23 +281,23 @@ class Batch:
         self.stop_filter.add(stops)
         self.num_not_ahead += not request.runs_ahead
         self.num_no_sample += no_sample
-        self._keep_recent(row, num_tokens, state.last_token_id)
-        num_appends = self._num_recent - 1 - self.max_drafts  # after `_keep_recent`
+        self._keep_newest_token(row, num_tokens, state.last_token_id)
+        num_appends = self._num_recent - 1 - self.max_drafts  # after `_keep_newest_token`
         if num_appends < self._min_appends:
             self._min_appends = num_appends
         left = state.token_limit - num_tokens
         if left < self.min_tokens_left:
             self.min_tokens_left = left
-        state.placed(self, row)
+        state.set_row(self, row)
         return row
 
-    def join(self, rows: list[int], requests: list[Request]) -> None:
+    def add_members(self, rows: list[int], requests: list[Request]) -> None:
         """Append placed rows and their requests to the running ones in `members`, in admission order."""
         members = self.members
         all_rows = np.concatenate([members.rows, rows])
         self.members = Members(self, all_rows, members.requests + tuple(requests))
 
-    def leave(self, requests: list[Request], last_step: int | None) -> None:
+    def release_rows(self, requests: list[Request], last_step: int | None) -> None:
         """Release the rows of running requests, and copy the values of the rows' columns to the states of the requests.
 
         `last_step`: the newest step in flight, which may name the rows; None: no step is in flight.
@@ -305,22 +306,22 @@ class Batch:
             state = request._state
             row = state.row
             assert row is not None
-            self.flush(row, state)
+            self.flush_recent_tokens(row, state)
             if self.flags.item(row):
                 self.clear_flags(row, PREFILLING | WATCHED | NOT_AHEAD | NO_SAMPLE | ENCODER_INPUTS)
             self.num_with_one_stop -= len(request.stop_set) == 1
             self.stop_filter.remove(request.stop_set)
             if self.max_drafts:
-                state.add_drafts(*self.acceptance.leave(row))
+                state.add_drafts(*self.acceptance.release_row(row))
             self.serial[row] = 0
             state.leave_row(self.num_computed_tokens.item(row), self.num_pending.item(row))
             if last_step is None:
                 self._free_rows.append(row)
             else:
                 self.fenced_rows.append((last_step, row))
-        self.members = self.members.without(self, requests)
+        self.members = self.members.without_requests(self, requests)
 
-    def fence_passed(self, step_id: int) -> None:
+    def free_fenced_rows(self, step_id: int) -> None:
         """Make the released rows reusable that waited for the update of step `step_id` or of an earlier step: these
         steps are updated."""
         fenced = self.fenced_rows
@@ -337,7 +338,7 @@ class Batch:
         else:
             self.fenced_rows = [(min(step, newest_step), row) for step, row in self.fenced_rows]
 
-    def _grow(self) -> None:
+    def _grow_columns(self) -> None:
         old = len(self.num_tokens)
         for name in _COLUMNS:
             column = getattr(self, name)
@@ -413,7 +414,7 @@ class Batch:
         """
         rows, (counts, ends, token_ids) = live.rows, runs
         span = live.span if live is self.members else None
-        indices = live.indices_behind(self) + newest
+        indices = live.append_offsets(self) + newest
         is_single = len(token_ids) == len(rows)
         if not is_single and len(token_ids) == longest * len(rows):  # all runs have the same length
             indices = (indices[:, None] + np.arange(longest)).ravel()
@@ -438,13 +439,13 @@ class Batch:
         if self._min_appends <= 0:
             self._flush_if_full(live.requests, rows, self.num_tokens[rows])
 
-    def may_end(self, num_tokens: int) -> bool:
+    def may_reach_limit(self, num_tokens: int) -> bool:
         """Whether a running row would reach its token limit with `num_tokens` further tokens."""
-        return self.ending_rows(num_tokens) is not None
+        return self.reaches_limit(num_tokens) is not None
 
-    def ending_rows(self, num_tokens: int) -> BoolArray | None:
+    def reaches_limit(self, num_tokens: int) -> BoolArray | None:
         """[members] whether each running row would reach its token limit with `num_tokens` further tokens; None: no row
-        would. The rows are read only if `min_tokens_left` does not exclude it."""
+        would. The rows are read only if `min_tokens_left` shows that a row may reach its limit."""
         if self.min_tokens_left > num_tokens:
             return None
         left = self.members.token_limit - self.num_tokens[self.members.rows]
@@ -469,10 +470,12 @@ class Batch:
     def _flush_rows(self, requests: Sequence[Request], rows: Int64Array, num_tokens: Int64Array) -> None:
         tokens, offsets = self._flat_recent, self.recent_offset[rows]
         for request, offset, end in zip(requests, offsets.tolist(), num_tokens.tolist(), strict=True):
-            request._state.take_recent(tokens, offset, end)
-        self._keep_recent(rows, num_tokens, tokens[offsets + num_tokens - 1])
+            request._state.append_recent(tokens, offset, end)
+        self._keep_newest_token(rows, num_tokens, tokens[offsets + num_tokens - 1])
 
-    def _keep_recent(self, rows: Int64Array | int, num_tokens: Int64Array | int, newest: Int32Array | int) -> None:
+    def _keep_newest_token(
+        self, rows: Int64Array | int, num_tokens: Int64Array | int, newest: Int32Array | int
+    ) -> None:
         """Keep only the newest recent token of each of these rows, which have `num_tokens` known tokens."""
         starts = rows * self._num_recent
         self._flat_recent[starts] = newest
@@ -480,23 +483,23 @@ class Batch:
         self.num_flushes += 1
         self.recent_limit[rows] = num_tokens - 1 + self._num_recent - self.max_drafts
 
-    def recent(self, row: int, start: int) -> Int32Array:
+    def tokens_since(self, row: int, start: int) -> Int32Array:
         """A view of the tokens from position `start` to the end of a row's sequence, valid until the next append. None
         of these tokens is flushed yet."""
         offset = self.recent_offset.item(row)
         return self._flat_recent[offset + start : offset + self.num_tokens.item(row)]
 
-    def drafts_of(self, row: int) -> tuple[int, int]:
-        """Number of verified drafts and number of accepted drafts of a row, see `Acceptance.of`."""
-        return self.acceptance.of(row)
+    def draft_counts_of(self, row: int) -> tuple[int, int]:
+        """Number of drafts of a row that were verified since the row was assigned, and number of drafts accepted."""
+        return self.acceptance.counts_of(row)
 
     def last_tokens(self, rows: npt.NDArray[np.integer]) -> Int32Array:
         """The newest known token of each row."""
         tokens: Int32Array = self._flat_recent[self.recent_offset[rows] + self.num_tokens[rows] - 1]
         return tokens
 
-    def flush(self, row: int, state: RequestState) -> None:
+    def flush_recent_tokens(self, row: int, state: RequestState) -> None:
         """Move the recent tokens of a row to the request's own array."""
         end = self.num_tokens.item(row)
         if state.num_prompt_tokens + state.num_own_output_tokens < end:
-            state.take_recent(self._flat_recent, self.recent_offset.item(row), end)
+            state.append_recent(self._flat_recent, self.recent_offset.item(row), end)

@@ -19,14 +19,14 @@ class Documented(type):
             return own  # `dataclass` asks while it makes the class: parsing the module then would slow down its import
         kinds = [kind for kind in reversed(cls.__mro__) if isinstance(kind, Documented)]
         try:
-            texts = {name: text for kind in kinds for name, text in docstrings(kind).items()}
+            texts = {name: text for kind in kinds for name, text in field_docstrings(kind).items()}
         except OSError:  # installed without sources
             return own
         fields = "\n\n".join(f"{name}\n{indent(text, '    ')}" for name, text in texts.items())
         return f"{own}\n\nFields:\n\n{fields}"
 
 
-def docstrings(kind: type) -> dict[str, str]:
+def field_docstrings(kind: type) -> dict[str, str]:
     """The docstring of each field that a class defines, read from its source."""
     tree = ast.parse(inspect.getsource(sys.modules[kind.__module__]))
     (body,) = (node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == kind.__name__)

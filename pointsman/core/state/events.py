@@ -47,7 +47,8 @@ class Deferred(NamedTuple):
     request: Request
     reason: Reason
     missing: int
-    """Amount of the resource that the request lacks, in the unit of the reason; 0 if the reason counts nothing."""
+    """Number of units that the request lacks: sequence slots, tokens, blocks or others, depending on the reason; 0 if
+    the reason is no shortage."""
     holder: str | None
     """Id of the request that holds the largest share of the resource, or that this request waits behind."""
     now: float
@@ -178,7 +179,7 @@ class Listener:
         """The request entered the queue: it was added, or is no longer parked."""
 
     def on_parked(self, request: Request, now: float) -> None:
-        """The request waits for something other than capacity, which its status names."""
+        """The request is parked: it waits for something other than capacity. Its status says for what."""
 
     def on_deferred(self, event: Deferred) -> None: ...
 
@@ -249,14 +250,14 @@ class Events:
         self.find_holder = find_holder
         """Function that finds the id of the request that holds the resource for which another request waits; called
         only if a listener overrides `on_deferred`."""
-        self.set(())
+        self.set_listeners(())
 
-    def set(self, listeners: Iterable[Listener]) -> None:
+    def set_listeners(self, listeners: Iterable[Listener]) -> None:
         """Report to these listeners from now on, in this order."""
         self.listeners: tuple[Listener, ...] = tuple(listeners)
-        self._connect()
+        self._collect_methods()
 
-    def _connect(self) -> None:
+    def _collect_methods(self) -> None:
         listeners = self.listeners
         self.wants_blocks = any(listener.wants_blocks for listener in listeners)
         self.called: _Methods[Call] = _overriding_methods(listeners, "on_call")

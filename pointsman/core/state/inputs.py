@@ -68,23 +68,24 @@ class EncoderInput(NamedTuple):
 
 
 def read_encoder_inputs(
-    given: Sequence[EncoderInput | Sequence[Any]], num_tokens: int, of: str = "prompt"
+    values: Sequence[EncoderInput | Sequence[Any]], num_tokens: int, owner: str = "prompt"
 ) -> tuple[EncoderInput, ...]:
-    """The checked encoder inputs of a prompt of `num_tokens` tokens. `of`: the prompt's name in error messages.
+    """The checked encoder inputs of a prompt of `num_tokens` tokens. `owner`: the prompt's name in error messages.
 
     Raises:
         ValueError: an input is malformed, out of order, out of range, or overlaps another input.
     """
     inputs: list[EncoderInput] = []
     end = 0
-    for item in given:
-        if type(item) is EncoderInput and item.mask is None and _is_usual(item, end, num_tokens):
+    for item in values:
+        if type(item) is EncoderInput and item.mask is None and _is_valid_without_mask(item, end, num_tokens):
             inputs.append(item)
             end = item.start + item.length
             continue
         if not isinstance(item, (tuple, list)) or not 3 <= len(item) <= 5 or not (isinstance(item[0], str) and item[0]):
             raise ValueError(
-                f"an encoder input is {item!r}; give (key, start, length, num_embeddings, mask), the key a text"
+                f"an encoder input is {item!r}; give (key, start, length, num_embeddings, mask), with a "
+                "non-empty string as the key"
             )
         key, start, length, num_embeddings, mask = (*item, None, None)[:5]
         start = checked_integer("an encoder input's start", start, 0)
@@ -93,17 +94,23 @@ def read_encoder_inputs(
         num_embeddings = num_masked if num_embeddings is None else num_embeddings
         num_embeddings = checked_integer("an encoder input's num_embeddings", num_embeddings, 0)
         if mask is not None and num_embeddings != num_masked:
-            raise ValueError(f"encoder input {key!r} has {num_embeddings} embeddings, and its mask {num_masked}")
+            raise ValueError(
+                f"encoder input {key!r} has num_embeddings {num_embeddings}, but its mask has {num_masked} "
+                "ones; make them equal"
+            )
         if start < end:
-            raise ValueError(f"encoder input {key!r} starts at {start}, before {end}, where the one before it ends")
+            raise ValueError(
+                f"encoder input {key!r} starts at {start}, but the input before it ends at {end}; "
+                "sort the inputs, without overlap"
+            )
         end = start + length
         if end > num_tokens:
-            raise ValueError(f"encoder input {key!r} ends at {end}, and the {of} has {num_tokens} tokens")
+            raise ValueError(f"encoder input {key!r} ends at {end}, but the {owner} has only {num_tokens} tokens")
         inputs.append(EncoderInput(key, start, length, num_embeddings, mask))
     return tuple(inputs)
 
 
-def _is_usual(item: EncoderInput, minimum: int, maximum: int) -> bool:
+def _is_valid_without_mask(item: EncoderInput, minimum: int, maximum: int) -> bool:
     """Whether an input without a mask is well-formed, and its placeholders lie between positions `minimum` and
     `maximum`."""
     key, start, length, count, _ = item

@@ -109,7 +109,7 @@ class View(Protocol):
         """[running] int64: number of blocks of each request that no other request holds; its preemption frees them."""
 
     def own_blocks(self, index: int) -> int:
-        """The element `index` of `num_own_blocks`, in O(blocks of this request)."""
+        """Number of blocks of the request at `index` that no other request holds, in O(blocks of this request)."""
 
     @property
     def num_kept_tokens(self) -> Int64Array:
@@ -148,8 +148,8 @@ class Order(Protocol):
         """Remove and return the head."""
 
     def put_back(self, requests: Sequence[Request]) -> None:
-        """Return requests, in the order in which they were popped, each to its place in the queue. Nothing was pushed
-        since."""
+        """Return requests, in the order in which they were popped, each to its place in the queue. No request was
+        pushed since they were popped."""
 
     def peek(self) -> Request:
         """The head, without removing it. Called only if the queue is not empty."""

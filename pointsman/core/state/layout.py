@@ -50,8 +50,8 @@ class KVGroup(NamedTuple):
         return num_tokens * 0
 
     def min_tokens_with(self, num_skipped: Tokens) -> Tokens:
-        """The smallest number of tokens n for which the method `num_skipped(n)` returns at least `num_skipped`, which
-        is at least 1. Not for "full" groups."""
+        """The smallest number of tokens after which at least `num_skipped` leading tokens (1 or more) are attended to
+        by no later token. Not for "full" groups."""
         if self.kind == "window":
             return num_skipped + self.reach
         return -(-num_skipped // self.size) * self.size
@@ -83,35 +83,35 @@ class AttendedBlocks:
         num_tokens = np.arange(max_blocks + 2) * block_size
         self._first = np.stack([group.num_skipped(num_tokens) // block_size for group in groups])
 
-    def first(self, num_blocks: int) -> npt.NDArray[np.int64]:
+    def first_blocks(self, num_blocks: int) -> npt.NDArray[np.int64]:
         """int64 [groups]: the first block that the token after `num_blocks` blocks attends to."""
         return self._first[:, num_blocks]
 
-    def num_reusable(self, has: npt.NDArray[np.bool_], start: int = 0) -> int:
-        """Maximum number of blocks from `start` on after which every group has all blocks that the next token attends
-        to.
+    def num_reusable(self, has_block: npt.NDArray[np.bool_], start: int = 0) -> int:
+        """Maximum number of blocks from `start` on that a new request can reuse: after them, every group must have all
+        blocks that the next token attends to.
 
         Args:
-            has: [groups, blocks] whether each group has the block, from block `start` on. Of the blocks before `start`,
-                the groups must have all that the token after them attends to.
+            has_block: [groups, blocks] whether each group has the block, from block `start` on. Of the blocks before
+                `start`, the groups must have all that the token after them attends to.
         """
-        count: int = has.shape[1]
-        if np.count_nonzero(has) == has.size:
+        count: int = has_block.shape[1]
+        if np.count_nonzero(has_block) == has_block.size:
             return count
-        newest_gap = np.maximum.accumulate(np.where(has, -1, np.arange(start, start + count)), axis=1)
+        newest_gap = np.maximum.accumulate(np.where(has_block, -1, np.arange(start, start + count)), axis=1)
         fits = np.flatnonzero((newest_gap < self._first[:, start + 1 : start + count + 1]).all(axis=0))
         return fits.item(-1) + 1 if len(fits) else 0
 
 
-def text_of(groups: tuple[KVGroup, ...]) -> str:
+def describe_groups(groups: tuple[KVGroup, ...]) -> str:
     """The groups in words: "2 groups of full attention, 5 of a window of 1024"."""
-    words = [f"{count} of {_group_in_words(group)}" for group, count in Counter(groups or (FULL,)).items()]
+    words = [f"{count} of {_describe_group(group)}" for group, count in Counter(groups or (FULL,)).items()]
     first, *others = words
     number, _, rest = first.partition(" ")
     return ", ".join([f"{number} group{'s' * (number != '1')} {rest}", *others])
 
 
-def _group_in_words(group: KVGroup) -> str:
+def _describe_group(group: KVGroup) -> str:
     return "full attention" if group.is_full else f"a {group.kind} of {group.size}"
 
 

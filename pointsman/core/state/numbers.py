@@ -33,7 +33,7 @@ set_writeable: Callable[[npt.NDArray[Any], bool], None] = cast(Any, np.ndarray.s
 time of the keyword."""
 
 
-def largest(values: Int64Array) -> int:
+def largest_unsigned(values: Int64Array) -> int:
     """The largest of one or more values, or a number above every int64 if a value is negative. So one comparison finds
     any value that is out of range.
 
@@ -77,20 +77,20 @@ def flat_integers(
         error: the values are no flat sequence of integers.
     """
     try:
-        given = np.asarray(values)
+        array = np.asarray(values)
     except ValueError as reason:
-        raise error(f"{name} must be a flat sequence of integers: {reason}") from None
-    if given.dtype is INT64 or given.dtype == INT64:
-        return given
-    if given.dtype.kind not in "iu" and given.size:
-        raise error(f"{name} must be a flat sequence of integers, and they are of type {given.dtype}")
-    return given.astype(INT64)
+        raise error(f"{name} must be a flat sequence of integers, but NumPy reports: {reason}") from None
+    if array.dtype is INT64 or array.dtype == INT64:
+        return array
+    if array.dtype.kind not in "iu" and array.size:
+        raise error(f"{name} must be a flat sequence of integers, but its elements are of type {array.dtype}")
+    return array.astype(INT64)
 
 
 def flat_tokens(
-    values: npt.NDArray[np.integer] | Sequence[int], count: int, wanted: str, origin: str, error: type[Exception]
+    values: npt.NDArray[np.integer] | Sequence[int], count: int, count_reason: str, origin: str, error: type[Exception]
 ) -> npt.NDArray[np.int32]:
-    """`count` token ids as a new int32 array; error messages contain the reason for the count (`wanted`) and the
+    """`count` token ids as a new int32 array; error messages contain the reason for the count (`count_reason`) and the
     `origin` of the tokens.
 
     Raises:
@@ -109,9 +109,9 @@ def flat_tokens(
         fits = not given.size or given.item(given.argmin()) >= 0  # ids too large for int32 are negative in `given`
     else:
         wide = flat_integers("token_ids", values, error)
-        given, fits = wide, not wide.size or largest(wide) <= MAX_INT
+        given, fits = wide, not wide.size or largest_unsigned(wide) <= MAX_INT
     if given.shape != (count,):
-        raise error(f"token_ids has shape {given.shape} and {wanted.format(count)}")
+        raise error(f"token_ids has shape {given.shape} and {count_reason.format(count)}")
     if not fits:
         named = np.asarray(values)
         bad = named[(named < 0) | (named > MAX_INT)][0]

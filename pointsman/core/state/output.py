@@ -124,8 +124,8 @@ class OutputFields(metaclass=Documented):
     """Encoder inputs to compute in this step, before the model runs: (request, index into its `encoder_inputs`). All
     other encoder inputs that the rows need were computed before, and not freed since."""
     freed_encoder_entries: Sequence[EncoderEntry]
-    """Entries whose embeddings the host frees, if it has them, before it computes anything: one may be recomputed in
-    this step."""
+    """Entries whose embeddings the host frees, if it has them, before it computes anything: this step may recompute a
+    freed entry."""
 
     preempted: Sequence[Request]
     """Requests that lost their row since the last output. A host drops these requests' rows before it reads `admitted`:

@@ -77,7 +77,8 @@ class Reason(enum.Enum):
 
 
 class Recovery(NamedTuple):
-    """How a preempted request gets back the KV that the pool evicts before it resumes: see `preemption_mode`."""
+    """How a preempted request gets back the KV that the pool evicts before the request resumes: the KV is recomputed,
+    or copied back from host memory (`preemption_mode`)."""
 
     swaps: bool
     """Whether the KV is copied to host memory and back; otherwise it is recomputed."""
@@ -96,7 +97,7 @@ class Deferral(NamedTuple):
     reason: Reason
     missing: int
     """Number of sequence slots, tokens, blocks, adapter slots, partial prefills or embeddings that the request lacks,
-    depending on the reason; 0 if the reason counts nothing."""
+    depending on the reason; 0 if the reason is no shortage."""
     blocks_queue: bool = True
     """Whether no request behind this one is admitted in the same step. If False, this request is skipped.
 
@@ -108,7 +109,7 @@ class Holder(NamedTuple):
 
     request_id: str
     amount: int
-    """Amount of the resource that the request holds, in the unit of the resource; 0 if the reason counts nothing."""
+    """Amount of the resource that the request holds, in the unit of the resource; 0 if the resource is not counted."""
     what: str = ""
     """Name of the adapter, if the resource is an adapter slot."""
     transfer: int | None = None

@@ -42,12 +42,12 @@ class RepetitionDetectionParams:
         if self.min_pattern_size > self.max_pattern_size:
             raise ValueError(
                 f"repetition_detection: min_pattern_size is {self.min_pattern_size}, more than max_pattern_size "
-                f"{self.max_pattern_size}; lower it, or set both to 0 to turn it off"
+                f"{self.max_pattern_size}; lower min_pattern_size, or set both to 0 to turn the detection off"
             )
         if self.max_pattern_size and self.min_count < 2:
             raise ValueError(
-                f"repetition_detection: min_count is {self.min_count}; a repetition is 2 times or more, so raise it, "
-                "or set max_pattern_size to 0 to turn it off"
+                f"repetition_detection: min_count is {self.min_count}; it must be at least 2 (or set max_pattern_size "
+                "to 0 to turn the detection off)"
             )
 
 

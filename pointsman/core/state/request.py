@@ -43,11 +43,11 @@ class Columns(Protocol):
     num_computed_tokens: Int64Array
     num_pending: Int64Array
 
-    def recent(self, row: int, start: int) -> Int32Array:
-        """A view of the tokens from position `start` to the end of a row's sequence, valid until the next append. They
-        are not yet in the request's own array."""
+    def tokens_since(self, row: int, start: int) -> Int32Array:
+        """A view of the tokens from position `start` to the end of a row's sequence, valid until the next append. These
+        tokens are not yet in the request's own array."""
 
-    def drafts_of(self, row: int) -> tuple[int, int]:
+    def draft_counts_of(self, row: int) -> tuple[int, int]:
         """Number of drafts verified since the row was assigned, and number of drafts accepted."""
 
 
@@ -186,14 +186,14 @@ class RequestState:
     def num_draft_tokens(self) -> int:
         """Number of the request's drafts that the model has verified."""
         if self.batch is not None and self.row is not None:
-            return self._num_draft_tokens + self.batch.drafts_of(self.row)[0]
+            return self._num_draft_tokens + self.batch.draft_counts_of(self.row)[0]
         return self._num_draft_tokens
 
     @property
     def num_accepted_tokens(self) -> int:
         """Number of the request's drafts that the model has accepted; they became tokens of the output."""
         if self.batch is not None and self.row is not None:
-            return self._num_accepted_tokens + self.batch.drafts_of(self.row)[1]
+            return self._num_accepted_tokens + self.batch.draft_counts_of(self.row)[1]
         return self._num_accepted_tokens
 
     @property
@@ -214,14 +214,14 @@ class RequestState:
         """[num_output_tokens] int32: a copy of the tokens generated so far."""
         flushed = self._output.array()
         if self.batch is not None and self.row is not None:
-            return np.concatenate([flushed, self.batch.recent(self.row, self.num_prompt_tokens + len(flushed))])
+            return np.concatenate([flushed, self.batch.tokens_since(self.row, self.num_prompt_tokens + len(flushed))])
         return flushed.copy()
 
     def output_since(self, start: int) -> Int32Array:
         """A copy of the output tokens from index `start` on, int32. Tokens that are still in the batch are copied
         without the rest of the output."""
         if self.batch is not None and self.row is not None and start >= self._output.length:
-            return self.batch.recent(self.row, self.num_prompt_tokens + start).copy()
+            return self.batch.tokens_since(self.row, self.num_prompt_tokens + start).copy()
         return self.output_token_ids[start:]
 
     def tokens(self, start: int, end: int) -> Int32Array:
@@ -249,7 +249,7 @@ class RequestState:
         if self.batch is not None and self.row is not None:
             start = self.num_prompt_tokens + self._output.length
             if start < self.batch.num_tokens.item(self.row):
-                self._output.add(self.batch.recent(self.row, start).copy())
+                self._output.append_without_copy(self.batch.tokens_since(self.row, start).copy())
         return self.prompt_bytes + self._output.array().tobytes() if self._output.length else self.prompt_bytes
 
     # ------------------------------------------------------------------ moving between queue and rows
@@ -258,50 +258,50 @@ class RequestState:
         """Set the encoder inputs of the prompt."""
         self.encoder_inputs = encoder_inputs
 
-    def added(self, sequence_number: int) -> None:
+    def record_added(self, sequence_number: int) -> None:
         """Record that a scheduler has added the request."""
         self.sequence_number = sequence_number
 
-    def limit(self, token_limit: int, detail: str) -> None:
+    def set_limit(self, token_limit: int, detail: str) -> None:
         """Set the number of known tokens at which the request finishes; `detail` is the name of the limit."""
         self.token_limit, self.limit_detail = token_limit, detail
 
-    def watch(self, watch: RepetitionWatch) -> None:
+    def set_watch(self, watch: RepetitionWatch) -> None:
         """Set the repetition watch: a repetition that it finds finishes the request."""
         self.repetition_watch = watch
 
-    def queued(self, now: float) -> None:
+    def record_queued(self, now: float) -> None:
         """Record that the request enters the queue."""
         self.queued_at = now
 
-    def defer(self, deferral: Deferral | None, now: float) -> bool:
+    def set_deferral(self, deferral: Deferral | None, now: float) -> bool:
         """Record why the newest step that checked the request did not admit it. Returns whether the reason differs from
-        the one recorded before; if so, it holds since `now`."""
+        the recorded one; if so, the time of the reason is set to `now`."""
         before, self.deferral = self.deferral, deferral
         if before is not None and deferral is not None and before.reason is deferral.reason:
             return False
         self.deferred_since = now
         return True
 
-    def undefer(self) -> None:
+    def clear_deferral(self) -> None:
         """Clear the reason why the request waits."""
         self.deferral = None
 
-    def was_bypassed(self, count: int) -> None:
+    def add_bypasses(self, count: int) -> None:
         """Record that `count` requests behind this one in the queue were admitted."""
         self.num_bypassed += count
 
-    def admitted(self, serial: int, num_cached_tokens: int) -> None:
+    def record_admitted(self, serial: int, num_cached_tokens: int) -> None:
         """Record that the request runs, with admission number `serial`, and need not compute its first
         `num_cached_tokens` tokens."""
         self.serial = serial
-        self.transition(RequestStatus.RUNNING)
+        self.change_status(RequestStatus.RUNNING)
         self.deferral = None
         self.num_admitted_tokens = self.num_tokens
         self.num_cached_tokens = num_cached_tokens
         self.may_load = True
 
-    def placed(self, batch: Columns, row: int) -> None:
+    def set_row(self, batch: Columns, row: int) -> None:
         """Record that the request has a row of the batch."""
         self.batch, self.row = batch, row
 
@@ -312,7 +312,7 @@ class RequestState:
         self._num_computed_tokens = num_computed_tokens
         self._num_pending = num_pending
 
-    def lost_row(self, loss_number: int, cause: PreemptionCause | None) -> None:
+    def record_row_loss(self, loss_number: int, cause: PreemptionCause | None) -> None:
         """Record that the request lost its row and its KV. `loss_number` counts the losses of all requests. `cause` is
         None if the row had no more tokens to compute."""
         self.loss_number = loss_number
@@ -323,45 +323,45 @@ class RequestState:
             self.num_preemptions += 1
             self.preemption_causes += (cause,)
 
-    def recover(self, recovery: Recovery | None) -> None:
+    def set_recovery(self, recovery: Recovery | None) -> None:
         """Set how the request gets its lost KV back; None: by recomputing it."""
         self.recovery = recovery
 
-    def rolled_back(self, status: RequestStatus, serial: int) -> None:
+    def undo_admission(self, status: RequestStatus, serial: int) -> None:
         """Undo the admission of the request: restore the status and the serial that it had before."""
         self.leave_row(0, 0)
-        self.transition(status)
+        self.change_status(status)
         self.serial = serial
 
-    def drop_in_flight(self, serial: int) -> None:
+    def drop_results_in_flight(self, serial: int) -> None:
         """Drop the request's results of steps in flight, by giving the request a serial that these steps do not
         name."""
         self.serial = serial
         self._num_pending = 0
 
-    def hold(self, holding: Any) -> None:
+    def set_holding(self, holding: Any) -> None:
         """Record the blocks that the request holds without a row; None: it holds none."""
         self.holding = holding
 
-    def load_ended(self) -> None:
+    def end_loads(self) -> None:
         """Record that no more KV is loaded for the request until it is admitted."""
         self.may_load = False
 
-    def finished(self, reason: FinishReason, detail: str, stop_reason: int | str | None) -> None:
-        self.transition(reason.status)
+    def record_finished(self, reason: FinishReason, detail: str, stop_reason: int | str | None) -> None:
+        self.change_status(reason.status)
         self.finish_reason, self.finish_detail, self.stop_reason = reason, detail, stop_reason
         self.deferral = None
 
     # ------------------------------------------------------------------ changing
 
-    def prioritise(self, priority: int) -> None:
+    def set_priority(self, priority: int) -> None:
         """Set the priority; a smaller one is more urgent."""
         self.priority = priority
 
-    def extend(self, part: Part, *, more: bool) -> None:
-        """Store a later part of the prompt, to be appended when the present parts are complete. `more`: further parts
-        follow."""
-        self.more_input = more
+    def add_part(self, part: Part, *, more_input: bool) -> None:
+        """Store a later part of the prompt, to be appended when the present parts are complete. `more_input`: whether
+        further parts follow."""
+        self.more_input = more_input
         self.parts.append(part)
 
     def await_input(self) -> None:
@@ -374,29 +374,31 @@ class RequestState:
         self.prompt_bytes = prompt_bytes
         self.content_generation = generation
 
-    def transition(self, status: RequestStatus) -> None:
+    def change_status(self, status: RequestStatus) -> None:
         """Change the status.
 
         Raises:
             InvalidTransition: a request cannot change from its present status to this one.
         """
         if status not in NEXT[self.status]:
-            raise InvalidTransition(f"request {self.request_id!r} cannot go from {self.status.name} to {status.name}")
+            raise InvalidTransition(
+                f"request {self.request_id!r} cannot change from status {self.status.name} to {status.name}"
+            )
         self.status = status
 
     def append_output(self, token_ids: IntArray | Sequence[int]) -> None:
         """Append a copy of tokens to the request's own array."""
         self._output.extend(token_ids)
 
-    def take_recent(self, tokens: Int32Array, offset: int, end: int) -> None:
-        """Append a copy of the row's newer tokens, up to position `end`, to the request's own array. The token at
+    def append_recent(self, tokens: Int32Array, offset: int, end: int) -> None:
+        """Append a copy of the row's newest tokens, up to position `end`, to the request's own array. The token at
         position i is `tokens[offset + i]`."""
         own = self._output
-        own.add(tokens[offset + self.num_prompt_tokens + own.length : offset + end].copy())
+        own.append_without_copy(tokens[offset + self.num_prompt_tokens + own.length : offset + end].copy())
 
-    def take(self, tokens: Int32Array) -> None:
+    def append_without_copy(self, tokens: Int32Array) -> None:
         """Append tokens to the request's own array without a copy: the caller must not keep `tokens`."""
-        self._output.add(tokens)
+        self._output.append_without_copy(tokens)
 
     def truncate_output(self, num_output_tokens: int) -> None:
         """Keep only the first `num_output_tokens` output tokens of a request without a row."""
@@ -421,8 +423,9 @@ class RequestState:
         self._num_draft_tokens += num_verified
         self._num_accepted_tokens += num_accepted
 
-    def settle_pending(self, count: int) -> None:
-        """Subtract `count` pending samples of a request without a row: they were returned, or never will be."""
+    def subtract_pending(self, count: int) -> None:
+        """Subtract `count` from the pending samples of a request without a row: these samples were returned, or never
+        will be."""
         self._num_pending -= count
 
 
@@ -601,11 +604,13 @@ class Request(Sealed, _RequestFields):
             checks.refuse(f"min_tokens is {min_tokens}, more than max_tokens {max_tokens}; lower it")
         if len(output_token_ids):
             if more_input:
-                checks.refuse("it has output_token_ids and more_input; tokens are generated behind a whole prompt only")
+                checks.refuse(
+                    "output_token_ids are given and more_input is True; give the whole prompt, or no output_token_ids"
+                )
             if len(output_token_ids) >= state.max_tokens:
                 checks.refuse(
-                    f"it has {len(output_token_ids)} output_token_ids and max_tokens is {max_tokens}, so nothing is "
-                    "left to generate; raise max_tokens"
+                    f"{len(output_token_ids)} output_token_ids are given and max_tokens is {max_tokens}, so no token "
+                    "is left to generate; raise max_tokens"
                 )
             state.append_output(token_array(request_id, output_token_ids))
         return sealed_as(cls, fields)
@@ -833,7 +838,7 @@ class _Checks:
     def token_ids(self, values: Sequence[int]) -> tuple[int, ...]:
         """EOS or stop token ids, as a tuple."""
         if not isinstance(values, Iterable):
-            self.refuse(f"EOS or stop token ids are {values!r}; give a list, such as [{values!r}]")
+            self.refuse(f"EOS or stop token ids are {values!r}; give a list of token ids, such as [{values!r}]")
         for token in values:
             if type(token) is not int or not 0 <= token <= MAX_INT:
                 return tuple([self.integer("an EOS or stop token id", each, 0) for each in values])
@@ -882,17 +887,20 @@ class _Checks:
         return params if params.max_pattern_size else None
 
     def encoder_inputs(
-        self, given: Sequence[EncoderInput | Sequence[Any]], num_tokens: int
+        self, values: Sequence[EncoderInput | Sequence[Any]], num_tokens: int
     ) -> tuple[EncoderInput, ...]:
         try:
-            return read_encoder_inputs(given, num_tokens)
+            return read_encoder_inputs(values, num_tokens)
         except ValueError as error:
             self.refuse(str(error))
 
-    def adapter(self, given: Sequence[Any]) -> Adapter:
-        if isinstance(given, (tuple, list)) and len(given) == 2:
-            name, version = given
+    def adapter(self, value: Sequence[Any]) -> Adapter:
+        if isinstance(value, (tuple, list)) and len(value) == 2:
+            name, version = value
             sound_version = isinstance(version, (int, str)) and not isinstance(version, bool)
             if isinstance(name, str) and name and sound_version:
                 return Adapter(name, version)
-        self.refuse(f"adapter is {given!r}; give (name, version), a text that is not empty and a number or text")
+        self.refuse(
+            f"adapter is {value!r}; give (name, version), where name is a non-empty string and version a "
+            "number or a string"
+        )

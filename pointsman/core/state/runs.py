@@ -46,17 +46,17 @@ class Runs(NamedTuple):
         """[s] index in `token_ids` of the first token of each run."""
         return self.ends - self.counts
 
-    def run(self, index: int) -> list[int]:
+    def tokens_of(self, index: int) -> list[int]:
         """The tokens of the run at `index`."""
         end = int(self.ends[index])
         tokens: list[int] = self.token_ids[end - int(self.counts[index]) : end].tolist()
         return tokens
 
-    def only(self, which: npt.NDArray[np.bool_]) -> Runs:
-        """The runs that are True in `which` [s]."""
-        return Runs.of(self.counts[which], self.token_ids[which.repeat(self.counts)])
+    def select(self, is_selected: npt.NDArray[np.bool_]) -> Runs:
+        """The runs selected by the mask `is_selected` [s]."""
+        return Runs.of(self.counts[is_selected], self.token_ids[is_selected.repeat(self.counts)])
 
-    def cut(self, lengths: Int64Array) -> Runs:
+    def truncate(self, lengths: Int64Array) -> Runs:
         """A copy in which run i has only its first `lengths[i]` tokens; 0 is allowed."""
         within = np.arange(len(self.token_ids)) - self.starts.repeat(self.counts)
         return Runs.of(lengths, self.token_ids[within < lengths.repeat(self.counts)])

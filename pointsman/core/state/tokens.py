@@ -40,7 +40,7 @@ class OutputTokens:
         self._pieces.append(np.array(token_ids, dtype=np.int32))
         self.length += len(token_ids)
 
-    def add(self, piece: Int32Array) -> None:
+    def append_without_copy(self, piece: Int32Array) -> None:
         """Append `piece` without a copy: the caller must not keep the array."""
         self._pieces.append(piece)
         self.length += len(piece)
@@ -58,14 +58,14 @@ def shared_prompt(request_id: str, token_ids: IntArray | Sequence[int]) -> tuple
         base: object = token_ids.base
         if isinstance(base, bytes) and token_ids.nbytes == len(base) and _smallest(token_ids) >= 0:
             return cast(Int32Array, token_ids), base
-    plain = _packed(token_ids)
+    plain = _pack_tokens(token_ids)
     if plain is not None:
         return plain
     raw = token_array(request_id, token_ids).tobytes()
     return np.frombuffer(raw, INT32), raw
 
 
-def _packed(token_ids: IntArray | Sequence[int]) -> tuple[Int32Array, bytes] | None:
+def _pack_tokens(token_ids: IntArray | Sequence[int]) -> tuple[Int32Array, bytes] | None:
     """A list of token ids as a read-only array, and the bytes that back the array; None: `token_ids` is no list of
     valid ids."""
     if type(token_ids) is not list or not token_ids or type(token_ids[0]) is not int:
@@ -91,7 +91,7 @@ def token_array(request_id: str, token_ids: IntArray | Sequence[int]) -> Int32Ar
     Raises:
         RequestRefused: `token_ids` is no flat sequence of integers from 0 to `MAX_INT`.
     """
-    plain = _packed(token_ids)
+    plain = _pack_tokens(token_ids)
     if plain is not None:
         return plain[0]
     try:

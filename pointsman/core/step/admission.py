@@ -257,7 +257,7 @@ class Admission:
             ended_otherwise = blocker is not None and len(skipped) < MAX_SKIPPED
             self._kept = search.close(found=bool(admitted) or ended_otherwise) or self._kept
         if admitted:
-            batch.join([entry.row for entry in admitted], [entry.request for entry in admitted])
+            batch.add_members([entry.row for entry in admitted], [entry.request for entry in admitted])
         if self._newly_deferred:
             self._report_deferrals(step.now)
 
@@ -277,13 +277,13 @@ class Admission:
         have bypassed it."""
         self._table.queue.put_back([request for request, _ in skipped])
         for request, num_before in skipped:
-            request._state.was_bypassed(num_admitted - num_before)
+            request._state.add_bypasses(num_admitted - num_before)
 
     def _note(self, request: Request, verdict: Deferral, now: float) -> None:
         """Record why a request waits, and since when: since `now` if the reason has changed."""
         if verdict.reason is Reason.PAUSED:
             return  # the request keeps its earlier reason during a pause
-        if request._state.defer(verdict, now) and self._events.deferred:
+        if request._state.set_deferral(verdict, now) and self._events.deferred:
             self._newly_deferred.append((request, verdict))
 
     def _report_deferrals(self, now: float) -> None:
@@ -508,7 +508,7 @@ class Admission:
         shortage, deferral = blocked.shortage, blocked.deferral
         if shortage is not None:
             deferral = shortage.deferral(num_free)
-        head._state.defer(deferral, head._state.deferred_since)
+        head._state.set_deferral(deferral, head._state.deferred_since)
 
     def _verdict_key(self, budget: int, num_running: int, num_owed_blocks: int) -> tuple[Any, ...]:
         """The state, besides the free blocks, on which the verdict on a blocked head depends."""
@@ -527,7 +527,7 @@ class Admission:
         self._kept = self._lacking = None
         match = kv.look_up(request)
         cached = match.num_tokens
-        external = NOTHING if self._transfers is None else self._transfers.ask(request, match)
+        external = NOTHING if self._transfers is None else self._transfers.find_load(request, match)
         if isinstance(external, Deferral):
             return external
         if external.num_tokens:

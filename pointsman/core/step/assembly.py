@@ -124,7 +124,7 @@ def assemble(
         kv = kv_cache
     batch = Batch(config.block_size, accepted_drafts)
     if swap is not None and transfers is not None and swap.compares:
-        transfers.compare_with(swap.is_worth_loading)
+        transfers.set_load_criterion(swap.is_worth_loading)
     steps = StepsInFlight(config.max_steps_in_flight)
     kv.set_token_counters(steps.num_final_tokens, steps.num_tokens)
     drafts = Drafts(config, batch, events, start.step_id - 1)

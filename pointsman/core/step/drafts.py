@@ -86,7 +86,7 @@ class Drafts:
         if not self.waiting:
             return []
         for index in np.flatnonzero((self._rows == row) & (self._serials == self._batch.serial[row])).tolist():
-            return Runs.of(self.counts, self._token_ids).run(index)
+            return Runs.of(self.counts, self._token_ids).tokens_of(index)
         return []
 
     # ------------------------------------------------------------------ proposing
@@ -108,9 +108,9 @@ class Drafts:
             decodes &= (batch.flags[rows] & PREFILLING) == 0
             tokens = tokens[decodes.repeat(proposed)]
             rows, serials, proposed = rows[decodes], serials[decodes], proposed[decodes]
-        if batch.may_end(self._config.num_draft_tokens):
+        if batch.may_reach_limit(self._config.num_draft_tokens):
             left = batch.token_limit[rows] - batch.num_tokens[rows]
-            runs = Runs.of(proposed, tokens).cut(np.minimum(proposed, left - 1))
+            runs = Runs.of(proposed, tokens).truncate(np.minimum(proposed, left - 1))
             proposed, tokens = runs.counts, runs.token_ids
         keep = self._store_beside_others if self.waiting and rows is not self._rows else self._store_only
         keep(rows, serials, proposed, tokens)
@@ -123,7 +123,7 @@ class Drafts:
     ) -> None:
         """Store new drafts for `rows`, and keep the waiting drafts of other rows."""
         others = ~self._is_among(rows)
-        left = Runs.of(self.counts, self._token_ids).only(others)
+        left = Runs.of(self.counts, self._token_ids).select(others)
         self._store_only(
             np.concatenate([self._rows[others], rows]),
             np.concatenate([self._serials[others], serials]),
@@ -170,7 +170,7 @@ class Drafts:
         places = (starts - (drafts.cumsum() - drafts)).repeat(drafts) + np.arange(total)
         token_ids: Int32Array = self._token_ids[places]
         stays = ~self._is_among(rows)
-        left = waiting.only(stays)
+        left = waiting.select(stays)
         self._store_only(self._rows[stays], self._serials[stays], left.counts, left.token_ids)
         return token_ids
 

@@ -103,7 +103,7 @@ class FastForward:
         """The number of guaranteed steps, and the reason why the queue is blocked in them; None: the queue is empty, or
         the number is 0."""
         limit, free, blocked = self._bound(limit)
-        if limit > 0 and self._batch.may_end(limit):
+        if limit > 0 and self._batch.may_reach_limit(limit):
             limit = self._batch.min_tokens_left
         return self._within_blocks(limit, free), blocked
 

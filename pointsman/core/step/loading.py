@@ -42,12 +42,12 @@ class Loading:
 
     def open(self, preemptor: Request | None, now: float) -> None:
         """Begin the checks of the queue in a step: pass the step's preemptor and time to the transfers."""
-        self._transfers.open(preemptor, now)
+        self._transfers.begin_admissions(preemptor, now)
 
     def admit(self, request: Request, grant: Grant, record: StepRecord, blocks: Int64Array) -> None:
         """Admit a request with external tokens: their KV is already loaded, or this step loads it."""
         if request._state.holding is not None:
-            self._transfers.hand_over(request)
+            self._transfers.move_holding_to_row(request)
         else:
             record.loaded(self._load(request, grant, blocks, record.now))
 
@@ -80,7 +80,7 @@ class Loading:
         """The block tables [groups, blocks] up to the last external token, and a mask [groups, blocks] of cache hits in
         the pool."""
         count = (grant.match.num_tokens + grant.num_external_tokens) // self._kv.block_size
-        table, is_local = self._kv.entered(blocks, len(grant.match.blocks))
+        table, is_local = self._kv.admitted_tables(blocks, len(grant.match.blocks))
         return table[:, :count], is_local[:, :count]
 
     def start(self, request: Request, grant: Grant, record: StepRecord) -> None:
@@ -88,8 +88,8 @@ class Loading:
         blocks = self._kv.admit(request, grant.match, grant.num_cached_tokens, record.now)
         load = self._load(request, grant, blocks, record.now)
         self._table.park(request, ParkReason.REMOTE_KVS, record.now)
-        self._transfers.start(request, load, self._external_table(grant, blocks)[0].copy(), record.now)
-        request._state.defer(Deferral(Reason.KV_LOAD, 0), record.now)
+        self._transfers.start_load(request, load, self._external_table(grant, blocks)[0].copy(), record.now)
+        request._state.set_deferral(Deferral(Reason.KV_LOAD, 0), record.now)
         record.loaded(load)
 
     def done(self, transfer_id: int, num_tokens: int | None, failed_blocks: list[int], now: float) -> Request | None:
@@ -99,23 +99,23 @@ class Loading:
             UnknownTransfer: no transfer with this id is under way.
             ValueError: the transfer has fewer than `num_tokens` tokens, or does not load one of `failed_blocks`.
         """
-        holding = self._transfers.require(transfer_id)
+        holding = self._transfers.find_unfinished(transfer_id)
         num_places = self._num_usable(holding, num_tokens, failed_blocks)
-        self._transfers.end(holding)
+        self._transfers.finish_transfer(holding)
         request, load = holding.request, holding.load
         if request is None or load is None:
-            self._transfers.close(holding)
+            self._transfers.release_finished(holding)
             return None
-        request._state.load_ended()
+        request._state.end_loads()
         size = self._kv.block_size
         wanted, num_loaded = load.num_tokens // size, max(0, num_places - load.first_token // size)
         self._report_finished(request, num_loaded * size, now, failed=num_loaded < wanted)
         if num_loaded < wanted and not self._recomputes:
             return self._finish_with_error(request, f"{num_loaded} of {wanted} KV blocks could be loaded", now)
-        self._transfers.shorten(holding, num_places)
+        self._transfers.shorten_load(holding, num_places)
         self._kv.publish_loaded(request, holding.table)
         if not len(holding.blocks):
-            self._transfers.let_go(request)
+            self._transfers.release_holding(request)
         self._table.ready(request, now)
         return None
 
@@ -144,9 +144,9 @@ class Loading:
         """End loads that have exceeded the timeout."""
         if self._timeout is None or not self._transfers.num_open:
             return
-        for request in self._transfers.overdue(now - self._timeout):
+        for request in self._transfers.overdue_requests(now - self._timeout):
             self._report_finished(request, 0, now, failed=True)
-            request._state.load_ended()
+            request._state.end_loads()
             if self._recomputes:
                 self._let_go(request, now)
             else:
@@ -162,13 +162,13 @@ class Loading:
 
     def forget(self, now: float) -> None:
         """After a reset of the prefix cache: waiting requests drop loaded KV, and the connector offers no older KV."""
-        for request in self._transfers.holders():
+        for request in self._transfers.requests_with_holdings():
             self._let_go(request, now)
         self._transfers.connector.reset()
 
     def _let_go(self, request: Request, now: float) -> None:
         """Release the request's blocks, and end its wait for a load."""
-        self._transfers.let_go(request)
+        self._transfers.release_holding(request)
         if request.status.is_parked:
             self._table.ready(request, now)
 

@@ -65,7 +65,7 @@ class PromptParts:
         why = why or encoder_inputs_fit(self._config, part.encoder_inputs, whole=False)
         if why is not None:
             raise RequestRefused(f"request {name!r} not extended: {why}")
-        request._state.extend(part, more=more)
+        request._state.add_part(part, more_input=more)
         if request.awaits_input:
             self._take(request, now)
         return part

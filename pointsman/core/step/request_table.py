@@ -136,7 +136,7 @@ class RequestTable:
 
     def add(self, request: Request, park: ParkReason | None, now: float) -> None:
         """Queue or park a new request."""
-        request._state.added(self._next_sequence_number)
+        request._state.record_added(self._next_sequence_number)
         self._next_sequence_number += 1
         self.requests[request.request_id] = request
         for method in self._events.added:
@@ -149,7 +149,7 @@ class RequestTable:
     def ready(self, request: Request, now: float) -> None:
         """Move a parked request back to its place in the queue."""
         del self.parked[request.request_id]
-        request._state.undefer()
+        request._state.clear_deferral()
         self._unpark(request)
         self._enqueue(request, now)
 
@@ -175,7 +175,7 @@ class RequestTable:
         if queued:
             self.leave_queue(request)
         state = request._state
-        state.prioritise(priority)
+        state.set_priority(priority)
         if queued:
             self.num_arrivals += 1
             self.queue.push(request)
@@ -202,7 +202,7 @@ class RequestTable:
         """Move the former head of the queue to a new row; returns the row."""
         self.num_departures += 1
         resumed = request._state.status is RequestStatus.PREEMPTED
-        request._state.admitted(self.next_serial, grant.num_cached_tokens)
+        request._state.record_admitted(self.next_serial, grant.num_cached_tokens)
         self.next_serial += 1
         if self._swap is not None:
             self._swap.ended(request)
@@ -239,7 +239,7 @@ class RequestTable:
             is_queued = request in self.queue
             if is_queued:
                 self.leave_queue(request)
-            request._state.settle_pending(1)
+            request._state.subtract_pending(1)
             if request.num_pending:
                 self.disown_steps_in_flight(request)
             if is_queued:
@@ -256,7 +256,7 @@ class RequestTable:
         if state.serial != admitted.serial or state.status is not RequestStatus.RUNNING:
             return
         self._release_rows([request], now, publish=False)
-        state.rolled_back(admitted.previous_status, admitted.previous_serial)
+        state.undo_admission(admitted.previous_status, admitted.previous_serial)
         self.num_arrivals += 1
         self.queue.push(request)
         if self._swap is not None and admitted.previous_status is RequestStatus.PREEMPTED:
@@ -289,11 +289,11 @@ class RequestTable:
             )
             for release in self._releases:
                 release(request)
-        batch.leave(requests, self._steps.newest_step_id)
+        batch.release_rows(requests, self._steps.newest_step_id)
 
     def disown_steps_in_flight(self, request: Request) -> None:
         """Drop the samples of steps in flight for a request without a row."""
-        request._state.drop_in_flight(self.next_serial)
+        request._state.drop_results_in_flight(self.next_serial)
         self.next_serial += 1
 
     # ------------------------------------------------------------------ finished, and reported
@@ -313,7 +313,7 @@ class RequestTable:
             state = request._state
             if state.status is not RequestStatus.RUNNING:
                 self._leave_place(request)
-            state.finished(reason, detail, stop_reason)
+            state.record_finished(reason, detail, stop_reason)
             if swap is not None:
                 swap.ended(request)
             self.finished.append(request)
@@ -360,7 +360,9 @@ class RequestTable:
         self._release_rows(requests, now, publish=publish)
         self._num_losses += len(requests)
         for index, request in enumerate(requests):
-            request._state.lost_row(self._num_losses - index, cause)  # of several requests, the first one resumes first
+            request._state.record_row_loss(
+                self._num_losses - index, cause
+            )  # of several requests, the first one resumes first
             if cause is not None:
                 self._report_preempted(request, cause, need, now)
         self.preempted += requests
@@ -370,28 +372,28 @@ class RequestTable:
         state = request._state
         cached = min(state.lost_tokens, self._kv.num_findable_tokens(request))
         swaps = self._swap is not None and cause is not PreemptionCause.RESET
-        state.recover(self._swap.preempted(request, cached) if self._swap is not None and swaps else None)
+        state.set_recovery(self._swap.preempted(request, cached) if self._swap is not None and swaps else None)
         if self._events.preempted:
             event = Preempted(request, cause, state.lost_tokens, cached, now, state.recovery, need)
             send(self._events.preempted, event)
 
     def _enqueue(self, request: Request, now: float) -> None:
         self.num_arrivals += 1
-        request._state.queued(now)
+        request._state.record_queued(now)
         self.queue.push(request)
         for method in self._events.queued:
             method(request, now)
 
     def _queue_again(self, request: Request, now: float) -> None:
         self.num_arrivals += 1
-        request._state.transition(RequestStatus.PREEMPTED)
-        request._state.queued(now)
+        request._state.change_status(RequestStatus.PREEMPTED)
+        request._state.record_queued(now)
         self.queue.push(request)
 
     def _park_idle(self, request: Request, reason: ParkReason, now: float) -> None:
-        request._state.transition(reason.status)
-        request._state.undefer()
-        request._state.defer(PARKED, now)
+        request._state.change_status(reason.status)
+        request._state.clear_deferral()
+        request._state.set_deferral(PARKED, now)
         self.parked[request.request_id] = request
         for method in self._events.parked:
             method(request, now)
@@ -399,7 +401,7 @@ class RequestTable:
     def _unpark(self, request: Request) -> None:
         """Give a parked request its former status: waiting, or preempted if the request has ever run."""
         state = request._state
-        state.transition(RequestStatus.PREEMPTED if state.serial else RequestStatus.WAITING)
+        state.change_status(RequestStatus.PREEMPTED if state.serial else RequestStatus.WAITING)
 
     def _leave_place(self, request: Request) -> None:
         """Remove a request from the queue, or from the parked requests."""
@@ -413,7 +415,7 @@ class RequestTable:
         """Release the blocks that the request holds without a row."""
         if request._state.holding is not None:
             assert self._transfers is not None
-            self._transfers.let_go(request)
+            self._transfers.release_holding(request)
 
     def _hold_blocks_being_sent(self, requests: list[Request], transfers: Transfers) -> None:
         """Hold the blocks of requests that the device is still sending, before the requests' rows are released."""

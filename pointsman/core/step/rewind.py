@@ -58,4 +58,4 @@ def rewind(record: StepRecord, batch: Batch, kv: KVCache, table: RequestTable, n
         if (
             request.serial == done.serials[index]
         ):  # preempted or parked since: the samples of the void step will never arrive
-            request._state.settle_pending(int(pending[index]))
+            request._state.subtract_pending(int(pending[index]))

@@ -214,7 +214,7 @@ class Search:
         for request in table.skipped if table.blocker is None else (*table.skipped, table.blocker):
             deferral = self.deferral(request)
             if deferral is not None:
-                request._state.defer(deferral, request._state.deferred_since)
+                request._state.set_deferral(deferral, request._state.deferred_since)
         self._shortfalls = []
         if self.needs is not None:
             self.needs.forget()

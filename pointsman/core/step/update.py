@@ -155,7 +155,7 @@ class Update:
         live = self._batch.serial[output.rows[at]] == output.serials[at]
         which, of_live = at, runs
         if np.count_nonzero(live) < len(live):
-            which, of_live = at[live], runs.only(live)
+            which, of_live = at[live], runs.select(live)
         if len(which):
             requests = tuple([output.requests[index] for index in which.tolist()])
             rows = Members(self._batch, cast(Int64Array, output.rows[which]), requests)
@@ -167,12 +167,12 @@ class Update:
             request = output.requests[row_index]
             if not request.is_finished and request.serial == output.serials[row_index]:
                 num_drafts = 0 if drafts is None else int(drafts[row_index])
-                kept[row_index], end = self._append_without_row(request, num_drafts, runs.run(index))
+                kept[row_index], end = self._append_without_row(request, num_drafts, runs.tokens_of(index))
                 ends += [(row_index, end)] if end is not None else []
         if result.unsampled:
             self._sample_again(output, result, now)
         lengths = kept[at]
-        token_ids = runs.token_ids if lengths.tobytes() == runs.counts.tobytes() else runs.cut(lengths).token_ids
+        token_ids = runs.token_ids if lengths.tobytes() == runs.counts.tobytes() else runs.truncate(lengths).token_ids
         set_writeable(kept, False)
         return UpdateFields(token_ids, kept, output.requests), ends
 
@@ -203,7 +203,7 @@ class Update:
                 batch.num_computed_tokens[rows] -= drafts + 1 - runs.counts
             if runs.counts is not sampled:
                 sampled = np.minimum(sampled, runs.counts + 1)  # a draft that finishes its request was accepted
-            batch.acceptance.add(rows, drafts, sampled)
+            batch.acceptance.add_step(rows, drafts, sampled)
         batch.append(live, runs, newest, longest, is_last)
         return runs, ends
 
@@ -225,7 +225,7 @@ class Update:
             done = several if done is None else done | several
         if not is_single and done is not None:
             done = np.logical_or.reduceat(done, runs.starts) if np.count_nonzero(done) else None
-        if batch.min_tokens_left <= most and batch.may_end(most):
+        if batch.min_tokens_left <= most and batch.may_reach_limit(most):
             at_limit = newest + runs.counts >= live.token_limit - ONE
             done = at_limit if done is None else done | at_limit
         if batch.num_watched:
@@ -240,11 +240,11 @@ class Update:
         kept tokens, and the end of the request, if any."""
         length, end = _cut_at_stop(request, request.num_tokens, run)
         request._state.append_output(run[:length])
-        request._state.settle_pending(1)
+        request._state.subtract_pending(1)
         if num_drafts:
             accepted = min(length, len(run) - 1)
             request._state.add_drafts(num_drafts, accepted)
-            self._batch.acceptance.add_one(accepted)
+            self._batch.acceptance.add_accepted(accepted)
         return length, end
 
     # ------------------------------------------------------------------ parts
@@ -262,7 +262,7 @@ class Update:
             if index in result.errors or request.is_finished or request.serial != output.serials[index]:
                 continue
             if request.row is None:  # the request lost its row while the step was in flight
-                request._state.settle_pending(1)
+                request._state.subtract_pending(1)
             else:
                 self._batch.num_pending[request.row] -= 1
             ends.append((index, End(request, FinishReason.STOP)))
@@ -272,7 +272,7 @@ class Update:
         """End records of the requests whose rows failed. Removes the KV of these rows from the caches: of this step,
         and of later steps that are already scheduled."""
         ends: Ends = []
-        holders = [] if self._transfers is None else self._transfers.holders()
+        holders = [] if self._transfers is None else self._transfers.requests_with_holdings()
         readers = [*self._batch.members.requests, *holders] if result.errors else []
         for index, message in result.errors.items():
             request = output.requests[index]
@@ -297,7 +297,7 @@ def _cut_at_stops(
     shorter: dict[int, int] = {}
     is_single = len(runs.token_ids) == len(requests)
     for index in done.nonzero()[0].tolist():
-        run = [runs.token_ids.item(index)] if is_single else runs.run(index)
+        run = [runs.token_ids.item(index)] if is_single else runs.tokens_of(index)
         length, end = _cut_at_stop(requests[index], newest.item(index) + 1, run)
         if end is not None:
             ends.append((index, end))
@@ -306,7 +306,7 @@ def _cut_at_stops(
     if shorter:
         lengths = runs.counts.copy()
         lengths[list(shorter)] = list(shorter.values())
-        runs = runs.cut(lengths)
+        runs = runs.truncate(lengths)
     return runs, ends
 
 

@@ -80,7 +80,7 @@ def settle_limits(config: SchedulerConfig, kv: KVCache, request: Request) -> str
             return why
     if max_tokens == 0:
         # The computed prompt counts as the request's one sample: with it in flight, the request needs no more tokens.
-        state.limit(prompt + 1, "max_tokens")
+        state.set_limit(prompt + 1, "max_tokens")
         return None
     limit, detail = prompt + max_tokens, "max_tokens"
     if config.max_model_len < limit:
@@ -91,7 +91,7 @@ def settle_limits(config: SchedulerConfig, kv: KVCache, request: Request) -> str
     num_usable_tokens = kv.num_usable_tokens_of(request)
     if num_usable_tokens + 1 < limit:
         limit, detail = num_usable_tokens + 1, "kv_capacity"
-    state.limit(limit, detail)
+    state.set_limit(limit, detail)
     if prompt + known >= limit:
         return (
             f"it has {prompt} prompt tokens and {known} generated before, and {detail} ends it at {limit}, so nothing "
@@ -101,7 +101,7 @@ def settle_limits(config: SchedulerConfig, kv: KVCache, request: Request) -> str
         watch = RepetitionWatch(request.repetition_detection, request.token_limit - prompt)
         for token_id in request.output_token_ids.tolist():
             watch.observe(token_id)
-        state.watch(watch)
+        state.set_watch(watch)
     return None
 
 
@@ -139,7 +139,7 @@ def encoder_inputs_fit(config: SchedulerConfig, inputs: Sequence[EncoderInput], 
 
 def refused(request: Request, why: str) -> RequestRefused:
     """Finish a request that can never run; returns the error to raise. `why`: the reason."""
-    request._state.finished(FinishReason.REFUSED, why, None)
+    request._state.record_finished(FinishReason.REFUSED, why, None)
     return RequestRefused(f"request {request.request_id!r} refused: {why}")
 
 

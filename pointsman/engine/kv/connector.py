@@ -158,7 +158,7 @@ class EngineConnector:
         """`num_external_tokens` for KV in groups of layers. `has` [groups, blocks]: whether the pool has each block of
         the request."""
         size, start = self._pool.block_size, num_local_tokens // self._pool.block_size
-        num_here = 0 if self.tier is None else self._num_reusable_blocks(request, has, self.tier.has) - start
+        num_here = 0 if self.tier is None else self._num_reusable_blocks(request, has, self.tier.has_content) - start
         num_stored = 0
         if self._reads is not None and start + num_here < has.shape[1]:
             num_stored = self._num_reusable_blocks(request, has, self._reads.folder.has) - start
@@ -213,7 +213,7 @@ class EngineConnector:
                 if request.num_preemptions:  # the request's swapped blocks are no longer needed
                     for group in range(self._num_groups):
                         keys = block_keys(request, self._pool.block_size)
-                        self.tier.discard(block_name(key, group, self._num_groups) for key in keys)
+                        self.tier.discard_contents(block_name(key, group, self._num_groups) for key in keys)
         return transfers
 
     def _prepare(self, output: SchedulerOutput) -> StepTransfers:

@@ -110,13 +110,13 @@ class HostTier(SlotDirectory):
 
     def plan(self, saves: Sequence[tuple[int, bytes]], loads: Sequence[SlotLoad]) -> HostCopies:
         """Plan the copies of a step. `saves`: id and content key of each block to save; `loads`: blocks to load."""
-        copies = HostCopies(self._pool, self._host, self.assign(saves, loads))
+        copies = HostCopies(self._pool, self._host, self.assign_slots(saves, loads))
         self._plans = [*(one for one in self._plans if not one.is_done), copies]
         return copies
 
     def drop_plans(self) -> None:
         """Forget the planned saves of voided steps, whose copies will not run."""
-        self.withdraw(save for copies in self._plans if not copies.is_done for save in copies.plan.saves)
+        self.withdraw_saves(save for copies in self._plans if not copies.is_done for save in copies.plan.saves)
         self._plans = []
 
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from pointsman.core import SchedulerConfig
-from pointsman.core.state.layout import text_of
+from pointsman.core.state.layout import describe_groups
 from pointsman.engine.kv.layout import KVLayout, LayerShape
 from pointsman.engine.memory import GIB, DeviceBudget
 
@@ -141,7 +141,7 @@ class KVPool:
             "KV pool: %d blocks of %d tokens%s, %.1f MiB: enough for %d tokens, or %.1f requests of the full length %d",
             self.num_blocks,
             self.block_size,
-            f" in {text_of(config.kv_groups)}" if config.has_kv_groups else "",
+            f" in {describe_groups(config.kv_groups)}" if config.has_kv_groups else "",
             self.num_bytes / 2**20,
             config.num_full_length_tokens,
             config.num_full_length,

@@ -318,11 +318,11 @@ class KVGroups(KVCache):
         last = [(each, found[each.kv_cache_group_id][-1:]) for each in self._states]
         return not any(block.block_hash in each.cached_blocks_this_step for each, blocks in last for block in blocks)
 
-    def cut(self, request: Request, start: int, want: int, most: int) -> int:
+    def cut(self, request: Request, start: int, num_tokens: int, max_tokens: int) -> int:
         if self.ends is None:
-            return want
+            return num_tokens
         junction = request.metadata.shared_prefix_boundary
-        return self.ends.cut(start, want, most, request.num_prompt_tokens, request.num_tokens, junction)
+        return self.ends.cut(start, num_tokens, max_tokens, request.num_prompt_tokens, request.num_tokens, junction)
 
     def num_blocks_to_start(self, request: Request, match: Match, num_tokens: int) -> int:
         return self._blocks_to_start(request, match, num_tokens, is_whole=False)

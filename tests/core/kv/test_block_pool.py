@@ -98,7 +98,7 @@ def test_the_content_of_an_evicted_block_is_not_found() -> None:
     assert cached_of(host.step()) == {"d": 0}
 
 
-def test_a_request_may_take_the_whole_pool() -> None:
+def test_a_request_may_hold_all_blocks_of_the_pool() -> None:
     host = Host(num_blocks=4, max_model_len=17)
     host.add("a", 16)
     output = host.schedule()
@@ -113,7 +113,7 @@ def test_cached_blocks_are_evicted_in_order_of_release(seed: int) -> None:
     random = Random(seed)
     pool = BlockPool(3000)
     cached: list[int] = []  # free and cached, the next one to be evicted first
-    held = [pool.take(count)[0] for count in (1, 2, 1500, 40, 1457)]
+    held = [pool.allocate(count)[0] for count in (1, 2, 1500, 40, 1457)]
     for table in held:
         pool.set_cached(table)
     for _ in range(400):
@@ -124,7 +124,7 @@ def test_cached_blocks_are_evicted_in_order_of_release(seed: int) -> None:
             cached += table[::-1].tolist()
         elif action == "take" and cached and pool.num_free == len(cached):
             count = random.randint(1, min(len(cached), random.choice([3, 3, 3, 1300])))
-            blocks, evicted = pool.take(count)
+            blocks, evicted = pool.allocate(count)
             assert blocks.tolist() == evicted.tolist() == cached[:count]
             del cached[:count]
             pool.set_cached(blocks)
@@ -138,7 +138,7 @@ def test_cached_blocks_are_evicted_in_order_of_release(seed: int) -> None:
             gone = random.sample(cached, 1)
             cached.remove(gone[0])
             pool.uncache(gone)
-            blank, evicted = pool.take(1)
+            blank, evicted = pool.allocate(1)
             assert (blank.tolist(), len(evicted)) == (gone, 0)
             pool.set_cached(blank)
             held.append(blank)
@@ -146,10 +146,11 @@ def test_cached_blocks_are_evicted_in_order_of_release(seed: int) -> None:
         assert pool.num_free == len(cached)
 
 
-def test_release_any_takes_blocks_in_eviction_order() -> None:
-    """A block that two tables release at once is free once. `evict_first` blocks come before all others."""
+def test_release_any_queues_blocks_in_eviction_order() -> None:
+    """A block that two tables release in one call is listed once. Blocks released with `evict_first` come before all
+    others."""
     pool = BlockPool(8)
-    blocks, _ = pool.take(6)
+    blocks, _ = pool.allocate(6)
     pool.acquire(blocks[:2])
     pool.set_cached(blocks[:4])
     pool.release_any(np.array([3, 0, 0, 5]))
@@ -158,5 +159,5 @@ def test_release_any_takes_blocks_in_eviction_order() -> None:
     assert pool.cached_free_blocks() == [3, 0, 2], "one table still has block 1"
     pool.release_any(np.array([1, 4]), evict_first=True)
     assert pool.cached_free_blocks() == [1, 3, 0, 2] and pool.num_free == 8
-    taken, evicted = pool.take(6)
+    taken, evicted = pool.allocate(6)
     assert evicted.tolist() == [1, 3] and len(taken) == 6

@@ -35,7 +35,7 @@ TWO = (FULL, WINDOW)
 PAIRS = seeds(1, 10)
 
 
-def tables(output: SchedulerOutput, index: int) -> dict[int, dict[int, int]]:
+def tables_by_group(output: SchedulerOutput, index: int) -> dict[int, dict[int, int]]:
     """The blocks of a row in an output: by group, the block at each place."""
     found: dict[int, dict[int, int]] = {}
     mine = output.block_rows == index
@@ -69,7 +69,7 @@ def test_kv_groups_with_a_kv_cache_of_the_host_are_refused() -> None:
         Scheduler(config, kv_cache=KVCacheManager(small_config()))
 
 
-def test_one_group_of_full_attention_is_the_same_as_no_groups() -> None:
+def test_one_group_of_full_attention_acts_like_no_kv_groups() -> None:
     host = Host(kv_groups=(FULL,))
     host.add("a", 5)
     output = host.schedule()
@@ -81,7 +81,7 @@ def test_one_group_of_full_attention_is_the_same_as_no_groups() -> None:
 
 
 def test_blocks_behind_the_window_return_to_the_pool() -> None:
-    """A block is behind the window for at most one step."""
+    """A row holds a block behind its window for at most one step."""
     host = Host(kv_groups=(WINDOW,), num_blocks=5, enable_prefix_caching=False)
     host.add("a", 6, max_tokens=50)
     step = host.schedule()
@@ -95,7 +95,7 @@ def test_blocks_behind_the_window_return_to_the_pool() -> None:
 
 
 def test_a_long_prompt_runs_in_a_pool_that_holds_its_window() -> None:
-    """Its admission counts the maximum number of blocks that it holds at a time."""
+    """Admission counts the maximum number of blocks that the prompt holds at a time."""
     host = Host(kv_groups=(WINDOW,), num_blocks=8, max_model_len=400)
     assert host.config.num_usable_tokens == 400
     request = host.add("a", 300, max_tokens=20)
@@ -113,25 +113,25 @@ def test_a_prompt_that_can_never_fit_is_refused_with_the_numbers() -> None:
     assert request.finish_detail == "kv_capacity"
 
 
-def test_an_output_has_the_group_and_place_of_each_block() -> None:
+def test_an_output_lists_the_group_and_place_of_each_block() -> None:
     host = Host(kv_groups=TWO)
     host.add("a", 7)
     output = host.schedule()
-    found = tables(output, 0)
+    found = tables_by_group(output, 0)
     assert {group: sorted(places) for group, places in found.items()} == {0: [0, 1], 1: [0, 1]}
     assert len({block for places in found.values() for block in places.values()}) == 4
     host.update(output)
     second = host.schedule()  # the eighth token has its slot
     assert len(second.block_ids) == 0
     host.update(second)
-    third = tables(host.schedule(), 0)
+    third = tables_by_group(host.schedule(), 0)
     assert {group: list(places) for group, places in third.items()} == {0: [2], 1: [2]}
 
 
 # ------------------------------------------------------------------ cache hits
 
 
-def test_a_hit_acquires_only_blocks_that_the_next_token_attends_to() -> None:
+def test_a_cache_hit_acquires_only_blocks_that_the_next_token_attends_to() -> None:
     host = Host(kv_groups=TWO, num_blocks=40)
     prompt = host.prompt(17)
     host.add("a", prompt, max_tokens=1)
@@ -139,12 +139,12 @@ def test_a_hit_acquires_only_blocks_that_the_next_token_attends_to() -> None:
     host.add("b", [*prompt, 1])
     output = host.schedule()
     assert output.num_cached_tokens.tolist() == [16]
-    found = tables(output, 0)
+    found = tables_by_group(output, 0)
     assert sorted(found[0]) == [0, 1, 2, 3, 4]
     assert sorted(found[1]) == [2, 3, 4]  # token 16 attends to 9 to 16
 
 
-def test_a_hit_ends_where_every_group_has_its_window() -> None:
+def test_a_cache_hit_ends_where_every_group_has_all_blocks_of_its_window() -> None:
     """A block in the middle of the window's blocks is evicted first here: a shorter prefix is still found."""
     host = Host(kv_groups=TWO, num_blocks=40)
     prompt = host.prompt(25)
@@ -162,8 +162,8 @@ def test_a_hit_ends_where_every_group_has_its_window() -> None:
     assert kv.prefix.is_cached(found.blocks[0, 4]), "full attention still has the block there"
 
 
-def test_a_hit_at_a_chunk_border_needs_no_block_of_a_chunk_group() -> None:
-    """At the border of a chunk no block of a group of chunks is needed."""
+def test_a_cache_hit_at_a_chunk_border_needs_no_block_of_the_chunk_group() -> None:
+    """The token after the border begins a chunk, so it attends to no earlier block of a group with chunks."""
     host = Host(kv_groups=(FULL, KVGroup("chunk", 8)), num_blocks=40)
     prompt = host.prompt(17)
     host.add("a", prompt, max_tokens=1)
@@ -171,7 +171,7 @@ def test_a_hit_at_a_chunk_border_needs_no_block_of_a_chunk_group() -> None:
     host.add("b", prompt)
     output = host.schedule()
     assert output.num_cached_tokens.tolist() == [16]
-    assert sorted(tables(output, 0)[1]) == [4]
+    assert sorted(tables_by_group(output, 0)[1]) == [4]
 
 
 def test_a_preempted_request_finds_its_generated_blocks() -> None:
@@ -193,18 +193,18 @@ def test_a_preempted_request_finds_its_generated_blocks() -> None:
         host.scheduler.reset_prefix_cache(host.now)
 
 
-def test_a_prompt_returns_blocks_that_a_chunk_left_behind_the_window() -> None:
-    """It does so in the step after the chunk, whatever that computes."""
+def test_prefill_releases_blocks_that_fell_behind_the_window() -> None:
+    """The blocks return in the step after the chunk, even if that step computes other tokens."""
     host = Host(kv_groups=(FULL, WINDOW), num_blocks=40, max_num_batched_tokens=30)
     host.add("a", 30, max_tokens=9)
     output = host.step()
-    assert len(tables(output, 0)[1]) == 8
+    assert len(tables_by_group(output, 0)[1]) == 8
     free = host.stats().num_free_blocks
     host.step()
     assert host.stats().num_free_blocks == free + 5  # blocks 0 to 4; token 28, the last of a full block, reads 21 to 28
 
 
-def test_windows_that_are_likely_to_be_looked_up_are_evicted_last() -> None:
+def test_window_blocks_before_the_end_of_a_prompt_are_evicted_last() -> None:
     """The window before the prompt's last full block survives other requests; earlier windows do not."""
     host = Host(kv_groups=TWO, num_blocks=30, max_model_len=100, max_num_batched_tokens=40)
     prompt = host.prompt(33)
@@ -218,8 +218,8 @@ def test_windows_that_are_likely_to_be_looked_up_are_evicted_last() -> None:
     assert host.schedule().num_cached_tokens.tolist() == [32]
 
 
-def test_windows_give_back_blocks_before_a_request_is_preempted() -> None:
-    """With windows alone the pool holds all requests for as long as they generate."""
+def test_blocks_behind_windows_are_released_before_any_preemption() -> None:
+    """If all groups have windows, the pool holds all requests for as long as they generate."""
     host = Host(kv_groups=(WINDOW, WINDOW), num_blocks=4 * 8 + 2, max_num_seqs=4, enable_prefix_caching=False)
     requests = [host.add(f"r{number}", 5 + number, max_tokens=45) for number in range(4)]
     host.run_to_end()
@@ -244,8 +244,8 @@ def _decisions(scheduler: Scheduler, output: SchedulerOutput) -> tuple[Any, ...]
     )
 
 
-def _workload(seed: int, config: SchedulerConfig) -> Iterator[tuple[Any, ...]]:
-    """Requests with shared prefixes arrive and finish; a step fails now and then."""
+def _run_random_workload(seed: int, config: SchedulerConfig) -> Iterator[tuple[Any, ...]]:
+    """Requests with shared prefixes arrive and finish; some steps fail."""
     chance = random.Random(seed)
     scheduler = Scheduler(config)
     flight: list[SchedulerOutput] = []
@@ -270,10 +270,11 @@ def _workload(seed: int, config: SchedulerConfig) -> Iterator[tuple[Any, ...]]:
 
 @pytest.mark.parametrize("steps_in_flight", short_of([1, 2, 3], {1, 2}))
 @pytest.mark.parametrize("groups", [TWO, (FULL, *[KVGroup("window", 5)] * 3), (WINDOW,), (KVGroup("chunk", 8), FULL)])
-def test_steady_growth_in_windows_decides_as_the_general_path(
+def test_moving_window_blocks_within_a_table_changes_no_decision(
     groups: tuple[KVGroup, ...], steps_in_flight: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows that move the block behind their window take the same decisions as rows on the general path."""
+    """The scheduler decides the same whether rows move the block behind their window to its end or take the general
+    path."""
     config = small_config(kv_groups=groups, num_blocks=30 + 20 * len(groups), max_steps_in_flight=steps_in_flight)
     counts = {True: 0, False: 0}
     steady = Windows.grow_steadily
@@ -285,9 +286,9 @@ def test_steady_growth_in_windows_decides_as_the_general_path(
 
     for seed in PAIRS:
         monkeypatch.setattr(Windows, "grow_steadily", counted)
-        first = list(_workload(seed, config))
+        first = list(_run_random_workload(seed, config))
         monkeypatch.setattr(Windows, "grow_steadily", lambda *_: False)
-        assert list(_workload(seed, config)) == first
+        assert list(_run_random_workload(seed, config)) == first
     assert counts[True] >= 15 or steps_in_flight > 1
 
 
@@ -317,7 +318,7 @@ GPT_OSS = (KVGroup("window", 8), FULL)
 LAYOUTS = pytest.mark.parametrize("groups", [GEMMA, GPT_OSS, (WINDOW,)], ids=["gemma3", "gpt-oss", "windows alone"])
 
 
-def _found_after_a_flood(groups: tuple[KVGroup, ...], eviction: str, retention: float | None) -> int:
+def _num_found_after_other_prompts(groups: tuple[KVGroup, ...], eviction: str, retention: float | None) -> int:
     host = Host(kv_groups=groups, num_blocks=24 * len(groups), max_model_len=64, eviction=eviction)
     prompt = host.prompt(33)
     host.add("a", prompt, max_tokens=1, retention=retention)
@@ -331,14 +332,14 @@ def _found_after_a_flood(groups: tuple[KVGroup, ...], eviction: str, retention: 
 
 @LAYOUTS
 def test_a_retained_prefix_outlives_other_prefixes_in_every_group(groups: tuple[KVGroup, ...]) -> None:
-    assert _found_after_a_flood(groups, "lru", None) == 0
-    assert _found_after_a_flood(groups, "retention:share=0.9", 1000.0) == 32
-    assert _found_after_a_flood(groups, "retention:share=0.9", None) == 0
+    assert _num_found_after_other_prompts(groups, "lru", None) == 0
+    assert _num_found_after_other_prompts(groups, "retention:share=0.9", 1000.0) == 32
+    assert _num_found_after_other_prompts(groups, "retention:share=0.9", None) == 0
 
 
 @LAYOUTS
-def test_blocks_that_a_lookup_of_a_retained_prefix_needs_are_retained(groups: tuple[KVGroup, ...]) -> None:
-    """These are all blocks with full attention, and the blocks of its end with a window."""
+def test_retention_keeps_the_blocks_that_a_lookup_of_the_prefix_needs(groups: tuple[KVGroup, ...]) -> None:
+    """With full attention these are all blocks of the prefix; with a window, the blocks at its end."""
     host = Host(kv_groups=groups, num_blocks=24 * len(groups), max_model_len=64, eviction="retention:share=1")
     host.add("a", 33, max_tokens=1, retention=1000.0)
     host.run_to_end()
@@ -347,7 +348,7 @@ def test_blocks_that_a_lookup_of_a_retained_prefix_needs_are_retained(groups: tu
     host.scheduler.check_invariants()
 
 
-def test_events_name_the_group_of_their_blocks() -> None:
+def test_kv_events_name_the_group_of_their_blocks() -> None:
     host = Host(kv_groups=TWO, num_blocks=40, max_num_batched_tokens=64, enable_kv_cache_events=True)
     prompt = host.prompt(25)
     host.add("a", prompt, max_tokens=1)
@@ -368,7 +369,7 @@ def test_events_name_the_group_of_their_blocks() -> None:
     assert again == BlockStored(full.block_hashes[3:4], full.block_hashes[2], tuple(prompt[12:16]), Root(), (), 1)
 
 
-def test_events_of_one_group_have_group_0() -> None:
+def test_kv_events_have_group_0_by_default() -> None:
     assert BlockStored((), None, (), Root()).group == BlockRemoved(()).group == 0
 
 
@@ -381,7 +382,7 @@ def test_the_common_prefix_is_counted_in_the_full_attention_group() -> None:
         assert host.schedule().num_common_prefix_blocks == expected
 
 
-def test_groups_of_full_attention_take_the_fast_path() -> None:
+def test_fast_path_serves_groups_of_full_attention() -> None:
     """The blocks and tables are the same as in single steps."""
     tables_of = []
     for at_once in (False, True):
@@ -400,7 +401,7 @@ def test_groups_of_full_attention_take_the_fast_path() -> None:
     assert tables_of[0] == tables_of[1] and len(tables_of[0][0][0]) > 6
 
 
-def test_windows_do_not_take_the_fast_path() -> None:
+def test_fast_path_is_not_used_for_groups_with_windows() -> None:
     host = Host(kv_groups=TWO, num_blocks=200)
     host.add("a", 5, max_tokens=60)
     host.update(host.schedule())

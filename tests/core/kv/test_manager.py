@@ -103,7 +103,7 @@ def test_generated_blocks_are_published_when_the_request_finishes() -> None:
     assert cached_of(host.step()) == {"c": 8}
 
 
-def test_a_hit_leaves_at_least_one_token_to_compute() -> None:
+def test_a_cache_hit_leaves_at_least_one_token_to_compute() -> None:
     host = Host()
     prompt = host.prompt(8)
     host.add("a", prompt, max_tokens=1)
@@ -253,7 +253,7 @@ def test_a_request_resumed_after_a_reset_publishes_again() -> None:
     assert cached_of(host.step()) == {"b": 8}
 
 
-def test_a_preempting_reset_recomputes_and_republishes_running_requests() -> None:
+def test_a_reset_that_preempts_recomputes_and_republishes_requests() -> None:
     host = Host(max_num_seqs=2)
     first, second = host.add("a", 9, max_tokens=6), host.add("b", 9, max_tokens=6)
     host.add("c")
@@ -309,7 +309,7 @@ def test_after_a_preempting_reset_requests_resume_in_running_order(order: str) -
     assert names(host.step().admitted) == ["a", "b", "c"]
 
 
-def test_queries_and_hits_count_tokens_of_new_and_resumed_requests() -> None:
+def test_cache_queries_and_hits_count_tokens_of_new_and_resumed_requests() -> None:
     host = Host(max_num_batched_tokens=32)
     prompt = host.prompt(9)
     host.add("a", prompt, max_tokens=4)

@@ -32,7 +32,7 @@ def test_tokens_loaded_before_the_step_are_not_computed() -> None:
 
 
 @pytest.mark.parametrize(("offered", "loaded"), [(3, 0), (7, 4), (12, 8), (400, 8)])
-def test_a_load_is_whole_blocks_and_leaves_a_token_to_compute(offered: int, loaded: int) -> None:
+def test_a_load_fills_whole_blocks_and_leaves_one_token_to_compute(offered: int, loaded: int) -> None:
     host, connector = connected()
     connector.offers["a"] = (offered, False)
     host.add("a", 12)
@@ -71,7 +71,7 @@ def test_tokens_after_a_block_that_failed_to_load_are_computed() -> None:
     assert host.stats().num_failed_loads == 1
 
 
-def test_a_failed_load_finishes_its_request_under_the_policy_fail() -> None:
+def test_a_failed_load_finishes_its_request_with_failure_policy_fail() -> None:
     host, connector = connected(kv_load_failure_policy="fail")
     connector.offers["a"] = (8, True)
     request = host.add("a", 12)
@@ -91,7 +91,7 @@ def test_blocks_of_an_aborted_load_are_held_until_the_device_is_done() -> None:
     assert host.stats().num_free_blocks == 14
     host.transfer_done(load.transfer_id)
     assert host.stats().num_free_blocks == 16
-    with pytest.raises(UnknownTransfer, match="ends exactly once"):
+    with pytest.raises(UnknownTransfer, match="call transfer_done exactly once"):
         host.transfer_done(load.transfer_id)
 
 

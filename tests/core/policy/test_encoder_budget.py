@@ -537,14 +537,14 @@ def test_a_request_keeps_its_encoder_inputs_and_prompt_tokens() -> None:
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ([("cat", 1, 3), ("dog", 3, 2)], "'dog' starts at 3, before 4, where the one before it ends"),
+        ([("cat", 1, 3), ("dog", 3, 2)], "'dog' starts at 3, but the input before it ends at 4"),
         ([("cat", 4, 2), ("dog", 1, 2)], "'dog' starts at 1, before 6"),
-        ([("cat", 6, 4)], "'cat' ends at 10, and the prompt has 9 tokens"),
+        ([("cat", 6, 4)], "'cat' ends at 10, but the prompt has only 9 tokens"),
         ([("cat", -1, 4)], "start is -1; it must be between 0 and"),
         ([("cat", 1, 0)], "length is 0; it must be between 1 and"),
         ([("cat", 1, 1, -1)], "num_embeddings is -1; it must be between 0 and"),
         ([("", 1, 1)], r"an encoder input is .*give \(key, start, length, num_embeddings, mask\)"),
-        ([("cat", 1, 3, 1, "011")], "'cat' has 1 embeddings, and its mask 2"),
+        ([("cat", 1, 3, 1, "011")], "'cat' has num_embeddings 1, but its mask has 2 ones"),
         ([("cat", 1, 3, None, "01")], "'cat' has the mask '01'; give 3 characters, each 0 or 1"),
         ([("cat", 1, 3, None, "012")], "give 3 characters, each 0 or 1"),
         ([(5, 1, 1)], "an encoder input is"),

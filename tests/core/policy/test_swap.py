@@ -74,7 +74,7 @@ class HostMemory:
         output = self.scheduler.schedule(self.now)
         self.outputs.append(output)
         loads = [SlotLoad(self._keys(load), load.block_ids.tolist()) for load in output.loads]
-        plan = self.directory.assign([(save.block_id, save.key) for save in output.saves], loads)
+        plan = self.directory.assign_slots([(save.block_id, save.key) for save in output.saves], loads)
         seconds = plan.num_blocks * self.block_seconds
         self.now += 0.01 + 0.001 * max(0, output.total_num_scheduled_tokens - output.num_rows) + seconds
         copies = Copies(plan.num_blocks, seconds) if plan.num_blocks else None
@@ -277,7 +277,7 @@ def test_a_failed_admission_leaves_a_swapped_request_unchanged() -> None:
         if victim in output.admitted:
             break
         loads = [SlotLoad(host._keys(load), load.block_ids.tolist()) for load in output.loads]
-        host.directory.assign([(save.block_id, save.key) for save in output.saves], loads)
+        host.directory.assign_slots([(save.block_id, save.key) for save in output.saves], loads)
         host.scheduler.update(output, StepResult([5] * int(output.samples.sum())), host.now)
     host.scheduler.fail(output, host.now)
     told = host.scheduler.explain(victim.request_id).recovery
@@ -322,5 +322,5 @@ def test_invalid_swap_settings_are_refused(overrides: dict[str, Any], words: str
 
 def test_swapping_needs_host_memory() -> None:
     config = SchedulerConfig(num_blocks=8, max_model_len=16, preemption_mode="cheaper")
-    with pytest.raises(ConfigError, match="there is no host memory to swap to; give some"):
+    with pytest.raises(ConfigError, match="there is no host memory to swap to; pass a connector"):
         Scheduler(config)

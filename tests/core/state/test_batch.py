@@ -89,7 +89,7 @@ def test_only_rows_whose_token_may_be_a_stop_token_are_tested(monkeypatch: pytes
 # ------------------------------------------------------------------ all running rows as a slice
 
 
-def decided(monkeypatch: pytest.MonkeyPatch, max_steps_in_flight: int, **constants: int) -> list[object]:
+def run_random_steps(monkeypatch: pytest.MonkeyPatch, max_steps_in_flight: int, **constants: int) -> list[object]:
     """Outputs and updates while requests of different lengths arrive, are preempted, aborted and finished."""
     monkeypatch.setattr(batch, "SPANNED_FROM", constants["spanned_from"])
     monkeypatch.setattr(tables, "MAX_LOOP_ROWS", constants["max_loop_rows"])
@@ -123,14 +123,14 @@ def decided(monkeypatch: pytest.MonkeyPatch, max_steps_in_flight: int, **constan
 
 
 @pytest.mark.parametrize("max_steps_in_flight", [1, 2])
-def test_bulk_writes_and_loops_over_rows_decide_the_same(
+def test_decisions_are_the_same_with_bulk_writes_and_row_loops(
     monkeypatch: pytest.MonkeyPatch, max_steps_in_flight: int
 ) -> None:
-    at_once = decided(monkeypatch, max_steps_in_flight, spanned_from=1, max_loop_rows=0)
-    assert at_once == decided(monkeypatch, max_steps_in_flight, spanned_from=1000, max_loop_rows=1000)
+    at_once = run_random_steps(monkeypatch, max_steps_in_flight, spanned_from=1, max_loop_rows=0)
+    assert at_once == run_random_steps(monkeypatch, max_steps_in_flight, spanned_from=1000, max_loop_rows=1000)
 
 
-def test_the_span_holds_all_running_rows_unless_it_is_mostly_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_rows_get_a_slice_unless_most_of_its_rows_are_unused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch, "SPANNED_FROM", 2)
     host = Host(num_blocks=64, max_num_seqs=12, max_num_batched_tokens=64)
     for number in range(12):
@@ -148,8 +148,8 @@ def test_the_span_holds_all_running_rows_unless_it_is_mostly_free(monkeypatch: p
     assert host.scheduler._batch.members.span is None, "one row is too few"
 
 
-def test_the_documented_layout_names_every_column() -> None:
-    """In the order in which they are made, with their types."""
+def test_batch_docstring_lists_every_column() -> None:
+    """The docstring lists the columns in the order in which they are created, with their types."""
     listed = re.findall(r"^    (\w+) +(u?int\d+) \[R", batch.__doc__ or "", re.MULTILINE)
     columns = Batch(block_size=4, accepted_drafts=[0])
     assert listed == [(name, str(getattr(columns, name).dtype)) for name in batch._COLUMNS]

@@ -72,14 +72,14 @@ class Notes(Listener):
         self.num_updates += 1
 
 
-def listened(**config: Any) -> tuple[Host, Notes]:
+def host_with_listener(**config: Any) -> tuple[Host, Notes]:
     host, notes = Host(**config), Notes()
     host.scheduler.add_listener(notes)
     return host, notes
 
 
-def test_a_request_is_reported_from_arrival_to_finish() -> None:
-    host, notes = listened(max_num_seqs=1)
+def test_a_listener_gets_the_events_of_a_request_from_arrival_to_end() -> None:
+    host, notes = host_with_listener(max_num_seqs=1)
     host.add("a", 4, max_tokens=2)
     host.add("b", 4, max_tokens=1, park=ParkReason.GRAMMAR)
     with pytest.raises(RequestRefused):
@@ -104,7 +104,7 @@ def test_a_request_is_reported_from_arrival_to_finish() -> None:
 
 
 def test_a_preemption_reports_its_cause_and_lost_and_cached_tokens() -> None:
-    host, notes = listened(num_blocks=6, full_sequence_must_fit=False, max_model_len=24)
+    host, notes = host_with_listener(num_blocks=6, full_sequence_must_fit=False, max_model_len=24)
     host.add("a", 8, max_tokens=9)
     host.add("b", 8, max_tokens=9)
     host.run_to_end()
@@ -117,7 +117,7 @@ def test_a_preemption_reports_its_cause_and_lost_and_cached_tokens() -> None:
 
 
 def test_each_cause_of_preemption_is_reported() -> None:
-    host, notes = listened(max_num_seqs=1, order="priority")
+    host, notes = host_with_listener(max_num_seqs=1, order="priority")
     host.add("a", 4, priority=5)
     host.step()
     host.add("urgent", 4, priority=1, max_tokens=9)
@@ -131,17 +131,17 @@ def test_each_cause_of_preemption_is_reported() -> None:
 
 
 def test_a_failed_step_reports_rolled_back_admissions() -> None:
-    host, notes = listened()
+    host, notes = host_with_listener()
     host.add("a")
     host.fail(host.schedule())
     assert [entry[0] for entry in notes.seen] == ["added", "queued", "admitted", "rolled back"]
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_allocated_minus_returned_blocks_are_the_held_blocks(seed: int) -> None:
-    """Over a random run with preemptions, aborts and shared prefixes, in references to blocks."""
+def test_reported_allocations_minus_returns_equal_the_held_blocks(seed: int) -> None:
+    """Counts references to blocks over a random run with preemptions, aborts and shared prefixes."""
     random = Random(seed)
-    host, notes = listened(num_blocks=12, max_model_len=32, full_sequence_must_fit=False)
+    host, notes = host_with_listener(num_blocks=12, max_model_len=32, full_sequence_must_fit=False)
     beginning = host.prompt(8)
     held = 0
     for index in range(120):
@@ -160,7 +160,7 @@ def test_allocated_minus_returned_blocks_are_the_held_blocks(seed: int) -> None:
 
 
 def test_a_removed_listener_gets_no_events() -> None:
-    host, notes = listened()
+    host, notes = host_with_listener()
     host.scheduler.remove_listener(notes)
     host.add("a", max_tokens=1)
     host.run_to_end()
@@ -176,7 +176,7 @@ def test_a_listener_that_overrides_nothing_is_not_called() -> None:
 
 
 def test_a_listener_that_is_added_twice_gets_each_event_once() -> None:
-    host, notes = listened()
+    host, notes = host_with_listener()
     host.scheduler.add_listener(notes)
     host.add("a", max_tokens=1)
     host.run_to_end()

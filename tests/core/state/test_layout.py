@@ -7,7 +7,7 @@ import random
 import pytest
 
 from pointsman.core import KVGroup
-from pointsman.core.state.layout import FULL, layers_per_group, text_of
+from pointsman.core.state.layout import FULL, describe_groups, layers_per_group
 
 WINDOW = KVGroup("window", 1024)
 
@@ -24,15 +24,13 @@ WINDOW = KVGroup("window", 1024)
         ("windows alone", 0, 32, 32),
     ],
 )
-def test_groups_have_the_number_of_layers_that_wastes_least_memory(
-    name: str, full: int, windowed: int, size: int
-) -> None:
-    """At 32,768 tokens in blocks of 16, of which a window takes 65."""
+def test_the_number_of_layers_per_group_minimizes_wasted_memory(name: str, full: int, windowed: int, size: int) -> None:
+    """A request has 32,768 tokens in blocks of 16; a window holds 65 of these blocks."""
     kinds = [(blocks, layers) for blocks, layers in ((2048, full), (65, windowed)) if layers]
     assert layers_per_group(kinds, 8) == size
 
 
-def test_no_other_group_size_takes_less_memory() -> None:
+def test_no_other_number_of_layers_per_group_needs_less_memory() -> None:
     choose = random.Random(1)
     for _ in range(200):
         kinds = [(choose.randint(1, 100), choose.randint(1, 40)) for _ in range(choose.randint(1, 3))]
@@ -47,11 +45,11 @@ def test_no_other_group_size_takes_less_memory() -> None:
         assert costs[layers_per_group(kinds, 8)] == min(costs.values()), kinds
 
 
-def test_more_kinds_than_max_groups_get_one_group_each() -> None:
+def test_each_kind_of_layers_gets_one_group_if_kinds_exceed_max_groups() -> None:
     assert layers_per_group([(10 + size, 3) for size in range(5)], 4) == 3
 
 
-def test_kv_groups_are_described_in_words() -> None:
-    assert text_of(()) == "1 group of full attention"
-    assert text_of((WINDOW, FULL, WINDOW)) == "2 groups of a window of 1024, 1 of full attention"
-    assert text_of((KVGroup("chunk", 8),)) == "1 group of a chunk of 8"
+def test_describe_groups_lists_kv_groups_in_words() -> None:
+    assert describe_groups(()) == "1 group of full attention"
+    assert describe_groups((WINDOW, FULL, WINDOW)) == "2 groups of a window of 1024, 1 of full attention"
+    assert describe_groups((KVGroup("chunk", 8),)) == "1 group of a chunk of 8"

@@ -8,7 +8,7 @@ import pytest
 from tests.core.helpers import Host, blocks_of, cached_of, names, tokens_of
 
 
-def busy() -> Host:
+def host_with_all_kinds_of_rows() -> Host:
     """ "old" decodes, "long" is in the middle of its prompt, "back" ran before and waits, "new" waits."""
     host = Host(max_num_batched_tokens=12, max_num_seqs=4, long_prefill_token_threshold=4)
     host.add("old", 4)
@@ -22,8 +22,8 @@ def busy() -> Host:
     return host
 
 
-def test_rows_are_continued_requests_then_admitted_ones_in_order() -> None:
-    output = busy().schedule()
+def test_rows_list_continued_requests_then_admitted_requests_in_order() -> None:
+    output = host_with_all_kinds_of_rows().schedule()
     assert tokens_of(output) == {"old": 1, "long": 4, "back": 4, "new": 3}
     assert output.num_rows == 4
     assert output.num_continued == 2
@@ -36,7 +36,7 @@ def test_rows_are_continued_requests_then_admitted_ones_in_order() -> None:
 
 
 def test_decode_rows_compute_only_the_newest_sampled_token() -> None:
-    output = busy().schedule()
+    output = host_with_all_kinds_of_rows().schedule()
     assert names(output.decode) == ["old"]
     assert names(output.prefill) == ["long", "back", "new"]
 
@@ -51,7 +51,7 @@ def test_a_resumed_request_with_all_but_its_newest_token_cached_decodes() -> Non
     assert (cached_of(output), tokens_of(output), names(output.decode)) == ({"a": 4}, {"a": 1}, ["a"])
 
 
-def test_a_chunk_of_the_last_token_of_a_prompt_is_prefill() -> None:
+def test_a_chunk_with_only_the_last_prompt_token_is_prefill() -> None:
     host = Host(max_num_batched_tokens=8)
     host.add("a", 9, max_tokens=3)
     host.step()
@@ -74,7 +74,7 @@ def test_recomputing_a_generated_token_is_prefill() -> None:
 
 
 def test_output_arrays_have_the_documented_types_and_shapes() -> None:
-    output = busy().schedule()
+    output = host_with_all_kinds_of_rows().schedule()
     for name in ("rows", "serials", "num_computed_tokens", "num_scheduled_tokens"):
         array = getattr(output, name)
         assert (array.dtype, array.shape) == (np.int64, (4,)), name
@@ -131,14 +131,14 @@ def test_an_output_does_not_change_in_later_steps() -> None:
     kept = []
     while host.scheduler.has_unfinished_requests():
         output = host.schedule()
-        kept.append((output, copied(output)))
+        kept.append((output, copy_fields(output)))
         host.update(output)
         host.abort("r4")
     for output, before in kept:
-        assert copied(output) == before
+        assert copy_fields(output) == before
 
 
-def copied(output: object) -> dict[str, object]:
+def copy_fields(output: object) -> dict[str, object]:
     """Every field of an output, as plain values."""
     fields = {name: getattr(output, name) for name in output.__slots__}  # type: ignore[attr-defined]
     return {
@@ -155,7 +155,7 @@ def test_requests_finished_later_do_not_appear_in_an_earlier_output() -> None:
     assert (names(output.finished), names(output.preempted)) == ([], [])
 
 
-def test_an_empty_step_is_legal_and_is_updated_like_any_other() -> None:
+def test_a_step_without_rows_is_valid_and_updated_like_any_other() -> None:
     host = Host()
     output = host.schedule()
     assert (output.num_rows, output.total_num_scheduled_tokens, output.num_continued) == (0, 0, 0)

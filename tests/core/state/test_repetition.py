@@ -63,7 +63,7 @@ def test_a_repetition_watch_is_no_larger_than_the_longest_output() -> None:
         ({"max_pattern_size": -1}, "max_pattern_size is -1"),
         ({"max_pattern_size": 2.0, "min_count": 2}, "max_pattern_size is 2.0"),
         ({"max_pattern_size": 2, "min_pattern_size": 3, "min_count": 2}, "min_pattern_size is 3, more than"),
-        ({"max_pattern_size": 2}, "min_count is 0; a repetition is 2 times or more"),
+        ({"max_pattern_size": 2}, "min_count is 0; it must be at least 2"),
         ({"max_pattern_size": 2, "min_count": True}, "min_count is True"),
     ],
 )
@@ -83,17 +83,17 @@ def test_repetition_parameters_of_another_type_are_refused(given: object) -> Non
 TWICE = RepetitionDetectionParams(max_pattern_size=3, min_pattern_size=2, min_count=2)
 
 
-def run_with(host: Host, request: Request, tokens: list[int]) -> None:
+def sample_tokens(host: Host, request: Request, tokens: list[int]) -> None:
     for token in tokens:
         if not request.is_finished:
             host.step({request.request_id: token})
 
 
-def test_a_request_that_repeats_itself_finishes() -> None:
+def test_a_request_with_a_repetitive_output_finishes() -> None:
     host = Host()
     request = host.add("a", repetition_detection=TWICE)
     other = host.add("b")
-    run_with(host, request, [7, 7, 7, 1, 2, 1, 2, 9])
+    sample_tokens(host, request, [7, 7, 7, 1, 2, 1, 2, 9])
     assert request.output_token_ids.tolist() == [7, 7, 7, 1, 2, 1, 2], "7 7 7 is a pattern of one token, too short"
     assert (request.status, request.finish_reason) == (RequestStatus.FINISHED_REPETITION, FinishReason.REPETITION)
     assert (request.stop_reason, request.finish_detail) == (
@@ -104,46 +104,46 @@ def test_a_request_that_repeats_itself_finishes() -> None:
     assert host.stats().finished["repetition"] == 1
 
 
-def test_the_prompt_is_no_part_of_the_repetition() -> None:
+def test_repetition_detection_ignores_the_prompt() -> None:
     host = Host()
     request = host.add("a", [1, 2, 3, 1, 2, 3], repetition_detection=TWICE)
-    run_with(host, request, [1, 2, 3])
+    sample_tokens(host, request, [1, 2, 3])
     assert request.status is RequestStatus.RUNNING
 
 
-def test_a_repetition_before_min_tokens_finishes_the_request_later() -> None:
+def test_a_repetition_finishes_its_request_only_after_min_tokens() -> None:
     host = Host()
     request = host.add("a", repetition_detection=TWICE, min_tokens=6)
-    run_with(host, request, [1, 2, 1, 2, 1])
+    sample_tokens(host, request, [1, 2, 1, 2, 1])
     assert request.status is RequestStatus.RUNNING
-    run_with(host, request, [2])
+    sample_tokens(host, request, [2])
     assert request.status is RequestStatus.FINISHED_REPETITION
 
 
 def test_a_stop_token_and_the_length_take_precedence_over_repetition() -> None:
     host = Host()
     stopped = host.add("a", repetition_detection=TWICE, eos_token_ids=(EOS,))
-    run_with(host, stopped, [1, EOS, 1, EOS])
+    sample_tokens(host, stopped, [1, EOS, 1, EOS])
     assert (stopped.status, stopped.num_output_tokens) == (RequestStatus.FINISHED_STOPPED, 2)
     long = host.add("b", repetition_detection=TWICE, max_tokens=4)
-    run_with(host, long, [1, 2, 1, 2])
+    sample_tokens(host, long, [1, 2, 1, 2])
     assert long.status is RequestStatus.FINISHED_LENGTH
 
 
 def test_a_repetition_is_found_across_a_preemption_with_samples_in_flight() -> None:
     host = Host(max_steps_in_flight=2)
     request = host.add("a", repetition_detection=TWICE)
-    run_with(host, request, [1, 2])
+    sample_tokens(host, request, [1, 2])
     first = host.schedule()
     host.park("a")
     host.update(first, {"a": 1})
     assert request.num_output_tokens == 3, "the sample in flight is delivered"
     host.ready("a")
-    run_with(host, request, [2])
+    sample_tokens(host, request, [2])
     assert (request.status, request.num_preemptions) == (RequestStatus.FINISHED_REPETITION, 1)
 
 
-def test_default_repetition_parameters_make_no_watch() -> None:
+def test_default_repetition_parameters_create_no_repetition_watch() -> None:
     host = Host()
     request = host.add("a", repetition_detection=RepetitionDetectionParams())
     assert request.repetition_detection is None and request._state.repetition_watch is None
@@ -152,7 +152,7 @@ def test_default_repetition_parameters_make_no_watch() -> None:
 def test_repetition_detection_is_recorded_and_replayed() -> None:
     file = io.StringIO()
     host = Host(recorder=Recorder(file))
-    run_with(host, host.add("a", repetition_detection=TWICE), [1, 2, 1, 2])
+    sample_tokens(host, host.add("a", repetition_detection=TWICE), [1, 2, 1, 2])
     host.step()
     assert '"repetition_detection":{"max_pattern_size":3,"min_pattern_size":2,"min_count":2}' in file.getvalue()
     assert replay(file.getvalue().splitlines()).num_requests == 1

@@ -16,7 +16,7 @@ PARKED = [reason.status for reason in ParkReason]
 FINISHED = [reason.status for reason in FinishReason]
 
 
-def make(prompt: Any = (1, 2, 3), **fields: Any) -> Request:
+def make_request(prompt: Any = (1, 2, 3), **fields: Any) -> Request:
     return Request("r", prompt, **{"arrival_time": 0.0, "max_tokens": 4, **fields})
 
 
@@ -52,47 +52,47 @@ def make(prompt: Any = (1, 2, 3), **fields: Any) -> Request:
     ],
     ids=str,
 )
-def test_bad_arguments_are_refused_with_the_value_and_the_limit(fields: dict[str, Any], message: str) -> None:
+def test_invalid_request_arguments_are_refused_with_value_and_limit(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestRefused, match=f"request 'r' refused: .*({message})"):
-        make(**fields)
+        make_request(**fields)
 
 
 def test_a_prompt_may_be_a_list_a_tuple_or_an_array_of_any_integer_type() -> None:
     for prompt in ([1, 2, 3], (1, 2, 3), np.array([1, 2, 3], dtype=np.uint8), np.array([1, 2, 3], dtype=np.int64)):
-        request = make(prompt)
+        request = make_request(prompt)
         assert request.prompt_token_ids.dtype == np.int32
         assert request.prompt_token_ids.tolist() == [1, 2, 3]
 
 
 def test_the_largest_token_id_is_kept_as_it_is() -> None:
-    assert make([MAX_INT, 0]).prompt_token_ids.tolist() == [MAX_INT, 0]
+    assert make_request([MAX_INT, 0]).prompt_token_ids.tolist() == [MAX_INT, 0]
 
 
 def test_changing_the_callers_array_afterwards_does_not_change_the_prompt() -> None:
     tokens = np.array([1, 2, 3], dtype=np.int32)
-    request = make(tokens)
+    request = make_request(tokens)
     tokens[:] = 9
     assert request.prompt_token_ids.tolist() == [1, 2, 3]
     assert not request.prompt_token_ids.flags.writeable
 
 
 def test_requests_with_the_same_prompt_array_share_its_memory() -> None:
-    first = make(list(range(1000)))
-    second = make(first.prompt_token_ids)
+    first = make_request(list(range(1000)))
+    second = make_request(first.prompt_token_ids)
     assert np.shares_memory(first.prompt_token_ids, second.prompt_token_ids)
     assert second._state.prompt_bytes is first._state.prompt_bytes
 
 
 def test_a_slice_of_another_prompt_has_its_own_length() -> None:
-    first = make(list(range(8)))
-    second = make(first.prompt_token_ids[2:5])
+    first = make_request(list(range(8)))
+    second = make_request(first.prompt_token_ids[2:5])
     assert second.prompt_token_ids.tolist() == [2, 3, 4]
     assert second._state.prompt_bytes == np.array([2, 3, 4], dtype=np.int32).tobytes()
 
 
-def test_metadata_is_kept_unchanged() -> None:
+def test_request_metadata_is_kept_unchanged() -> None:
     marker = object()
-    assert make(metadata=marker).metadata is marker
+    assert make_request(metadata=marker).metadata is marker
 
 
 ALLOWED = {
@@ -105,16 +105,18 @@ ALLOWED = {
 
 
 @pytest.mark.parametrize("status", list(S), ids=lambda status: status.name)
-def test_a_request_allows_only_the_listed_transitions(status: RequestStatus) -> None:
+def test_a_request_allows_only_the_listed_status_transitions(status: RequestStatus) -> None:
     for following in S:
-        request = make()
+        request = make_request()
         request._state.status = status
         if following in ALLOWED[status]:
-            request._state.transition(following)
+            request._state.change_status(following)
             assert request.status is following
         else:
-            with pytest.raises(InvalidTransition, match=f"'r' cannot go from {status.name} to {following.name}"):
-                request._state.transition(following)
+            with pytest.raises(
+                InvalidTransition, match=f"'r' cannot change from status {status.name} to {following.name}"
+            ):
+                request._state.change_status(following)
             assert request.status is status
 
 
@@ -142,7 +144,7 @@ def test_phase_is_prefill_until_the_first_sample_since_admission() -> None:
     assert request.phase == "finished"
 
 
-def test_a_request_reads_the_same_whether_it_has_a_row_or_not() -> None:
+def test_request_properties_are_equal_with_and_without_a_row() -> None:
     host = Host()
     request = host.add("a", 4, max_tokens=6)
     host.step()
@@ -157,7 +159,7 @@ def test_a_request_reads_the_same_whether_it_has_a_row_or_not() -> None:
     assert request._state.last_token_id == running[1][-1]
 
 
-def test_a_long_output_is_kept_whole() -> None:
+def test_a_long_output_keeps_all_its_tokens() -> None:
     host = Host(num_blocks=200, max_model_len=800)
     request = host.add("a", 3, max_tokens=700)
     host.run_to_end(max_steps=800)
@@ -169,5 +171,5 @@ def test_a_long_output_is_kept_whole() -> None:
 
 @pytest.mark.parametrize("name", ["eos_token_ids", "stop_token_ids"])
 def test_a_single_stop_token_is_refused_with_the_remedy(name: str) -> None:
-    with pytest.raises(RequestRefused, match=r"are 7; give a list, such as \[7\]"):
+    with pytest.raises(RequestRefused, match=r"are 7; give a list of token ids, such as \[7\]"):
         Request("a", [1], arrival_time=0.0, max_tokens=1, **{name: 7})

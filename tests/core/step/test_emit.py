@@ -76,7 +76,7 @@ def test_the_common_prefix_equals_that_of_brute_force(seed: int) -> None:
         rows.append(batch.place(request, 0, 2 * len(table)))
         kv.place(batch, rows[-1], np.array(table, dtype=np.int64))
         tables.append(table)
-    batch.join(rows, requests)
+    batch.add_members(rows, requests)
     counter = CommonPrefix(batch, kv)
     for size in range(7):
         picked = random.permutation(6)[:size]

@@ -179,7 +179,7 @@ def test_a_part_may_have_its_own_encoder_inputs() -> None:
     ("inputs", "why"),
     [
         ([("dog", 0, 9)], "'a' not extended: its encoder input 'dog' has 9 embeddings, more than encoder_budget 8"),
-        ([("dog", 8, 3)], "'a' not extended: encoder input 'dog' ends at 11, and the part has 10 tokens"),
+        ([("dog", 8, 3)], "'a' not extended: encoder input 'dog' ends at 11, but the part has only 10 tokens"),
         (["dog"], "'a' not extended: an encoder input is 'dog'; give"),
     ],
 )

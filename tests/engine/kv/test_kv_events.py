@@ -165,7 +165,7 @@ def cached_names(engine: Engine) -> set[bytes]:
     assert prefix is not None
     names = set()
     for block in prefix.blocks():
-        root, token_bytes = prefix.content(block)
+        root, token_bytes = prefix.content_of(block)
         name = root_key(root)
         for start in range(0, len(token_bytes), 16):
             name = block_key(name, token_bytes[start : start + 16])

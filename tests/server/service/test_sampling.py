@@ -85,7 +85,7 @@ def test_repetition_detection_has_vllms_field_names() -> None:
     given = {"max_pattern_size": 9, "min_pattern_size": 2, "min_count": 3}
     assert params(repetition_detection=given).repetition_detection == RepetitionDetectionParams(**given)
     assert params(repetition_detection=None).repetition_detection is None
-    with pytest.raises(ValueError, match="min_count is 1; a repetition is 2 times or more"):
+    with pytest.raises(ValueError, match="min_count is 1; it must be at least 2"):
         params(repetition_detection={**given, "min_count": 1})
 
 
