@@ -65,7 +65,7 @@ def at_least_one(text: str) -> int:
     """The value of an option that is a count."""
     value = int(text)
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+        raise argparse.ArgumentTypeError(f"{value} is less than 1; give at least 1")
     return value
 
 

@@ -256,7 +256,7 @@ def chosen(names: str | None, contenders: Iterable[str]) -> list[str]:
     known = list(contenders)
     wanted = known if names is None else names.split(",")
     if unknown := sorted(set(wanted) - set(known)):
-        raise SystemExit(f"no contender is called {', '.join(unknown)}; there are {', '.join(known)}")
+        raise SystemExit(f"no contender is called {', '.join(unknown)}; choose from {', '.join(known)}")
     return [name for name in known if name in wanted]
 
 

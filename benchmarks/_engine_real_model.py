@@ -61,7 +61,7 @@ class RealModel(Workload):
         self._directories: dict[str, Path] = {}
         self._tokenizer = read_tokenizer(self.path)
         if self._tokenizer is None:
-            raise SystemExit(f"{self.path} has no tokenizer, so it takes no text; give another --model")
+            raise SystemExit(f"--model {self.path} has no tokenizer, so it accepts no text; give another model")
         self._draw = self._all_prompts()
         self._drawn: list[list[int]] = []
 
@@ -87,7 +87,7 @@ class RealModel(Workload):
     def _requests(self, first: int, count: int, output: int) -> Requests:
         self._drawn += islice(self._draw, max(0, first + count - len(self._drawn)))
         if len(self._drawn) < first + count:
-            raise SystemExit(f"there are {len(self._drawn)} different prompts; ask for fewer --rounds or --requests")
+            raise SystemExit(f"the texts give only {len(self._drawn)} different prompts; lower --rounds or --requests")
         return Requests(self._drawn[first : first + count], [output] * count)
 
     def _all_prompts(self) -> Iterator[list[int]]:

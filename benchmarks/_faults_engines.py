@@ -124,10 +124,10 @@ async def _hang(server: ServerProcess, engine: int, numbers: Iterator[int]) -> H
             if asked["pointsman:engine_restarts_total"] > num_restarts and asked["pointsman:engine_up"] == 2:
                 back = monotonic() - stopped
         if monotonic() - stopped > SECONDS_TO_RETURN:
-            raise TimeoutError(f"engine {engine} is not back within {SECONDS_TO_RETURN:g} s")
+            raise TimeoutError(f"engine {engine} was not restarted within {SECONDS_TO_RETURN:g} s")
     for exchange in (*streams.values(), *small):
         if not await exchange.end(SECONDS_TO_END):
-            raise TimeoutError(f"a request does not end within {SECONDS_TO_END:g} s")
+            raise TimeoutError(f"a request did not end within {SECONDS_TO_END:g} s")
     cut = [stream for number, stream in streams.items() if homes.get(number) == engine]
     held = [one for one in small if _is_held(one, noticed)]
     return Hang(

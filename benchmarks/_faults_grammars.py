@@ -96,7 +96,7 @@ async def _begin(server: WatchedServer, tenant: str, name: str) -> float:
     await exchange.end()
     seconds = exchange.seconds_to_first_event
     if seconds is None or status_of(exchange) != 200:
-        raise RuntimeError(f"the schema {name} has the status {status_of(exchange)}, and no answer")
+        raise RuntimeError(f"the request with the schema {name} got no answer; its status is {status_of(exchange)}")
     return seconds
 
 

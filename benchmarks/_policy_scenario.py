@@ -125,7 +125,7 @@ def configured(scenario: Scenario, overrides: Mapping[str, Any]) -> SchedulerCon
         KeyError: a setting is not known.
     """
     if unknown := sorted(set(overrides) - set(SchedulerConfig.__dataclass_fields__)):
-        raise KeyError(f"{unknown[0]} is no setting of SchedulerConfig")
+        raise KeyError(f"{unknown[0]} is not a field of SchedulerConfig")
     return scenario.config.replace(**overrides)
 
 

@@ -122,7 +122,7 @@ class Killing:
             await exchange.end()
         while (await read_metrics(self._side.address))["pointsman:engine_up"] < len(pids):
             if monotonic() - killed > SECONDS_TO_RETURN:
-                raise TimeoutError(f"the engine is not back within {SECONDS_TO_RETURN:g} s")
+                raise TimeoutError(f"the engine was not restarted within {SECONDS_TO_RETURN:g} s")
             await asyncio.sleep(0.05)
         self.back.append(monotonic() - killed)
         self._born |= {pid: monotonic() for pid in self._side.server.engine_pids if pid not in self._born}

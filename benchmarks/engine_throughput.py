@@ -168,9 +168,9 @@ def main() -> int:
 
         return measure(arguments)
     if arguments.dtype == "quantized":
-        parser.error("--dtype quantized is for real weights; give --model")
+        parser.error("--dtype quantized needs real weights; give --model")
     if len(arguments.requests or [0]) > 1:
-        parser.error("several loads are for real weights; give --requests one number, or --model")
+        parser.error("several numbers in --requests need real weights; give one number, or --model")
     return measure_random(arguments)
 
 
@@ -185,7 +185,7 @@ def measure_random(arguments: argparse.Namespace) -> int:
     names = chosen(arguments.contenders or (",".join(QUICK_CONTENDERS) if quick else None), CONTENDERS)
     names = list(without_missing({name: CONTENDERS[name] for name in names}))
     if not names:
-        raise SystemExit("no contender is left; choose others with --contenders")
+        raise SystemExit("none of the contenders is installed; give others with --contenders")
     dtype, targets = arguments.dtype or ("float32" if quick else "all"), Targets()
     dtypes = DTYPES if dtype == "all" else (dtype,)
     figures = {one: report(names, workload, one, arguments, targets) for one in dtypes}

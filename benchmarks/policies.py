@@ -520,7 +520,7 @@ def setting(text: str) -> tuple[str, Any]:
     """The name and the value of key=value; a value that is no JSON is a word."""
     name, equals, value = text.partition("=")
     if not equals:
-        raise argparse.ArgumentTypeError(f"{text!r} is no setting; write it like watermark=0.02")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a setting; write NAME=VALUE, such as watermark=0.02")
     try:
         return name, json.loads(value)
     except ValueError:

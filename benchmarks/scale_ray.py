@@ -143,7 +143,7 @@ async def kill(side: Side, victims: Callable[[], list[int]], count: int) -> dict
             await exchange.end()
         while (await read_metrics(side.address))["pointsman:engine_up"] < 2:
             if monotonic() - killed > 2 * SECONDS_TO_RETURN:
-                raise TimeoutError(f"the engine is not back within {2 * SECONDS_TO_RETURN:g} s")
+                raise TimeoutError(f"the engine was not restarted within {2 * SECONDS_TO_RETURN:g} s")
             await asyncio.sleep(0.1)
         back.append(monotonic() - killed)
         lost, changed = compared(exchanges, expected)

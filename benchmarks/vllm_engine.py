@@ -114,7 +114,7 @@ def check_same_tokens(turns: Mapping[str, Turn]) -> None:
         RuntimeError: they did not.
     """
     if len({turn["digest"] for turn in turns.values()}) > 1:
-        raise RuntimeError("the same requests got other tokens from one scheduler than from the other")
+        raise RuntimeError("the two schedulers gave different tokens for the same requests")
 
 
 def figures_of(sides: Mapping[str, Side]) -> dict[str, Any]:

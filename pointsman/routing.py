@@ -59,7 +59,7 @@ class Router:
         """
         least = min((load for load in loads if load is not None), default=None)
         if least is None:
-            raise ValueError("no engine takes requests; wait until one does")
+            raise ValueError("no engine accepts requests; try again later")
         limit = max_open(least)
         blocks = full_blocks(prompt_token_ids, self._block_size)
         best: tuple[int, int, int] | None = None

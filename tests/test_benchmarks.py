@@ -138,8 +138,8 @@ def test_each_round_has_its_own_real_prompts(monkeypatch: pytest.MonkeyPatch) ->
     [
         (["--dtype", "quantized"], "--dtype quantized is for real weights; give --model"),
         (["--requests", "1,4"], "several loads are for real weights; give --requests one number, or --model"),
-        (["--model", "demo", "--dtype", "quantized"], "there is nothing to compare"),
-        (["--model", "demo", "--contenders", "orca"], "no contender is called orca; there are pointsman-float32"),
+        (["--model", "demo", "--dtype", "quantized"], "--contenders has nothing to compare"),
+        (["--model", "demo", "--contenders", "orca"], "no contender is called orca; choose from pointsman-float32"),
         (["--model", "nowhere.gguf"], "no GGUF file at nowhere.gguf"),
     ],
 )

@@ -352,7 +352,7 @@ def test_the_table_of_knobs_matches_their_declarations() -> None:
     (row,) = (line for line in page.splitlines() if line.startswith("| `--watermark` |"))
     stale = page.replace(row, f"{row} and more")
     assert stale != page == script["with_table"](stale)
-    with pytest.raises(ValueError, match="no table to replace"):
+    with pytest.raises(ValueError, match="the page lacks the lines"):
         script["with_table"]("# A page without markers\n")
 
 

@@ -86,7 +86,7 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
 def test_lines_that_are_not_utf_8_are_reported() -> None:
     lines = lines_of(BytesIO(b"\xef\xbb\xbfone\n\ntwo\n\xff\n"))
     assert [next(lines) for _ in range(3)] == ["one\n", "\n", "two\n"]
-    with pytest.raises(ValueError, match="line 4: no UTF-8 text"):
+    with pytest.raises(ValueError, match="line 4: not UTF-8 text"):
         next(lines)
 
 

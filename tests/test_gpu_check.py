@@ -109,9 +109,9 @@ def test_the_only_option_accepts_letters_and_names_of_parts() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--only", "a,z"], "there is no part 'z'; the parts are a kernels, b tokens"),
+        (["--only", "a,z"], "there is no part 'z'; choose from a kernels, b tokens"),
         (["--device", "tpu"], "invalid choice: 'tpu'"),
-        (["--seconds", "0"], "0 is no time"),
+        (["--seconds", "0"], "0 is not a time"),
         (["--out", "/nowhere/at/all.json"], "there is no folder /nowhere/at"),
     ],
 )

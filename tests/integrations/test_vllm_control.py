@@ -130,7 +130,7 @@ def test_the_socket_of_a_dead_process_is_replaced(tmp_path: Path) -> None:
 def test_path_of_a_live_socket_is_refused_and_the_socket_kept(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with operated(path):
-        with pytest.raises(ConfigError, match="another process listens on"):
+        with pytest.raises(ConfigError, match="another process listens on the control socket"):
             ControlSocket(str(path), nobody)
         assert ask(path, "explain")["requests"] == []
 
@@ -158,7 +158,7 @@ def test_a_locked_folder_does_not_block_the_start(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("file", "exists and is not a socket"),
+        ("file", "which exists and is not a socket"),
         ("nowhere/s", "cannot listen on the socket .*No such file"),
         ("x" * 200, "more than 107 bytes"),
     ],
@@ -267,7 +267,7 @@ def test_questions_are_answered_while_the_engine_is_idle(tmp_path: Path) -> None
         (b'{"ask": "explain", "id": 7}\n', "no request 7"),
         (b'{"ask": "explain", "id": ["a"]}\n', "no request ['a']"),
         (b"[" * 4000 + b"\n", "not JSON"),
-        (b'{"ask": "record"}\n', "no file came with the question"),
+        (b'{"ask": "record"}\n', "the question 'record' came without a file descriptor"),
         (b"x" * 5000, "longer than 4096 bytes"),
     ],
 )

@@ -216,9 +216,12 @@ def test_check_reports_all_problems() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--max-num-seqs", "many"], "vLLM does not take these options"),
-        (["--no-such-option"], "vLLM does not take these options"),
-        (["--scheduler-cls", "pointsman.Scheduler"], "--scheduler-cls is pointsman.Scheduler, and this checks"),
+        (["--max-num-seqs", "many"], "vLLM rejects these options"),
+        (["--no-such-option"], "vLLM rejects these options"),
+        (
+            ["--scheduler-cls", "pointsman.Scheduler"],
+            "--scheduler-cls is pointsman.Scheduler, but this command checks only",
+        ),
         (["--max-num-seqs", "0"], "vLLM cannot run"),
     ],
 )

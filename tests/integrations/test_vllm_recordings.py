@@ -109,7 +109,7 @@ def test_a_recording_ends_with_its_client(tmp_path: Path) -> None:
 def test_a_second_recording_at_the_same_time_is_refused(tmp_path: Path) -> None:
     with operated(tmp_path / "s"), connect(str(tmp_path / "s")) as first, connect(str(tmp_path / "s")) as second:
         begin(first, tmp_path / "r")
-        with pytest.raises(Refused, match="a recording is under way already"):
+        with pytest.raises(Refused, match="another recording is already under way"):
             begin(second, tmp_path / "r2")
         end(first)
         assert begin(second, tmp_path / "r2") == {"state": "recording"}
@@ -186,7 +186,7 @@ def test_the_client_is_notified_when_a_recording_ends_by_itself(
 def test_a_recording_from_the_start_is_private(tmp_path: Path) -> None:
     file = RecordingFile.create(tmp_path / "r")
     with operated(tmp_path / "s", record=file) as host, connect(str(tmp_path / "s")) as connection:
-        with pytest.raises(Refused, match="under way already"):
+        with pytest.raises(Refused, match="already under way"):
             begin(connection, tmp_path / "r2")
         work(host, "ab")
         until(lambda: not file.num_waiting_bytes)

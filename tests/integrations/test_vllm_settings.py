@@ -91,9 +91,9 @@ def test_knobs_and_presets_come_from_the_additional_config() -> None:
     ("given", "words"),
     [
         (3, "it must be an object of knobs"),
-        ({"max_num_seqs": 3}, "max_num_seqs is vLLM's own: set it with --max-num-seqs"),
+        ({"max_num_seqs": 3}, "max_num_seqs in --additional-config has no effect: vLLM takes it from --max-num-seqs"),
         ({"max_seqs": 3}, "max_seqs in --additional-config is unknown; choose from .*, socket, token_limits, .*victim"),
-        ({"preset": "high-throughput"}, "the preset 'high-throughput' is unknown here"),
+        ({"preset": "high-throughput"}, "preset in --additional-config is 'high-throughput'; choose one of"),
         ({"kv_load_timeout": 1.0}, "kv_load_timeout in --additional-config is unknown"),
         ({"preemption_mode": "swap"}, "preemption_mode is 'swap': swapping needs host memory .* leave it out"),
         (

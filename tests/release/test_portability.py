@@ -130,7 +130,9 @@ def test_the_command_line_says_what_it_cannot() -> None:
         "pointsman: error: serve needs Unix sockets, which this Python lacks; run it on Linux or macOS\n"
     )
     run = in_hiding("from pointsman.cli import main; main()", "explain", "--socket", "vllm.sock")
-    assert run.stderr == "pointsman: error: this Python has no Unix sockets; ask on the machine where vLLM runs\n"
+    assert run.stderr == (
+        "pointsman: error: this Python has no Unix sockets; run this command on the machine where vLLM runs\n"
+    )
 
 
 def test_grammars_say_what_they_lack() -> None:

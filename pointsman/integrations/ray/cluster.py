@@ -175,7 +175,7 @@ def check_port(nodes: Sequence[Node]) -> None:
         except OSError as error:
             raise RayError(
                 f"Serve's proxy cannot listen on {options.host} port {options.port}: {error.strerror}; end the program "
-                "that has the port, or start Serve with another one before: serve start --http-port PORT"
+                "that uses the port, or first start Serve on another port: serve start --http-port PORT"
             ) from None
 
 
@@ -235,9 +235,9 @@ def check_capacity(nodes: Sequence[Node], needs: Mapping[str, float], settings: 
     limit = options.get("max_replicas_per_node")
     at_most = "" if limit is None else f", at most {limit} on a node"
     raise RayError(
-        f"{name} is {wanted} and the cluster has capacity for {fitting:g}: each replica takes {each}{at_most}, and "
-        f"there is {have}; lower {name} or what each takes (ray_actor_options), add nodes, or give "
-        "check_resources=false where the cluster adds nodes by itself"
+        f"{name} is {wanted}, but the cluster has capacity for {fitting:g}: each replica needs {each}{at_most}, and "
+        f"the nodes have {have}; lower {name} or the needs of a replica (ray_actor_options), add nodes, or give "
+        "check_resources=false if the cluster adds nodes by itself"
     )
 
 
@@ -256,8 +256,8 @@ def check_model(model: str, nodes: Sequence[Node]) -> None:
         lacking = nodes_without(model, nodes)
     if lacking:
         raise RayError(
-            f"model is {model}, and there is no such directory on {', '.join(lacking)}; copy it there, give a path "
-            "that all nodes share, or keep replicas off these nodes with a resource that they lack (ray_actor_options, "
+            f"model is {model}, but there is no such directory on {', '.join(lacking)}; copy it there, give a path "
+            "that all nodes share, or require a resource that these nodes lack (ray_actor_options, "
             "api_ray_actor_options)"
         )
 

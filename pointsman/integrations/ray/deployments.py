@@ -263,7 +263,9 @@ class EngineHost:
         if self._is_leaving:
             await asyncio.Event().wait()  # until this replica ends and another one gets the call
         if not self._free:
-            raise RuntimeError("all engines of this replica are in use; one more comes with the next replica")
+            raise RuntimeError(
+                "this replica already runs its maximum number of engines; a further engine needs another replica"
+            )
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch())
         share = self._free.pop()
@@ -292,9 +294,10 @@ class EngineHost:
 
         self._num_failures += 1
         ends = self._num_failures > self._max_failures
-        what = "Serve replaces this replica" if ends else "it is started again"
+        what = "Serve replaces this replica" if ends else "the engine is started again"
         logger.error(
-            "an engine process on %s ended with exit code %d (%d times in all; max_engine_restarts is %d); %s",
+            "an engine process on %s ended with exit code %d (failure %d in this replica; max_engine_restarts is %d); "
+            "%s",
             socket.gethostname(),
             code,
             self._num_failures,
@@ -333,7 +336,7 @@ class EngineHost:
                 continue
             if is_scaled_down(applications, app, API, ENGINES):
                 break
-        logger.info("Serve stops this replica; others continue its requests")
+        logger.info("Serve stops this replica; other replicas continue its requests")
         self._is_leaving = True
         for hosting in self._hosting:
             hosting.cancel()

@@ -83,7 +83,9 @@ class Report:
             found += [f"  - {problem}" for problem in self.problems]
             found.append(f"  - or {GO_BACK}")
         elif self.unknown:
-            found.append(f"it is not known whether it will work, as the layers were not built here: {self.unknown}")
+            found.append(
+                f"it is not known whether the model will work, as its layers were not built here: {self.unknown}"
+            )
             found.append(f"unsupported features are refused when vLLM starts: {self.command}")
         else:
             found.append(f"it will work: {self.command}")
@@ -227,12 +229,12 @@ def _vllm_config(model: str, options: list[str]) -> VllmConfig:
             given = parser.parse_args(options)
     except SystemExit:
         said = words.getvalue().strip().splitlines() or ["--help"]
-        raise CannotCheck(f"vLLM does not take these options: {said[-1]}") from None
+        raise CannotCheck(f"vLLM rejects these options: {said[-1]}") from None
     chosen = given.scheduler_cls
     if chosen not in (None, SCHEDULER_CLS, parser.get_default("scheduler_cls")):
         raise CannotCheck(
-            f"--scheduler-cls is {chosen}, and this checks {SCHEDULER_CLS}: give that, or leave it out here"
-            + (" (Observer is vLLM's own scheduler, which runs what vLLM runs)" if chosen == OBSERVER_CLS else "")
+            f"--scheduler-cls is {chosen}, but this command checks only {SCHEDULER_CLS}: leave --scheduler-cls out"
+            + (" (Observer is vLLM's own scheduler and needs no check)" if chosen == OBSERVER_CLS else "")
         )
     given.model = model
     try:

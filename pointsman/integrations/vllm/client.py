@@ -30,7 +30,7 @@ class Connection:
     def __init__(self, path: str) -> None:
         self._path = path
         if not hasattr(socket, "AF_UNIX"):
-            raise ControlUnavailable("this Python has no Unix sockets; ask on the machine where vLLM runs")
+            raise ControlUnavailable("this Python has no Unix sockets; run this command on the machine where vLLM runs")
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.settimeout(ANSWER_SECONDS)
         try:

@@ -221,7 +221,9 @@ def _is_private(folder: str) -> bool:
 
 def _listen(path: str) -> socket.socket:
     if len(os.fsencode(path)) > MAX_PATH:
-        raise ConfigError(f"the socket {path} has a name of more than {MAX_PATH} bytes; choose a shorter one")
+        raise ConfigError(
+            f"the path of the control socket, {path}, is longer than {MAX_PATH} bytes; choose a shorter path"
+        )
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         with _locked_folder(os.path.dirname(path)):
@@ -232,7 +234,9 @@ def _listen(path: str) -> socket.socket:
         listening.listen(BACKLOG)
     except OSError as error:
         listening.close()
-        raise ConfigError(f"cannot listen on the socket {path}: {error.strerror}; choose another one") from None
+        raise ConfigError(
+            f"cannot listen on the control socket {path}: {error.strerror}; choose another path"
+        ) from None
     except ConfigError:
         listening.close()
         raise
@@ -267,7 +271,7 @@ def _remove_dead(path: str) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(found.st_mode):
-        raise ConfigError(f"{path} exists and is not a socket; choose another name")
+        raise ConfigError(f"the control socket cannot be {path}, which exists and is not a socket; choose another path")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         try:
@@ -275,16 +279,16 @@ def _remove_dead(path: str) -> None:
         except ConnectionRefusedError:
             os.unlink(path)
         except TimeoutError:  # the process runs, and is busy
-            raise ConfigError(f"another process listens on {path}; choose another name") from None
+            raise ConfigError(f"another process listens on the control socket {path}; choose another path") from None
         else:
-            raise ConfigError(f"another process listens on {path}; choose another name")
+            raise ConfigError(f"another process listens on the control socket {path}; choose another path")
 
 
 def _parse(line: bytes) -> dict[str, Any]:
     try:
         question = json.loads(line)
     except (ValueError, RecursionError):  # RecursionError: nested too deeply
-        raise ControlError("the question is not JSON") from None
+        raise ControlError("the question is not JSON; send one JSON object on each line") from None
     if not isinstance(question, dict):
-        raise ControlError("the question is not a JSON object")
+        raise ControlError("the question is not a JSON object; send one JSON object on each line")
     return question

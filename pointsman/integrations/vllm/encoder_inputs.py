@@ -42,7 +42,7 @@ def encoder_sizes(vllm_config: VllmConfig) -> tuple[int, int]:
         budget = MultiModalBudget(vllm_config, MULTIMODAL_REGISTRY)
     except Exception as error:  # the type of the error depends on the model's processor
         raise ConfigError(
-            f"vLLM cannot say how many embeddings this model's inputs have: {error}; serve its text part alone with "
+            f"vLLM cannot compute the number of embeddings of this model's inputs: {error}; serve text alone with "
             "--language-model-only"
         ) from error
     if not budget.encoder_compute_budget or not budget.encoder_cache_size:

@@ -516,7 +516,7 @@ class KVGroups(KVCache):
     def grow_for_steps(
         self, batch: Batch, rows: Int64Array, num_computed: Int64Array, num_steps: int
     ) -> tuple[Int32Array, Int64Array, Int64Array]:
-        raise NotImplementedError("steps cannot be done at once without block tables; see `Scheduler.guaranteed_steps`")
+        raise NotImplementedError("vLLM's manager has no block tables for several steps in one call; call `schedule`")
 
     def num_blocks_of(self, batch: Batch, rows: Int64Array) -> Int64Array:
         return np.array([len(self.table(batch, row)) for row in rows.tolist()], dtype=np.int64)

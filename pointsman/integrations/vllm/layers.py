@@ -52,12 +52,14 @@ def groups_of(vllm_config: VllmConfig) -> Groups:
     """
     parallel = vllm_config.parallel_config
     if parallel.world_size > 1:
-        raise LayersUnknown(f"its layers are split among {parallel.world_size} devices")
+        raise LayersUnknown(f"the model's layers are split among {parallel.world_size} devices")
     try:
         return _grouped(vllm_config, _specs(vllm_config))
     except Exception as error:  # from the model's code, or a vLLM that builds models differently
         said = str(error).strip().splitlines() or [""]
-        raise LayersUnknown(f"vLLM does not build them without weights: {type(error).__name__}: {said[0]}") from error
+        raise LayersUnknown(
+            f"vLLM cannot build the model's layers without weights: {type(error).__name__}: {said[0]}"
+        ) from error
 
 
 def _specs(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:

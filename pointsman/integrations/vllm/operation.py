@@ -245,7 +245,7 @@ class Questions:
 
     def _explain(self, name: Any, limit: Any) -> dict[str, Any]:
         if not isinstance(limit, int) or not 1 <= limit <= MAX_REQUESTS:
-            raise ControlError(f"limit is {limit!r}; give 1 to {MAX_REQUESTS}")
+            raise ControlError(f"limit is {limit!r}; it must be an integer from 1 to {MAX_REQUESTS}")
         with self._lock:
             scheduler = self._scheduler
             counts = {
@@ -349,7 +349,9 @@ class Questions:
         error."""
         descriptor = client.take_file()
         if descriptor is None:
-            raise ControlError("no file came with the question; pointsman record sends one")
+            raise ControlError(
+                "the question 'record' came without a file descriptor; use pointsman record, which sends one"
+            )
         try:
             with self._lock:
                 file = self._recordings.request(descriptor)

@@ -35,7 +35,9 @@ class RecordingFile(BackgroundFile):
         self.num_steps += sum(piece.startswith(b'{"call":"schedule"') for piece in pieces)
 
     def _report(self, why: str) -> None:
-        logger.warning("Pointsman stopped recording: %s; vLLM continues, and the file can be read up to there", why)
+        logger.warning(
+            "Pointsman stopped recording: %s; vLLM continues, and the steps recorded before can be read", why
+        )
 
 
 class Recordings:
@@ -70,14 +72,16 @@ class Recordings:
             self._scheduler.check_recordable()
         except InvalidTransition as error:
             raise ControlError(
-                f"no recording can begin while vLLM runs: {error}; start vLLM with record in --additional-config if it "
-                "accepts that, or watch it with pointsman play --socket"
+                f"no recording can begin while vLLM runs: {error}; start vLLM with record in --additional-config, or, "
+                "if vLLM rejects that key, watch the run with pointsman play --socket"
             ) from None
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise ControlError("a recording can only be written to a regular file: a pipe could block the scheduler")
         other = self.current or self.waiting
         if other is not None:
-            raise ControlError(f"a recording is {'under way' if self.current else 'waiting'} already: {other.name}")
+            raise ControlError(
+                f"another recording is already {'under way' if self.current else 'waiting'}: {other.name}; end it first"
+            )
         self.waiting = file = RecordingFile(FileIO(os.dup(descriptor), "w"), "of another client")
         self.try_to_begin()
         return file

@@ -126,8 +126,8 @@ def check_retention(request: Request, longest: float) -> None:
     """
     if request.retention is not None and request.retention > longest:
         raise RequestRefused(
-            f"request {request.request_id!r} refused: pointsman_retention is {request.retention:g} s, of {longest:g} s "
-            "at most; lower it, or raise max_retention in --additional-config"
+            f"request {request.request_id!r} refused: pointsman_retention is {request.retention:g} s, more than the "
+            f"maximum of {longest:g} s; lower it, or raise max_retention in --additional-config"
         )
 
 

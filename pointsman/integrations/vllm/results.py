@@ -115,7 +115,7 @@ def to_result(output: Output, sampled: Sampled) -> StepResult:
     except (ValueError, OverflowError):  # a row has no token, several tokens, or a token out of range
         tokens = _all_tokens(lists)
     except TypeError as error:
-        raise StepResultError(f"the model runner returned something else than lists of integers: {error}") from None
+        raise StepResultError(f"the model runner must return one list of integers for each row: {error}") from None
     return StepResult(tokens, counts=np.fromiter(map(len, lists), dtype=np.int64, count=output.num_rows))
 
 
@@ -124,7 +124,7 @@ def _all_tokens(lists: list[Any]) -> npt.NDArray[np.integer]:
     try:
         return np.fromiter(chain.from_iterable(lists), dtype=np.int64)
     except (TypeError, ValueError, OverflowError) as error:
-        raise StepResultError(f"the model runner returned something else than lists of integers: {error}") from None
+        raise StepResultError(f"the model runner must return one list of integers for each row: {error}") from None
 
 
 class Judge:

@@ -531,7 +531,10 @@ class Scheduler:
     ) -> dict[int, EngineCoreOutputs]:
         step = self._steps.popleft()
         if step.of_vllm is not scheduler_output:
-            raise ValueError("this SchedulerOutput is not from the oldest step in flight; update them in order")
+            raise ValueError(
+                "this SchedulerOutput is not from the oldest step in flight; update steps in the order of their "
+                "schedule"
+            )
         output, ids = step.output, step.ids
         if output is None:
             return self._outputs_with_statistics(step, [], [], model_runner_output)
@@ -575,7 +578,11 @@ class Scheduler:
             result = add_missing_vectors(output, sampled, of_vllm.pooler_output, result)
         for index in result.unsampled:
             name = output.requests[index].metadata.request_id
-            logger.warning("step %d has no token for request %s; it samples again", output.step_id, name)
+            logger.warning(
+                "in step %d the model runner returned no token for request %s, which samples again",
+                output.step_id,
+                name,
+            )
         return result, self.core.update(output, result, now)
 
     def _add_failed(
@@ -626,7 +633,11 @@ class Scheduler:
         except Exception:  # an error from the grammar's library fails only this request
             logger.exception("the grammar of request %s failed on %s; the request fails", request.request_id, token_ids)
             return False
-        logger.error("the grammar of request %s does not allow %s; the request fails", request.request_id, token_ids)
+        logger.error(
+            "the grammar of request %s does not allow the sampled tokens %s; the request fails",
+            request.request_id,
+            token_ids,
+        )
         return False
 
     def _finish(

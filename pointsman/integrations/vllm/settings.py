@@ -94,7 +94,7 @@ def read_settings(additional_config: Any, version: str = NEWEST) -> Settings:
     """
     given = _pointsman_section(additional_config, KNOBS | _OF_DROP_IN)
     if not isinstance(given, Mapping):
-        raise ConfigError(f"pointsman in --additional-config is {given!r}; it must be an object of knobs")
+        raise ConfigError(f"pointsman in --additional-config is {given!r}; it must be an object with knobs")
     knobs = dict(given)
     preset = knobs.pop("preset", "default")
     socket = knobs.pop("socket", None)
@@ -112,18 +112,21 @@ def read_settings(additional_config: Any, version: str = NEWEST) -> Settings:
             raise ConfigError(f"{name} in --additional-config is {value!r}; it must be a path")
     if preset not in (known := ("default", "auto", *SYSTEMS)):
         raise ConfigError(
-            f"the preset {preset!r} is unknown here; choose one of {', '.join(known)} (others for serving, such as "
-            f"{next(name for name in PRESETS if name not in known)}, set what vLLM's own flags set)"
+            f"preset in --additional-config is {preset!r}; choose one of {', '.join(known)} (other presets, such as "
+            f"{next(name for name in PRESETS if name not in known)}, set knobs that vLLM's own flags set)"
         )
     if preset == "vllm" and is_before(version, "0.33"):
         preset = "vllm-0.32"
     for name in knobs:
         if name in FLAGS:
-            raise ConfigError(f"{name} is vLLM's own: set it with {FLAGS[name] or 'nothing, it follows the model'}")
+            raise ConfigError(
+                f"{name} in --additional-config has no effect: vLLM takes it from {FLAGS[name] or 'the model'}; leave "
+                "it out"
+            )
         if name == "preemption_mode":
             raise ConfigError(
                 f"preemption_mode is {knobs[name]!r}: swapping needs host memory behind the KV cache, and with this "
-                "scheduler vLLM has none, as KV connectors do not run; leave it out"
+                "scheduler vLLM has none, as KV connectors do not run; leave preemption_mode out"
             )
         if name not in KNOBS:
             choice = ", ".join(sorted(KNOBS | _OF_DROP_IN))
@@ -147,8 +150,8 @@ def read_observer_settings(additional_config: Any) -> str | None:
         )
     if others := sorted(set(given) - {"record"}):
         raise ConfigError(
-            f"{others[0]} in --additional-config has no effect on Observer, which leaves every decision to vLLM: leave "
-            "it out, or run pointsman.integrations.vllm.Scheduler"
+            f"{others[0]} in --additional-config has no effect on Observer, as vLLM makes every decision; leave "
+            "this key out, or run pointsman.integrations.vllm.Scheduler"
         )
     record = given.get("record")
     if record is not None and not _is_path(record):

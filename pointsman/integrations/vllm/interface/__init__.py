@@ -111,7 +111,8 @@ def _package(folder: Path | None) -> Path:
         if (each / "v1").is_dir() and (each / "__init__.py").is_file():
             return each.resolve()
     raise NoVLLM(
-        f"there is no vLLM in {where}; give --sources with a folder that has its package vllm, like an unpacked wheel"
+        f"there is no vLLM in {where}; give --sources with a folder that contains the package vllm, such as an "
+        "unpacked wheel"
     )
 
 
