@@ -46,7 +46,7 @@ def test_irregular_files_are_refused_by_kind(tmp_path: Path) -> None:
         open_regular("/dev/zero")
 
 
-def test_links_in_a_circle_are_an_error(tmp_path: Path) -> None:
+def test_circular_symbolic_links_are_an_error(tmp_path: Path) -> None:
     (tmp_path / "a").symlink_to("b")
     (tmp_path / "b").symlink_to("a")
     with pytest.raises(OSError, match="symbolic links"):
@@ -90,6 +90,6 @@ def test_lines_that_are_not_utf_8_are_reported() -> None:
         next(lines)
 
 
-def test_represented_values_are_one_short_line() -> None:
+def test_repr_of_any_value_is_shortened_to_one_line() -> None:
     assert shown("a\nb") == "a b" and represented([1, "x"]) == "[1, 'x']"
     assert shown("x" * 100, 10) == "xxxxxxx..." and len(represented([[0] * 10**5] * 10**5)) == 80

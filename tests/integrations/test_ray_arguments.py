@@ -21,7 +21,7 @@ def read(environment: dict[str, str] | None = None, /, **arguments: Any) -> RayS
     return read_arguments(arguments, environment or {})
 
 
-def test_server_options_match_the_serve_command() -> None:
+def test_ray_accepts_the_server_options_of_the_serve_command() -> None:
     """As text, from `serve run`, and with their types, from a configuration file of Serve."""
     given = {
         "model": "demo",
@@ -44,7 +44,7 @@ def test_server_options_match_the_serve_command() -> None:
     assert read({"POINTSMAN_API_KEY": "secret"}).serve.server.api_keys == ("secret",)
 
 
-def test_server_configuration_file_is_read(tmp_path: Any) -> None:
+def test_ray_reads_the_configuration_file_of_the_server(tmp_path: Any) -> None:
     (tmp_path / "serve.yaml").write_text("num-blocks: 64\n")
     assert read(config=str(tmp_path / "serve.yaml"), max_n=3).serve.engine["num_blocks"] == 64
 
@@ -89,14 +89,14 @@ def test_each_replica_gets_one_core_per_engine_by_default() -> None:
         ({"preset": "fast"}, ["fast", "low-latency"]),
     ],
 )
-def test_wrong_argument_gives_a_one_line_error_with_the_remedy(arguments: dict[str, Any], words: list[str]) -> None:
+def test_wrong_ray_argument_gives_a_one_line_error_with_the_remedy(arguments: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(RayError) as found:
         read_arguments(arguments, {})
     message = str(found.value)
     assert "\n" not in message and all(word in message for word in words), message
 
 
-def test_cluster_must_have_capacity_for_the_replicas() -> None:
+def test_ray_cluster_without_capacity_for_the_replicas_is_refused() -> None:
     def check(**arguments: Any) -> None:
         settings = read(**arguments)
         check_capacity(NODES, replica_needs(settings.engine_options), settings)
@@ -123,7 +123,7 @@ def test_cluster_must_have_capacity_for_the_replicas() -> None:
     assert needs == {"CPU": 1, "memory": 10, "a": 1}
 
 
-def test_error_names_the_node_that_lacks_the_model(tmp_path: Any) -> None:
+def test_error_lists_the_ray_nodes_that_lack_the_model(tmp_path: Any) -> None:
     check_model(str(tmp_path), [Node("", "this machine", {"CPU": 1.0})])
     with pytest.raises(RayError, match=r"nowhere.*no such directory on this machine; copy it there"):
         check_model(str(tmp_path / "nowhere"), [Node("", "this machine", {"CPU": 1.0})])
@@ -153,7 +153,7 @@ def test_autoscaling_policy_rounds_the_mean_of_reported_replicas() -> None:
     assert decided(2.6, 2.4) == 3
 
 
-def test_cluster_address_equals_that_of_serve_run(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_cluster_address_equals_that_of_serve_run(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_TMPDIR", raising=False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("TMPDIR", str(tmp_path))

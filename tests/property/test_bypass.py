@@ -220,7 +220,7 @@ def draw(seed: int) -> dict[str, Any]:
     return config
 
 
-def test_remembered_needs_change_no_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reusing_the_needs_of_skipped_requests_changes_no_decision(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "check_invariants", lambda _: None)  # other tests do that, and it takes longest
     num_known = num_steps = 0
     for seed in SEEDS:

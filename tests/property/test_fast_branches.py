@@ -238,11 +238,11 @@ def drive(seed: int, variant: dict[str, Any], num_rounds: int = 25) -> Beside:
 
 @settings(max_examples=short_or_long(25, 300))
 @given(seed=st.integers(0, 2**32 - 1), name=st.sampled_from(sorted(VARIANTS | IN_FLIGHT)))
-def test_fast_paths_decide_like_the_general_ones(seed: int, name: str) -> None:
+def test_fast_paths_make_the_same_decisions_as_the_general_paths(seed: int, name: str) -> None:
     drive(seed, (VARIANTS | IN_FLIGHT)[name])
 
 
-def test_most_steps_take_the_fast_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_most_steps_use_the_fast_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = dict.fromkeys(("Running._advance_steadily", "Admission._deferral_before_lookup"), 0)
 
     def count(name: str) -> None:
@@ -287,7 +287,9 @@ FAULTS: list[tuple[Fault, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("plant", "variant"), FAULTS, ids=[plant.__name__ for plant, _ in FAULTS])
-def test_planted_faults_are_found(monkeypatch: pytest.MonkeyPatch, plant: Fault, variant: dict[str, Any]) -> None:
+def test_checks_of_fast_paths_detect_planted_faults(
+    monkeypatch: pytest.MonkeyPatch, plant: Fault, variant: dict[str, Any]
+) -> None:
     plant(monkeypatch)
     with pytest.raises(AssertionError):
         for seed in range(20):

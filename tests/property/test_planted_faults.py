@@ -1155,7 +1155,7 @@ def names(faults: tuple[Fault, ...]) -> list[str]:
 
 
 @pytest.mark.parametrize(("plant", "overrides"), planted(BOOKKEEPING))
-def test_spoiled_bookkeeping_is_caught(
+def test_checks_detect_planted_bookkeeping_faults(
     plant: Callable[[Patch], None], overrides: dict[str, Any], monkeypatch: Patch
 ) -> None:
     plant(monkeypatch)
@@ -1163,7 +1163,7 @@ def test_spoiled_bookkeeping_is_caught(
 
 
 @pytest.mark.parametrize(("plant", "overrides"), planted(WRONG_CONTENT))
-def test_wrong_content_is_caught_by_the_shadow_alone(
+def test_comparing_kv_content_alone_detects_planted_kv_faults(
     plant: Callable[[Patch], None], overrides: dict[str, Any], monkeypatch: Patch
 ) -> None:
     plant(monkeypatch)
@@ -1186,13 +1186,13 @@ def test_wrong_content_is_caught_by_the_shadow_alone(
     assert any(sign in error for sign in signs), error
 
 
-def test_every_fault_has_a_unique_name() -> None:
+def test_every_planted_fault_has_a_unique_name() -> None:
     planted_names = names(BOOKKEEPING + WRONG_CONTENT)
     assert len(set(planted_names)) == len(planted_names)
     assert set(planted_names) > SLOW
 
 
-def test_without_a_fault_nothing_is_caught() -> None:
+def test_checks_report_nothing_without_a_planted_fault() -> None:
     """The same seeds pass without a fault; otherwise catching one would prove nothing."""
     different = {repr(overrides): overrides for _, overrides in (*BOOKKEEPING, *WRONG_CONTENT)}
     for overrides in different.values():

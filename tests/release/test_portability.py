@@ -80,7 +80,7 @@ def is_a_program(module: str) -> bool:
     return '\nif __name__ == "__main__":' in file.read_text()
 
 
-def test_no_module_lacks_more_than_a_library() -> None:
+def test_modules_fail_to_import_only_for_lack_of_a_library() -> None:
     lacks, libraries = what_each_module_lacks()
     needy = {
         module: what
@@ -93,7 +93,7 @@ def test_no_module_lacks_more_than_a_library() -> None:
 @pytest.mark.parametrize(
     "package", ["pointsman.core", "pointsman.cli", "pointsman.version", "pointsman.traces", "pointsman.sim"]
 )
-def test_nothing_is_missing_in_what_needs_no_model_and_no_server(package: str) -> None:
+def test_core_cli_and_simulator_import_without_engine_libraries(package: str) -> None:
     lacks, _ = what_each_module_lacks()
     inside = {module: what for module, what in lacks.items() if f"{module}.".startswith(f"{package}.")}
     pure = {module: what for module, what in inside.items() if what != "httpx2"}  # the client of `pointsman chat`
@@ -102,7 +102,7 @@ def test_nothing_is_missing_in_what_needs_no_model_and_no_server(package: str) -
     assert {module for module, what in pure.items() if what is not None} == set()
 
 
-def test_pure_parts_of_engine_server_and_drop_in_need_no_library() -> None:
+def test_data_types_of_engine_and_clients_import_without_libraries() -> None:
     """What a caller says and gets, what crosses between processes, and clients: plain data, on any system."""
     program = """
 import pointsman, pointsman.server, pointsman.integrations.vllm.client
@@ -117,13 +117,13 @@ print(SamplingParams(max_tokens=3).max_tokens)
     assert (run.returncode, run.stdout) == (0, "3\n"), run.stderr
 
 
-def test_the_command_line_says_what_it_can_do() -> None:
+def test_help_of_the_command_line_works_without_libraries() -> None:
     run = in_hiding("from pointsman.cli import main; main()", "--help")
     assert run.returncode == 0, run.stderr
     assert "generate" in run.stdout
 
 
-def test_the_command_line_says_what_it_cannot() -> None:
+def test_serve_and_explain_report_that_unix_sockets_are_missing() -> None:
     run = in_hiding("from pointsman.cli import main; main()", "serve")
     assert run.returncode == 2
     assert run.stderr == (
@@ -135,7 +135,7 @@ def test_the_command_line_says_what_it_cannot() -> None:
     )
 
 
-def test_grammars_say_what_they_lack() -> None:
+def test_structured_output_reports_that_it_needs_linux() -> None:
     program = """
 LIBRARIES.clear()  # this one may have what is installed
 import numpy
