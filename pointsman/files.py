@@ -102,7 +102,7 @@ def cache_home() -> pathlib.Path:
     return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
 
 
-def lines_of(file: BinaryIO) -> Iterator[str]:
+def read_text_lines(file: BinaryIO) -> Iterator[str]:
     """The lines of a file of UTF-8 text, with their line ends; a byte-order mark is left out.
 
     Raises:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pointsman import files
-from pointsman.files import lines_of, open_input, open_regular, read_input, read_regular, represented, shown
+from pointsman.files import open_input, open_regular, read_input, read_regular, read_text_lines, represented, shown
 
 
 @pytest.fixture
@@ -80,11 +80,11 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="more than 1,000 bytes"):
         read_input("/dev/zero", 1000)
     with BufferedReader(open_input("/dev/zero")) as endless, pytest.raises(ValueError, match="line 1: longer than"):
-        next(lines_of(endless))
+        next(read_text_lines(endless))
 
 
 def test_lines_that_are_not_utf_8_are_reported() -> None:
-    lines = lines_of(BytesIO(b"\xef\xbb\xbfone\n\ntwo\n\xff\n"))
+    lines = read_text_lines(BytesIO(b"\xef\xbb\xbfone\n\ntwo\n\xff\n"))
     assert [next(lines) for _ in range(3)] == ["one\n", "\n", "two\n"]
     with pytest.raises(ValueError, match="line 4: not UTF-8 text"):
         next(lines)

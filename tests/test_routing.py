@@ -43,7 +43,7 @@ def test_router_chooses_no_engine_above_the_load_bound(num_engines: int, moves: 
             loads[index] = max(0, loads[index] - 1)
         elif what == "die":
             lives[index], loads[index] = False, 0
-            router.forget(index)
+            router.clear_index(index)
         else:
             lives[index] = True
 
@@ -62,8 +62,8 @@ def test_router_finds_only_blocks_sent_under_the_same_namespace(
         found = [(namespace, cut[: BLOCK * (1 + index)]) in remembered for index in range(len(cut) // BLOCK)]
         assert blocks.num_found(cut, namespace) == [*found, False].index(False)
         assert blocks.num_found(cut, namespace) <= everything.num_found(cut, namespace) <= longest
-        blocks.note(cut, namespace)
-        everything.note(cut, namespace)
+        blocks.add(cut, namespace)
+        everything.add(cut, namespace)
         now = [(namespace, cut[: BLOCK * (1 + index)]) for index in range(min(len(cut) // BLOCK, capacity))]
         remembered = ([one for one in remembered if one not in now] + now[::-1])[-capacity:]
         assert len(blocks) == len(remembered)
@@ -91,7 +91,7 @@ def test_router_groups_equal_prefixes_and_spreads_new_ones() -> None:
     loads: list[int | None] = [0, 0]
     loads[home] = MAX_LEAD + 1
     assert router.choose([3] * 41, "", loads) == 1 - home
-    router.forget(home)
+    router.clear_index(home)
     loads[home] = 0
     assert router.choose([3] * 41, "", loads) == 1 - home, "it was sent there meanwhile"
 

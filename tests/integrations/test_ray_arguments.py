@@ -10,7 +10,7 @@ import pytest
 
 from pointsman.cli.serve import serve_settings
 from pointsman.integrations.ray.arguments import RayError, RaySettings, read_arguments
-from pointsman.integrations.ray.autoscaling import METRIC, Load, policy, replicas_wanted
+from pointsman.integrations.ray.autoscaling import METRIC, Load, num_replicas_needed, policy
 from pointsman.integrations.ray.cluster import Node, check_capacity, check_model, cluster_address, replica_needs
 from pointsman.integrations.ray.status import StatusWatch, is_scaled_down
 
@@ -131,7 +131,7 @@ def test_error_lists_the_ray_nodes_that_lack_the_model(tmp_path: Any) -> None:
 
 def test_waiting_requests_raise_the_number_of_replicas() -> None:
     def wanted(*loads: tuple[int, int], unsent: int = 0, engines: int = 1, target: float | None = None) -> int:
-        return replicas_wanted([Load(*load) for load in loads], unsent, engines, 64, target)
+        return num_replicas_needed([Load(*load) for load in loads], unsent, engines, 64, target)
 
     assert wanted((0, 0)) == wanted((64, 0)) == wanted() == 1
     assert wanted((64, 1)) == 2 and wanted((64, 64)) == 2 and wanted((64, 65)) == 3
@@ -180,15 +180,15 @@ def test_status_watch_reports_the_end_and_the_number_of_engines() -> None:
     running = {"RUNNING": 1}
     replacing = {"RUNNING": 1, "STOPPING": 1}
     watch = StatusWatch("llm", "api", "engines")
-    watch.look(status("DEPLOYING", replacing, {"RUNNING": 2, "STARTING": 1, "STOPPING": 3}))
+    watch.read_status(status("DEPLOYING", replacing, {"RUNNING": 2, "STARTING": 1, "STOPPING": 3}))
     assert not watch.is_ending and watch.num_replicas == 3  # the API that this one replaces is stopping
-    watch.look(status("RUNNING", running, {"RUNNING": 4}))
-    watch.look({})  # the controller has just started
+    watch.read_status(status("RUNNING", running, {"RUNNING": 4}))
+    watch.read_status({})  # the controller has just started
     assert not watch.is_ending and watch.num_replicas == 4
-    watch.look(status("DEPLOYING", {"STARTING": 1, "STOPPING": 1}, running))
+    watch.read_status(status("DEPLOYING", {"STARTING": 1, "STOPPING": 1}, running))
     assert watch.is_ending
     watch = StatusWatch("llm", "api", "engines")
-    watch.look(status("DELETING", running, running))
+    watch.read_status(status("DELETING", running, running))
     assert watch.is_ending
 
 

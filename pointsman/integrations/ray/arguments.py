@@ -117,7 +117,7 @@ def read_arguments(arguments: Mapping[str, Any], environment: Mapping[str, str])
         serve = serve_settings(values, config, environment)
     except CommandError as error:
         raise RayError(str(error)) from None
-    return with_deployments(serve, own)
+    return add_deployment_options(serve, own)
 
 
 def read_value(name: str, value: Any, kind: Any) -> Any:
@@ -136,9 +136,9 @@ def read_value(name: str, value: Any, kind: Any) -> Any:
         except ValueError:
             read = value
     elif kind == list[str]:
-        read = _json_or(value, value) if value.startswith("[") else value
+        read = _parse_json_or(value, value) if value.startswith("[") else value
     else:
-        read = _json_or(value, value)
+        read = _parse_json_or(value, value)
     if kind is float and isinstance(read, int) and not isinstance(read, bool):
         read = float(read)
     if kind in (bool, int, float, dict, list) and (
@@ -151,14 +151,14 @@ def read_value(name: str, value: Any, kind: Any) -> Any:
 NAMES: dict[Any, str] = {dict: "a mapping, in text as JSON, like '{\"num_cpus\": 2}'", list: "a list, in text as JSON"}
 
 
-def _json_or(text: str, otherwise: Any) -> Any:
+def _parse_json_or(text: str, default: Any) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError:
-        return otherwise
+        return default
 
 
-def with_deployments(serve: ServeSettings, own: dict[str, Any]) -> RaySettings:
+def add_deployment_options(serve: ServeSettings, own: dict[str, Any]) -> RaySettings:
     """The settings of the application, from settings for `pointsman serve` and the options of the deployments (`own`).
 
     Raises:
@@ -174,7 +174,7 @@ def with_deployments(serve: ServeSettings, own: dict[str, Any]) -> RaySettings:
     if autoscaling is not None:
         if num_replicas is not None:
             raise RayError("num_replicas and autoscaling_config both set the number of replicas; give one of them")
-        autoscaling, target = _autoscaling(autoscaling)
+        autoscaling, target = _split_autoscaling_config(autoscaling)
         num_replicas = autoscaling["max_replicas"]
     elif num_replicas is None:
         num_replicas = 1
@@ -206,7 +206,7 @@ HEALTH_CHECK_PERIOD = 1.0
 """Seconds between checks that the engines of a replica run; Serve replaces the replica after three failed checks."""
 
 
-def _autoscaling(config: dict[str, Any]) -> tuple[dict[str, Any], float | None]:
+def _split_autoscaling_config(config: dict[str, Any]) -> tuple[dict[str, Any], float | None]:
     """Split `autoscaling_config` into the configuration for Serve and the target of open requests for each replica."""
     config = dict(config)
     if "policy" in config:

@@ -25,7 +25,7 @@ from pointsman.engine.errors import ModelLoadError, first_line
 from pointsman.engine.machine import wait_briefly
 from pointsman.engine.stats import DEFAULT_INTERVAL
 from pointsman.integrations.ray.arguments import RaySettings
-from pointsman.integrations.ray.autoscaling import METRIC, POLICY, Load, replicas_wanted
+from pointsman.integrations.ray.autoscaling import METRIC, POLICY, Load, num_replicas_needed
 from pointsman.integrations.ray.status import StatusWatch, is_scaled_down
 from pointsman.server.serve import (
     DEFAULT_RESTARTS,
@@ -57,7 +57,7 @@ SECONDS_BETWEEN_LOOKS = 2.0
 PERIODS_OF_SILENCE = 5
 """Number of missed health checks after which a replica of engines checks whether Serve is stopping it."""
 SECONDS_BETWEEN_LOADS = 1.0
-"""Time for which a replica of engines reuses a result of `replicas_wanted`."""
+"""Time for which a replica of engines reuses a result of `num_replicas_needed`."""
 NEVER_GIVES_UP = sys.maxsize
 
 
@@ -137,12 +137,12 @@ class Api:
                 raise ValueError(first_line(cause)) from None
             raise EngineStartError(f"{type(cause).__name__}: {first_line(cause)}") from error
 
-    async def replicas_wanted(self) -> int:
+    async def num_replicas_needed(self) -> int:
         """Number of replicas of engines that the open requests need."""
         fleet, now = self._fleet, time.monotonic()
         if fleet is not None and now - self._wanted_at >= SECONDS_BETWEEN_LOADS:
             self._wanted_at = now
-            self._wanted = replicas_wanted(
+            self._wanted = num_replicas_needed(
                 [
                     Load(stats.scheduler.num_running, stats.scheduler.num_waiting)
                     for stats in await fleet.ask_each(Stats())
@@ -162,7 +162,7 @@ class Api:
         watch = StatusWatch(serve.get_replica_context().app_name, API, ENGINES)
         while not watch.is_ending:
             try:
-                watch.look((await asyncio.to_thread(serve.status)).applications)
+                watch.read_status((await asyncio.to_thread(serve.status)).applications)
             except Exception as error:  # an error of Ray's: the controller is being restarted
                 logger.debug("no status: %s", first_line(error))
             if self._settings.autoscaling is not None and watch.num_replicas is not None:
@@ -348,7 +348,9 @@ class EngineHost:
         if self._api is None:
             self._api = serve.get_deployment_handle(API, app_name=serve.get_replica_context().app_name)
         try:
-            return {METRIC: float(await asyncio.wait_for(self._api.replicas_wanted.remote(), SECONDS_BETWEEN_LOADS))}
+            return {
+                METRIC: float(await asyncio.wait_for(self._api.num_replicas_needed.remote(), SECONDS_BETWEEN_LOADS))
+            }
         except Exception:  # the API has not started yet, or is being replaced
             return {}
 

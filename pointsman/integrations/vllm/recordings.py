@@ -55,13 +55,13 @@ class Recordings:
         """The requested recording that waits for a moment without requests."""
         self.current: RecordingFile | None = None
 
-    def note(self, file: RecordingFile) -> None:
+    def set_current(self, file: RecordingFile) -> None:
         """Set the current recording to one that began when vLLM started: the scheduler's recorder already writes to
         `file`."""
         self.current = file
         file.on_end = self._scheduler.stop_recording
 
-    def request(self, descriptor: int) -> RecordingFile:
+    def request_recording(self, descriptor: int) -> RecordingFile:
         """Request a recording in an open file; the recording may have begun when this returns.
 
         Raises:

@@ -160,7 +160,7 @@ class Sessions:
         parts = self._parts[name]
         return bool(parts) and parts[0] is None
 
-    def take(self, name: str) -> StreamingUpdate | None:
+    def pop_part(self, name: str) -> StreamingUpdate | None:
         """Remove and return the next part of a session; None: the session is over."""
         return self._parts[name].popleft()
 

@@ -113,13 +113,13 @@ def to_result(output: Output, sampled: Sampled) -> StepResult:
         if not has_drafts:  # takes a third of the time of the other cases
             return StepResult(tokens)
     except (ValueError, OverflowError):  # a row has no token, several tokens, or a token out of range
-        tokens = _all_tokens(lists)
+        tokens = _join_token_lists(lists)
     except TypeError as error:
         raise StepResultError(f"the model runner must return one list of integers for each row: {error}") from None
     return StepResult(tokens, counts=np.fromiter(map(len, lists), dtype=np.int64, count=output.num_rows))
 
 
-def _all_tokens(lists: list[Any]) -> npt.NDArray[np.integer]:
+def _join_token_lists(lists: list[Any]) -> npt.NDArray[np.integer]:
     """[tokens] the tokens of all rows, one row after the other."""
     try:
         return np.fromiter(chain.from_iterable(lists), dtype=np.int64)
@@ -140,7 +140,7 @@ class Judge:
     def __init__(self) -> None:
         self._attempts: dict[Request, tuple[int, int]] = {}  # (number of tokens, steps without a new token)
 
-    def judged(self, output: Output, sampled: Sampled) -> StepResult:
+    def find_errors(self, output: Output, sampled: Sampled) -> StepResult:
         """The result of a step, with an error for every row that contradicts the step. Updates `sampled` to match."""
         self._attempts = {request: value for request, value in self._attempts.items() if not request.is_finished}
         errors: dict[int, str] = {}
@@ -266,12 +266,12 @@ class Details:
         if request.trace_headers or (sampling is not None and sampling.num_logprobs is not None):
             self._always.add(request.request_id)
 
-    def admitted(self, name: str) -> None:
+    def note_admitted(self, name: str) -> None:
         """Register an admitted request; its next output has details."""
         self._once.add(name)
         self._without_blocks.discard(name)
 
-    def preempted(self, name: str) -> None:
+    def note_preempted(self, name: str) -> None:
         """Register a request that was preempted while its samples were in flight; its next output has details. It has
         no blocks when the samples arrive, so none of its tokens count as cached, as in vLLM's own scheduler."""
         self._once.add(name)

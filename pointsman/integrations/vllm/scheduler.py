@@ -45,10 +45,10 @@ from pointsman.core import (
 )
 from pointsman.core import Scheduler as Core
 from pointsman.core import SchedulerOutput as Output
-from pointsman.integrations.vllm.encoder_inputs import EncoderDecoderInputs, EncoderInputs, given_embeddings
+from pointsman.integrations.vllm.encoder_inputs import EncoderDecoderInputs, EncoderInputs, embedding_block_inputs
 from pointsman.integrations.vllm.kv_events import KVEvents
 from pointsman.integrations.vllm.kv_groups import KVGroups
-from pointsman.integrations.vllm.layouts import own_groups
+from pointsman.integrations.vllm.layouts import core_groups
 from pointsman.integrations.vllm.operation import Operation, open_record
 from pointsman.integrations.vllm.requests import Sessions, check_retention, close_turn, open_turn, to_request
 from pointsman.integrations.vllm.results import (
@@ -79,9 +79,9 @@ from pointsman.integrations.vllm.views import (
     ReadOnlyDict,
     ReadOnlyList,
     Source,
-    keep_last,
+    keep_final_state,
     set_status,
-    show,
+    show_core_state,
 )
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class Scheduler:
         config = scheduler_config(vllm_config, kv_cache_config, block_size, settings.knobs, vllm.__version__)
         groups = None
         if not is_one_full_group(kv_cache_config):
-            own = own_groups(vllm_config, kv_cache_config, config, hash_block_size or block_size)
+            own = core_groups(vllm_config, kv_cache_config, config, hash_block_size or block_size)
             if own is not None:
                 config = config.replace(kv_groups=own)
             else:
@@ -277,7 +277,7 @@ class Scheduler:
 
     def _next_turn(self, session: VLLMRequest) -> None:
         """Queue a session with its next part, or end the session if no part follows."""
-        part = self._sessions.take(session.request_id)
+        part = self._sessions.pop_part(session.request_id)
         if part is None:
             self._end(session, FinishReason.ABORT)
         else:
@@ -307,7 +307,7 @@ class Scheduler:
             self._refuse(request, str(error))
             return
         self.of_id[name] = ours
-        show(request, self._source)
+        show_core_state(request, self._source)
         if needs_grammar:
             self._compiling[name] = request
         if request.use_structured_output:
@@ -337,7 +337,7 @@ class Scheduler:
                 )
             if not request.mm_features:
                 is_keyed = self.groups is None and self.core.config.enable_prefix_caching
-                return given_embeddings(request, self.core.config.block_size) if is_keyed else ()
+                return embedding_block_inputs(request, self.core.config.block_size) if is_keyed else ()
         return self._encoder_inputs.begin(request) if request.mm_features else ()
 
     def _arrival_time(self, request: VLLMRequest, now: float) -> float:
@@ -389,7 +389,7 @@ class Scheduler:
         name = request.request_id
         ours = self.of_id.get(name)
         if ours is not None:
-            keep_last(request, ours, tokens=True)
+            keep_final_state(request, ours, tokens=True)
         set_status(request, STATUSES[reason])
         del self._requests[name]
         self._compiling.pop(name, None)
@@ -443,8 +443,8 @@ class Scheduler:
         ids = self._outputs.ids(output)
         of_vllm = self._outputs.make(output, ids, self.core.max_drafts if self._speculates else 0)
         if output.encoder_inputs or output.freed_encoder_entries:
-            of_vllm.free_encoder_mm_hashes = self._encoder_inputs.freed(output)
-            of_vllm.scheduled_encoder_inputs = self._encoder_inputs.scheduled(output)
+            of_vllm.free_encoder_mm_hashes = self._encoder_inputs.freed_identifiers(output)
+            of_vllm.scheduled_encoder_inputs = self._encoder_inputs.scheduled_inputs(output)
         if output.preempted or output.finished or output.num_continued < len(ids):
             self._note_changes(output, now)
         if self._structured:
@@ -480,12 +480,12 @@ class Scheduler:
         hits, statistics = output.num_cached_tokens.tolist(), self._statistics
         for ours, num_hits, is_resumed in zip(output.admitted, hits, output.is_resumed.tolist(), strict=True):
             request = ours.metadata
-            self._details.admitted(request.request_id)
+            self._details.note_admitted(request.request_id)
             if request.prefill_stats is not None and not ours.num_preemptions:
                 request.prefill_stats.set(ours.num_prompt_tokens, num_hits, 0)
             if statistics is not None:
                 request.record_event(EngineCoreEventType.SCHEDULED, now)
-                statistics.looked_up(ours, num_hits, is_resumed)
+                statistics.count_lookup(ours, num_hits, is_resumed)
 
     def _note_preemptions(self, output: Output, now: float) -> None:
         """Process preemptions. vLLM's metrics count a PREEMPTED event once an output has carried it to the client. The
@@ -498,7 +498,7 @@ class Scheduler:
             if request.request_id not in self._requests:
                 continue
             if ours.num_pending:  # otherwise the next output of the request follows its next admission
-                self._details.preempted(request.request_id)
+                self._details.note_preempted(request.request_id)
             if self._statistics is not None and ours.preemption_causes[-1].exists_in_vllm:
                 request.record_event(EngineCoreEventType.PREEMPTED, now)
 
@@ -544,7 +544,7 @@ class Scheduler:
             self._last_step = step
         outputs, indices = plain_outputs(output, update, ids, sampled)
         if len(output.draft_token_ids):
-            self._drafts.verified(output, result, update)
+            self._drafts.count_verified(output, result, update)
         if len(output.completes):
             rows = [index for index in output.completes.tolist() if index not in result.errors]
             indices = [*indices, *self._add_pooled(step, rows, sampled, model_runner_output.pooler_output, outputs)]
@@ -573,7 +573,7 @@ class Scheduler:
                 result = add_missing_vectors(output, sampled, of_vllm.pooler_output, result)
             return result, self.core.update(output, result, now)
         except StepResultError:
-            result = self._judge.judged(output, sampled)
+            result = self._judge.find_errors(output, sampled)
         if len(output.completes):
             result = add_missing_vectors(output, sampled, of_vllm.pooler_output, result)
         for index in result.unsampled:
@@ -668,7 +668,7 @@ class Scheduler:
             self._end(session, ours.finish_reason or FinishReason.STOP)
             return
         self._forget(name)
-        keep_last(session, ours, tokens=False)
+        keep_final_state(session, ours, tokens=False)
         close_turn(session, ours)
         if self._sessions.has_part(name):
             self._next_turn(session)
@@ -679,7 +679,7 @@ class Scheduler:
         self, step: Step, outputs: list[EngineCoreOutput], indices: Sequence[int], result: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """The outputs of a step by client index; the first client also gets the statistics."""
-        stats = None if self._statistics is None else self._statistics.take(step.of_vllm, result)
+        stats = None if self._statistics is None else self._statistics.take_stats(step.of_vllm, result)
         if outputs and not (self._has_clients or self._unsent or self._finished_ids):
             return {0: new_outputs(outputs=outputs, scheduler_stats=stats)}
         found = self._outputs_by_client(step, outputs, indices)
@@ -898,4 +898,4 @@ class Scheduler:
         return None if self._kv_events is None else self._kv_events.config
 
     def make_stats(self) -> SchedulerStats | None:
-        return None if self._statistics is None else self._statistics.take()
+        return None if self._statistics is None else self._statistics.take_stats()

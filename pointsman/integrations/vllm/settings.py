@@ -222,14 +222,14 @@ def scheduler_config(
         "long_prefill_token_threshold_adaptive": threshold > 0
         and getattr(scheduler, "long_prefill_token_threshold_adaptive", False),
         "enable_prefix_caching": bool(cache.enable_prefix_caching),
-        "watermark": _watermark(scheduler.watermark, kv_cache_config.num_blocks),
+        "watermark": _to_usable_share(scheduler.watermark, kv_cache_config.num_blocks),
         "full_sequence_must_fit": scheduler.scheduler_reserve_full_isl,
         "max_loras": vllm_config.lora_config.max_loras if vllm_config.lora_config is not None else 0,
         "num_draft_tokens": vllm_config.num_speculative_tokens,
         "enable_kv_cache_events": events is not None and events.enable_kv_cache_events,
         "encoder_budget": encoder_budget,
         "encoder_cache_size": encoder_cache_size,
-        "split_encoder_inputs": _splits(vllm_config, version) if encoder_budget else True,
+        "split_encoder_inputs": _splits_encoder_inputs(vllm_config, version) if encoder_budget else True,
         "keep_embeddings": not (encoder_budget and vllm_config.model_config.is_encoder_decoder),
         "order": order,
     }
@@ -243,14 +243,14 @@ def scheduler_config(
     return SchedulerConfig(**settled)
 
 
-def _splits(vllm_config: VllmConfig, version: str) -> bool | Literal["begun"]:
+def _splits_encoder_inputs(vllm_config: VllmConfig, version: str) -> bool | Literal["begun"]:
     """Whether a chunk of a prompt may end within an image, as a value of `split_encoder_inputs`."""
     if not getattr(vllm_config.scheduler_config, "disable_chunked_mm_input", False):
         return True
     return "begun" if is_before(version, "0.33") else False
 
 
-def _watermark(share: float, num_blocks: int) -> float:
+def _to_usable_share(share: float, num_blocks: int) -> float:
     """Convert vLLM's watermark, a `share` of all `num_blocks`, to a share of the usable blocks: the result is the same
     number of blocks. vLLM rounds this number down."""
     blocks = int(share * num_blocks)

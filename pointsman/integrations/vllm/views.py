@@ -70,7 +70,7 @@ class _Live:
         source: Source = vars(self)["_pointsman"]
         return source
 
-    def _take_tokens(self) -> None:
+    def _update_token_lists(self) -> None:
         """Update vLLM's lists of tokens. For a request with a grammar these lists are always up to date."""
         if self.use_structured_output:
             return
@@ -154,24 +154,24 @@ class _Live:
 
     @property
     def num_tokens(self) -> int:
-        self._take_tokens()
+        self._update_token_lists()
         return len(self._all_token_ids)
 
     @property
     def num_output_tokens(self) -> int:
-        self._take_tokens()
+        self._update_token_lists()
         return len(self._output_token_ids)
 
     @property
     def output_token_ids(self) -> Any:
         """The output tokens, as vLLM's read-only list."""
-        self._take_tokens()
+        self._update_token_lists()
         return vars(self)["output_token_ids"]
 
     @property
     def all_token_ids(self) -> Any:
         """The tokens of prompt and output, as vLLM's read-only list."""
-        self._take_tokens()
+        self._update_token_lists()
         return vars(self)["all_token_ids"]
 
 
@@ -180,7 +180,7 @@ def _live_class(of_vllm: type[VLLMRequest]) -> Any:
     return type(of_vllm.__name__, (_Live, of_vllm), {"__module__": of_vllm.__module__})
 
 
-def show(request: VLLMRequest, source: Source) -> None:
+def show_core_state(request: VLLMRequest, source: Source) -> None:
     """Make a queued request of vLLM's show the state of the core's request from now on."""
     if not isinstance(request, _Live):
         vars(request)["_pointsman"] = source
@@ -193,7 +193,7 @@ def set_status(request: VLLMRequest, status: RequestStatus) -> None:
     vars(request)["status"] = status
 
 
-def keep_last(request: VLLMRequest, ours: Request, *, tokens: bool) -> None:
+def keep_final_state(request: VLLMRequest, ours: Request, *, tokens: bool) -> None:
     """Keep the final state of the core's request, which has finished and is dropped; `tokens`: whether to keep the
     request's tokens too."""
     values = vars(request)

@@ -132,7 +132,11 @@ def _examine(package: Path) -> Findings:
     ]
     new += new_arguments(sources, scheduler)
     return Findings(
-        _version(package), str(package), _with_homes(sources, assumptions), new, _with_homes(sources, reader.fallbacks)
+        _version(package),
+        str(package),
+        _add_defining_modules(sources, assumptions),
+        new,
+        _add_defining_modules(sources, reader.fallbacks),
     )
 
 
@@ -150,13 +154,13 @@ def _class(sources: Sources, module: str, name: str) -> Class:
     return kind
 
 
-def _with_homes(sources: Sources, assumptions: Sequence[Assumption]) -> list[Assumption]:
+def _add_defining_modules(sources: Sources, assumptions: Sequence[Assumption]) -> list[Assumption]:
     """`assumptions`; where an imported name is missing, `found` also lists the modules of vLLM that now define the
     name."""
     found = []
     for each in assumptions:
         if each.kind == "name" and each.holds is False:
-            modules = sources.defining(VLLM, each.expected.rpartition(".")[2])
+            modules = sources.modules_defining(VLLM, each.expected.rpartition(".")[2])
             if modules:
                 each = replace(each, found=f"{each.found}; {', '.join(modules[:3])} has it")
         found.append(each)

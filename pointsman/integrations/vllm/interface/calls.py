@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pointsman.integrations.vllm.interface.sources import Arguments, Class, Module, Signature, Sources
-from pointsman.integrations.vllm.interface.uses import Assumption, misfit
+from pointsman.integrations.vllm.interface.uses import Assumption, override_problem
 
 INTERFACE = ("vllm.v1.core.sched.interface", "SchedulerInterface")
 READERS = ("vllm.v1.engine", "vllm.v1.executor", "vllm.v1.worker")
@@ -33,10 +33,10 @@ def new_arguments(sources: Sources, ours: Class) -> Iterator[Assumption]:
         own, theirs = ours.member(name), kind.member(name)
         if own is None or own.function is None or theirs is None or theirs.function is None or name == "__init__":
             continue
-        if misfit(own.function, theirs.function, with_defaults=False) is None:
-            problem = misfit(own.function, theirs.function, with_defaults=True)
+        if override_problem(own.function, theirs.function, with_defaults=False) is None:
+            problem = override_problem(own.function, theirs.function, with_defaults=True)
             if problem is not None:
-                place = _place(kind.module.path, theirs.node)
+                place = _file_and_line(kind.module.path, theirs.node)
                 yield Assumption("scheduler", place, f"{ours.name}.{name}", True, problem)
 
 
@@ -61,10 +61,10 @@ def _checked_methods(sources: Sources, ours: Class) -> Iterator[Assumption]:
         elif own.function is not None and theirs.function is not None and not theirs.is_property:
             if name == "__init__":  # vLLM passes all arguments by keyword
                 names = frozenset(each.name for each in Signature.of(theirs.function.node, bound=True).parameters)
-                problem = Signature.of(own.function.node, bound=True).problem(Arguments(0, names))
+                problem = Signature.of(own.function.node, bound=True).call_problem(Arguments(0, names))
             else:
-                problem = misfit(own.function, theirs.function, with_defaults=False)
-        place = _place(kind.module.path, theirs.node)
+                problem = override_problem(own.function, theirs.function, with_defaults=False)
+        place = _file_and_line(kind.module.path, theirs.node)
         yield Assumption("scheduler", place, f"{ours.name}.{name}", problem is None, problem or "")
     if not found:
         yield Assumption("scheduler", "", ".".join(INTERFACE), False, "it is not there, or has no abstract methods")
@@ -75,7 +75,7 @@ def _checked_uses(module: Module, ours: Class) -> Iterator[Assumption]:
     nodes = list(ast.walk(module.tree))
     asked = {name for node in nodes if isinstance(node, ast.Call) for name in _optional_attributes(node)}
     for node in nodes:
-        place = _place(module.path, node)
+        place = _file_and_line(module.path, node)
         if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Call):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             if any(isinstance(each, ast.Attribute) and _is_scheduler(each) for each in targets):
@@ -94,7 +94,7 @@ def _checked_uses(module: Module, ours: Class) -> Iterator[Assumption]:
 def _checked_call(place: str, name: str, signature: Signature | None, given: Arguments) -> Assumption:
     """The assumption that our method `name` accepts the arguments that vLLM passes. `signature`: the method's
     signature; None: it is unknown, and the assumption counts as true."""
-    problem = None if signature is None else signature.problem(given)
+    problem = None if signature is None else signature.call_problem(given)
     found = f"ours {problem}, with {signature}" if problem else ""
     return Assumption("scheduler", place, f"{name}({given})", problem is None, found)
 
@@ -113,7 +113,7 @@ def _is_scheduler(node: ast.expr) -> bool:
     return name == "scheduler"
 
 
-def _place(path: Path, node: ast.AST) -> str:
+def _file_and_line(path: Path, node: ast.AST) -> str:
     """Path and line of a node in a file of vLLM's; the path begins with the name of vLLM's package."""
     parts = path.parts
     start = len(parts) - 1 - parts[::-1].index("vllm")
