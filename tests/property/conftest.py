@@ -11,7 +11,7 @@ from pointsman.core.state import batch
 
 
 @pytest.fixture(autouse=True, scope="package")
-def little_room_for_recent_tokens() -> Iterator[None]:
+def keep_few_recent_tokens() -> Iterator[None]:
     """A few tokens instead of hundreds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batch, "RECENT", 4)

@@ -94,7 +94,7 @@ def reference_run(request: Request, config: SchedulerConfig) -> Reference:
         if token in eos.union(request.stop_token_ids) and len(output) >= request.min_tokens:
             reason = None if token in eos else token
             return Reference(tuple(output), limit, RequestStatus.FINISHED_STOPPED, reason, frozenset([""]))
-        if _goes_round(output, request) and len(output) >= request.min_tokens and len(tokens) < limit:
+        if _ends_in_a_repetition(output, request) and len(output) >= request.min_tokens and len(tokens) < limit:
             details = frozenset(f"a pattern of {size} token(s) is repeated" for size in range(len(output)))
             return Reference(tuple(output), limit, RequestStatus.FINISHED_REPETITION, "repetition_detected", details)
         if len(tokens) >= limit:
@@ -102,7 +102,7 @@ def reference_run(request: Request, config: SchedulerConfig) -> Reference:
             return Reference(tuple(output), limit, RequestStatus.FINISHED_LENGTH, None, details)
 
 
-def _goes_round(output: list[int], request: Request) -> bool:
+def _ends_in_a_repetition(output: list[int], request: Request) -> bool:
     """Whether the output ends in copies of a pattern, as many and as long as the request's parameters say."""
     params = request.repetition_detection
     if params is None:
