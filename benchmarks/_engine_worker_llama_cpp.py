@@ -38,7 +38,7 @@ class Request:
     first_token: float | None = None
 
     def next_tokens(self, room: int) -> list[int]:
-        """Its tokens in the next batch: the rest of its prompt, or its last token."""
+        """Tokens of the request in the next batch: the rest of its prompt, or its last token."""
         rest = self.prompt[self.num_computed :] or self.tokens[-1:]
         return rest[:room]
 
@@ -119,7 +119,7 @@ class LlamaCppSession(Session):
 
 
 def converted(file: Path, kind: str, threads: int, cache: Path = CACHE) -> Path:
-    """The GGUF file with the weights of another one in that type, written first if it is not there."""
+    """The GGUF file with the weights of `file` in the type `kind`; it is written first if it is missing."""
     target = cache / f"{file.stem}-{kind}-{file.stat().st_mtime_ns:x}.gguf"
     if not target.exists():
         cache.mkdir(parents=True, exist_ok=True)

@@ -86,11 +86,11 @@ class Hang:
     last_sent: float
     """Seconds until the last request was sent to it."""
     noticed: float
-    """Seconds until it counts as dead; no request is sent to it afterwards."""
+    """Seconds until the engine counts as dead; no request is sent to it afterwards."""
     limit: float
     """The limit in seconds: the option, or on a slow machine ten times the longest silence in a step, if longer."""
     back: float
-    """Seconds until it runs again."""
+    """Seconds until the engine runs again."""
     gap: float
     """The longest gap in the streams of the other engine."""
 

@@ -41,7 +41,7 @@ def request_of(number: int, num_tokens: int, *, greedy: bool = False) -> bytes:
 
 
 def whole(exchange: Exchange) -> Stream | None:
-    """The content of a stream, if it is complete."""
+    """The parsed stream, if it is complete; None otherwise."""
     try:
         stream = exchange.answer().stream()
     except BrokenAnswer:

@@ -104,7 +104,7 @@ def policies(names: Sequence[str] = ()) -> list[Found]:
 
 
 def chosen(found: Found) -> dict[str, Any]:
-    """The field of the configuration that names a policy."""
+    """The field of `SchedulerConfig` that selects this policy, with its value."""
     field = FIELDS.get(found.kind, found.kind)
     return {field: [found.name] if isinstance(DEFAULTS[field], tuple) else found.name}
 

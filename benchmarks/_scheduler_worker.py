@@ -104,7 +104,7 @@ class Session(ABC):
 
     @abstractmethod
     def num_preemptions(self, request: Any) -> int:
-        """How often a request lost its blocks."""
+        """Number of preemptions of a request."""
 
     # ------------------------------------------------------------------ timed calls
 

@@ -34,7 +34,7 @@ class Part:
     function: str
     """"module:function", which gets a `Setting`."""
     seconds: float
-    """Its limit."""
+    """Time limit of the part, in seconds."""
     on_cpu: Mapping[str, str] = field(default_factory=dict)
     """Environment variables if the device is a CPU."""
 

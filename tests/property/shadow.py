@@ -123,7 +123,7 @@ class ContentIds:
         self._states: list[int] = []
 
     def root(self, key: Hashable) -> int:
-        """The content before the first token, under `key`."""
+        """The content before the first token, for contents that only requests with the same `key` share."""
         return self._intern(("root", key), _START)
 
     def extend(self, parent: int, token: int, mark: Hashable = None) -> int:
@@ -199,7 +199,7 @@ class ShadowHost:
         self.sequences[request] = HostSequence(request, request.prompt_token_ids.tolist(), [])
 
     def forget(self, request: Request) -> None:
-        """The request has ended."""
+        """Drop the state of a request that has ended."""
         del self.sequences[request]
         if self.device is not None:
             self.device.let_go(request)
@@ -224,13 +224,13 @@ class ShadowHost:
         return is_in_flight
 
     def extend(self, request: Request, tokens: list[int]) -> None:
-        """A request without a row has another prompt."""
+        """Replace the prompt of a request that has no row."""
         self.complete_part(request)
         sequence = self.sequences[request]
         sequence.tokens, sequence.contents, sequence.epoch = list(tokens), [], -1
 
     def lose_row(self, request: Request) -> None:
-        """The request was preempted or parked."""
+        """Drop the row of a request that was preempted or parked."""
         self.sequences[request].table = None
 
     def table(self, request: Request) -> list[int]:
@@ -454,7 +454,7 @@ class ShadowHost:
         return [content for block in blocks for content in self.slots[block * size : (block + 1) * size]]
 
     def write(self, blocks: Sequence[int], contents: Sequence[Sequence[int]]) -> None:
-        """A device fills blocks."""
+        """Write contents into the slots of blocks, as a device that loads them does."""
         size = self.config.block_size
         for block, content in zip(blocks, contents, strict=True):
             self.slots[block * size : (block + 1) * size] = content

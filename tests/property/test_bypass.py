@@ -96,7 +96,7 @@ class Twins:
         self.live.append(name)
 
     def disturb(self) -> None:
-        """A rare call."""
+        """Make a rarely used call on both schedulers."""
         chance, first = self.chance, self.hosts[0]
         self.live = [name for name in self.live if first.scheduler.get_request(name) is not None]
         if not self.live:

@@ -145,7 +145,7 @@ class Pair:
                 scheduler.park(name, ParkReason.GRAMMAR, self.now)
 
     def settle(self) -> None:
-        """Resume and unpark, so that all requests can run."""
+        """Undo pauses, lowered limits and parking on both schedulers, so that all requests can run."""
         for scheduler in (self.general, self.steady):
             scheduler.resume(self.now)
             scheduler.set_max_num_active_seqs(None, self.now)
@@ -201,7 +201,8 @@ class Beside(Pair):
 
 
 def compare_outputs(one: SchedulerOutput, other: SchedulerOutput) -> None:
-    """Every field is equal, with its type, and as read-only."""
+    """Check that every field of both outputs is equal and has the same type, and that the arrays of `other` are
+    read-only."""
     for field in fields(OutputFields):
         mine, others = getattr(one, field.name), getattr(other, field.name)
         assert type(mine) is type(others), field.name

@@ -125,13 +125,13 @@ class Filmed:
         self.witness: Witness | None = None
 
     def watch(self, scheduler: Scheduler) -> None:
-        """Film from now on."""
+        """Start the film and the witness of a scheduler."""
         self.witness = Witness(scheduler)
         scheduler.start_film(self._film)
         scheduler.add_listener(self.witness)
 
     def finish(self) -> bytes:
-        """The film."""
+        """End the film, and return it."""
         self._film.close()
         return self._file.getvalue()
 

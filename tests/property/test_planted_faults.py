@@ -429,7 +429,7 @@ def last_token_of_a_part_stays(patch: Patch) -> None:
 
 
 def placeholders_of_a_part_are_not_moved(patch: Patch) -> None:
-    """Their positions count from the start of the part, not of the whole prompt."""
+    """Positions of a part's placeholders count from the start of the part, not of the whole prompt."""
 
     def continue_with(original: Any, state: Any, tokens: Any, most: int, inputs: tuple[EncoderInput, ...]) -> None:
         known, end = len(state.encoder_inputs), len(tokens) - state.num_tokens
@@ -955,7 +955,7 @@ def a_hit_ignores_the_window(patch: Patch) -> None:
 
 
 def a_block_is_found_as_it_was(patch: Patch) -> None:
-    """A run lists a block whose content has changed."""
+    """A lookup finds a cached block whose content has changed."""
 
     def has(original: Any, cache: Any, run: Any, first: int, count: int) -> Any:
         return run.blocks[:, first : first + count] != cache.no_block

@@ -40,7 +40,7 @@ ORDERS: dict[str, tuple[str, Passes]] = {
     "earliest-ttft": (f"earliest-ttft:every={EVERY}", lambda first, later: True),  # its bound is a count, see below
     "fair": ("fair", lambda first, later: later.tenant != first.tenant),  # between tenants: tests/core/policy/test_fair
 }
-"""Each order's specification here, and whether a request may be admitted before an earlier one."""
+"""By order policy: its specification in these tests, and whether it may admit a request before an earlier one."""
 
 
 def crowded_host(**policies: Any) -> Host:

@@ -168,9 +168,9 @@ class Api:
             if self._settings.autoscaling is not None and watch.num_replicas is not None:
                 fleet.num_wanted = watch.num_replicas * self._settings.engines_per_replica
             await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
-        await self._end(fleet)
+        await self._shut_down(fleet)
 
-    async def _end(self, fleet: EngineFleet) -> None:
+    async def _shut_down(self, fleet: EngineFleet) -> None:
         """Refuse new requests, let the open requests finish, abort the requests that are open after `drain_timeout`,
         and end the engines."""
         gate, seconds = self._app.state.gate, self._settings.serve.server.drain_timeout

@@ -147,7 +147,7 @@ class RecordingThread:
             self._file.write(_to_line(header))
             while (notes := self._queue.get()) is not None and not self._file.ended_by:
                 events, steps = notes
-                lines = [self._request(*event) for event in events]
+                lines = [self._request_line(*event) for event in events]
                 if steps:
                     lines.append(self._steps(steps))
                 self._file.write("".join(lines))
@@ -156,24 +156,26 @@ class RecordingThread:
         finally:
             self._file.close()
 
-    def _seconds(self, now_ns: int) -> float:
+    def _to_seconds(self, now_ns: int) -> float:
         return round((now_ns - self._start) / 1e9, 6)
 
-    def _request(self, now_ns: int, call: str, fields: dict[str, Any], hashes: Sequence[bytes], num_blocks: int) -> str:
+    def _request_line(
+        self, now_ns: int, call: str, fields: dict[str, Any], hashes: Sequence[bytes], num_blocks: int
+    ) -> str:
         if call == "add":
             fields["request"]["blocks"] = (
                 None if self._numbers is None else self._numbers.number_blocks(hashes[:num_blocks])
             )
         elif fields["scheduled"] is not None:
-            fields["scheduled"] = self._seconds(fields["scheduled"])
-        return _to_line({"call": call, "now": self._seconds(now_ns), **fields})
+            fields["scheduled"] = self._to_seconds(fields["scheduled"])
+        return _to_line({"call": call, "now": self._to_seconds(now_ns), **fields})
 
     def _steps(self, steps: list[Any]) -> str:
         start, first = self._start, self._num_steps
         self._num_steps += len(steps)
         began, ended, *loads = zip(*steps, strict=True)
         columns = [[(at - start) // 1000 for at in times] for times in (began, ended)] + loads
-        line = {"call": "steps", "now": self._seconds(ended[-1]), "step": first}
+        line = {"call": "steps", "now": self._to_seconds(ended[-1]), "step": first}
         return _to_line({**line, **dict(zip(OBSERVED_STEPS, columns, strict=True))})
 
 
@@ -199,10 +201,10 @@ class _Request:
         decodes, the last step of the newest run is not set."""
         self.is_decoding = False
 
-    def stop(self, last: int) -> None:
-        """End the newest run of decode steps: the request does not sample after step `last`."""
+    def end_decode_run(self, last_step: int) -> None:
+        """End the newest run of decode steps: the request does not sample after step `last_step`."""
         self.is_decoding = False
-        self.steps[-1][1] = last
+        self.steps[-1][1] = last_step
 
 
 class Observation:
@@ -294,7 +296,7 @@ class Observation:
         self._unsettled.pop(request_id, None)
         last = self._num_updated - 1
         if seen.is_decoding:
-            seen.stop(last)
+            seen.end_decode_run(last)
         request = seen.of_vllm
         fields = {
             "id": f"r{seen.number}",
@@ -375,7 +377,7 @@ class Observation:
         if seen is not None:
             self._unsettled[name] = seen
             if seen.is_decoding:
-                seen.stop(step - 1)
+                seen.end_decode_run(step - 1)
 
     def record_updated(
         self, output: SchedulerOutput, outputs: dict[int, EngineCoreOutputs], now: int, num_before: int

@@ -204,7 +204,7 @@ class Questions:
         self._seconds = seconds
         self._live = LiveFilm(scheduler)
         self._turn = threading.Lock()
-        """Held while an answer is computed."""
+        """Lock that a thread holds while it computes an answer."""
         self._resumes = 0.0  # end of the pause after the newest answer, on the monotonic clock
 
     @contextmanager
@@ -274,9 +274,9 @@ class Questions:
                 name = names.pop(0)
                 request = self._requests.get(name)
                 if request is not None:  # the request may have finished since the ids were listed
-                    found.append(self._described(name, request, now))
+                    found.append(self._describe_request(name, request, now))
 
-    def _described(self, name: str, request: Request, now: float) -> dict[str, Any]:
+    def _describe_request(self, name: str, request: Request, now: float) -> dict[str, Any]:
         """A request in the form of `GET /v1/requests` of `pointsman serve`."""
         explanation: Explanation = self._scheduler.explain(request.request_id)
         holders = [

@@ -77,7 +77,7 @@ class Sampled:
     """[rows] index of each row in the runner's arrays, -1 if the row is missing; None: the arrays have the order of the
     rows."""
 
-    def place(self, index: int) -> int:
+    def runner_index(self, index: int) -> int:
         return index if self.places is None else self.places[index]
 
 
@@ -192,7 +192,7 @@ def _contradiction(tokens: Any, samples: bool, num_drafts: int, is_live: bool) -
 def add_missing_vectors(output: Output, sampled: Sampled, pooled: Any, result: StepResult) -> StepResult:
     """The result of a step, with an error for every completed prompt for which a pooling model returned no output."""
     rows = [index for index in output.completes.tolist() if index not in result.errors]
-    missing = [index for index in rows if pooled is None or _vector(pooled, sampled.place(index)) is None]
+    missing = [index for index in rows if pooled is None or _vector(pooled, sampled.runner_index(index)) is None]
     if not missing:
         return result
     errors = {**result.errors, **dict.fromkeys(missing, "the model runner returned no output for its prompt")}
@@ -314,10 +314,10 @@ class Details:
                 request = self._requests[name]
                 output.trace_headers = request.trace_headers
                 if result.logprobs is not None and request.sampling_params.num_logprobs is not None:
-                    place, count = sampled.place(index), len(output.new_token_ids)
+                    place, count = sampled.runner_index(index), len(output.new_token_ids)
                     output.new_logprobs = result.logprobs.slice_request(place, count)
             if masks is not None and output.new_token_ids:
-                output.new_sampling_mask = masks.slice_request(sampled.place(index), len(output.new_token_ids))
+                output.new_sampling_mask = masks.slice_request(sampled.runner_index(index), len(output.new_token_ids))
             if nans and name in nans:
                 output.num_nans_in_logits = nans[name]
 

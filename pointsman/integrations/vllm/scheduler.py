@@ -173,7 +173,7 @@ class Scheduler:
         recording = open_record(settings.record, vllm_config)
         self.core = Core(config, recorder=None if recording is None else Recorder(recording), kv_cache=groups)
         self.lock = threading.Lock()
-        """Held while `core` is used or changed."""
+        """Lock that a thread holds while it uses or changes `core`."""
         self.step_seconds = 0.0
         """Total time spent in `schedule` and `update_from_output`, in seconds."""
         self._requests: dict[str, VLLMRequest] = {}
@@ -266,7 +266,7 @@ class Scheduler:
             if session is None:
                 if request.resumable:
                     self._sessions.begin(name)
-                self._queue(request)
+                self._queue_request(request)
                 return
             if name not in self._sessions:
                 raise ValueError(f"request id {name!r} is in use; wait until that request has finished")
@@ -279,12 +279,12 @@ class Scheduler:
         """Queue a session with its next part, or end the session if no part follows."""
         part = self._sessions.pop_part(session.request_id)
         if part is None:
-            self._end(session, FinishReason.ABORT)
+            self._end_request(session, FinishReason.ABORT)
         else:
             open_turn(session, part)
-            self._queue(session)
+            self._queue_request(session)
 
-    def _queue(self, request: VLLMRequest) -> None:
+    def _queue_request(self, request: VLLMRequest) -> None:
         name = request.request_id
         now = time.monotonic()
         needs_grammar = request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
@@ -293,7 +293,7 @@ class Scheduler:
         try:
             ours = to_request(
                 request,
-                self._free_id(name),
+                self._unused_id(name),
                 prompt_token_ids=request.prompt_token_ids if request.prompt_embeds is None else request._all_token_ids,
                 arrival_time=self._arrival_time(request, now),
                 runs_ahead=self._runs_ahead,
@@ -303,8 +303,8 @@ class Scheduler:
             self.core.add(ours, now, park=ParkReason.GRAMMAR if needs_grammar else None)
         except RequestRefused as error:
             logger.error("%s", error)
-            self._end(request, FinishReason.ERROR)
-            self._refuse(request, str(error))
+            self._end_request(request, FinishReason.ERROR)
+            self._refuse_request(request, str(error))
             return
         self.of_id[name] = ours
         show_core_state(request, self._source)
@@ -317,7 +317,7 @@ class Scheduler:
         if self._statistics is not None:
             request.record_event(EngineCoreEventType.QUEUED)
 
-    def _refuse(self, request: VLLMRequest, why: str) -> None:
+    def _refuse_request(self, request: VLLMRequest, why: str) -> None:
         """Report that a request ended because of an error of the client: since vLLM 0.33 as HTTP status 400 with the
         message `why`."""
         self._unsent.append(request)
@@ -347,7 +347,7 @@ class Scheduler:
             self._newest_arrival = arrival = max(self._newest_arrival, min(arrival, now))
         return arrival
 
-    def _free_id(self, name: str) -> str:
+    def _unused_id(self, name: str) -> str:
         """The core's id for a request: vLLM's id, or another id while the workers have not been notified that an
         earlier request with vLLM's id has finished."""
         taken = self.core.is_id_in_use
@@ -379,12 +379,12 @@ class Scheduler:
                     self.core.finish(self.of_id[name].request_id, REASONS[finished_status], now)
                 else:
                     self._sessions.num_idle -= 1
-                self._end(request, REASONS[finished_status])
+                self._end_request(request, REASONS[finished_status])
                 set_status(request, finished_status)
                 ended.append(request)
             return ended
 
-    def _end(self, request: VLLMRequest, reason: FinishReason) -> None:
+    def _end_request(self, request: VLLMRequest, reason: FinishReason) -> None:
         """Record that a request of vLLM's has finished."""
         name = request.request_id
         ours = self.of_id.get(name)
@@ -394,11 +394,11 @@ class Scheduler:
         del self._requests[name]
         self._compiling.pop(name, None)
         self._sessions.end(name)
-        self._forget(name)
+        self._drop_core_request(name)
         if self._finished_ids is not None:
             self._finished_ids[request.client_index].add(name)
 
-    def _forget(self, name: str) -> None:
+    def _drop_core_request(self, name: str) -> None:
         """Drop the core request that stands for a vLLM request, and the state kept for it."""
         self.of_id.pop(name, None)
         self._structured.discard(name)
@@ -415,8 +415,8 @@ class Scheduler:
             if isinstance(grammar, Exception):
                 logger.error("the grammar of request %s cannot be used: %s", name, grammar)
                 self.core.finish(self.of_id[name].request_id, FinishReason.ERROR, now, detail=str(grammar))
-                self._end(request, FinishReason.ERROR)
-                self._refuse(request, f"Invalid structured outputs: {grammar}")
+                self._end_request(request, FinishReason.ERROR)
+                self._refuse_request(request, f"Invalid structured outputs: {grammar}")
             else:
                 self.core.ready(self.of_id[name].request_id, now)
 
@@ -466,7 +466,7 @@ class Scheduler:
         for ours in output.finished:
             request = ours.metadata
             if self.of_id.get(request.request_id) is ours:  # it finished without an update that reports its end
-                self._end(request, ours.finish_reason or FinishReason.ERROR)
+                self._end_request(request, ours.finish_reason or FinishReason.ERROR)
                 request.stop_reason = ours.stop_reason
                 self._unsent.append(request)
         if output.preempted:
@@ -554,7 +554,7 @@ class Scheduler:
         if self._structured:
             self._advance_grammars(outputs)
         if update.finished:
-            self._finish(update.finished, ids, outputs, indices)
+            self._finish_requests(update.finished, ids, outputs, indices)
         if self._kv_events is not None:
             if self.groups is None:
                 self._kv_events.publish(self.core.take_kv_events())
@@ -604,7 +604,8 @@ class Scheduler:
         """Add a pooling model's outputs for the prompts that a step completes, and return the indices of their rows."""
         indices = [index for index in rows if step.ids[index] in self._requests]
         outputs += [
-            EngineCoreOutput(step.ids[index], [], pooling_output=pooled[sampled.place(index)]) for index in indices
+            EngineCoreOutput(step.ids[index], [], pooling_output=pooled[sampled.runner_index(index)])
+            for index in indices
         ]
         return indices
 
@@ -620,7 +621,7 @@ class Scheduler:
             if not self._grammar_accepts(request, output.new_token_ids):
                 ours = self.of_id[name]
                 self.core.finish(ours.request_id, FinishReason.ERROR, time.monotonic())
-                self._end(request, FinishReason.ERROR)
+                self._end_request(request, FinishReason.ERROR)
                 output.stop_reason = request.stop_reason = ours.stop_reason
                 output.finish_reason = request.get_finished_reason()
                 self._drafts.report(request, output)
@@ -640,7 +641,7 @@ class Scheduler:
         )
         return False
 
-    def _finish(
+    def _finish_requests(
         self, finished: Iterable[Request], ids: list[str], outputs: list[EngineCoreOutput], indices: Sequence[int]
     ) -> None:
         """Complete the outputs of requests that the core's update has finished. End each of these requests or, in a
@@ -659,15 +660,15 @@ class Scheduler:
             if name in self._sessions and ours.finish_reason is not FinishReason.ERROR:
                 self._end_turn(request, ours)
             else:
-                self._end(request, ours.finish_reason or FinishReason.ERROR)
+                self._end_request(request, ours.finish_reason or FinishReason.ERROR)
 
     def _end_turn(self, session: VLLMRequest, ours: Request) -> None:
         """Close the current part of a session, whose output is complete; begin the next part if it has arrived."""
         name = session.request_id
         if self._sessions.is_over(name):
-            self._end(session, ours.finish_reason or FinishReason.STOP)
+            self._end_request(session, ours.finish_reason or FinishReason.STOP)
             return
-        self._forget(name)
+        self._drop_core_request(name)
         keep_final_state(session, ours, tokens=False)
         close_turn(session, ours)
         if self._sessions.has_part(name):
@@ -829,12 +830,12 @@ class Scheduler:
         """A snapshot of vLLM's unfinished requests that do not run: the queue in order, then the requests that wait for
         something other than capacity."""
         queued = [ours.metadata for ours in self.core.waiting]
-        return ReadOnlyList(queued + self._others(queued))
+        return ReadOnlyList(queued + self._requests_neither_queued_nor_running(queued))
 
     @property
     def deferred_waiting(self) -> frozenset[VLLMRequest]:
         """The waiting requests that wait for something other than capacity: a grammar, or the next part of a prompt."""
-        return frozenset(self._others([ours.metadata for ours in self.core.waiting]))
+        return frozenset(self._requests_neither_queued_nor_running([ours.metadata for ours in self.core.waiting]))
 
     skipped_waiting = deferred_waiting
     """Same as `deferred_waiting`: the attribute's name in other versions of vLLM."""
@@ -870,7 +871,7 @@ class Scheduler:
     finished_req_ids = ReadOnly(lambda self: {ours.metadata.request_id for ours in self.core.unreported_ends})
     """The ids of requests whose end the next step reports to the workers."""
 
-    def _others(self, queued: Sequence[VLLMRequest]) -> list[VLLMRequest]:
+    def _requests_neither_queued_nor_running(self, queued: Sequence[VLLMRequest]) -> list[VLLMRequest]:
         """vLLM's unfinished requests that are neither queued nor running."""
         known = {each.request_id for each in queued}
         known.update(ours.metadata.request_id for ours in self.core.running)

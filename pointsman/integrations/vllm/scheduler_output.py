@@ -197,7 +197,7 @@ class OutputMaker:
             numbers,
         )
         made = self._new_output(
-            self._admitted(output, ids, blocks, block_rows, cached) if count < len(ids) else [],
+            self._add_admitted_rows(output, ids, blocks, block_rows, cached) if count < len(ids) else [],
             cached,
             scheduled,
             total,
@@ -323,7 +323,7 @@ class OutputMaker:
         rows = zip(output.continued, starts, counts, strict=False)
         return [request.tokens(start, start + count).tolist() for request, start, count in rows]
 
-    def _admitted(
+    def _add_admitted_rows(
         self, output: Output, ids: list[str], blocks: list[int], block_rows: list[int], cached: CachedRequestData
     ) -> list[NewRequestData]:
         """The admitted rows as new requests; rows that the first runner reads as resumed are added to `cached`."""
@@ -342,7 +342,7 @@ class OutputMaker:
             data = new_request_data(
                 ids[index],
                 of_vllm.prompt_token_ids,
-                self._inputs(of_vllm.mm_features, num_hits) if of_vllm.mm_features else [],
+                self._inputs_for_workers(of_vllm.mm_features, num_hits) if of_vllm.mm_features else [],
                 of_vllm.sampling_params,
                 of_vllm.pooling_params,
                 own,
@@ -358,7 +358,7 @@ class OutputMaker:
             new.append(data)
         return new
 
-    def _inputs(self, features: list[MultiModalFeatureSpec], num_hits: int) -> list[MultiModalFeatureSpec]:
+    def _inputs_for_workers(self, features: list[MultiModalFeatureSpec], num_hits: int) -> list[MultiModalFeatureSpec]:
         """The encoder inputs of an admitted request. For vLLM's second model runner, the inputs within the cached
         prefix have no payload. The first runner keeps the inputs until the request has finished, and needs their
         payload if the request is preempted and the prefix evicted."""

@@ -65,7 +65,7 @@ class StateEnds:
                 0: no such prefix.
 
         Returns:
-            0: the request waits for a step with enough tokens to reach a boundary.
+            The number of tokens; 0: the request waits for a step with enough tokens to reach a boundary.
         """
         prefill_end = max(num_prompt_tokens, num_tokens - 1)
         if start >= prefill_end:

@@ -18,12 +18,12 @@ READERS = ("vllm.v1.engine", "vllm.v1.executor", "vllm.v1.worker")
 """Packages of vLLM's in which every variable named `scheduler` is a scheduler."""
 
 
-def expected_of_scheduler(sources: Sources, ours: Class) -> Iterator[Assumption]:
+def scheduler_assumptions(sources: Sources, ours: Class) -> Iterator[Assumption]:
     """Yield vLLM's assumptions about a scheduler, each checked against our class."""
-    yield from _checked_methods(sources, ours)
+    yield from _check_methods(sources, ours)
     for package in READERS:
         for module in sources.modules_under(package, word="scheduler"):
-            yield from _checked_uses(module, ours)
+            yield from _check_uses(module, ours)
 
 
 def new_arguments(sources: Sources, ours: Class) -> Iterator[Assumption]:
@@ -49,7 +49,7 @@ def _methods(sources: Sources) -> Iterator[tuple[str, Class]]:
                 yield name, kind
 
 
-def _checked_methods(sources: Sources, ours: Class) -> Iterator[Assumption]:
+def _check_methods(sources: Sources, ours: Class) -> Iterator[Assumption]:
     """Yield an assumption for each abstract method of vLLM's interface, checked against our class."""
     found = False
     for name, kind in _methods(sources):
@@ -70,7 +70,7 @@ def _checked_methods(sources: Sources, ours: Class) -> Iterator[Assumption]:
         yield Assumption("scheduler", "", ".".join(INTERFACE), False, "it is not there, or has no abstract methods")
 
 
-def _checked_uses(module: Module, ours: Class) -> Iterator[Assumption]:
+def _check_uses(module: Module, ours: Class) -> Iterator[Assumption]:
     """Check the attributes of a scheduler that a module of vLLM's reads or calls."""
     nodes = list(ast.walk(module.tree))
     asked = {name for node in nodes if isinstance(node, ast.Call) for name in _optional_attributes(node)}
@@ -79,19 +79,19 @@ def _checked_uses(module: Module, ours: Class) -> Iterator[Assumption]:
         if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Call):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             if any(isinstance(each, ast.Attribute) and _is_scheduler(each) for each in targets):
-                yield _checked_call(place, ours.name, ours.constructor, Arguments.of(node.value))
+                yield _check_call(place, ours.name, ours.constructor, Arguments.of(node.value))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _is_scheduler(node.func.value):
             member = ours.member(node.func.attr)
             if member is not None and member.function is not None and not member.is_property:
                 signature = Signature.of(member.function.node, bound=True)
-                yield _checked_call(place, f"{ours.name}.{node.func.attr}", signature, Arguments.of(node))
+                yield _check_call(place, f"{ours.name}.{node.func.attr}", signature, Arguments.of(node))
         elif isinstance(node, ast.Attribute) and _is_scheduler(node.value) and node.attr not in asked:
-            holds = ours.has(node.attr)
+            holds = ours.has_attribute(node.attr)
             found = "" if holds else f"vLLM reads scheduler.{node.attr}, which ours lacks"
             yield Assumption("scheduler", place, f"{ours.name}.{node.attr}", holds, found)
 
 
-def _checked_call(place: str, name: str, signature: Signature | None, given: Arguments) -> Assumption:
+def _check_call(place: str, name: str, signature: Signature | None, given: Arguments) -> Assumption:
     """The assumption that our method `name` accepts the arguments that vLLM passes. `signature`: the method's
     signature; None: it is unknown, and the assumption counts as true."""
     problem = None if signature is None else signature.call_problem(given)

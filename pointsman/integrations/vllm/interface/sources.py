@@ -250,7 +250,7 @@ class Class:
                 return each.own_members[name]
         return None
 
-    def has(self, name: str) -> bool | None:
+    def has_attribute(self, name: str) -> bool | None:
         """Whether instances of the class have an attribute; None: unknown."""
         if self.member(name) is not None or name in dir(object):
             return True

@@ -122,7 +122,7 @@ def join_types(types: Iterable[Type]) -> Type:
     return tuple(dict.fromkeys(option for each in types for option in each))
 
 
-def instances(kind: Type) -> Iterator[Class]:
+def instance_classes(kind: Type) -> Iterator[Class]:
     for option in kind:
         if isinstance(option, Instance):
             yield option.kind
@@ -280,7 +280,7 @@ class Types:
         if found is None:
             return ()
         what = self.sources.find(found, alias.name) if isinstance(found, Module) else found
-        return () if what is None else self._of_definition(what)
+        return () if what is None else self._definition_type(what)
 
     def local_class(self, node: ast.ClassDef, scope: Scope) -> Class:
         """A class within a function; its bases may be arguments of the function."""
@@ -288,7 +288,7 @@ class Types:
         known = [base if isinstance(base, Class) else External("?") for base in bases]
         return self.sources.class_of(scope.module, node, known)
 
-    def _of_definition(self, what: Definition | Class | None) -> Type:
+    def _definition_type(self, what: Definition | Class | None) -> Type:
         """The type of a definition in a module."""
         if isinstance(what, Function):
             return (Bound(what, False),)
@@ -311,44 +311,44 @@ class Types:
                 at.known[name] = join_types(each(at) for each in at.names[name])
                 return at.known[name]
             at = at.parent
-        return self._of_definition(self.sources.find(scope.module, name))
+        return self._definition_type(self.sources.find(scope.module, name))
 
     # ------------------------------------------------------------------ attributes
 
-    def attribute(self, kind: Type, name: str) -> Type:
+    def attribute_type(self, kind: Type, name: str) -> Type:
         """The type of the attribute `name` of a value of type `kind`."""
-        return join_types(self._attribute_of(option, name) for option in kind)
+        return join_types(self._attribute_type_of_option(option, name) for option in kind)
 
-    def _attribute_of(self, option: Option, name: str) -> Type:
+    def _attribute_type_of_option(self, option: Option, name: str) -> Type:
         if isinstance(option, Instance):
-            return self._of_instance(option.kind, name)
+            return self._instance_attribute_type(option.kind, name)
         if isinstance(option, Class):
-            return self._of_class(option, name)
+            return self._class_attribute_type(option, name)
         if isinstance(option, Bases):
             for base in option.kind.lineage[1:]:
                 if name in base.own_members:
-                    return self._of_instance(base, name)
+                    return self._instance_attribute_type(base, name)
         if isinstance(option, Module):
-            return self._of_definition(self.sources.find(option, name))
+            return self._definition_type(self.sources.find(option, name))
         if isinstance(option, Container):
             return (MethodOf(option, name),)
         return (UNKNOWN,)
 
-    def _of_instance(self, kind: Class, name: str) -> Type:
+    def _instance_attribute_type(self, kind: Class, name: str) -> Type:
         key = kind, name
         if key not in self._attributes:
             self._attributes[key] = ()  # ends a recursion during the lookup
-            found = self._found_in(kind, name)
+            found = self._inferred_attribute_type(kind, name)
             if UNKNOWN in found:
                 found = next((self.carried[each, name] for each in kind.lineage if (each, name) in self.carried), found)
             self._attributes[key] = found
         return self._attributes[key]
 
-    def _found_in(self, kind: Class, name: str) -> Type:
+    def _inferred_attribute_type(self, kind: Class, name: str) -> Type:
         member = kind.member(name)
         if member is None:
             base = next((self.mixed_into[each] for each in kind.lineage if each in self.mixed_into), None)
-            return (UNKNOWN,) if base is None else self._of_instance(base, name)
+            return (UNKNOWN,) if base is None else self._instance_attribute_type(base, name)
         function = member.function
         if function is not None:
             if member.is_property:
@@ -378,7 +378,7 @@ class Types:
                         return self._item_type(value, at)
         return value
 
-    def _of_class(self, kind: Class, name: str) -> Type:
+    def _class_attribute_type(self, kind: Class, name: str) -> Type:
         member = kind.member(name)
         if member is None:
             return (UNKNOWN,)
@@ -386,7 +386,7 @@ class Types:
             return (self.sources.class_of(member.owner.module, member.node),)
         if member.function is not None:
             return (Bound(member.function, "classmethod" in member.function.decorators),)
-        return self._of_instance(kind, name)
+        return self._instance_attribute_type(kind, name)
 
     # ------------------------------------------------------------------ containers
 
@@ -399,7 +399,9 @@ class Types:
             elif isinstance(option, Container) and option.kind == "tuple":
                 found.append(join_types(option.items))
             elif isinstance(option, Instance) and option.kind.member("__iter__") is not None:
-                found.append(self.element_type(self._return_type(self._of_instance(option.kind, "__iter__"))))
+                found.append(
+                    self.element_type(self._return_type(self._instance_attribute_type(option.kind, "__iter__")))
+                )
             else:
                 found.append((UNKNOWN,))
         return join_types(found)
@@ -413,7 +415,7 @@ class Types:
             elif isinstance(option, Container) and option.kind == "dict":
                 found.append(option.items[1])
             elif isinstance(option, Instance) and option.kind.member("__getitem__") is not None:
-                found.append(self._return_type(self._of_instance(option.kind, "__getitem__")))
+                found.append(self._return_type(self._instance_attribute_type(option.kind, "__getitem__")))
             else:
                 found.append(self.element_type((option,)))
         return join_types(found)
@@ -426,7 +428,7 @@ class Types:
         if isinstance(at, str):
             objects = join_types(option.of for option in value if isinstance(option, Attributes))
             if objects:
-                return self.attribute(objects, at)
+                return self.attribute_type(objects, at)
         return self._item_type(value, at if isinstance(at, int) else None)
 
     # ------------------------------------------------------------------ calls
@@ -475,7 +477,7 @@ class Types:
         if name in ("max", "min", "next") and of:
             return join_types([self.element_type(of[0]), *of[1:]]) if len(of) == 1 or name == "next" else join_types(of)
         if name == "getattr" and len(of) >= 2 and isinstance(node.args[1], ast.Constant):
-            return join_types([self.attribute(of[0], str(node.args[1].value)), *of[2:]])
+            return join_types([self.attribute_type(of[0], str(node.args[1].value)), *of[2:]])
         if name == "maker" and of:
             return tuple(_maker(node, each) if isinstance(each, Class) else UNKNOWN for each in of[0])
         if name == "partial" and of:
@@ -511,7 +513,7 @@ class Types:
         if isinstance(node, ast.Name):
             return self.type_of_name(node.id, scope)
         if isinstance(node, ast.Attribute):
-            return self.attribute(self.infer(node.value, scope), node.attr)
+            return self.attribute_type(self.infer(node.value, scope), node.attr)
         if isinstance(node, ast.Call):
             return self._call_type(node, scope)
         if isinstance(node, ast.Subscript):

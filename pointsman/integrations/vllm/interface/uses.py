@@ -31,7 +31,7 @@ from pointsman.integrations.vllm.interface.types import (
     Scope,
     Type,
     Types,
-    instances,
+    instance_classes,
 )
 
 VLLM = "vllm"
@@ -166,7 +166,7 @@ class Reader:
             kind = self.types.mixed_into.get(kind, kind)
         if not _is_of_vllm(kind):
             return None, True if kind.member(name) is not None else None
-        return kind, (isinstance(option, Class) and name in dir(type)) or kind.has(name)
+        return kind, (isinstance(option, Class) and name in dir(type)) or kind.has_attribute(name)
 
     def _note_call(self, node: ast.Call, scope: Scope) -> None:
         given = Arguments.of(node)
@@ -232,7 +232,7 @@ class Reader:
                     self._note_field(node, kind, name)
 
     def _note_replace_fields(self, node: ast.Call, scope: Scope) -> None:
-        for kind in filter(_is_of_vllm, instances(self.types.infer(node.args[0], scope))):
+        for kind in filter(_is_of_vllm, instance_classes(self.types.infer(node.args[0], scope))):
             for name in filter(None, (each.arg for each in node.keywords)):
                 self._note_field(node, kind, name)
 
@@ -249,7 +249,7 @@ class Reader:
             if member.owner is not kind or (name.startswith("_") and not is_declared):
                 continue
             expected = f"{base.name}.{name}"
-            has = base.has(name)
+            has = base.has_attribute(name)
             theirs = base.member(name)
             if not has or theirs is None:
                 found = "" if has is None else f"{base.name} has {_list_similar(name, base.member_names())}"
@@ -406,8 +406,8 @@ class Reader:
             self._note_replace_fields(node, scope)
         elif name == "getattr" and len(node.args) == 3 and isinstance(node.args[1], ast.Constant):
             asked = str(node.args[1].value)
-            for kind in instances(self.types.infer(node.args[0], scope)):
-                if _is_of_vllm(kind) and kind.has(asked) is False:
+            for kind in instance_classes(self.types.infer(node.args[0], scope)):
+                if _is_of_vllm(kind) and kind.has_attribute(asked) is False:
                     self._note_fallback("attribute", node, f"{kind.name}.{asked}", "its default is used")
         elif name == "type" and len(node.args) == 3:
             self._note_mixin(node, scope)
@@ -461,6 +461,6 @@ def override_problem(ours: Function, theirs: Function, *, with_defaults: bool) -
 
 
 def signature_hint(signature: Signature) -> str:
-    """Text with the arguments that a method or class of vLLM's has now; "": the text would be too long."""
+    """The end of an error text: the arguments that a method or class accepts in this vLLM; "": the text is too long."""
     shown = str(signature)
     return f"; vLLM has {shown}" if len(shown) <= 120 else ""
