@@ -107,7 +107,7 @@ def test_ray_cluster_without_capacity_for_the_replicas_is_refused() -> None:
     check(num_replicas=100, ray_actor_options={"num_cpus": 0})
     check(autoscaling_config={"min_replicas": 6, "max_replicas": 60})
     check(placement_group_bundles=[{"CPU": 3}, {"CPU": 3}])
-    with pytest.raises(RayError, match=r"num_replicas is 7 .* for 6: .*CPU 1.*10.0.0.1: CPU 4; 10.0.0.2: CPU 2"):
+    with pytest.raises(RayError, match=r"num_replicas is 7, .* for 6: .*CPU 1.*10.0.0.1: CPU 4; 10.0.0.2: CPU 2"):
         check(num_replicas=7)
     with pytest.raises(RayError, match=r"capacity for 2: .*CPU 1, at most 1 on a node"):
         check(num_replicas=3, max_replicas_per_node=1)

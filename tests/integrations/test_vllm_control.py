@@ -159,8 +159,8 @@ def test_a_locked_folder_does_not_block_the_start(tmp_path: Path, monkeypatch: p
     ("name", "words"),
     [
         ("file", "which exists and is not a socket"),
-        ("nowhere/s", "cannot listen on the socket .*No such file"),
-        ("x" * 200, "more than 107 bytes"),
+        ("nowhere/s", "cannot listen on the control socket .*No such file"),
+        ("x" * 200, "is longer than 107 bytes"),
     ],
 )
 def test_an_unusable_socket_path_is_refused(tmp_path: Path, name: str, words: str) -> None:
@@ -262,7 +262,7 @@ def test_questions_are_answered_while_the_engine_is_idle(tmp_path: Path) -> None
         (b"[1]\n", "not a JSON object"),
         (b'{"ask": "explode"}\n', "the question 'explode' is unknown"),
         (b"{}\n", "the question None is unknown"),
-        (b'{"ask": "explain", "limit": 0}\n', "limit is 0; give 1 to 1000"),
+        (b'{"ask": "explain", "limit": 0}\n', "limit is 0; it must be an integer from 1 to 1000"),
         (b'{"ask": "explain", "limit": "x"}\n', "limit is 'x'"),
         (b'{"ask": "explain", "id": 7}\n', "no request 7"),
         (b'{"ask": "explain", "id": ["a"]}\n', "no request ['a']"),

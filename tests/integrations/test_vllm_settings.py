@@ -90,12 +90,15 @@ def test_knobs_and_presets_are_read_from_additional_config() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (3, "it must be an object of knobs"),
+        (3, "it must be an object with knobs"),
         ({"max_num_seqs": 3}, "max_num_seqs in --additional-config has no effect: vLLM takes it from --max-num-seqs"),
         ({"max_seqs": 3}, "max_seqs in --additional-config is unknown; choose from .*, socket, token_limits, .*victim"),
         ({"preset": "high-throughput"}, "preset in --additional-config is 'high-throughput'; choose one of"),
         ({"kv_load_timeout": 1.0}, "kv_load_timeout in --additional-config is unknown"),
-        ({"preemption_mode": "swap"}, "preemption_mode is 'swap': swapping needs host memory .* leave it out"),
+        (
+            {"preemption_mode": "swap"},
+            "preemption_mode is 'swap': swapping needs host memory .* leave preemption_mode out",
+        ),
         (
             {"max_retention": -1},
             "max_retention in --additional-config is -1; it must be a number of seconds, at least 0",
