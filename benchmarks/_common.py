@@ -61,7 +61,7 @@ def argument_parser(description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def at_least_one(text: str) -> int:
+def parse_positive_int(text: str) -> int:
     """Parse the value of an option that must be an integer of at least 1."""
     value = int(text)
     if value < 1:

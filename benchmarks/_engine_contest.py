@@ -150,7 +150,7 @@ class Contestant:
         """
         requests = self._workload.requests(load, round_number)
         before = self._worker.cpu_seconds()
-        self._worker.forget_peak()
+        self._worker.reset_peak_bytes()
         timeout = BOX_SECONDS if self.contender.runs_last else SECONDS_TO_RUN
         answer = self._worker.ask("run", timeout, **asdict(requests))
         after = self._worker.cpu_seconds()
@@ -201,7 +201,7 @@ def compete(contenders: Mapping[str, Contender], workload: Workload, threads: in
     contestants: list[Contestant] = []
     try:
         for name, contender in contenders.items():
-            with peers_may_fail(name, contender):
+            with continue_without_failed_peer(name, contender):
                 contestants.append(Contestant(name, contender, workload, threads))
                 note(f"  {name}: {contestants[-1].about}")
         for round_number in range(rounds):
@@ -222,14 +222,14 @@ def compete(contenders: Mapping[str, Contender], workload: Workload, threads: in
 
 def _take_turn(one: Contestant, load: int, round_number: int) -> None:
     if one.in_play:
-        with peers_may_fail(one.name, one.contender):
+        with continue_without_failed_peer(one.name, one.contender):
             one.take_turn(load, round_number)
             turn = one.turns[load][round_number]
             note(f"  round {round_number + 1}, {load} at once, {one.name}: {turn.seconds:.2f} s")
 
 
 @contextmanager
-def peers_may_fail(name: str, contender: Contender) -> Iterator[None]:
+def continue_without_failed_peer(name: str, contender: Contender) -> Iterator[None]:
     """Report a failed peer, and continue."""
     try:
         yield

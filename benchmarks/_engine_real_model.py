@@ -94,7 +94,7 @@ class RealModel(Workload):
         """The prompts of the right lengths, in a fixed order."""
         texts = [f"{question}\n\n{text}" for question, text in product(QUESTIONS, paragraphs())]
         for at in np.random.default_rng(0).permutation(len(texts)):
-            prompt = in_tokens(self._tokenizer, texts[at])
+            prompt = to_prompt_tokens(self._tokenizer, texts[at])
             if MIN_PROMPT <= len(prompt) <= MAX_PROMPT:
                 yield prompt
 
@@ -106,7 +106,7 @@ def paragraphs() -> list[str]:
     return list(dict.fromkeys(text.replace("\n", " ") for text in prose))
 
 
-def in_tokens(tokenizer: Any, text: str) -> list[int]:
+def to_prompt_tokens(tokenizer: Any, text: str) -> list[int]:
     """A prompt as a server makes it from one message; without a chat format, the text itself."""
     if not tokenizer.chat_template:
         return encode(tokenizer, text)

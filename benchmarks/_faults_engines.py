@@ -129,7 +129,7 @@ async def _hang(server: ServerProcess, engine: int, numbers: Iterator[int]) -> H
         if not await exchange.end(SECONDS_TO_END):
             raise TimeoutError(f"a request did not end within {SECONDS_TO_END:g} s")
     cut = [stream for number, stream in streams.items() if homes.get(number) == engine]
-    held = [one for one in small if _is_held(one, noticed)]
+    held = [one for one in small if _waited_for_hung_engine(one, noticed)]
     return Hang(
         with_output=len(cut),
         without_output=len(held),
@@ -146,7 +146,7 @@ async def _hang(server: ServerProcess, engine: int, numbers: Iterator[int]) -> H
     )
 
 
-def _is_held(exchange: Exchange, noticed: float) -> bool:
+def _waited_for_hung_engine(exchange: Exchange, noticed: float) -> bool:
     """Whether a request waited for its first token until a hang was noticed."""
     began = exchange.sent_at + SECONDS_TO_END if exchange.first_event_at is None else exchange.first_event_at
     return exchange.sent_at < noticed <= began + SECONDS_BETWEEN_SMALL and began - exchange.sent_at > SECONDS_HELD

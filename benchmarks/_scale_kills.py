@@ -190,7 +190,7 @@ def tokens_of(pieces: Sequence[bytes]) -> list[int]:
     return found
 
 
-async def shortfall(side: Side, number: int, tokens: Sequence[int]) -> float:
+async def max_logprob_shortfall(side: Side, number: int, tokens: Sequence[int]) -> float:
     """The maximum difference of log probability between a greedy stream's token and the most likely one, if the engine
     computes prompt and tokens at once.
     """
@@ -205,12 +205,12 @@ async def shortfall(side: Side, number: int, tokens: Sequence[int]) -> float:
     return worst
 
 
-async def rounded_kills(side: Side, count: int, num_tokens: int) -> dict[str, Any]:
+async def measure_kills_in_bfloat16(side: Side, count: int, num_tokens: int) -> dict[str, Any]:
     """The same in bfloat16, with greedy streams: each is equal up to the death, and continues as validly as the
     undisturbed one."""
     killing = Killing(side, [request_of(number, num_tokens, greedy=True) for number in range(KILLED_TOGETHER)], seed=3)
     undisturbed = [tokens_of(exchange.pieces) for exchange in await killing.undisturbed()]
-    allowed = max([await shortfall(side, number, tokens) for number, tokens in enumerate(undisturbed)])
+    allowed = max([await max_logprob_shortfall(side, number, tokens) for number, tokens in enumerate(undisturbed)])
     failed = equal = equal_before = 0
     worst = 0.0
     for _ in range(count):
@@ -221,7 +221,7 @@ async def rounded_kills(side: Side, count: int, num_tokens: int) -> dict[str, An
             before = tokens_of(exchange.pieces[:num_pieces])
             equal_before += before == expected[: len(before)]
             equal += tokens == expected
-            worst = max(worst, await shortfall(side, number, tokens))
+            worst = max(worst, await max_logprob_shortfall(side, number, tokens))
     return {
         **await killing.counts(count, failed),
         "equal_up_to_the_death": equal_before,

@@ -98,7 +98,7 @@ def _settings(running: int, num_tokens: int) -> dict[str, Any]:
 
 
 def policies(names: Sequence[str] = ()) -> list[Found]:
-    """Every registered policy, or those with these names."""
+    """All registered policies; with `names`, only the policies of these names."""
     found = [Found(kind, name, policy) for kind in KINDS for name, policy in known(kind).items()]
     return [each for each in found if not names or each.name in names]
 

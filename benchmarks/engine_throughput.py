@@ -40,7 +40,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from _common import Targets, argument_parser, at_least_one, finish, note, print_table, run
+from _common import Targets, argument_parser, finish, note, parse_positive_int, print_table, run
 from _engine_contest import (
     OPENVINO,
     POINTSMAN,
@@ -144,7 +144,7 @@ def main() -> int:
         "--model", metavar="MODEL", help="real weights and prompts: a named model, a directory, a GGUF file"
     )
     parser.add_argument(
-        "--rounds", type=at_least_one, help="how often each contender serves the workload (3; quick: 2)"
+        "--rounds", type=parse_positive_int, help="how often each contender serves the workload (3; quick: 2)"
     )
     parser.add_argument("--contenders", metavar="NAME,...", help="some of the contenders, which the tables name")
     parser.add_argument(
@@ -153,7 +153,7 @@ def main() -> int:
         help="contenders of one dtype; quantized: llama.cpp beside Pointsman, with --model (all; quick: float32, and "
         "with --model quantized)",
     )
-    parser.add_argument("--threads", type=at_least_one, help="of each contender (2; quick: 1)")
+    parser.add_argument("--threads", type=parse_positive_int, help="of each contender (2; quick: 1)")
     parser.add_argument(
         "--requests",
         metavar="COUNT,...",
@@ -204,7 +204,7 @@ def measure_random(arguments: argparse.Namespace) -> int:
 
 def counts(text: str) -> list[int]:
     """The value of `--requests`: each number once, in ascending order."""
-    return sorted({at_least_one(one) for one in text.split(",")})
+    return sorted({parse_positive_int(one) for one in text.split(",")})
 
 
 if __name__ == "__main__":

@@ -482,7 +482,7 @@ def a_grammar_that_breaks_ends_its_request_and_no_other() -> None:
 
 
 class Fails(FirstComeFirstServed):
-    """An order that fails after a number of calls."""
+    """An order policy that raises after a number of calls."""
 
     name = "fails"
 

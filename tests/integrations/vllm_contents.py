@@ -35,7 +35,7 @@ class _Row:
     prefixes: list[int] = field(default_factory=list)
     """For each token, a value that identifies it and all tokens before it."""
     runs: bool = False
-    """Whether it has computed tokens since its admission."""
+    """Whether the row has computed tokens since its admission."""
     encoded: list[int] = field(default_factory=list)
     """A value that identifies each embedding of which layers store KV."""
     num_drafts: int = 0

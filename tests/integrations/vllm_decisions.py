@@ -598,7 +598,7 @@ class Side:
         return found
 
     def has(self, name: str) -> bool:
-        """Whether the request has not finished."""
+        """Whether the scheduler has the request and has not finished it."""
         return name in self.scheduler.requests
 
     def abort(self, names: list[str]) -> None:

@@ -72,7 +72,7 @@ class Bases:
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """A constructor of one of vLLM's records, as `support.maker` returns it."""
+    """A function that constructs one of vLLM's records: the result of a call of our function `maker`."""
 
     kind: Class
     fields: tuple[str, ...]
