@@ -112,7 +112,7 @@ class Vllm:
         num_output_tokens: Sequence[int],
         tenants: Sequence[str] = (),
     ) -> TokenTimes:
-        """As that of `BundledEngine`."""
+        """Send all requests at their times, as `BundledEngine.serve` does; returns each request's token times."""
         told = self._worker.ask(
             "run",
             _SECONDS_TO_SERVE,

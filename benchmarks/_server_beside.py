@@ -387,7 +387,7 @@ def too_large() -> bytes:
 
 
 def too_large_in_chunks() -> bytes:
-    """The same without a length, so that the server must count."""
+    """A body that is too large and is sent in chunks without a length, so that the server must count its bytes."""
     head = post("/v1/completions", b"").replace(b"Connection: close\r\n", b"")
     chunk = b"%x\r\n" % 65536 + b" " * 65536 + b"\r\n"
     return head.replace(b"Content-Length: 0", b"Transfer-Encoding: chunked") + chunk * (MAX_BYTES // 65536 + 4)

@@ -220,7 +220,7 @@ def figures(ttft: Any, gaps: Any, num_tokens: int, seconds: float) -> dict[str, 
 
 
 def predicted(step_time: StepTime, sent: Sequence[TraceRequest], config: SchedulerConfig) -> dict[str, float]:
-    """The same figures of a simulation."""
+    """The figures of a simulation of the measured requests."""
     timings = simulate(OpenLoop(sent), config, step_time).timings
     gaps, counts = timings.gaps()
     return figures(

@@ -25,7 +25,7 @@ class Found:
     """Checks that failed."""
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
+        """The fields as data for JSON."""
         return asdict(self)
 
 

@@ -80,7 +80,7 @@ class Result:
         return self.status == "passed"
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
+        """The fields as data for JSON."""
         about = {"name": self.part.name, "status": self.status, "seconds": round(self.seconds, 2)}
         return about | self.found.to_dict() | ({"log": self.log} if self.log else {})
 

@@ -22,7 +22,7 @@ def read(environment: dict[str, str] | None = None, /, **arguments: Any) -> RayS
 
 
 def test_ray_accepts_the_server_options_of_the_serve_command() -> None:
-    """As text, from `serve run`, and with their types, from a configuration file of Serve."""
+    """`serve run` passes options as text; a configuration file of Serve passes them with their types."""
     given = {
         "model": "demo",
         "num_blocks": 512,

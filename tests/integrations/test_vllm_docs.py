@@ -169,7 +169,7 @@ def test_commands_of_the_vllm_document_run_in_order(tmp_path: Path, vllm_version
 
 
 def test_the_readme_and_the_vllm_document_start_vllm_alike() -> None:
-    """Its `vllm serve` has no victim, which is the default one anyway."""
+    """The command in the README leaves out the option `victim`, whose value in the document is the default."""
     (start,) = (text for _, language, text in blocks(ROOT / "README.md") if language == "text" and "vllm check" in text)
     given = [" ".join(shlex.split(line, comments=True)) for line in commands(start)]
     tested = [" ".join(shlex.split(line.replace(', "victim": "latest"', ""), comments=True)) for line in COMMANDS]

@@ -119,7 +119,7 @@ def test_unusual_image_requests_end_as_documented() -> None:
 def test_prompts_given_as_embeddings_get_the_same_tokens_as_in_vllm(
     tmp_path: Path, family: str, options: dict[str, Any]
 ) -> None:
-    """The same tokens as the same prompts given as tokens, with as many cache hits."""
+    """The prompts given as token ids get equal tokens and equally many cache hits, too."""
     given = [f"{key}={json.dumps(value)}" for key, value in options.items()]
     theirs, ours = (run_in_vllm("vllm_embeds.py", family, how, tmp_path, *given) for how in ("theirs", "ours"))
     assert len({tuple(tokens) for tokens in theirs["tokens"]}) >= 5
@@ -133,7 +133,7 @@ def test_prompts_given_as_embeddings_get_the_same_tokens_as_in_vllm(
 
 @pytest.mark.parametrize("case", short_of(list(ENCODER_DECODERS), SHORT_MODELS))
 def test_tokens_of_encoder_decoders_equal_vllms(tmp_path: Path, case: str) -> None:
-    """Whisper: in the same steps, with the same inputs computed in each."""
+    """Whisper: the steps, and the inputs that each step computes, are equal, too."""
     options = ENCODER_DECODERS[case]
     given = [f"{key}={json.dumps(value)}" for key, value in options.items()]
     theirs, ours = (run_in_vllm("vllm_media.py", "whisper", how, tmp_path, *given) for how in ("theirs", "ours"))
@@ -158,7 +158,7 @@ def test_tokens_of_encoder_decoders_equal_vllms(tmp_path: Path, case: str) -> No
 @pytest.mark.skipif(not TORCHVISION.exists(), reason="no torchvision; benchmarks/vllm_env.py makes a folder with it")
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_with_images_equal_those_of_vllms_scheduler(tmp_path: Path, case: str) -> None:
-    """In the same steps, with the same images computed in each; twice, so that caches are used."""
+    """The steps and the images that each step computes are equal, too. All prompts run twice, to use caches."""
     family, options = CASES[case]
     given = [f"{key}={json.dumps(value)}" for key, value in options.items()]
     theirs = run_in_vllm("vllm_media.py", family, "theirs", tmp_path, *given, packages=TORCHVISION)

@@ -48,7 +48,7 @@ def test_observer_keeps_vllms_decisions_and_records_them(tmp_path: Path) -> None
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
 def test_observer_failures_end_the_recording_and_not_vllm() -> None:
-    """A full disk, a missing folder, and a bug of ours."""
+    """The failures are a full disk, a missing folder, and an error in our own code."""
     found = run_in_vllm("vllm_observed_faults.py")
     full, absent, mistaken = found["full disk"], found["no folder"], found["mistake"]
     assert "No space left" in full["warnings"][0]

@@ -117,7 +117,7 @@ def test_a_second_recording_at_the_same_time_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_busy", [False, True])
 def test_a_recording_of_unsupported_settings_is_refused_at_once(tmp_path: Path, is_busy: bool) -> None:
-    """With images, for example. If it waited, the engine would fail when the recording begins."""
+    """A recording with images, for example. If it waited, the engine would fail when the recording begins."""
     with operated(tmp_path / "s", encoder_budget=8, encoder_cache_size=8) as host:
         if is_busy:
             host.add("a")

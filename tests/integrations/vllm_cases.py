@@ -117,7 +117,7 @@ def ends_are_reported_during_a_pause() -> None:
 
 
 def a_client_error_is_reported_since_0_33() -> None:
-    """For such an output vLLM's server answers with status 400 and this message."""
+    """vLLM's server answers with status 400 and the message of the output."""
     scheduler = one()
     grammar = request("g", [1, 2, 3], structured=True)
     grammar.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR

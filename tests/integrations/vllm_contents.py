@@ -39,7 +39,7 @@ class _Row:
     encoded: list[int] = field(default_factory=list)
     """A value that identifies each embedding of which layers store KV."""
     num_drafts: int = 0
-    """In this step."""
+    """Number of drafts of the row in this step."""
     state_column: int | None = None
     """Index of its newest state in the table of a group; None: it has no state of its own yet."""
 

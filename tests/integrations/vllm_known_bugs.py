@@ -83,7 +83,7 @@ def a_prompt_that_never_fits_ends_and_blocks_no_request() -> None:
 
 
 def an_output_that_outgrows_the_pool_ends() -> None:
-    """The same at a later point: alone, it can get no further block."""
+    """A request that runs alone and can get no further block ends with the reason "length"."""
     ours = side(num_blocks=1 + 3)
     add(ours, "grows", 6, max_tokens=30)
     add(ours, "short", 5)

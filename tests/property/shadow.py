@@ -372,7 +372,7 @@ class ShadowHost:
         require(_contents(step.output) == step.told, f"the output of step {step.output.step_id} changed afterwards")
 
     def _check_inputs(self, output: SchedulerOutput) -> None:
-        """With one step in flight the scheduler knows every token; they must equal the host's samples."""
+        """Check that the scheduler's tokens equal the host's samples; with one step in flight it knows all of them."""
         if self.in_flight:
             return
         expected: list[int] = []

@@ -1193,7 +1193,7 @@ def test_every_planted_fault_has_a_unique_name() -> None:
 
 
 def test_checks_report_nothing_without_a_planted_fault() -> None:
-    """The same seeds pass without a fault; otherwise catching one would prove nothing."""
+    """All seeds pass without a planted fault; otherwise a caught fault would prove nothing."""
     different = {repr(overrides): overrides for _, overrides in (*BOOKKEEPING, *WRONG_CONTENT)}
     for overrides in different.values():
         for seed in range(short_or_long(1, 2)):

@@ -71,7 +71,7 @@ def test_replay_finds_an_altered_decision_at_its_step(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_replay_finds_a_lost_call(seed: int) -> None:
-    """Without one of its calls a recording does not replay: a difference, or an impossible call."""
+    """A recording without one of its calls fails to replay: with a difference, or with an impossible call."""
     lost = None
     while lost is None:  # in a few runs no request that was added ever ran
         _, lines = record(seed)

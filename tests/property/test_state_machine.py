@@ -184,7 +184,7 @@ LONG_ONLY = {"windows alone", "windows and chunks", "chunks", "groups, speculati
 
 @pytest.mark.parametrize("focus", short_of(list(FOCUS), FOCUS.keys() - LONG_ONLY))
 def test_seeded_scheduler_runs_keep_the_invariants(focus: str) -> None:
-    """The same operations from a seeded generator: many more runs than Hypothesis does in the same time."""
+    """A seeded generator chooses the operations, so that many more runs fit into the time than with Hypothesis."""
     for seed in SEEDS:
         try:
             drive(seed, RULES_PER_SEED, **FOCUS[focus])
